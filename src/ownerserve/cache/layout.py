@@ -1,0 +1,63 @@
+"""What a cache holds: components, their slot sizes, and the block length B.
+
+    range component   one slot = the entries of one block of B tokens, in all layers that keep it
+    point component   one slot = what is needed to go on at one boundary, in all layers that keep it
+    state block       one slot = the live form of every point component of one running sequence
+
+Made from a model's geometry by the engine; read by pools, tree and reports.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from ownerserve.kv.errors import InvalidInput
+
+
+class Extent(StrEnum):
+    """What one slot of a component covers."""
+
+    RANGE = "range"
+    POINT = "point"
+
+
+class Component(msgspec.Struct, frozen=True):
+    """One kind of state over all layers that keep it.
+
+    `slot_bytes` is what a slot occupies, alignment padding included; `payload_bytes` what of it
+    is information. Their ratio is the component's internal fragmentation.
+    """
+
+    name: str
+    extent: Extent
+    slot_bytes: int
+    payload_bytes: int
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """All components of a model at one block length; `state_bytes` is one live state block."""
+
+    block_tokens: int
+    components: tuple[Component, ...]
+    state_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        names = [component.name for component in self.components]
+        if len(set(names)) != len(names):
+            raise InvalidInput("components", f"repeated name in {names}", "name each one once")
+        if self.block_tokens < 1:
+            raise InvalidInput("block_tokens", f"{self.block_tokens}", "use 1 or more")
+
+    @property
+    def range_names(self) -> tuple[str, ...]:
+        return tuple(c.name for c in self.components if c.extent is Extent.RANGE)
+
+    @property
+    def point_names(self) -> tuple[str, ...]:
+        return tuple(c.name for c in self.components if c.extent is Extent.POINT)
+
+    def boundary_at_or_before(self, position: int) -> int:
+        """The last multiple of B that is <= `position`."""
+        return position - position % self.block_tokens

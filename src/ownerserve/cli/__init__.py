@@ -1,0 +1,1 @@
+"""The ownerserve command: wiring only."""

@@ -1,0 +1,71 @@
+"""The `ownerserve` command. A subcommand's module is imported only when it runs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from ownerserve import __version__
+from ownerserve.kv.errors import OwnerServeError
+
+# name -> (module that defines `command`, one-line help shown without importing it)
+COMMANDS = {
+    "demo": ("demo", "Gateway + two workers + an agent workload, end to end."),
+    "inspect": ("inspect", "What state a model keeps, bytes per component, sessions that fit."),
+    "trace": ("trace", "Read, measure and make workloads."),
+    "worker": ("worker", "The reference engine as an OpenAI-compatible server."),
+    "gateway": ("gateway", "The router in front of workers."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands live in modules named in COMMANDS."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"ownerserve.cli.{COMMANDS[cmd_name][0]}")
+        command = module.command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="ownerserve")
+def cli() -> None:
+    """Serve long-context agents: where KV state lives, how it comes back, where turns run.
+
+    \b
+    ownerserve demo                                     see it work on this machine
+    ownerserve inspect CONFIG.json --hbm 96GiB          what a model's state costs
+    ownerserve trace stats SESSIONS.jsonl.zst           what a workload re-uses
+    ownerserve COMMAND --help                           one command, with examples
+    """
+
+
+def main() -> None:
+    """Entry point: our errors become one line and exit code 2, Ctrl-C exit code 130."""
+    try:
+        cli.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except OwnerServeError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

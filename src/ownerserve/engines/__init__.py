@@ -1,0 +1,1 @@
+"""Engine adapters. Each translates one engine; none imports another."""

@@ -1,0 +1,44 @@
+"""Errors, sorted by who must act.
+
+Every message names the field (or file and line) and the mend. Foreign exceptions are mapped to
+these at the boundary where they enter; `assert` is kept for our own bugs.
+"""
+
+from __future__ import annotations
+
+
+class OwnerServeError(Exception):
+    """Base of all errors that a caller can be expected to handle."""
+
+
+class InvalidInput(OwnerServeError):
+    """The user must act: a file, flag, header or field is wrong.
+
+    `field` is the thing at fault, `problem` what is wrong with it, `mend` what to do.
+    """
+
+    def __init__(self, field: str, problem: str, mend: str) -> None:
+        super().__init__(f"{field}: {problem}; {mend}")
+        self.field = field
+        self.problem = problem
+        self.mend = mend
+
+
+class SpecMismatch(OwnerServeError):
+    """The operator must act: two sides hold state of different identity or layout."""
+
+
+class CapacityExceeded(OwnerServeError):
+    """The scheduler must act: a pool, queue or budget has no room for what was asked."""
+
+
+class PeerLost(OwnerServeError):
+    """The runtime must act: another process or machine stopped answering."""
+
+
+class Corrupt(OwnerServeError):
+    """The store must act: bytes do not match their digest. Served as a miss, never as data."""
+
+
+class InvariantViolated(OwnerServeError):
+    """We must act: a numbered invariant of docs/invariants.md does not hold."""

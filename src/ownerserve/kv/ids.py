@@ -1,0 +1,20 @@
+"""Names of things, as types: a session id can't be passed where a worker id belongs."""
+
+from __future__ import annotations
+
+from typing import NewType
+
+SessionId = NewType("SessionId", str)
+"""An agent's run, scoped to its tenant."""
+
+TurnId = NewType("TurnId", str)
+"""One request of a session; unique in the life of a worker."""
+
+WorkerId = NewType("WorkerId", str)
+"""An engine process."""
+
+Incarnation = NewType("Incarnation", int)
+"""One life of a worker; grows with every start."""
+
+PrefixHash = NewType("PrefixHash", bytes)
+"""32 bytes: the chained digest of all tokens up to a block boundary (kv.prefix)."""

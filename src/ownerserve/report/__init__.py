@@ -1,0 +1,1 @@
+"""Metrics to tables, plots and pages."""

@@ -1,0 +1,1 @@
+"""Where each turn runs: decision code, and the gateway that carries it out."""

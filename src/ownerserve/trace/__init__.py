@@ -1,0 +1,1 @@
+"""Workloads: trace readers, synthesizers and statistics. Pure; no clock and no network."""

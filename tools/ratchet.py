@@ -1,0 +1,75 @@
+"""Size ratchet: code may shrink, not sprawl.
+
+Limits are style.md §15: a function about 60 lines, a file about 500, a class about 12 public
+methods, a constructor about 6 parameters. What stands above a limit is named in EXCEPTIONS with
+its present size and the reason; it may shrink from there, never grow.
+
+    python tools/ratchet.py        exit 1 and one line for each violation
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+TREES = ("src", "tests", "benchmarks", "tools")
+LIMITS = {"file": 500, "function": 60, "class": 12, "constructor": 6}
+
+# "kind path[:name]" -> (size allowed, reason)
+EXCEPTIONS: dict[str, tuple[int, str]] = {}
+
+
+class Size(NamedTuple):
+    kind: str
+    where: str
+    size: int
+
+
+def measure(path: Path) -> Iterator[Size]:
+    """Every measured thing in one file."""
+    text = path.read_text()
+    name = path.relative_to(ROOT).as_posix()
+    yield Size("file", name, len(text.splitlines()))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            yield Size("function", f"{name}:{node.name}", lines)
+            if node.name == "__init__":
+                parameters = len(node.args.args) + len(node.args.kwonlyargs) - 1
+                yield Size("constructor", f"{name}:{node.lineno}", parameters)
+        elif isinstance(node, ast.ClassDef) and name.startswith("src/"):
+            public = [
+                item
+                for item in node.body
+                if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
+                and not item.name.startswith("_")
+            ]
+            yield Size("class", f"{name}:{node.name}", len(public))
+
+
+def main() -> int:
+    violations = []
+    used = set()
+    for tree in TREES:
+        for path in sorted((ROOT / tree).rglob("*.py")):
+            for kind, where, size in measure(path):
+                key = f"{kind} {where}"
+                limit = LIMITS[kind]
+                if key in EXCEPTIONS:
+                    used.add(key)
+                    limit = EXCEPTIONS[key][0]
+                    if size < limit:
+                        violations.append(f"{key}: now {size}; lower its exception from {limit}")
+                if size > limit:
+                    violations.append(f"{key}: {size} > {limit}")
+    violations += [f"{key}: exception no longer needed" for key in EXCEPTIONS.keys() - used]
+    print("\n".join(violations) or "sizes: ok")
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
