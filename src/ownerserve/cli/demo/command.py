@@ -1,0 +1,171 @@
+"""The `demo` command: wiring of workload, fleet, client and table."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from ownerserve.cli.demo.compare import Comparison, compare
+from ownerserve.cli.demo.drive import Answer
+from ownerserve.cli.demo.processes import terminate_as_interrupt
+from ownerserve.cli.demo.run import Setup, run_policy
+from ownerserve.cli.demo.workload import Transcript, conversations
+from ownerserve.cli.output import console_for, json_option, write_json
+from ownerserve.report.demo_table import PolicyResult, policy_table
+from ownerserve.trace.model import Trace
+from ownerserve.trace.read import read_trace
+from ownerserve.trace.synth.generate import generate
+from ownerserve.trace.synth.options import Options
+from ownerserve.trace.transform import keep, scale_lengths
+
+POLICIES = ("affinity", "round_robin")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--model", default="tiny-v4", show_default=True, help="A tiny-* model of the worker.")
+@click.option("--workers", default=2, show_default=True, help="Worker processes.")
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    type=click.Choice(POLICIES),
+    help="Once for each policy to run; default: all.",
+)
+@click.option(
+    "--trace",
+    "trace_path",
+    type=click.Path(exists=True, path_type=Path),
+    help="Drive a real trace (any format of `ownerserve trace`) instead of a generated one.",
+)
+@click.option("--sessions", default=8, show_default=True, help="Sessions taken or generated.")
+@click.option("--turns", default=12, show_default=True, help="Requests of each session, at most.")
+@click.option(
+    "--context",
+    default=3000,
+    show_default=True,
+    help="Longest prompt + answer in tokens; all lengths of the trace are scaled to fit.",
+)
+@click.option(
+    "--time-scale",
+    default=0.02,
+    show_default=True,
+    help="Factor on recorded tool gaps and arrivals: 0.02 turns 50 s into 1 s.",
+)
+@click.option(
+    "--kv-memory",
+    default="12MiB",
+    show_default=True,
+    help="KV pool of each worker. Small, so that sessions compete for it.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of the generated workload.")
+@json_option
+def command(
+    model: str,
+    workers: int,
+    policies: tuple[str, ...],
+    trace_path: Path | None,
+    sessions: int,
+    turns: int,
+    context: int,
+    time_scale: float,
+    kv_memory: str,
+    seed: int,
+    json_target: str | None,
+) -> None:
+    """A gateway, two workers and coding agents, end to end, once for each policy.
+
+    Starts real processes on free ports, drives the workload over HTTP in a closed loop (a turn
+    starts when its tools are done), checks that every policy gave the same answers, prints what
+    each cost, and stops everything. Ctrl-C does too.
+
+    \b
+    ownerserve demo
+    ownerserve demo --sessions 16 --kv-memory 6MiB          more pressure
+    ownerserve demo --trace sessions.jsonl.zst --turns 20   a real trace, scaled
+    ownerserve demo --model tiny-qwen3next --json result.json
+    """
+    console = console_for(json_target)
+    trace = _scaled(_source(trace_path, sessions, seed), sessions, turns=turns, context=context)
+    setup = Setup(model, workers, kv_memory, conversations(trace, time_scale=time_scale))
+    console.print(
+        f"{len(setup.conversations)} sessions, {trace.request_count} requests, "
+        f"{trace.input_tokens:,} prompt tokens of {trace.name}; {workers} workers of {model}"
+    )
+    results: dict[str, PolicyResult] = {}
+    answers: dict[str, list[Answer]] = {}
+    transcript: Transcript = {}
+    with terminate_as_interrupt(), _progress(console) as bar:
+        for policy in policies or POLICIES:
+            task = bar.add_task(policy, total=trace.request_count)
+            results[policy], answers[policy] = run_policy(
+                policy, setup, transcript, on_turn=partial(_advance, bar, task)
+            )
+    comparisons = _compare_all(answers)
+    console.print(policy_table(results))
+    for name, comparison in comparisons.items():
+        console.print(_verdict(next(iter(results)), name, comparison))
+    body = {
+        "policies": results,
+        "answers_equal": all(c.equal for c in comparisons.values()),
+        "comparisons": comparisons,
+        "workload": {"name": trace.name, "seed": seed, "requests": trace.request_count},
+        "model": model,
+        "workers": workers,
+    }
+    write_json(json_target, "demo", msgspec.to_builtins(body))
+    failed = [error for result in results.values() for error in result.first_errors]
+    if failed or not body["answers_equal"]:
+        raise click.ClickException("; ".join(failed) or "policies gave different answers")
+
+
+def _source(trace_path: Path | None, sessions: int, seed: int) -> Trace:
+    if trace_path is not None:
+        return read_trace(trace_path)
+    return generate("coding-agent", Options(sessions=sessions, seed=seed, arrivals_per_s=0.05))
+
+
+def _scaled(trace: Trace, sessions: int, *, turns: int, context: int) -> Trace:
+    return scale_lengths(keep(trace, sessions=sessions, turns=turns), max_tokens=context)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description:>22}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=console)
+
+
+def _advance(bar: Progress, task: TaskID, answer: Answer) -> None:
+    bar.advance(task)
+
+
+def _compare_all(answers: dict[str, list[Answer]]) -> dict[str, Comparison]:
+    """Each policy's answers against the first one's."""
+    names = list(answers)
+    return {name: compare(answers[names[0]], answers[name]) for name in names[1:]}
+
+
+def _verdict(reference: str, name: str, comparison: Comparison) -> str:
+    word = "equal" if comparison.equal else "DIFFERENT"
+    lines = [
+        f"answers of {name} and {reference}: {word} "
+        f"({comparison.tokens_compared:,} tokens, largest logprob difference "
+        f"{comparison.max_logprob_difference:.1e}, {len(comparison.flips)} argmax flips, "
+        f"{comparison.missing} missing)"
+    ]
+    lines += [
+        f"  flip in {flip.session} turn {flip.turn} at token {flip.position}, "
+        f"margin {flip.margin:.1e}"
+        for flip in comparison.flips[:5]
+    ]
+    return "\n".join(lines)

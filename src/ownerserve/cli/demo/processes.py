@@ -1,0 +1,126 @@
+"""Child processes of the demo: started, waited for, and never left behind.
+
+Each child runs in a process group of its own and asks the kernel to kill it when the demo dies,
+so that even `kill -9` of the demo leaves nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from ownerserve.kv.errors import PeerLost
+
+PR_SET_PDEATHSIG = 1
+STOP_S = 10.0
+_libc = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Child:
+    """One `ownerserve` process and the URL it serves on. Owns the process."""
+
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
+        self.name = name
+        self.log_path = folder / f"{name}.log"
+        self._ready_path = folder / f"{name}.ready"
+        self._log = self.log_path.open("wb")
+        command = [sys.executable, "-m", "ownerserve.cli.main", *arguments]
+        self.process = subprocess.Popen(
+            [*command, "--ready-file", str(self._ready_path)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+
+    def wait_ready(self, timeout_s: float) -> list[str]:
+        """The lines of the child's ready file: the URL it serves on, then others it names.
+
+        Raises PeerLost with the end of its log when it dies or is not ready in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._ready_path.exists():
+            if self.process.poll() is not None:
+                raise PeerLost(f"{self.name} exited with {self.process.returncode}:\n{self.tail()}")
+            if time.monotonic() > deadline:
+                raise PeerLost(f"{self.name} not ready after {timeout_s:.0f} s:\n{self.tail()}")
+            time.sleep(0.02)
+        return self._ready_path.read_text().split()
+
+    def tail(self, lines: int = 15) -> str:
+        """The end of what the child printed."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """Ask, wait, then kill; returns when the child is gone."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+        self._log.close()
+
+
+class Fleet:
+    """Workers and the gateway in front of them. A context manager: leaving stops all."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._children: list[Child] = []
+        self.worker_urls: list[str] = []
+        self.gateway_url = ""
+
+    def start(self, worker_arguments: Sequence[str], workers: int, policy: str) -> None:
+        """Start workers, wait for them, then the gateway over them. Raises PeerLost."""
+        pending = [self._spawn(f"worker-{i}", worker_arguments) for i in range(workers)]
+        self.worker_urls = [child.wait_ready(120)[0] for child in pending]
+        over = [part for url in self.worker_urls for part in ("--worker", url)]
+        gateway = self._spawn("gateway", ["gateway", "--policy", policy, *over])
+        self.gateway_url = gateway.wait_ready(30)[0]
+
+    def _spawn(self, name: str, arguments: Sequence[str]) -> Child:
+        child = Child(name, arguments, self._folder)
+        self._children.append(child)
+        return child
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for child in reversed(self._children):
+            child.stop()
+
+
+@contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM behaves like Ctrl-C while inside, so that clean-up runs for both."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)

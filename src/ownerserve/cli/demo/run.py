@@ -1,0 +1,82 @@
+"""One policy's run of the demo: fresh workers, the workload through the gateway, the sums."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from ownerserve.cli.demo.drive import Answer, SessionResult, run_conversations
+from ownerserve.cli.demo.processes import Fleet
+from ownerserve.cli.demo.workload import Conversation, Transcript
+from ownerserve.report.demo_table import PolicyResult, WorkerUse, spread
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What every policy gets alike."""
+
+    model: str
+    workers: int
+    kv_memory: str
+    conversations: Sequence[Conversation]
+
+    @property
+    def worker_arguments(self) -> list[str]:
+        return ["worker", "--model", self.model, "--kv-memory", self.kv_memory, "--port", "0"]
+
+
+def run_policy(
+    policy: str, setup: Setup, transcript: Transcript, *, on_turn: Callable[[Answer], None]
+) -> tuple[PolicyResult, list[Answer]]:
+    """Start a fleet, drive the workload, stop the fleet. Raises PeerLost when a process dies."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ownerserve-demo-") as folder,
+        Fleet(Path(folder)) as fleet,
+    ):
+        fleet.start(setup.worker_arguments, setup.workers, policy)
+        sessions = asyncio.run(
+            run_conversations(
+                fleet.gateway_url,
+                setup.conversations,
+                model=setup.model,
+                transcript=transcript,
+                on_turn=on_turn,
+            )
+        )
+        uses = [_worker_use(url) for url in fleet.worker_urls]
+    answers = [answer for session in sessions for answer in session.answers]
+    return _result(sessions, answers, uses), answers
+
+
+def _worker_use(url: str) -> WorkerUse:
+    response = httpx.get(f"{url}/ownerserve/status", timeout=30, trust_env=False)
+    response.raise_for_status()
+    return msgspec.json.decode(response.content, type=WorkerUse)
+
+
+def _result(
+    sessions: Sequence[SessionResult], answers: Sequence[Answer], uses: Sequence[WorkerUse]
+) -> PolicyResult:
+    good = [answer for answer in answers if not answer.error]
+    prompt = sum(answer.prompt_tokens for answer in good)
+    cached = sum(answer.cached_tokens for answer in good)
+    kept: Counter[str] = Counter()
+    for use in uses:
+        kept.update(use.kept_bytes())
+    return PolicyResult(
+        requests=len(answers),
+        errors=len(answers) - len(good),
+        prompt_tokens=prompt,
+        cached_token_share=cached / prompt if prompt else 0.0,
+        prefill_tokens_saved=cached,
+        ttft_ms=spread([answer.ttft_ms for answer in good]),
+        e2e_s=spread([session.e2e_s for session in sessions]),
+        modes=dict(Counter(answer.mode or "unknown" for answer in good)),
+        kv_bytes=dict(kept),
+        first_errors=[answer.error for answer in answers if answer.error][:3],
+    )

@@ -1,0 +1,86 @@
+"""What one policy did on the demo's workload, and the table that sets policies side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+from rich.table import Table
+
+from ownerserve.kv.units import format_bytes
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Mean and percentiles of one quantity."""
+
+    mean: float
+    p50: float
+    p95: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Mean, p50 and p95 of `values`; zeros when empty."""
+    if not values:
+        return Spread(0.0, 0.0, 0.0)
+    return Spread(float(np.mean(values)), *(float(np.percentile(values, q)) for q in (50, 95)))
+
+
+class WorkerUse(msgspec.Struct, frozen=True):
+    """What of a worker's status the demo reads: slots, free slots and bytes a slot by component."""
+
+    slots: dict[str, int]
+    free_slots: dict[str, int]
+    slot_bytes: dict[str, int]
+
+    def kept_bytes(self) -> dict[str, int]:
+        """Bytes in use by component."""
+        return {
+            name: (self.slots[name] - self.free_slots[name]) * size
+            for name, size in self.slot_bytes.items()
+        }
+
+
+class PolicyResult(msgspec.Struct, frozen=True):
+    """One policy's run. `modes`: execution mode -> turns. `e2e_s`: per session, gaps included.
+
+    `kv_bytes`: component -> bytes in use on all workers when the last turn ended.
+    """
+
+    requests: int
+    errors: int
+    prompt_tokens: int
+    cached_token_share: float
+    prefill_tokens_saved: int
+    ttft_ms: Spread
+    e2e_s: Spread
+    modes: dict[str, int]
+    kv_bytes: dict[str, int]
+    first_errors: list[str]
+
+
+def policy_table(results: Mapping[str, PolicyResult]) -> Table:
+    """Policies as columns, quantities as rows."""
+    table = Table(title="One workload, each policy on fresh workers", title_justify="left")
+    table.add_column("")
+    for name in results:
+        table.add_column(name, justify="right")
+    columns = list(results.values())
+
+    def row(label: str, cells: Sequence[str]) -> None:
+        table.add_row(label, *cells)
+
+    row("requests", [str(c.requests) for c in columns])
+    row("errors", [str(c.errors) for c in columns])
+    row("prompt tokens", [f"{c.prompt_tokens:,}" for c in columns])
+    row("cached-token share", [f"{c.cached_token_share:.1%}" for c in columns])
+    row("prefill tokens saved", [f"{c.prefill_tokens_saved:,}" for c in columns])
+    row("TTFT p50 / p95, ms", [f"{c.ttft_ms.p50:.0f} / {c.ttft_ms.p95:.0f}" for c in columns])
+    row("session end to end, mean s", [f"{c.e2e_s.mean:.2f}" for c in columns])
+    row("session end to end, p95 s", [f"{c.e2e_s.p95:.2f}" for c in columns])
+    for mode in sorted({mode for c in columns for mode in c.modes}):
+        row(f"turns: {mode}", [str(c.modes.get(mode, 0)) for c in columns])
+    for component in dict.fromkeys(name for c in columns for name in c.kv_bytes):
+        cells = [format_bytes(c.kv_bytes.get(component, 0)) for c in columns]
+        row(f"KV kept: {component}", cells)
+    return table
