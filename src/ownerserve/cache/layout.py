@@ -9,18 +9,12 @@ Made from a model's geometry by the engine; read by pools, tree and reports.
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.specs import Extent
 
-
-class Extent(StrEnum):
-    """What one slot of a component covers."""
-
-    RANGE = "range"
-    POINT = "point"
+__all__ = ["Component", "Extent", "Layout"]
 
 
 class Component(msgspec.Struct, frozen=True):

@@ -6,12 +6,16 @@
 Equal digests mean equal prefixes at equal block size. Only full blocks have one; the tail of a
 prompt that does not fill a block is not addressable. A chain is grown, never rewound: a turn
 hashes only what it adds.
+
+Traces name blocks by ids instead of tokens, mostly in runs of consecutive ids. `RunChain` is the
+same idea over those: one digest a run, any boundary addressable.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from sys import byteorder
 
@@ -19,6 +23,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash
 
 DOMAIN = b"ownerserve/prefix/1"
+RUN_DOMAIN = b"ownerserve/prefix-runs/1"
 TOKEN_BYTES = 4
 MIN_BLOCK, MAX_BLOCK = 16, 4096
 
@@ -76,12 +81,11 @@ class PrefixChain:
         block = self._block_bytes
         full = len(data) - len(data) % block
         first = len(self.digests)
-        sha256, state, view = hashlib.sha256, self._state, memoryview(data)
+        sha256, state = hashlib.sha256, self._state
         append = self.digests.append
         for offset in range(0, full, block):
-            digest = sha256(state)
-            digest.update(view[offset : offset + block])
-            state = digest.digest()
+            # One call on a joined copy: half the time of update() in two pieces.
+            state = sha256(state + data[offset : offset + block]).digest()
             append(PrefixHash(state))
         self._state = state
         self._tail = data[full:]
@@ -104,3 +108,52 @@ def hash_prefix(packed: Packed, block_tokens: int) -> Sequence[PrefixHash]:
     """Digests of all full blocks of `packed`."""
     chain = PrefixChain(block_tokens)
     return chain.extend(packed)
+
+
+class RunChain:
+    """The prefix chain of a sequence of block ids, given as runs `(first_id, count)`.
+
+        ids   7 8 9 | 40 41 | 10 ...        runs are maximal: (7, 3), (40, 2), (10, ...)
+        at(4) = SHA-256(at(3) || 40 || 1)   the run that holds the boundary, cut there
+
+    Depends on the ids only, not on how they were split when given. A million blocks in five runs
+    cost five digests. Owns runs and their digests; never expands them.
+    """
+
+    __slots__ = ("_ends", "_firsts", "_states")
+
+    def __init__(self, block_tokens: int) -> None:
+        root = hashlib.sha256(RUN_DOMAIN + block_tokens.to_bytes(4, "little")).digest()
+        self._firsts: list[int] = []  # first id of each run
+        self._ends: list[int] = []  # block at which each run ends
+        self._states = [root]  # digest before each run
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the sequence."""
+        return self._ends[-1] if self._ends else 0
+
+    def append(self, first_id: int, count: int) -> None:
+        """Append blocks `first_id`, `first_id` + 1, ...; may continue the last run."""
+        if first_id < 0 or count < 1:
+            raise InvalidInput("run", f"({first_id}, {count})", "use ids from 0 and counts from 1")
+        end = self.blocks
+        start = self._ends[-2] if len(self._ends) > 1 else 0
+        if self._ends and first_id == self._firsts[-1] + end - start:
+            self._ends[-1] += count
+            return
+        if self._ends:
+            self._states.append(self.at(end))
+        self._firsts.append(first_id)
+        self._ends.append(end + count)
+
+    def at(self, blocks: int) -> PrefixHash:
+        """Digest of the first `blocks` blocks; the domain's own digest at 0."""
+        if not 0 <= blocks <= self.blocks:
+            raise InvalidInput("blocks", f"{blocks} of {self.blocks}", "stay in the sequence")
+        if blocks == 0:
+            return PrefixHash(self._states[0])
+        run = bisect_left(self._ends, blocks)
+        start = self._ends[run - 1] if run else 0
+        piece = self._firsts[run].to_bytes(8, "little") + (blocks - start).to_bytes(8, "little")
+        return PrefixHash(hashlib.sha256(self._states[run] + piece).digest())

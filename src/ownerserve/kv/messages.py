@@ -1,0 +1,109 @@
+"""Words and messages that several layers share: what to do, what happened, what a worker says.
+
+Owns the one name each of an action, a mode and a reason; code, metrics and reports use these.
+Must never hold behaviour. Messages carry no tensors and no addresses; a dated copy says `as_of`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, TurnId, WorkerId
+
+
+class RestoreAction(StrEnum):
+    """What a restore planner may do to bring a state back."""
+
+    LOAD_GLOBAL = "load_global"
+    LOAD_POINT = "load_point"
+    REPLAY = "replay"
+    RECOMPUTE_TAIL = "recompute_tail"
+    PREFILL = "prefill"
+    PREFETCH = "prefetch"
+    DROP = "drop"
+
+
+class PlacementAction(StrEnum):
+    """What a router may do with a turn."""
+
+    COLOCATED_PREFILL = "colocated_prefill"
+    REMOTE_PREFILL = "remote_prefill"
+    DECODE_CONTINUATION = "decode_continuation"
+    ARTIFACT_FETCH = "artifact_fetch"
+    TAIL_RECOMPUTE = "tail_recompute"
+    STATE_MIGRATION = "state_migration"
+
+
+class ExecutionMode(StrEnum):
+    """How a turn was really served. `refused` and `failed` carry a `Reason`."""
+
+    DIRECT_APPEND = "direct_append"
+    SEED = "seed"
+    RESEED = "reseed"
+    REMOTE_PREFILL = "remote_prefill"
+    FETCH = "fetch"
+    MIGRATE = "migrate"
+    COLD_PREFILL = "cold_prefill"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+class Reason(StrEnum):
+    """Why a turn was refused or failed; a metric label."""
+
+    NO_ROOM = "no_room"
+    TOO_LONG = "too_long"
+    OVERLOADED = "overloaded"
+    DRAINING = "draining"
+    ABORTED = "aborted"
+    ENGINE_ERROR = "engine_error"
+
+
+class RoutingUnit(msgspec.Struct, frozen=True, array_like=True):
+    """Who can serve: one data-parallel rank in one life of a worker; each has its own cache."""
+
+    worker: WorkerId
+    dp_rank: int
+    incarnation: Incarnation
+
+
+class PrefixExtent(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [0, tokens) of the chain that ends in `prefix_hash` are resident with `holder`."""
+
+    prefix_hash: PrefixHash
+    tokens: int
+    holder: RoutingUnit
+
+
+class TurnReport(msgspec.Struct, frozen=True):
+    """What a worker tells of a finished turn, so that the router finds the session's next one.
+
+    `content_tip` is the router's own chain over the bytes of the conversation; `prefix_hash` the
+    token chain's tip at `tokens`. The two are joined nowhere else: a router never tokenises.
+    """
+
+    turn_id: TurnId
+    session_id: SessionId | None
+    content_tip: bytes
+    prefix_hash: PrefixHash
+    tokens: int
+    cached_tokens: int
+    prompt_tokens: int
+    output_tokens: int
+    extents: tuple[PrefixExtent, ...]
+    mode: ExecutionMode
+    reason: Reason | None = None
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """A worker's load as it stamps it on every answer; `as_of` is on the worker's own clock."""
+
+    unit: RoutingUnit
+    as_of: float
+    pending_prefill_tokens: int
+    running_sequences: int
+    waiting_sequences: int
+    kv_bytes_free: int
+    kv_bytes_total: int

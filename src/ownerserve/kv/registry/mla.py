@@ -1,0 +1,35 @@
+"""Multi-head latent attention: DeepSeek-V2, V3, R1 and Kimi-K2. One latent a token and layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ownerserve.kv.descriptor import KvDescriptor
+from ownerserve.kv.registry.entries import LatentShape, latent_entry, per_token
+from ownerserve.kv.registry.family import Family
+from ownerserve.kv.registry.fields import Fields
+from ownerserve.kv.specs import Entry, LayerSpec, Precision, Role
+
+
+def mla_entry(fields: Fields, kv: KvDescriptor) -> Entry:
+    """`kv_lora_rank` compressed and `qk_rope_head_dim` rotated dimensions."""
+    shape = LatentShape(
+        nope=fields.integer("kv_lora_rank"),
+        rope=fields.integer("qk_rope_head_dim", least=0),
+        scale_group=128,
+        scale_precision=Precision.FP32,
+    )
+    return latent_entry(shape, kv.kv)
+
+
+def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
+    entry = mla_entry(fields, kv)
+    states = (per_token(Role.MLA_LATENT, entry, kv),)
+    return [
+        LayerSpec(index, "mla", states, entry.payload_bytes)
+        for index in range(fields.integer("num_hidden_layers"))
+    ]
+
+
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
+FAMILY = Family("mla", MODEL_TYPES, "bf16", make_layers)

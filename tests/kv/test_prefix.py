@@ -1,0 +1,132 @@
+"""Chains: equal prefixes have equal digests, however the sequence was fed in."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.prefix import DOMAIN, PrefixChain, RunChain, hash_prefix, pack, unpack
+
+FEW = settings(max_examples=30)
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=200)
+IDS = st.lists(st.integers(0, 12), min_size=1, max_size=60)
+
+
+def test_the_digest_is_the_documented_one():
+    packed = pack(range(32))
+    root = hashlib.sha256(DOMAIN + (16).to_bytes(4, "little")).digest()
+    first = hashlib.sha256(root + packed[:64]).digest()
+    second = hashlib.sha256(first + packed[64:]).digest()
+    assert list(hash_prefix(packed, 16)) == [first, second]
+
+
+@FEW
+@given(tokens=TOKENS)
+def test_pack_round_trip(tokens):
+    assert list(unpack(pack(tokens))) == tokens
+
+
+@FEW
+@given(tokens=TOKENS, cuts=st.lists(st.integers(0, 200), max_size=5))
+def test_feeding_in_pieces_changes_nothing(tokens, cuts):
+    chain, at = PrefixChain(16), 0
+    returned = []
+    for cut in [*sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]:
+        returned += chain.extend(pack(tokens[at:cut]))
+        at = cut
+    assert returned == chain.digests == list(hash_prefix(pack(tokens), 16))
+    assert chain.tokens == len(tokens)
+
+
+@FEW
+@given(tokens=st.lists(st.integers(0, 9), min_size=32, max_size=100), at=st.integers(0, 99))
+def test_one_other_token_changes_its_block_and_all_after(tokens, at):
+    at %= len(tokens)
+    other = [*tokens[:at], tokens[at] + 1, *tokens[at + 1 :]]
+    mine, theirs = hash_prefix(pack(tokens), 16), hash_prefix(pack(other), 16)
+    block = at // 16
+    assert list(mine[:block]) == list(theirs[:block])
+    assert not set(mine[block:]) & set(theirs[block:])
+
+
+@FEW
+@given(tokens=TOKENS, mine=TOKENS, theirs=TOKENS)
+def test_a_fork_shares_the_past_and_nothing_else(tokens, mine, theirs):
+    chain = PrefixChain(16)
+    chain.extend(pack(tokens))
+    twin = chain.fork()
+    chain.extend(pack(mine))
+    twin.extend(pack(theirs))
+    assert chain.digests == list(hash_prefix(pack(tokens + mine), 16))
+    assert twin.digests == list(hash_prefix(pack(tokens + theirs), 16))
+
+
+def test_block_sizes_have_apart_domains():
+    packed = pack(range(4096))
+    tips = {size: hash_prefix(packed, size)[-1] for size in (16, 64, 256, 4096)}
+    assert len(set(tips.values())) == 4
+    assert PrefixChain(16).tip() != PrefixChain(32).tip()
+
+
+@pytest.mark.parametrize("block_tokens", [0, 15, 4097])
+def test_block_size_is_checked(block_tokens):
+    with pytest.raises(InvalidInput, match="block_tokens"):
+        PrefixChain(block_tokens)
+
+
+@pytest.mark.parametrize("tokens", [[-1], [2**32], ["a"]])
+def test_tokens_are_checked(tokens):
+    with pytest.raises(InvalidInput, match="tokens"):
+        pack(tokens)
+
+
+class TestRunChain:
+    """The chain over a trace's block ids."""
+
+    @staticmethod
+    def of(ids, size=1):
+        """A chain fed in runs of at most `size` consecutive ids."""
+        chain, run = RunChain(64), []
+        for number in ids:
+            if run and (number != run[-1] + 1 or len(run) == size):
+                chain.append(run[0], len(run))
+                run = []
+            run.append(number)
+        chain.append(run[0], len(run))
+        return chain
+
+    @FEW
+    @given(ids=IDS, size=st.integers(1, 5))
+    def test_how_runs_are_split_changes_nothing(self, ids, size):
+        one, other = self.of(ids), self.of(ids, size)
+        assert one.blocks == other.blocks == len(ids)
+        assert [one.at(k) for k in range(len(ids) + 1)] == [
+            other.at(k) for k in range(len(ids) + 1)
+        ]
+
+    @FEW
+    @given(mine=IDS, theirs=IDS)
+    def test_equal_digests_mean_equal_prefixes(self, mine, theirs):
+        one, other = self.of(mine), self.of(theirs)
+        for k in range(min(len(mine), len(theirs)) + 1):
+            assert (one.at(k) == other.at(k)) == (mine[:k] == theirs[:k])
+
+    def test_a_million_blocks_cost_one_run(self):
+        chain = RunChain(64)
+        chain.append(0, 1_000_000)
+        chain.append(1_000_000, 1)
+        assert chain.blocks == 1_000_001
+        assert chain.at(500_000) != chain.at(500_001)
+
+    @pytest.mark.parametrize(("first", "count"), [(-1, 1), (0, 0)])
+    def test_runs_are_checked(self, first, count):
+        with pytest.raises(InvalidInput, match="run"):
+            RunChain(64).append(first, count)
+
+    def test_positions_are_checked(self):
+        with pytest.raises(InvalidInput, match="blocks"):
+            self.of([1, 2]).at(3)
