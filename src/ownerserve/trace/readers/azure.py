@@ -1,0 +1,48 @@
+"""Azure's LLM inference traces (2023, 2024): arrivals and lengths, nothing else.
+
+CSV with the header `TIMESTAMP,ContextTokens,GeneratedTokens`. No sessions and no prefixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+from ownerserve.trace.lines import Line, Problems
+from ownerserve.trace.model import Request, Session, Trace
+from ownerserve.trace.readers.base import Head
+
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+class AzureReader:
+    name = "azure"
+    about = "Azure LLM inference CSV: arrivals and lengths"
+
+    def claims(self, head: Head) -> bool:
+        return "ContextTokens" in head.text and "GeneratedTokens" in head.text
+
+    def read(self, lines: Iterable[Line], problems: Problems) -> Trace:
+        rows: list[tuple[datetime, int, int]] = []
+        for line in lines:
+            cells = [cell.strip() for cell in line.data.decode("utf-8", "replace").split(",")]
+            if cells[0].lstrip("\ufeff") == COLUMNS[0]:
+                continue
+            try:
+                moment = datetime.fromisoformat(cells[0])
+                prompt, answer = int(cells[1]), int(cells[2])
+            except (ValueError, IndexError):
+                problems.report(line, f"expected {','.join(COLUMNS)}, got {cells!r}")
+                continue
+            if prompt < 0 or answer < 0:
+                problems.report(line, "a length is negative")
+                continue
+            rows.append((moment if moment.tzinfo else moment.replace(tzinfo=UTC), prompt, answer))
+        rows.sort(key=lambda row: row[0])
+        sessions = tuple(
+            Session(
+                f"r{number}", (Request(0.0, prompt, answer),), (moment - rows[0][0]).total_seconds()
+            )
+            for number, (moment, prompt, answer) in enumerate(rows)
+        )
+        return Trace("", self.name, 0, "none", "unknown", "recorded", sessions)

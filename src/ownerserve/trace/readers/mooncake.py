@@ -1,0 +1,55 @@
+"""Mooncake's FAST'25 traces: one request a line, no sessions.
+
+`timestamp` in ms, `input_length`, `output_length`, `hash_ids` of 512-token blocks, the last one
+partial. Sessions are inferred from re-use (infer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+
+from ownerserve.trace.infer import infer_sessions
+from ownerserve.trace.lines import Line, Problems
+from ownerserve.trace.model import Request, Trace
+from ownerserve.trace.readers.base import Chainer, Head, blocks_fit, decode_each, in_order
+
+BLOCK_TOKENS = 512
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Row(msgspec.Struct, gc=False):
+    timestamp: float
+    input_length: Count
+    output_length: Count
+    hash_ids: list[int]
+
+
+class MooncakeReader:
+    name = "mooncake"
+    about = "Mooncake FAST'25: a request a line, 512-token block ids; sessions are inferred"
+
+    def claims(self, head: Head) -> bool:
+        return {"timestamp", "input_length", "hash_ids"} <= head.keys and "chat_id" not in head.keys
+
+    def read(self, lines: Iterable[Line], problems: Problems) -> Trace:
+        chainer = Chainer()
+        requests: list[Request] = []
+        for line, row in decode_each(msgspec.json.Decoder(_Row), lines, problems):
+            reason = blocks_fit(len(row.hash_ids), BLOCK_TOKENS, row.input_length)
+            if reason is not None:
+                problems.report(line, reason)
+                continue
+            runs = chainer.runs(row.hash_ids)
+            requests.append(
+                Request(row.timestamp / 1000, row.input_length, row.output_length, runs)
+            )
+        requests.sort(key=lambda request: request.start_s)
+        grouped: dict[str, list[Request]] = {}
+        for request, session in zip(requests, infer_sessions(requests), strict=True):
+            grouped.setdefault(f"s{session}", []).append(request)
+        return Trace(
+            "", self.name, BLOCK_TOKENS, "trace", "inferred", "recorded", in_order(grouped)
+        )

@@ -1,0 +1,1 @@
+"""Seeded workloads. Same options, same bytes: all randomness is a PCG64 per session."""
