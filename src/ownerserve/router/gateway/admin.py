@@ -1,0 +1,127 @@
+"""The admin port: what the gateway knows, for people and Prometheus. Separate from the data port,
+so that it can be kept private and can't slow a request down by its framework."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import uvicorn
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ownerserve.router.gateway.metrics import GatewayCollector
+from ownerserve.router.gateway.observe import Decided
+from ownerserve.router.messages import Dispatch
+
+if TYPE_CHECKING:
+    from ownerserve.router.gateway.service import Gateway
+
+
+def status(gateway: Gateway) -> dict[str, Any]:
+    """Workers with their load, and the account of all requests."""
+    state = gateway.state
+    return {
+        "policy": gateway.config.policy,
+        "draining": gateway.draining,
+        "sessions": len(state.sessions),
+        "clients": len(gateway.clients),
+        "live": state.live,
+        "requests": {
+            name: getattr(state.account, name)
+            for name in ("received", "done", "rejected", "finished", "broken", "aborted")
+        },
+        "workers": [
+            {
+                "worker": worker.id,
+                "up": worker.up,
+                "requests": worker.requests,
+                "pending_prefill_tokens": worker.pending_prefill_tokens,
+                "held_tokens": worker.held_tokens,
+                "sessions": worker.bound_sessions,
+                "connections_opened": gateway.pools[worker.id].opened,
+                "connections_reused": gateway.pools[worker.id].reused,
+                "connections_idle": gateway.pools[worker.id].idle,
+            }
+            for worker in state.fleet
+        ],
+        "never_up": [name for name in gateway.pools if name not in {w.id for w in state.fleet}],
+    }
+
+
+def decision(decided: Decided, now: float) -> dict[str, Any]:
+    """One decision as JSON; `age_s` is how long ago it was made."""
+    at_s, request_id, identity, outcome = decided
+    row: dict[str, Any] = {
+        "age_s": round(now - at_s, 3),
+        "request_id": request_id.decode("latin-1"),
+        "session": identity.session if identity else None,
+        "parent": identity.parent if identity else None,
+    }
+    if isinstance(outcome, Dispatch):
+        return row | {
+            "worker": outcome.worker,
+            "reason": outcome.reason,
+            "attempt": outcome.attempt,
+            "prefill_tokens": outcome.prefill_tokens,
+        }
+    return row | {"worker": None, "reason": outcome.refusal}
+
+
+def admin_app(gateway: Gateway) -> Starlette:
+    """/health, /status, /decisions?last=N, /metrics."""
+    registry = CollectorRegistry()
+    registry.register(GatewayCollector(gateway))
+
+    async def get_health(request: Request) -> Response:
+        return _json({"workers_up": len(gateway.state.fleet.up)})
+
+    async def get_status(request: Request) -> Response:
+        return _json(status(gateway))
+
+    async def get_decisions(request: Request) -> Response:
+        last = request.query_params.get("last", "100")
+        if not last.isdigit():
+            return _json({"error": f"last: {last!r} is no count; write ?last=100"}, 400)
+        kept = list(gateway.observer.decisions)[-int(last) :] if int(last) else []
+        return _json({"decisions": [decision(one, gateway.now()) for one in reversed(kept)]})
+
+    async def get_metrics(request: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(
+        routes=[
+            Route("/health", get_health),
+            Route("/status", get_status),
+            Route("/decisions", get_decisions),
+            Route("/metrics", get_metrics),
+        ]
+    )
+
+
+def _json(body: Any, status_code: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status_code, media_type="application/json")
+
+
+class AdminServer(uvicorn.Server):
+    """uvicorn in the gateway's own loop; signals are the gateway's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def admin_server(gateway: Gateway) -> tuple[AdminServer, socket.socket]:
+    """A server for the admin port and its bound socket; run `server.serve(sockets=[socket])`."""
+    listener = socket.create_server((gateway.config.host, gateway.config.admin_port))
+    config = uvicorn.Config(
+        admin_app(gateway), log_level="warning", access_log=False, lifespan="off"
+    )
+    return AdminServer(config), listener

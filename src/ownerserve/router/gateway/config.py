@@ -1,0 +1,60 @@
+"""The gateway's settings: each once, with its unit and default."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import WorkerId
+from ownerserve.kv.units import KIB, MIB
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a worker listens. Its id is "host:port"."""
+
+    host: str
+    port: int
+
+    @property
+    def worker(self) -> WorkerId:
+        return WorkerId(f"{self.host}:{self.port}")
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one gateway."""
+
+    workers: tuple[Address, ...]
+    policy: str = "affinity"
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one."""
+    admin_port: int = 0
+    head_max_bytes: int = 64 * KIB
+    body_max_bytes: int = 32 * MIB
+    """A request body is held once, whole: it is scanned, and kept until the first byte returns."""
+    connect_timeout_s: float = 3.0
+    head_timeout_s: float = 30.0
+    body_timeout_s: float = 300.0
+    idle_timeout_s: float = 75.0
+    """A kept connection without a request is closed after this."""
+    drain_timeout_s: float = 30.0
+    health_interval_s: float = 1.0
+    health_timeout_s: float = 3.0
+    decisions_kept: int = 1000
+
+
+def parse_worker(url: str) -> Address:
+    """The address in "http://host:port". Raises InvalidInput for anything else."""
+    mend = "write it like http://127.0.0.1:8001"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise InvalidInput("worker", f"{url!r}: {error}", mend) from error
+    if parts.scheme != "http" or not parts.hostname or port is None:
+        raise InvalidInput("worker", f"{url!r} is not an http URL with a port", mend)
+    if parts.path not in ("", "/") or parts.query:
+        raise InvalidInput("worker", f"{url!r} has a path", mend)
+    return Address(parts.hostname, port)

@@ -1,0 +1,211 @@
+"""Heads: which header lines cross the gateway, in both directions, and what is put in their place.
+
+Owns the lists. Pure functions over (name, value) pairs as the parser gave them; a value is passed
+on byte for byte. Never passes a hop-by-hop header (RFC 9110 §7.6.1), nor one that only the gateway
+may set.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from http import HTTPStatus
+
+import msgspec
+
+from ownerserve.router.gateway.replies import Rejected
+from ownerserve.router.identity import IDENTITY_HEADERS, tenant_of
+
+Header = tuple[bytes, bytes]
+
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+_OURS = frozenset({b"x-ownerserve-worker", b"x-ownerserve-reason", b"x-request-id"})
+_REQUEST_SPECIAL = (
+    HOP_BY_HOP
+    | _OURS
+    | IDENTITY_HEADERS
+    | {
+        b"authorization",
+        b"content-encoding",
+        b"content-length",
+        b"content-type",
+        b"expect",
+        b"host",
+        b"x-api-key",
+    }
+)
+_DROPPED = HOP_BY_HOP | _OURS | {b"content-length", b"expect"}
+_REQUEST_ID_MAX = 128
+_UNSAFE_PATH = re.compile(rb"\.\.|//|\\|%(?:2e|2f|5c)", re.IGNORECASE)
+
+
+class RequestHead(msgspec.Struct, frozen=True):
+    """A client's head, sorted: `lines` go to the worker as they stand, `special` was looked at."""
+
+    method: bytes
+    target: bytes
+    version: bytes
+    lines: bytes
+    special: dict[bytes, bytes]
+
+    @property
+    def bytes_held(self) -> int:
+        return len(self.target) + len(self.lines)
+
+    @property
+    def tenant(self) -> str:
+        special = self.special
+        return tenant_of(special.get(b"authorization") or special.get(b"x-api-key"))
+
+    @property
+    def request_id(self) -> bytes | None:
+        """The client's own request id, when it is fit to be logged and passed on."""
+        given = self.special.get(b"x-request-id")
+        if not given or len(given) > _REQUEST_ID_MAX or not given.isascii():
+            return None
+        return given
+
+    def to_worker(self, request_id: bytes, body_bytes: int) -> bytes:
+        """The head of the request as the worker gets it."""
+        length = b""
+        if body_bytes or self.method not in (b"GET", b"HEAD", b"DELETE", b"OPTIONS"):
+            length = b"content-length: %d\r\n" % body_bytes
+        return b"%b %b HTTP/1.1\r\n%b%bx-request-id: %b\r\n\r\n" % (
+            self.method,
+            self.target,
+            self.lines,
+            length,
+            request_id,
+        )
+
+
+def read_request_head(
+    method: bytes, target: bytes, version: bytes, *, headers: list[Header]
+) -> RequestHead:
+    """Sort a client's headers. Raises Rejected for a head that two readers could read differently.
+
+    The parser has already refused Transfer-Encoding beside Content-Length, doubled lengths,
+    folded lines and bare line feeds.
+    """
+    _check_target(target)
+    lines: list[bytes] = []
+    special: dict[bytes, bytes] = {}
+    for name, value in headers:
+        key = name.lower()
+        if key in _REQUEST_SPECIAL:
+            if key in special:
+                raise Rejected(
+                    HTTPStatus.BAD_REQUEST,
+                    "duplicate_header",
+                    f"{key.decode()}: is given twice; send it once",
+                )
+            special[key] = value
+            if key in _DROPPED:
+                continue
+        lines += (name, b": ", value, b"\r\n")
+    if special.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+        raise Rejected(
+            HTTPStatus.NOT_IMPLEMENTED,
+            "transfer_encoding",
+            "transfer-encoding: only chunked is understood; send the body plain or chunked",
+        )
+    if b"upgrade" in special:  # what follows such a head may be no HTTP
+        raise Rejected(HTTPStatus.BAD_REQUEST, "upgrade", "upgrade: is not served; leave it out")
+    if b"host" not in special:
+        if version != b"1.0":
+            raise Rejected(HTTPStatus.BAD_REQUEST, "no_host", "host: is missing; send it")
+        lines.append(b"host: ownerserve\r\n")
+    nominated = special.get(b"connection")
+    if nominated is not None and nominated.lower() not in (b"keep-alive", b"close"):
+        lines = _without(lines, nominated)
+    return RequestHead(
+        method=method, target=target, version=version, lines=b"".join(lines), special=special
+    )
+
+
+def _without(lines: list[bytes], nominated: bytes) -> list[bytes]:
+    """`lines` less the headers that a Connection header names (RFC 9110 §7.6.1)."""
+    names = {token.strip().lower() for token in nominated.split(b",")}
+    kept: list[bytes] = []
+    for at in range(0, len(lines) - len(lines) % 4, 4):
+        if lines[at].lower() not in names or lines[at].lower() == b"host":
+            kept += lines[at : at + 4]
+    return kept + lines[len(lines) - len(lines) % 4 :]
+
+
+@lru_cache(maxsize=256)
+def _check_target(target: bytes) -> None:
+    """Only /v1/ is served: an engine's own admin routes stay out of reach."""
+    path = target.partition(b"?")[0]
+    if not path.startswith(b"/v1/") and path != b"/health":
+        raise Rejected(
+            HTTPStatus.NOT_FOUND,
+            "unknown_path",
+            "path: this gateway serves /v1/... and /health",
+        )
+    if _UNSAFE_PATH.search(path):
+        raise Rejected(
+            HTTPStatus.BAD_REQUEST,
+            "unsafe_path",
+            "path: has dot segments or encoded separators; send it plain",
+        )
+
+
+class ResponseHead(msgspec.Struct, frozen=True):
+    """A worker's head, sorted. `chunked` and `length` say how its body ends (neither: by close)."""
+
+    status: int
+    phrase: bytes
+    lines: bytes
+    chunked: bool
+    length: bytes | None
+
+    @property
+    def ends_by_close(self) -> bool:
+        return not self.chunked and self.length is None and self.status not in (204, 304)
+
+    def to_client(self, stamp: bytes) -> bytes:
+        """The head of the answer as the client gets it; `stamp` is whole header lines."""
+        length = b"" if self.length is None else b"content-length: %b\r\n" % self.length
+        return b"HTTP/1.1 %d %b\r\n%b%b%b%b\r\n" % (
+            self.status,
+            self.phrase,
+            self.lines,
+            length,
+            b"transfer-encoding: chunked\r\n" if self.chunked else b"",
+            stamp,
+        )
+
+    def unchunked(self) -> ResponseHead:
+        """The same head for a client too old for chunks: the body ends by close."""
+        return msgspec.structs.replace(self, chunked=False)
+
+
+def read_response_head(status: int, phrase: bytes, headers: list[Header]) -> ResponseHead:
+    """Sort a worker's headers."""
+    lines: list[bytes] = []
+    chunked, length = False, None
+    for name, value in headers:
+        key = name.lower()
+        if key in _DROPPED:
+            if key == b"content-length":
+                length = value
+            elif key == b"transfer-encoding":
+                chunked = True
+            continue
+        lines += (name, b": ", value, b"\r\n")
+    return ResponseHead(
+        status=status, phrase=phrase, lines=b"".join(lines), chunked=chunked, length=length
+    )

@@ -1,0 +1,109 @@
+"""Prometheus metrics of a gateway, read from its counters when scraped: no cost on a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from prometheus_client import Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from ownerserve.router.gateway.observe import BUCKETS_S, Histogram
+
+if TYPE_CHECKING:
+    from ownerserve.router.gateway.service import Gateway
+
+_BY_LABEL = (
+    ("reasons", "ownerserve_dispatches", "Dispatches by the decision's reason.", "reason"),
+    ("refusals", "ownerserve_refusals", "Requests that got no worker.", "refusal"),
+    ("failures", "ownerserve_attempt_failures", "Attempts lost before the first byte.", "failure"),
+    ("downs", "ownerserve_worker_downs", "Workers taken out.", "why"),
+)
+_PER_WORKER = (
+    ("ownerserve_worker_up", "1 when the worker may be chosen.", "up"),
+    ("ownerserve_worker_requests", "Requests dispatched and not ended.", "requests"),
+    (
+        "ownerserve_worker_pending_prefill_tokens",
+        "Estimated tokens of dispatched requests without a first byte.",
+        "pending_prefill_tokens",
+    ),
+    ("ownerserve_worker_held_tokens", "Estimated prompt tokens of live requests.", "held_tokens"),
+    ("ownerserve_worker_sessions", "Sessions bound to the worker.", "bound_sessions"),
+)
+
+
+class GatewayCollector(Collector):
+    """Turns a gateway's counters into metric families."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._requests()
+        yield from self._workers()
+        observer = self._gateway.observer
+        yield _histogram("first_byte", "Arrival to the answer's first byte.", observer.first_byte_s)
+        yield _histogram("duration", "Arrival to the answer's end.", observer.duration_s)
+        for kind in ("prompt", "cached", "output"):
+            yield CounterMetricFamily(
+                f"ownerserve_{kind}_tokens",
+                f"{kind.capitalize()} tokens that workers reported in `usage`.",
+                value=getattr(observer, f"{kind}_tokens"),
+            )
+
+    def _requests(self) -> Iterator[Metric]:
+        account, observer = self._gateway.state.account, self._gateway.observer
+        yield CounterMetricFamily(
+            "ownerserve_requests", "Requests that asked for a worker.", value=account.received
+        )
+        ends = CounterMetricFamily("ownerserve_ends", "How dispatches ended.", labels=["end"])
+        for end in ("finished", "broken", "aborted"):
+            ends.add_metric([end], getattr(account, end))
+        yield ends
+        yield GaugeMetricFamily(
+            "ownerserve_live", "Dispatches not ended.", value=self._gateway.state.live
+        )
+        for attribute, name, text, label in _BY_LABEL:
+            family = CounterMetricFamily(name, text, labels=[label])
+            for key, value in getattr(account, attribute).items():
+                family.add_metric([key], value)
+            yield family
+        errors = CounterMetricFamily("ownerserve_errors", "Error answers by code.", labels=["code"])
+        for code, value in observer.rejections.items():
+            errors.add_metric([code], value)
+        yield errors
+
+    def _workers(self) -> Iterator[Metric]:
+        for name, text, attribute in _PER_WORKER:
+            family = GaugeMetricFamily(name, text, labels=["worker"])
+            for worker in self._gateway.state.fleet:
+                family.add_metric([worker.id], float(getattr(worker, attribute)))
+            yield family
+        connections = CounterMetricFamily(
+            "ownerserve_worker_connections",
+            "Connections opened to a worker, and exchanges on a kept one.",
+            labels=["worker", "kind"],
+        )
+        for name, pool in self._gateway.pools.items():
+            connections.add_metric([name, "opened"], pool.opened)
+            connections.add_metric([name, "reused"], pool.reused)
+        yield connections
+        yield GaugeMetricFamily(
+            "ownerserve_sessions", "Sessions known.", value=len(self._gateway.state.sessions)
+        )
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
+    edges = [*(str(edge) for edge in BUCKETS_S), "+Inf"]
+    return HistogramMetricFamily(
+        f"ownerserve_{name}_seconds",
+        text,
+        buckets=list(zip(edges, accumulate(histogram.counts), strict=True)),
+        sum_value=histogram.sum_s,
+    )

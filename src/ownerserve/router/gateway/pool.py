@@ -1,0 +1,68 @@
+"""The connections to one worker: the idle ones, kept for the next request.
+
+Owns who is idle. The last one used is the first one taken: it is the least likely to be stale.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ownerserve.router.gateway.config import Address
+from ownerserve.router.gateway.upstream import UpstreamConnection
+
+IDLE_MAX = 1024
+
+
+class WorkerPool:
+    """Connections to one worker."""
+
+    def __init__(self, address: Address, *, connect_timeout_s: float) -> None:
+        self.address = address
+        self.opened = 0
+        self.reused = 0
+        self._connect_timeout_s = connect_timeout_s
+        self._idle: dict[UpstreamConnection, None] = {}
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    def take(self) -> UpstreamConnection | None:
+        """An idle connection, or None."""
+        if not self._idle:
+            return None
+        connection, _ = self._idle.popitem()
+        self.reused += 1
+        return connection
+
+    async def connect(self) -> UpstreamConnection:
+        """A new connection. Raises OSError (TimeoutError among them) when there is none."""
+        loop = asyncio.get_running_loop()
+        connection = UpstreamConnection(self)
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                await loop.create_connection(
+                    lambda: connection, self.address.host, self.address.port
+                )
+        except BaseException:
+            connection.abort()  # cancelled just as it came about: nobody else would close it
+            raise
+        self.opened += 1
+        return connection
+
+    def give_back(self, connection: UpstreamConnection) -> None:
+        """`connection` has finished an exchange and may carry another."""
+        if len(self._idle) >= IDLE_MAX:
+            connection.close()
+            return
+        connection.kept = True
+        self._idle[connection] = None
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        """`connection` is closed."""
+        self._idle.pop(connection, None)
+
+    def close_idle(self) -> None:
+        for connection in list(self._idle):
+            connection.close()
+        self._idle.clear()

@@ -1,0 +1,63 @@
+"""Answers that the gateway makes itself, in the error form of OpenAI's API."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import msgspec
+
+from ownerserve.router.messages import Refusal
+
+
+class Rejected(Exception):
+    """A request that is refused before any decision; carries the answer to the client."""
+
+    def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+
+
+_REFUSALS = {
+    Refusal.NO_WORKER: (HTTPStatus.SERVICE_UNAVAILABLE, "no worker is up; retry soon"),
+    Refusal.DRAINING: (HTTPStatus.SERVICE_UNAVAILABLE, "this gateway is shutting down; retry"),
+    Refusal.ALL_TRIED: (HTTPStatus.BAD_GATEWAY, "no worker that is up could answer"),
+    Refusal.RETRY_BUDGET: (HTTPStatus.BAD_GATEWAY, "the worker failed, and retries are used up"),
+}
+_RETRY_AFTER = {HTTPStatus.SERVICE_UNAVAILABLE: b"retry-after: 1\r\n"}
+
+
+def refused(refusal: Refusal) -> Rejected:
+    """The state's refusal as the client is told it."""
+    status, message = _REFUSALS[refusal]
+    return Rejected(status, refusal.value, message)
+
+
+def error_reply(rejected: Rejected, *, request_id: bytes, connection: bytes) -> bytes:
+    """A whole HTTP answer; `connection` is "close" or "keep-alive"."""
+    kind = "invalid_request_error" if rejected.status < 500 else "server_error"
+    body = {
+        "error": {
+            "message": rejected.message,
+            "type": kind,
+            "code": rejected.code,
+            "param": None,
+        }
+    }
+    return reply(
+        rejected.status,
+        msgspec.json.encode(body),
+        request_id=request_id,
+        connection=connection,
+    )
+
+
+def reply(status: HTTPStatus, body: bytes, *, request_id: bytes, connection: bytes) -> bytes:
+    """A whole HTTP answer with a JSON body."""
+    return b"HTTP/1.1 %d %b\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n" % (
+        status,
+        status.phrase.encode(),
+        _RETRY_AFTER.get(status, b""),
+        len(body),
+    ) + b"x-request-id: %b\r\nconnection: %b\r\n\r\n%b" % (request_id, connection, body)

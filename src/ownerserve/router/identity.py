@@ -1,0 +1,176 @@
+"""Who is asking: the session a request belongs to.
+
+Owns the list of headers and body fields that name a session, and their order. The first that is
+present wins; ids are compared whole, never by prefix ("session-1" and "session-12" are two), and
+each is scoped to its tenant and to the field that named it, so that nobody can reach another
+tenant's session by guessing its id. Never looks at message content.
+
+| order | field | sent by |
+|---|---|---|
+| 1 | x-session-id | OpenCode, and whoever asks for a session by hand |
+| 2 | x-dynamo-session-id | Dynamo clients (parent: x-dynamo-parent-session-id) |
+| 3 | x-smg-routing-key | SGLang Model Gateway clients |
+| 4 | x-claude-code-session-id | Claude Code; with x-claude-code-agent-id a sub-agent of it |
+| 5 | thread-id, session-id, session_id, conversation_id | Codex (parent: x-codex-parent-..) |
+| 6 | x-opencode-session, x-session-affinity | OpenCode (parent: x-parent-session-id) |
+| 7 | body session_id, prompt_cache_key, previous_response_id | ours, OpenAI clients |
+| 8 | body metadata.user_id with a session in it | Claude Code before it had a header |
+| 9 | body user | OpenAI clients; names a user rather than a session, so it comes last |
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from hashlib import blake2b
+
+import msgspec
+
+from ownerserve.kv.ids import SessionId
+from ownerserve.router.scan import BodyFields
+
+ID_BYTES_MAX = 256
+"""A longer id is replaced by its digest: still exact, but a session costs bounded memory."""
+
+_SESSION_HEADERS = (
+    b"x-session-id",
+    b"x-dynamo-session-id",
+    b"x-smg-routing-key",
+    b"x-claude-code-session-id",
+    b"thread-id",
+    b"session-id",
+    b"session_id",
+    b"conversation_id",
+    b"x-opencode-session",
+    b"x-session-affinity",
+)
+_PARENT_HEADERS = {
+    b"x-session-id": b"x-parent-session-id",
+    b"x-dynamo-session-id": b"x-dynamo-parent-session-id",
+    b"thread-id": b"x-codex-parent-thread-id",
+    b"x-opencode-session": b"x-parent-session-id",
+    b"x-session-affinity": b"x-parent-session-id",
+}
+_CLAUDE_SESSION, _CLAUDE_AGENT = b"x-claude-code-session-id", b"x-claude-code-agent-id"
+_CLAUDE_PARENT = b"x-claude-code-parent-agent-id"
+_FINAL = b"x-dynamo-session-final"
+
+IDENTITY_HEADERS = frozenset(
+    {*_SESSION_HEADERS, *_PARENT_HEADERS.values(), _CLAUDE_AGENT, _CLAUDE_PARENT, _FINAL}
+)
+"""Every header `identify` reads, in lower case. A request that gives one twice is refused."""
+
+_METADATA_SESSION = re.compile(r"_session_([0-9A-Za-z-]+)$")
+
+
+class Source(enum.StrEnum):
+    """Which kind of field named the session."""
+
+    HEADER = "header"
+    BODY = "body"
+    NONE = "none"
+
+
+class Identity(msgspec.Struct, frozen=True, gc=False):
+    """The session of a request; `session` is None when nothing names one."""
+
+    session: SessionId | None = None
+    source: Source = Source.NONE
+    parent: SessionId | None = None
+    final: bool = False
+    """The client says that the session ends with this turn."""
+
+
+ANONYMOUS = Identity()
+
+
+@lru_cache(maxsize=4096)
+def tenant_of(credential: bytes | None) -> str:
+    """The tenant behind a credential, in a form that may be shown; "-" for none."""
+    return "-" if credential is None else blake2b(credential, digest_size=12).hexdigest()
+
+
+def scoped(tenant: str, field: str, value: str) -> SessionId:
+    """The session that `field` = `value` means for `tenant`."""
+    if len(value) > ID_BYTES_MAX:
+        value = "blake2b-" + blake2b(value.encode(), digest_size=32).hexdigest()
+    return SessionId(f"{tenant}/{field}/{value}")
+
+
+def response_alias(tenant: str, response_id: str) -> SessionId:
+    """The name under which a later `previous_response_id` will ask for this answer's session."""
+    return scoped(tenant, "previous_response_id", response_id)
+
+
+def identify(headers: Mapping[bytes, bytes], body: BodyFields, *, tenant: str) -> Identity:
+    """The session of a request from its lower-case identity `headers` and its `body` fields."""
+    if headers:
+        for name in _SESSION_HEADERS:
+            value = headers.get(name)
+            if value:
+                return _from_header(name, value.decode("latin-1"), headers=headers, tenant=tenant)
+    return _from_body(body, tenant) if body.spans else ANONYMOUS
+
+
+def _from_header(
+    name: bytes, value: str, *, headers: Mapping[bytes, bytes], tenant: str
+) -> Identity:
+    field = name.decode()
+    session, parent = scoped(tenant, field, value), None
+    if name == _CLAUDE_SESSION:
+        agent = headers.get(_CLAUDE_AGENT)
+        if agent:  # a sub-agent has a context of its own; its parent is an agent or the main one
+            above = headers.get(_CLAUDE_PARENT)
+            parent = _claude_agent(session, above) if above else session
+            session = _claude_agent(session, agent)
+    elif name in _PARENT_HEADERS:
+        above = headers.get(_PARENT_HEADERS[name])
+        parent = scoped(tenant, field, above.decode("latin-1")) if above else None
+    final = headers.get(_FINAL, b"").lower() in (b"true", b"1")
+    return Identity(session=session, source=Source.HEADER, parent=parent, final=final)
+
+
+def _claude_agent(session: SessionId, agent: bytes) -> SessionId:
+    return SessionId(f"{session}/{agent.decode('latin-1')[:ID_BYTES_MAX]}")
+
+
+def _from_body(body: BodyFields, tenant: str) -> Identity:
+    for field in ("session_id", "prompt_cache_key", "previous_response_id"):
+        value = body.text(field)
+        if value:
+            return Identity(session=scoped(tenant, field, value), source=Source.BODY)
+    value = _metadata_session(body.raw("metadata"))
+    if value:
+        return Identity(session=scoped(tenant, "metadata", value), source=Source.BODY)
+    value = body.text("user")
+    if value:
+        return Identity(session=scoped(tenant, "user", value), source=Source.BODY)
+    return ANONYMOUS
+
+
+class _Metadata(msgspec.Struct, gc=False):
+    user_id: str | None = None
+
+
+class _MetadataUser(msgspec.Struct, gc=False):
+    session_id: str | None = None
+
+
+_METADATA = msgspec.json.Decoder(_Metadata)
+_METADATA_USER = msgspec.json.Decoder(_MetadataUser)
+
+
+def _metadata_session(raw: bytes | None) -> str | None:
+    """Claude Code's `metadata.user_id`: "user_.._session_<id>", or JSON with a session_id."""
+    if raw is None or b"session" not in raw:
+        return None
+    try:
+        user = _METADATA.decode(raw).user_id
+        if user is None:
+            return None
+        match = _METADATA_SESSION.search(user)
+        return match[1] if match else _METADATA_USER.decode(user).session_id
+    except msgspec.MsgspecError:
+        return None  # someone else's metadata

@@ -1,0 +1,262 @@
+"""RouterState as scenarios, and the account under any order of events."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ownerserve.kv.errors import InvariantViolated
+from ownerserve.kv.ids import SessionId, WorkerId
+from ownerserve.router.messages import (
+    Aborted,
+    Arrive,
+    Broken,
+    Dispatch,
+    Done,
+    Down,
+    Drain,
+    Failed,
+    Failure,
+    FirstByte,
+    Reason,
+    Receipt,
+    Refusal,
+    Refuse,
+    SessionEnd,
+    WorkerDown,
+    WorkerUp,
+)
+from ownerserve.router.policies import POLICIES, SessionAffinity
+from ownerserve.router.retries import RetryBudget
+from ownerserve.router.state import RouterState
+from ownerserve.router.usage import Usage
+
+W = [WorkerId(f"w{number}") for number in range(3)]
+S, T = SessionId("s"), SessionId("t")
+
+
+def fleet(workers: int = 2, retries: RetryBudget | None = None) -> RouterState:
+    state = RouterState(SessionAffinity(), retries=retries)
+    for worker in W[:workers]:
+        state.handle(WorkerUp(worker), 0.0)
+    return state
+
+
+def arrive(state: RouterState, session: SessionId | None = S, prompt_bytes: int = 400) -> Dispatch:
+    outcome = state.handle(Arrive(session, prompt_bytes), 1.0)
+    assert isinstance(outcome, Dispatch)
+    return outcome
+
+
+def turn(state: RouterState, session: SessionId | None = S, *, prompt_bytes: int = 400) -> Dispatch:
+    """A whole turn whose prompt took 2 bytes a token."""
+    dispatch = arrive(state, session, prompt_bytes)
+    state.handle(FirstByte(dispatch.receipt), 2.0)
+    state.handle(Done(dispatch.receipt, Usage(prompt_bytes // 2, 10, 0)), 3.0)
+    state.check()
+    return dispatch
+
+
+def test_turns_of_a_session_stay_on_their_worker() -> None:
+    state = fleet(3)
+    first = turn(state)
+    assert first.reason is Reason.NEW_SESSION
+    for other in range(4):
+        turn(state, SessionId(f"other-{other}"))
+    again = turn(state)
+    assert (again.worker, again.reason) == (first.worker, Reason.OWNER)
+
+
+def test_the_session_teaches_its_ratio_and_what_its_owner_holds() -> None:
+    state = fleet()
+    assert arrive(state, T, 400).prefill_tokens == 100  # 4 bytes a token until it is known
+    turn(state, S, prompt_bytes=400)  # 200 tokens + 10 of output are at the owner
+    assert arrive(state, S, 460).prefill_tokens == 230 - 210
+
+
+def test_load_is_counted_at_dispatch_and_released_in_two_parts() -> None:
+    state = fleet(1)
+    worker = state.fleet[W[0]]
+    dispatch = arrive(state)
+    assert (worker.requests, worker.pending_prefill_tokens, worker.held_tokens) == (1, 100, 100)
+    state.handle(FirstByte(dispatch.receipt), 2.0)
+    assert (worker.requests, worker.pending_prefill_tokens, worker.held_tokens) == (1, 0, 100)
+    state.handle(Done(dispatch.receipt), 3.0)
+    assert (worker.requests, worker.pending_prefill_tokens, worker.held_tokens) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("end", [Done, Broken, Aborted, lambda r: Failed(r, Failure.CLOSED)])
+def test_a_receipt_is_given_back_once(end) -> None:  # type: ignore[no-untyped-def]
+    state = fleet(1)
+    dispatch = arrive(state)
+    state.handle(end(dispatch.receipt), 2.0)
+    state.check()
+    for late in (Done, Broken, Aborted, FirstByte, lambda r: Failed(r, Failure.CONNECT)):
+        with pytest.raises(InvariantViolated, match="invariant 5"):
+            state.handle(late(dispatch.receipt), 3.0)
+    state.check()
+
+
+def test_a_lost_worker_loses_its_bindings_but_not_its_live_requests() -> None:
+    state = fleet()
+    owner = turn(state).worker
+    live = arrive(state)
+    state.handle(WorkerDown(owner, Down.UNHEALTHY), 4.0)
+    state.check()
+    assert state.fleet[owner].requests == 1
+    moved = arrive(state)
+    assert (moved.worker != owner, moved.reason) == (True, Reason.OWNER_LOST)
+    assert moved.prefill_tokens == 200  # the new owner holds nothing
+    state.handle(Done(live.receipt, Usage(200, 1, 0)), 5.0)
+    state.handle(WorkerUp(owner), 6.0)
+    assert arrive(state).worker == moved.worker  # back, but no longer the owner
+
+
+def test_a_refused_connection_takes_the_worker_out_and_tries_the_next() -> None:
+    state = fleet(3)
+    first = arrive(state)
+    second = state.handle(Failed(first.receipt, Failure.CONNECT), 2.0)
+    assert isinstance(second, Dispatch)
+    assert (second.reason, second.attempt) == (Reason.RETRY_OTHER_WORKER, 2)
+    assert second.worker != first.worker
+    assert not state.fleet[first.worker].up
+    state.handle(Done(second.receipt), 3.0)
+    assert arrive(state).worker == second.worker  # the session moved with the retry
+
+
+def test_a_stale_connection_is_retried_at_the_same_worker_once() -> None:
+    state = fleet(2, RetryBudget(purse_max=0.0))
+    first = arrive(state)
+    second = state.handle(Failed(first.receipt, Failure.STALE), 2.0)
+    assert isinstance(second, Dispatch)
+    assert (second.worker, second.reason) == (first.worker, Reason.RETRY_NEW_CONNECTION)
+    third = state.handle(Failed(second.receipt, Failure.STALE), 2.0)
+    assert third == Refuse(Refusal.RETRY_BUDGET)
+    state.check()
+
+
+def test_when_all_were_tried_the_client_is_told() -> None:
+    state = fleet(2)
+    first = arrive(state)
+    second = state.handle(Failed(first.receipt, Failure.CLOSED), 2.0)
+    assert isinstance(second, Dispatch)
+    assert state.handle(Failed(second.receipt, Failure.CLOSED), 2.0) == Refuse(Refusal.ALL_TRIED)
+    assert (state.account.rejected, state.live) == (1, 0)
+    state.check()
+
+
+def test_retries_are_a_share_of_requests() -> None:
+    state = fleet(3, RetryBudget(share=0.2, purse_max=1.0))
+    retried = 0
+    for number in range(100):
+        dispatch = arrive(state, SessionId(f"n{number}"))
+        retry = state.handle(Failed(dispatch.receipt, Failure.CLOSED), 2.0)
+        if isinstance(retry, Dispatch):
+            retried += 1
+            state.handle(Done(retry.receipt), 3.0)
+    assert 19 <= retried <= 21
+    state.check()
+
+
+def test_without_workers_and_while_draining_requests_are_refused() -> None:
+    assert fleet(0).handle(Arrive(S, 1), 0.0) == Refuse(Refusal.NO_WORKER)
+    state = fleet()
+    live = arrive(state)
+    state.handle(Drain(), 1.0)
+    assert state.handle(Arrive(S, 1), 1.0) == Refuse(Refusal.DRAINING)
+    state.handle(Done(live.receipt), 2.0)
+    state.check()
+
+
+def test_an_ended_session_starts_anew() -> None:
+    state = fleet()
+    turn(state)
+    state.handle(SessionEnd(S), 4.0)
+    assert arrive(state).reason is Reason.NEW_SESSION
+    state.check()
+
+
+def test_a_turn_may_name_its_session_by_the_last_answers_id() -> None:
+    state = fleet(3)
+    alias_1, alias_2 = SessionId("alias/resp_1"), SessionId("alias/resp_2")
+    first = arrive(state, None)
+    state.handle(Done(first.receipt, None, alias_1), 2.0)
+    second = arrive(state, alias_1)
+    assert (second.worker, second.reason) == (first.worker, Reason.OWNER)
+    state.handle(Done(second.receipt, None, alias_2), 3.0)
+    assert arrive(state, alias_2).worker == first.worker
+    assert len(state.sessions) == 1
+    state.check()
+
+
+def test_sessions_are_bounded_and_forgotten_when_idle() -> None:
+    state = fleet()
+    state.sessions._limit = 10
+    for number in range(50):
+        turn(state, SessionId(f"n{number}"))
+    assert len(state.sessions) == 10
+    for number in range(20):
+        state.handle(Arrive(SessionId(f"late{number}"), 1), 1e6 + number)
+    assert all(name.startswith("late") for name, _ in state.sessions.items())
+    state.check()
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Events in any order a runtime could send them: the account stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = RouterState(POLICIES["affinity"]())
+        self.open: list[Receipt] = []
+        self.now = 0.0
+
+    def note(self, outcome: object) -> None:
+        self.now += 1.0
+        if isinstance(outcome, Dispatch):
+            assert outcome.prefill_tokens >= 1
+            self.open.append(outcome.receipt)
+
+    @rule(worker=st.sampled_from(W))
+    def up(self, worker: WorkerId) -> None:
+        self.note(self.state.handle(WorkerUp(worker), self.now))
+
+    @rule(worker=st.sampled_from(W))
+    def down(self, worker: WorkerId) -> None:
+        self.note(self.state.handle(WorkerDown(worker, Down.UNHEALTHY), self.now))
+
+    @rule(session=st.sampled_from([None, *map(SessionId, "abc")]), size=st.integers(0, 9999))
+    def arrive(self, session: SessionId | None, size: int) -> None:
+        self.note(self.state.handle(Arrive(session, size), self.now))
+
+    @rule(session=st.sampled_from([*map(SessionId, "abc")]))
+    def end_session(self, session: SessionId) -> None:
+        self.note(self.state.handle(SessionEnd(session), self.now))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def first_byte(self, data: st.DataObject) -> None:
+        self.note(self.state.handle(FirstByte(data.draw(st.sampled_from(self.open))), self.now))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), how=st.sampled_from([Done, Broken, Aborted, *Failure]))
+    def end(self, data: st.DataObject, how) -> None:  # type: ignore[no-untyped-def]
+        receipt = data.draw(st.sampled_from(self.open))
+        self.open.remove(receipt)
+        if isinstance(how, Failure):
+            self.note(self.state.handle(Failed(receipt, how), self.now))
+        elif how is Done:
+            usage, alias = Usage(50, 5, 40), data.draw(st.sampled_from([None, SessionId("c")]))
+            self.note(self.state.handle(Done(receipt, usage, alias), self.now))
+        else:
+            self.note(self.state.handle(how(receipt), self.now))
+
+    @invariant()
+    def whole(self) -> None:
+        self.state.check()
+        assert self.state.live == len(self.open)
+
+
+AnyOrder.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestAnyOrder = AnyOrder.TestCase
