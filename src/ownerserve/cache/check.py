@@ -1,0 +1,161 @@
+"""The cache's invariants, checked from scratch. Numbers are those of docs/invariants.md.
+
+Reads everything and trusts no counter: what the hot path keeps incrementally is counted again
+here. O(cache), for tests and for an operator's `check`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ownerserve.cache import paths
+from ownerserve.cache.node import ABSENT, Node
+from ownerserve.cache.pool import SlotPool
+from ownerserve.kv.errors import InvariantViolated
+
+if TYPE_CHECKING:
+    from ownerserve.cache.hetero import HeteroCache
+
+
+def require(holds: object, number: int, problem: str) -> None:
+    """Raise InvariantViolated naming invariant `number` unless `holds`."""
+    if not holds:
+        raise InvariantViolated(f"invariant {number}: {problem}")
+
+
+def check(cache: HeteroCache) -> None:
+    """All of a cache's invariants."""
+    nodes = list(paths.nodes(cache.tree.root))
+    check_conservation(cache, nodes)
+    check_locks(cache, nodes)
+    check_structure(cache, nodes)
+    check_running(cache)
+    check_sessions(cache, nodes)
+    check_evictable(cache, nodes)
+
+
+def check_conservation(cache: HeteroCache, nodes: list[Node]) -> None:
+    """1: every slot of every pool is in exactly one place."""
+    rooms, runs = cache.rooms, cache.running.values()
+    blocks = [slot for node in nodes for slot in node.blocks]
+    require(len(blocks) == cache.tree.blocks, 1, "the tree's block count is off")
+    blocks += [slot for run in runs for slot in run.row[run.sealed :]]
+    blocks += cache.ingest.block_slots()
+    _check_pool(rooms.blocks, blocks)
+    for index, pool in enumerate(rooms.points):
+        slots = [
+            stop.slots[index]
+            for node in nodes
+            for stop in node.stops
+            if stop.slots is not None and stop.slots[index] != ABSENT
+        ]
+        _check_pool(pool, slots + cache.ingest.point_slots(index))
+    _check_pool(rooms.states, [run.table.state for run in runs])
+
+
+def _check_pool(pool: SlotPool, used: list[int]) -> None:
+    places = Counter(used)
+    places.update(pool.free_slots())
+    twice = [slot for slot, count in places.items() if count > 1]
+    require(not twice, 1, f"{pool.name}: slots {twice[:5]} are in two places")
+    require(len(places) == pool.capacity, 1, f"{pool.name}: {len(places)} of {pool.capacity}")
+    require(len(used) == pool.used, 1, f"{pool.name}: {pool.used} counted as used")
+
+
+def check_locks(cache: HeteroCache, nodes: list[Node]) -> None:
+    """5: locks in the tree are exactly the live receipts, and parents are held by children."""
+    receipts = [run.lock for run in cache.running.values()]
+    receipts += [session.pin for session in cache.sessions.all() if session.pin is not None]
+    receipts += cache.ingest.locks() + cache.pressure.locks()
+    expected: dict[int, Counter[int]] = {id(node): Counter() for node in nodes}
+    for receipt in receipts:
+        require(not receipt.is_spent, 5, "a spent receipt is still held")
+        if receipt.node.parent is not None:
+            require(id(receipt.node) in expected, 7, "a lock is on an interval that is gone")
+            expected[id(receipt.node)][receipt.depth] += 1
+    for node in reversed(nodes):  # children before parents
+        if expected[id(node)] and node.parent is not None and node.parent.parent is not None:
+            expected[id(node.parent)][node.start] += 1
+    protected = 0
+    for node in nodes:
+        require(node.pins == dict(expected[id(node)]), 5, f"pins {node.pins} at {node.start}")
+        require(node.pinned == max(node.pins, default=node.start), 5, "pinned depth is off")
+        require(node.pinned <= node.end, 7, "a running turn's path was trimmed")
+        protected += node.pinned - node.start
+    require(protected == cache.tree.protected, 5, "the count of protected blocks is off")
+
+
+def check_structure(cache: HeteroCache, nodes: list[Node]) -> None:
+    """9: the tree is one: keys fit blocks, branches part from what they hang on, stops stand in
+    their interval, in order."""
+    size = cache.tree.block_bytes
+    for node in nodes:
+        require(node.blocks and node.is_live, 9, "an empty interval hangs in the tree")
+        require(len(node.keys) == len(node.blocks) * size, 9, "keys do not fit blocks")
+        top = max(node.branches, default=node.start)
+        require(node.branch_top == top, 9, "the deepest branch is off")
+        for depth, hanging in node.branches.items():
+            require(node.start < depth <= node.end, 9, f"a branch hangs outside at {depth}")
+            at = (depth - node.start) * size
+            onward = bytes(node.keys[at : at + size])
+            for key, child in hanging.items():
+                require(child.parent is node and child.start == depth, 9, "a branch is misplaced")
+                require(key == child.keys[:size] and key != onward, 9, "two equal ways on")
+        depths = [stop.depth for stop in node.stops]
+        require(depths == sorted(set(depths)), 9, f"stops {depths} are out of order")
+        require(all(node.start < d <= node.end for d in depths), 9, "a stop stands outside")
+        require(all(stop.node is node for stop in node.stops), 9, "a stop has another home")
+
+
+def check_running(cache: HeteroCache) -> None:
+    """7: a running turn's row begins with its locked path, slot by slot."""
+    block, size = cache.layout.block_tokens, cache.tree.block_bytes
+    for run in cache.running.values():
+        require(run.lock.depth == run.sealed, 7, "a lock is not where the turn sealed to")
+        path = paths.row(run.lock.node, run.sealed)
+        require(run.row[: run.sealed] == path, 7, f"{run.turn_id}: the row left its path")
+        require(all(slots is run.row for slots in run.table.range.values()), 7, "a stale table")
+        unsealed = max(run.position - run.sealed * block, 0)
+        require(len(run.tail) == unsealed * 4 and len(run.tail) < size, 7, "the tail is off")
+        require(run.position <= len(run.row) * block, 7, "tokens without a slot")
+
+
+def check_sessions(cache: HeteroCache, nodes: list[Node]) -> None:
+    """6: sessions own nothing: each frontier is a stop of the tree, and counts are by sight."""
+    anchored = {
+        name: stop for node in nodes for stop in node.stops for name in (stop.anchors or {})
+    }
+    sessions = cache.sessions.all()
+    running = Counter(id(run.session) for run in cache.running.values() if run.session)
+    for session in sessions:
+        stop = anchored.pop(session.session_id, None)
+        require((stop is None) == (session.node is None), 6, "a frontier without its stop")
+        if stop is not None:
+            require(stop.node is session.node and stop.depth == session.depth, 6, "strayed")
+            if session.row is not None:
+                path = paths.row(stop.node, stop.depth)
+                require(session.row == path, 6, "a session's row left its path")
+        else:
+            require(session.depth == 0, 6, "a depth without a frontier")
+        require(session.running == running[id(session)], 6, "running turns are miscounted")
+        require(session.depth <= session.sealed, 6, "more is resident than was sealed")
+    require(not anchored, 6, f"frontiers of forgotten sessions: {list(anchored)[:5]}")
+    for node in nodes:
+        for stop in node.stops:
+            live = sum(session.is_referenced for session in (stop.anchors or {}).values())
+            require(stop.refs == live, 6, f"{stop.refs} soft references counted, {live} live")
+
+
+def check_evictable(cache: HeteroCache, nodes: list[Node]) -> None:
+    """7: everything under no lock can be found by the evictor, so the pool can't deadlock."""
+    known = {id(node) for node in cache.tree.exposed}
+    for node in nodes:
+        if node.end > node.floor:
+            require(node.stops and node.stops[-1].depth == node.end, 7, "a free tail has no stop")
+            found = node.queued is not None or id(node) in known
+            require(found, 7, f"the evictor can't find a free tail at {node.end}")
+        for stop in node.stops:
+            for index, slot in enumerate(stop.slots or ()):
+                queued = stop.queued is not None and stop.queued[index] is not None
+                require(slot == ABSENT or queued, 7, "the evictor can't find a point")

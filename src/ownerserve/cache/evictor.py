@@ -1,0 +1,259 @@
+"""Chooses what goes, in the policy's order, and says what that freed.
+
+Owns the lazy heaps. Range blocks go from the tail of an interval, one or a run at a time, just as
+many as are needed; point state goes one component of one stop at a time. Never touches a block
+below a lock or a branch. Decides alone: freeing the slots is the caller's.
+
+A heap entry is a promise to look: its key may be too low by now (keys rise with use), then the
+entry is put back under the present key; it is never too high, for whatever lowers a key puts the
+interval in `tree.exposed` or calls `offer`.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush, heapreplace
+
+import msgspec
+
+from ownerserve.cache import paths
+from ownerserve.cache.layout import Layout
+from ownerserve.cache.node import ABSENT, Key, Node, Stop
+from ownerserve.cache.policies.base import Policy
+from ownerserve.cache.tree import PrefixTree
+
+SMALL_HEAP = 256
+"""Heaps up to this length are not worth cleaning of entries that are out of date."""
+
+
+class Evicted(msgspec.Struct):
+    """One eviction run: range slots freed, and point slots by component index."""
+
+    blocks: list[int]
+    points: list[tuple[int, int]]
+    points_lost: int = 0
+
+
+class Tail:
+    """The candidate a policy sees: the blocks of an interval behind its last but one stop, or the
+    point state of a stop. One object is re-used for all questions."""
+
+    __slots__ = ("_evictor", "heat", "is_point")
+
+    def __init__(self, evictor: Evictor) -> None:
+        self._evictor = evictor
+        self.heat: Stop = Stop(node=evictor.tree.root, depth=0, last_s=0.0, born_s=0.0)
+        self.is_point = False
+
+    @property
+    def position(self) -> int:
+        return self.heat.depth * self._evictor.block_tokens
+
+    @property
+    def trimmed_tokens(self) -> int:
+        return self.heat.trimmed * self._evictor.block_tokens
+
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens from the last restorable point before this one; none if this is not one."""
+        stop = self.heat
+        return (stop.depth - self._evictor.restorable_before(stop)) * self._evictor.block_tokens
+
+    @property
+    def freed_bytes(self) -> int:
+        """A point's slots; for a tail those and the blocks back to the stop before."""
+        stop, evictor = self.heat, self._evictor
+        point = 0
+        for slot, size in zip(stop.slots or (), evictor.point_bytes, strict=False):
+            point += size if slot != ABSENT else 0
+        if self.is_point:
+            return point or 1
+        blocks = stop.depth - evictor.segment_floor(stop.node)
+        return point + blocks * evictor.block_bytes or 1
+
+
+class Evictor:
+    """Lazy heaps over the tree's free tails and its point state."""
+
+    def __init__(self, tree: PrefixTree, layout: Layout, policy: Policy) -> None:
+        self.tree = tree
+        self.policy = policy
+        self.block_tokens = layout.block_tokens
+        sizes = {component.name: component.slot_bytes for component in layout.components}
+        self.block_bytes = sum(sizes[name] for name in layout.range_names)
+        self.point_bytes = [sizes[name] for name in layout.point_names]
+        self._tails: list[tuple[Key, int, Node]] = []
+        self._points: list[list[tuple[Key, int, Stop]]] = [[] for _ in self.point_bytes]
+        self._tails_limit = SMALL_HEAP
+        self._points_limit = [SMALL_HEAP] * len(self.point_bytes)
+        self._pushes = 0
+        self._view = Tail(self)
+
+    # -- what the candidate view asks ----------------------------------------------------------
+
+    def segment_floor(self, node: Node) -> int:
+        """Where the run of blocks that share the last stop's fate begins."""
+        stops = node.stops
+        floor = node.floor
+        return max(floor, stops[-2].depth) if len(stops) > 1 else floor
+
+    def restorable_before(self, stop: Stop) -> int:
+        """Depth to go on from if `stop` goes; its own depth when it is no restorable point."""
+        if not self.point_bytes:
+            return self.segment_floor(stop.node)
+        if not stop.is_complete:
+            return stop.depth
+        before = paths.complete_stop(stop.node, stop.depth - 1)
+        return before.depth if before else 0
+
+    # -- range blocks --------------------------------------------------------------------------
+
+    def evict_blocks(self, need: int) -> Evicted:
+        """Free exactly `need` blocks. The caller has seen that so many are evictable."""
+        heap, tree = self._tails, self.tree
+        freed = Evicted([], [])
+        while need:
+            if tree.exposed:
+                self._look_at_exposed()
+            key, _, node = heap[0]
+            stops, end = node.stops, node.start + len(node.blocks)
+            floor = node.floor
+            if not node.is_live or key is not node.queued or end <= floor:
+                if key is node.queued:
+                    node.queued = None
+                heappop(heap)
+                continue
+            present = self._tail_key(node)
+            if present > key:
+                node.queued = present
+                heapreplace(heap, (present, self._next(), node))
+                continue
+            if len(stops) > 1 and stops[-2].depth > floor:
+                floor = stops[-2].depth  # below it another stop's heat counts
+            count = min(need, end - floor)
+            trimmed = tree.trim(node, count)
+            self.policy.evicted(present)
+            need -= count
+            freed.blocks += trimmed.blocks
+            if trimmed.points:
+                self._note_points(freed, trimmed.points)
+                tree.expose(node)  # what is left of the tail restores nothing: it goes next
+        return freed
+
+    def _note_points(self, freed: Evicted, points: list[list[int]]) -> None:
+        for slots in points:
+            freed.points_lost += ABSENT not in slots
+            freed.points += [pair for pair in enumerate(slots) if pair[1] != ABSENT]
+
+    def _look_at_exposed(self) -> None:
+        exposed, heap = self.tree.exposed, self._tails
+        while exposed:
+            node = exposed.pop()
+            node.is_exposed = False
+            if not node.is_live or node.end <= node.floor:
+                continue
+            present = self._tail_key(node)
+            if node.queued is None or present < node.queued:
+                node.queued = present
+                heappush(heap, (present, self._next(), node))
+        if len(heap) > self._tails_limit:
+            heap[:] = [entry for entry in heap if entry[0] is entry[2].queued]
+            heapify(heap)
+            self._tails_limit = 2 * len(heap) + SMALL_HEAP
+
+    def _tail_key(self, node: Node) -> Key:
+        view = self._view
+        view.heat, view.is_point = node.stops[-1], False
+        return self.policy.key(view)
+
+    def _next(self) -> int:
+        self._pushes += 1
+        return self._pushes
+
+    # -- point state ---------------------------------------------------------------------------
+
+    def offer(self, stop: Stop) -> None:
+        """Point state was hung at `stop`, or became worth less."""
+        if stop.slots is None:
+            return
+        if stop.queued is None:
+            stop.queued = [None] * len(self.point_bytes)
+        present = self._point_key(stop)
+        for index, slot in enumerate(stop.slots):
+            queued = stop.queued[index]
+            if slot != ABSENT and (queued is None or present < queued):
+                stop.queued[index] = present
+                heappush(self._points[index], (present, self._next(), stop))
+                if len(self._points[index]) > self._points_limit[index]:
+                    self._compact(index)
+
+    def _compact(self, index: int) -> None:
+        """Forget entries of state that is gone: decode leaves one behind every B tokens."""
+        heap = self._points[index]
+        heap[:] = [
+            entry
+            for entry in heap
+            if entry[2].slots is not None
+            and entry[2].queued is not None
+            and entry[0] is entry[2].queued[index]
+        ]
+        heapify(heap)
+        self._points_limit[index] = 2 * len(heap) + SMALL_HEAP
+
+    def evict_point(self, index: int, keep: Stop | None) -> Evicted | None:
+        """Free one slot of point component `index`; None when every one is held.
+
+        `keep` is spared: the stop that the slot is wanted for.
+        """
+        cooled, heap = self.tree.cooled, self._points[index]
+        while cooled:
+            cooled[-1].is_cooled = False
+            self.offer(cooled.pop())
+        spared: list[tuple[Key, int, Stop]] = []
+        victim: Stop | None = None
+        while heap and victim is None:
+            key, _, stop = heap[0]
+            queued = stop.queued
+            if stop.slots is None or queued is None or key is not queued[index]:
+                heappop(heap)
+                continue
+            if stop.slots[index] == ABSENT:
+                queued[index] = None
+                heappop(heap)
+                continue
+            present = self._point_key(stop)
+            if present > key:
+                queued[index] = present
+                heapreplace(heap, (present, self._next(), stop))
+            elif stop.holds or stop is keep:
+                spared.append(heappop(heap))
+            else:
+                victim = stop
+                queued[index] = None
+                heappop(heap)
+        heap.extend(spared)
+        if spared:
+            heapify(heap)
+        return self.drop_component(victim, index) if victim is not None else None
+
+    def drop_component(self, stop: Stop, index: int) -> Evicted:
+        """Take one point component off a stop."""
+        assert stop.slots is not None
+        lost = stop.is_complete
+        freed = Evicted([], [(index, stop.slots[index])], int(lost))
+        if lost:
+            self._view.heat, self._view.is_point = stop, True
+            self.policy.evicted(self.policy.key(self._view))
+        stop.slots[index] = ABSENT
+        if all(slot == ABSENT for slot in stop.slots):
+            stop.slots = None
+            self.tree.prune(stop)
+        else:
+            self.offer(stop)  # incomplete now: the rest of it goes first
+        self.tree.expose(stop.node)
+        return freed
+
+    def _point_key(self, stop: Stop) -> Key:
+        """Incomplete point state first: alone it restores nothing."""
+        view = self._view
+        view.heat, view.is_point = stop, True
+        return (float(stop.is_complete), *self.policy.key(view))

@@ -1,0 +1,459 @@
+"""HeteroCache: what a worker keeps in device memory, decided block by block.
+
+The facade of the package and the main path of a turn. Owns the running turns; composes the tree
+(residency, recency, locks), the rooms (slots), the evictor (order) and the sessions (metadata).
+Knows positions and slot numbers; must never see a tensor, read a clock or hash a known prefix.
+
+    begin | append --> reserve --> advance --> ... --> finish | abort
+                          ^          |  `--> snapshot (at a boundary), fork
+                          `----------'
+
+docs/cache.md draws the parts and the transition table; docs/invariants.md numbers what holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ownerserve.cache import check as checks
+from ownerserve.cache import paths, restorable
+from ownerserve.cache.effects import (
+    CopyBlock,
+    CopyState,
+    Effect,
+    LoadPoint,
+    ResetState,
+    SavePoint,
+)
+from ownerserve.cache.evictor import Evictor
+from ownerserve.cache.ingest import Ingest
+from ownerserve.cache.layout import Layout
+from ownerserve.cache.metrics import Counters, Lost, Snapshot, snapshot
+from ownerserve.cache.node import Node, Stop
+from ownerserve.cache.outcomes import (
+    Append,
+    Begun,
+    Finished,
+    Match,
+    NoRoom,
+    Reason,
+    Refused,
+    Resume,
+    Turn,
+)
+from ownerserve.cache.policies.base import Policy
+from ownerserve.cache.policies.cost_aware import CostAware
+from ownerserve.cache.pressure import Pressure
+from ownerserve.cache.restorable import Place
+from ownerserve.cache.rooms import Rooms
+from ownerserve.cache.running import Running
+from ownerserve.cache.session import Session
+from ownerserve.cache.sessions import Sessions
+from ownerserve.cache.table import Table
+from ownerserve.cache.tree import PrefixTree
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import TurnId
+from ownerserve.kv.prefix import TOKEN_BYTES, Packed
+
+
+class HeteroCache:
+    """One worker's cache. All calls are pure: they change only this object and return effects."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        slots: Mapping[str, int],
+        state_slots: int,
+        policy: Policy | None = None,
+    ) -> None:
+        """`slots` per component name, `state_slots` running turns at once, default cost-aware."""
+        self.layout = layout
+        self.counters = Counters()
+        self.policy = policy or CostAware()
+        self.running: dict[TurnId, Running] = {}
+        self.tree = PrefixTree(layout.block_tokens * TOKEN_BYTES)
+        self.evictor = Evictor(self.tree, layout, self.policy)
+        self.rooms = Rooms(
+            layout, slots, state_slots=state_slots, evictor=self.evictor, counters=self.counters
+        )
+        self.sessions = Sessions(self.tree, layout, pins_idle=self.policy.pins_idle_sessions)
+        self.ingest = Ingest(self.tree, self.rooms, self.counters)
+        self.pressure = Pressure(self.rooms, self.evictor, self.running)
+        self._order = 0
+        self._block = layout.block_tokens
+        self._range_names = layout.range_names
+        self._has_points = bool(layout.point_names)
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def match(self, tokens: Packed) -> Match:
+        """Everything resident of a prompt that it could go on from. Reads only."""
+        known = len(tokens) // TOKEN_BYTES
+        node, depth = self.tree.walk(tokens, known // self._block)
+        cap = min(depth, max(known - 1, 0) // self._block)
+        points = restorable.points(
+            node, cap, names=self.layout.point_names, block_tokens=self._block
+        )
+        return Match(depth * self._block, points)
+
+    # -- opening a turn ------------------------------------------------------------------------
+
+    def begin(self, turn: Turn, now: float, *, resume: Resume | None = None) -> Begun | Refused:
+        """Start a turn from its whole prompt, at the deepest complete point or as `resume` says.
+
+        Locks the path of that point and takes a state block. Restores at most N - 1 of N tokens:
+        the last one must be computed to have logits.
+        """
+        known = len(turn.tokens) // TOKEN_BYTES
+        if not known or len(turn.tokens) % TOKEN_BYTES:
+            raise InvalidInput(
+                "tokens", f"{len(turn.tokens)} bytes", "pass at least one token of 4 bytes"
+            )
+        self.sessions.expire(now)
+        refusal = self._refusal(turn.turn_id, known)
+        if refusal is not None:
+            return refusal
+        node, depth = self.tree.walk(turn.tokens, (known - 1) // self._block)
+        place = self._place(node, depth, resume)
+        if place is None:
+            return self._refuse(Reason.POINT_GONE)
+        name = turn.session_id
+        session = self.sessions.open(name, now) if name is not None else None
+        return self._open(turn, session, prompt_at=0, node=node, place=place, now=now)
+
+    def append(self, turn: Append, now: float) -> Begun | Refused:
+        """Start a session's next turn from what it adds. No hashing, no work on the known prefix.
+
+        Refused when the session's tokens are not all at hand: send the whole prompt to `begin`.
+        """
+        self.sessions.expire(now)
+        session = self.sessions.get(turn.session_id)
+        if session is None or not session.version:
+            return self._refuse(Reason.UNKNOWN_SESSION)
+        if turn.version != session.version:
+            return self._refuse(Reason.STALE_VERSION)
+        if not turn.suffix or len(turn.suffix) % TOKEN_BYTES:
+            raise InvalidInput(
+                "suffix", f"{len(turn.suffix)} bytes", "pass at least one token of 4 bytes"
+            )
+        known = session.tokens + len(turn.suffix) // TOKEN_BYTES
+        refusal = self._refusal(turn.turn_id, known)
+        if refusal is not None:
+            return refusal
+        if session.depth < session.sealed:
+            return self._refuse(Reason.POINT_GONE)
+        fresh = session.tail + turn.suffix
+        node, depth = self.tree.walk(
+            fresh,
+            (known - 1) // self._block,
+            node=session.node or self.tree.root,
+            depth=session.depth,
+            skip=session.depth,
+        )
+        place = restorable.deepest(node, depth, has_points=self._has_points)
+        first = min(place.floor, session.depth)
+        if first < session.depth:  # its point state went: compute again from tokens the tree has
+            size = self.tree.block_bytes
+            fresh = paths.tokens(node, first, session.depth, block_bytes=size) + fresh
+        whole = Turn(turn.turn_id, turn.session_id, fresh, turn.priority, turn.ttl_s)
+        prompt_at = first * self._block
+        return self._open(whole, session, prompt_at=prompt_at, node=node, place=place, now=now)
+
+    def _place(self, node: Node, depth: int, resume: Resume | None) -> Place | None:
+        if resume is None:
+            return restorable.deepest(node, depth, has_points=self._has_points)
+        return restorable.chosen(
+            node, depth, resume, block_tokens=self._block, has_points=self._has_points
+        )
+
+    def _refusal(self, turn_id: TurnId, known: int) -> Refused | None:
+        if turn_id in self.running:
+            return self._refuse(Reason.TURN_IS_LIVE)
+        if known > self.rooms.blocks.capacity * self._block:
+            return self._refuse(Reason.TOO_LONG)
+        if not self.rooms.states.free:
+            return self._refuse(Reason.NO_STATE_BLOCK)
+        return None
+
+    def _refuse(self, reason: Reason) -> Refused:
+        self.counters.turns_refused += 1
+        return Refused(reason)
+
+    def _open(
+        self,
+        turn: Turn,
+        session: Session | None,
+        *,
+        prompt_at: int,
+        node: Node,
+        place: Place,
+        now: float,
+    ) -> Begun:
+        stop, floor = place.stop, place.floor
+        node = paths.locate(node, floor)
+        if stop is not None:
+            stop.last_s, stop.trimmed = now, 0
+            stop.uses += 1
+            self.policy.touched(stop)
+        lock = self.tree.lock(node, floor)
+        row = self._row(session, node, floor)
+        [state] = self.rooms.states.take(1)
+        self._order += 1
+        known = prompt_at + len(turn.tokens) // TOKEN_BYTES
+        run = Running(
+            turn_id=turn.turn_id,
+            session=session,
+            order=self._order,
+            priority=turn.priority,
+            ttl_s=turn.ttl_s,
+            prompt=turn.tokens,
+            prompt_at=prompt_at,
+            prompt_end=known,
+            position=place.start * self._block,
+            sealed=floor,
+            row=row,
+            table=Table(dict.fromkeys(self._range_names, row), state),
+            lock=lock,
+            tail=bytearray(),
+        )
+        self.running[turn.turn_id] = run
+        self._count_begin(run, session)
+        effect: Effect
+        if stop is not None:
+            assert stop.slots is not None
+            names = self.layout.point_names
+            effect = LoadPoint(dict(zip(names, stop.slots, strict=True)), state)
+        else:
+            effect = ResetState(state)
+        skip = (run.position - prompt_at) * TOKEN_BYTES
+        return Begun(run.position, (effect,), floor * self._block, turn.tokens[skip:])
+
+    def _row(self, session: Session | None, node: Node, depth: int) -> list[int]:
+        """Slots of the shared blocks: the session's own row when nobody else has it."""
+        row = session.row if session is not None and session.node is node else None
+        if session is None or row is None or session.depth < node.start:
+            return paths.row(node, depth)
+        session.row = None
+        if depth < session.depth:
+            del row[depth:]
+        else:
+            row += node.blocks[session.depth - node.start : depth - node.start]
+        return row
+
+    def _count_begin(self, run: Running, session: Session | None) -> None:
+        counters = self.counters
+        counters.turns_begun += 1
+        counters.prompt_tokens += run.prompt_end
+        counters.cached_tokens += run.position
+        if session is not None:
+            session.running += 1
+            had = min(session.sealed, (run.prompt_end - 1) // self._block)
+            if session.version and had:
+                counters.reseeds += run.position == 0
+                counters.reprefilled_tokens += max(0, had * self._block - run.position)
+
+    # -- running -------------------------------------------------------------------------------
+
+    def reserve(self, turn_id: TurnId, upto: int, now: float) -> tuple[Effect, ...] | NoRoom:
+        """Range slots for all tokens before position `upto`. Evicts as needed; all or nothing."""
+        run = self._run(turn_id)
+        missing = -(-upto // self._block) - len(run.row)
+        if missing > 0:
+            taken = self.rooms.take_blocks(missing)
+            if isinstance(taken, NoRoom):
+                return taken
+            run.row += taken
+        return ()
+
+    def advance(self, turn_id: TurnId, tokens: Packed, now: float) -> None:
+        """`tokens` are computed: their state is in the slots. Seals each block that became full.
+
+        Raises InvalidInput when they contradict the prompt or have no reserved slots.
+        """
+        run = self._run(turn_id)
+        before = run.position
+        after = before + len(tokens) // TOKEN_BYTES
+        if before < run.prompt_end:
+            known = tokens[: (run.prompt_end - before) * TOKEN_BYTES]
+            if not run.prompt.startswith(known, (before - run.prompt_at) * TOKEN_BYTES):
+                raise InvalidInput(
+                    "tokens", f"differ from the prompt behind {before}", "advance what was begun"
+                )
+        if after > len(run.row) * self._block:
+            raise InvalidInput("tokens", f"reach {after}", "reserve before computing")
+        run.position = after
+        first = run.sealed * self._block
+        if before < first:  # a replay: these blocks are sealed already
+            tokens = tokens[(first - before) * TOKEN_BYTES :]
+        run.tail += tokens
+        if len(run.tail) >= self.tree.block_bytes:
+            self._seal(run)
+
+    def _seal(self, run: Running) -> None:
+        """Put the full blocks of the tail into the tree and move the lock behind them."""
+        tree = self.tree
+        whole = len(run.tail) // tree.block_bytes
+        keys = bytes(run.tail[: whole * tree.block_bytes])
+        del run.tail[: whole * tree.block_bytes]
+        blocks = run.row[run.sealed : run.sealed + whole]
+        node, depth, spares = tree.extend(run.lock.node, run.sealed, keys, blocks)
+        if spares:
+            run.row[run.sealed : depth] = blocks
+            self.rooms.blocks.give(spares)
+            self.counters.duplicate_blocks += len(spares)
+        self._move_lock(run, node, depth)
+
+    def _move_lock(self, run: Running, node: Node, depth: int) -> None:
+        lock = self.tree.lock(node, depth)  # the new one before the old goes (invariant 5)
+        self.tree.unlock(run.lock)
+        run.lock, run.sealed = lock, depth
+
+    def snapshot(self, turn_id: TurnId, now: float) -> tuple[Effect, ...]:
+        """Keep the point state of the present position, which must be a boundary.
+
+        One taken behind the prompt replaces this turn's previous one there. Empty when the state
+        is kept already, or no slot is to be had: a later turn then restores further back.
+        """
+        run = self._run(turn_id)
+        depth, rest = divmod(run.position, self._block)
+        if rest:
+            raise InvalidInput(
+                "position", f"{run.position} is no boundary", f"use a multiple of {self._block}"
+            )
+        if not self._has_points or not depth:
+            return ()
+        stop = self.tree.stop_at(paths.locate(run.lock.node, depth), depth, now)
+        former = run.decode_stop
+        if former is not None and former is not stop:
+            self._supersede(former)
+        is_decode = run.position > run.prompt_end
+        run.decode_stop = None
+        if stop.is_complete:
+            return ()
+        if stop.slots is None:
+            self.policy.touched(stop)
+        taken = self.rooms.fill_point(stop)
+        if isinstance(taken, NoRoom):
+            self.tree.prune(stop)
+            return ()
+        run.decode_stop = stop if is_decode else None
+        return (SavePoint(run.table.state, taken),)
+
+    def _supersede(self, stop: Stop) -> None:
+        """Free a decode snapshot that its own turn has passed, unless somebody uses it."""
+        if stop.slots is not None and not stop.anchors and not stop.holds and stop.uses <= 1:
+            self.rooms.drop_point(stop, Lost.SUPERSEDED)
+
+    def fork(
+        self, turn_id: TurnId, child_id: TurnId, now: float
+    ) -> tuple[Effect, ...] | NoRoom | Refused:
+        """A second turn that goes on from here: shares sealed blocks, copies the unfinished one.
+
+        The child belongs to no session: of several answers only the first moves it.
+        """
+        run = self._run(turn_id)
+        refusal = self._refusal(child_id, run.position)
+        if refusal is not None:
+            return refusal
+        unfinished = bool(run.tail)
+        taken = self.rooms.take_blocks(int(unfinished))
+        if isinstance(taken, NoRoom):
+            return taken
+        [state] = self.rooms.states.take(1)
+        self._order += 1
+        row = run.row[: run.sealed] + taken
+        self.running[child_id] = Running(
+            turn_id=child_id,
+            session=None,
+            order=self._order,
+            priority=run.priority,
+            ttl_s=run.ttl_s,
+            prompt=run.prompt,
+            prompt_at=run.prompt_at,
+            prompt_end=run.prompt_end,
+            position=run.position,
+            sealed=run.sealed,
+            row=row,
+            table=Table(dict.fromkeys(self._range_names, row), state),
+            lock=self.tree.lock(run.lock.node, run.sealed),
+            tail=bytearray(run.tail),
+        )
+        self.counters.turns_begun += 1
+        effects: list[Effect] = [CopyState(run.table.state, state)]
+        if unfinished:
+            pair = (run.row[run.sealed], taken[0])
+            effects.append(CopyBlock(dict.fromkeys(self._range_names, pair)))
+        return tuple(effects)
+
+    # -- ending --------------------------------------------------------------------------------
+
+    def finish(self, turn_id: TurnId, now: float) -> Finished:
+        """The turn is over: its sealed output stays, its session's frontier moves behind it.
+
+        The session keeps a soft reference; the hard lock goes after that is in place.
+        """
+        run = self._run(turn_id)
+        session, depth = run.session, run.sealed
+        stop = self._leave(run, now)
+        self.counters.turns_finished += 1
+        version = None
+        if session is not None and self._moves_frontier(run, session):
+            session.version += 1
+            session.tokens, session.sealed = run.position, depth
+            session.tail, session.frontier_order = bytes(run.tail), run.order
+            self.sessions.move(session, stop, ttl_s=run.ttl_s, now=now)
+            session.row = run.row if stop is not None else None
+            version = session.version
+        self.tree.unlock(run.lock)
+        return Finished(run.position, depth * self._block, version)
+
+    def _moves_frontier(self, run: Running, session: Session) -> bool:
+        """Not when the session was released meanwhile, or a turn begun later has finished."""
+        return self.sessions.is_current(session) and run.order > session.frontier_order
+
+    def abort(self, turn_id: TurnId, now: float) -> None:
+        """The turn is over and never was: private slots go, the session's frontier stays.
+
+        Also how a turn is preempted: what it sealed remains matchable, and evictable.
+        """
+        run = self._run(turn_id)
+        self._leave(run, now)
+        self.counters.turns_aborted += 1
+        self.tree.unlock(run.lock)
+
+    def _leave(self, run: Running, now: float) -> Stop | None:
+        """Give back all that is private; returns the stop where the turn ends."""
+        del self.running[run.turn_id]
+        if run.session is not None:
+            run.session.running -= 1
+        self.rooms.blocks.give(run.row[run.sealed :])
+        del run.row[run.sealed :]
+        self.rooms.states.give([run.table.state])
+        if not run.sealed:
+            return None
+        node = run.lock.node
+        stop = self.tree.stop_at(node, run.sealed, now)
+        stop.last_s, stop.trimmed = now, 0
+        stop.priority = max(stop.priority, run.priority)
+        self.policy.touched(stop)
+        return stop
+
+    # -- what the engine and the tests read ----------------------------------------------------
+
+    def table(self, turn_id: TurnId) -> Table:
+        """Slots of a running turn. Live: it changes with the next call, and is not to be kept."""
+        return self._run(turn_id).table
+
+    def metrics(self, now: float) -> Snapshot:
+        """A dated copy of all counters and levels."""
+        return snapshot(self, now)
+
+    def check(self) -> None:
+        """Raise InvariantViolated unless invariants 1, 5, 6 and 7 hold. O(cache): for tests."""
+        checks.check(self)
+
+    def _run(self, turn_id: TurnId) -> Running:
+        run = self.running.get(turn_id)
+        if run is None:
+            raise InvalidInput("turn_id", f"{turn_id!r} is not running", "begin it first")
+        return run

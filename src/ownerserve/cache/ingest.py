@@ -1,0 +1,152 @@
+"""State from outside: a transfer, a store, another worker. One door, and it verifies.
+
+Owns the slots of arrivals that are not in the tree yet. Nothing becomes matchable before its
+prefix hash and its digest are right (invariant 4).
+
+    reserve -> RESERVED -- commit(digest) --> in the tree
+                   |  `--- commit(wrong) ---> slots free, counted as quarantined
+                   `------ abort -----------> HELD -- quiet --> slots free
+
+An aborted arrival's slots stay on hold until its writer is proven quiet: a timeout is no proof
+that a remote write has stopped.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ownerserve.cache import paths
+from ownerserve.cache.metrics import Counters
+from ownerserve.cache.node import Node, Receipt, Stop
+from ownerserve.cache.outcomes import Arrival, Inserted, NoRoom, Reason, Refused, Reserved
+from ownerserve.cache.rooms import Rooms
+from ownerserve.cache.tree import PrefixTree
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.prefix import hash_prefix
+
+
+class Pending(msgspec.Struct, eq=False):
+    """An arrival between reserve and commit, or on hold (`lock` is None then)."""
+
+    arrival: Arrival
+    lock: Receipt | None
+    blocks: list[int]
+    points: dict[int, dict[str, int]]
+
+
+class Ingest:
+    """The verified insert. Several producers may feed one prefix; the first to commit wins."""
+
+    def __init__(self, tree: PrefixTree, rooms: Rooms, counters: Counters) -> None:
+        self._tree = tree
+        self._rooms = rooms
+        self._counters = counters
+        self._block = rooms.layout.block_tokens
+        self._pending: dict[int, Pending] = {}
+        self._tickets = 0
+
+    def reserve(self, arrival: Arrival, now: float) -> Reserved | NoRoom | Refused:
+        """Slots for what is not resident of the arrival. Locks the part that is."""
+        size = self._tree.block_bytes
+        total, rest = divmod(len(arrival.tokens), size)
+        if rest or not total:
+            raise InvalidInput(
+                "tokens", f"{len(arrival.tokens)} bytes", f"send whole blocks of {size} bytes"
+            )
+        for position in arrival.points:
+            if position % self._block or not 0 < position <= total * self._block:
+                raise InvalidInput(
+                    "points", f"{position} is no boundary", f"use multiples of {self._block}"
+                )
+        if hash_prefix(arrival.tokens, self._block)[-1] != arrival.prefix_hash:
+            return Refused(Reason.PREFIX_MISMATCH)
+        node, depth = self._tree.walk(arrival.tokens, total)
+        lock = self._tree.lock(node, depth)
+        blocks = self._rooms.take_blocks(total - depth)
+        if isinstance(blocks, NoRoom):
+            self._tree.unlock(lock)
+            return blocks
+        points: dict[int, dict[str, int]] = {}
+        for position in arrival.points:
+            taken = self._rooms.take_point()
+            if isinstance(taken, NoRoom):
+                self._give(Pending(arrival, None, blocks, points))
+                self._tree.unlock(lock)
+                return taken
+            points[position] = taken
+        self._tickets += 1
+        self._pending[self._tickets] = Pending(arrival, lock, blocks, points)
+        return Reserved(self._tickets, depth * self._block, tuple(blocks), points)
+
+    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | Refused:
+        """The bytes are written and `digest` was computed over them here."""
+        pending = self._pending.get(ticket)
+        if pending is None or pending.lock is None:
+            raise InvalidInput("ticket", f"{ticket} is not reserved", "reserve it first")
+        del self._pending[ticket]
+        tree, lock, arrival = self._tree, pending.lock, pending.arrival
+        if digest != arrival.digest:
+            self._counters.quarantined += 1
+            self._give(pending)
+            tree.unlock(lock)
+            return Refused(Reason.DIGEST_MISMATCH)
+        keys = arrival.tokens[lock.depth * tree.block_bytes :]
+        node, depth, spares = tree.extend(lock.node, lock.depth, keys, pending.blocks)
+        self._rooms.blocks.give(spares)
+        self._counters.duplicate_blocks += len(spares)
+        tree.stop_at(node, depth, now)
+        for position, taken in pending.points.items():
+            self._rooms.hang_point(self._stop(node, position // self._block, now), taken)
+        tree.unlock(lock)
+        tree.expose(node)
+        return Inserted(depth * self._block, len(spares))
+
+    def _stop(self, node: Node, depth: int, now: float) -> Stop:
+        return self._tree.stop_at(paths.locate(node, depth), depth, now)
+
+    def abort(self, ticket: int) -> None:
+        """Give the arrival up. Its slots stay on hold until `quiet`."""
+        pending = self._pending.get(ticket)
+        if pending is None or pending.lock is None:
+            raise InvalidInput("ticket", f"{ticket} is not reserved", "reserve it first")
+        self._tree.unlock(pending.lock)
+        pending.lock = None
+
+    def quiet(self, ticket: int) -> None:
+        """The writer of an aborted arrival has acknowledged, or is fenced: its slots are free."""
+        pending = self._pending.get(ticket)
+        if pending is None or pending.lock is not None:
+            raise InvalidInput("ticket", f"{ticket} is not on hold", "abort it first")
+        self._give(self._pending.pop(ticket))
+
+    def _give(self, pending: Pending) -> None:
+        self._rooms.blocks.give(pending.blocks)
+        for taken in pending.points.values():
+            self._rooms.give_point(taken)
+
+    # -- what the checks and the metrics read --------------------------------------------------
+
+    def counts(self) -> tuple[int, int]:
+        """Range blocks reserved, and on hold."""
+        every = self._pending.values()
+        reserved = sum(len(pending.blocks) for pending in every if pending.lock is not None)
+        return reserved, len(self.block_slots()) - reserved
+
+    def point_counts(self) -> tuple[int, int]:
+        """Slots reserved, and on hold, in each point pool."""
+        every = self._pending.values()
+        reserved = sum(len(pending.points) for pending in every if pending.lock is not None)
+        return reserved, sum(len(pending.points) for pending in every) - reserved
+
+    def block_slots(self) -> list[int]:
+        """Range blocks of all arrivals that are not in the tree."""
+        return [slot for pending in self._pending.values() for slot in pending.blocks]
+
+    def point_slots(self, index: int) -> list[int]:
+        """The same for point component `index`."""
+        name = self._rooms.points[index].name
+        return [p[name] for pending in self._pending.values() for p in pending.points.values()]
+
+    def locks(self) -> list[Receipt]:
+        """Locks on what arrivals build on."""
+        return [p.lock for p in self._pending.values() if p.lock is not None]

@@ -1,0 +1,180 @@
+"""What a cache is asked and what it answers. Plain data; outcomes are types, never flags.
+
+Positions are tokens from the start of the sequence. A position at which something can be restored
+is a boundary: a multiple of the layout's block length B.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from ownerserve.cache.effects import Effect
+from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
+from ownerserve.kv.prefix import Packed
+
+DEFAULT_TTL_S = 300.0
+"""How long an idle session keeps its soft reference: 7 % of the gaps between turns are longer."""
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One request: the whole prompt as packed tokens. `session_id` None: nobody will come back."""
+
+    turn_id: TurnId
+    session_id: SessionId | None
+    tokens: Packed
+    priority: int = 0
+    ttl_s: float = DEFAULT_TTL_S
+
+
+class Append(msgspec.Struct, frozen=True):
+    """One request as what it adds: `suffix` follows the session's tokens at `version`.
+
+    Both are in the `Finished` of the session's last turn. The suffix therefore opens with the last
+    sampled token, whose state was never computed.
+    """
+
+    turn_id: TurnId
+    session_id: SessionId
+    version: int
+    suffix: Packed
+    priority: int = 0
+    ttl_s: float = DEFAULT_TTL_S
+
+
+class Restore(msgspec.Struct, frozen=True):
+    """Go on at a restorable point that lacks nothing."""
+
+    position: int
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """Keep the range state of [0, floor), compute again from `start` without writing below `floor`.
+
+        0 ........ start ~~~~~~~~ floor ------------ N
+          resident        replayed       computed
+
+    The caller vouches that `floor - start` covers the model's exact replay length, or that a
+    complete point stands at `start`; the cache knows no attention windows.
+    """
+
+    start: int
+    floor: int
+
+
+Resume = Restore | Replay
+
+
+class Reason(StrEnum):
+    """Why a request was refused. Metric labels."""
+
+    NO_STATE_BLOCK = "no_state_block"
+    TURN_IS_LIVE = "turn_is_live"
+    TOO_LONG = "too_long"
+    UNKNOWN_SESSION = "unknown_session"
+    STALE_VERSION = "stale_version"
+    POINT_GONE = "point_gone"
+    DIGEST_MISMATCH = "digest_mismatch"
+    PREFIX_MISMATCH = "prefix_mismatch"
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """Nothing was changed."""
+
+    reason: Reason
+
+
+class NoRoom(msgspec.Struct, frozen=True):
+    """Nothing was changed: `missing` slots of `pool` are neither free nor evictable."""
+
+    pool: str
+    missing: int
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """A turn runs: compute from `restored` on, once `effects` are done.
+
+    Below `write_floor` the range slots are shared and must not be written; the two differ only in
+    a replay. `pending` are the tokens from `restored` on, also for who sent only a suffix.
+    """
+
+    restored: int
+    effects: tuple[Effect, ...]
+    write_floor: int
+    pending: Packed
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """A turn's end: `tokens` were computed, `sealed` of them stand in the tree.
+
+    `version` is the session's for its next `Append`; None when the turn did not move the session
+    (it has none, was released meanwhile, or a later turn finished first).
+    """
+
+    tokens: int
+    sealed: int
+    version: int | None
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A restorable point: range state of [0, position) is resident; `lacks` names what else is
+    needed to go on there and is not."""
+
+    position: int
+    lacks: tuple[str, ...] = ()
+
+
+class Match(msgspec.Struct, frozen=True):
+    """What is resident of a prompt.
+
+    `points`, deepest first, hold every boundary that has any point state, and the deepest resident
+    boundary even when it has none (its range state can be replayed). A layout without point
+    components has only that one: all boundaries before it are as good.
+    """
+
+    range_tokens: int
+    points: tuple[Point, ...]
+
+
+class SessionStatus(msgspec.Struct, frozen=True):
+    """A session as the tree sees it now."""
+
+    session_id: SessionId
+    version: int
+    tokens: int
+    resident_tokens: int
+    restorable_tokens: int
+    resident_bytes: dict[str, int]
+    running_turns: int
+    last_s: float
+    expires_s: float
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """State from outside for the prefix `tokens` (whole blocks), with point state at `points`.
+
+    `prefix_hash` is the chain digest of `tokens`; `digest` that of the bytes, as the producer
+    signed them. Commit compares it with what was read at this side (invariant 4).
+    """
+
+    tokens: Packed
+    prefix_hash: PrefixHash
+    digest: bytes
+    points: tuple[int, ...] = ()
+
+
+class Reserved(msgspec.Struct, frozen=True):
+    """Slots for an arrival: range blocks from `start` on, and per point position its slots."""
+
+    ticket: int
+    start: int
+    blocks: tuple[int, ...]
+    points: dict[int, dict[str, int]]
+
+
+class Inserted(msgspec.Struct, frozen=True):
+    """The arrival is in the tree up to `tokens`; `duplicate_blocks` were there first."""
+
+    tokens: int
+    duplicate_blocks: int

@@ -1,0 +1,61 @@
+"""What an eviction policy sees and says.
+
+A policy only orders. It never frees, and it can't protect: what a running turn needs is locked by
+the tree, and everything else can go (invariant 7). Its keys may only rise while nothing happens to
+a candidate: the evictor keeps them in a lazy heap and asks again before it believes one.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+Key = tuple[float, ...]
+"""The lowest goes first."""
+
+
+class Heat(Protocol):
+    """How a place in the tree was used. `refs` counts live soft references of sessions."""
+
+    last_s: float
+    born_s: float
+    uses: int
+    priority: int
+    refs: int
+    inflation: float
+
+
+class Candidate(Protocol):
+    """Something that could go: the tail of an interval, or point state. Valid during the call.
+
+    `lost_tokens` must be computed again if it goes, `freed_bytes` are won by that, `position` is
+    where it ends and `trimmed_tokens` what was lost behind it since its last use.
+    """
+
+    @property
+    def heat(self) -> Heat: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def lost_tokens(self) -> int: ...
+    @property
+    def freed_bytes(self) -> int: ...
+    @property
+    def trimmed_tokens(self) -> int: ...
+
+
+class Policy:
+    """Base of all policies: an order without memory needs only `key`."""
+
+    name: ClassVar[str]
+    pins_idle_sessions: ClassVar[bool] = False
+    """True only in the pinned-slot baseline: an idle session keeps its hard lock."""
+
+    def key(self, candidate: Candidate) -> Key:
+        """The candidate's place in the order, now."""
+        raise NotImplementedError
+
+    def touched(self, heat: Heat) -> None:
+        """A turn came back to this place."""
+
+    def evicted(self, key: Key) -> None:
+        """A candidate with this key went."""

@@ -1,0 +1,16 @@
+"""First in, first out."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ownerserve.cache.policies.base import Candidate, Key, Policy
+
+
+class Fifo(Policy):
+    """What came first goes first, used or not."""
+
+    name: ClassVar[str] = "fifo"
+
+    def key(self, candidate: Candidate) -> Key:
+        return (candidate.heat.born_s,)

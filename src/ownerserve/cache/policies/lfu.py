@@ -1,0 +1,16 @@
+"""Least frequently used first."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ownerserve.cache.policies.base import Candidate, Key, Policy
+
+
+class Lfu(Policy):
+    """What the fewest turns came back to goes first; among equals the least recent."""
+
+    name: ClassVar[str] = "lfu"
+
+    def key(self, candidate: Candidate) -> Key:
+        return (float(candidate.heat.uses), candidate.heat.last_s)

@@ -1,0 +1,16 @@
+"""Least recently used first."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ownerserve.cache.policies.base import Candidate, Key, Policy
+
+
+class Lru(Policy):
+    """What was not used for longest goes first."""
+
+    name: ClassVar[str] = "lru"
+
+    def key(self, candidate: Candidate) -> Key:
+        return (candidate.heat.last_s,)

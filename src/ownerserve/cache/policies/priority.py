@@ -1,0 +1,16 @@
+"""The caller's priority, then LRU."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ownerserve.cache.policies.base import Candidate, Key, Policy
+
+
+class Priority(Policy):
+    """State of turns with a lower `priority` goes first, however recent."""
+
+    name: ClassVar[str] = "priority"
+
+    def key(self, candidate: Candidate) -> Key:
+        return (float(candidate.heat.priority), candidate.heat.last_s)

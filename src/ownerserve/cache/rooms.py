@@ -1,0 +1,157 @@
+"""Rooms: the pools, and making room in them. Owns every slot that the tree or a turn does not.
+
+All range components are filled in lock-step, so one block number is the slot in each of their
+pools; point components and state blocks have a pool each. Taking is all or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ownerserve.cache.evictor import Evicted, Evictor
+from ownerserve.cache.layout import Layout
+from ownerserve.cache.metrics import Counters, Lost
+from ownerserve.cache.node import ABSENT, Stop
+from ownerserve.cache.outcomes import NoRoom
+from ownerserve.cache.pool import SlotPool
+from ownerserve.kv.errors import InvalidInput
+
+STATE_POOL = "state"
+
+
+class Rooms:
+    """The pools of one cache, with the evictor that refills them."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        slots: Mapping[str, int],
+        *,
+        state_slots: int,
+        evictor: Evictor,
+        counters: Counters,
+    ) -> None:
+        names = {component.name for component in layout.components}
+        if set(slots) != names:
+            raise InvalidInput(
+                "slots", f"names {sorted(slots)}", f"name each of {sorted(names)} once"
+            )
+        counts = {slots[name] for name in layout.range_names}
+        if len(counts) != 1:
+            sizes = {name: slots[name] for name in layout.range_names}
+            raise InvalidInput(
+                "slots",
+                f"range components have {sizes}",
+                "name at least one, and give all the same number: they fill in lock-step",
+            )
+        self.layout = layout
+        self.blocks = SlotPool("range", counts.pop())
+        self.points = [SlotPool(name, slots[name]) for name in layout.point_names]
+        self.states = SlotPool(STATE_POOL, state_slots)
+        self._evictor = evictor
+        self._counters = counters
+        sizes = {component.name: component.slot_bytes for component in layout.components}
+        self._block_bytes = sum(sizes[name] for name in layout.range_names)
+
+    def evictable_blocks(self) -> int:
+        """Blocks of the tree under no lock: all of them can go, leaf by leaf."""
+        tree = self._evictor.tree
+        return tree.blocks - tree.protected
+
+    def take_blocks(self, count: int) -> list[int] | NoRoom:
+        """`count` range blocks; evicts what is missing, or takes and evicts nothing."""
+        missing = count - self.blocks.free
+        if missing > 0:
+            short = missing - self.evictable_blocks()
+            if short > 0:
+                self._counters.no_room += 1
+                return NoRoom(self.blocks.name, short)
+            self.evict_blocks(missing)
+        return self.blocks.take(count)
+
+    def evict_blocks(self, count: int) -> Evicted:
+        """One eviction run of `count` blocks, which must be evictable."""
+        freed = self._evictor.evict_blocks(count)
+        self.blocks.give(freed.blocks)
+        tokens = len(freed.blocks) * self.layout.block_tokens
+        counters = self._counters
+        counters.evictions += 1
+        counters.evicted_tokens += tokens
+        counters.wanted_tokens += count * self.layout.block_tokens
+        counters.evicted_bytes += len(freed.blocks) * self._block_bytes
+        counters.largest_eviction_tokens = max(counters.largest_eviction_tokens, tokens)
+        self._give_points(freed, Lost.RANGE_EVICTED)
+        return freed
+
+    def fill_point(self, stop: Stop) -> dict[str, int] | NoRoom:
+        """Take the point slots that `stop` lacks; returns them by component name.
+
+        May evict the state of other stops. When a pool has nothing to give, takes nothing.
+        """
+        lacking = stop.slots or [ABSENT] * len(self.points)
+        wanted = [index for index, slot in enumerate(lacking) if slot == ABSENT]
+        taken = self._take_point(wanted, spare=stop)
+        if not isinstance(taken, NoRoom):
+            self._hang(stop, taken)
+        return taken
+
+    def take_point(self) -> dict[str, int] | NoRoom:
+        """One slot of every point component, for state that has no stop yet."""
+        return self._take_point(list(range(len(self.points))), spare=None)
+
+    def _take_point(self, wanted: list[int], *, spare: Stop | None) -> dict[str, int] | NoRoom:
+        pools = self.points
+        for index in wanted:
+            if pools[index].free:
+                continue
+            freed = self._evictor.evict_point(index, spare)
+            if freed is None:
+                self._counters.points_lost[Lost.NO_ROOM] += 1
+                return NoRoom(pools[index].name, 1)
+            self._give_points(freed, Lost.POINT_EVICTED)
+        return {pools[index].name: pools[index].take(1)[0] for index in wanted}
+
+    def hang_point(self, stop: Stop, taken: dict[str, int]) -> None:
+        """Put filled slots at a stop; those it has already are returned."""
+        slots = stop.slots
+        if slots is None:
+            self._hang(stop, taken)
+            return
+        names = [pool.name for pool in self.points]
+        lacks = {name: taken[name] for name, slot in zip(names, slots, strict=True) if slot < 0}
+        self.give_point({name: taken[name] for name in names if name not in lacks})
+        self._hang(stop, lacks)
+
+    def _hang(self, stop: Stop, taken: dict[str, int]) -> None:
+        slots = stop.slots or [ABSENT] * len(self.points)
+        stop.slots = [taken.get(p.name, s) for p, s in zip(self.points, slots, strict=True)]
+        stop.backed = ()
+        self._evictor.offer(stop)
+        self._evictor.tree.expose(stop.node)
+
+    def give_point(self, taken: dict[str, int]) -> None:
+        """Return slots that are at no stop."""
+        for pool in self.points:
+            if pool.name in taken:
+                pool.give([taken[pool.name]])
+
+    def evict_points(self, index: int, count: int) -> int:
+        """Free up to `count` slots of point component `index`; returns how many went."""
+        for done in range(count):
+            freed = self._evictor.evict_point(index, None)
+            if freed is None:
+                return done
+            self._give_points(freed, Lost.POINT_EVICTED)
+        return count
+
+    def drop_point(self, stop: Stop, reason: Lost) -> None:
+        """Free all point state of a stop."""
+        for index, slot in enumerate(stop.slots or ()):
+            if slot != ABSENT:
+                self._give_points(self._evictor.drop_component(stop, index), reason)
+
+    def _give_points(self, freed: Evicted, reason: Lost) -> None:
+        for index, slot in freed.points:
+            self.points[index].give([slot])
+        if freed.points_lost:
+            self._counters.points_lost[reason] += freed.points_lost

@@ -1,0 +1,39 @@
+"""A running turn's record. Owned by HeteroCache for as long as the turn runs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ownerserve.cache.node import Receipt, Stop
+from ownerserve.cache.session import Session
+from ownerserve.cache.table import Table
+from ownerserve.kv.ids import TurnId
+from ownerserve.kv.prefix import Packed
+
+
+class Running(msgspec.Struct, eq=False):
+    """One turn between begin and finish or abort.
+
+        row:   0 ....... sealed | private .......... len(row)      slots of blocks
+               shared, in tree  | written or reserved
+        tail:  tokens from block `sealed` on to `position`
+
+    `sealed` is the depth of `lock`. In a replay `position` starts before it. `prompt` holds the
+    known tokens from position `prompt_at` on, to check what the engine says it computed.
+    """
+
+    turn_id: TurnId
+    session: Session | None
+    order: int
+    priority: int
+    ttl_s: float
+    prompt: Packed
+    prompt_at: int
+    prompt_end: int
+    position: int
+    sealed: int
+    row: list[int]
+    table: Table
+    lock: Receipt
+    tail: bytearray
+    decode_stop: Stop | None = None

@@ -1,0 +1,347 @@
+"""The prefix tree: which blocks of which token sequences are resident, and where one may go on.
+
+Owns intervals, stops, branches and hard locks, and so the residency and recency of everything
+sealed. It never allocates or frees a slot: what it drops it returns to the caller. Tokens are
+compared as bytes, so nothing here hashes more than the first block of a branch.
+
+Structure kept at all times: a child hangs at a depth inside its parent's interval or at its end;
+two ways on from one depth differ in their first block; an interval that is no longer growing has
+a stop at its end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from operator import attrgetter
+
+import msgspec
+
+from ownerserve.cache.node import Node, Receipt, Stop
+from ownerserve.cache.session import Session
+from ownerserve.kv.errors import InvariantViolated
+
+CHUNK_BYTES = 1 << 16
+"""First look for a mismatch in steps of this size: each is one memcmp."""
+
+SHED_BLOCKS = 32
+"""A dead tail up to this long moves out, so that the interval goes on growing in place. Agents
+drop a little of each output from the next prompt; hanging a branch each time would leave a path
+of as many nodes as turns."""
+
+
+_depth = attrgetter("depth")
+
+
+class Trimmed(msgspec.Struct):
+    """What a trim dropped: block slots, and the point slots of stops that lost their place."""
+
+    blocks: list[int]
+    points: list[list[int]]
+
+
+class PrefixTree:
+    """Intervals of blocks of `block_bytes` token bytes each."""
+
+    __slots__ = ("block_bytes", "blocks", "cooled", "exposed", "protected", "root")
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.root = Node(parent=None, start=0, keys=bytearray(), blocks=[])
+        self.blocks = 0
+        self.protected = 0
+        self.exposed: list[Node] = []
+        """Intervals for the evictor to look at; see `expose`."""
+        self.cooled: list[Stop] = []
+        """Stops likewise, for their point state; see `cool`."""
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def walk(
+        self, tokens: bytes, limit: int, *, node: Node | None = None, depth: int = 0, skip: int = 0
+    ) -> tuple[Node, int]:
+        """Follow `tokens` down to at most depth `limit`; returns where they part.
+
+        Starts at (`node`, `depth`), the root by default; `tokens[0]` stands at depth `skip`.
+        """
+        node = node or self.root
+        size = self.block_bytes
+        limit = min(limit, skip + len(tokens) // size)
+        while depth < limit:
+            if depth < node.end:
+                depth += self._common(node, depth, tokens, at=(depth - skip) * size, limit=limit)
+                if depth >= limit:
+                    break
+            hanging = node.branches.get(depth)
+            at = (depth - skip) * size
+            child = hanging.get(tokens[at : at + size]) if hanging else None
+            if child is None:
+                break
+            node = child
+        return node, depth
+
+    def _common(self, node: Node, depth: int, tokens: bytes, *, at: int, limit: int) -> int:
+        """Blocks of `node` from `depth` on that equal `tokens` from byte `at` on."""
+        size = self.block_bytes
+        first = (depth - node.start) * size
+        total = (min(limit, node.end) - depth) * size
+        with memoryview(node.keys) as keys:
+            done = 0
+            while done < total:
+                step = min(CHUNK_BYTES - CHUNK_BYTES % size or size, total - done)
+                with keys[first + done : first + done + step] as chunk:
+                    if tokens.startswith(chunk, at + done):
+                        done += step
+                        continue
+                low, high = 0, step // size  # the first `low` blocks are equal, `high` are not
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    span = middle - low
+                    begin = done + low * size
+                    with keys[first + begin : first + begin + span * size] as part:
+                        if tokens.startswith(part, at + begin):
+                            low = middle
+                        else:
+                            high = middle
+                return done // size + low
+        return total // size
+
+    # -- growing -------------------------------------------------------------------------------
+
+    def extend(
+        self, node: Node, depth: int, keys: bytes, blocks: list[int]
+    ) -> tuple[Node, int, list[int]]:
+        """Put `blocks` behind (`node`, `depth`), a locked place; returns the new place and spares.
+
+        Where the tree has the same tokens already, its slot replaces the caller's in `blocks`, and
+        the caller's is among the spares. O(new blocks).
+        """
+        size = self.block_bytes
+        at, count = 0, len(blocks)
+        spares: list[int] = []
+        while at < count:
+            if depth < node.end:
+                same = self._common(node, depth, keys, at=at * size, limit=depth + count - at)
+                if same:
+                    spares += blocks[at : at + same]
+                    first = depth - node.start
+                    blocks[at : at + same] = node.blocks[first : first + same]
+                    depth, at = depth + same, at + same
+                    continue
+            hanging = node.branches.get(depth)
+            child = hanging.get(keys[at * size : (at + 1) * size]) if hanging else None
+            if child is not None:
+                node = child
+                continue
+            node = self._tip(node, depth, keys[at * size : (at + 1) * size])
+            node.keys += keys[at * size :] if at else keys
+            node.blocks += blocks[at:] if at else blocks
+            self.blocks += count - at
+            depth, at = depth + count - at, count
+        return node, depth, spares
+
+    def _tip(self, node: Node, depth: int, first_block: bytes) -> Node:
+        """An interval that ends at `depth` and may grow by `first_block`."""
+        if node.parent is not None:
+            if depth < node.end and self._is_sheddable(node, depth):
+                self._shed(node, depth)
+            if depth == node.end:
+                if node.stops and node.stops[-1].depth == depth and node.stops[-1].is_bare:
+                    node.stops.pop()
+                return node
+        return self._hang(Node(parent=node, start=depth, keys=bytearray(), blocks=[]), first_block)
+
+    def _hang(self, child: Node, first_block: bytes) -> Node:
+        parent = child.parent
+        assert parent is not None
+        child.branch_top = child.pinned = child.start
+        parent.branches.setdefault(child.start, {})[first_block] = child
+        parent.branch_top = max(parent.branch_top, child.start)
+        return child
+
+    def _is_sheddable(self, node: Node, depth: int) -> bool:
+        return node.end - depth <= SHED_BLOCKS and depth >= node.floor and depth > node.start
+
+    def _shed(self, node: Node, depth: int) -> None:
+        """Move the dead tail behind `depth` out of `node` into a branch of its own.
+
+        node  [======k~~~~)   ->   node [======k        sessions and points in ~~~~ go along
+                                               `[~~~~)
+        """
+        size, first = self.block_bytes, depth - node.start
+        dead = Node(
+            parent=node, start=depth, keys=node.keys[first * size :], blocks=node.blocks[first:]
+        )
+        del node.keys[first * size :], node.blocks[first:]
+        while node.stops and node.stops[-1].depth > depth:
+            stop = node.stops.pop()
+            stop.node = dead
+            dead.stops.append(stop)
+            for session in (stop.anchors or {}).values():
+                session.node = dead
+        dead.stops.reverse()
+        self._hang(dead, bytes(dead.keys[:size]))
+        self.expose(dead)
+
+    # -- stops ---------------------------------------------------------------------------------
+
+    def stop_at(self, node: Node, depth: int, now: float) -> Stop:
+        """The stop at `depth` of `node`, made when missing."""
+        stops = node.stops
+        index = bisect_left(stops, depth, key=_depth)
+        if index < len(stops) and stops[index].depth == depth:
+            return stops[index]
+        stop = Stop(node=node, depth=depth, last_s=now, born_s=now)
+        stops.insert(index, stop)
+        return stop
+
+    def prune(self, stop: Stop) -> None:
+        """Forget a stop that carries nothing; the one at an interval's end stays."""
+        if stop.is_bare and stop.depth != stop.node.end:
+            stop.node.stops.remove(stop)
+
+    def anchor(self, session: Session, stop: Stop) -> None:
+        """Make `stop` the session's frontier. Its old one must have been lifted."""
+        if stop.anchors is None:
+            stop.anchors = {}
+        stop.anchors[session.session_id] = session
+        stop.refs += session.is_referenced
+        session.node, session.depth = stop.node, stop.depth
+
+    def lift(self, session: Session) -> Stop | None:
+        """Take the session's frontier off the tree; returns the stop it stood at, to prune."""
+        node = session.node
+        if node is None or node.parent is None:
+            session.node = None
+            return None
+        stop = self.stop_at(node, session.depth, session.last_s)
+        assert stop.anchors is not None
+        del stop.anchors[session.session_id]
+        stop.refs -= session.is_referenced
+        session.node = None
+        self.cool(stop)
+        return stop
+
+    def cool(self, stop: Stop) -> None:
+        """A session left this stop, or its soft reference ended: it may be evicted earlier."""
+        self.expose(stop.node)
+        if stop.slots is not None and not stop.is_cooled:
+            stop.is_cooled = True
+            self.cooled.append(stop)
+
+    def expose(self, node: Node) -> None:
+        """The tail of `node` may have become free, or worth less: the evictor must look."""
+        if not node.is_exposed:
+            node.is_exposed = True
+            self.exposed.append(node)
+
+    # -- locks ---------------------------------------------------------------------------------
+
+    def lock(self, node: Node, depth: int) -> Receipt:
+        """Keep the path to `depth` from being trimmed until the receipt is released."""
+        self._pin(node, depth)
+        return Receipt(node=node, depth=depth)
+
+    def unlock(self, receipt: Receipt) -> None:
+        """Release a lock; raises InvariantViolated when it was released before."""
+        receipt.spend()
+        self._unpin(receipt.node, receipt.depth)
+        self.expose(receipt.node)
+
+    def _pin(self, node: Node, depth: int) -> None:
+        while node.parent is not None:
+            pins = node.pins
+            had = bool(pins)
+            pins[depth] = pins.get(depth, 0) + 1
+            if depth > node.pinned:
+                self.protected += depth - node.pinned
+                node.pinned = depth
+            if had:
+                return
+            node, depth = node.parent, node.start
+
+    def _unpin(self, node: Node, depth: int) -> None:
+        while node.parent is not None:
+            pins = node.pins
+            left = pins.get(depth, 0) - 1
+            if left < 0:
+                raise InvariantViolated(f"invariant 5: no lock is left at depth {depth}")
+            if left:
+                pins[depth] = left
+                return
+            del pins[depth]
+            if depth == node.pinned:
+                node.pinned = max(pins, default=node.start)
+                self.protected -= depth - node.pinned
+            if pins:
+                return
+            node, depth = node.parent, node.start
+
+    # -- shrinking -----------------------------------------------------------------------------
+
+    def trim(self, node: Node, count: int) -> Trimmed:
+        """Drop the last `count` blocks of `node`; they must lie above its floor.
+
+        Stops behind the new end slide down to it: they lose their point state, keep their heat,
+        and the sessions there stand at the new end.
+        """
+        blocks, start = node.blocks, node.start
+        first = len(blocks) - count
+        end = start + first
+        if end < node.pinned or end < node.branch_top:
+            raise InvariantViolated("invariant 7: a trim reached below a lock or a branch")
+        gone = blocks[first:]
+        key = b"" if first else bytes(node.keys[: self.block_bytes])
+        del blocks[first:], node.keys[first * self.block_bytes :]
+        self.blocks -= count
+        place = node if first else self._remove(node, key)
+        stops = node.stops
+        carrier = stops.pop()
+        points = []
+        if carrier.slots is not None:
+            points.append(carrier.slots)
+            carrier.slots = None
+        while stops and stops[-1].depth > end:
+            stop = stops.pop()
+            if stop.slots is not None:
+                points.append(stop.slots)
+                stop.slots = None
+            carrier.absorb(stop)
+        carrier.trimmed += carrier.depth - end
+        self._settle(carrier, place, end)
+        return Trimmed(gone, points)
+
+    def _settle(self, carrier: Stop, place: Node, end: int) -> None:
+        """Put a stop that slid down at `end` of `place`, with the sessions that stand there."""
+        if place.parent is None:  # nothing is left: they start from the root
+            for session in (carrier.anchors or {}).values():
+                session.node, session.depth, session.row = None, 0, None
+            return
+        stops = place.stops
+        carrier.node, carrier.depth = place, end
+        if not stops or stops[-1].depth < end:
+            stops.append(carrier)
+        else:
+            at = bisect_left(stops, end, key=_depth)
+            if stops[at].depth == end:
+                stops[at].absorb(carrier)
+                carrier = stops[at]
+            else:
+                stops.insert(at, carrier)
+        if carrier.anchors:
+            for session in carrier.anchors.values():
+                session.node, session.depth = place, end
+                if session.row is not None:
+                    del session.row[end:]
+
+    def _remove(self, node: Node, first_block: bytes) -> Node:
+        """Take an empty interval off its parent; returns the parent."""
+        parent = node.parent
+        assert parent is not None
+        node.is_live = False
+        hanging = parent.branches[node.start]
+        del hanging[first_block]
+        if not hanging:
+            del parent.branches[node.start]
+            parent.branch_top = max(parent.branches, default=parent.start)
+        self.expose(parent)
+        return parent

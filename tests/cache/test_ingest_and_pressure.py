@@ -1,0 +1,134 @@
+"""State from outside enters through one verified door; pressure is relieved before it hurts."""
+
+from __future__ import annotations
+
+import pytest
+from cache_driver import HYBRID, B, Driver, blocks_of
+
+from ownerserve.cache.metrics import Lost
+from ownerserve.cache.outcomes import Arrival, Begun, Inserted, NoRoom, Reason, Refused, Reserved
+from ownerserve.cache.pressure import Checkpoint, Dropped, Spill, Watermarks
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import PrefixHash, TurnId
+from ownerserve.kv.prefix import hash_prefix
+
+
+def arrive(driver: Driver, tokens: bytes, points: tuple[int, ...] = ()) -> Reserved:
+    got = driver.arrive(tokens, points)
+    assert isinstance(got, Reserved), got
+    return got
+
+
+def test_a_verified_arrival_is_restorable() -> None:
+    driver = Driver()
+    got = arrive(driver, blocks_of(1, 2, 3), (3 * B,))
+    assert driver.check_match(blocks_of(1, 2, 3, 4)).range_tokens == 0, "not before commit"
+    assert driver.land(got.ticket) == Inserted(3 * B, 0)
+    assert driver.turn("1", blocks_of(1, 2, 3, 4)).restored == 3 * B
+
+
+def test_only_what_is_missing_is_fetched() -> None:
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2))
+    got = arrive(driver, blocks_of(1, 2, 3, 4))
+    assert (got.start, len(got.blocks)) == (2 * B, 2)
+    driver.land(got.ticket)
+
+
+def test_a_wrong_digest_is_a_miss_and_frees_the_slots() -> None:
+    driver = Driver()
+    got = arrive(driver, blocks_of(1, 2), (B,))
+    assert driver.land(got.ticket, b"other") == Refused(Reason.DIGEST_MISMATCH)
+    assert driver.check_match(blocks_of(1, 2)).range_tokens == 0
+    assert driver.cache.rooms.blocks.used == 0 and driver.cache.counters.quarantined == 1
+
+
+def test_a_wrong_prefix_hash_never_gets_slots() -> None:
+    driver = Driver()
+    other = Arrival(blocks_of(1), hash_prefix(blocks_of(2), B)[-1], b"digest")
+    assert driver.cache.ingest.reserve(other, 0.0) == Refused(Reason.PREFIX_MISMATCH)
+    ragged = Arrival(blocks_of(1, tail=1), PrefixHash(b""), b"digest")
+    with pytest.raises(InvalidInput, match="whole blocks"):
+        driver.cache.ingest.reserve(ragged, 0.0)
+
+
+def test_two_producers_of_one_prefix_leave_one_copy() -> None:
+    driver = Driver()
+    first = arrive(driver, blocks_of(1, 2, 3), (3 * B,))
+    second = arrive(driver, blocks_of(1, 2, 3), (3 * B,))
+    driver.land(second.ticket)
+    assert driver.land(first.ticket) == Inserted(3 * B, 3)
+    rooms = driver.cache.rooms
+    assert rooms.blocks.used == 3 and [pool.used for pool in rooms.points] == [1, 1]
+
+
+def test_slots_of_a_lost_writer_stay_on_hold_until_it_is_quiet() -> None:
+    driver = Driver(blocks=4)
+    got = arrive(driver, blocks_of(1, 2, 3))
+    driver.give_up(got.ticket)
+    assert driver.cache.metrics(0.0).pools["main"].held == 3
+    assert isinstance(driver.arrive(blocks_of(4, 5)), NoRoom)
+    driver.cache.ingest.quiet(got.ticket)
+    assert isinstance(driver.arrive(blocks_of(4, 5)), Reserved)
+    with pytest.raises(InvalidInput, match="not on hold"):
+        driver.cache.ingest.quiet(got.ticket)
+
+
+def test_an_idle_sessions_point_state_is_spilled_then_goes_first() -> None:
+    driver = Driver(points=4)
+    for number, name in enumerate("ab"):
+        driver.now = float(number)
+        driver.turn(name, blocks_of(number, 5, tail=1), session=name)
+    pressure = driver.cache.pressure
+    pressure.watermarks = Watermarks(low=0.6, high=0.5, idle_s=10.0, tier="host", spills=1)
+    driver.now = 20.0
+    [spill] = pressure.relieve(driver.now)
+    assert isinstance(spill, Spill) and spill.tier == "host"
+    assert spill.points[0].prefix == blocks_of(0, 5) and spill.points[0].sessions == ("a",)
+    assert driver.cache.metrics(0.0).pools["swa"].protected == 1
+    assert driver.evict(100) == 2, "what is being copied out is not re-used"
+    pressure.spilled(spill.ticket)
+    with pytest.raises(InvalidInput, match="open spill"):
+        pressure.spilled(spill.ticket)
+    driver.check()
+
+
+def test_watermarks_evict_in_one_run() -> None:
+    driver = Driver(blocks=20)
+    for number in range(5):
+        driver.turn(str(number), blocks_of(number, 5, 6, 7))
+    driver.cache.pressure.watermarks = Watermarks(low=0.1, high=0.5)
+    runs = driver.cache.counters.evictions
+    directives = driver.cache.pressure.relieve(0.0)
+    driver.check()
+    assert any(isinstance(d, Dropped) and d.blocks == 10 for d in directives)
+    assert driver.cache.counters.evictions == runs + 1
+    assert driver.cache.pressure.relieve(0.0) == ()
+
+
+def test_when_too_little_can_go_the_youngest_turn_is_checkpointed() -> None:
+    driver = Driver(blocks=8)
+    for name, length in (("1", 3), ("2", 5)):
+        assert isinstance(driver.begin(name, blocks_of(*range(int(name), length + 9))), Begun) or 1
+    driver = Driver(blocks=8)
+    assert isinstance(driver.begin("old", blocks_of(1, 2, 3, 4)), Begun)
+    assert isinstance(driver.begin("new", blocks_of(5, 6, 7, 8)), Begun)
+    driver.prefill("old")
+    driver.prefill("new")
+    driver.cache.pressure.watermarks = Watermarks(low=0.1, high=0.5)
+    assert Checkpoint((TurnId("new"),)) in driver.cache.pressure.relieve(0.0)
+
+
+def test_fragmentation_and_losses_are_reported() -> None:
+    driver = Driver(points=2)
+    driver.begin("1", blocks_of(1, 2, tail=4))
+    driver.prefill("1")
+    fragmentation = driver.cache.metrics(0.0).fragmentation
+    padding = 3 * (100 - 90) * B
+    assert fragmentation.internal_bytes["main"] == padding + (B - 4) * 90
+    assert fragmentation.external_bytes == {"swa": 0, "overlap": 0}
+    driver.finish("1")
+    driver.evict(2)
+    lost = driver.cache.metrics(0.0).counters.points_lost
+    assert lost[Lost.RANGE_EVICTED] == 1
+    assert HYBRID.boundary_at_or_before(2 * B + 3) == 2 * B

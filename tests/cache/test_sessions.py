@@ -1,0 +1,174 @@
+"""Sessions: soft references, appends, overlapping turns, late finishes, ids used again."""
+
+from __future__ import annotations
+
+import pytest
+from cache_driver import DENSE, B, Driver, blocks_of
+
+from ownerserve.cache.outcomes import Append, Begun, Reason, Refused
+from ownerserve.cache.policies.session_reference import SessionReference
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import SessionId, TurnId
+
+A, NOBODY = SessionId("a"), SessionId("nobody")
+
+
+def test_an_append_needs_only_what_is_new() -> None:
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2, tail=3), blocks_of(4, 5), session="a")
+    begun = driver.append("2", "a", blocks_of(6, tail=1))
+    assert isinstance(begun, Begun)
+    assert begun.restored == 4 * B
+    assert len(begun.pending) // 4 == 3 + B + 1
+    assert driver.prefill("2") and driver.finish("2").version == 2
+
+
+def test_an_append_finds_what_others_computed_behind_the_session() -> None:
+    driver = Driver(DENSE)
+    driver.turn("1", blocks_of(1, 2), session="a")
+    driver.turn("2", blocks_of(1, 2, 3, 4))
+    begun = driver.append("3", "a", blocks_of(3, 4, tail=1))
+    assert isinstance(begun, Begun) and begun.restored == 4 * B
+
+
+def test_an_append_whose_point_state_went_computes_from_tokens_the_tree_has() -> None:
+    driver = Driver(points=1)
+    driver.turn("1", blocks_of(1, 2, 3, tail=1), session="a")
+    driver.turn("2", blocks_of(7, tail=1), session="b")  # takes the only snapshot
+    begun = driver.append("3", "a", blocks_of(4))
+    assert isinstance(begun, Begun) and begun.restored == 0
+    assert begun.pending == blocks_of(1, 2, 3, tail=1) + blocks_of(4)
+    assert driver.prefill("3")
+
+
+def test_an_append_after_its_blocks_went_must_send_the_whole_prompt() -> None:
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2, 3), session="a")
+    driver.evict(1)
+    assert driver.append("2", "a", blocks_of(4)) == Refused(Reason.POINT_GONE)
+    assert isinstance(driver.begin("2", blocks_of(1, 2, 3, 4), session="a"), Begun)
+
+
+def test_appends_to_unknown_sessions_and_old_versions_are_refused() -> None:
+    driver = Driver()
+    cache = driver.cache
+    call = Append(TurnId("1"), NOBODY, 1, blocks_of(1))
+    assert cache.append(call, 0.0) == Refused(Reason.UNKNOWN_SESSION)
+    driver.turn("1", blocks_of(1), session="a")
+    driver.turn("2", blocks_of(1, 2), session="a")
+    stale = Append(TurnId("3"), A, 1, blocks_of(3))
+    assert cache.append(stale, 0.0) == Refused(Reason.STALE_VERSION)
+
+
+def test_a_soft_reference_orders_eviction_until_its_ttl() -> None:
+    driver = Driver(DENSE, policy=SessionReference())
+    driver.begin("1", blocks_of(1, 2), session="a", ttl_s=100.0)
+    driver.prefill("1")
+    driver.finish("1")
+    driver.now = 50.0
+    driver.turn("2", blocks_of(3, 4))  # later, but nobody refers to it
+    driver.evict(2)
+    assert driver.check_match(blocks_of(1, 2)).range_tokens == 2 * B
+    driver.turn("3", blocks_of(3, 4))
+    driver.now = 101.0
+    driver.cache.sessions.expire(driver.now)
+    driver.evict(2)
+    assert driver.check_match(blocks_of(1, 2)).range_tokens == 0, "the older one, TTL over"
+
+
+def test_status_comes_from_the_tree() -> None:
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2, 3, tail=2), session="a")
+    status = driver.cache.sessions.status(A)
+    assert status is not None
+    assert (status.tokens, status.resident_tokens) == (3 * B + 2, 3 * B)
+    assert status.restorable_tokens == 3 * B
+    assert status.resident_bytes["main"] == 3 * 100 * B
+    driver.evict(2)
+    status = driver.cache.sessions.status(A)
+    assert status is not None
+    assert (status.tokens, status.resident_tokens, status.restorable_tokens) == (3 * B + 2, B, 0)
+    assert driver.cache.sessions.status(NOBODY) is None
+    with pytest.raises(InvalidInput, match="session_id"):
+        driver.cache.sessions.release(NOBODY)
+
+
+def test_of_overlapping_turns_the_one_begun_last_is_the_session() -> None:
+    driver = Driver()
+    driver.begin("1", blocks_of(1, 2), session="a")
+    driver.begin("2", blocks_of(1, 3, 4), session="a")
+    driver.prefill("1")
+    driver.prefill("2")
+    assert driver.finish("2").version == 1
+    late = driver.finish("1")
+    assert late.version is None, "begun before the one that has moved the session"
+    status = driver.cache.sessions.status(A)
+    assert status is not None and status.tokens == 3 * B
+    assert driver.check_match(blocks_of(1, 2, 5)).range_tokens == 2 * B, "its output is kept"
+
+
+def test_a_turn_that_finishes_after_release_does_not_bring_the_session_back() -> None:
+    driver = Driver()
+    driver.begin("1", blocks_of(1, 2), session="a")
+    driver.prefill("1")
+    driver.cache.sessions.release(A)
+    assert driver.finish("1").version is None
+    assert driver.cache.sessions.status(A) is None
+
+
+def test_a_session_id_used_again_is_another_session() -> None:
+    driver = Driver()
+    driver.begin("1", blocks_of(1, 2), session="a")
+    driver.prefill("1")
+    driver.cache.sessions.release(A)
+    driver.turn("2", blocks_of(5, 6, 7), session="a")
+    assert driver.finish("1").version is None
+    status = driver.cache.sessions.status(A)
+    assert status is not None and (status.version, status.tokens) == (1, 3 * B)
+
+
+def test_a_turn_id_may_be_used_again_when_its_turn_is_over() -> None:
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2))
+    assert driver.turn("1", blocks_of(1, 2, 3)).restored == 2 * B
+
+
+def test_an_aborted_turn_does_not_move_the_session() -> None:
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2), session="a")
+    driver.begin("2", blocks_of(1, 2, 3, 4), session="a")
+    driver.prefill("2")
+    driver.abort("2")
+    status = driver.cache.sessions.status(A)
+    assert status is not None and (status.version, status.tokens) == (1, 2 * B)
+    assert driver.check_match(blocks_of(1, 2, 3, 4, 5)).range_tokens == 4 * B
+
+
+def test_a_session_of_which_nothing_is_left_is_forgotten() -> None:
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2), session="a")
+    driver.evict(2)
+    driver.now = 301.0
+    driver.cache.sessions.expire(driver.now)
+    assert len(driver.cache.sessions) == 0
+
+
+def test_reseeds_are_counted() -> None:
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2, 3), session="a")
+    driver.evict(3)
+    driver.turn("2", blocks_of(1, 2, 3, 4), session="a")
+    counters = driver.cache.counters
+    assert (counters.reseeds, counters.reprefilled_tokens) == (1, 3 * B)
+
+
+def test_an_agent_that_drops_part_of_each_output_keeps_a_short_path() -> None:
+    """Dead tails move out; a plain tree would have a node a turn on the path."""
+    driver = Driver(DENSE, blocks=200)
+    tokens = blocks_of(1, 2, 3)
+    for number in range(12):
+        driver.turn(str(number), tokens, blocks_of(7, number % 5), session="a")
+        tokens += blocks_of(number % 3, 8)
+    node, depth = driver.cache.tree.walk(tokens, 100)
+    assert depth * B == len(tokens) // 4 - 2 * B
+    assert node.parent is driver.cache.tree.root
