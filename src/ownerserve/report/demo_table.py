@@ -55,6 +55,7 @@ class PolicyResult(msgspec.Struct, frozen=True):
     ttft_ms: Spread
     e2e_s: Spread
     modes: dict[str, int]
+    requests_by_worker: dict[str, int]
     kv_bytes: dict[str, int]
     first_errors: list[str]
 
@@ -78,6 +79,9 @@ def policy_table(results: Mapping[str, PolicyResult]) -> Table:
     row("TTFT p50 / p95, ms", [f"{c.ttft_ms.p50:.0f} / {c.ttft_ms.p95:.0f}" for c in columns])
     row("session end to end, mean s", [f"{c.e2e_s.mean:.2f}" for c in columns])
     row("session end to end, p95 s", [f"{c.e2e_s.p95:.2f}" for c in columns])
+    row(
+        "requests by worker", [" / ".join(map(str, c.requests_by_worker.values())) for c in columns]
+    )
     for mode in sorted({mode for c in columns for mode in c.modes}):
         row(f"turns: {mode}", [str(c.modes.get(mode, 0)) for c in columns])
     for component in dict.fromkeys(name for c in columns for name in c.kv_bytes):

@@ -77,6 +77,7 @@ def _result(
         ttft_ms=spread([answer.ttft_ms for answer in good]),
         e2e_s=spread([session.e2e_s for session in sessions]),
         modes=dict(Counter(answer.mode or "unknown" for answer in good)),
+        requests_by_worker=dict(sorted(Counter(answer.worker for answer in good).items())),
         kv_bytes=dict(kept),
         first_errors=[answer.error for answer in answers if answer.error][:3],
     )

@@ -1,0 +1,175 @@
+"""`ownerserve worker`: the reference engine as an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ownerserve.cli.output import console_for, json_option, write_json
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from ownerserve.engines.hf.build import Worker, WorkerOptions
+
+
+@click.command()
+@click.option(
+    "--model",
+    default="tiny-v4",
+    show_default=True,
+    metavar="NAME|FOLDER",
+    help="tiny-v4, tiny-qwen3, tiny-gemma3, tiny-gptoss or tiny-qwen3next (random weights, made"
+    " in memory), or a folder with config.json, *.safetensors and a tokenizer.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    default=8100,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="Port to listen on; 0 takes a free one and prints it.",
+)
+@click.option(
+    "--kv-memory",
+    default="256MiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Memory for all KV state: 4GiB, 80GB, 512M.",
+)
+@click.option(
+    "--max-running",
+    default=16,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Sequences computed at once; each holds one state block.",
+)
+@click.option(
+    "--block",
+    type=click.IntRange(min=1),
+    metavar="TOKENS",
+    help="Block length B, a multiple of the model's compression ratios. Default: the model's own.",
+)
+@click.option(
+    "--chunk",
+    type=click.IntRange(min=1),
+    metavar="TOKENS",
+    help="Prefill chunk, a multiple of the block. Default: 16 blocks.",
+)
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--seed", default=0, show_default=True, help="Weights of a tiny model.")
+@click.option(
+    "--threads",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="CPU threads of one forward. More than one rarely helps a tiny model.",
+)
+@click.option(
+    "--ready-file",
+    type=click.Path(path_type=Path),
+    help="Written (whole, never partly) with the URL once the worker serves.",
+)
+@click.option("--allow-remote", is_flag=True, help="Allow an address beyond loopback: no auth.")
+@json_option
+def command(json_target: str | None, **flags: object) -> None:
+    """Serve one model with block-level, heterogeneous KV caching.
+
+    \b
+    ownerserve worker                                   tiny-v4 on 127.0.0.1:8100
+    ownerserve worker --port 0 --ready-file /tmp/url    on a free port, for scripts
+    ownerserve worker --model ./checkpoint --device cuda --kv-memory 40GiB
+
+    \b
+    curl localhost:8100/v1/chat/completions -H 'content-type: application/json' \\
+         -d '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 32}'
+
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health (answered by the engine
+    thread), /metrics (Prometheus), /ownerserve/status (JSON). Name a session with the header
+    x-session-id or the field session_id; x-ownerserve-mode and x-ownerserve-cached-tokens in the
+    answer say what came of its cache. Ctrl-C stops it.
+    """
+    _run(json_target, flags)
+
+
+def _run(json_target: str | None, flags: dict[str, object]) -> None:
+    # Before torch is imported, which reads the first one once; nothing is ever downloaded.
+    os.environ.setdefault("OMP_NUM_THREADS", str(flags["threads"]))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    host = str(flags["host"])
+    if not (flags["allow_remote"] or _is_loopback(host)):
+        raise InvalidInput(
+            "host",
+            f"{host} is reachable from other machines and the worker has no authentication",
+            "use 127.0.0.1 behind a gateway, or say --allow-remote",
+        )
+    options = _options(flags)
+    import torch
+
+    from ownerserve.engines.hf.build import build_worker
+    from ownerserve.engines.hf.serve import listen, serve, url_of, write_ready_file
+    from ownerserve.engines.hf.server import make_app
+
+    torch.set_num_threads(int(str(flags["threads"])))
+    bound = listen(host, int(str(flags["port"])))  # first: a taken port is known before the load
+    worker = build_worker(options)
+    url = url_of(bound)
+
+    def on_ready() -> None:
+        banner = _banner(url, worker, options)
+        console_for(json_target).print(banner, highlight=False, soft_wrap=True)
+        write_json(json_target, "worker", _report(url, worker, options))
+        ready_file = flags["ready_file"]
+        if isinstance(ready_file, Path):
+            write_ready_file(ready_file, url)
+
+    serve(make_app(worker), bound, on_ready=on_ready)
+
+
+def _options(flags: dict[str, object]) -> WorkerOptions:
+    from ownerserve.engines.hf.build import WorkerOptions
+
+    block, chunk = flags["block"], flags["chunk"]
+    return WorkerOptions(
+        model=str(flags["model"]),
+        device=str(flags["device"]),
+        kv_bytes=parse_bytes(str(flags["kv_memory"]), field="kv-memory"),
+        max_running=int(str(flags["max_running"])),
+        block_tokens=None if block is None else int(str(block)),
+        chunk_tokens=None if chunk is None else int(str(chunk)),
+        seed=int(str(flags["seed"])),
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _banner(url: str, worker: Worker, options: WorkerOptions) -> str:
+    slots = ", ".join(f"{name} {count:,}" for name, count in worker.sizes.slots.items())
+    return (
+        f"serving {worker.facts.model} at {url}\n"
+        f"  KV memory {format_bytes(options.kv_bytes)}; slots: {slots}, "
+        f"state {worker.sizes.state_slots}\n"
+        f"  longest sequence {worker.facts.sequence_tokens:,} tokens; Ctrl-C stops"
+    )
+
+
+def _report(url: str, worker: Worker, options: WorkerOptions) -> dict[str, object]:
+    return {
+        "url": url,
+        "model": worker.facts.model,
+        "kv_bytes": options.kv_bytes,
+        "slots": worker.sizes.slots,
+        "state_slots": worker.sizes.state_slots,
+        "sequence_tokens": worker.facts.sequence_tokens,
+    }

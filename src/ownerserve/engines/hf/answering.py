@@ -1,0 +1,167 @@
+"""Events of a request to HTTP: errors in OpenAI's form, server-sent events, hang-ups.
+
+Owns no state but the stream it is handed, and gives that up however the answer ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ownerserve.engines.hf.engine import Stream
+from ownerserve.engines.hf.openai_format import Format
+from ownerserve.engines.hf.requests import (
+    Admitted,
+    Delta,
+    Failed,
+    Finished,
+    RejectReason,
+    Request,
+)
+from ownerserve.engines.hf.status import WorkerStatus
+
+STATUS_OF_REASON = {
+    RejectReason.CONTEXT_LENGTH: 400,
+    RejectReason.QUEUE_FULL: 429,
+    RejectReason.NO_ROOM: 503,
+    RejectReason.ENGINE_DEAD: 503,
+}
+
+T = TypeVar("T")
+
+
+class ApiError(Exception):
+    """An error in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, *, code: str | None, param: str | None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 429 else "server_error"
+        fields = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+
+class ClientGone(Exception):
+    """The client hung up before its answer was ready."""
+
+
+def json_response(
+    body: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    data = msgspec.json.encode(body)
+    return Response(data, status, headers=headers, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    return json_response(error.body(), error.status, headers)
+
+
+def failure(event: Failed) -> ApiError:
+    return ApiError(
+        STATUS_OF_REASON[event.reason], event.message, code=event.reason.value, param=None
+    )
+
+
+def turn_headers(request: Request, admitted: Admitted, status: WorkerStatus) -> dict[str, str]:
+    """What happened to the prompt, and the worker's load at `as-of` (seconds, wall clock)."""
+    return {
+        "x-request-id": request.request_id,
+        "x-ownerserve-mode": admitted.mode.value,
+        "x-ownerserve-cached-tokens": str(admitted.cached_tokens),
+        "x-ownerserve-prompt-tokens": str(len(request.prompt)),
+        "x-ownerserve-incarnation": str(status.incarnation),
+        "x-ownerserve-as-of": f"{status.as_of_s:.6f}",
+        "x-ownerserve-pending-prefill-tokens": str(status.pending_prefill_tokens),
+        "x-ownerserve-running": str(status.running),
+    }
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled with ClientGone when the client hangs up."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events from a request's stream. Gives the request up however it ends."""
+
+    def __init__(
+        self, stream: Stream, form: Format, *, give_up: Callable[[], None], headers: dict[str, str]
+    ) -> None:
+        super().__init__(headers=headers, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self._stream = stream
+        self._form = form
+        self._give_up = give_up
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._relay(send))
+        except ClientGone:
+            pass
+        finally:
+            self._give_up()
+
+    async def _relay(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        async for line in self._lines():
+            await send({"type": "http.response.body", "body": line, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _lines(self) -> AsyncIterator[bytes]:
+        for chunk in self._form.opening():
+            yield _event(chunk)
+        async for event in self._stream:
+            match event:
+                case Delta():
+                    if (shown := self._form.chunk(event)) is not None:
+                        yield _event(shown)
+                case Finished():
+                    if (closing := self._form.closing(event)) is not None:
+                        yield _event(closing)
+                    yield b"data: [DONE]\n\n"
+                case Failed():  # no [DONE]: the answer is not complete
+                    yield _event(failure(event).body())
+
+
+def _event(body: object) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+async def collect(stream: Stream) -> tuple[list[Delta], Finished]:
+    deltas: list[Delta] = []
+    async for event in stream:
+        match event:
+            case Delta():
+                deltas.append(event)
+            case Finished():
+                return deltas, event
+            case Failed():
+                raise failure(event)
+    raise AssertionError("a stream ends with Finished or Failed")

@@ -1,0 +1,53 @@
+"""How many slots each pool gets of the KV memory. Arithmetic only.
+
+    |- state blocks -|---- point slots ----|------------ range blocks ------------|
+     max_running       POINT_SHARE of rest    what is left
+
+Each pool has one slot more than the cache knows: the zero slot that padding reads.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ownerserve.cache.layout import Extent, Layout
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.units import format_bytes
+
+POINT_SHARE = 0.25
+"""An agent's turn adds a median of 758 tokens and leaves up to three snapshots; a snapshot is
+worth about 100 (tiny) to 1,000 (V4-Pro) tokens of range state."""
+
+ZERO_SLOTS = 1
+
+
+class PoolSizes(msgspec.Struct, frozen=True):
+    """Slots by component, and state blocks."""
+
+    slots: dict[str, int]
+    state_slots: int
+
+
+def share_memory(layout: Layout, kv_bytes: int, *, max_running: int) -> PoolSizes:
+    """Raises InvalidInput when `kv_bytes` can't hold a few blocks beside the running states."""
+    block_bytes = _slot_bytes(layout, Extent.RANGE)
+    point_bytes = _slot_bytes(layout, Extent.POINT)
+    states = (max_running + ZERO_SLOTS) * layout.state_bytes
+    zeros = ZERO_SLOTS * (block_bytes + point_bytes)
+    left = kv_bytes - states - zeros
+    points = int(max(left, 0) * POINT_SHARE) // point_bytes if point_bytes else 0
+    blocks = (left - points * point_bytes) // block_bytes
+    wanted = max_running + ZERO_SLOTS
+    if blocks < wanted or (point_bytes and points < 1):
+        least = states + zeros + int(wanted * max(block_bytes, point_bytes) / POINT_SHARE)
+        raise InvalidInput(
+            "kv-memory",
+            f"{format_bytes(kv_bytes)} is too small for {max_running} running sequences",
+            f"give at least {format_bytes(least)} or lower --max-running",
+        )
+    count = {Extent.RANGE: blocks, Extent.POINT: points}
+    return PoolSizes({c.name: count[c.extent] for c in layout.components}, max_running)
+
+
+def _slot_bytes(layout: Layout, extent: Extent) -> int:
+    return sum(c.slot_bytes for c in layout.components if c.extent is extent)

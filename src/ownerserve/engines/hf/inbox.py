@@ -1,0 +1,82 @@
+"""Commands to the engine thread, and the queue they come through.
+
+The inbox is the one place that knows whether anybody will answer: it takes commands until the
+thread ends, then refuses them with the reason, so that no caller waits for ever.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from threading import Lock
+
+import msgspec
+
+from ownerserve.engines.hf.requests import Request
+from ownerserve.engines.hf.status import WorkerStatus
+
+
+class Submit(msgspec.Struct, frozen=True):
+    request: Request
+    arrived_s: float
+
+
+class Abort(msgspec.Struct, frozen=True):
+    request_id: str
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """Answered by the engine thread itself: proof that it still takes turns."""
+
+    answer: Future[WorkerStatus]
+
+
+class Stop(msgspec.Struct, frozen=True):
+    pass
+
+
+Command = Submit | Abort | Ask | Stop
+
+
+class EngineDead(Exception):
+    """The engine thread has ended; `args[0]` says why. Nothing will be answered any more."""
+
+
+class Inbox:
+    """Commands to the engine thread. Closed for good, with the reason, when the thread ends."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Command] = SimpleQueue()
+        self._lock = Lock()
+        self._closed_because: str | None = None
+
+    @property
+    def closed_because(self) -> str | None:
+        return self._closed_because
+
+    def put(self, command: Command) -> None:
+        """Raises EngineDead when nobody is there to take it."""
+        with self._lock:
+            if self._closed_because is not None:
+                raise EngineDead(self._closed_because)
+            self._queue.put(command)
+
+    def take(self) -> Command:
+        """The next command; waits for one."""
+        return self._queue.get()
+
+    def take_ready(self) -> Command | None:
+        """The next command, if there is one."""
+        try:
+            return self._queue.get_nowait()
+        except Empty:
+            return None
+
+    def close(self, because: str) -> list[Command]:
+        """Refuse all further commands; returns those that nobody took."""
+        with self._lock:
+            self._closed_because = self._closed_because or because
+        left = []
+        while (command := self.take_ready()) is not None:
+            left.append(command)
+        return left

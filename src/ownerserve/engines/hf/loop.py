@@ -1,0 +1,312 @@
+"""The engine thread: takes commands, runs steps, hands out events.
+
+Owns the runner, the scheduler and the cache from the moment it starts; nobody else may touch them.
+It never decides what a step holds (the scheduler does) and never waits for a reader (events go to
+an outbox that must not block).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ownerserve.cache.effects import Effect
+from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.table import Table
+from ownerserve.engines.hf.inbox import Abort, Ask, EngineDead, Inbox, Stop, Submit
+from ownerserve.engines.hf.metrics import WorkerMetrics
+from ownerserve.engines.hf.requests import (
+    Admitted,
+    Delta,
+    ExecutionMode,
+    Failed,
+    Finished,
+    RejectReason,
+    Request,
+    Sampled,
+    StreamEvent,
+)
+from ownerserve.engines.hf.runner import DecodeRow
+from ownerserve.engines.hf.sampling import Sampler, sample
+from ownerserve.engines.hf.scheduler import Scheduler
+from ownerserve.engines.hf.status import Identity, WorkerStatus, worker_status
+from ownerserve.engines.hf.step import Admission, Arrival, Rejected, StepPlan
+from ownerserve.engines.hf.text import Choice, Decoder
+from ownerserve.kv.ids import SessionId, TurnId
+
+logger = logging.getLogger(__name__)
+
+Outbox = Callable[[Sequence[tuple[str, StreamEvent]]], None]
+"""Takes (request id, event) pairs; called on the engine thread."""
+
+
+class RunnerPort(Protocol):
+    """What a step needs of `runner.Runner`."""
+
+    device: torch.device
+
+    def apply(self, effects: Sequence[Effect]) -> None: ...
+    def prefill(self, table: Table, tokens: Sequence[int], start: int) -> Tensor: ...
+    def decode(self, rows: Sequence[DecodeRow]) -> Tensor: ...
+
+
+class _Live(msgspec.Struct, eq=False):
+    """A request on its way; `open` counts its choices that have not ended."""
+
+    request: Request
+    arrived_s: float
+    open: int
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Voice(msgspec.Struct, eq=False):
+    """One choice of a live request: what draws its tokens and what turns them into text."""
+
+    live: _Live
+    choice: Choice
+    sampler: Sampler
+
+
+class StepLoop:
+    """`run` is the engine thread. `inbox` is the way in, the outbox the way out.
+
+    `latest` is the status after the last step, replaced whole: any thread may read it.
+    """
+
+    def __init__(
+        self,
+        runner: RunnerPort,
+        scheduler: Scheduler,
+        *,
+        cache: HeteroCache,
+        decoder: Decoder,
+        identity: Identity,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self.inbox = Inbox()
+        self._runner = runner
+        self._scheduler = scheduler
+        self._cache = cache
+        self._decoder = decoder
+        self._identity = identity
+        self._metrics = metrics
+        self._live: dict[str, _Live] = {}
+        self._voices: dict[TurnId, _Voice] = {}
+        self._events: list[tuple[str, StreamEvent]] = []
+        self._steps = 0
+        self.latest = self._status()
+
+    def run(self, outbox: Outbox) -> None:
+        """Serve until told to stop. However it ends, every stream gets its last event."""
+        because = "the engine has stopped"
+        try:
+            while self._drain():
+                if self._scheduler.has_work:
+                    self._step(outbox)
+                self._hand_out(outbox)
+        except Exception as error:  # a thread's root: the reason must reach the callers
+            because = f"the engine has crashed: {type(error).__name__}: {error}"
+            logger.exception("the engine thread ends")
+        finally:
+            self._die(because, outbox)
+
+    # ---- commands
+
+    def _drain(self) -> bool:
+        """Handle what has come in, waiting when there is nothing else to do; False: stop."""
+        command = self.inbox.take_ready() if self._scheduler.has_work else self.inbox.take()
+        while command is not None:
+            match command:
+                case Stop():
+                    return False
+                case Submit():
+                    self._submit(command)
+                case Abort(request_id):
+                    self._abort(request_id)
+                case Ask(answer):
+                    if answer.set_running_or_notify_cancel():
+                        answer.set_result(self._status())
+            command = self.inbox.take_ready()
+        return True
+
+    def _submit(self, submit: Submit) -> None:
+        request = submit.request
+        turn_ids = _turn_ids(request)
+        answer = self._scheduler.arrive(
+            Arrival(
+                request_id=request.request_id,
+                turn_ids=turn_ids,
+                prompt=request.prompt,
+                max_new_tokens=request.stopping.max_tokens,
+                session_id=request.session_id,
+            )
+        )
+        if isinstance(answer, Rejected):
+            self._emit(request.request_id, Failed(answer.reason, answer.message))
+            self._metrics.refused(answer.reason)
+            return
+        live = _Live(request, submit.arrived_s, request.choices)
+        self._live[request.request_id] = live
+        for i, turn_id in enumerate(turn_ids):
+            self._voices[turn_id] = _Voice(
+                live,
+                Choice(i, request.stopping, self._decoder),
+                Sampler(request, i, self._runner.device),
+            )
+
+    def _abort(self, request_id: str) -> None:
+        self._scheduler.abort(request_id, time.monotonic())
+        if self._forget(request_id):
+            self._metrics.finished("aborted")
+            self.latest = self._status()
+
+    def _status(self) -> WorkerStatus:
+        return worker_status(
+            self._identity,
+            self._cache,
+            load=self._scheduler.load(),
+            steps=self._steps,
+            as_of_s=time.time(),
+        )
+
+    # ---- one step
+
+    def _step(self, outbox: Outbox) -> None:
+        started_s = time.monotonic()
+        plan = self._scheduler.plan(started_s)
+        self._announce(plan)
+        self._hand_out(outbox)
+        self._runner.apply(plan.effects)
+        sampled = self._compute(plan)
+        now = time.monotonic()
+        ended = [turn_id for turn_id, token in sampled.items() if self._speak(turn_id, token, now)]
+        tokens = {turn_id: token.token for turn_id, token in sampled.items()}
+        self._runner.apply(self._scheduler.step_done(tokens, ended, now=now))
+        self._steps += 1
+        self.latest = self._status()
+        self._metrics.generated(len(sampled))
+        self._metrics.step(
+            _kind(plan),
+            took_s=time.monotonic() - started_s,
+            load=self._scheduler.load(),
+            cache=self._cache,
+        )
+
+    def _announce(self, plan: StepPlan) -> None:
+        for admission in plan.admitted:
+            if not admission.again and admission.request_id in self._live:
+                self._admitted(admission)
+        for request_id in plan.failed:
+            reason = RejectReason.NO_ROOM
+            message = "the request needs more KV memory than there is, even alone"
+            self._emit(request_id, Failed(reason, message))
+            self._forget(request_id)
+            self._metrics.refused(reason)
+        self._metrics.preempted(len(plan.preempted))
+
+    def _admitted(self, admission: Admission) -> None:
+        live = self._live[admission.request_id]
+        request, restored = live.request, admission.restored
+        if admission.turn_id != _turn_ids(request)[0]:
+            return  # another choice of the same prompt, which found no room to fork
+        live.cached_tokens = restored
+        mode = ExecutionMode.DIRECT_APPEND if restored else self._cold_mode(request.session_id)
+        self._emit(request.request_id, Admitted(restored, mode))
+        self._metrics.admitted(
+            mode,
+            prompt_tokens=len(request.prompt),
+            cached=dict.fromkeys((c.name for c in self._cache.layout.components), restored),
+        )
+
+    def _cold_mode(self, session_id: str | None) -> ExecutionMode:
+        """A session that was here before and has nothing left starts over."""
+        session = self._cache.sessions.get(SessionId(session_id)) if session_id else None
+        if session is not None and session.version:
+            return ExecutionMode.RESEED
+        return ExecutionMode.COLD_PREFILL
+
+    def _compute(self, plan: StepPlan) -> dict[TurnId, Sampled]:
+        """Run the plan's forwards and draw a token for every turn that has new logits."""
+        turns: list[TurnId] = []
+        logits: list[Tensor] = []
+        if plan.rows:
+            rows = [DecodeRow(row.table, row.token, row.position) for row in plan.rows]
+            logits += self._runner.decode(rows).unbind(0)
+            turns += [row.turn_id for row in plan.rows]
+        for chunk in plan.chunks:
+            last = self._runner.prefill(chunk.table, chunk.tokens, chunk.start)[-1]
+            logits += [last] * len(chunk.sample_for)
+            turns += chunk.sample_for
+        samplers = [self._voices[turn_id].sampler for turn_id in turns]
+        with torch.inference_mode():
+            return dict(zip(turns, sample(logits, samplers), strict=True))
+
+    def _speak(self, turn_id: TurnId, sampled: Sampled, now: float) -> bool:
+        """Tell the caller about a new token; whether it was the choice's last."""
+        voice = self._voices[turn_id]
+        live = voice.live
+        request_id = live.request.request_id
+        if not live.completion_tokens:
+            self._metrics.first_token(now - live.arrived_s)
+        live.completion_tokens += 1
+        delta: Delta = voice.choice.push(sampled)
+        self._emit(request_id, delta)
+        if delta.finish is None:
+            return False
+        live.open -= 1
+        if not live.open:
+            self._emit(
+                request_id,
+                Finished(len(live.request.prompt), live.completion_tokens, live.cached_tokens),
+            )
+            self._forget(request_id)
+            self._metrics.finished(delta.finish.value)
+        return True
+
+    # ---- events out
+
+    def _emit(self, request_id: str, event: StreamEvent) -> None:
+        self._events.append((request_id, event))
+
+    def _hand_out(self, outbox: Outbox) -> None:
+        if self._events:
+            events, self._events = self._events, []
+            outbox(events)
+
+    def _forget(self, request_id: str) -> bool:
+        """Drop what is known of a request; whether it was live."""
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return False
+        for turn_id in _turn_ids(live.request):
+            self._voices.pop(turn_id, None)
+        return True
+
+    def _die(self, because: str, outbox: Outbox) -> None:
+        """Nobody will answer any more: say so to all who wait, and to all who come."""
+        left = self.inbox.close(because)
+        waiting = [*self._live, *(c.request.request_id for c in left if isinstance(c, Submit))]
+        for request_id in waiting:
+            self._emit(request_id, Failed(RejectReason.ENGINE_DEAD, because))
+        for command in left:
+            if isinstance(command, Ask) and command.answer.set_running_or_notify_cancel():
+                command.answer.set_exception(EngineDead(because))
+        self._hand_out(outbox)
+
+
+def _turn_ids(request: Request) -> tuple[TurnId, ...]:
+    """One for each choice; the first one runs the prompt."""
+    return tuple(TurnId(f"{request.request_id}.{i}") for i in range(request.choices))
+
+
+def _kind(plan: StepPlan) -> str:
+    if plan.chunks:
+        return "mixed" if plan.rows else "prefill"
+    return "decode"

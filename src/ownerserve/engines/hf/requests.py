@@ -1,0 +1,132 @@
+"""What a caller asks of the engine and what it hears back.
+
+Plain values that cross between the asyncio side and the engine thread. Never a tensor, a socket or
+a clock.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class RejectReason(StrEnum):
+    """Why a request was not served. A metric label and the `code` of the error."""
+
+    CONTEXT_LENGTH = "context_length_exceeded"
+    QUEUE_FULL = "queue_full"
+    NO_ROOM = "no_room"
+    ENGINE_DEAD = "engine_dead"
+
+
+class ExecutionMode(StrEnum):
+    """What happened to a turn's prompt (the part of design.md's table this engine can do)."""
+
+    DIRECT_APPEND = "direct_append"
+    RESEED = "reseed"
+    COLD_PREFILL = "cold_prefill"
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is chosen.
+
+    `temperature` 0 is greedy. `top_k` 0 keeps all. `logprobs` None gives none, n >= 0 the chosen
+    token's and the n best. Choice i of a request draws from a generator seeded `seed + i`.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+
+
+class Stopping(msgspec.Struct, frozen=True, kw_only=True):
+    """When a choice ends.
+
+    A stop string is cut from the text. End-of-sequence and `token_ids` end a choice once it has
+    `min_tokens`; they count as completion tokens and add no text. `eos_token_ids` is empty when
+    the caller ignores end-of-sequence.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    strings: tuple[str, ...] = ()
+    token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt and `choices` continuations of it."""
+
+    request_id: str
+    prompt: list[int]
+    stopping: Stopping
+    sampling: Sampling = Sampling()
+    choices: int = 1
+    session_id: str | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A token and its natural-log probability under the unmodified distribution."""
+
+    token: int
+    logprob: float
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """One chosen token; `chosen` and `top` are set when log-probabilities were asked for."""
+
+    token: int
+    chosen: TokenLogprob | None = None
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """The request left the queue; `cached_tokens` of its prompt need no prefill."""
+
+    cached_tokens: int
+    mode: ExecutionMode
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one step added to choice `index`.
+
+    `text` may lag behind `sampled`: an unfinished UTF-8 character or a possible stop string is
+    held back. The delta with a `finish` is the choice's last.
+    """
+
+    index: int
+    text: str
+    sampled: tuple[Sampled, ...]
+    finish: FinishReason | None = None
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """All choices ended."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """The request ends without (or in the middle of) an answer."""
+
+    reason: RejectReason
+    message: str
+
+
+StreamEvent = Admitted | Delta | Finished | Failed
+"""In order: Admitted, Delta ..., Finished; or Failed at any point. Nothing follows the last two."""

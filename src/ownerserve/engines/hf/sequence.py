@@ -1,0 +1,38 @@
+"""One choice of a request on its way through the scheduler. Data only."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from ownerserve.kv.ids import SessionId, TurnId
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Sequence(msgspec.Struct):
+    """One choice of a request on its way. `age` orders by (arrival, choice): small is old.
+
+    `tokens` is prompt + sampled; the first `computed` have their state in slots; slots are
+    reserved for `reserved`. `siblings` are the choices that fork off when the prompt is done.
+    """
+
+    turn_id: TurnId
+    request_id: str
+    age: tuple[int, int]
+    tokens: list[int]
+    session_id: SessionId | None = None
+    siblings: tuple[TurnId, ...] = ()
+    phase: Phase = Phase.WAITING
+    computed: int = 0
+    reserved: int = 0
+    preempted: int = 0
+
+
+def age_of(sequence: Sequence) -> tuple[int, int]:
+    return sequence.age

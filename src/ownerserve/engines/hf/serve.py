@@ -1,0 +1,75 @@
+"""Run a worker's application on a port until a signal. Owns the listening socket and ready file."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+
+from ownerserve.kv.errors import InvalidInput
+
+GRACE_S = 2
+"""How long open answers may go on after a signal."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 takes a free one. Raises InvalidInput when it can't be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise InvalidInput(
+            "host/port", f"{host}:{port}: {error.strerror}", "use a free port, or 0 for any"
+        ) from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def write_ready_file(path: Path, url: str) -> None:
+    """`url` and a newline, all or nothing: a reader never sees half of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(url + "\n")
+    partial.replace(path)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, telling when it serves."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+
+def serve(app: Starlette, bound: socket.socket, *, on_ready: Callable[[], None]) -> None:
+    """Serve until SIGINT or SIGTERM; returns once everything is closed."""
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    try:
+        _Server(config, on_ready).run(sockets=[bound])
+    except KeyboardInterrupt:
+        pass  # uvicorn raises the signal again when it has shut down
+    finally:
+        bound.close()

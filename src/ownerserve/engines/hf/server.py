@@ -1,0 +1,240 @@
+"""The worker's HTTP side: OpenAI-compatible endpoints over one Engine.
+
+Owns no state: it parses, submits, relays events, and gives a request up when its client is gone.
+It never computes, and never answers /health by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ownerserve.engines.hf.answering import (
+    ApiError,
+    ClientGone,
+    EventStream,
+    collect,
+    error_response,
+    failure,
+    json_response,
+    turn_headers,
+    while_connected,
+)
+from ownerserve.engines.hf.build import Worker
+from ownerserve.engines.hf.inbox import EngineDead
+from ownerserve.engines.hf.openai_api import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    ModelNotFound,
+    chat_prompt,
+    completion_prompt,
+    make_request,
+    parse_body,
+)
+from ownerserve.engines.hf.openai_format import (
+    ChatFormat,
+    CompletionFormat,
+    Envelope,
+    Format,
+    Wishes,
+)
+from ownerserve.engines.hf.requests import (
+    Admitted,
+    Failed,
+    RejectReason,
+    Request,
+)
+from ownerserve.engines.hf.status import WorkerStatus
+from ownerserve.kv.errors import InvalidInput
+
+MAX_BODY_BYTES = 64 << 20
+HEALTH_TIMEOUT_S = 10.0
+"""Longer than any step: an engine thread that takes no command for so long is stuck."""
+CLIENT_GONE = 499
+"""nginx's word for a client that hung up; nobody reads it but the log."""
+
+
+# ---- endpoints
+
+
+class Endpoints:
+    """The routes, over one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._started_s = int(time.time())
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/ownerserve/status", self.status, methods=["GET"]),
+        ]
+
+    async def models(self, http: HttpRequest) -> Response:
+        facts = self._worker.facts
+        model = {
+            "id": facts.model,
+            "object": "model",
+            "created": self._started_s,
+            "owned_by": "ownerserve",
+            "max_model_len": facts.sequence_tokens,
+        }
+        return json_response({"object": "list", "data": [model]})
+
+    async def health(self, http: HttpRequest) -> Response:
+        """200 only if the engine thread itself answers."""
+        return json_response({"status": "ok", "as_of_s": (await self._status()).as_of_s})
+
+    async def status(self, http: HttpRequest) -> Response:
+        return json_response(await self._status())
+
+    async def metrics(self, http: HttpRequest) -> Response:
+        content = self._worker.metrics.render()
+        return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def chat(self, http: HttpRequest) -> Response:
+        body = parse_body(await _read_body(http), ChatBody)
+        prompt = await asyncio.to_thread(chat_prompt, body, self._worker.codec)
+        request = self._request(http, body, prompt)
+        return await self._answer(http, body, ChatFormat(*self._form("chatcmpl", body, request)))
+
+    async def completions(self, http: HttpRequest) -> Response:
+        body = parse_body(await _read_body(http), CompletionBody)
+        prompt = await asyncio.to_thread(completion_prompt, body, self._worker.codec)
+        request = self._request(http, body, prompt)
+        return await self._answer(http, body, CompletionFormat(*self._form("cmpl", body, request)))
+
+    # ---- parts
+
+    async def _status(self) -> WorkerStatus:
+        try:
+            return await self._worker.engine.status(HEALTH_TIMEOUT_S)
+        except TimeoutError as error:
+            message = f"the engine thread has taken no command for {HEALTH_TIMEOUT_S:g} s"
+            raise ApiError(503, message, code="engine_stuck", param=None) from error
+
+    def _request(
+        self, http: HttpRequest, body: ChatBody | CompletionBody, prompt: list[int]
+    ) -> Request:
+        return make_request(
+            body,
+            prompt,
+            facts=self._worker.facts,
+            request_id=uuid.uuid4().hex,
+            session_id=http.headers.get("x-session-id"),
+            fresh_seed=secrets.randbits(63),
+        )
+
+    def _form(
+        self, prefix: str, body: Body, request: Request
+    ) -> tuple[Envelope, Request, Any, Wishes]:
+        envelope = Envelope(
+            f"{prefix}-{request.request_id}", int(time.time()), self._worker.facts.model
+        )
+        options = body.stream_options
+        wishes = Wishes(
+            token_ids=bool(body.return_token_ids),
+            stream_usage=bool(body.stream and options and options.include_usage),
+        )
+        return envelope, request, self._worker.codec, wishes
+
+    async def _answer(self, http: HttpRequest, body: Body, form: Format) -> Response:
+        """Submit, wait for admission (headers carry what came of it), then stream or collect."""
+        engine, request = self._worker.engine, form.request
+        stream = engine.submit(request)
+
+        def give_up() -> None:
+            engine.abort(request.request_id)
+
+        is_handed_on = False
+        try:
+            first = await while_connected(http.receive, stream.next())
+            if isinstance(first, Failed):
+                raise failure(first)
+            assert isinstance(first, Admitted)
+            headers = turn_headers(request, first, engine.latest)
+            if body.stream:
+                is_handed_on = True
+                return EventStream(stream, form, give_up=give_up, headers=headers)
+            deltas, finished = await while_connected(http.receive, collect(stream))
+            return json_response(form.whole(deltas, finished), headers=headers)
+        finally:
+            if not is_handed_on:
+                give_up()
+
+
+async def _read_body(http: HttpRequest) -> bytes:
+    parts, size = [], 0
+    async for part in http.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            message = f"the body is longer than {MAX_BODY_BYTES} bytes"
+            raise ApiError(413, message, code="body_too_long", param=None)
+        parts.append(part)
+    return b"".join(parts)
+
+
+# ---- the application
+
+
+async def _on_error(http: HttpRequest, error: Exception) -> Response:
+    match error:
+        case ApiError():
+            return error_response(error)
+        case ModelNotFound():
+            return _error(404, error, code="model_not_found", param=error.field)
+        case InvalidInput():
+            return _error(400, error, param=error.field)
+        case EngineDead():
+            return _error(503, error, code=RejectReason.ENGINE_DEAD.value)
+        case HTTPException():
+            return _error(error.status_code, error.detail)
+        case ClientGone() | ClientDisconnect():
+            return Response(status_code=CLIENT_GONE)
+        case _:  # our bug: the middleware that called this raises it again, into the log
+            return _error(500, "internal error; the worker's log has it")
+
+
+def _error(
+    status: int, problem: object, *, code: str | None = None, param: str | None = None
+) -> Response:
+    return error_response(ApiError(status, str(problem), code=code, param=param))
+
+
+def make_app(worker: Worker) -> Starlette:
+    """The ASGI application; its lifespan is the engine thread's."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        worker.engine.start()
+        try:
+            yield
+        finally:
+            await worker.engine.stop()
+
+    handled: tuple[type[Exception], ...] = (
+        *(ApiError, InvalidInput, EngineDead, HTTPException),
+        *(ClientGone, ClientDisconnect, Exception),
+    )
+    return Starlette(
+        routes=Endpoints(worker).routes(),
+        lifespan=lifespan,
+        exception_handlers=dict.fromkeys(handled, _on_error),
+    )

@@ -1,0 +1,200 @@
+"""One forward over paged state: which rows run, from where, and the addresses they read and write.
+
+Owns index tensors, made once a forward and shared by all layers. Must never touch state.
+
+A span is R sequences x q new tokens. R > 1 only with q = 1 (batched decode). Ragged lengths are
+padded: range components on the right with the pool's zero slot, windows on the left.
+
+    positions of one row     0 ... start-1 | start ... start+q-1
+                             kept state    | this forward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ownerserve.cache.table import Table
+from ownerserve.kv.errors import InvariantViolated
+
+
+class EntryAddresses(msgspec.Struct, frozen=True):
+    """Where the entries of one range component are, for every row of a span.
+
+    `blocks` [R, n] slots to gather; `count` entries to keep of them (the longest row's).
+    `write_rows` [r] are the rows that have new entries; `write_slots`, `write_offsets` [r, k]
+    the addresses of their last k, those at or above the floor.
+    """
+
+    blocks: Tensor
+    count: int
+    write_rows: Tensor
+    write_slots: Tensor
+    write_offsets: Tensor
+
+
+class WindowAddresses(msgspec.Struct, frozen=True):
+    """Ring indices: `read` [R, h] of the rows before the span; `write` [R, k] of its last k rows.
+
+    The row of position p is at p mod (W-1), so a ring says nothing of where it stands: who loads
+    one must know the position.
+    """
+
+    read: Tensor
+    write: Tensor
+    read_positions: Tensor
+
+
+class TailAddresses(msgspec.Struct, frozen=True):
+    """Rows waiting for their window of `rate` tokens to close.
+
+    A closing chunk is the first `waiting` rows of the tail, then the span's first `closing` new
+    ones. New rows from `first_left` on stay behind in the tails of `left_rows` [r], at `left`
+    [r, k]. In a batch all rows get a chunk when one closes; those of the others mean nothing.
+    """
+
+    waiting: int
+    closing: int
+    first_left: int
+    left_rows: Tensor
+    left: Tensor
+
+
+class Span:
+    """Rows of one forward, and their addresses (see the module's text)."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        starts: Sequence[int],
+        *,
+        new_tokens: int,
+        block_tokens: int,
+        device: torch.device,
+        write_floor: int = 0,
+    ) -> None:
+        if len(tables) > 1 and (new_tokens > 1 or write_floor):
+            raise InvariantViolated("a batch decodes one token a row, with no write floor")
+        self.starts = starts
+        self.new_tokens = new_tokens
+        self.device = device
+        self.states = torch.tensor([[table.state] for table in tables], device=device)
+        self._tables = tables
+        self._block_tokens = block_tokens
+        self._write_floor = write_floor
+        self._starts = torch.tensor([[start] for start in starts], device=device)
+        self._entries: dict[str, EntryAddresses] = {}
+        self._windows: dict[int, WindowAddresses] = {}
+        self._tails: dict[int, TailAddresses] = {}
+
+    @property
+    def rows(self) -> int:
+        return len(self.starts)
+
+    def kept_window(self, window_tokens: int) -> int:
+        """Window rows that precede the span; of the longest row."""
+        return min(max(self.starts), window_tokens - 1)
+
+    def positions(self) -> Tensor:
+        """Positions [R, q] of the new tokens."""
+        return self._starts + torch.arange(self.new_tokens, device=self.device)
+
+    def completed(self, rate: int) -> Tensor:
+        """Entries [R, 1] of ratio `rate` that each row has after this forward."""
+        return (self._starts + self.new_tokens) // rate
+
+    def open_windows(self, rate: int) -> Tensor:
+        """First positions [R, 1] of the windows of `rate` tokens that the rows start in."""
+        return self._starts // rate * rate
+
+    def windows_closed(self, rate: int) -> int:
+        """Windows of `rate` tokens that this forward completes, of the row with most."""
+        return max(self._windows_closed(start, rate) for start in self.starts)
+
+    def closing_rows(self, rate: int) -> Tensor:
+        """Indices [r] of the rows that complete a window of `rate` tokens."""
+        return self._indices(self._windows_closed(start, rate) > 0 for start in self.starts)
+
+    def entries(self, component: str, rate: int, *, zero_slot: int) -> EntryAddresses:
+        """Addresses in a component that keeps one entry for each `rate` tokens."""
+        found = self._entries.get(component)
+        if found is None:
+            found = self._entries[component] = self._entry_addresses(component, rate, zero_slot)
+        return found
+
+    def window(self, window_tokens: int) -> WindowAddresses:
+        """Addresses in a ring of W-1 rows."""
+        found = self._windows.get(window_tokens)
+        if found is None:
+            ring, new = window_tokens - 1, self.new_tokens
+            kept, written = self.kept_window(window_tokens), min(new, window_tokens - 1)
+            read = self._starts + torch.arange(-kept, 0, device=self.device)
+            write = self._starts + torch.arange(new - written, new, device=self.device)
+            found = WindowAddresses(read.remainder(ring), write.remainder(ring), read)
+            self._windows[window_tokens] = found
+        return found
+
+    def tail(self, rate: int) -> TailAddresses:
+        """Addresses in the tail of a component of ratio `rate`."""
+        found = self._tails.get(rate)
+        if found is None:
+            found = self._tails[rate] = self._tail_addresses(rate)
+        return found
+
+    def _windows_closed(self, start: int, rate: int) -> int:
+        return (start + self.new_tokens) // rate - start // rate
+
+    def _indices(self, chosen: Iterable[bool]) -> Tensor:
+        rows = [row for row, wanted in enumerate(chosen) if wanted]
+        return torch.tensor(rows, dtype=torch.int64, device=self.device)
+
+    def _tail_addresses(self, rate: int) -> TailAddresses:
+        closed = self.windows_closed(rate)
+        if self.rows > 1:
+            left_rows = self._indices((start + 1) % rate > 0 for start in self.starts)
+            waiting, closing, first_left = (rate - 1, 1, 0) if closed else (0, 0, 0)
+        else:
+            left_rows = self._indices([True])
+            waiting = self.starts[0] % rate if closed else 0
+            closing = first_left = closed * rate - waiting
+        left = torch.arange(first_left, self.new_tokens, device=self.device)
+        return TailAddresses(
+            waiting=waiting,
+            closing=closing,
+            first_left=first_left,
+            left_rows=left_rows,
+            left=(self._starts[left_rows] + left).remainder(rate),
+        )
+
+    def _entry_addresses(self, component: str, rate: int, zero_slot: int) -> EntryAddresses:
+        per_block = self._block_tokens // rate
+        count = max(start + self.new_tokens for start in self.starts) // rate
+        blocks = self._block_table(component, rate, zero_slot=zero_slot)
+        new = self.windows_closed(rate)
+        below_floor = max(0, self._write_floor // rate - self.starts[0] // rate)
+        written = torch.arange(min(below_floor, new), new, device=self.device)
+        rows = self.closing_rows(rate)
+        entries = self._starts[rows] // rate + written
+        return EntryAddresses(
+            blocks=blocks,
+            count=count,
+            write_rows=rows,
+            write_slots=blocks[rows].gather(1, entries // per_block),
+            write_offsets=entries.remainder(per_block),
+        )
+
+    def _block_table(self, component: str, rate: int, *, zero_slot: int) -> Tensor:
+        """Slots [R, n] of all blocks in use, short rows padded with the zero slot."""
+        per_block = self._block_tokens // rate
+        needed = [-(-((start + self.new_tokens) // rate) // per_block) for start in self.starts]
+        width = max(needed)
+        rows = []
+        for table, blocks in zip(self._tables, needed, strict=True):
+            slots = table.range[component][:blocks]
+            if len(slots) < blocks:
+                raise InvariantViolated(f"{component}: {len(slots)} blocks reserved of {blocks}")
+            rows.append(slots + [zero_slot] * (width - blocks))
+        return torch.tensor(rows, dtype=torch.int64, device=self.device).view(self.rows, width)

@@ -1,0 +1,330 @@
+"""Which tensors a model's state is made of, read from its Hugging Face configuration.
+
+Owns the translation "layer type of the modeling code" -> "components and their shapes". Must never
+allocate, run a model, or guess: a layer type or model type it does not know is an InvalidInput.
+
+    section   one component of the cache, or a tail that lives only in the state block
+    part      one tensor of a section; its first axis counts the layers that keep it
+
+Shapes are those the modeling code hands over (transformers 5.19); the state between two forwards
+is the least it needs: W-1 window rows, k-1 convolution columns, m-1 waiting rows of a window of m.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import torch
+
+from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.kv.errors import InvalidInput
+
+PART_ALIGN_BYTES = 16
+MIN_BLOCK_TOKENS = 16
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+DENSE, WINDOW = "dense", "swa"
+CSA_MAIN, CSA_INDEX, CSA_OVERLAP, CSA_TAIL = "csa_main", "csa_index", "csa_overlap", "csa_tail"
+HCA, HCA_TAIL = "hca", "hca_tail"
+CONV, RECURRENT = "conv", "recurrent"
+
+
+class LayerKind(StrEnum):
+    """What a layer keeps, under the names of transformers' `layer_types`."""
+
+    FULL = "full_attention"
+    SLIDING = "sliding_attention"
+    CSA = "compressed_sparse_attention"
+    HCA = "heavily_compressed_attention"
+    LINEAR = "linear_attention"
+
+
+SECTIONS_OF = {
+    LayerKind.FULL: (DENSE,),
+    LayerKind.SLIDING: (WINDOW,),
+    LayerKind.CSA: (WINDOW, CSA_MAIN, CSA_INDEX, CSA_OVERLAP, CSA_TAIL),
+    LayerKind.HCA: (WINDOW, HCA, HCA_TAIL),
+    LayerKind.LINEAR: (CONV, RECURRENT),
+}
+
+KINDS_OF_FAMILY = {
+    "qwen3": {LayerKind.FULL, LayerKind.SLIDING},
+    "gemma3_text": {LayerKind.FULL, LayerKind.SLIDING},
+    "gpt_oss": {LayerKind.FULL, LayerKind.SLIDING},
+    "qwen3_next": {LayerKind.FULL, LayerKind.LINEAR},
+    "deepseek_v4": {LayerKind.SLIDING, LayerKind.CSA, LayerKind.HCA},
+}
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One tensor of a section: `shape` is (layers, rows or entries, ...)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def payload_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def padded_bytes(self) -> int:
+        return -(-self.payload_bytes // PART_ALIGN_BYTES) * PART_ALIGN_BYTES
+
+
+class Section(msgspec.Struct, frozen=True):
+    """A component's tensors in the order they lie in a slot. `extent` None: a tail, live only."""
+
+    name: str
+    extent: Extent | None
+    parts: tuple[Part, ...]
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(part.padded_bytes for part in self.parts)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(part.payload_bytes for part in self.parts)
+
+
+class LayerPlan(msgspec.Struct, frozen=True):
+    """One layer: its kind, and its index on the layer axis of each section it uses."""
+
+    kind: LayerKind
+    index: dict[str, int]
+
+
+class ModelStates(msgspec.Struct, frozen=True):
+    """All state of a model at one block length."""
+
+    block_tokens: int
+    layers: tuple[LayerPlan, ...]
+    sections: tuple[Section, ...]
+    window_tokens: int = 0
+    csa_rate: int = 0
+    hca_rate: int = 0
+
+    @property
+    def shared_window(self) -> bool:
+        """Whether a window row serves as key and value at once."""
+        return any(s.name == WINDOW and len(s.parts) == 1 for s in self.sections)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether some layer compresses tokens into entries."""
+        return bool(self.csa_rate or self.hca_rate)
+
+    @property
+    def range_sections(self) -> tuple[Section, ...]:
+        return tuple(s for s in self.sections if s.extent is Extent.RANGE)
+
+    @property
+    def point_sections(self) -> tuple[Section, ...]:
+        return tuple(s for s in self.sections if s.extent is Extent.POINT)
+
+    @property
+    def live_sections(self) -> tuple[Section, ...]:
+        """What a state block holds: every point component as it is, then the tails."""
+        tails = tuple(s for s in self.sections if s.extent is None)
+        return self.point_sections + tails
+
+    def layout(self) -> Layout:
+        """The same facts as the cache needs them."""
+        components = tuple(
+            Component(
+                name=section.name,
+                extent=section.extent,
+                slot_bytes=section.slot_bytes,
+                payload_bytes=section.payload_bytes,
+            )
+            for section in self.sections
+            if section.extent is not None
+        )
+        state_bytes = sum(section.slot_bytes for section in self.live_sections)
+        return Layout(self.block_tokens, components, state_bytes)
+
+
+def describe(config: Any, dtype: torch.dtype, *, block_tokens: int | None = None) -> ModelStates:
+    """The state of the model that `config` describes, kept in `dtype`.
+
+    `block_tokens` (B) must be a multiple of every compression ratio; by default it is the least
+    such number that is 16 or more.
+    """
+    kinds = _layer_kinds(config)
+    csa_rate = _rate(config, kinds, kind=LayerKind.CSA)
+    hca_rate = _rate(config, kinds, kind=LayerKind.HCA)
+    block = _block_tokens(math.lcm(csa_rate or 1, hca_rate or 1), block_tokens)
+    counts: dict[str, int] = {}
+    layers = []
+    for kind in kinds:
+        index = {name: counts.get(name, 0) for name in SECTIONS_OF[kind]}
+        layers.append(LayerPlan(kind, index))
+        counts.update({name: at + 1 for name, at in index.items()})
+    windowed = WINDOW in counts
+    if windowed and (config.sliding_window or 0) < 2:
+        raise InvalidInput("sliding_window", f"{config.sliding_window}", "use 2 or more")
+    shapes = _Shapes(config, dtype, block)
+    return ModelStates(
+        block_tokens=block,
+        layers=tuple(layers),
+        sections=tuple(shapes.section(name, layers=count) for name, count in counts.items()),
+        window_tokens=config.sliding_window if windowed else 0,
+        csa_rate=csa_rate,
+        hca_rate=hca_rate,
+    )
+
+
+class _Shapes:
+    """Shapes of each section's parts for one configuration, dtype and block length."""
+
+    def __init__(self, config: Any, dtype: torch.dtype, block_tokens: int) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._block = block_tokens
+        self._rates: dict[str, int] = getattr(config, "compress_rates", None) or {}
+
+    def section(self, name: str, *, layers: int) -> Section:
+        extent = _EXTENT[name]
+        shapes = getattr(self, f"_{name}")()
+        parts = tuple(
+            Part(part, (layers, *shape), self._part_dtype(name)) for part, shape in shapes.items()
+        )
+        return Section(name, extent, parts)
+
+    def _part_dtype(self, section: str) -> torch.dtype:
+        # The delta rule computes in float32, whatever the model's dtype.
+        return torch.float32 if section == RECURRENT else self._dtype
+
+    def _dense(self) -> dict[str, tuple[int, ...]]:
+        return self._keys_and_values(self._block)
+
+    def _swa(self) -> dict[str, tuple[int, ...]]:
+        rows = self._config.sliding_window - 1
+        if self._config.model_type == "deepseek_v4":  # one row serves as key and value
+            return {"keys": (rows, 1, self._config.head_dim)}
+        return self._keys_and_values(rows)
+
+    def _keys_and_values(self, rows: int) -> dict[str, tuple[int, ...]]:
+        shape = (rows, self._config.num_key_value_heads, self._config.head_dim)
+        return {"keys": shape, "values": shape}
+
+    def _csa_main(self) -> dict[str, tuple[int, ...]]:
+        return {"entries": (self._block // self._rates[LayerKind.CSA], self._config.head_dim)}
+
+    def _csa_index(self) -> dict[str, tuple[int, ...]]:
+        return {"entries": (self._block // self._rates[LayerKind.CSA], self._config.index_head_dim)}
+
+    def _hca(self) -> dict[str, tuple[int, ...]]:
+        return {"entries": (self._block // self._rates[LayerKind.HCA], self._config.head_dim)}
+
+    def _csa_overlap(self) -> dict[str, tuple[int, ...]]:
+        # Ca of the previous window: m rows of (value, gate), for the main and the index series.
+        rows = self._rates[LayerKind.CSA]
+        main, index = self._config.head_dim, self._config.index_head_dim
+        return {
+            "compressor_kv": (rows, main),
+            "compressor_gate": (rows, main),
+            "indexer_kv": (rows, index),
+            "indexer_gate": (rows, index),
+        }
+
+    def _csa_tail(self) -> dict[str, tuple[int, ...]]:
+        # A waiting token has both series, Ca and Cb.
+        rows = self._rates[LayerKind.CSA] - 1
+        main, index = 2 * self._config.head_dim, 2 * self._config.index_head_dim
+        return {
+            "compressor_kv": (rows, main),
+            "compressor_gate": (rows, main),
+            "indexer_kv": (rows, index),
+            "indexer_gate": (rows, index),
+        }
+
+    def _hca_tail(self) -> dict[str, tuple[int, ...]]:
+        shape = (self._rates[LayerKind.HCA] - 1, self._config.head_dim)
+        return {"compressor_kv": shape, "compressor_gate": shape}
+
+    def _conv(self) -> dict[str, tuple[int, ...]]:
+        config = self._config
+        keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+        channels = keys + config.linear_num_value_heads * config.linear_value_head_dim
+        return {"columns": (channels, config.linear_conv_kernel_dim - 1)}
+
+    def _recurrent(self) -> dict[str, tuple[int, ...]]:
+        config = self._config
+        return {
+            "state": (
+                config.linear_num_value_heads,
+                config.linear_key_head_dim,
+                config.linear_value_head_dim,
+            )
+        }
+
+
+_EXTENT: dict[str, Extent | None] = {
+    DENSE: Extent.RANGE,
+    CSA_MAIN: Extent.RANGE,
+    CSA_INDEX: Extent.RANGE,
+    HCA: Extent.RANGE,
+    WINDOW: Extent.POINT,
+    CSA_OVERLAP: Extent.POINT,
+    CONV: Extent.POINT,
+    RECURRENT: Extent.POINT,
+    CSA_TAIL: None,
+    HCA_TAIL: None,
+}
+
+
+def _layer_kinds(config: Any) -> list[LayerKind]:
+    known = KINDS_OF_FAMILY.get(config.model_type)
+    if known is None:
+        raise InvalidInput(
+            "model_type",
+            f"{config.model_type!r} has no adapter in the hf engine",
+            f"use one of {', '.join(sorted(KINDS_OF_FAMILY))}",
+        )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise InvalidInput(
+            "use_bidirectional_attention", "true", "use a causal model: state can't be re-used here"
+        )
+    _check_rope(config.rope_parameters)
+    bad = sorted({name for name in config.layer_types if name not in known})
+    if bad:
+        raise InvalidInput(
+            "layer_types",
+            f"{', '.join(bad)} in a {config.model_type} model",
+            f"use {', '.join(sorted(known))}",
+        )
+    return [LayerKind(name) for name in config.layer_types]
+
+
+def _check_rope(parameters: dict[str, Any]) -> None:
+    """Refuse rotations that change with the longest sequence seen: kept keys would be wrong."""
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in nested or [parameters]:
+        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            raise InvalidInput(
+                "rope_parameters.rope_type",
+                f"{rope['rope_type']!r} rotates keys by the present length",
+                "use default, linear, yarn or llama3",
+            )
+
+
+def _rate(config: Any, kinds: list[LayerKind], *, kind: LayerKind) -> int:
+    """Compression ratio of the layers of `kind`; 0 when the model has none."""
+    return int(config.compress_rates[kind]) if kind in kinds else 0
+
+
+def _block_tokens(multiple: int, asked: int | None) -> int:
+    if asked is None:
+        return -(-MIN_BLOCK_TOKENS // multiple) * multiple
+    if asked < MIN_BLOCK_TOKENS or asked % multiple:
+        raise InvalidInput(
+            "block_tokens",
+            f"{asked} is no multiple of {multiple} from {MIN_BLOCK_TOKENS} on",
+            f"use a multiple of {math.lcm(multiple, MIN_BLOCK_TOKENS)}",
+        )
+    return asked

@@ -1,0 +1,144 @@
+"""The vocabulary between scheduler and engine: what arrives, what one step does, what is refused.
+
+Data only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from typing import Protocol
+
+import msgspec
+
+from ownerserve.cache.effects import Effect
+from ownerserve.cache.layout import Layout
+from ownerserve.cache.outcomes import Begun, NoRoom, Refused, Turn
+from ownerserve.cache.table import Table
+from ownerserve.engines.hf.requests import RejectReason
+from ownerserve.kv.ids import TurnId
+from ownerserve.kv.prefix import Packed
+
+
+class CachePort(Protocol):
+    """What the scheduler needs of `cache.HeteroCache` (docs/design/001)."""
+
+    @property
+    def layout(self) -> Layout: ...
+    def begin(self, turn: Turn, now: float) -> Begun | Refused: ...
+    def reserve(self, turn_id: TurnId, upto: int, now: float) -> tuple[Effect, ...] | NoRoom: ...
+    def advance(self, turn_id: TurnId, tokens: Packed, now: float) -> None: ...
+    def snapshot(self, turn_id: TurnId, now: float) -> tuple[Effect, ...]: ...
+    def fork(
+        self, turn_id: TurnId, child_id: TurnId, now: float
+    ) -> tuple[Effect, ...] | NoRoom | Refused: ...
+    def finish(self, turn_id: TurnId, now: float) -> object: ...
+    def abort(self, turn_id: TurnId, now: float) -> None: ...
+    def table(self, turn_id: TurnId) -> Table: ...
+    def check(self) -> None: ...
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker takes on.
+
+    `chunk_tokens` is the prefill grid, a multiple of B. A step computes whole chunks up to
+    `prefill_tokens_a_step`, or one chunk when that alone is larger. `sequence_tokens` is the
+    longest prompt + output that the pools and the model can hold.
+    """
+
+    chunk_tokens: int
+    prefill_tokens_a_step: int
+    max_running: int
+    max_waiting: int
+    sequence_tokens: int
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True):
+    """A request enters. `turn_ids` has one id for each choice; the first one runs the prompt."""
+
+    request_id: str
+    turn_ids: tuple[TurnId, ...]
+    prompt: list[int]
+    max_new_tokens: int
+    session_id: str | None = None
+
+
+class Queued(msgspec.Struct, frozen=True):
+    """The request will be served (or fail with a reason in a later plan)."""
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """The request is not taken, and nothing of it is kept."""
+
+    reason: RejectReason
+    message: str
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Compute `tokens` at positions `start`, ...; sample the last logits for `sample_for`.
+
+    `sample_for` is empty unless the chunk ends its prompt; then it names every choice of it.
+    """
+
+    turn_id: TurnId
+    table: Table
+    tokens: Tokens[int]
+    start: int
+    sample_for: tuple[TurnId, ...]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """Compute `token` at `position` and sample the next one."""
+
+    turn_id: TurnId
+    table: Table
+    token: int
+    position: int
+
+
+class Admission(msgspec.Struct, frozen=True):
+    """A prompt left the queue; its first `restored` tokens need no compute. `again` counts the
+    preemptions it comes back from.
+    """
+
+    request_id: str
+    turn_id: TurnId
+    restored: int
+    again: int
+
+
+class StepPlan(msgspec.Struct):
+    """One iteration. Apply `effects` in order, run `chunks` and `rows` in any order, then report
+    to `Scheduler.step_done`. `failed` requests have left; `preempted` turns are queued again.
+    """
+
+    effects: list[Effect] = []
+    chunks: list[Chunk] = []
+    rows: list[Row] = []
+    admitted: list[Admission] = []
+    preempted: list[TurnId] = []
+    failed: list[str] = []
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What is in the worker now."""
+
+    waiting: int
+    running: int
+    pending_prefill_tokens: int
+
+
+class Counts(msgspec.Struct):
+    """Requests since the start. Invariant 3: arrived = done + rejected + live, where `done`
+    includes the `aborted` and the `failed`.
+    """
+
+    arrived: int = 0
+    done: int = 0
+    rejected: int = 0
+    aborted: int = 0
+    failed: int = 0
+    preemptions: int = 0

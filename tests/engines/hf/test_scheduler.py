@@ -1,0 +1,261 @@
+"""Scheduler scenarios over the real HeteroCache: what runs in which step. No torch."""
+
+from __future__ import annotations
+
+import pytest
+
+from ownerserve.cache.effects import CopyState, LoadPoint, ResetState, SavePoint
+from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.engines.hf.requests import RejectReason
+from ownerserve.engines.hf.scheduler import Scheduler
+from ownerserve.engines.hf.step import Arrival, Limits, Load, Queued, Rejected, StepPlan
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import TurnId
+
+BLOCK, CHUNK = 4, 8
+LAYOUT = Layout(
+    BLOCK,
+    (Component("dense", Extent.RANGE, 8, 8), Component("swa", Extent.POINT, 8, 8)),
+    state_bytes=8,
+)
+
+
+class Bench:
+    """A scheduler with a cache, stepped by hand; every sampled token is 7."""
+
+    def __init__(self, *, blocks: int = 64, max_running: int = 8, max_waiting: int = 8) -> None:
+        self.cache = HeteroCache(LAYOUT, {"dense": blocks, "swa": 32}, max_running)
+        self.scheduler = Scheduler(
+            self.cache,
+            Limits(
+                chunk_tokens=CHUNK,
+                prefill_tokens_a_step=CHUNK,
+                max_running=max_running,
+                max_waiting=max_waiting,
+                sequence_tokens=blocks * BLOCK,
+            ),
+        )
+        self.now = 0.0
+        self.left: dict[TurnId, int] = {}
+        self.effects: list[object] = []
+
+    def arrive(
+        self, name: str, prompt: list[int], *, new: int = 4, choices: int = 1, session: str = ""
+    ) -> Queued | Rejected:
+        turn_ids = tuple(TurnId(f"{name}.{i}") for i in range(choices))
+        self.left |= dict.fromkeys(turn_ids, new)
+        return self.scheduler.arrive(
+            Arrival(
+                request_id=name,
+                turn_ids=turn_ids,
+                prompt=prompt,
+                max_new_tokens=new,
+                session_id=session or None,
+            )
+        )
+
+    def step(self) -> StepPlan:
+        self.now += 1
+        plan = self.scheduler.plan(self.now)
+        turns = [t for chunk in plan.chunks for t in chunk.sample_for]
+        turns += [row.turn_id for row in plan.rows]
+        for turn_id in turns:
+            self.left[turn_id] -= 1
+        ended = [turn_id for turn_id in turns if not self.left[turn_id]]
+        after = self.scheduler.step_done(dict.fromkeys(turns, 7), ended, now=self.now)
+        self.effects = [*plan.effects, *after]
+        self.scheduler.check()
+        return plan
+
+    def drain(self) -> list[StepPlan]:
+        plans = []
+        while self.scheduler.has_work:
+            plans.append(self.step())
+            assert len(plans) < 500, "no progress"
+        return plans
+
+
+def spans(plan: StepPlan) -> list[tuple[str, int, int]]:
+    return [(c.turn_id, c.start, c.start + len(c.tokens)) for c in plan.chunks]
+
+
+def test_a_prompt_is_prefilled_on_the_grid_then_decoded() -> None:
+    bench = Bench()
+    bench.arrive("a", list(range(18)), new=3)
+    work = [(spans(plan), [row.position for row in plan.rows]) for plan in bench.drain()]
+    assert work == [
+        ([("a.0", 0, 8)], []),
+        ([("a.0", 8, 16)], []),
+        ([("a.0", 16, 18)], []),
+        ([], [18]),
+        ([], [19]),
+    ]
+
+
+def test_snapshots_stand_where_the_next_turn_resumes() -> None:
+    bench = Bench()
+    bench.arrive("a", list(range(12)), new=6)
+    saved = []
+    while bench.scheduler.has_work:
+        bench.step()
+        position = bench.cache.running["a.0"].position if bench.cache.running else None
+        saved += [position for effect in bench.effects if isinstance(effect, SavePoint)]
+    # 8 = (N-1)//B*B, 12 = N//B*B, 16 = the decode's; 20 would need one more token
+    assert saved == [8, 12, 16]
+
+
+def test_the_next_turn_of_a_session_computes_only_what_it_adds() -> None:
+    bench = Bench()
+    bench.arrive("a", list(range(18)), new=3, session="s")
+    bench.drain()
+    bench.arrive("b", [*range(18), 7, 7, 7, 50, 51], new=1, session="s")
+    first = bench.step()
+    # 20 tokens were computed (the last sampled one was not), 20 = 5 blocks are sealed
+    assert [admission.restored for admission in first.admitted] == [20]
+    assert spans(first) == [("b.0", 20, 23)]
+    assert isinstance(first.effects[0], LoadPoint)
+
+
+def test_decodes_run_beside_a_long_prefill() -> None:
+    bench = Bench()
+    bench.arrive("short", [1, 2, 3], new=10)
+    bench.step()
+    bench.arrive("long", list(range(100, 140)), new=1)
+    for start in range(0, 32, CHUNK):
+        plan = bench.step()
+        assert [row.turn_id for row in plan.rows] == ["short.0"]
+        assert spans(plan) == [("long.0", start, start + CHUNK)]
+
+
+def test_several_short_prompts_share_a_step_within_the_budget() -> None:
+    bench = Bench()
+    for name in ("a", "b", "c"):
+        bench.arrive(name, [ord(name)] * 3, new=2)
+    assert spans(bench.step()) == [("a.0", 0, 3), ("b.0", 0, 3)]
+    plan = bench.step()
+    assert spans(plan) == [("c.0", 0, 3)]
+    assert [row.turn_id for row in plan.rows] == ["a.0", "b.0"]
+
+
+def test_the_youngest_is_preempted_and_comes_back_with_what_it_wrote() -> None:
+    bench = Bench(blocks=8)
+    bench.arrive("old", [1] * 9, new=16)
+    bench.arrive("young", [2] * 9, new=12)
+    plans = bench.drain()
+    assert "young.0" in [turn for plan in plans for turn in plan.preempted]
+    again = [a for plan in plans for a in plan.admitted if a.again]
+    assert [a.turn_id for a in again] == ["young.0"]
+    # it resumes where its last snapshot is, not from nothing
+    assert again[0].restored >= 8
+    counts = bench.scheduler.counts
+    assert (counts.arrived, counts.done, counts.failed) == (2, 2, 0)
+    positions = [row.position for plan in plans for row in plan.rows if row.turn_id == "young.0"]
+    assert positions == sorted(set(positions)), "no position is decoded twice"
+
+
+def test_a_prefill_preempted_midway_goes_on_from_there() -> None:
+    bench = Bench(blocks=10)
+    bench.arrive("old", [1] * 9, new=7)
+    bench.arrive("young", [2] * 28, new=1)
+    plans = bench.drain()
+    assert ["young.0"] in [plan.preempted for plan in plans]
+    [again] = [a for plan in plans for a in plan.admitted if a.again]
+    assert again.restored == 24
+    assert sum(len(c.tokens) for p in plans for c in p.chunks if c.turn_id == "young.0") == 28
+
+
+def test_the_oldest_is_never_preempted() -> None:
+    bench = Bench(blocks=10)
+    for name in ("a", "b", "c", "d"):
+        bench.arrive(name, [ord(name)] * 9, new=20)
+    plans = bench.drain()
+    preempted = [turn for plan in plans for turn in plan.preempted]
+    assert preempted
+    assert "a.0" not in preempted
+    assert bench.scheduler.counts.done == 4
+
+
+def test_a_request_that_can_never_fit_is_refused_with_its_reason() -> None:
+    bench = Bench(blocks=4)
+    answer = bench.arrive("big", [1] * 10, new=8)
+    assert isinstance(answer, Rejected)
+    assert answer.reason is RejectReason.CONTEXT_LENGTH
+    assert "16" in answer.message
+    assert isinstance(bench.arrive("fits", [1] * 10, new=7), Queued)
+    bench.drain()
+    bench.scheduler.check()
+
+
+def test_a_full_queue_refuses() -> None:
+    bench = Bench(max_waiting=1)
+    bench.arrive("a", [1])
+    answer = bench.arrive("b", [1])
+    assert isinstance(answer, Rejected)
+    assert answer.reason is RejectReason.QUEUE_FULL
+
+
+def test_choices_fork_from_one_prefill() -> None:
+    bench = Bench()
+    bench.arrive("a", [1] * 6, new=3, choices=3)
+    first = bench.step()
+    assert spans(first) == [("a.0", 0, 4)]
+    second = bench.step()
+    assert second.chunks[0].sample_for == ("a.0", "a.1", "a.2")
+    assert sum(isinstance(effect, CopyState) for effect in bench.effects) == 2
+    assert [row.turn_id for row in bench.step().rows] == ["a.0", "a.1", "a.2"]
+    assert sum(plan.prefill_tokens for plan in bench.drain()) == 0
+
+
+def test_choices_without_room_wait_and_reuse_the_prompt() -> None:
+    bench = Bench(max_running=2)
+    bench.arrive("a", [1] * 9, new=3, choices=4)
+    plans = bench.drain()
+    late = [a for plan in plans for a in plan.admitted if a.turn_id != "a.0"]
+    assert [a.turn_id for a in late] == ["a.2", "a.3"]
+    assert all(a.restored == 8 for a in late)
+    assert bench.scheduler.counts.done == 1
+
+
+def test_abort_frees_what_was_private_and_forgets_the_request() -> None:
+    bench = Bench()
+    free = bench.cache.rooms.blocks.free
+    bench.arrive("a", [1] * 20, choices=2)
+    bench.arrive("queued", [2] * 20)
+    bench.step()
+    bench.scheduler.abort("a", bench.now)
+    bench.scheduler.abort("queued", bench.now)
+    bench.scheduler.abort("never heard of", bench.now)
+    bench.scheduler.check()
+    assert not bench.scheduler.has_work
+    assert bench.cache.rooms.blocks.free + bench.cache.rooms.evictable_blocks() == free
+    assert bench.scheduler.load() == Load(0, 0, 0)
+
+
+def test_load_counts_what_is_queued_and_not_yet_computed() -> None:
+    bench = Bench()
+    bench.arrive("a", [1] * 20)
+    bench.arrive("b", [2] * 5)
+    assert bench.scheduler.load() == Load(2, 0, 25)
+    bench.step()
+    assert bench.scheduler.load() == Load(1, 1, 17)
+
+
+def test_a_fresh_sequence_starts_from_an_empty_state() -> None:
+    bench = Bench()
+    bench.arrive("a", [1])
+    assert isinstance(bench.step().effects[0], ResetState)
+
+
+def test_a_chunk_off_the_block_grid_is_refused() -> None:
+    cache = HeteroCache(LAYOUT, {"dense": 8, "swa": 8}, 2)
+    limits = Limits(
+        chunk_tokens=6,
+        prefill_tokens_a_step=6,
+        max_running=1,
+        max_waiting=1,
+        sequence_tokens=32,
+    )
+    with pytest.raises(InvalidInput) as refused:
+        Scheduler(cache, limits)
+    assert refused.value.field == "chunk"

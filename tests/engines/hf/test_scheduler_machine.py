@@ -1,0 +1,223 @@
+"""A Hypothesis machine over the scheduler with the smallest cache it can stand on.
+
+Whatever arrives, is aborted, ends or finds no room: every request ends, its tokens are computed
+once in order on the right positions, and the pools come back whole.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ownerserve.cache.effects import Effect, LoadPoint, ResetState, SavePoint
+from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.outcomes import Begun, NoRoom, Reason, Refused, Turn
+from ownerserve.cache.table import Table
+from ownerserve.engines.hf.scheduler import Scheduler
+from ownerserve.engines.hf.step import Arrival, Limits, Rejected, StepPlan
+from ownerserve.kv.ids import TurnId
+from ownerserve.kv.prefix import TOKEN_BYTES, Packed
+
+BLOCK = 4
+CAPACITY_BLOCKS = 12
+LIMITS = Limits(
+    chunk_tokens=8,
+    prefill_tokens_a_step=12,
+    max_running=4,
+    max_waiting=6,
+    sequence_tokens=CAPACITY_BLOCKS * BLOCK,
+)
+
+
+class Held:
+    """One running turn."""
+
+    def __init__(self, tokens: bytes, *, computed: bytes, state: int) -> None:
+        self.tokens = tokens
+        self.computed = computed
+        self.state = state
+        self.blocks = len(computed) // TOKEN_BYTES // BLOCK
+
+
+class FakeCache:
+    """`capacity` blocks for running turns; snapshots are kept for ever and cost nothing.
+
+    Not a model of HeteroCache's policy: the least that the scheduler relies on, and strict about
+    the order of calls.
+    """
+
+    def __init__(self, capacity: int, state_slots: int = 64) -> None:
+        self.layout = Layout(
+            BLOCK,
+            (Component("dense", Extent.RANGE, 1, 1), Component("swa", Extent.POINT, 1, 1)),
+        )
+        self.capacity = capacity
+        self.turns: dict[TurnId, Held] = {}
+        self.points: set[bytes] = set()
+        self.finished: list[TurnId] = []
+        self._states = set(range(state_slots))
+
+    @property
+    def used(self) -> int:
+        return sum(held.blocks for held in self.turns.values())
+
+    def begin(self, turn: Turn, now: float) -> Begun | Refused:
+        assert turn.turn_id not in self.turns, "begun twice"
+        total = len(turn.tokens) // TOKEN_BYTES
+        prefixes = (
+            turn.tokens[: depth * TOKEN_BYTES]
+            for depth in range((total - 1) // BLOCK * BLOCK, 0, -BLOCK)
+        )
+        found = next((prefix for prefix in prefixes if prefix in self.points), b"")
+        restored = len(found) // TOKEN_BYTES
+        if not self._states or self.used + restored // BLOCK > self.capacity:
+            return Refused(Reason.NO_STATE_BLOCK)
+        state = self._states.pop()
+        self.turns[turn.turn_id] = Held(turn.tokens, computed=found, state=state)
+        effect: Effect = LoadPoint({"swa": 0}, state) if restored else ResetState(state)
+        return Begun(restored, (effect,), restored, turn.tokens[len(found) :])
+
+    def reserve(self, turn_id: TurnId, upto: int, now: float) -> tuple[Effect, ...] | NoRoom:
+        held = self.turns[turn_id]
+        more = max(0, -(-upto // BLOCK) - held.blocks)
+        if self.used + more > self.capacity:
+            return NoRoom("dense", self.used + more - self.capacity)
+        held.blocks += more
+        return ()
+
+    def advance(self, turn_id: TurnId, tokens: Packed, now: float) -> None:
+        held = self.turns[turn_id]
+        held.computed += tokens
+        assert len(held.computed) <= held.blocks * BLOCK * TOKEN_BYTES, "computed beyond its slots"
+        prompt = min(len(held.tokens), len(held.computed))
+        assert held.computed[:prompt] == held.tokens[:prompt], "not this turn's tokens"
+
+    def snapshot(self, turn_id: TurnId, now: float) -> tuple[Effect, ...]:
+        held = self.turns[turn_id]
+        assert len(held.computed) % (BLOCK * TOKEN_BYTES) == 0, "snapshot off a boundary"
+        self.points.add(held.computed)
+        return (SavePoint(held.state, {"swa": 0}),)
+
+    def fork(self, turn_id: TurnId, child_id: TurnId, now: float) -> tuple[Effect, ...] | NoRoom:
+        held = self.turns[turn_id]
+        if self.used + held.blocks > self.capacity or not self._states:
+            return NoRoom("dense", 1)
+        child = Held(held.tokens, computed=held.computed, state=self._states.pop())
+        child.blocks = held.blocks
+        self.turns[child_id] = child
+        return ()
+
+    def finish(self, turn_id: TurnId, now: float) -> None:
+        self.abort(turn_id, now)
+        self.finished.append(turn_id)
+
+    def abort(self, turn_id: TurnId, now: float) -> None:
+        self._states.add(self.turns.pop(turn_id).state)
+
+    def table(self, turn_id: TurnId) -> Table:
+        held = self.turns[turn_id]
+        return Table({"dense": list(range(held.blocks))}, held.state)
+
+    def check(self) -> None:
+        assert self.used <= self.capacity
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Plays the engine: token t of a choice is `1000 + t`, lengths are drawn at arrival."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = FakeCache(CAPACITY_BLOCKS)
+        self.scheduler = Scheduler(self.cache, LIMITS)
+        self.now = 0.0
+        self.arrived = 0
+        self.wanted: dict[TurnId, int] = {}
+        self.output: dict[TurnId, list[int]] = {}
+        self.prompts: dict[TurnId, list[int]] = {}
+        self.gone: set[str] = set()
+
+    @rule(
+        shared=st.integers(0, 20),
+        own=st.integers(1, 24),
+        lengths=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    )
+    def arrive(self, shared: int, own: int, lengths: list[int]) -> None:
+        self.arrived += 1
+        request_id = f"r{self.arrived}"
+        prompt = [*range(shared), *[100 + self.arrived] * own]
+        turn_ids = tuple(TurnId(f"{request_id}.{i}") for i in range(len(lengths)))
+        arrival = Arrival(
+            request_id=request_id,
+            turn_ids=turn_ids,
+            prompt=prompt,
+            max_new_tokens=max(lengths),
+        )
+        if isinstance(self.scheduler.arrive(arrival), Rejected):
+            return
+        for turn_id, length in zip(turn_ids, lengths, strict=True):
+            self.wanted[turn_id], self.output[turn_id] = length, []
+            self.prompts[turn_id] = prompt
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        turn_id = data.draw(st.sampled_from(sorted(self.wanted)))
+        request_id = turn_id.split(".")[0]
+        self.gone.add(request_id)
+        self.scheduler.abort(request_id, self.now)
+        self.wanted = {t: n for t, n in self.wanted.items() if t.split(".")[0] != request_id}
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule()
+    def step(self) -> None:
+        self.now += 1
+        plan = self.scheduler.plan(self.now)
+        assert not plan.failed, "every accepted request fits when it is alone"
+        assert plan.chunks or plan.rows or plan.preempted, "a step without progress"
+        assert plan.prefill_tokens <= LIMITS.prefill_tokens_a_step
+        self.check_work(plan)
+        tokens: dict[TurnId, int] = {}
+        for turn_id in (
+            *(t for chunk in plan.chunks for t in chunk.sample_for),
+            *(row.turn_id for row in plan.rows),
+        ):
+            assert turn_id not in tokens, "sampled twice in one step"
+            tokens[turn_id] = 1000 + len(self.output[turn_id])
+            self.output[turn_id].append(tokens[turn_id])
+        ended = {t for t in tokens if len(self.output[t]) == self.wanted[t]}
+        self.scheduler.step_done(tokens, ended, now=self.now)
+        for turn_id in ended:
+            del self.wanted[turn_id]
+
+    def check_work(self, plan: StepPlan) -> None:
+        """Every token is computed at its place, in slots that are the turn's."""
+        for chunk in plan.chunks:
+            known = self.prompts[chunk.turn_id] + self.output[chunk.turn_id]
+            end = chunk.start + len(chunk.tokens)
+            assert list(chunk.tokens) == known[chunk.start : end]
+            assert len(chunk.table.range["dense"]) * BLOCK >= end
+            assert (end == len(known)) == bool(chunk.sample_for)
+            assert end % LIMITS.chunk_tokens == 0 or end >= (len(known) - 1) // BLOCK * BLOCK
+        for row in plan.rows:
+            known = self.prompts[row.turn_id] + self.output[row.turn_id]
+            assert (row.position, row.token) == (len(known) - 1, known[-1])
+
+    @invariant()
+    def holds(self) -> None:
+        self.scheduler.check()
+
+    def teardown(self) -> None:
+        for _ in range(2000):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        assert not self.wanted, "a request never ended"
+        counts = self.scheduler.counts
+        assert counts.arrived == counts.done + counts.rejected
+        assert not self.cache.turns
+        assert self.cache.used == 0
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

@@ -1,0 +1,298 @@
+"""The worker over HTTP, asked by the openai client: a real uvicorn on a free port."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import uvicorn  # noqa: E402
+
+from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker  # noqa: E402
+from ownerserve.engines.hf.serve import listen, url_of  # noqa: E402
+from ownerserve.engines.hf.server import make_app  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+MODEL = "tiny-v4"
+CHAT = [{"role": "user", "content": "Tell me what you know about rivers, please."}]
+WAIT_S = 20.0
+
+
+class Served:
+    """A worker behind uvicorn in a thread."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.worker: Worker = build_worker(
+            WorkerOptions(model=MODEL, kv_bytes=16 << 20, max_running=4)
+        )
+        bound: socket.socket = listen("127.0.0.1", 0)
+        self.url = url_of(bound)
+        config = uvicorn.Config(
+            make_app(self.worker), log_level="error", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([bound],))
+        self._thread.start()
+        until(lambda: self._server.started)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="-", max_retries=0)
+        self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
+
+    def close(self) -> None:
+        self.client.close()
+        self.http.close()
+        self._server.should_exit = True
+        self._thread.join(WAIT_S)
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = self.http.get("/ownerserve/status").raise_for_status().json()
+        return status
+
+    def metric(self, name: str) -> float:
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.close()
+
+
+def ask(served: Served, **fields: Any) -> Any:
+    given = {"model": MODEL, "messages": CHAT, "max_tokens": 12, "temperature": 0, **fields}
+    return served.client.chat.completions.create(**given)
+
+
+def test_models(served: Served) -> None:
+    [model] = served.client.models.list().data
+    assert model.id == MODEL
+
+
+def test_chat_streamed_and_whole_say_the_same(served: Served) -> None:
+    whole = ask(served, logprobs=True, top_logprobs=2)
+    choice = whole.choices[0]
+    assert choice.finish_reason == "length"
+    assert len(choice.message.content) == 12  # one byte a token, all ASCII
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (47, 12)
+
+    chunks = list(ask(served, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == choice.message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    usage = chunks[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (47, 12)
+    assert usage.prompt_tokens_details.cached_tokens == 32
+    assert all(c.usage is None for c in chunks[:-1])
+
+    logprobs = choice.logprobs.content
+    assert [p.token for p in logprobs] == list(choice.message.content)
+    assert all(p.logprob == p.top_logprobs[0].logprob <= 0 for p in logprobs)
+    assert [bytes(p.bytes) for p in logprobs] == [c.encode() for c in choice.message.content]
+    assert len(logprobs[0].top_logprobs) == 2
+
+
+def test_completions_with_text_and_with_tokens(served: Served) -> None:
+    create = served.client.completions.create
+    by_text = create(model=MODEL, prompt="once upon a time", temperature=0, logprobs=1, seed=1)
+    by_tokens = create(
+        model=MODEL, prompt=list(b"once upon a time"), temperature=0, logprobs=1, seed=1
+    )
+    assert by_text.choices[0].text == by_tokens.choices[0].text
+    assert by_text.usage.completion_tokens == 16
+    logprobs = by_text.choices[0].logprobs
+    assert "".join(logprobs.tokens) == by_text.choices[0].text
+    assert logprobs.text_offset == list(range(16))
+    assert [list(top.values()) for top in logprobs.top_logprobs] == [
+        [value] for value in logprobs.token_logprobs
+    ]
+
+
+def test_a_session_appends_to_its_last_turn(served: Served) -> None:
+    headers = {"x-session-id": "river-talk"}
+    body = {"prompt": "x" * 100, "max_tokens": 30, "temperature": 0, "return_token_ids": True}
+    first = served.http.post("/v1/completions", json=body, headers=headers)
+    assert first.headers["x-ownerserve-mode"] == "cold_prefill"
+    tokens = first.json()["choices"][0]["token_ids"]
+    body["prompt"] = [*b"x" * 100, *tokens, *b"and then?"]
+    second = served.http.post("/v1/completions", json=body, headers=headers)
+    assert second.headers["x-ownerserve-mode"] == "direct_append"
+    cached = second.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert int(second.headers["x-ownerserve-cached-tokens"]) == cached == 128
+    assert served.status()["sessions"] >= 1
+    assert served.metric('ownerserve_cached_tokens_total{component="csa_main"}') >= 128
+
+
+def test_choices_seeds_and_stop(served: Served) -> None:
+    one = ask(served, n=2, temperature=1.0, seed=7)
+    two = ask(served, n=2, temperature=1.0, seed=7)
+    texts = [choice.message.content for choice in one.choices]
+    assert [choice.message.content for choice in two.choices] == texts
+    assert texts[0] != texts[1]
+    assert one.usage.completion_tokens == 24
+
+    text = ask(served).choices[0].message.content
+    stop = text[5:8]
+    stopped = ask(served, stop=[stop]).choices[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.message.content == text[: text.index(stop)]
+    streamed = ask(served, stop=stop, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in streamed) == text[: text.index(stop)]
+
+    by_id = ask(served, extra_body={"stop_token_ids": [ord(text[4])]}).choices[0]
+    assert (by_id.message.content, by_id.finish_reason) == (text[: text.index(text[4])], "stop")
+
+
+def test_two_streamed_choices_keep_apart(served: Served) -> None:
+    whole = ask(served, n=2, temperature=1.0, seed=7)
+    texts = ["", ""]
+    for chunk in ask(served, n=2, temperature=1.0, seed=7, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("chat/completions", {"messages": CHAT, "max_tokens": -1}, 400, "max_tokens"),
+        ("chat/completions", {"messages": CHAT, "response_format": {"type": "x"}}, 400, None),
+        ("chat/completions", {"messages": [{"content": "x"}]}, 400, "messages[0].role"),
+        ("chat/completions", {"messages": CHAT, "model": "gpt-9"}, 404, "model"),
+        ("completions", {"prompt": [9999]}, 400, "prompt"),
+        ("completions", {"prompt": "a", "max_tokens": 10**6}, 400, None),
+        ("completions", {"prompt": "a", "echo": True}, 400, "echo"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [1]}]}, 400, None),
+        ("embeddings", {}, 404, None),
+    ],
+)
+def test_client_errors_in_openai_form(
+    served: Served, path: str, body: dict[str, Any], status: int, param: str | None
+) -> None:
+    answer = served.http.post(f"/v1/{path}", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (status, "invalid_request_error")
+    assert error["message"]
+    if param is not None:
+        assert error["param"] == param
+
+
+def test_a_session_named_twice_must_be_the_same(served: Served) -> None:
+    body = {"prompt": "a", "session_id": "one"}
+    answer = served.http.post("/v1/completions", json=body, headers={"x-session-id": "two"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "session_id"
+
+
+def test_the_context_limit_is_an_error_with_its_code(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(served, max_tokens=10**6, stream=True)
+    assert refused.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_hangs_up_frees_what_it_held(served: Served, streamed: bool) -> None:
+    idle = served.status()
+    aborted = served.metric('ownerserve_requests_total{outcome="aborted"}')
+    body = {"prompt": "y" * 200, "max_tokens": 5000, "stream": streamed, "ignore_eos": True}
+    host = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host[0], int(host[1]))) as line:
+        data = json.dumps(body).encode()
+        line.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data)
+            + data
+        )
+        until(lambda: served.status()["running"] == 1)
+    until(lambda: served.status()["running"] == 0)
+    after = served.status()
+    # what it had sealed stays in the cache, evictable; nothing else does
+    free, was = after["free_slots"], idle["free_slots"]
+    assert free["state"] == after["slots"]["state"]
+    kept = after["evictable_blocks"] - idle["evictable_blocks"]
+    assert was["csa_main"] - free["csa_main"] == kept
+    assert served.metric('ownerserve_requests_total{outcome="aborted"}') == aborted + 1
+
+
+def test_metrics_name_every_component(served: Served) -> None:
+    ask(served)
+    text = served.http.get("/metrics").text
+    for component in ("csa_main", "csa_index", "hca", "swa", "csa_overlap", "state"):
+        assert f'ownerserve_pool_slots_used{{component="{component}"}}' in text
+    assert served.metric("ownerserve_ttft_seconds_count") > 0
+    assert served.metric("ownerserve_step_seconds_count") > 0
+
+
+def test_health_fails_with_the_engine_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served()
+    try:
+        assert served.http.get("/health").status_code == 200
+        loop = served.worker.engine._steps
+
+        def broken(*_: object, **__: object) -> None:
+            raise RuntimeError("device lost")
+
+        stream = ask(served, stream=True, max_tokens=5000)
+        next(stream)
+        monkeypatch.setattr(loop._runner, "decode", broken)
+        with pytest.raises(openai.APIError, match="device lost"):
+            list(stream)
+        answer = served.http.get("/health")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "engine_dead"
+        with pytest.raises(openai.InternalServerError, match="device lost"):
+            ask(served)
+    finally:
+        served.close()
+
+
+def test_the_command_serves_says_so_and_stops_on_ctrl_c(tmp_path: Path) -> None:
+    ready = tmp_path / "url"
+    arguments = ["--port", "0", "--kv-memory", "8MiB", "--ready-file", str(ready), "--json", "-"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ownerserve.cli.main", "worker", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        until(lambda: ready.exists() or process.poll() is not None)
+        url = ready.read_text().strip()
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="-") as client:
+            answer = client.chat.completions.create(
+                model=MODEL, messages=CHAT, max_tokens=3, temperature=0
+            )
+        assert answer.usage.completion_tokens == 3
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+        process.communicate()
+    report = json.loads(out)
+    assert (report["schema"], report["url"]) == ("ownerserve.worker/1", url)
+    assert b"Traceback" not in errors
+    assert process.returncode == 0
