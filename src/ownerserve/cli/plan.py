@@ -1,0 +1,169 @@
+"""`ownerserve plan`: price a restore and explain it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ownerserve.cli.output import console_for, json_option, write_json
+from ownerserve.kv.descriptor import load_descriptor
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.geometry import Geometry
+from ownerserve.kv.registry import build
+from ownerserve.kv.registry.source import find_config, read_config
+from ownerserve.kv.units import format_bytes, parse_bytes
+from ownerserve.plan import explain
+from ownerserve.plan.cost.model import CostModel
+from ownerserve.plan.cost.roofline import GPUS, Shape, defaults, find_gpu
+from ownerserve.plan.cost.shape import shape_of
+from ownerserve.plan.inputs import Exactness, RestoreQuery, Tier
+from ownerserve.plan.outcome import Explanation
+from ownerserve.plan.question import ENGINES, Held, ask, model_state
+from ownerserve.plan.restore import Planner
+
+GPU_NAMES = ", ".join(gpu.name for gpu in GPUS.values())
+TIERS = [tier.value for tier in Tier]
+
+
+@click.command()
+@click.argument("config")
+@click.option("--context", default="64K", show_default=True, help="Tokens the session had.")
+@click.option(
+    "--new", "new_tokens", default="758", show_default=True, help="Tokens this turn adds."
+)
+@click.option("--shared", help="Tokens it shares with them, when it branches. Default: all.")
+@click.option("--tier", type=click.Choice(TIERS), default="disk", show_default=True,
+              help="Where the range state (global KV) is.")  # fmt: skip
+@click.option("--state-tier", type=click.Choice([*TIERS, "none"]), help="Where point state is"
+              " (windows, recurrent); none: nobody kept it. Default: as --tier.")  # fmt: skip
+@click.option("--checkpoint-every", metavar="TOKENS", help="Point state stands at these multiples"
+              " only. Default: at the end of the context.")  # fmt: skip
+@click.option("--engine", type=click.Choice(list(ENGINES)), default="hf", show_default=True,
+              help="Whose abilities to plan with.")  # fmt: skip
+@click.option("--gpu", default="H200", show_default=True, help=f"One of {GPU_NAMES}.")
+@click.option("--gpus", type=int, default=1, show_default=True, help="Tensor-parallel GPUs.")
+@click.option("--active-params", metavar="N", help="Active parameters, like 3.3B.")
+@click.option("--kv", metavar="DESCRIPTOR", help="Engine KV descriptor; see `inspect --help`.")
+@click.option("--approximate", "allowed", flag_value=Exactness.BOUNDED_REPLAY.value,
+              help="Also offer bounded replay, which is not exact.")  # fmt: skip
+@click.option("--costs", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
+              help="Measured costs of a worker, instead of data-sheet defaults.")  # fmt: skip
+@json_option
+def command(config: str, json_target: str | None, **options: str | int | None) -> None:
+    """Price the ways back to a session's state, and say why one is taken.
+
+    CONFIG is a model's config.json or the name of a shipped example.
+
+    \b
+    ownerserve plan deepseek-v4-pro --context 110K --new 758 --tier disk --gpu H200 --gpus 8
+    ownerserve plan deepseek-v4-pro --context 110K --shared 90K --tier host --state-tier none
+    ownerserve plan gemma-3-27b --context 64K --tier disk --state-tier none
+    ownerserve plan gpt-oss-120b --engine vllm --state-tier none --json -
+
+    \b
+    queue      until the engine is free         load       loading that nothing hides
+    recompute  replay and prefill               stall      loading left after the compute
+    hidden     loading beside queue or compute  memory     lambda x device memory newly taken
+    """
+    text = {name: None if value is None else str(value) for name, value in options.items()}
+    path = find_config(config)
+    loaded = read_config(path)
+    kv = text["kv"]
+    spec = build(loaded, None if kv is None else load_descriptor(kv))
+    geometry = Geometry.of(spec)
+    shape = shape_of(spec, loaded, active_parameters=_count(text["active_params"]))
+    model = _costs(text, shape)
+    query = _query(text, geometry)
+    planner = Planner(model_state(geometry), ENGINES[str(text["engine"])])
+    explanation = planner.explain(query, model.prices())
+    name = path.parent.name if path.name == "config.json" else path.stem
+    if json_target != "-":
+        _show(explanation, console_for(json_target), title=f"{name}, costs: {model.label}")
+    head = {
+        "model": name,
+        "kv_descriptor": spec.kv_descriptor,
+        "costs": model.label,
+        "sources": model.sources(),
+        "engine": text["engine"],
+        "tokens": query.tokens,
+        "shared_tokens": query.known_tokens,
+        "active_parameters": shape.active_parameters,
+    }
+    write_json(json_target, "plan", {**head, **explain.to_data(explanation)})
+
+
+def _costs(text: Mapping[str, str | None], shape: Shape) -> CostModel:
+    """Measured costs when a file was named, a GPU's defaults otherwise."""
+    if (measured := text["costs"]) is not None:
+        return CostModel.restore(Path(measured).read_bytes())
+    gpu = find_gpu(str(text["gpu"]))
+    return CostModel(defaults(shape, gpu, gpus=int(str(text["gpus"]))))
+
+
+def _query(text: Mapping[str, str | None], geometry: Geometry) -> RestoreQuery:
+    tier = Tier(str(text["tier"]))
+    state = text["state_tier"]
+    held = Held(
+        context_tokens=_tokens(text, "context", least=0),
+        new_tokens=_tokens(text, "new_tokens"),
+        shared_tokens=None if text["shared"] is None else _tokens(text, "shared", least=0),
+        range_tier=tier,
+        point_tier=tier if state is None else None if state == "none" else Tier(state),
+        checkpoint_every=None if text["checkpoint_every"] is None
+        else _tokens(text, "checkpoint_every"),
+    )  # fmt: skip
+    return ask(geometry, held, allowed=Exactness(text["allowed"] or Exactness.EXACT))
+
+
+def _show(explanation: Explanation, console: Console, *, title: str) -> None:
+    """The table for people: cheapest first, one of each kind before others of the same kind."""
+    rows = [explain.row_of(way) for way in explain.notable(explanation)]
+    shown = [i for i, name in enumerate(explain.COLUMNS) if any(row.ms[i] for row in rows)]
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        width=min(console.width, 120),
+    )
+    table.add_column("way back", ratio=1)
+    for name in ("tokens", "moved", *(f"{explain.COLUMNS[i]}" for i in shown)):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.name if row.exactness == Exactness.EXACT else f"{row.name}, {row.exactness}",
+            f"{row.computed_tokens:,}",
+            format_bytes(row.moved_bytes),
+            *(f"{row.ms[i]:,.0f}" if row.ms[i] >= 100 else f"{row.ms[i]:.1f}" for i in shown),
+            style="bold" if row == explain.row_of(explanation.plan.chosen) else "",
+        )
+    console.print(table)
+    console.print(f"[bold]taken:[/] {explain.summary(explanation.plan)}", highlight=False)
+    for reason, positions in explain.grouped(explanation.not_offered).items():
+        where = f"at {positions[0]:,}" if len(positions) == 1 else f"{len(positions)} points"
+        console.print(f"[dim]not offered: {reason} ({where})[/]", highlight=False)
+
+
+def _tokens(text: Mapping[str, str | None], name: str, *, least: int = 1) -> int:
+    """Tokens as `64K` (binary) or `65536`."""
+    flag = "--new" if name == "new_tokens" else f"--{name.replace('_', '-')}"
+    count = parse_bytes(str(text[name]), field=flag)
+    if count < least:
+        raise InvalidInput(flag, f"{count}", f"use {least} or more")
+    return count
+
+
+def _count(text: str | None) -> float | None:
+    """Parameters as `3.3B`, `700M` or a plain number."""
+    if text is None:
+        return None
+    scale = {"M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
+    try:
+        return float(text if scale == 1.0 else text[:-1]) * scale
+    except ValueError as error:
+        raise InvalidInput("--active-params", f"{text!r}", "write it like 3.3B") from error

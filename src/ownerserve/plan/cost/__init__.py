@@ -1,0 +1,1 @@
+"""What things cost, as measured: loads per tier, prefill, replay, queues; and how wrong that is."""

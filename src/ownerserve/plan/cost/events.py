@@ -1,0 +1,41 @@
+"""What a running node tells the cost model. Service times and waiting times come apart."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ownerserve.plan.inputs import Backlog, Tier
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """`bytes` came from `tier` in `ms`, waiting behind other loads not included."""
+
+    tier: Tier
+    bytes: int
+    ms: float
+
+
+class Prefilled(msgspec.Struct, frozen=True, tag=True):
+    """`new` tokens after `prefix` others were computed in `ms`."""
+
+    new: int
+    prefix: int
+    ms: float
+
+
+class Replayed(msgspec.Struct, frozen=True, tag=True):
+    """`new` tokens after `prefix` others were computed again below the write floor in `ms`."""
+
+    new: int
+    prefix: int
+    ms: float
+
+
+class Waited(msgspec.Struct, frozen=True, tag=True):
+    """A request that met `backlog` on arrival started `ms` later."""
+
+    backlog: Backlog
+    ms: float
+
+
+Observation = Loaded | Prefilled | Replayed | Waited

@@ -1,0 +1,47 @@
+"""One moment's prices as plain numbers: what the planner multiplies and adds."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ownerserve.plan.cost.compute import Coefficients
+from ownerserve.plan.cost.load import LoadTable
+from ownerserve.plan.inputs import Backlog, Tier
+
+PREFILL, REPLAY, QUEUE = "prefill", "replay", "queue"
+"""Names of the estimates that are no tier, beside the tiers' own names."""
+
+
+class Prices(msgspec.Struct, frozen=True):
+    """A frozen copy of what a cost model knows (made by CostModel.prices).
+
+    `untrusted` names each estimate whose recent error is too large to decide by itself, with its
+    error factor.
+    """
+
+    tiers: dict[Tier, LoadTable]
+    prefill: Coefficients
+    replay: Coefficients
+    queue_ratio: float
+    untrusted: dict[str, float]
+
+    def queue_ms(self, backlog: Backlog) -> float:
+        """How long the engine is busy with what stands before a new request."""
+        fixed = self.prefill.a_ms * backlog.requests
+        token_ms = self.prefill.b_ms + self.prefill.c_ms * backlog.context_tokens
+        return self.queue_ratio * (fixed + token_ms * backlog.prefill_tokens)
+
+    def scaled(self, name: str, factor: float) -> Prices:
+        """The prices if the estimate `name` were off by `factor`: a what-if, trusted throughout."""
+        tiers, prefill, replay, queue = self.tiers, self.prefill, self.replay, self.queue_ratio
+        if name == PREFILL:
+            prefill = prefill.scaled(factor)
+            # The queue is priced with the prefill's coefficients but has a ratio of its own.
+            queue = queue / factor
+        elif name == REPLAY:
+            replay = replay.scaled(factor)
+        elif name == QUEUE:
+            queue = queue * factor
+        else:
+            tiers = {t: table.scaled(factor) if t == name else table for t, table in tiers.items()}
+        return Prices(tiers, prefill, replay, queue, {})

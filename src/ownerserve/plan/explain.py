@@ -1,0 +1,96 @@
+"""A plan in words: one line for logs and metrics, rows for a table, plain data for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ownerserve.plan.outcome import Basis, Explanation, NotOffered, Priced, RestorePlan
+
+COLUMNS = ("queue", "load", "recompute", "stall", "memory", "total", "hidden")
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One way back as a table shows it; times in ms."""
+
+    name: str
+    position: int
+    computed_tokens: int
+    moved_bytes: int
+    ms: tuple[float, ...]
+    exactness: str
+
+
+def row_of(way: Priced) -> Row:
+    """`way` as a row; `ms` in the order of COLUMNS."""
+    t = way.terms
+    ms = (t.queue_ms, t.load_ms, t.recompute_ms, t.stall_ms, t.hbm_ms, t.total_ms, t.hidden_ms)
+    return Row(
+        describe(way), way.position, way.computed_tokens, way.moved_bytes, ms, way.exactness.value
+    )
+
+
+def describe(way: Priced) -> str:
+    """Like "load_global + replay 7,747 + prefill from 92,160": ways of one kind told apart."""
+    text = way.name
+    if way.position > 0:
+        text += f" from {way.position:,}"
+    if way.computed_from < way.position:
+        again = f"replay {way.position - way.computed_from:,}"
+        again += f" after point {way.checkpoint:,}" if way.checkpoint is not None else ""
+        text = text.replace("replay", again)
+    return text
+
+
+def summary(plan: RestorePlan) -> str:
+    """One line: what is done, what it takes, what it saves, and what decided."""
+    way, t = plan.chosen, plan.chosen.terms
+    parts = (
+        describe(way),
+        f"ttft {t.ttft_ms:.1f} ms (queue {t.queue_ms:.1f}, load {t.load_ms:.1f},"
+        f" recompute {t.recompute_ms:.1f}, stall {t.stall_ms:.1f}, hidden {t.hidden_ms:.1f})",
+        f"saves {plan.reuse_benefit_ms:.1f} ms against a full prefill",
+        f"by {plan.basis}",
+    )
+    return "; ".join(parts)
+
+
+def notable(explanation: Explanation, *, most: int = 8) -> Sequence[Priced]:
+    """The ways worth showing: the cheapest of each kind first, then the cheapest others."""
+    kinds: dict[tuple[str, str], Priced] = {}
+    for way in explanation.alternatives:
+        kinds.setdefault((way.name, way.exactness.value), way)
+    firsts = list(kinds.values())
+    others = [way for way in explanation.alternatives if way not in firsts]
+    return sorted((firsts + others)[:most], key=lambda way: way.terms.total_ms)
+
+
+def grouped(omitted: Sequence[NotOffered]) -> dict[str, list[int]]:
+    """Reasons to positions: "replay: engine_cannot_replay" -> [1024, 768, ...]."""
+    groups: dict[str, list[int]] = {}
+    for item in omitted:
+        groups.setdefault(f"{item.action}: {item.why}", []).append(item.position)
+    return groups
+
+
+def to_data(explanation: Explanation) -> dict[str, object]:
+    """Everything, as plain data."""
+    plan = explanation.plan
+    return {
+        "chosen": _priced(plan.chosen),
+        "basis": plan.basis.value,
+        "decided_by_cost": plan.basis is Basis.COST,
+        "reuse_benefit_ms": plan.reuse_benefit_ms,
+        "full_prefill_ms": plan.prefill_total_ms,
+        "alternatives": [_priced(way) for way in explanation.alternatives],
+        "not_offered": [msgspec.to_builtins(item) for item in explanation.not_offered],
+    }
+
+
+def _priced(way: Priced) -> dict[str, object]:
+    data: dict[str, object] = msgspec.to_builtins(way)
+    terms = way.terms
+    data["name"] = describe(way)
+    data["ttft_ms"], data["total_ms"] = terms.ttft_ms, terms.total_ms
+    return data

@@ -1,0 +1,211 @@
+"""What must be loaded, and how long that takes on one engine at one moment's prices.
+
+`Carrier` turns bytes by tier into ms. `RangeLoads` answers for [0, position) of one query; points
+are asked for deepest first, so it walks the spans once, from the end.
+
+      spans   │ device │  host  │ host │   disk    │
+      books     {}       {h}      {h}    {h, d}       what [0, position) needs, by tier
+                                            ^ inside a span only its own tier's bytes change
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from ownerserve.plan.cost.load import LoadTable
+from ownerserve.plan.cost.prices import Prices
+from ownerserve.plan.inputs import Abilities, Piece, RestoreQuery, Span, Tier
+
+Book = dict[Tier, int]
+"""Bytes to bring, by tier."""
+
+
+class Freight:
+    """Bytes to bring, those already on their way apart."""
+
+    __slots__ = ("late", "now", "ready_ms")
+
+    def __init__(self) -> None:
+        self.now: Book = {}
+        self.late: Book = {}
+        self.ready_ms = 0.0
+
+    def add(self, piece: Piece, count: int) -> None:
+        """Count `count` bytes of `piece`."""
+        book = self.now
+        if piece.ready_ms > 0.0:
+            book = self.late
+            self.ready_ms = max(self.ready_ms, piece.ready_ms)
+        book[piece.tier] = book.get(piece.tier, 0) + count
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that are not on the device and have no place reserved there yet."""
+        moved = sum(self.now.values()) + sum(self.late.values())
+        return moved - self.now.get(Tier.DEVICE, 0) - self.late.get(Tier.DEVICE, 0)
+
+
+def share(piece: Piece, used: int, of: int) -> int:
+    """Bytes of `used` tokens of a piece that spans `of`, rounded up."""
+    return -(-piece.bytes * used // of)
+
+
+def freight_until(spans: tuple[Span, ...], position: int) -> Freight:
+    """What of `spans` must be brought for [0, position)."""
+    freight = Freight()
+    for span in spans:
+        start, end = span.start, span.end
+        if start >= position:
+            break
+        for piece in span.pieces:
+            whole = end <= position
+            count = piece.bytes if whole else share(piece, position - start, end - start)
+            freight.add(piece, count)
+    return freight
+
+
+class Carrier:
+    """Bytes by tier to ms, for one engine, one moment's prices and one backlog."""
+
+    __slots__ = ("_backlog", "tables", "via_host")
+
+    def __init__(self, prices: Prices, abilities: Abilities, query: RestoreQuery) -> None:
+        self.tables = prices.tiers
+        self.via_host = abilities.landing_tier is Tier.HOST
+        self._backlog = query.backlog.tier_bytes
+
+    def has_price(self, pieces: tuple[Piece, ...]) -> bool:
+        """Whether every tier of `pieces` can be priced."""
+        return all(piece.tier is Tier.DEVICE or piece.tier in self.tables for piece in pieces)
+
+    def ms(self, freight: Freight) -> float:
+        """Time until all of it is in place, from when loading may begin.
+
+        Tiers load one after another (they share the way into the device). What is still on its way
+        comes last: end = max(everything else, ready) + its own load.
+        """
+        now_ms = self.book_ms(freight.now)
+        if freight.ready_ms <= 0.0:
+            return now_ms
+        return max(now_ms, freight.ready_ms) + self.book_ms(freight.late)
+
+    def book_ms(self, book: Book) -> float:
+        """Time to load a book's bytes; with a host landing all of them cross to the device too."""
+        total_ms, landed = 0.0, 0
+        for tier, count in book.items():
+            if tier is Tier.DEVICE:
+                continue
+            landed += count
+            if tier is not Tier.HOST or not self.via_host:
+                total_ms += self.tables[tier].ms(count) + self.wait_ms(tier)
+        if self.via_host and landed:
+            total_ms += self.tables[Tier.HOST].ms(landed) + self.wait_ms(Tier.HOST)
+        return total_ms
+
+    def wait_ms(self, tier: Tier) -> float:
+        """What was asked of `tier` before: part of this load's time, not of the engine's queue."""
+        ahead = self._backlog.get(tier, 0)
+        return self.tables[tier].ms(ahead) if ahead else 0.0
+
+    def point_ms(self, pieces: tuple[Piece, ...]) -> float:
+        """Time to load one boundary's point state; it is read apart from range state."""
+        if not pieces:
+            return 0.0
+        if len(pieces) == 1 and not self.via_host:
+            piece = pieces[0]
+            table = self.tables.get(piece.tier)
+            if table is not None and piece.ready_ms <= 0.0:
+                return table.ms(piece.bytes) + (self.wait_ms(piece.tier) if self._backlog else 0.0)
+        if not self.has_price(pieces):
+            return inf
+        freight = Freight()
+        for piece in pieces:
+            freight.add(piece, piece.bytes)
+        return self.ms(freight)
+
+
+class RangeLoads:
+    """How long the range state of [0, position) takes to load. Ask deepest position first."""
+
+    __slots__ = (
+        "_at",
+        "_base_ms",
+        "_before",
+        "_carrier",
+        "_length",
+        "_own_bytes",
+        "_own_table",
+        "_piece_bytes",
+        "_spans",
+        "_start",
+        "covered",
+    )
+
+    def __init__(self, spans: tuple[Span, ...], carrier: Carrier) -> None:
+        self._carrier = carrier
+        self.covered = 0
+        """How far range state can be had, from 0."""
+        total = Freight()
+        usable = 0
+        for span in spans:
+            if span.pieces:
+                if not carrier.has_price(span.pieces):
+                    break
+                for piece in span.pieces:
+                    total.add(piece, piece.bytes)
+            self.covered = span.end
+            usable += 1
+        self._spans = spans[:usable]
+        self._at = usable
+        # Bytes before span `_at` by tier; None where only a full sum will do (loads under way, a
+        # second hop). Then the time of all tiers but the span's own, and that one's bytes.
+        on_device = Tier.DEVICE in total.now
+        self._before = None if total.late or carrier.via_host or on_device else total.now
+        self._start = self.covered
+        self._length = self._piece_bytes = self._own_bytes = 0
+        self._base_ms = 0.0
+        self._own_table: LoadTable | None = None
+
+    def ms_until(self, position: int) -> float:
+        """Time to load [0, position); `position` must not exceed `covered`."""
+        if position <= 0:
+            return 0.0
+        if self._before is None:
+            return self._carrier.ms(freight_until(self._spans, position))
+        if position <= self._start:
+            self._walk_to(position)
+        table = self._own_table
+        if table is None:
+            return self._base_ms
+        if len(self._spans[self._at].pieces) > 1:
+            return self._carrier.ms(freight_until(self._spans, position))
+        used = -(-self._piece_bytes * (position - self._start) // self._length)
+        return self._base_ms + table.ms(self._own_bytes + used)
+
+    def moved_until(self, position: int) -> int:
+        """Bytes of [0, position) that newly come to the device."""
+        return freight_until(self._spans, position).moved_bytes
+
+    def _walk_to(self, position: int) -> None:
+        """Step down to the span that holds `position`, taking what it passes off the books."""
+        before = self._before
+        assert before is not None
+        while True:
+            self._at -= 1
+            span = self._spans[self._at]
+            for piece in span.pieces:
+                before[piece.tier] -= piece.bytes
+            if span.start < position:
+                break
+        self._start, self._length = span.start, span.end - span.start
+        carrier, own_tier = self._carrier, None
+        self._own_bytes, self._base_ms, self._own_table = 0, 0.0, None
+        if span.pieces:
+            own_tier, self._piece_bytes = span.pieces[0].tier, span.pieces[0].bytes
+            self._own_table = carrier.tables[own_tier]
+            self._base_ms = carrier.wait_ms(own_tier)
+        for tier, count in before.items():
+            if tier is own_tier:
+                self._own_bytes = count
+            elif count:
+                self._base_ms += carrier.tables[tier].ms(count) + carrier.wait_ms(tier)

@@ -1,0 +1,192 @@
+"""What to do with a session's state while its tool runs: keep, spill, and when to fetch it back.
+
+    turn end ──── held ────┬─ gone ─────────┬─ fetched, held again ─── next turn
+                           T_spill          T_prefetch
+
+The gap G is taken as log-normal, from the session's own gaps as far as there are any (trace
+statistics: medians of seconds, 19 % over a minute, 7 % over five). Everything that is needed has a
+closed form in m(t) = E[min(G, t)]:
+
+    held before the spill     h * m(T_spill)
+    spill, and the way back   (w + L) * P(G > T_spill)
+    fetched ahead (saved)     - (m(T_prefetch + L) - m(T_prefetch))
+    held after that           h * (m(T_prefetch + ttl) - m(T_prefetch))
+
+with h the price of the memory (ms per s), w that of the spill, L the time to load. The two instants
+only meet in T_spill <= T_prefetch, so each is sought on a grid of the gap's quantiles. Pure.
+"""
+
+from __future__ import annotations
+
+from math import erf, exp, inf, log, sqrt
+from statistics import NormalDist
+
+import msgspec
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.messages import RestoreAction
+from ownerserve.plan.inputs import Abilities, Tier
+
+MEMORY_GAPS = 16
+"""A session's gaps older than about this many no longer count."""
+PRIOR_GAPS = 3.0
+"""What the population counts for, in observed gaps."""
+MIN_GAP_S = 1e-3
+GRID = 64
+_DEVIATIONS = tuple(NormalDist().inv_cdf((i + 0.5) / GRID) for i in range(GRID))
+MIN_SIGMA = 0.05
+"""Below this the grid of quantiles would be a point: no tool is that regular."""
+
+
+class Gap(msgspec.Struct, frozen=True):
+    """A gap's distribution: ln G is normal with mean `mu` and deviation `sigma` (G in s)."""
+
+    mu: float
+    sigma: float
+
+    def cdf(self, t_s: float) -> float:
+        """P(G <= t)."""
+        return _phi((log(t_s) - self.mu) / self.sigma) if t_s > 0.0 else 0.0
+
+    def mean_until(self, t_s: float) -> float:
+        """m(t) = E[min(G, t)]: how much of the gap lies before t, on average."""
+        if t_s <= 0.0:
+            return 0.0
+        if t_s == inf:
+            return exp(self.mu + self.sigma**2 / 2.0)
+        z = (log(t_s) - self.mu) / self.sigma
+        below = exp(self.mu + self.sigma**2 / 2.0) * _phi(z - self.sigma)
+        return below + t_s * (1.0 - _phi(z))
+
+    def quantile(self, share: float) -> float:
+        """The gap that `share` of all gaps stay below."""
+        return exp(self.mu + self.sigma * NormalDist().inv_cdf(share))
+
+
+POPULATION = Gap(mu=log(5.6), sigma=2.7)
+"""The log-normal through what design.md gives of Claude-Code sessions: 19 % of the gaps are over
+60 s, 7 % over 300 s. A fleet replaces it by its own."""
+
+
+class GapStats(msgspec.Struct):
+    """One session's gaps so far: exponentially forgotten mean and variance of ln G."""
+
+    count: int = 0
+    mean_log: float = 0.0
+    var_log: float = 0.0
+
+    def observe(self, gap_s: float) -> None:
+        """One gap, from the end of a turn to the arrival of the next."""
+        if gap_s < 0.0:
+            raise InvalidInput("gap_s", f"{gap_s}", "a gap can't be negative")
+        self.count += 1
+        weight = max(1.0 / self.count, 1.0 / MEMORY_GAPS)
+        off = log(max(gap_s, MIN_GAP_S)) - self.mean_log
+        self.mean_log += weight * off
+        self.var_log = (1.0 - weight) * (self.var_log + weight * off * off)
+
+    def gap(self, population: Gap = POPULATION) -> Gap:
+        """The next gap as expected: the session's own gaps, shrunk to the population's.
+
+        The mix of two groups: its variance counts how far their means lie apart.
+        """
+        own = min(self.count, MEMORY_GAPS)
+        share = own / (own + PRIOR_GAPS)
+        mu = share * self.mean_log + (1.0 - share) * population.mu
+        apart = share * (1.0 - share) * (self.mean_log - population.mu) ** 2
+        variance = share * self.var_log + (1.0 - share) * population.sigma**2
+        return Gap(mu, max(sqrt(variance + (apart if self.count else 0.0)), MIN_SIGMA))
+
+
+class GapCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the state costs while nobody uses it.
+
+    `hold_ms_per_s`: benefit that its memory would bring others, per second (lambda times its GiB
+    over the time that lambda is an average of). `spill_ms`: price of writing it, 0 when a copy
+    already lies below. `load_ms`: time to bring it back. `ttl_s`: it goes by itself after that.
+    """
+
+    hold_ms_per_s: float
+    spill_ms: float
+    load_ms: float
+    ttl_s: float = 300.0
+
+
+class GapPlan(msgspec.Struct, frozen=True):
+    """Seconds after the turn's end at which to spill and to fetch back; None: not at all.
+
+    `cost_ms` is what that costs on average, `hold_cost_ms` what just keeping it would have.
+    """
+
+    spill_after_s: float | None
+    prefetch_after_s: float | None
+    cost_ms: float
+    hold_cost_ms: float
+
+    @property
+    def actions(self) -> tuple[tuple[float, RestoreAction], ...]:
+        """(seconds after the turn's end, action): DROP gives up the device copy, once it is safe
+        below; PREFETCH brings it back."""
+        timed = (
+            (self.spill_after_s, RestoreAction.DROP),
+            (self.prefetch_after_s, RestoreAction.PREFETCH),
+        )
+        return tuple((at_s, action) for at_s, action in timed if at_s is not None)
+
+
+def can_prefetch(abilities: Abilities) -> bool:
+    """Whether state can be brought near before its request is there: into the device when the
+    engine takes state without an owner, into host memory when foreign state lands there anyway."""
+    return abilities.can_insert or abilities.landing_tier is Tier.HOST
+
+
+def plan_gap(gap: Gap, costs: GapCosts, abilities: Abilities) -> GapPlan:
+    """When to spill and when to fetch back, by expected cost."""
+    hold_cost = costs.hold_ms_per_s * gap.mean_until(costs.ttl_s)
+    best = GapPlan(None, None, hold_cost, hold_cost)
+    instants = [t for t in _grid(gap, costs) if t < costs.ttl_s]
+    # Sweeping T_spill downwards, the best T_prefetch after it only has to be compared with one new.
+    fetch_ms, fetch_at = 0.0, None
+    for t in reversed(instants):
+        if can_prefetch(abilities) and t > 0.0 and (ms := _prefetch_ms(gap, costs, t)) < fetch_ms:
+            fetch_ms, fetch_at = ms, t
+        total = _spill_ms(gap, costs, t) + fetch_ms
+        if total < best.cost_ms:
+            best = GapPlan(t, fetch_at, total, hold_cost)
+    return best
+
+
+def expected_cost_ms(
+    gap: Gap, costs: GapCosts, *, spill_after_s: float | None, prefetch_after_s: float | None
+) -> float:
+    """The expected cost of any two instants (None: not at all), as the docstring has it."""
+    if spill_after_s is None:
+        return costs.hold_ms_per_s * gap.mean_until(costs.ttl_s)
+    fetched = 0.0 if prefetch_after_s is None else _prefetch_ms(gap, costs, prefetch_after_s)
+    return _spill_ms(gap, costs, spill_after_s) + fetched
+
+
+def _spill_ms(gap: Gap, costs: GapCosts, t_s: float) -> float:
+    """Held until t, then spilled and loaded on demand."""
+    held = costs.hold_ms_per_s * gap.mean_until(t_s)
+    return held + (costs.spill_ms + costs.load_ms) * (1.0 - gap.cdf(t_s))
+
+
+def _prefetch_ms(gap: Gap, costs: GapCosts, t_s: float) -> float:
+    """What fetching at t adds: memory held again, less the load that is no longer waited for."""
+    load_s = costs.load_ms / 1e3
+    until = gap.mean_until(t_s)
+    held = costs.hold_ms_per_s * (gap.mean_until(t_s + costs.ttl_s) - until)
+    return held - 1e3 * (gap.mean_until(t_s + load_s) - until)
+
+
+def _grid(gap: Gap, costs: GapCosts) -> list[float]:
+    """Instants to try: the gap's quantiles, and one load before each (done just in time)."""
+    quantiles = [exp(gap.mu + gap.sigma * z) for z in _DEVIATIONS]
+    ahead = [t - costs.load_ms / 1e3 for t in quantiles]
+    return sorted({0.0, *quantiles, *(t for t in ahead if t > 0.0)})
+
+
+def _phi(z: float) -> float:
+    """The normal distribution function."""
+    return 0.5 * (1.0 + erf(z / sqrt(2.0)))

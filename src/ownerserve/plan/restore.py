@@ -1,0 +1,235 @@
+"""The restore planner: the cheapest way back for one turn, within what the engine can do.
+
+    argmin over ways of   T_queue + T_load + T_recompute + T_stall + lambda * M_HBM
+
+(seed 000 §2.6.6; terms as plan.outcome draws them). The search prices with plain floats and leaves
+out what can't win: points come deepest first, a shallower one computes more, so once computing
+alone costs more than the best way so far, all that follow are dominated.
+
+When an estimate has been badly wrong lately the planner asks, for each such estimate, whether the
+choice would change if it were off by its own mean error, up or down. If not, the price decides. If
+so, the ways that come out on top in some case can't be told apart by price, and observables
+decide among them: fewest tokens to compute (in steps of OBSERVABLE_STEP_TOKENS), then fewest bytes
+to move, then the least work pending at the tiers used (seed 002 §4.3.2's argument for observable
+load, applied where it is needed).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from math import inf
+
+from ownerserve.kv.units import GIB
+from ownerserve.plan.cost.prices import Prices
+from ownerserve.plan.freight import Carrier, RangeLoads, freight_until
+from ownerserve.plan.inputs import Abilities, Exactness, ModelState, Point, RestoreQuery
+from ownerserve.plan.outcome import Basis, Explanation, NotOffered, Priced, RestorePlan
+from ownerserve.plan.rules import (
+    device_hit,
+    why_no_bounded_replay,
+    why_no_replay,
+    why_not_one_length,
+)
+from ownerserve.plan.ways import PREFILL_ALL, Pricer, Way, open_ways, stages
+
+OBSERVABLE_STEP_TOKENS = 512
+"""Tokens to compute are compared in steps of this: within one, a pass takes about as long."""
+
+PREFER_SEALED = 1e-9
+"""At equal price (to rounding) sealed state is kept rather than computed anew."""
+
+
+class Planner:
+    """One model on one engine. Holds no state between plans.
+
+    `replay_tokens` is the exact replay length where replay may be offered at all, else None.
+    """
+
+    def __init__(self, model: ModelState, abilities: Abilities) -> None:
+        self.model = model
+        self.abilities = abilities
+        self.stages = stages(model, abilities)
+        may_replay = model.point_bytes > 0 and why_no_replay(model, abilities) is None
+        self.replay_tokens = model.exact_replay_tokens if may_replay else None
+
+    def plan(self, query: RestoreQuery, prices: Prices) -> RestorePlan:
+        """The way to take."""
+        search = _Search(self, query, prices)
+        way = search.best()
+        pricer = self._pricer(query, prices)
+        if prices.untrusted:
+            rivals = self._rivals(way, query, prices)
+            if len(rivals) > 1:
+                priced = [pricer.priced(rival) for rival in rivals]
+                chosen = min(priced, key=lambda p: _observable(p, query))
+                return RestorePlan(chosen, Basis.OBSERVABLES, search.prefill_total_ms)
+        return RestorePlan(pricer.priced(way), Basis.COST, search.prefill_total_ms)
+
+    def explain(self, query: RestoreQuery, prices: Prices) -> Explanation:
+        """The same plan with every alternative priced and every omission explained. Slow."""
+        carrier = Carrier(prices, self.abilities, query)
+        covered = RangeLoads(query.spans, carrier).covered
+        pricer = self._pricer(query, prices)
+        priced: list[Priced] = []
+        omitted: list[NotOffered] = []
+        for way in open_ways(
+            self.model, self.abilities, query=query, covered=covered, carrier=carrier
+        ):
+            if isinstance(way, NotOffered):
+                omitted.append(way)
+            else:
+                priced.append(pricer.priced(way))
+        priced.sort(key=lambda p: p.terms.total_ms)
+        return Explanation(self.plan(query, prices), tuple(priced), tuple(omitted))
+
+    def _pricer(self, query: RestoreQuery, prices: Prices) -> Pricer:
+        return Pricer(self.model, self.abilities, query=query, prices=prices)
+
+    def _rivals(self, way: Way, query: RestoreQuery, prices: Prices) -> list[Way]:
+        """`way`, and whatever would win if an untrusted estimate were off by its own error."""
+        rivals = [way]
+        for name, error_factor in prices.untrusted.items():
+            for factor in (error_factor, 1.0 / error_factor):
+                other = _Search(self, query, prices.scaled(name, factor)).best()
+                if other not in rivals:
+                    rivals.append(other)
+        return rivals
+
+
+def _observable(way: Priced, query: RestoreQuery) -> tuple[int, int, int]:
+    """How a way ranks by what can be seen, without any price."""
+    used = {step.tier for step in way.steps if step.tier is not None}
+    pending = sum(n for tier, n in query.backlog.tier_bytes.items() if tier in used)
+    return (-(-way.computed_tokens // OBSERVABLE_STEP_TOKENS), way.moved_bytes, pending)
+
+
+class _Search:
+    """One query's search. Prices are those of `ways.Pricer`, inlined to plain floats."""
+
+    def __init__(self, planner: Planner, query: RestoreQuery, prices: Prices) -> None:
+        model, abilities = planner.model, planner.abilities
+        self._model, self._query, self._prices = model, query, prices
+        self._carrier = Carrier(prices, abilities, query)
+        self._loads = RangeLoads(query.spans, self._carrier)
+        self._stages = planner.stages
+        self._queue_ms = prices.queue_ms(query.backlog)
+        self._load_from_ms = 0.0 if abilities.can_reserve else self._queue_ms
+        self._hit = None if abilities.per_group_hit else device_hit(query)
+        self._replay_tokens = planner.replay_tokens
+        bounded = why_no_bounded_replay(model, abilities, query) is None
+        self._bounded_tokens = model.bounded_replay_tokens if bounded else None
+        # Going on *at* an earlier point computes the same tokens as a replay from it and loads less
+        # range state; a replay only wins where it computes cheaper or shares memory that costs.
+        cheaper = (
+            prices.replay.b_ms < prices.prefill.b_ms or prices.replay.c_ms < prices.prefill.c_ms
+        )
+        self._resuming_dominates = not cheaper and query.hbm_ms_per_gib <= 0.0
+        self.prefill_total_ms = inf
+        self._best_ms = inf
+        self._best = PREFILL_ALL
+
+    def best(self) -> Way:
+        """The cheapest open way."""
+        tokens, covered = self._query.tokens, self._loads.covered
+        prefill, queue_ms, load_from_ms = self._prices.prefill, self._queue_ms, self._load_from_ms
+        a, b, c = prefill.a_ms, prefill.b_ms, prefill.c_ms
+        self.prefill_total_ms = self._total_ms(0.0, prefill.ms(tokens, 0), 0)
+        self._best_ms = self.prefill_total_ms * (1.0 + PREFER_SEALED)
+        points = self._query.points
+        for index in range(self._first_affordable(), len(points)):
+            point = points[index]
+            at = point.position
+            if at >= tokens or at > covered:
+                continue
+            new = tokens - at
+            compute_ms = a + new * (b + c * (at + 0.5 * new))
+            if queue_ms + compute_ms >= self._best_ms:
+                break
+            load_ms = self._loads.ms_until(at)
+            if load_from_ms + load_ms >= self._best_ms:
+                continue
+            if not point.lacks and (self._hit is None or self._is_one_length(point)):
+                all_ms = load_ms + self._carrier.point_ms(point.pieces)
+                if load_from_ms + all_ms < self._best_ms:
+                    total_ms = self._total_ms(all_ms, compute_ms, at)
+                    if total_ms < self._best_ms:
+                        self._best_ms, self._best = total_ms, Way(at, at, point)
+            if self._replay_tokens is not None:
+                self._try_replays(index, compute_ms, load_ms=load_ms)
+        return self._best
+
+    def _first_affordable(self) -> int:
+        """The deepest point whose range load alone is cheaper than a full prefill.
+
+        Loads only shrink with depth, so where the deepest is too dear the first that is not is
+        found by halving.
+        """
+        points, spans, covered = self._query.points, self._query.spans, self._loads.covered
+
+        def affordable(point: Point) -> bool:
+            if point.position > covered:
+                return False
+            load_ms = self._carrier.ms(freight_until(spans, point.position))
+            return self._load_from_ms + load_ms < self._best_ms
+
+        if not points or affordable(points[0]):
+            return 0
+        return bisect_left(points, 1, key=lambda point: int(affordable(point)))
+
+    def _try_replays(self, index: int, tail_ms: float, *, load_ms: float) -> None:
+        """The replays that end at point `index`: from nothing, bounded, from an earlier point.
+
+        `tail_ms` computes what follows the point, `load_ms` loads the range state before it.
+        """
+        assert self._replay_tokens is not None
+        at = self._query.points[index].position
+        start = max(0, at - self._replay_tokens)
+        compute_ms = tail_ms + self._again_ms(start, at)
+        if self._queue_ms + compute_ms < self._best_ms:
+            self._offer(Way(at, start, None), load_ms, compute_ms=compute_ms)
+        if self._bounded_tokens is not None and at > self._bounded_tokens:
+            bounded = Way(at, at - self._bounded_tokens, None, Exactness.BOUNDED_REPLAY)
+            compute_ms = tail_ms + self._again_ms(bounded.start, at)
+            self._offer(bounded, load_ms, compute_ms=compute_ms)
+        if self._resuming_dominates:
+            return
+        for earlier in self._query.points[index + 1 :]:
+            compute_ms = tail_ms + self._again_ms(earlier.position, at)
+            if earlier.position <= start or self._queue_ms + compute_ms >= self._best_ms:
+                break
+            if not earlier.lacks:
+                all_ms = load_ms + self._carrier.point_ms(earlier.pieces)
+                self._offer(Way(at, earlier.position, earlier), all_ms, compute_ms=compute_ms)
+
+    def _again_ms(self, start: int, floor: int) -> float:
+        """What computing [start, floor) again adds to the pass that follows it."""
+        replay, again = self._prices.replay, floor - start
+        fixed_ms = replay.a_ms - self._prices.prefill.a_ms
+        ms = again * (replay.b_ms + replay.c_ms * (start + 0.5 * again))
+        return ms + fixed_ms if fixed_ms > 0.0 else ms
+
+    def _offer(self, way: Way, load_ms: float, *, compute_ms: float) -> None:
+        """Keep `way` if it is the best so far."""
+        total_ms = self._total_ms(load_ms, compute_ms, way.position)
+        if total_ms < self._best_ms:
+            self._best_ms, self._best = total_ms, way
+
+    def _total_ms(self, load_ms: float, compute_ms: float, position: int) -> float:
+        """Time to the first token and lambda * M_HBM, as Pricer.terms adds them up."""
+        begin = self._load_from_ms + load_ms / self._stages
+        if begin < self._queue_ms:
+            begin = self._queue_ms
+        total = begin + compute_ms
+        end = self._load_from_ms + load_ms + compute_ms / self._stages
+        if end > total:
+            total = end
+        rate = self._query.hbm_ms_per_gib
+        return total + rate * self._new_bytes(position) / GIB if rate else total
+
+    def _new_bytes(self, position: int) -> float:
+        own = self._model.range_bytes_per_token * (self._query.tokens - position)
+        return own + self._model.point_bytes + self._loads.moved_until(position)
+
+    def _is_one_length(self, point: Point) -> bool:
+        assert self._hit is not None
+        return why_not_one_length(self._model, self._query, point, hit=self._hit) is None
