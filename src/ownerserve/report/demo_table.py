@@ -26,8 +26,8 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(float(np.mean(values)), *(float(np.percentile(values, q)) for q in (50, 95)))
 
 
-class WorkerUse(msgspec.Struct, frozen=True):
-    """What of a worker's status the demo reads: slots, free slots and bytes a slot by component."""
+class PoolUse(msgspec.Struct, frozen=True):
+    """Of a worker's pool: slots, free ones, and what a slot occupies."""
 
     slots: dict[str, int]
     free_slots: dict[str, int]
@@ -39,6 +39,27 @@ class WorkerUse(msgspec.Struct, frozen=True):
             name: (self.slots[name] - self.free_slots[name]) * size
             for name, size in self.slot_bytes.items()
         }
+
+
+class Pressure(msgspec.Struct):
+    """What memory pressure did on all workers; the sums of the caches' counters."""
+
+    evictions: int = 0
+    evicted_tokens: int = 0
+    wanted_tokens: int = 0
+    points_lost: dict[str, int] = {}
+
+    def add(self, other: Pressure) -> None:
+        self.evictions += other.evictions
+        self.evicted_tokens += other.evicted_tokens
+        self.wanted_tokens += other.wanted_tokens
+        for reason, count in other.points_lost.items():
+            self.points_lost[reason] = self.points_lost.get(reason, 0) + count
+
+    @property
+    def beyond_need_tokens(self) -> float:
+        """Tokens freed beyond what was asked for, a mean per eviction."""
+        return (self.evicted_tokens - self.wanted_tokens) / max(self.evictions, 1)
 
 
 class PolicyResult(msgspec.Struct, frozen=True):
@@ -57,6 +78,7 @@ class PolicyResult(msgspec.Struct, frozen=True):
     modes: dict[str, int]
     requests_by_worker: dict[str, int]
     kv_bytes: dict[str, int]
+    pressure: Pressure
     first_errors: list[str]
 
 
@@ -84,6 +106,12 @@ def policy_table(results: Mapping[str, PolicyResult]) -> Table:
     )
     for mode in sorted({mode for c in columns for mode in c.modes}):
         row(f"turns: {mode}", [str(c.modes.get(mode, 0)) for c in columns])
+    row("evictions", [f"{c.pressure.evictions:,}" for c in columns])
+    row("tokens evicted", [f"{c.pressure.evicted_tokens:,}" for c in columns])
+    row("freed beyond need, tokens", [f"{c.pressure.beyond_need_tokens:.1f}" for c in columns])
+    for reason in sorted({reason for c in columns for reason in c.pressure.points_lost}):
+        cells = [f"{c.pressure.points_lost.get(reason, 0):,}" for c in columns]
+        row(f"restorable points lost: {reason}", cells)
     for component in dict.fromkeys(name for c in columns for name in c.kv_bytes):
         cells = [format_bytes(c.kv_bytes.get(component, 0)) for c in columns]
         row(f"KV kept: {component}", cells)

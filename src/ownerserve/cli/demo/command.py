@@ -65,7 +65,7 @@ POLICIES = ("affinity", "round_robin")
 )
 @click.option(
     "--kv-memory",
-    default="12MiB",
+    default="900KiB",
     show_default=True,
     help="KV pool of each worker. Small, so that sessions compete for it.",
 )
@@ -92,7 +92,7 @@ def command(
 
     \b
     ownerserve demo
-    ownerserve demo --sessions 16 --kv-memory 6MiB          more pressure
+    ownerserve demo --sessions 16 --kv-memory 64MiB         room for all
     ownerserve demo --trace sessions.jsonl.zst --turns 20   a real trace, scaled
     ownerserve demo --model tiny-qwen3next --json result.json
     """

@@ -7,6 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import msgspec
@@ -14,7 +15,9 @@ import msgspec
 from ownerserve.cli.demo.drive import Answer, SessionResult, run_conversations
 from ownerserve.cli.demo.processes import Fleet
 from ownerserve.cli.demo.workload import Conversation, Transcript
-from ownerserve.report.demo_table import PolicyResult, WorkerUse, spread
+from ownerserve.report.demo_table import PolicyResult, PoolUse, Pressure, spread
+
+T = TypeVar("T")
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -27,7 +30,10 @@ class Setup(msgspec.Struct, frozen=True):
 
     @property
     def worker_arguments(self) -> list[str]:
-        return ["worker", "--model", self.model, "--kv-memory", self.kv_memory, "--port", "0"]
+        return [
+            *("worker", "--model", self.model, "--port", "0"),
+            *("--kv-memory", self.kv_memory, "--max-running", "8"),
+        ]
 
 
 def run_policy(
@@ -48,26 +54,31 @@ def run_policy(
                 on_turn=on_turn,
             )
         )
-        uses = [_worker_use(url) for url in fleet.worker_urls]
-    answers = [answer for session in sessions for answer in session.answers]
-    return _result(sessions, answers, uses), answers
+        answers = [answer for session in sessions for answer in session.answers]
+        return _result(sessions, answers, fleet.worker_urls), answers
 
 
-def _worker_use(url: str) -> WorkerUse:
-    response = httpx.get(f"{url}/ownerserve/status", timeout=30, trust_env=False)
+class _Counted(msgspec.Struct):
+    counters: Pressure
+
+
+def _ask(url: str, path: str, kind: type[T]) -> T:
+    response = httpx.get(f"{url}/ownerserve/{path}", timeout=30, trust_env=False)
     response.raise_for_status()
-    return msgspec.json.decode(response.content, type=WorkerUse)
+    return msgspec.json.decode(response.content, type=kind)
 
 
 def _result(
-    sessions: Sequence[SessionResult], answers: Sequence[Answer], uses: Sequence[WorkerUse]
+    sessions: Sequence[SessionResult], answers: Sequence[Answer], worker_urls: Sequence[str]
 ) -> PolicyResult:
     good = [answer for answer in answers if not answer.error]
     prompt = sum(answer.prompt_tokens for answer in good)
     cached = sum(answer.cached_tokens for answer in good)
     kept: Counter[str] = Counter()
-    for use in uses:
-        kept.update(use.kept_bytes())
+    pressure = Pressure()
+    for url in worker_urls:
+        kept.update(_ask(url, "status", PoolUse).kept_bytes())
+        pressure.add(_ask(url, "cache", _Counted).counters)
     return PolicyResult(
         requests=len(answers),
         errors=len(answers) - len(good),
@@ -79,5 +90,6 @@ def _result(
         modes=dict(Counter(answer.mode or "unknown" for answer in good)),
         requests_by_worker=dict(sorted(Counter(answer.worker for answer in good).items())),
         kv_bytes=dict(kept),
+        pressure=pressure,
         first_errors=[answer.error for answer in answers if answer.error][:3],
     )

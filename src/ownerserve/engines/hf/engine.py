@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
-from ownerserve.engines.hf.inbox import Abort, Ask, EngineDead, Stop, Submit
+from ownerserve.cache.metrics import Snapshot
+from ownerserve.engines.hf.inbox import Abort, Ask, AskCache, EngineDead, Stop, Submit
 from ownerserve.engines.hf.loop import StepLoop
 from ownerserve.engines.hf.requests import Failed, Finished, Request, StreamEvent
 from ownerserve.engines.hf.status import WorkerStatus
@@ -104,6 +105,12 @@ class Engine:
         """The engine thread's own answer. Raises EngineDead, or TimeoutError when it is stuck."""
         answer: Future[WorkerStatus] = Future()
         self._steps.inbox.put(Ask(answer))
+        return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
+
+    async def cache(self, timeout_s: float) -> Snapshot:
+        """What the cache counts, as `status`."""
+        answer: Future[Snapshot] = Future()
+        self._steps.inbox.put(AskCache(answer))
         return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
 
     def _run(self) -> None:

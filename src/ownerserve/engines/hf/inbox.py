@@ -12,6 +12,7 @@ from threading import Lock
 
 import msgspec
 
+from ownerserve.cache.metrics import Snapshot
 from ownerserve.engines.hf.requests import Request
 from ownerserve.engines.hf.status import WorkerStatus
 
@@ -31,11 +32,17 @@ class Ask(msgspec.Struct, frozen=True):
     answer: Future[WorkerStatus]
 
 
+class AskCache(msgspec.Struct, frozen=True):
+    """A dated copy of the cache's counters and levels. O(restorable points): not for hot paths."""
+
+    answer: Future[Snapshot]
+
+
 class Stop(msgspec.Struct, frozen=True):
     pass
 
 
-Command = Submit | Abort | Ask | Stop
+Command = Submit | Abort | Ask | AskCache | Stop
 
 
 class EngineDead(Exception):

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.table import Table
-from ownerserve.engines.hf.inbox import Abort, Ask, EngineDead, Inbox, Stop, Submit
+from ownerserve.engines.hf.inbox import Abort, Ask, AskCache, EngineDead, Inbox, Stop, Submit
 from ownerserve.engines.hf.metrics import WorkerMetrics
 from ownerserve.engines.hf.requests import (
     Admitted,
@@ -133,6 +134,9 @@ class StepLoop:
                 case Ask(answer):
                     if answer.set_running_or_notify_cancel():
                         answer.set_result(self._status())
+                case AskCache(asked):
+                    if asked.set_running_or_notify_cancel():
+                        asked.set_result(snapshot(self._cache, time.time()))
             command = self.inbox.take_ready()
         return True
 
@@ -296,7 +300,10 @@ class StepLoop:
         for request_id in waiting:
             self._emit(request_id, Failed(RejectReason.ENGINE_DEAD, because))
         for command in left:
-            if isinstance(command, Ask) and command.answer.set_running_or_notify_cancel():
+            if (
+                isinstance(command, Ask | AskCache)
+                and command.answer.set_running_or_notify_cancel()
+            ):
                 command.answer.set_exception(EngineDead(because))
         self._hand_out(outbox)
 

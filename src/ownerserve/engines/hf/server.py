@@ -10,9 +10,9 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -33,6 +33,7 @@ from ownerserve.engines.hf.answering import (
     while_connected,
 )
 from ownerserve.engines.hf.build import Worker
+from ownerserve.engines.hf.cache_metrics import render
 from ownerserve.engines.hf.inbox import EngineDead
 from ownerserve.engines.hf.openai_api import (
     Body,
@@ -60,6 +61,8 @@ from ownerserve.engines.hf.requests import (
 from ownerserve.engines.hf.status import WorkerStatus
 from ownerserve.kv.errors import InvalidInput
 
+T = TypeVar("T")
+
 MAX_BODY_BYTES = 64 << 20
 HEALTH_TIMEOUT_S = 10.0
 """Longer than any step: an engine thread that takes no command for so long is stuck."""
@@ -85,6 +88,7 @@ class Endpoints:
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/ownerserve/status", self.status, methods=["GET"]),
+            Route("/ownerserve/cache", self.cache, methods=["GET"]),
         ]
 
     async def models(self, http: HttpRequest) -> Response:
@@ -105,8 +109,13 @@ class Endpoints:
     async def status(self, http: HttpRequest) -> Response:
         return json_response(await self._status())
 
+    async def cache(self, http: HttpRequest) -> Response:
+        return json_response(await self._in_time(self._worker.engine.cache(HEALTH_TIMEOUT_S)))
+
     async def metrics(self, http: HttpRequest) -> Response:
         content = self._worker.metrics.render()
+        with suppress(EngineDead, TimeoutError):  # the rest is still worth a scrape
+            content += render(await self._worker.engine.cache(HEALTH_TIMEOUT_S))
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def chat(self, http: HttpRequest) -> Response:
@@ -124,8 +133,11 @@ class Endpoints:
     # ---- parts
 
     async def _status(self) -> WorkerStatus:
+        return await self._in_time(self._worker.engine.status(HEALTH_TIMEOUT_S))
+
+    async def _in_time(self, answer: Awaitable[T]) -> T:
         try:
-            return await self._worker.engine.status(HEALTH_TIMEOUT_S)
+            return await answer
         except TimeoutError as error:
             message = f"the engine thread has taken no command for {HEALTH_TIMEOUT_S:g} s"
             raise ApiError(503, message, code="engine_stuck", param=None) from error

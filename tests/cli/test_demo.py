@@ -1,0 +1,78 @@
+"""The demo as a user runs it: real processes, JSON, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+SMALL = ["--sessions", "3", "--turns", "4", "--context", "700", "--time-scale", "0.001"]
+
+
+def demo(*arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "ownerserve.cli.main", "demo", *SMALL, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def children_of(pid: int) -> set[int]:
+    return {int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def test_policies_agree_and_affinity_re_uses_more(tmp_path: Path) -> None:
+    target = tmp_path / "demo.json"
+    process = demo("--json", str(target))
+    output, _ = process.communicate(timeout=170)
+    assert process.returncode == 0, output.decode()
+    result = json.loads(target.read_bytes())
+    assert result["schema"] == "ownerserve.demo/1"
+    assert result["answers_equal"] is True
+    assert result["comparisons"]["round_robin"]["tokens_compared"] > 0
+    affinity, spread = (result["policies"][name] for name in ("affinity", "round_robin"))
+    for policy in (affinity, spread):
+        assert policy["errors"] == 0
+        assert policy["requests"] == result["workload"]["requests"]
+        assert sum(policy["modes"].values()) == policy["requests"]
+        assert policy["ttft_ms"]["p95"] >= policy["ttft_ms"]["p50"] > 0
+        assert policy["kv_bytes"]["csa_main"] > 0
+    assert affinity["cached_token_share"] > spread["cached_token_share"]
+    assert affinity["prefill_tokens_saved"] > spread["prefill_tokens_saved"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_however_it_is_stopped_it_leaves_no_process(number: signal.Signals) -> None:
+    process = demo()
+    deadline = time.monotonic() + 60
+    workers: set[int] = set()
+    while len(workers) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        workers |= children_of(process.pid)
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == (-number if number is signal.SIGKILL else 130), output.decode()
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_file_that_is_no_trace_gets_one_clear_line(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("no json\n")
+    process = demo("--trace", str(broken))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    [line] = output.decode().splitlines()
+    assert line.startswith("error: ")

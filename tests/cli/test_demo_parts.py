@@ -1,0 +1,91 @@
+"""The demo's comparison and workload, without processes."""
+
+from __future__ import annotations
+
+import math
+
+from ownerserve.cli.demo.compare import TOLERANCE, compare
+from ownerserve.cli.demo.drive import Answer
+from ownerserve.cli.demo.workload import conversations
+from ownerserve.trace.model import Agent, Request, Session, Trace
+
+
+def answer(tokens: str, *, logprobs: list[float] | None = None, margin: float = 1.0) -> Answer:
+    mine = logprobs or [-1.0] * len(tokens)
+    return Answer(
+        session="s",
+        turn=0,
+        tokens=list(tokens),
+        logprobs=mine,
+        runner_up_logprobs=[value - margin for value in mine],
+    )
+
+
+def test_the_same_answer_is_equal() -> None:
+    assert compare([answer("abc")], [answer("abc")]).equal
+
+
+def test_a_logprob_beyond_tolerance_is_not_equal() -> None:
+    other = answer("abc", logprobs=[-1.0, -1.0 - 2 * TOLERANCE, -1.0])
+    result = compare([answer("abc")], [other])
+    assert not result.equal
+    assert result.tokens_beyond == 1
+
+
+def test_nan_is_never_equal() -> None:
+    assert not compare([answer("a", logprobs=[math.nan])], [answer("a")]).equal
+
+
+def test_a_flip_within_noise_is_reported_and_equal() -> None:
+    result = compare([answer("abc", margin=1e-6)], [answer("axc")])
+    assert result.equal
+    assert [(flip.position, flip.margin < TOLERANCE) for flip in result.flips] == [(1, True)]
+    assert result.tokens_compared == 1  # what follows a flip has another prefix
+
+
+def test_a_flip_with_a_margin_is_a_wrong_answer() -> None:
+    assert not compare([answer("abc", margin=0.5)], [answer("axc")]).equal
+
+
+def test_an_answer_cut_short_failed_or_absent_is_not_equal() -> None:
+    failed = answer("abc")
+    failed.error = "HTTP 500"
+    for others in ([answer("ab")], [failed], []):
+        assert not compare([answer("abc")], others).equal
+        assert compare([answer("abc")], others).missing == 1
+
+
+def trace(*requests: Request, agents: tuple[Agent, ...] = (Agent(),)) -> Trace:
+    session = Session(id="s", requests=requests, agents=agents)
+    return Trace("t", "test", 16, "none", "recorded", "recorded", (session,))
+
+
+def test_a_turn_adds_what_its_prompt_has_beyond_prompt_and_answer_before() -> None:
+    first = Request(start_s=0.0, input_tokens=200, output_tokens=20, stop="tool_use")
+    second = Request(start_s=9.0, input_tokens=300, output_tokens=5, think_s=4.0)
+    [conversation] = conversations(trace(first, second), time_scale=0.5)
+    opening, turn = conversation.turns
+    assert opening.restart
+    assert not turn.restart
+    [message] = turn.messages
+    assert message.role == "tool"
+    assert 60 <= len(message.text) <= 80
+    assert (turn.after, turn.gap_s) == ((0,), 2.0)
+
+
+def test_a_prompt_that_shrinks_starts_the_context_again() -> None:
+    first = Request(start_s=0.0, input_tokens=200, output_tokens=20)
+    second = Request(start_s=1.0, input_tokens=100, output_tokens=5, think_s=0.0)
+    [conversation] = conversations(trace(first, second), time_scale=1.0)
+    assert [turn.restart for turn in conversation.turns] == [True, True]
+
+
+def test_heads_of_equal_sizes_are_equal_text_and_agents_have_contexts_of_their_own() -> None:
+    agents = (Agent(tool_tokens=40, system_tokens=8), Agent(tool_tokens=40, system_tokens=8))
+    spawn = Request(start_s=0.0, input_tokens=90, output_tokens=4)
+    child = Request(start_s=1.0, input_tokens=90, output_tokens=4, agent=1, after=(0,))
+    [conversation] = conversations(trace(spawn, child, agents=agents), time_scale=1.0)
+    main, sub = conversation.turns
+    assert main.messages[0] == sub.messages[0]
+    assert main.messages[1] != sub.messages[1]
+    assert (main.agent, sub.agent) == ("s", "s/1")
