@@ -237,6 +237,35 @@ def test_the_next_turn_reuses_the_last_one(name: str) -> None:
     assert_right(two, name=name)
 
 
+FAMILIES = ("tiny-v4", "tiny-qwen3", "tiny-gemma3", "tiny-gptoss", "tiny-qwen3next")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_conversations_stay_right_while_others_evict_them(name: str) -> None:
+    """Three sessions take turns in pools that hold one and a half of them."""
+    rig = Rig(name, blocks=18, max_running=2)
+    contexts = {session: text(64, seed=i) for i, session in enumerate("abc")}
+
+    async def scenario() -> list[Answer]:
+        answers = []
+        for turn in range(3):
+            for i, (session, context) in enumerate(contexts.items()):
+                asked = request(f"{session}{turn}", context, new=18, session=session)
+                [answer] = await rig.ask(asked)
+                contexts[session] = [*context, *answer.tokens(), *text(14, seed=10 * turn + i)]
+                answers.append(answer)
+        return answers
+
+    answers = rig.play(scenario)
+    counters = rig.cache.counters
+    assert counters.evictions + counters.points_lost["point_evicted"] > 0
+    later = [a.admitted.cached_tokens for a in answers[3:] if a.admitted is not None]
+    assert any(later), "nothing was ever re-used"
+    assert min(later) < max(later), "nothing was ever lost"
+    for answer in answers:
+        assert_right(answer, name=name)
+
+
 @pytest.mark.parametrize("component", ["csa_main", "csa_overlap", "hca", "swa"])
 def test_corruption_control(component: str) -> None:
     """The comparison above sees a wrong cache: bytes of one component are negated in between."""
