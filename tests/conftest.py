@@ -1,0 +1,21 @@
+"""Shared by all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ENGINE_FILE = "pytestmark = pytest.mark.engine"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m "not engine"`, do not import torch only to deselect what needs it."""
+    if "not engine" not in config.option.markexpr:
+        return None
+    files = [collection_path]
+    if collection_path.is_dir():
+        files = list(collection_path.rglob("test_*.py"))
+    elif not collection_path.name.startswith("test_"):
+        return None
+    return (bool(files) and all(ENGINE_FILE in file.read_text() for file in files)) or None
