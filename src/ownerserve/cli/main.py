@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": ("demo", "Gateway + two workers + an agent workload, end to end."),
     "inspect": ("inspect", "What state a model keeps, bytes per component, sessions that fit."),
     "trace": ("trace", "Read, measure and make workloads."),
+    "store": ("store", "Look into, check, clean and measure the artifact store."),
     "plan": ("plan", "Price a restore and explain it."),
     "worker": ("worker", "The reference engine as an OpenAI-compatible server."),
     "gateway": ("gateway", "The router in front of workers."),

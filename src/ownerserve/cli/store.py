@@ -1,0 +1,314 @@
+"""`ownerserve store`: look into a store on disk, check it, clean it, empty it, measure it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from itertools import islice
+from pathlib import Path
+
+import click
+import msgspec
+from rich.table import Table
+
+from ownerserve.cli.output import console_for, json_option, write_json
+from ownerserve.kv.artifacts import tenant_salt
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.units import KIB, MIB, format_bytes, parse_bytes
+from ownerserve.store.buffers import BufferPool
+from ownerserve.store.disk import DiskOptions, DiskTier
+from ownerserve.store.home import Home
+from ownerserve.store.index import Entry
+from ownerserve.store.maintain import QUARANTINE_KEPT_S, collect, verify_all
+from ownerserve.store.measure import DiskBench, Measured, measure_index
+from ownerserve.store.policy import KindLimits, Limits, split
+from ownerserve.store.recover import discard_index
+from ownerserve.store.snapshot import StoreSnapshot
+from ownerserve.store.wallclock import WallClock
+
+DIRECTORY = click.Path(file_okay=False, path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+key_option = click.option(
+    "--key-file", type=FILE, metavar="FILE", help="Master key, 32 bytes. Default: DIR/KEY."
+)
+
+
+@click.group("store", context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """The artifact store on disk (docs/store.md; its format: docs/format.md).
+
+    `ls` and `verify` read beside a running worker. `gc` and `purge` write: stop the worker first.
+
+    \b
+    ownerserve store ls /var/lib/ownerserve
+    ownerserve store verify /var/lib/ownerserve
+    ownerserve store gc /var/lib/ownerserve --capacity 500GiB
+    ownerserve store purge /var/lib/ownerserve --tenant acme --secret-file salt.key
+    """
+
+
+@command.command("ls", short_help="What is stored, of whom, and where.")
+@click.argument("directory", metavar="DIR", type=DIRECTORY)
+@click.option("--limit", metavar="N", default=20, show_default=True, help="Records shown.")
+@click.option("--tenant", metavar="HEX", help="Only this tenant's records (64 hex digits).")
+@json_option
+def ls(directory: Path, limit: int, tenant: str | None, json_target: str | None) -> None:
+    """List records, bytes by tenant and kind, segments and quarantine.
+
+    \b
+    ownerserve store ls DIR --limit 5
+    ownerserve store ls DIR --json - | jq .usage
+    """
+    store = StoreSnapshot(directory)
+    try:
+        entries = list(islice(store.entries(_tag(tenant) if tenant else None), limit))
+        usage = [
+            {
+                "tenant": owner.hex() or "shared",
+                "kind": kind.name.lower(),
+                "records": used.records,
+                "stored_bytes": used.stored_bytes,
+            }
+            for (owner, kind), used in sorted(store.usage().items())
+        ]
+        segments = [msgspec.to_builtins(row) for row in store.segments()]
+        bad = [
+            {"id": item.id.hex(), "reason": item.reason, "at_s": item.at_ms / 1000}
+            for item in store.quarantined()
+        ]
+    finally:
+        store.close()
+    records = [_describe(entry) for entry in entries]
+    console = console_for(json_target)
+    table = Table("tenant", "kind", "records", "bytes", title=f"{directory}")
+    for row in usage:
+        size = format_bytes(float(str(row["stored_bytes"])))
+        table.add_row(str(row["tenant"])[:16], str(row["kind"]), str(row["records"]), size)
+    console.print(table)
+    table = Table("id", "kind", "component", "tokens", "epoch", "bytes", "exactness", "segment")
+    for item in records:
+        size = format_bytes(float(str(item["stored_bytes"])))
+        what = (str(item[key]) for key in ("kind", "component", "tokens", "epoch"))
+        table.add_row(
+            str(item["id"])[:16], *what, size, str(item["exactness"]), str(item["segment"])
+        )
+    console.print(table)
+    console.print(f"{len(segments)} segments, {len(bad)} records in quarantine")
+    body = {"usage": usage, "records": records, "segments": segments, "quarantine": bad}
+    write_json(json_target, "store.ls", body)
+
+
+def _describe(entry: Entry) -> dict[str, object]:
+    meta = entry.meta
+    return {
+        "id": meta.id.hex(),
+        "kind": meta.kind.name.lower(),
+        "component": meta.component,
+        "tokens": [meta.first_token, meta.end_token],
+        "prefix_hash": meta.prefix_hash.hex(),
+        "tenant": meta.tenant.hex() or "shared",
+        "epoch": list(meta.epoch),
+        "precision": meta.precision,
+        "exactness": meta.exactness,
+        "units": meta.units,
+        "payload_bytes": entry.payload_bytes,
+        "stored_bytes": entry.stored_bytes,
+        "segment": entry.segment,
+        "offset": entry.offset,
+        "touched_s": entry.touched_ms / 1000,
+        "reuse_count": entry.reuse_count,
+        "restore_cost_ms": entry.restore_cost_ms,
+    }
+
+
+@command.command("verify", short_help="Read every record and check its digests.")
+@click.argument("directory", metavar="DIR", type=DIRECTORY)
+@key_option
+@json_option
+def verify(directory: Path, key_file: Path | None, json_target: str | None) -> None:
+    """Read and verify all records; exit status 1 when one is bad.
+
+    Nothing is changed: a running worker quarantines what it finds itself.
+
+    \b
+    ownerserve store verify DIR && echo sound
+    """
+    store = StoreSnapshot(directory, key_file=key_file)
+    counts: dict[str, int] = {"sound": 0}
+    bad = []
+    size = 0
+    try:
+        for entry, reason in verify_all(store.entries(), store.read):
+            size += entry.stored_bytes
+            counts[reason or "sound"] = counts.get(reason or "sound", 0) + 1
+            if reason is not None:
+                bad.append({"id": entry.meta.id.hex(), "reason": str(reason)})
+        details = dict(store.bad)
+    finally:
+        store.close()
+    console = console_for(json_target)
+    table = Table("outcome", "records", title=f"{directory}: {format_bytes(size)} read")
+    for name, count in counts.items():
+        table.add_row(name, str(count))
+    console.print(table)
+    for item in bad[:20]:
+        console.print(f"{item['id'][:16]}  {item['reason']}")
+    body = {"read_bytes": size, "counts": counts, "bad": bad, "reasons": details}
+    write_json(json_target, "store.verify", body)
+    if bad:
+        sys.exit(1)
+
+
+@command.command("gc", short_help="Expire, shrink to a capacity, compact, forget quarantine.")
+@click.argument("directory", metavar="DIR", type=DIRECTORY)
+@click.option("--range-ttl", metavar="HOURS", type=float, help="Expire range artifacts unused for.")
+@click.option("--point-ttl", metavar="HOURS", type=float, help="Expire point artifacts unused for.")
+@click.option("--capacity", metavar="SIZE", help="Evict the least useful down to this size.")
+@click.option(
+    "--quarantine-ttl",
+    metavar="HOURS",
+    type=float,
+    default=QUARANTINE_KEPT_S / 3600,
+    show_default=True,
+    help="Erase quarantined records older than this.",
+)
+@click.option(
+    "--rebuild-index", is_flag=True, help="Drop the index first and make it from the segments."
+)
+@key_option
+@json_option
+def gc(
+    directory: Path,
+    range_ttl: float | None,
+    point_ttl: float | None,
+    capacity: str | None,
+    quarantine_ttl: float,
+    rebuild_index: bool,  # noqa: FBT001  click passes flags like this
+    key_file: Path | None,
+    json_target: str | None,
+) -> None:
+    """Clean a store that no worker is using.
+
+    \b
+    ownerserve store gc DIR --range-ttl 72 --point-ttl 1
+    ownerserve store gc DIR --capacity 500GiB
+    """
+    home = Home.open(directory)
+    if rebuild_index:
+        discard_index(home)
+    size = split(parse_bytes(capacity, field="--capacity")) if capacity else Limits(
+        KindLimits(1 << 62), KindLimits(1 << 62)
+    )  # fmt: skip
+    limits = Limits(
+        KindLimits(size.range.capacity_bytes, range_ttl * 3600 if range_ttl is not None else None),
+        KindLimits(size.point.capacity_bytes, point_ttl * 3600 if point_ttl is not None else None),
+    )
+    options = DiskOptions(limits=limits, segment_bytes=home.segment_bytes, key_file=key_file)
+    tier = DiskTier(directory, WallClock(), options=options)
+    try:
+        expired = tier.expire()
+        evicted = tier.shrink()
+        done = collect(tier.core, BufferPool(), kept_s=quarantine_ttl * 3600)
+        body = {
+            "expired": expired,
+            "evicted": evicted,
+            **msgspec.to_builtins(done),
+            "recovery": msgspec.to_builtins(tier.recovery),
+            "stored_bytes": sum(used.stored_bytes for used in tier.usage().values()),
+        }
+    finally:
+        tier.close()
+    console = console_for(json_target)
+    table = Table("step", "result", title=f"{directory}")
+    for name, value in body.items():
+        if name != "recovery":
+            table.add_row(name.replace("_", " "), str(value))
+    console.print(table)
+    write_json(json_target, "store.gc", body)
+
+
+@command.command("purge", short_help="Remove everything of one tenant.")
+@click.argument("directory", metavar="DIR", type=DIRECTORY)
+@click.option(
+    "--tenant", metavar="NAME|HEX", required=True, help="64 hex digits as `ls` shows, or a name."
+)
+@click.option(
+    "--secret-file", type=FILE, metavar="FILE", help="The deployment's salt secret, for a name."
+)
+@key_option
+@json_option
+def purge(
+    directory: Path,
+    tenant: str,
+    secret_file: Path | None,
+    key_file: Path | None,
+    json_target: str | None,
+) -> None:
+    """Erase a tenant's records from the segments and the index.
+
+    Done when this returns: the bytes are punched out of the files, quarantined copies too.
+
+    \b
+    ownerserve store purge DIR --tenant 3f1c...e9
+    ownerserve store purge DIR --tenant acme --secret-file salt.key
+    """
+    tag = _tag(tenant, secret_file)
+    home = Home.open(directory)
+    options = DiskOptions(segment_bytes=home.segment_bytes, key_file=key_file)
+    tier = DiskTier(directory, WallClock(), options=options)
+    try:
+        gone = tier.purge(tag)
+        failed = tier.core.counters["io_errors"]
+    finally:
+        tier.close()
+    console_for(json_target).print(f"{gone} records of {tag.hex()[:16]} erased")
+    write_json(json_target, "store.purge", {"tenant": tag.hex(), "records": gone})
+    if failed:
+        raise InvalidInput("store", "the medium failed during the purge", "run it again")
+
+
+def _tag(text: str, secret_file: Path | None = None) -> bytes:
+    if secret_file is not None:
+        return tenant_salt(secret_file.read_bytes(), text)
+    try:
+        tag = bytes.fromhex(text)
+    except ValueError:
+        tag = b""
+    if len(tag) != 32:
+        raise InvalidInput(
+            "--tenant", f"{text!r} is not 64 hex digits", "give --secret-file to use a name"
+        )
+    return tag
+
+
+@command.command("bench", short_help="How fast a store is on this medium.")
+@click.argument("directory", metavar="DIR", type=DIRECTORY)
+@click.option("--size", metavar="SIZE", default="256MiB", show_default=True, help="Bytes a round.")
+@click.option("--rounds", metavar="N", default=3, show_default=True, help="The median is shown.")
+@json_option
+def bench(directory: Path, size: str, rounds: int, json_target: str | None) -> None:
+    """Measure durable writes and verified reads in a temporary store under DIR.
+
+    Compare with `fio` and a file-per-artifact writer: benchmarks/store_bench.py.
+    """
+    total_bytes = parse_bytes(size, field="--size")
+    directory.mkdir(parents=True, exist_ok=True)
+    root = Path(tempfile.mkdtemp(prefix="ownerserve-bench-", dir=directory))
+    rows: list[Measured] = []
+    try:
+        for payload_bytes in (64 * KIB, MIB, 16 * MIB):
+            measured = DiskBench(root / str(payload_bytes), payload_bytes, total_bytes)
+            rows += measured.run(rounds)
+            measured.tier.close()
+            shutil.rmtree(root / str(payload_bytes))
+        rows += measure_index(root, rows=min(20_000, total_bytes // KIB), rounds=rounds)
+    finally:
+        shutil.rmtree(root)
+    table = Table("metric", "median", "best", "unit", "CPU s", title=f"store on {directory}")
+    for row in rows:
+        cells = (f"{row.value:,.4g}", f"{row.best:,.4g}", row.unit, f"{row.cpu_s:.2f}")
+        table.add_row(row.metric, *cells)
+    console_for(json_target).print(table)
+    write_json(json_target, "store.bench", {"rows": [msgspec.to_builtins(row) for row in rows]})

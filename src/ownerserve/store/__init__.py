@@ -1,0 +1,5 @@
+"""The artifact store: what is sealed is kept on host memory, disk and remote tiers.
+
+A read gives the bytes that were written under that id, verified, or a miss; never other bytes.
+Tiers and their runtimes do I/O; `policy` decides and does none.
+"""

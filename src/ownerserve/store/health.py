@@ -1,0 +1,47 @@
+"""A medium that fails: say so once, back off, come back. Pure: `now` in, verdict out.
+
+The engine never sees an error of the store. It sees refusals and misses; the operator sees one
+warning when trouble begins and one line when it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+
+log = logging.getLogger("ownerserve.store")
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
+
+
+class Health:
+    """Whether writes are worth a try. One for each tier."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.failures = 0
+        self._pause_s = FIRST_PAUSE_S
+        self._resume_at_s = 0.0
+
+    def writable(self, now_s: float) -> bool:
+        """No failure stands, or its pause is over and one more try may be made."""
+        return self.failures == 0 or now_s >= self._resume_at_s
+
+    def failed(self, problem: object, now_s: float) -> None:
+        """A write did not work."""
+        if self.failures == 0:
+            log.warning(
+                "%s: writes stop, %s. Serving goes on; what is not kept is computed again",
+                self.name,
+                problem,
+            )
+        else:
+            self._pause_s = min(MAX_PAUSE_S, self._pause_s * 2)
+        self.failures += 1
+        self._resume_at_s = now_s + self._pause_s
+
+    def worked(self) -> None:
+        """A write worked."""
+        if self.failures:
+            log.warning("%s: writes work again after %d failures", self.name, self.failures)
+        self.failures = 0
+        self._pause_s = FIRST_PAUSE_S

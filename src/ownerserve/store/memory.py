@@ -1,0 +1,276 @@
+"""The host memory tier: the fastest place to come back from, gone with the process.
+
+A reservation's buffer becomes the record, without a copy; a read hands out a view of it, without
+a copy either, after its digest was checked: host memory flips bits too. What is evicted under a
+reader stays as it is until the reader lets go (see `buffers`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from threading import RLock
+
+import msgspec
+
+from ownerserve.kv.clock import Clock
+from ownerserve.kv.errors import CapacityExceeded, Corrupt
+from ownerserve.store.buffers import BufferPool, Landing
+from ownerserve.store.header import CHUNK, Header, Place
+from ownerserve.store.ledger import Ledger
+from ownerserve.store.model import (
+    Hit,
+    Kind,
+    Listed,
+    Meta,
+    Miss,
+    MissReason,
+    Part,
+    Present,
+    ReadOutcome,
+    RefusalReason,
+    Refused,
+    Stored,
+    Usage,
+    Want,
+    WriteOutcome,
+)
+from ownerserve.store.policy import Limits, Order, by_age
+from ownerserve.store.seal import SealKind, Xxh3Seal
+from ownerserve.store.tier import Reservation
+from ownerserve.store.verify import BadRange, chunk_span, open_chunks, span_of
+
+_SEAL = Xxh3Seal()
+_NOWHERE = Place(bytes(16), 0, 0, 0)
+_NO_SALT = bytes(16)
+
+OnEvict = Callable[[Listed, memoryview], None]
+"""Called with each record that must make room, before it is dropped."""
+
+
+class Held(msgspec.Struct):
+    """One record in memory."""
+
+    header: Header
+    payload: memoryview
+    touched_s: float
+    reuse_count: int = 0
+    restore_cost_ms: float = 0.0
+
+    def listed(self) -> Listed:
+        """As the catalogue shows it."""
+        size = self.header.payload_bytes
+        return Listed(
+            self.header.meta, size, size, self.touched_s, self.reuse_count, self.restore_cost_ms
+        )
+
+
+class MemoryTier:
+    """Artifacts in host memory. Implements `tier.Tier`."""
+
+    name = "memory"
+
+    def __init__(
+        self,
+        clock: Clock,
+        limits: Limits,
+        *,
+        landing: Landing | None = None,
+        order: Order = by_age,
+    ) -> None:
+        self._clock = clock
+        # Reservations and evicted records that a reader still sees come on top of the limits.
+        self._landing = landing or BufferPool(2 * limits.capacity_bytes + 2 * CHUNK)
+        self._order = order
+        self._on_evict: OnEvict | None = None
+        self._held: dict[Kind, OrderedDict[bytes, Held]] = {kind: OrderedDict() for kind in Kind}
+        self._standing: dict[tuple[bytes, Kind], Usage] = {}
+        self._ledger = Ledger(limits, self._standing)
+        self._lock = RLock()
+        self.counters: Counter[str] = Counter()
+
+    def listen(self, on_evict: OnEvict) -> None:
+        """Hear of every record that must make room, while its bytes still stand."""
+        self._on_evict = on_evict
+
+    def _get(self, id_: bytes) -> Held | None:
+        return next((held[id_] for held in self._held.values() if id_ in held), None)
+
+    def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]:
+        """What is here of `ids`."""
+        with self._lock:
+            found = {id_: self._get(id_) for id_ in ids}
+            return {id_: held.listed() for id_, held in found.items() if held is not None}
+
+    def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
+        """All wants verified, or a miss. `landing` is not used: the bytes are in memory already."""
+        with self._lock:
+            found = [(want, self._get(want.id)) for want in wants]
+        parts = []
+        for want, held in found:
+            outcome = Miss(MissReason.ABSENT, want.id) if held is None else self._part(want, held)
+            if isinstance(outcome, Miss):
+                self.counters[f"miss_{outcome.reason}"] += 1
+                return outcome
+            parts.append(outcome)
+        self._touch([want.id for want in wants])
+        self.counters["hit"] += 1
+        return Hit(tuple(parts), self.name)
+
+    def _part(self, want: Want, held: Held) -> Part | Miss:
+        header = held.header
+        if want.descriptor is not None and want.descriptor != header.meta.descriptor:
+            return Miss(MissReason.FOREIGN_LAYOUT, want.id)
+        try:
+            low, high = span_of(want, header.meta.units, header.payload_bytes)
+            first, end = chunk_span(low, high, header.payload_bytes)
+            open_chunks(held.payload[first:end], header, _SEAL, first // CHUNK)
+        except BadRange:
+            return Miss(MissReason.BAD_RANGE, want.id)
+        except Corrupt:
+            self.counters["quarantined"] += 1
+            self._drop(want.id)  # there is no medium to inspect
+            return Miss(MissReason.CORRUPT, want.id)
+        return Part(header.meta, held.payload[low:high])
+
+    def _touch(self, ids: Sequence[bytes]) -> None:
+        now_s = self._clock.now()
+        with self._lock:
+            for id_ in ids:
+                for held in self._held.values():
+                    if id_ in held:
+                        held.move_to_end(id_)
+                        held[id_].touched_s = now_s
+                        held[id_].reuse_count += 1
+
+    def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | Present | Refused:
+        """Room and the very buffer that will be the record."""
+        meta.check()
+        with self._lock:
+            standing = self._get(meta.id)
+            if standing is not None:
+                stale = meta.epoch < standing.header.meta.epoch
+                return self._refuse(RefusalReason.STALE_EPOCH, meta) if stale else Present(meta.id)
+            if payload_bytes < 1 or payload_bytes % meta.units:
+                return self._refuse(RefusalReason.TOO_LARGE, meta)
+            if self._ledger.is_held(meta.id):
+                return self._refuse(RefusalReason.BUSY, meta)
+            victims = self._ledger.make_room(
+                meta, payload_bytes, oldest=self._oldest, order=self._order
+            )
+            if isinstance(victims, RefusalReason):
+                return self._refuse(victims, meta)
+            try:
+                record = self._landing.take(payload_bytes)
+            except CapacityExceeded:
+                return self._refuse(RefusalReason.BUSY, meta)
+            for victim in victims:
+                self._evict(victim)
+            reservation = Reservation(meta, record, (0, payload_bytes))
+            self._ledger.hold(reservation)
+            return reservation
+
+    def _refuse(self, reason: RefusalReason, meta: Meta) -> Refused:
+        self.counters[f"refused_{reason}"] += 1
+        return Refused(reason, meta.id)
+
+    def _evict(self, victim: Listed) -> None:
+        held = self._get(victim.meta.id)
+        if held is not None and self._on_evict is not None:
+            self._on_evict(victim, held.payload)
+        self._drop(victim.meta.id)
+        self.counters["evicted"] += 1
+
+    def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]:
+        """Digest and make visible."""
+        outcomes: list[WriteOutcome] = []
+        now_s = self._clock.now()
+        for reserved in reservations:
+            payload = reserved.take().toreadonly()
+            tags = _SEAL.close(payload, _NO_SALT)
+            meta = reserved.meta
+            header = Header(meta, _NOWHERE, SealKind.XXH3, len(payload), int(now_s * 1000), tags)
+            with self._lock:
+                self._ledger.release(reserved)
+                self._held[meta.kind][meta.id] = Held(header, payload, now_s)
+                self._count(meta, len(payload), 1)
+            self.counters["stored"] += 1
+            outcomes.append(Stored(meta.id, len(payload)))
+        return tuple(outcomes)
+
+    def _count(self, meta: Meta, stored_bytes: int, records: int) -> None:
+        key = (meta.tenant, meta.kind)
+        used = self._standing.get(key, Usage())
+        self._standing[key] = Usage(used.stored_bytes + stored_bytes, used.records + records)
+
+    def abort(self, reservation: Reservation) -> None:
+        """The room is free again."""
+        with self._lock:
+            reservation.take()
+            self._ledger.release(reservation)
+
+    def _drop(self, id_: bytes) -> int:
+        with self._lock:
+            for held in self._held.values():
+                gone = held.pop(id_, None)
+                if gone is not None:
+                    self._count(gone.header.meta, -len(gone.payload), -1)
+                    return 1
+        return 0
+
+    def remove(self, ids: Sequence[bytes]) -> int:
+        """Records gone, of those that were there."""
+        return sum(self._drop(id_) for id_ in ids)
+
+    def _oldest(self, kind: Kind, limit: int, tenant: bytes | None) -> list[Listed]:
+        found: list[Listed] = []
+        with self._lock:
+            for held in self._held[kind].values():
+                if len(found) >= limit:
+                    break
+                if tenant in (None, held.header.meta.tenant):
+                    found.append(held.listed())
+        return found
+
+    def expire(self) -> int:
+        """Remove what has not been touched for its kind's TTL."""
+        now_s, late = self._clock.now(), []
+        with self._lock:
+            for kind, records in self._held.items():
+                ttl_s = self._ledger.limits.of(kind).ttl_s
+                for id_, held in records.items():
+                    if ttl_s is None or held.touched_s >= now_s - ttl_s:
+                        break
+                    late.append(id_)
+        return self.remove(late)
+
+    def purge(self, tenant: bytes) -> int:
+        """Every record of a tenant gone."""
+        with self._lock:
+            own = [
+                id_
+                for records in self._held.values()
+                for id_, held in records.items()
+                if held.header.meta.tenant == tenant
+            ]
+        return self.remove(own)
+
+    def price(self, costs_ms: Mapping[bytes, float]) -> None:
+        """What it costs to make these artifacts again, if they are here."""
+        with self._lock:
+            for id_, cost_ms in costs_ms.items():
+                held = self._get(id_)
+                if held is not None:
+                    held.restore_cost_ms = cost_ms
+
+    def usage(self) -> Mapping[tuple[bytes, Kind], Usage]:
+        """Bytes and records that stand, by tenant and kind."""
+        with self._lock:
+            return {key: used for key, used in self._standing.items() if used.records}
+
+    def close(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            for held in self._held.values():
+                held.clear()
+            self._standing.clear()

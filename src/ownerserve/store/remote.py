@@ -1,0 +1,288 @@
+"""The remote tier: one blob a record, in the very format that disk records have.
+
+    records/ab/abcd...               header and payload; store id, segment and offset are zero
+    catalogue/TENANT/KIND/ID-BYTES   an empty blob that says what there is, for usage, expiry, purge
+    quarantine/ID                    what failed verification
+
+Many nodes share it and none owns it, so nothing here is remembered: what is found is a hint and
+the read verifies. It may lose everything at any time (Mooncake Store does at a restart of its
+master): a miss. Room is the medium's business: TTLs expire, and a full medium refuses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from ownerserve.kv.clock import Clock
+from ownerserve.kv.errors import CapacityExceeded, Corrupt
+from ownerserve.store.blobs import Backpressure, Blobs
+from ownerserve.store.buffers import BufferPool, Landing
+from ownerserve.store.header import (
+    BLOCK,
+    CHUNK,
+    MAX_PAYLOAD,
+    OtherFormat,
+    decode,
+    peek_bytes,
+)
+from ownerserve.store.health import Health
+from ownerserve.store.model import (
+    Hit,
+    Kind,
+    Listed,
+    Meta,
+    Miss,
+    MissReason,
+    Part,
+    Present,
+    ReadOutcome,
+    RefusalReason,
+    Refused,
+    Stored,
+    Usage,
+    Want,
+    WriteOutcome,
+)
+from ownerserve.store.policy import Limits
+from ownerserve.store.seal import Keys
+from ownerserve.store.tier import Reservation
+from ownerserve.store.verify import (
+    BadRange,
+    NoKey,
+    check_place,
+    chunk_span,
+    draft,
+    open_chunks,
+    open_header,
+    record_room,
+    span_of,
+)
+
+NOWHERE = bytes(16)
+_SHARED_NAME = "shared"
+
+
+def record_key(id_: bytes) -> str:
+    """Where a record lies."""
+    name = id_.hex()
+    return f"records/{name[:2]}/{name}"
+
+
+def _catalogue_key(meta: Meta, stored_bytes: int) -> str:
+    tenant = meta.tenant.hex() or _SHARED_NAME
+    return f"catalogue/{tenant}/{meta.kind.name.lower()}/{meta.id.hex()}-{stored_bytes}"
+
+
+class RemoteTier:
+    """Artifacts in a shared medium. Implements `tier.Tier`."""
+
+    def __init__(
+        self,
+        name: str,
+        blobs: Blobs,
+        *,
+        clock: Clock,
+        keys: Keys,
+        limits: Limits | None = None,
+        landing: Landing | None = None,
+    ) -> None:
+        self.name = name
+        self._blobs = blobs
+        self._clock = clock
+        self._keys = keys
+        self._limits = limits or Limits()
+        self._landing = landing or BufferPool()
+        self.health = Health(f"remote store {name}")
+        self.counters: Counter[str] = Counter()
+
+    def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]:
+        """Reads headers: one round trip for each id."""
+        found = {}
+        for id_ in ids:
+            with suppress(OSError, Corrupt, CapacityExceeded):
+                header = decode(self._header(record_key(id_)))
+                meta, size = header.meta, header.payload_bytes
+                stored = header.header_bytes + size  # a blob is not padded
+                found[id_] = Listed(meta, size, stored, header.created_ms / 1000)
+        return found
+
+    def _header(self, key: str) -> memoryview:
+        first = self._landing.take(BLOCK)
+        first = first[: self._blobs.get_into(key, 0, first)]
+        length = peek_bytes(first)
+        if length == BLOCK:
+            return first
+        whole = self._landing.take(length)
+        return whole[: self._blobs.get_into(key, 0, whole)]
+
+    def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
+        """All wants verified, or a miss."""
+        parts = []
+        for want in wants:
+            outcome = self._read_shielded(want, landing or self._landing)
+            if isinstance(outcome, MissReason):
+                self.counters[f"miss_{outcome}"] += 1
+                return Miss(outcome, want.id)
+            parts.append(outcome)
+        self.counters["hit"] += 1
+        return Hit(tuple(parts), self.name)
+
+    def _read_shielded(self, want: Want, landing: Landing) -> Part | MissReason:
+        try:
+            return self._read(want, landing)
+        except FileNotFoundError:
+            return MissReason.ABSENT
+        except OSError:
+            return MissReason.IO_ERROR
+        except CapacityExceeded:
+            return MissReason.BUSY
+        except BadRange:
+            return MissReason.BAD_RANGE
+        except NoKey:
+            return MissReason.NO_KEY
+        except OtherFormat:
+            return MissReason.OTHER_FORMAT
+        except Corrupt:
+            self._quarantine(want.id)
+            return MissReason.CORRUPT
+
+    def _read(self, want: Want, landing: Landing) -> Part | MissReason:
+        key = record_key(want.id)
+        header, seal = open_header(self._header(key), self._keys)
+        check_place(header, NOWHERE, 0, 0)
+        if header.meta.id != want.id:
+            raise Corrupt("another artifact's record")
+        if want.descriptor is not None and want.descriptor != header.meta.descriptor:
+            return MissReason.FOREIGN_LAYOUT
+        low, high = span_of(want, header.meta.units, header.payload_bytes)
+        first, end = chunk_span(low, high, header.payload_bytes)
+        chunks = landing.take(end - first)
+        if self._blobs.get_into(key, header.header_bytes + first, chunks) < len(chunks):
+            raise Corrupt("the blob ends within the record")
+        open_chunks(chunks, header, seal, first // CHUNK)
+        return Part(header.meta, chunks[low - first : high - first])
+
+    def _quarantine(self, id_: bytes) -> None:
+        self.counters["quarantined"] += 1
+        with suppress(OSError, Backpressure):
+            self._blobs.move(record_key(id_), f"quarantine/{id_.hex()}")
+
+    def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | Present | Refused:
+        """A buffer; what the medium has no room for is refused at commit."""
+        meta.check()
+        reason = self._why_not(meta, payload_bytes)
+        if reason is not None:
+            return self._refuse(reason, meta.id)
+        standing = self.find([meta.id]).get(meta.id)
+        if standing is not None:
+            stale = meta.epoch < standing.meta.epoch
+            return self._refuse(RefusalReason.STALE_EPOCH, meta.id) if stale else Present(meta.id)
+        seal = self._keys.for_write(meta.tenant)
+        assert seal is not None
+        head, total = record_room(meta, payload_bytes, seal)
+        try:
+            return Reservation(meta, self._landing.take(total), (head, payload_bytes))
+        except CapacityExceeded:
+            return self._refuse(RefusalReason.BUSY, meta.id)
+
+    def _why_not(self, meta: Meta, payload_bytes: int) -> RefusalReason | None:
+        if not 0 < payload_bytes <= MAX_PAYLOAD or payload_bytes % meta.units:
+            return RefusalReason.TOO_LARGE
+        if not self.health.writable(self._clock.now()):
+            return RefusalReason.IO_ERROR
+        return RefusalReason.NO_KEY if self._keys.for_write(meta.tenant) is None else None
+
+    def _refuse(self, reason: RefusalReason, id_: bytes) -> Refused:
+        self.counters[f"refused_{reason}"] += 1
+        return Refused(reason, id_)
+
+    def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]:
+        """Each on its own: the medium has no group commit."""
+        return tuple(self._commit(reserved) for reserved in reservations)
+
+    def _commit(self, reserved: Reservation) -> WriteOutcome:
+        meta, seal = reserved.meta, self._keys.for_write(reserved.meta.tenant)
+        assert seal is not None
+        record = reserved.take()
+        now_ms = int(self._clock.now() * 1000)
+        header = draft(record, meta, reserved.payload_bytes, seal=seal, now_ms=now_ms)
+        record = record[: header.header_bytes + header.payload_bytes]
+        try:
+            # The catalogue first: a record that nobody lists could not be purged.
+            self._blobs.put(_catalogue_key(meta, len(record)), memoryview(b""))
+            self._blobs.put(record_key(meta.id), record)
+        except Backpressure:
+            return self._refuse(RefusalReason.BUSY, meta.id)
+        except OSError as error:
+            self.counters["io_errors"] += 1
+            self.health.failed(error, self._clock.now())
+            return self._refuse(RefusalReason.IO_ERROR, meta.id)
+        self.health.worked()
+        self.counters["stored"] += 1
+        return Stored(meta.id, len(record))
+
+    def abort(self, reservation: Reservation) -> None:
+        """Nothing was written."""
+        reservation.take()
+
+    def remove(self, ids: Sequence[bytes]) -> int:
+        """Records gone, of those that were there."""
+        found = self.find(ids)
+        for id_, record in found.items():
+            self._delete(id_, _catalogue_key(record.meta, record.stored_bytes))
+        return len(found)
+
+    def _delete(self, id_: bytes, catalogue_key: str) -> int:
+        try:
+            self._blobs.delete(record_key(id_))
+            self._blobs.delete(catalogue_key)
+        except (OSError, Backpressure):
+            self.counters["io_errors"] += 1
+            return 0
+        return 1
+
+    def _catalogue(self, under: str = "") -> Iterator[tuple[str, bytes, Kind, bytes, int, float]]:
+        """(key, tenant, kind, id, stored bytes, modified)."""
+        try:
+            for blob in self._blobs.list(f"catalogue/{under}"):
+                _, tenant, kind, name = blob.key.split("/")
+                id_, _, size = name.partition("-")
+                owner = b"" if tenant == _SHARED_NAME else bytes.fromhex(tenant)
+                place = (blob.key, owner, Kind[kind.upper()], bytes.fromhex(id_))
+                yield *place, int(size), blob.modified_s
+        except (OSError, ValueError, KeyError, Backpressure):
+            self.counters["io_errors"] += 1
+
+    def expire(self) -> int:
+        """Remove what was written longer ago than its kind's TTL."""
+        gone = 0
+        for key, _, kind, id_, _, modified_s in list(self._catalogue()):
+            ttl_s = self._limits.of(kind).ttl_s
+            if ttl_s is not None and modified_s < self._clock.now() - ttl_s:
+                gone += self._delete(id_, key)
+        return gone
+
+    def purge(self, tenant: bytes) -> int:
+        """Every record of a tenant gone, quarantined ones too."""
+        gone = 0
+        for key, _, _, id_, _, _ in list(self._catalogue(f"{tenant.hex() or _SHARED_NAME}/")):
+            with suppress(OSError, Backpressure):
+                self._blobs.delete(f"quarantine/{id_.hex()}")
+            gone += self._delete(id_, key)
+        return gone
+
+    def price(self, costs_ms: Mapping[bytes, float]) -> None:
+        """Not kept: whose turn it is to go is not one node's to say."""
+
+    def usage(self) -> Mapping[tuple[bytes, Kind], Usage]:
+        """What the catalogue lists, by tenant and kind; one listing."""
+        total: dict[tuple[bytes, Kind], Usage] = {}
+        for _, tenant, kind, _, size, _ in self._catalogue():
+            used = total.get((tenant, kind), Usage())
+            total[tenant, kind] = Usage(used.stored_bytes + size, used.records + 1)
+        return total
+
+    def close(self) -> None:
+        """Nothing is held open."""

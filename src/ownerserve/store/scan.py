@@ -1,0 +1,63 @@
+"""Walking a segment: every record that stands in it, in order, whatever lies between.
+
+A record is known by a header whose CRC is right and which says that it lies here, in this store;
+so neither a payload that looks like a header nor a stray copy is taken for one. Past a damaged
+header the walk goes on at the next 4 KiB block that starts one; holes are skipped unread.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+
+from ownerserve.kv.errors import Corrupt
+from ownerserve.store.header import BLOCK, MAGIC, Header, decode, peek_bytes
+from ownerserve.store.segment import Segment
+from ownerserve.store.verify import check_place
+
+WINDOW = 1 << 20
+
+
+def records(segment: Segment, start: int, store_id: bytes) -> Iterator[Header]:
+    """Headers at and after `start`; payloads are not read."""
+    first = mmap.mmap(-1, BLOCK)
+    view, offset = memoryview(first), start
+    while True:
+        try:
+            if segment.read(offset, view) < BLOCK:
+                return
+            header = _header_at(segment, offset, view)
+            check_place(header, store_id, segment.number, offset)
+        except Corrupt:
+            found = _next_header(segment, offset + BLOCK)
+            if found is None:
+                return
+            offset = found
+            continue
+        yield header
+        offset += header.record_bytes
+
+
+def _header_at(segment: Segment, offset: int, first: memoryview) -> Header:
+    length = peek_bytes(first)
+    if length == BLOCK:
+        return decode(first)
+    whole = memoryview(mmap.mmap(-1, length))
+    return decode(whole[: segment.read(offset, whole)])
+
+
+def _next_header(segment: Segment, offset: int) -> int | None:
+    window = mmap.mmap(-1, WINDOW)
+    view = memoryview(window)
+    while True:
+        data_at = segment.next_data(offset)
+        if data_at is None:
+            return None
+        offset = max(offset, data_at - data_at % BLOCK)
+        count = segment.read(offset, view)
+        for at in range(0, count - BLOCK + 1, BLOCK):
+            if view[at : at + 8] == MAGIC:
+                return offset + at
+        if count < WINDOW:
+            return None
+        offset += WINDOW

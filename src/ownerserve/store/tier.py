@@ -1,0 +1,96 @@
+"""The port every tier implements: host memory, disk, remote, peer. One contract suite over all.
+
+    find      what is there; a hint, the read decides
+    read      all wants, verified, or a miss; never a part, never an exception for bad bytes
+    reserve   room and a buffer, before anything is written; an open reservation is the pin
+    commit    durable (as durable as the tier is) and readable, many at once
+    abort     the room is free again
+    price     what an artifact costs to make again: what eviction and demotion go by
+    remove    records gone (evicted, demoted, purged)
+
+A tier never raises for what a medium does: EIO, a full disk or a lost peer is a refusal or a miss,
+counted, warned about once. Calls may block: the runtime makes them on its threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from ownerserve.store.buffers import Landing
+from ownerserve.store.model import (
+    Kind,
+    Listed,
+    Meta,
+    Present,
+    ReadOutcome,
+    Refused,
+    Usage,
+    Want,
+    WriteOutcome,
+)
+
+
+class Reservation:
+    """Room for one record. Fill `payload`, then commit or abort, once.
+
+    After either, the buffer is the tier's: `payload` is released and a later write to it raises.
+    """
+
+    __slots__ = ("meta", "open", "payload", "payload_bytes", "record", "stored_bytes")
+
+    def __init__(self, meta: Meta, record: memoryview, at: tuple[int, int]) -> None:
+        head, payload_bytes = at
+        self.meta = meta
+        self.record = record
+        self.payload_bytes = payload_bytes
+        self.stored_bytes = len(record)
+        self.payload = record[head : head + payload_bytes]
+        self.open = True
+
+    def take(self) -> memoryview:
+        """The record's buffer; the reservation is spent."""
+        if not self.open:
+            raise ValueError("a reservation is committed or aborted once")
+        self.open = False
+        self.payload.release()
+        record, self.record = self.record, memoryview(b"")
+        return record
+
+
+class Tier(Protocol):
+    """One place where artifacts are kept."""
+
+    @property
+    def name(self) -> str: ...
+
+    def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]: ...
+
+    def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome: ...
+
+    def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | Present | Refused: ...
+
+    def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]: ...
+
+    def abort(self, reservation: Reservation) -> None: ...
+
+    def remove(self, ids: Sequence[bytes]) -> int: ...
+
+    def expire(self) -> int: ...
+
+    def purge(self, tenant: bytes) -> int: ...
+
+    def price(self, costs_ms: Mapping[bytes, float]) -> None: ...
+
+    def usage(self) -> Mapping[tuple[bytes, Kind], Usage]: ...
+
+    def close(self) -> None: ...
+
+
+def put(tier: Tier, meta: Meta, payload: bytes | memoryview) -> WriteOutcome:
+    """Reserve, fill and commit one artifact."""
+    reserved = tier.reserve(meta, len(payload))
+    if not isinstance(reserved, Reservation):
+        return reserved
+    reserved.payload[:] = payload
+    return tier.commit([reserved])[0]

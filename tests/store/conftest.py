@@ -1,0 +1,83 @@
+"""What the store's tests share: a clock, small artifacts, a small store on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ownerserve.kv.clock import ManualClock
+from ownerserve.kv.units import MIB
+from ownerserve.store.disk import DiskOptions, DiskTier
+from ownerserve.store.model import Hit, Kind, Meta, Want
+from ownerserve.store.policy import KindLimits, Limits
+from ownerserve.store.tier import Tier
+
+LIMITS = Limits(KindLimits(8 * MIB, 3600.0), KindLimits(2 * MIB, 60.0))
+
+
+def digest(name: object) -> bytes:
+    return hashlib.sha256(repr(name).encode()).digest()
+
+
+class Samples:
+    """Artifacts by a number: same number, same meta, same bytes."""
+
+    @staticmethod
+    def meta(number: object, kind: Kind = Kind.RANGE, **changes: Any) -> Meta:
+        fields: dict[str, Any] = {
+            "id": digest(("id", number)),
+            "kind": kind,
+            "component": "csa_main",
+            "prefix_hash": digest(("prefix", number)),
+            "first_token": 0 if kind is Kind.RANGE else 1024,
+            "end_token": 1024,
+            "end_layer": 61,
+            "precision": "fp8",
+            "descriptor": b'{"block":128}',
+        }
+        return Meta(**fields | changes)
+
+    @staticmethod
+    def payload(number: object, count: int = 10_000) -> bytes:
+        seed = digest(("payload", number))
+        return (seed * (count // 32 + 1))[:count]
+
+    @staticmethod
+    def read(tier: Tier, *numbers: object) -> list[bytes] | str:
+        """The bytes of these artifacts, or the reason of the miss."""
+        outcome = tier.read([Want(digest(("id", number))) for number in numbers])
+        if isinstance(outcome, Hit):
+            return [bytes(part.data) for part in outcome.parts]
+        return str(outcome.reason)
+
+
+@pytest.fixture
+def samples() -> type[Samples]:
+    return Samples
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1_700_000_000.0)
+
+
+OpenDisk = Callable[..., DiskTier]
+
+
+@pytest.fixture
+def open_disk(tmp_path: Path, clock: ManualClock) -> Iterator[OpenDisk]:
+    """Opens the test's store; closes what is still open at the end."""
+    opened: list[DiskTier] = []
+
+    def open_(directory: Path | None = None, **changes: Any) -> DiskTier:
+        options = DiskOptions(**{"limits": LIMITS, "segment_bytes": MIB} | changes)
+        opened.append(DiskTier(directory or tmp_path / "store", clock, options=options))
+        return opened[-1]
+
+    yield open_
+    for tier in opened:
+        tier.close()

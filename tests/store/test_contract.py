@@ -1,0 +1,382 @@
+"""One contract for every tier: memory, disk, shared directory, S3, Mooncake's shape, tiered."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ownerserve.kv.clock import ManualClock
+from ownerserve.kv.units import MIB
+from ownerserve.store.blobs import Backpressure, DirectoryBlobs
+from ownerserve.store.disk import DiskOptions, DiskTier
+from ownerserve.store.memory import MemoryTier
+from ownerserve.store.model import (
+    Epoch,
+    Hit,
+    Kind,
+    Miss,
+    MissReason,
+    Present,
+    RefusalReason,
+    Refused,
+    Stored,
+    Want,
+)
+from ownerserve.store.mooncake import MooncakeBlobs
+from ownerserve.store.policy import KindLimits, Limits, Placement
+from ownerserve.store.remote import RemoteTier, record_key
+from ownerserve.store.seal import Keys, SealKind
+from ownerserve.store.tier import Reservation, Tier, put
+from ownerserve.store.tiered import TieredStore, spill
+
+LIMITS = Limits(KindLimits(4 * MIB, 3600.0), KindLimits(2 * MIB, 60.0))
+TENANT = b"t" * 32
+
+
+class FakeMooncake:
+    """The return codes measured on Mooncake Store 0.3.13, without a Mooncake."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+        self.full = False
+
+    def put(self, key: str, data: bytes) -> int:
+        if self.full:
+            return -200
+        self.held.setdefault(key, data)  # an existing key keeps its old value, and says 0
+        return 0
+
+    def get(self, key: str) -> bytes:
+        return self.held.get(key, b"")
+
+    def remove(self, key: str) -> int:
+        return 0 if self.held.pop(key, None) is not None else -704
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    moto = pytest.importorskip("moto.server")
+    os.environ |= {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+def s3(endpoint: str, prefix: str) -> Any:
+    import boto3
+
+    from ownerserve.store.s3 import S3Blobs
+
+    boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="artifacts")
+    return S3Blobs("artifacts", prefix, endpoint_url=endpoint)
+
+
+NEEDS = {"encrypted": "cryptography", "s3": "moto"}
+ABSENT = [name for name, module in NEEDS.items() if find_spec(module) is None]
+TIERS = ["memory", "disk", "encrypted", "directory", "s3", "mooncake", "tiered"]
+TIERS = [name for name in TIERS if name not in ABSENT]
+OWN_ROOM = [name for name in TIERS if name not in ("directory", "s3", "mooncake")]
+LISTING = [name for name in TIERS if name != "mooncake"]  # Mooncake Store can't list
+
+
+@pytest.mark.skipif(not ABSENT, reason="the whole contract ran")
+def test_what_did_not_run():
+    pytest.skip(f"tiers not tested for want of {[NEEDS[name] for name in ABSENT]}: {ABSENT}")
+
+
+@pytest.fixture(params=TIERS)
+def tier(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -> Iterator[Tier]:
+    made = make(request, tmp_path, clock)
+    yield made
+    made.close()
+
+
+def make(request: pytest.FixtureRequest, root: Path, clock: ManualClock) -> Tier:
+    keys = Keys(b"k" * 32)
+    options = DiskOptions(limits=LIMITS, segment_bytes=MIB)
+
+    def remote(blobs: Any) -> RemoteTier:
+        return RemoteTier(request.param, blobs, clock=clock, keys=keys, limits=LIMITS)
+
+    match request.param:
+        case "memory":
+            return MemoryTier(clock, LIMITS)
+        case "disk":
+            return DiskTier(root / "disk", clock, options=options)
+        case "encrypted":
+            sealed = DiskOptions(limits=LIMITS, segment_bytes=MIB, at_rest=SealKind.AES_GCM)
+            return DiskTier(root / "disk", clock, options=sealed)
+        case "directory":
+            return remote(DirectoryBlobs(root / "shared"))
+        case "s3":
+            return remote(s3(request.getfixturevalue("s3_endpoint"), root.name))
+        case "mooncake":
+            return remote(MooncakeBlobs(FakeMooncake(), "test"))
+        case _:
+            memory = MemoryTier(clock, Limits(KindLimits(MIB), KindLimits(MIB)))
+            return TieredStore([memory, DiskTier(root / "disk", clock, options=options)])
+
+
+def test_bytes_come_back(tier, samples):
+    for number, size in enumerate((1, 4095, 4096, 4097, 1_000_000)):
+        meta = samples.meta(number, tenant=TENANT if number % 2 else b"")
+        assert isinstance(put(tier, meta, samples.payload(number, size)), Stored)
+        outcome = tier.read([Want(meta.id)])
+        assert isinstance(outcome, Hit)
+        assert outcome.parts[0].data == samples.payload(number, size)
+        assert outcome.parts[0].meta == meta
+    assert samples.read(tier, 4, 0, 2) == [samples.payload(n, (1, 0, 4096, 0, 10**6)[n])
+                                           for n in (4, 0, 2)]  # fmt: skip
+
+
+def test_part_of_a_record(tier, samples):
+    meta = samples.meta("parts", units=7, tenant=TENANT)
+    payload = os.urandom(7 * 200_001)
+    assert isinstance(put(tier, meta, payload), Stored)
+    for first, end in ((0, 1), (2, 6), (6, 7), (0, 7)):
+        outcome = tier.read([Want(meta.id, first, end)])
+        assert isinstance(outcome, Hit)
+        assert outcome.parts[0].data == payload[first * 200_001 : end * 200_001]
+    assert tier.read([Want(meta.id, 0, 8)]) == Miss(MissReason.BAD_RANGE, meta.id)
+
+
+def test_all_or_none(tier, samples):
+    put(tier, samples.meta(1), samples.payload(1))
+    outcome = tier.read([Want(samples.meta(1).id), Want(samples.meta(2).id)])
+    assert outcome == Miss(MissReason.ABSENT, samples.meta(2).id)
+
+
+def test_abort_before_commit(tier, samples):
+    reserved = tier.reserve(samples.meta(1), 100)
+    assert isinstance(reserved, Reservation)
+    reserved.payload[:] = bytes(100)
+    tier.abort(reserved)
+    assert samples.read(tier, 1) == "absent"
+    assert isinstance(put(tier, samples.meta(1), samples.payload(1)), Stored)
+
+
+def test_sealed_stays(tier, samples):
+    meta = samples.meta(1, epoch=Epoch(2, 2))
+    put(tier, meta, samples.payload(1))
+    assert put(tier, meta, samples.payload(9)) == Present(meta.id)
+    stale = samples.meta(1, epoch=Epoch(1, 9))
+    assert put(tier, stale, samples.payload(1)) == Refused(RefusalReason.STALE_EPOCH, meta.id)
+    assert samples.read(tier, 1) == [samples.payload(1)]
+
+
+def test_layout_is_taken_or_refused(tier, samples):
+    put(tier, samples.meta(1, descriptor=b"a"), samples.payload(1))
+    id_ = samples.meta(1).id
+    assert tier.read([Want(id_, descriptor=b"b")]) == Miss(MissReason.FOREIGN_LAYOUT, id_)
+    assert isinstance(tier.read([Want(id_, descriptor=b"a")]), Hit)
+
+
+def test_find_says_what_there_is(tier, samples):
+    put(tier, samples.meta(1), samples.payload(1))
+    found = tier.find([samples.meta(1).id, samples.meta(2).id])
+    assert set(found) == {samples.meta(1).id}
+    record = found[samples.meta(1).id]
+    assert record.payload_bytes == 10_000
+    assert record.stored_bytes >= 10_000
+    assert record.meta.component == "csa_main"
+
+
+def test_removed_is_gone(tier, samples):
+    for number in range(3):
+        put(tier, samples.meta(number), samples.payload(number))
+    assert tier.remove([samples.meta(0).id, samples.meta(7).id]) == 1
+    assert samples.read(tier, 0) == "absent"
+    assert samples.read(tier, 1, 2) == [samples.payload(1), samples.payload(2)]
+
+
+@pytest.mark.parametrize("tier", LISTING, indirect=True)
+def test_purge_takes_one_tenant(tier, samples):
+    put(tier, samples.meta(1, tenant=TENANT), samples.payload(1))
+    put(tier, samples.meta(2, tenant=b"u" * 32), samples.payload(2))
+    put(tier, samples.meta(3), samples.payload(3))
+    assert tier.purge(TENANT) == 1
+    assert samples.read(tier, 1) == "absent"
+    assert samples.read(tier, 2, 3) == [samples.payload(2), samples.payload(3)]
+    assert {tenant for tenant, _ in tier.usage()} == {b"u" * 32, b""}
+
+
+@pytest.mark.parametrize("tier", LISTING, indirect=True)
+def test_usage_by_tenant_and_kind(tier, samples):
+    put(tier, samples.meta(1), samples.payload(1))
+    put(tier, samples.meta(2, Kind.POINT), samples.payload(2))
+    put(tier, samples.meta(3, Kind.POINT), samples.payload(3))
+    usage = tier.usage()
+    assert usage[b"", Kind.RANGE].records == 1
+    assert usage[b"", Kind.POINT].records == 2
+    assert usage[b"", Kind.POINT].stored_bytes == 2 * usage[b"", Kind.RANGE].stored_bytes
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_no_record_without_bytes(tier, samples, size):
+    outcome = tier.reserve(samples.meta(1), size)
+    assert outcome == Refused(RefusalReason.TOO_LARGE, samples.meta(1).id)
+
+
+@pytest.mark.parametrize("tier", OWN_ROOM, indirect=True)
+def test_room_is_reserved_before_it_is_written(tier, samples):
+    """More than the tier holds in open reservations is refused, not written and regretted."""
+    held = []
+    for number in range(12):
+        outcome = tier.reserve(samples.meta(number), 900_000)
+        if isinstance(outcome, Refused):
+            assert outcome.reason in (RefusalReason.NO_SPACE, RefusalReason.BUSY)
+            break
+        held.append(outcome)
+    assert 1 <= len(held) < 12
+    for reserved in held:
+        tier.abort(reserved)
+    assert isinstance(tier.reserve(samples.meta(99), 900_000), Reservation)
+
+
+def test_memory_that_flips_a_bit_is_a_miss(clock, samples):
+    tier = MemoryTier(clock, LIMITS)
+    put(tier, samples.meta(1), samples.payload(1))
+    held = tier._held[Kind.RANGE][samples.meta(1).id]
+    memoryview(held.payload.obj).cast("B")[500] ^= 1
+    assert samples.read(tier, 1) == "corrupt"
+    assert samples.read(tier, 1) == "absent"
+
+
+def test_remote_blob_that_was_swapped_or_cut_is_quarantined(clock, samples, tmp_path):
+    blobs = DirectoryBlobs(tmp_path / "shared")
+    tier = RemoteTier("directory", blobs, clock=clock, keys=Keys(b"k" * 32))
+    for number in range(2):
+        put(tier, samples.meta(number), samples.payload(number))
+    paths = [tmp_path / "shared" / record_key(samples.meta(n).id) for n in range(2)]
+    paths[0].write_bytes(paths[1].read_bytes())
+    os.truncate(paths[1], 9000)
+    assert samples.read(tier, 0) == "corrupt"
+    assert samples.read(tier, 1) == "corrupt"
+    assert samples.read(tier, 0) == "absent"
+    assert len(list((tmp_path / "shared" / "quarantine").iterdir())) == 2
+
+
+def test_a_tenants_blob_needs_the_key(clock, samples, tmp_path):
+    def tier(key: bytes) -> RemoteTier:
+        blobs = DirectoryBlobs(tmp_path / "shared")
+        return RemoteTier("directory", blobs, clock=clock, keys=Keys(key or None))
+
+    put(tier(b"k" * 32), samples.meta(1, tenant=TENANT), samples.payload(1))
+    assert samples.read(tier(b""), 1) == "no_key"
+    assert samples.read(tier(b"k" * 32), 1) == [samples.payload(1)]
+    assert samples.read(tier(b"x" * 32), 1) == "corrupt"
+
+
+def test_mooncake_full_is_backpressure(clock, samples):
+    client = FakeMooncake()
+    tier = RemoteTier("mooncake", MooncakeBlobs(client, "ns"), clock=clock, keys=Keys())
+    client.full = True
+    refused = put(tier, samples.meta(1), samples.payload(1))
+    assert refused == Refused(RefusalReason.BUSY, samples.meta(1).id)
+    client.full = False
+    assert isinstance(put(tier, samples.meta(1), samples.payload(1)), Stored)
+    client.held.clear()  # its master restarted
+    assert samples.read(tier, 1) == "absent"
+    assert Backpressure.__mro__[1].__name__ == "CapacityExceeded"
+
+
+@pytest.mark.skipif("encrypted" in ABSENT, reason="needs cryptography")
+def test_encrypted_store_shows_no_plaintext(clock, samples, tmp_path):
+    options = DiskOptions(limits=LIMITS, segment_bytes=MIB, at_rest=SealKind.AES_GCM)
+    tier = DiskTier(tmp_path / "store", clock, options=options)
+    put(tier, samples.meta(1, tenant=TENANT), b"plaintext" * 10_000)
+    assert samples.read(tier, 1) == [b"plaintext" * 10_000]
+    tier.close()
+    stored = b"".join(path.read_bytes() for path in (tmp_path / "store/segments").iterdir())
+    assert b"plaintext" not in stored
+
+
+def test_evicted_from_memory_comes_back_from_disk(clock, samples, tmp_path):
+    options = DiskOptions(limits=LIMITS, segment_bytes=MIB)
+    disk = DiskTier(tmp_path / "disk", clock, options=options)
+    memory = MemoryTier(clock, Limits(KindLimits(MIB), KindLimits(MIB)))
+    store = TieredStore([memory, disk])
+    for number in range(5):
+        clock.advance(1)
+        put(store, samples.meta(number), samples.payload(number, 400_000))
+    assert store.settle() == 3
+    assert samples.read(store, 0, 4) == [samples.payload(n, 400_000) for n in (0, 4)]
+    assert store.counters["hit_disk"] == 1
+    samples.read(store, 0)  # read twice further down: worth a place on top
+    assert store.settle() >= 1
+    assert samples.read(memory, 0) == [samples.payload(0, 400_000)]
+    store.close()
+
+
+def test_spilled_session_survives_the_process(clock, samples, tmp_path):
+    options = DiskOptions(limits=LIMITS, segment_bytes=MIB)
+
+    def store() -> TieredStore:
+        disk = DiskTier(tmp_path / "disk", clock, options=options)
+        return TieredStore([MemoryTier(clock, LIMITS), disk])
+
+    first = store()
+    put(first, samples.meta(1), samples.payload(1))
+    put(first, samples.meta(2, Kind.POINT), samples.payload(2))
+    assert all(
+        isinstance(outcome, Stored)
+        for outcome in spill(first, [samples.meta(1).id, samples.meta(2, Kind.POINT).id]).values()
+    )
+    first.close()
+    again = store()
+    assert samples.read(again, 1, 2) == [samples.payload(1), samples.payload(2)]
+    again.close()
+
+
+def test_what_is_cheap_to_make_again_is_not_written_down(clock, samples, tmp_path):
+    options = DiskOptions(limits=LIMITS, segment_bytes=MIB)
+    memory = MemoryTier(clock, LIMITS)
+    disk = DiskTier(tmp_path / "disk", clock, options=options)
+    store = TieredStore([memory, disk], Placement(range_ms_per_mib=100, point_ms_per_mib=1000))
+    ids = []
+    for number, kind in enumerate((Kind.RANGE, Kind.RANGE, Kind.POINT)):
+        put(store, samples.meta(number, kind), samples.payload(number, 500_000))
+        ids.append(samples.meta(number, kind).id)
+    store.price({ids[0]: 10.0, ids[1]: 80.0, ids[2]: 80.0})
+    outcomes = spill(store, ids)
+    assert outcomes[ids[0]] == Refused(RefusalReason.LOW_UTILITY, ids[0])
+    assert isinstance(outcomes[ids[1]], Stored)
+    assert outcomes[ids[2]] == Refused(RefusalReason.LOW_UTILITY, ids[2])
+    assert samples.read(disk, 1) == [samples.payload(1, 500_000)]
+    store.close()
+
+
+def test_disk_gives_up_what_is_cheapest_to_make_again(clock, samples, tmp_path):
+    options = DiskOptions(limits=Limits(KindLimits(MIB), KindLimits(MIB)), segment_bytes=MIB)
+    disk = DiskTier(tmp_path / "disk", clock, options=options)
+    for number in range(3):
+        put(disk, samples.meta(number), samples.payload(number, 300_000))
+    disk.price({samples.meta(n).id: cost for n, cost in enumerate((50.0, 5.0, 500.0))})
+    put(disk, samples.meta(9), samples.payload(9, 300_000))
+    assert samples.read(disk, 1) == "absent"
+    assert samples.read(disk, 0, 2, 9) != "absent"
+    disk.close()
+
+
+def test_bad_copy_on_top_is_covered_by_the_one_below(clock, samples, tmp_path):
+    options = DiskOptions(limits=LIMITS, segment_bytes=MIB)
+    memory = MemoryTier(clock, LIMITS)
+    store = TieredStore([memory, DiskTier(tmp_path / "disk", clock, options=options)])
+    put(store, samples.meta(1), samples.payload(1))
+    spill(store, [samples.meta(1).id])
+    held = memory._held[Kind.RANGE][samples.meta(1).id]
+    memoryview(held.payload.obj).cast("B")[500] ^= 1
+    assert samples.read(store, 1) == [samples.payload(1)]
+    assert store.counters["hit_disk"] == 1
+    store.close()
