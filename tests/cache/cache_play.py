@@ -35,7 +35,7 @@ class Play:
             policy=POLICIES[names[pick(len(names))]](),
         )
         self.turns = 0
-        self.spills: list[int] = []
+        self.spills: list[Spill] = []
         self.said: list[bytes] = [b""]
 
     @property
@@ -77,8 +77,8 @@ class Play:
             self.driver.give_up(ticket)
         for ticket in self.driver.held:
             self.cache.ingest.quiet(ticket)
-        for ticket in self.spills:
-            self.cache.pressure.spill_failed(ticket)
+        while self.spills:
+            self.end_spill()
         self.driver.check()
         self.driver.evict(10**6)
         rooms = self.cache.rooms
@@ -251,14 +251,17 @@ class Play:
         self.cache.pressure.watermarks = Watermarks(low=0.3, high=0.5, idle_s=1.0, tier=tier)
         for directive in self.cache.pressure.relieve(self.driver.now):
             if isinstance(directive, Spill):
-                self.spills.append(directive.ticket)
-                for point in directive.points:
-                    for name, slot in point.slots.items():
-                        assert self.driver.memory[name, slot] == point.prefix
+                self.spills.append(directive)
         self.driver.check()
 
     def end_spill(self) -> None:
-        if self.spills:
-            ends = (self.cache.pressure.spilled, self.cache.pressure.spill_failed)
-            ends[self.pick(2)](self.spills.pop())
-            self.driver.check()
+        """The copy is done just now: until here the slots must have held what was asked for."""
+        if not self.spills:
+            return
+        spill = self.spills.pop(0)
+        for point in spill.points:
+            for name, slot in point.slots.items():
+                assert self.driver.memory[name, slot] == point.prefix, "spilled wrong bytes"
+        ends = (self.cache.pressure.spilled, self.cache.pressure.spill_failed)
+        ends[self.pick(2)](spill.ticket)
+        self.driver.check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cache_play import Pick, Play
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -36,6 +36,7 @@ CacheMachine.TestCase.settings = settings(
     max_examples=20,
     stateful_step_count=25,
     deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 TestCacheMachine = CacheMachine.TestCase

@@ -125,6 +125,16 @@ def test_lfu_and_slru_keep_what_was_used_again(policy: type[Policy]) -> None:
     assert left(driver) == [4, 0, 4]
 
 
+def test_coming_back_counts_as_use_without_point_state_too() -> None:
+    driver = filled(Lfu())
+    driver.now = 5.0
+    driver.turn("again", prompt("a"))
+    driver.now = 6.0
+    driver.turn("d", prompt("d"))
+    driver.evict(12)
+    assert left(driver, "abcd") == [4, 0, 0, 0]
+
+
 def test_priority_goes_before_recency() -> None:
     driver = Driver(DENSE, blocks=40, policy=Priority())
     for number, name in enumerate("abc"):

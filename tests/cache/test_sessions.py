@@ -76,6 +76,18 @@ def test_a_soft_reference_orders_eviction_until_its_ttl() -> None:
     assert driver.check_match(blocks_of(1, 2)).range_tokens == 0, "the older one, TTL over"
 
 
+def test_point_state_loses_its_place_with_the_soft_reference() -> None:
+    driver = Driver(points=3, policy=SessionReference())
+    for number, name in enumerate("abcd"):
+        driver.now = float(number)
+        driver.turn(name, blocks_of(number, tail=1), session=name)  # d's took the place of a's
+    driver.cache.sessions.release(SessionId("c"))
+    driver.now = 4.0
+    driver.turn("e", blocks_of(4, tail=1), session="e")
+    complete = [not driver.check_match(blocks_of(n, 9)).points[0].lacks for n in range(5)]
+    assert complete == [False, True, False, True, True], "the released one's, not the older b's"
+
+
 def test_status_comes_from_the_tree() -> None:
     driver = Driver()
     driver.turn("1", blocks_of(1, 2, 3, tail=2), session="a")

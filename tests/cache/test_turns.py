@@ -17,6 +17,7 @@ from ownerserve.cache.outcomes import (
     Turn,
 )
 from ownerserve.cache.policies.lru import Lru
+from ownerserve.cache.tree import Freed
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
 
@@ -71,6 +72,29 @@ def test_restore_at_a_point_that_has_gone_is_refused_and_changes_nothing() -> No
     assert isinstance(there, Begun) and there.restored == 3 * B
 
 
+def test_a_resume_that_the_tree_can_not_give_is_refused() -> None:
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2, tail=1))
+    driver.turn("2", blocks_of(1, 2, 3, 4, tail=1))
+    # points at 2 and 4 blocks; none at 3, nothing behind 4
+    for resume in (Restore(3 * B), Restore(5 * B), Replay(B, 5 * B), Replay(3 * B, 2 * B)):
+        prompt = blocks_of(1, 2, 3, 4, 5, 6)
+        assert driver.begin("3", prompt, resume=resume) == Refused(Reason.POINT_GONE), resume
+    begun = driver.begin("3", blocks_of(1, 2, 3, 4, 5, 6), resume=Restore(2 * B))
+    assert isinstance(begun, Begun) and begun.restored == 2 * B
+
+
+def test_a_turn_given_up_before_it_computed_is_not_counted() -> None:
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2, 3), session="a")
+    driver.evict(3)
+    before = driver.cache.metrics(0.0).counters
+    driver.begin("2", blocks_of(1, 2, 3, 4), session="a")
+    assert driver.cache.counters.reseeds == 1
+    driver.abort("2")
+    assert driver.cache.counters == before
+
+
 def test_blocks_are_matchable_as_soon_as_they_are_full() -> None:
     driver = Driver(DENSE)
     assert isinstance(driver.begin("1", blocks_of(1, 2, 3)), Begun)
@@ -121,8 +145,9 @@ def test_no_room_is_all_or_nothing() -> None:
     driver.prefill("2")
     driver.begin("3", blocks_of(1, 2, 3, 4))
     got = driver.cache.reserve(TurnId("3"), 4 * B, 0.0)
-    assert got == NoRoom("range", 1) or isinstance(got, NoRoom)
-    assert driver.cache.counters.evictions == 1, "the second turn's only"
+    # block 3 of the first conversation went for the second's sixth; 8 = 2 locked + 6 private
+    assert got == NoRoom("range", 2)
+    assert driver.cache.counters.evicted_tokens == B, "the second turn's only"
     driver.check()
 
 
@@ -250,6 +275,22 @@ def test_a_lock_receipt_is_single_use() -> None:
     with pytest.raises(InvariantViolated, match="invariant 5"):
         tree.unlock(receipt)
     assert len(blocks_of(1)) == BLOCK_BYTES
+
+
+def test_a_trim_over_several_stops_keeps_their_sessions_and_heat() -> None:
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2, tail=1), session="a")
+    driver.turn("2", blocks_of(1, 2, 3, 4, tail=1), session="b")
+    tree = driver.cache.tree
+    node, _ = tree.walk(blocks_of(1, 2, 3, 4), 4)
+    freed = Freed([], [])
+    uses = max(stop.uses for stop in node.stops)
+    tree.trim(node, 3, freed)
+    assert (len(freed.blocks), len(freed.points), freed.points_lost) == (3, 2, 2)
+    [stop] = node.stops
+    assert (stop.depth, stop.refs, sorted(stop.anchors or {})) == (1, 2, ["a", "b"])
+    assert stop.uses == uses
+    assert all(session.stop is stop for session in driver.cache.sessions.all())
 
 
 def test_a_turn_without_a_session_leaves_no_trace_of_one() -> None:

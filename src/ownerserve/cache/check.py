@@ -28,6 +28,7 @@ def check(cache: HeteroCache) -> None:
     """All of a cache's invariants."""
     nodes = list(paths.nodes(cache.tree.root))
     check_conservation(cache, nodes)
+    check_turns(cache)
     check_locks(cache, nodes)
     check_structure(cache, nodes)
     check_running(cache)
@@ -61,6 +62,13 @@ def _check_pool(pool: SlotPool, used: list[int]) -> None:
     require(not twice, 1, f"{pool.name}: slots {twice[:5]} are in two places")
     require(len(places) == pool.capacity, 1, f"{pool.name}: {len(places)} of {pool.capacity}")
     require(len(used) == pool.used, 1, f"{pool.name}: {pool.used} counted as used")
+
+
+def check_turns(cache: HeteroCache) -> None:
+    """3: every turn that was begun is running, or has ended one way."""
+    counters = cache.counters
+    ended = counters.turns_finished + counters.turns_aborted
+    require(counters.turns_begun == ended + len(cache.running), 3, "a turn has vanished")
 
 
 def check_locks(cache: HeteroCache, nodes: list[Node]) -> None:
@@ -126,18 +134,13 @@ def check_sessions(cache: HeteroCache, nodes: list[Node]) -> None:
     anchored = {
         name: stop for node in nodes for stop in node.stops for name in (stop.anchors or {})
     }
-    sessions = cache.sessions.all()
     running = Counter(id(run.session) for run in cache.running.values() if run.session)
-    for session in sessions:
+    for session in cache.sessions.all():
         stop = anchored.pop(session.session_id, None)
-        require((stop is None) == (session.node is None), 6, "a frontier without its stop")
-        if stop is not None:
-            require(stop.node is session.node and stop.depth == session.depth, 6, "strayed")
-            if session.row is not None:
-                path = paths.row(stop.node, stop.depth)
-                require(session.row == path, 6, "a session's row left its path")
-        else:
-            require(session.depth == 0, 6, "a depth without a frontier")
+        require(stop is session.stop, 6, "a session stands at a stop that is not in the tree")
+        if stop is not None and session.row is not None:
+            path = paths.row(stop.node, stop.depth)
+            require(session.row[: stop.depth] == path, 6, "a session's row left its path")
         require(session.running == running[id(session)], 6, "running turns are miscounted")
         require(session.depth <= session.sealed, 6, "more is resident than was sealed")
     require(not anchored, 6, f"frontiers of forgotten sessions: {list(anchored)[:5]}")

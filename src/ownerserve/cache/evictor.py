@@ -5,32 +5,22 @@ many as are needed; point state goes one component of one stop at a time. Never 
 below a lock or a branch. Decides alone: freeing the slots is the caller's.
 
 A heap entry is a promise to look: its key may be too low by now (keys rise with use), then the
-entry is put back under the present key; it is never too high, for whatever lowers a key puts the
-interval in `tree.exposed` or calls `offer`.
+entry is put back under the present key. Whatever lowers a key calls `tree.expose`, `tree.cool` or
+`offer`; only the tail being trimmed may stand too high, and that is the top already.
 """
 
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
 
-import msgspec
-
 from ownerserve.cache import paths
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.node import ABSENT, Key, Node, Stop
 from ownerserve.cache.policies.base import Policy
-from ownerserve.cache.tree import PrefixTree
+from ownerserve.cache.tree import Freed, PrefixTree
 
 SMALL_HEAP = 256
 """Heaps up to this length are not worth cleaning of entries that are out of date."""
-
-
-class Evicted(msgspec.Struct):
-    """One eviction run: range slots freed, and point slots by component index."""
-
-    blocks: list[int]
-    points: list[tuple[int, int]]
-    points_lost: int = 0
 
 
 class Tail:
@@ -51,6 +41,11 @@ class Tail:
     @property
     def trimmed_tokens(self) -> int:
         return self.heat.trimmed * self._evictor.block_tokens
+
+    @property
+    def is_backed(self) -> bool:
+        """Spills copy point state only."""
+        return self.is_point and bool(self.heat.backed)
 
     @property
     def lost_tokens(self) -> int:
@@ -107,22 +102,24 @@ class Evictor:
 
     # -- range blocks --------------------------------------------------------------------------
 
-    def evict_blocks(self, need: int) -> Evicted:
+    def evict_blocks(self, need: int) -> Freed:
         """Free exactly `need` blocks. The caller has seen that so many are evictable."""
-        heap, tree = self._tails, self.tree
-        freed = Evicted([], [])
+        heap, tree, policy, view = self._tails, self.tree, self.policy, self._view
+        view.is_point = False
+        freed = Freed([], [])
         while need:
             if tree.exposed:
                 self._look_at_exposed()
             key, _, node = heap[0]
             stops, end = node.stops, node.start + len(node.blocks)
-            floor = node.floor
+            floor = node.pinned if node.pinned > node.branch_top else node.branch_top
             if not node.is_live or key is not node.queued or end <= floor:
                 if key is node.queued:
                     node.queued = None
                 heappop(heap)
                 continue
-            present = self._tail_key(node)
+            view.heat = stops[-1]
+            present = policy.key(view)
             if present > key:
                 node.queued = present
                 heapreplace(heap, (present, self._next(), node))
@@ -130,19 +127,10 @@ class Evictor:
             if len(stops) > 1 and stops[-2].depth > floor:
                 floor = stops[-2].depth  # below it another stop's heat counts
             count = min(need, end - floor)
-            trimmed = tree.trim(node, count)
-            self.policy.evicted(present)
+            tree.trim(node, count, freed)  # what is left stays the heap's top
+            policy.evicted(present)
             need -= count
-            freed.blocks += trimmed.blocks
-            if trimmed.points:
-                self._note_points(freed, trimmed.points)
-                tree.expose(node)  # what is left of the tail restores nothing: it goes next
         return freed
-
-    def _note_points(self, freed: Evicted, points: list[list[int]]) -> None:
-        for slots in points:
-            freed.points_lost += ABSENT not in slots
-            freed.points += [pair for pair in enumerate(slots) if pair[1] != ABSENT]
 
     def _look_at_exposed(self) -> None:
         exposed, heap = self.tree.exposed, self._tails
@@ -199,16 +187,13 @@ class Evictor:
         heapify(heap)
         self._points_limit[index] = 2 * len(heap) + SMALL_HEAP
 
-    def evict_point(self, index: int, keep: Stop | None) -> Evicted | None:
-        """Free one slot of point component `index`; None when every one is held.
-
-        `keep` is spared: the stop that the slot is wanted for.
-        """
+    def evict_point(self, index: int) -> Freed | None:
+        """Free one slot of point component `index`; None when every one is held."""
         cooled, heap = self.tree.cooled, self._points[index]
         while cooled:
             cooled[-1].is_cooled = False
             self.offer(cooled.pop())
-        spared: list[tuple[Key, int, Stop]] = []
+        held: list[tuple[Key, int, Stop]] = []
         victim: Stop | None = None
         while heap and victim is None:
             key, _, stop = heap[0]
@@ -224,22 +209,23 @@ class Evictor:
             if present > key:
                 queued[index] = present
                 heapreplace(heap, (present, self._next(), stop))
-            elif stop.holds or stop is keep:
-                spared.append(heappop(heap))
+            elif stop.holds:
+                held.append(heappop(heap))
             else:
                 victim = stop
                 queued[index] = None
                 heappop(heap)
-        heap.extend(spared)
-        if spared:
-            heapify(heap)
+        for entry in held:
+            heappush(heap, entry)
         return self.drop_component(victim, index) if victim is not None else None
 
-    def drop_component(self, stop: Stop, index: int) -> Evicted:
+    def drop_component(self, stop: Stop, index: int) -> Freed:
         """Take one point component off a stop."""
         assert stop.slots is not None
         lost = stop.is_complete
-        freed = Evicted([], [(index, stop.slots[index])], int(lost))
+        gone = [ABSENT] * len(stop.slots)
+        gone[index] = stop.slots[index]
+        freed = Freed([], [gone], int(lost))
         if lost:
             self._view.heat, self._view.is_point = stop, True
             self.policy.evicted(self.policy.key(self._view))

@@ -76,13 +76,13 @@ class HeteroCache:
         self.rooms = Rooms(
             layout, slots, state_slots=state_slots, evictor=self.evictor, counters=self.counters
         )
-        self.sessions = Sessions(self.tree, layout, pins_idle=self.policy.pins_idle_sessions)
+        self.sessions = Sessions(self.tree, layout, policy=self.policy)
         self.ingest = Ingest(self.tree, self.rooms, self.counters)
         self.pressure = Pressure(self.rooms, self.evictor, self.running)
         self._order = 0
         self._block = layout.block_tokens
         self._range_names = layout.range_names
-        self._has_points = bool(layout.point_names)
+        self._point_names = layout.point_names
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -91,9 +91,7 @@ class HeteroCache:
         known = len(tokens) // TOKEN_BYTES
         node, depth = self.tree.walk(tokens, known // self._block)
         cap = min(depth, max(known - 1, 0) // self._block)
-        points = restorable.points(
-            node, cap, names=self.layout.point_names, block_tokens=self._block
-        )
+        points = restorable.points(node, cap, names=self._point_names, block_tokens=self._block)
         return Match(depth * self._block, points)
 
     # -- opening a turn ------------------------------------------------------------------------
@@ -150,7 +148,7 @@ class HeteroCache:
             depth=session.depth,
             skip=session.depth,
         )
-        place = restorable.deepest(node, depth, has_points=self._has_points)
+        place = restorable.deepest(node, depth, names=self._point_names)
         first = min(place.floor, session.depth)
         if first < session.depth:  # its point state went: compute again from tokens the tree has
             size = self.tree.block_bytes
@@ -161,9 +159,9 @@ class HeteroCache:
 
     def _place(self, node: Node, depth: int, resume: Resume | None) -> Place | None:
         if resume is None:
-            return restorable.deepest(node, depth, has_points=self._has_points)
+            return restorable.deepest(node, depth, names=self._point_names)
         return restorable.chosen(
-            node, depth, resume, block_tokens=self._block, has_points=self._has_points
+            node, depth, resume, names=self._point_names, block_tokens=self._block
         )
 
     def _refusal(self, turn_id: TurnId, known: int) -> Refused | None:
@@ -200,16 +198,20 @@ class HeteroCache:
         [state] = self.rooms.states.take(1)
         self._order += 1
         known = prompt_at + len(turn.tokens) // TOKEN_BYTES
+        restored = place.start * self._block
         run = Running(
             turn_id=turn.turn_id,
             session=session,
             order=self._order,
+            begun_s=now,
+            restored=restored,
+            expected=self._expected(session, known),
             priority=turn.priority,
             ttl_s=turn.ttl_s,
             prompt=turn.tokens,
             prompt_at=prompt_at,
             prompt_end=known,
-            position=place.start * self._block,
+            position=restored,
             sealed=floor,
             row=row,
             table=Table(dict.fromkeys(self._range_names, row), state),
@@ -217,40 +219,43 @@ class HeteroCache:
             tail=bytearray(),
         )
         self.running[turn.turn_id] = run
-        self._count_begin(run, session)
+        if session is not None:
+            session.running += 1
+        self._count(run, 1)
         effect: Effect
         if stop is not None:
             assert stop.slots is not None
-            names = self.layout.point_names
-            effect = LoadPoint(dict(zip(names, stop.slots, strict=True)), state)
+            effect = LoadPoint(dict(zip(self._point_names, stop.slots, strict=True)), state)
         else:
             effect = ResetState(state)
-        skip = (run.position - prompt_at) * TOKEN_BYTES
-        return Begun(run.position, (effect,), floor * self._block, turn.tokens[skip:])
+        skip = (restored - prompt_at) * TOKEN_BYTES
+        return Begun(restored, (effect,), floor * self._block, turn.tokens[skip:])
 
     def _row(self, session: Session | None, node: Node, depth: int) -> list[int]:
         """Slots of the shared blocks: the session's own row when nobody else has it."""
         row = session.row if session is not None and session.node is node else None
-        if session is None or row is None or session.depth < node.start:
+        if session is None or row is None:
             return paths.row(node, depth)
         session.row = None
-        if depth < session.depth:
-            del row[depth:]
-        else:
-            row += node.blocks[session.depth - node.start : depth - node.start]
+        del row[min(depth, session.depth) :]
+        row += node.blocks[len(row) - node.start : depth - node.start]
         return row
 
-    def _count_begin(self, run: Running, session: Session | None) -> None:
+    def _expected(self, session: Session | None, known: int) -> int:
+        """Tokens of the prompt that the session had computed before and could be restored."""
+        if session is None or not session.version:
+            return 0
+        return min(session.sealed, (known - 1) // self._block) * self._block
+
+    def _count(self, run: Running, sign: int) -> None:
+        """Count a turn that opens; -1 takes it back when it ends before it computed anything."""
         counters = self.counters
-        counters.turns_begun += 1
-        counters.prompt_tokens += run.prompt_end
-        counters.cached_tokens += run.position
-        if session is not None:
-            session.running += 1
-            had = min(session.sealed, (run.prompt_end - 1) // self._block)
-            if session.version and had:
-                counters.reseeds += run.position == 0
-                counters.reprefilled_tokens += max(0, had * self._block - run.position)
+        counters.turns_begun += sign
+        counters.prompt_tokens += sign * run.prompt_end
+        counters.cached_tokens += sign * run.restored
+        if run.expected > run.restored:
+            counters.reseeds += sign * (run.restored == 0)
+            counters.reprefilled_tokens += sign * (run.expected - run.restored)
 
     # -- running -------------------------------------------------------------------------------
 
@@ -274,7 +279,9 @@ class HeteroCache:
         before = run.position
         after = before + len(tokens) // TOKEN_BYTES
         if before < run.prompt_end:
-            known = tokens[: (run.prompt_end - before) * TOKEN_BYTES]
+            known = tokens
+            if after > run.prompt_end:
+                known = tokens[: (run.prompt_end - before) * TOKEN_BYTES]
             if not run.prompt.startswith(known, (before - run.prompt_at) * TOKEN_BYTES):
                 raise InvalidInput(
                     "tokens", f"differ from the prompt behind {before}", "advance what was begun"
@@ -291,10 +298,14 @@ class HeteroCache:
 
     def _seal(self, run: Running) -> None:
         """Put the full blocks of the tail into the tree and move the lock behind them."""
-        tree = self.tree
-        whole = len(run.tail) // tree.block_bytes
-        keys = bytes(run.tail[: whole * tree.block_bytes])
-        del run.tail[: whole * tree.block_bytes]
+        tree, tail = self.tree, run.tail
+        whole = len(tail) // tree.block_bytes
+        keys = bytes(tail)
+        unsealed = len(tail) - whole * tree.block_bytes
+        if unsealed:
+            keys, run.tail = keys[:-unsealed], tail[-unsealed:]
+        else:
+            run.tail = bytearray()
         blocks = run.row[run.sealed : run.sealed + whole]
         node, depth, spares = tree.extend(run.lock.node, run.sealed, keys, blocks)
         if spares:
@@ -320,7 +331,7 @@ class HeteroCache:
             raise InvalidInput(
                 "position", f"{run.position} is no boundary", f"use a multiple of {self._block}"
             )
-        if not self._has_points or not depth:
+        if not self._point_names or not depth:
             return ()
         stop = self.tree.stop_at(paths.locate(run.lock.node, depth), depth, now)
         former = run.decode_stop
@@ -366,6 +377,9 @@ class HeteroCache:
             turn_id=child_id,
             session=None,
             order=self._order,
+            begun_s=now,
+            restored=run.position,
+            expected=0,
             priority=run.priority,
             ttl_s=run.ttl_s,
             prompt=run.prompt,
@@ -418,7 +432,10 @@ class HeteroCache:
         """
         run = self._run(turn_id)
         self._leave(run, now)
-        self.counters.turns_aborted += 1
+        if run.position > run.restored:
+            self.counters.turns_aborted += 1
+        else:
+            self._count(run, -1)
         self.tree.unlock(run.lock)
 
     def _leave(self, run: Running, now: float) -> Stop | None:
@@ -434,6 +451,7 @@ class HeteroCache:
         node = run.lock.node
         stop = self.tree.stop_at(node, run.sealed, now)
         stop.last_s, stop.trimmed = now, 0
+        stop.uses += stop.born_s < run.begun_s
         stop.priority = max(stop.priority, run.priority)
         self.policy.touched(stop)
         return stop
@@ -449,7 +467,7 @@ class HeteroCache:
         return snapshot(self, now)
 
     def check(self) -> None:
-        """Raise InvariantViolated unless invariants 1, 5, 6 and 7 hold. O(cache): for tests."""
+        """Raise InvariantViolated unless invariants 1, 3, 5, 6, 7, 9 hold. O(cache): for tests."""
         checks.check(self)
 
     def _run(self, turn_id: TurnId) -> Running:

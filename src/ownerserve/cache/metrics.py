@@ -24,7 +24,7 @@ class Lost(StrEnum):
 
 
 class Counters(msgspec.Struct):
-    """Sums since the start. Tokens and bytes are those of evicted range blocks."""
+    """Sums since the start. Evicted tokens and bytes are those of range blocks."""
 
     turns_begun: int = 0
     turns_refused: int = 0
@@ -40,7 +40,7 @@ class Counters(msgspec.Struct):
     evicted_tokens: int = 0
     evicted_bytes: int = 0
     wanted_tokens: int = 0
-    """What those evictions were asked for; evicted minus wanted is waste."""
+    """What those evictions were asked for; evicted minus wanted is waste, here always none."""
     largest_eviction_tokens: int = 0
     duplicate_blocks: int = 0
     no_room: int = 0

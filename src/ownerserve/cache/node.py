@@ -57,6 +57,8 @@ class Stop(msgspec.Struct, eq=False):
         self.refs += other.refs
         if other.anchors:
             self.anchors = {**(self.anchors or {}), **other.anchors}
+            for session in other.anchors.values():
+                session.stop = self
 
     @property
     def is_complete(self) -> bool:

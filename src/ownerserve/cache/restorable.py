@@ -35,10 +35,10 @@ def points(node: Node, cap: int, *, names: tuple[str, ...], block_tokens: int) -
     return tuple(found)
 
 
-def deepest(node: Node, depth: int, *, has_points: bool) -> Place:
-    """The deepest point at `depth` or before that lacks nothing; a model without point state can
-    go on at any boundary."""
-    if not has_points:
+def deepest(node: Node, depth: int, *, names: tuple[str, ...]) -> Place:
+    """The deepest point at `depth` or before that lacks none of the point components `names`; a
+    model without any can go on at every boundary."""
+    if not names:
         return Place(None, depth, depth)
     stop = paths.complete_stop(node, depth)
     start = stop.depth if stop is not None else 0
@@ -46,7 +46,7 @@ def deepest(node: Node, depth: int, *, has_points: bool) -> Place:
 
 
 def chosen(
-    node: Node, depth: int, resume: Resume, *, block_tokens: int, has_points: bool
+    node: Node, depth: int, resume: Resume, *, names: tuple[str, ...], block_tokens: int
 ) -> Place | None:
     """The place that `resume` names; None when it is no longer to be had."""
     match resume:
@@ -59,6 +59,6 @@ def chosen(
     stop = paths.complete_stop(node, start)
     if stop is not None and stop.depth != start:
         stop = None
-    if stop is None and start and has_points and isinstance(resume, Restore):
+    if stop is None and start and names and isinstance(resume, Restore):
         return None
     return Place(stop, start, floor)

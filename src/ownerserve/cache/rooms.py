@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ownerserve.cache.evictor import Evicted, Evictor
-from ownerserve.cache.layout import Layout
+from ownerserve.cache.evictor import Evictor
+from ownerserve.cache.layout import Extent, Layout
 from ownerserve.cache.metrics import Counters, Lost
 from ownerserve.cache.node import ABSENT, Stop
 from ownerserve.cache.outcomes import NoRoom
 from ownerserve.cache.pool import SlotPool
+from ownerserve.cache.tree import Freed
 from ownerserve.kv.errors import InvalidInput
 
 STATE_POOL = "state"
@@ -50,8 +51,12 @@ class Rooms:
         self.states = SlotPool(STATE_POOL, state_slots)
         self._evictor = evictor
         self._counters = counters
-        sizes = {component.name: component.slot_bytes for component in layout.components}
-        self._block_bytes = sum(sizes[name] for name in layout.range_names)
+        self._block_tokens = layout.block_tokens
+        self._block_bytes = sum(
+            component.slot_bytes
+            for component in layout.components
+            if component.extent is Extent.RANGE
+        )
 
     def evictable_blocks(self) -> int:
         """Blocks of the tree under no lock: all of them can go, leaf by leaf."""
@@ -69,18 +74,20 @@ class Rooms:
             self.evict_blocks(missing)
         return self.blocks.take(count)
 
-    def evict_blocks(self, count: int) -> Evicted:
+    def evict_blocks(self, count: int) -> Freed:
         """One eviction run of `count` blocks, which must be evictable."""
         freed = self._evictor.evict_blocks(count)
         self.blocks.give(freed.blocks)
-        tokens = len(freed.blocks) * self.layout.block_tokens
+        tokens = count * self._block_tokens
         counters = self._counters
         counters.evictions += 1
         counters.evicted_tokens += tokens
-        counters.wanted_tokens += count * self.layout.block_tokens
-        counters.evicted_bytes += len(freed.blocks) * self._block_bytes
-        counters.largest_eviction_tokens = max(counters.largest_eviction_tokens, tokens)
-        self._give_points(freed, Lost.RANGE_EVICTED)
+        counters.wanted_tokens += tokens
+        counters.evicted_bytes += count * self._block_bytes
+        if tokens > counters.largest_eviction_tokens:
+            counters.largest_eviction_tokens = tokens
+        if freed.points:
+            self._give_points(freed, Lost.RANGE_EVICTED)
         return freed
 
     def fill_point(self, stop: Stop) -> dict[str, int] | NoRoom:
@@ -90,21 +97,21 @@ class Rooms:
         """
         lacking = stop.slots or [ABSENT] * len(self.points)
         wanted = [index for index, slot in enumerate(lacking) if slot == ABSENT]
-        taken = self._take_point(wanted, spare=stop)
+        taken = self._take_point(wanted)
         if not isinstance(taken, NoRoom):
             self._hang(stop, taken)
         return taken
 
     def take_point(self) -> dict[str, int] | NoRoom:
         """One slot of every point component, for state that has no stop yet."""
-        return self._take_point(list(range(len(self.points))), spare=None)
+        return self._take_point(list(range(len(self.points))))
 
-    def _take_point(self, wanted: list[int], *, spare: Stop | None) -> dict[str, int] | NoRoom:
+    def _take_point(self, wanted: list[int]) -> dict[str, int] | NoRoom:
         pools = self.points
         for index in wanted:
             if pools[index].free:
                 continue
-            freed = self._evictor.evict_point(index, spare)
+            freed = self._evictor.evict_point(index)
             if freed is None:
                 self._counters.points_lost[Lost.NO_ROOM] += 1
                 return NoRoom(pools[index].name, 1)
@@ -138,7 +145,7 @@ class Rooms:
     def evict_points(self, index: int, count: int) -> int:
         """Free up to `count` slots of point component `index`; returns how many went."""
         for done in range(count):
-            freed = self._evictor.evict_point(index, None)
+            freed = self._evictor.evict_point(index)
             if freed is None:
                 return done
             self._give_points(freed, Lost.POINT_EVICTED)
@@ -150,8 +157,10 @@ class Rooms:
             if slot != ABSENT:
                 self._give_points(self._evictor.drop_component(stop, index), reason)
 
-    def _give_points(self, freed: Evicted, reason: Lost) -> None:
-        for index, slot in freed.points:
-            self.points[index].give([slot])
+    def _give_points(self, freed: Freed, reason: Lost) -> None:
+        for slots in freed.points:
+            for pool, slot in zip(self.points, slots, strict=True):
+                if slot != ABSENT:
+                    pool.give([slot])
         if freed.points_lost:
             self._counters.points_lost[reason] += freed.points_lost

@@ -19,12 +19,16 @@ class Running(msgspec.Struct, eq=False):
         tail:  tokens from block `sealed` on to `position`
 
     `sealed` is the depth of `lock`. In a replay `position` starts before it. `prompt` holds the
-    known tokens from position `prompt_at` on, to check what the engine says it computed.
+    known tokens from position `prompt_at` on, to check what the engine says it computed. The
+    turn opened at `begun_s` with `restored` tokens, of `expected` that its session once had.
     """
 
     turn_id: TurnId
     session: Session | None
     order: int
+    begun_s: float
+    restored: int
+    expected: int
     priority: int
     ttl_s: float
     prompt: Packed

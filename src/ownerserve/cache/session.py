@@ -1,7 +1,7 @@
 """A session's record: metadata only, it owns no slot.
 
 Owns the version and where the last finished turn ended. What of that is resident is the tree's
-word; the tree moves `node` and `depth` back when it trims (see tree.PrefixTree.trim).
+word: the session's stop slides back when its blocks are trimmed (tree.PrefixTree.trim).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from ownerserve.kv.ids import SessionId
 
 if TYPE_CHECKING:
-    from ownerserve.cache.node import Node, Receipt
+    from ownerserve.cache.node import Node, Receipt, Stop
 
 
 class Session(msgspec.Struct, eq=False):
@@ -32,8 +32,7 @@ class Session(msgspec.Struct, eq=False):
     tokens: int = 0
     sealed: int = 0
     tail: bytes = b""
-    node: Node | None = None
-    depth: int = 0
+    stop: Stop | None = None
     row: list[int] | None = None
     frontier_order: int = -1
     running: int = 0
@@ -42,3 +41,13 @@ class Session(msgspec.Struct, eq=False):
     next_check_s: float = 0.0
     is_referenced: bool = False
     pin: Receipt | None = None
+
+    @property
+    def node(self) -> Node | None:
+        """The interval of the frontier."""
+        return self.stop.node if self.stop is not None else None
+
+    @property
+    def depth(self) -> int:
+        """Resident blocks of what the session committed."""
+        return self.stop.depth if self.stop is not None else 0

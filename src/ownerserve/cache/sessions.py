@@ -12,6 +12,7 @@ from ownerserve.cache import paths
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.node import Stop
 from ownerserve.cache.outcomes import SessionStatus
+from ownerserve.cache.policies.base import Policy
 from ownerserve.cache.session import Session
 from ownerserve.cache.tree import PrefixTree
 from ownerserve.kv.errors import InvalidInput
@@ -24,9 +25,9 @@ FORGET_CHECK_S = 600.0
 class Sessions:
     """Sessions by id, and in a heap when to look at each next."""
 
-    def __init__(self, tree: PrefixTree, layout: Layout, *, pins_idle: bool) -> None:
+    def __init__(self, tree: PrefixTree, layout: Layout, *, policy: Policy) -> None:
         self._tree = tree
-        self._pins_idle = pins_idle
+        self._pins_idle = policy.pins_idle_sessions
         self._layout = layout
         self._by_id: dict[SessionId, Session] = {}
         self._checks: list[tuple[float, int, Session]] = []
@@ -67,7 +68,7 @@ class Sessions:
         session.is_referenced = ttl_s > 0
         self._look_again(session, session.expires_s)
         if stop is None:
-            session.depth, session.row = 0, None
+            session.row = None
         else:
             stop.uses = max(stop.uses, before.uses + 1 if before is not None else 0)
             self._tree.anchor(session, stop)
@@ -89,16 +90,15 @@ class Sessions:
             if due != session.next_check_s or not self.is_current(session):
                 continue
             self._dereference(session)
-            if session.node is None and not session.running:
+            if session.stop is None and not session.running:
                 del self._by_id[session.session_id]
             else:
                 self._look_again(session, now + FORGET_CHECK_S)
 
     def _dereference(self, session: Session) -> None:
-        if session.is_referenced and session.node is not None:
-            stop = self._tree.stop_at(session.node, session.depth, session.last_s)
-            stop.refs -= 1
-            self._tree.cool(stop)
+        if session.is_referenced and session.stop is not None:
+            session.stop.refs -= 1
+            self._tree.cool(session.stop)
         session.is_referenced = False
 
     def release(self, session_id: SessionId) -> None:

@@ -20,7 +20,7 @@ from ownerserve.cache.node import Node, Receipt, Stop
 from ownerserve.cache.session import Session
 from ownerserve.kv.errors import InvariantViolated
 
-CHUNK_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 17
 """First look for a mismatch in steps of this size: each is one memcmp."""
 
 SHED_BLOCKS = 32
@@ -32,11 +32,13 @@ of as many nodes as turns."""
 _depth = attrgetter("depth")
 
 
-class Trimmed(msgspec.Struct):
-    """What a trim dropped: block slots, and the point slots of stops that lost their place."""
+class Freed(msgspec.Struct):
+    """What one run freed: range slots, point slots (a list by component index for each stop), and
+    how many of those stops could be restored at before."""
 
     blocks: list[int]
     points: list[list[int]]
+    points_lost: int = 0
 
 
 class PrefixTree:
@@ -176,8 +178,6 @@ class PrefixTree:
             stop = node.stops.pop()
             stop.node = dead
             dead.stops.append(stop)
-            for session in (stop.anchors or {}).values():
-                session.node = dead
         dead.stops.reverse()
         self._hang(dead, bytes(dead.keys[:size]))
         self.expose(dead)
@@ -205,19 +205,17 @@ class PrefixTree:
             stop.anchors = {}
         stop.anchors[session.session_id] = session
         stop.refs += session.is_referenced
-        session.node, session.depth = stop.node, stop.depth
+        session.stop = stop
 
     def lift(self, session: Session) -> Stop | None:
         """Take the session's frontier off the tree; returns the stop it stood at, to prune."""
-        node = session.node
-        if node is None or node.parent is None:
-            session.node = None
+        stop = session.stop
+        if stop is None:
             return None
-        stop = self.stop_at(node, session.depth, session.last_s)
         assert stop.anchors is not None
         del stop.anchors[session.session_id]
         stop.refs -= session.is_referenced
-        session.node = None
+        session.stop = None
         self.cool(stop)
         return stop
 
@@ -278,68 +276,66 @@ class PrefixTree:
 
     # -- shrinking -----------------------------------------------------------------------------
 
-    def trim(self, node: Node, count: int) -> Trimmed:
-        """Drop the last `count` blocks of `node`; they must lie above its floor.
+    def trim(self, node: Node, count: int, freed: Freed) -> None:
+        """Drop the last `count` blocks of `node`, which lie above its floor, into `freed`.
 
         Stops behind the new end slide down to it: they lose their point state, keep their heat,
         and the sessions there stand at the new end.
         """
-        blocks, start = node.blocks, node.start
+        blocks = node.blocks
         first = len(blocks) - count
-        end = start + first
+        end = node.start + first
         if end < node.pinned or end < node.branch_top:
             raise InvariantViolated("invariant 7: a trim reached below a lock or a branch")
-        gone = blocks[first:]
-        key = b"" if first else bytes(node.keys[: self.block_bytes])
-        del blocks[first:], node.keys[first * self.block_bytes :]
+        freed.blocks += blocks[first:]
+        del blocks[first:]
         self.blocks -= count
-        place = node if first else self._remove(node, key)
         stops = node.stops
-        carrier = stops.pop()
-        points = []
-        if carrier.slots is not None:
-            points.append(carrier.slots)
-            carrier.slots = None
-        while stops and stops[-1].depth > end:
-            stop = stops.pop()
-            if stop.slots is not None:
-                points.append(stop.slots)
-                stop.slots = None
-            carrier.absorb(stop)
-        carrier.trimmed += carrier.depth - end
-        self._settle(carrier, place, end)
-        return Trimmed(gone, points)
-
-    def _settle(self, carrier: Stop, place: Node, end: int) -> None:
-        """Put a stop that slid down at `end` of `place`, with the sessions that stand there."""
-        if place.parent is None:  # nothing is left: they start from the root
-            for session in (carrier.anchors or {}).values():
-                session.node, session.depth, session.row = None, 0, None
-            return
-        stops = place.stops
-        carrier.node, carrier.depth = place, end
-        if not stops or stops[-1].depth < end:
-            stops.append(carrier)
+        if first and (len(stops) == 1 or stops[-2].depth < end):  # the usual: one slides, alone
+            del node.keys[first * self.block_bytes :]
+            place, carrier = node, stops[-1]
         else:
-            at = bisect_left(stops, end, key=_depth)
-            if stops[at].depth == end:
-                stops[at].absorb(carrier)
-                carrier = stops[at]
-            else:
-                stops.insert(at, carrier)
-        if carrier.anchors:
-            for session in carrier.anchors.values():
-                session.node, session.depth = place, end
-                if session.row is not None:
-                    del session.row[end:]
+            place = node if first else self._remove(node)
+            del node.keys[first * self.block_bytes :]
+            carrier = stops.pop()
+            while stops and stops[-1].depth > end:
+                stop = stops.pop()
+                self._drop_point(stop, freed)
+                carrier.absorb(stop)
+        carrier.trimmed += carrier.depth - end
+        carrier.depth = end
+        if carrier.slots is not None:
+            self._drop_point(carrier, freed)
+        if not (stops and stops[-1] is carrier):
+            self._settle(carrier, place)
 
-    def _remove(self, node: Node, first_block: bytes) -> Node:
+    def _settle(self, stop: Stop, place: Node) -> None:
+        """Put a stop that slid down in its order among those of `place`. At the root nothing is
+        left: its sessions start anew."""
+        if place.parent is None:
+            for session in (stop.anchors or {}).values():
+                session.stop = session.row = None
+            return
+        stop.node = place
+        at = bisect_left(place.stops, stop.depth, key=_depth)
+        if at < len(place.stops) and place.stops[at].depth == stop.depth:
+            place.stops[at].absorb(stop)
+        else:
+            place.stops.insert(at, stop)
+
+    def _drop_point(self, stop: Stop, freed: Freed) -> None:
+        if stop.slots is not None:
+            freed.points_lost += stop.is_complete
+            freed.points.append(stop.slots)
+            stop.slots = None
+
+    def _remove(self, node: Node) -> Node:
         """Take an empty interval off its parent; returns the parent."""
         parent = node.parent
         assert parent is not None
         node.is_live = False
         hanging = parent.branches[node.start]
-        del hanging[first_block]
+        del hanging[bytes(node.keys[: self.block_bytes])]
         if not hanging:
             del parent.branches[node.start]
             parent.branch_top = max(parent.branches, default=parent.start)

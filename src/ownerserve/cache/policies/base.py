@@ -28,7 +28,8 @@ class Candidate(Protocol):
     """Something that could go: the tail of an interval, or point state. Valid during the call.
 
     `lost_tokens` must be computed again if it goes, `freed_bytes` are won by that, `position` is
-    where it ends and `trimmed_tokens` what was lost behind it since its last use.
+    where it ends and `trimmed_tokens` what was lost behind it since its last use. `is_backed`: a
+    lower tier has a copy, it need not be computed again.
     """
 
     @property
@@ -41,6 +42,8 @@ class Candidate(Protocol):
     def freed_bytes(self) -> int: ...
     @property
     def trimmed_tokens(self) -> int: ...
+    @property
+    def is_backed(self) -> bool: ...
 
 
 class Policy:

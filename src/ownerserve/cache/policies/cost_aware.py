@@ -16,6 +16,9 @@ REUSE_OF_REFERENCED = 8.0
 """A session within its TTL comes back this much more likely than a finished conversation: in the
 Claude-Code sessions 93 % of the gaps between turns are under five minutes."""
 
+LOAD_SHARE = 0.1
+"""Loading a spilled copy against computing it again, until measured costs are given."""
+
 
 class CostAware(Policy):
     """GreedyDual-Size-Frequency: H = clock + expected reuse x restore cost / bytes.
@@ -41,6 +44,8 @@ class CostAware(Policy):
             return (heat.inflation, heat.last_s)
         slowdown = 1.0 + candidate.position * self._per_context_token
         reuse = heat.uses * (REUSE_OF_REFERENCED if heat.refs else 1.0)
+        if candidate.is_backed:
+            reuse *= LOAD_SHARE
         value = reuse * lost * self._ms_per_token * slowdown / candidate.freed_bytes
         return (heat.inflation + value, heat.last_s)
 
