@@ -25,7 +25,7 @@ class Heat(Protocol):
 
 
 class Candidate(Protocol):
-    """Something that could go: the tail of an interval, or point state. Valid during the call.
+    """Something that could go: an interval's tail, or (`is_point`) a snapshot. Valid in the call.
 
     `lost_tokens` must be computed again if it goes, `freed_bytes` are won by that, `position` is
     where it ends and `trimmed_tokens` what was lost behind it since its last use. `is_backed`: a
@@ -34,6 +34,8 @@ class Candidate(Protocol):
 
     @property
     def heat(self) -> Heat: ...
+    @property
+    def is_point(self) -> bool: ...
     @property
     def position(self) -> int: ...
     @property
