@@ -48,6 +48,12 @@ def test_policies_agree_and_affinity_re_uses_more(tmp_path: Path) -> None:
         assert policy["kv_bytes"]["csa_main"] > 0
     assert affinity["cached_token_share"] > spread["cached_token_share"]
     assert affinity["prefill_tokens_saved"] > spread["prefill_tokens_saved"]
+    resumed = result["cold_resume"]
+    assert resumed["fetched"]["mode"] == "fetch"
+    assert resumed["fetched"]["cached_tokens"] > 600
+    assert resumed["computed"]["cached_tokens"] == 0
+    pairs = zip(resumed["fetched"]["logprobs"], resumed["computed"]["logprobs"], strict=True)
+    assert all(abs(one - other) <= 1e-4 for one, other in pairs)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

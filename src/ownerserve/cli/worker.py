@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +61,34 @@ if TYPE_CHECKING:
     metavar="TOKENS",
     help="Prefill chunk, a multiple of the block. Default: 16 blocks.",
 )
+@click.option(
+    "--store",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Keep idle sessions in a store on disk and bring them back by plan, also after a restart."
+    " One worker a directory.",
+)
+@click.option(
+    "--host-cache",
+    default="0",
+    show_default=True,
+    metavar="SIZE",
+    help="Host memory for state that left the device (above the store, when there is one).",
+)
+@click.option(
+    "--spill-after",
+    default=0.25,
+    show_default=True,
+    metavar="SECONDS",
+    type=click.FloatRange(min=0),
+    help="How long a session is idle before its state is copied to the store.",
+)
+@click.option(
+    "--rpc-port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    help="Answer STATUS, ADMIT and RELEASE over ZeroMQ on this loopback port; 0: a free one.",
+)
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--seed", default=0, show_default=True, help="Weights of a tiny model.")
 @click.option(
@@ -83,6 +112,7 @@ def command(json_target: str | None, **flags: object) -> None:
     ownerserve worker                                   tiny-v4 on 127.0.0.1:8100
     ownerserve worker --port 0 --ready-file /tmp/url    on a free port, for scripts
     ownerserve worker --model ./checkpoint --device cuda --kv-memory 40GiB
+    ownerserve worker --store ./kv --host-cache 1GiB    idle sessions survive pressure and restarts
 
     \b
     curl localhost:8100/v1/chat/completions -H 'content-type: application/json' \\
@@ -108,6 +138,8 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
             "use 127.0.0.1 behind a gateway, or say --allow-remote",
         )
     options = _options(flags)
+    if os.environ.get("OWNERSERVE_LOG"):
+        logging.basicConfig(level=os.environ["OWNERSERVE_LOG"].upper())
     import torch
 
     from ownerserve.engines.hf.build import build_worker
@@ -118,21 +150,36 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
     bound = listen(host, int(str(flags["port"])))  # first: a taken port is known before the load
     worker = build_worker(options)
     url = url_of(bound)
+    rpc = None
+    if flags["rpc_port"] is not None:
+        from ownerserve.node.rpc.server import RpcServer
+
+        rpc = RpcServer(worker.engine.call, port=int(str(flags["rpc_port"])))
 
     def on_ready() -> None:
+        if rpc is not None:
+            rpc.start()
         banner = _banner(url, worker, options)
+        banner += f"\n  RPC at {rpc.address}" if rpc is not None else ""
         console_for(json_target).print(banner, highlight=False, soft_wrap=True)
-        write_json(json_target, "worker", _report(url, worker, options))
+        report = _report(url, worker, options) | {"rpc": rpc.address if rpc is not None else None}
+        write_json(json_target, "worker", report)
         ready_file = flags["ready_file"]
         if isinstance(ready_file, Path):
             write_ready_file(ready_file, url)
 
-    serve(make_app(worker), bound, on_ready=on_ready)
+    try:
+        serve(make_app(worker), bound, on_ready=on_ready)
+    finally:
+        if rpc is not None:
+            rpc.stop()
 
 
 def _options(flags: dict[str, object]) -> WorkerOptions:
     from ownerserve.engines.hf.build import WorkerOptions
+    from ownerserve.node.settings import NodeSettings
 
+    store = flags["store"]
     block, chunk = flags["block"], flags["chunk"]
     return WorkerOptions(
         model=str(flags["model"]),
@@ -142,6 +189,9 @@ def _options(flags: dict[str, object]) -> WorkerOptions:
         block_tokens=None if block is None else int(str(block)),
         chunk_tokens=None if chunk is None else int(str(chunk)),
         seed=int(str(flags["seed"])),
+        store=store if isinstance(store, Path) else None,
+        host_cache_bytes=parse_bytes(str(flags["host_cache"]), field="host-cache"),
+        node=NodeSettings(spill_after_s=float(str(flags["spill_after"]))),
     )
 
 
@@ -172,4 +222,6 @@ def _report(url: str, worker: Worker, options: WorkerOptions) -> dict[str, objec
         "slots": worker.sizes.slots,
         "state_slots": worker.sizes.state_slots,
         "sequence_tokens": worker.facts.sequence_tokens,
+        "store": None if options.store is None else str(options.store),
+        "host_cache_bytes": options.host_cache_bytes,
     }

@@ -1,15 +1,7 @@
-"""The engine's answers are those of the bare model, whatever runs beside them.
-
-Reference: the Runner alone, one sequence, slots 0, 1, ... in order, no cache and no scheduler. It
-is fed the engine's own tokens, so that one argmax flip does not hide the rest: every chosen
-token's log-probability must agree, and a greedy one must be the best within the tolerance.
-"""
+"""The engine's answers are those of the bare model, whatever runs beside them (see engine_rig)."""
 
 from __future__ import annotations
 
-import asyncio
-import functools
-from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,182 +9,26 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ownerserve.cache.effects import ResetState  # noqa: E402
-from ownerserve.cache.hetero import HeteroCache  # noqa: E402
-from ownerserve.cache.table import Table  # noqa: E402
-from ownerserve.engines.hf.checkpoint import Checkpoint, load_checkpoint  # noqa: E402
-from ownerserve.engines.hf.codec import Codec  # noqa: E402
-from ownerserve.engines.hf.engine import Engine  # noqa: E402
+from engine_rig import (  # noqa: E402
+    TOLERANCE,
+    Answer,
+    Rig,
+    answer_of,
+    assert_right,
+    request,
+    text,
+    worst_error,
+)
+
 from ownerserve.engines.hf.inbox import EngineDead  # noqa: E402
-from ownerserve.engines.hf.loop import StepLoop  # noqa: E402
-from ownerserve.engines.hf.metrics import WorkerMetrics  # noqa: E402
 from ownerserve.engines.hf.requests import (  # noqa: E402
     Admitted,
-    Delta,
     ExecutionMode,
-    Failed,
-    Finished,
     RejectReason,
-    Request,
     Sampling,
-    Stopping,
 )
-from ownerserve.engines.hf.runner import DecodeRow, Runner  # noqa: E402
-from ownerserve.engines.hf.scheduler import Scheduler  # noqa: E402
-from ownerserve.engines.hf.status import Identity  # noqa: E402
-from ownerserve.engines.hf.step import Limits  # noqa: E402
 
 pytestmark = pytest.mark.engine
-
-TOLERANCE = 1e-4
-GREEDY = Sampling(temperature=0.0, logprobs=1)
-
-
-@functools.cache
-def checkpoint(name: str) -> Checkpoint:
-    torch.set_num_threads(1)
-    return load_checkpoint(name)
-
-
-class Rig:
-    """An engine with pools of a chosen size, and what came out of it."""
-
-    def __init__(self, name: str = "tiny-v4", *, blocks: int = 200, max_running: int = 8) -> None:
-        loaded = checkpoint(name)
-        self.runner = Runner(loaded.model)
-        layout = self.runner.layout
-        slots = {c.name: blocks for c in layout.components}
-        self.runner.allocate(slots, max_running)
-        self.cache = HeteroCache(layout, slots, max_running)
-        limits = Limits(
-            chunk_tokens=4 * layout.block_tokens,
-            prefill_tokens_a_step=4 * layout.block_tokens,
-            max_running=max_running,
-            max_waiting=100,
-            sequence_tokens=blocks * layout.block_tokens,
-        )
-        self.scheduler = Scheduler(self.cache, limits)
-        loop = StepLoop(
-            self.runner,
-            self.scheduler,
-            cache=self.cache,
-            decoder=Codec(loaded.tokenizer),
-            identity=Identity(name, 1, limits.sequence_tokens),
-            metrics=WorkerMetrics(),
-        )
-        self.engine = Engine(loop)
-
-    def play(self, scenario: Callable[[], Awaitable[Any]]) -> Any:
-        """Run `scenario` with the engine started; afterwards the books must balance."""
-
-        async def main() -> Any:
-            self.engine.start()
-            try:
-                return await scenario()
-            finally:
-                await self.engine.stop()
-
-        result = asyncio.run(main())
-        if self.engine.dead_because == "the engine has stopped":
-            self.scheduler.check()
-        return result
-
-    async def ask(self, *requests: Request) -> list[Answer]:
-        """Submit all at once, in order; wait for all."""
-        streams = [self.engine.submit(request) for request in requests]
-        return list(await asyncio.gather(*map(_answer, streams, requests)))
-
-
-class Answer:
-    """What one request's stream said."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.admitted: Admitted | None = None
-        self.finished: Finished | None = None
-        self.failed: Failed | None = None
-        self.deltas: list[Delta] = []
-
-    def tokens(self, choice: int = 0) -> list[int]:
-        return [s.token for d in self.deltas if d.index == choice for s in d.sampled]
-
-    def logprobs(self, choice: int = 0) -> list[float]:
-        sampled = [s for d in self.deltas if d.index == choice for s in d.sampled]
-        return [s.chosen.logprob for s in sampled if s.chosen is not None]
-
-
-async def _answer(stream: Any, request: Request) -> Answer:
-    answer = Answer(request)
-    async for event in stream:
-        match event:
-            case Admitted():
-                answer.admitted = event
-            case Delta():
-                answer.deltas.append(event)
-            case Finished():
-                answer.finished = event
-            case Failed():
-                answer.failed = event
-    return answer
-
-
-def request(
-    name: str,
-    prompt: Sequence[int],
-    *,
-    new: int = 20,
-    sampling: Sampling = GREEDY,
-    choices: int = 1,
-    session: str | None = None,
-) -> Request:
-    return Request(
-        request_id=name,
-        prompt=list(prompt),
-        stopping=Stopping(max_tokens=new),
-        sampling=sampling,
-        choices=choices,
-        session_id=session,
-    )
-
-
-def text(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(32, 127, (length,), generator=generator).tolist()  # type: ignore[no-any-return]
-
-
-def reference(name: str, prompt: Sequence[int], tokens: Sequence[int]) -> list[Any]:
-    """Log-probabilities [vocab] before each of `tokens`, from the bare Runner."""
-    runner = Runner(checkpoint(name).model)
-    block = runner.layout.block_tokens
-    blocks = (len(prompt) + len(tokens)) // block + 1
-    runner.allocate({c.name: blocks for c in runner.layout.components}, 1)
-    runner.apply([ResetState(0)])
-    table = Table({n: list(range(blocks)) for n in runner.layout.range_names}, 0)
-    rows = [runner.prefill(table, prompt, 0)[-1]]
-    for position, token in enumerate(tokens[:-1], start=len(prompt)):
-        rows.append(runner.decode([DecodeRow(table, token, position)])[0])
-    return [torch.log_softmax(row.float(), -1) for row in rows]
-
-
-def worst_error(answer: Answer, *, choice: int = 0, name: str = "tiny-v4") -> float:
-    """Largest difference of a chosen token's log-probability; greedy ones must also be best."""
-    tokens = answer.tokens(choice)
-    rows = reference(name, answer.request.prompt, tokens)
-    errors = [
-        abs(float(row[token]) - logprob)
-        for row, token, logprob in zip(rows, tokens, answer.logprobs(choice), strict=True)
-    ]
-    if answer.request.sampling.temperature == 0:
-        errors += [float(row.max() - row[token]) for row, token in zip(rows, tokens, strict=True)]
-    return max(errors)
-
-
-def assert_right(answer: Answer, *, choice: int = 0, name: str = "tiny-v4") -> None:
-    assert answer.failed is None
-    assert answer.finished is not None
-    error = worst_error(answer, choice=choice, name=name)
-    assert not error > TOLERANCE, error
-    assert error == error, "NaN"
 
 
 @pytest.mark.parametrize("name", ["tiny-v4", "tiny-gemma3", "tiny-qwen3next"])
@@ -346,7 +182,7 @@ def test_a_crash_of_the_engine_thread_ends_everything_with_its_reason(
         stream = rig.engine.submit(request("a", text(100)))
         await stream.next()
         monkeypatch.setattr(rig.runner, "decode", broken)
-        answer = await _answer(stream, request("a", text(100)))
+        answer = await answer_of(stream, request("a", text(100)))
         with pytest.raises(EngineDead, match="device lost"):
             rig.engine.submit(request("b", text(3)))
         with pytest.raises(EngineDead, match="device lost"):
@@ -365,6 +201,6 @@ def test_a_stop_ends_open_streams() -> None:
         stream = rig.engine.submit(request("a", text(20), new=1000))
         await stream.next()
         await rig.engine.stop()
-        return await _answer(stream, request("a", text(20)))
+        return await answer_of(stream, request("a", text(20)))
 
     assert rig.play(scenario).failed.reason is RejectReason.ENGINE_DEAD

@@ -7,11 +7,21 @@ import pytest
 from ownerserve.cache.effects import CopyState, LoadPoint, ResetState, SavePoint
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.outcomes import Replay, Turn
 from ownerserve.engines.hf.requests import RejectReason
 from ownerserve.engines.hf.scheduler import Scheduler
-from ownerserve.engines.hf.step import Arrival, Limits, Load, Queued, Rejected, StepPlan
+from ownerserve.engines.hf.step import (
+    Arrival,
+    Limits,
+    Load,
+    Queued,
+    Rejected,
+    ResumeOf,
+    StepPlan,
+)
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import TurnId
+from ownerserve.kv.prefix import pack
 
 BLOCK, CHUNK = 4, 8
 LAYOUT = Layout(
@@ -24,7 +34,14 @@ LAYOUT = Layout(
 class Bench:
     """A scheduler with a cache, stepped by hand; every sampled token is 7."""
 
-    def __init__(self, *, blocks: int = 64, max_running: int = 8, max_waiting: int = 8) -> None:
+    def __init__(
+        self,
+        *,
+        blocks: int = 64,
+        max_running: int = 8,
+        max_waiting: int = 8,
+        resume_of: ResumeOf | None = None,
+    ) -> None:
         self.cache = HeteroCache(LAYOUT, {"dense": blocks, "swa": 32}, max_running)
         self.scheduler = Scheduler(
             self.cache,
@@ -35,6 +52,7 @@ class Bench:
                 max_waiting=max_waiting,
                 sequence_tokens=blocks * BLOCK,
             ),
+            resume_of=resume_of,
         )
         self.now = 0.0
         self.left: dict[TurnId, int] = {}
@@ -259,3 +277,69 @@ def test_a_chunk_off_the_block_grid_is_refused() -> None:
     with pytest.raises(InvalidInput) as refused:
         Scheduler(cache, limits)
     assert refused.value.field == "chunk"
+
+
+# ---- with a node beside it
+
+
+def test_a_held_turn_keeps_its_place_and_lets_others_pass() -> None:
+    bench = Bench()
+    for name in ("a", "b"):
+        bench.arrive(name, list(range(6)), new=1)
+    bench.scheduler.hold(TurnId("a.0"))
+    assert spans(bench.step()) == [("b.0", 0, 4)]
+    bench.drain()
+    assert not bench.scheduler.has_work, "a step would do nothing"
+    bench.scheduler.release(TurnId("a.0"))
+    assert [spans(plan) for plan in bench.drain()] == [[("a.0", 4, 6)]]
+
+
+def test_no_room_beside_a_held_turn_is_no_failure() -> None:
+    """What is missing may be reserved for the held one, and will be had when it is released."""
+    bench = Bench(blocks=4)
+    bench.arrive("held", [9] * 5, new=1)
+    bench.scheduler.hold(TurnId("held.0"))
+    bench.cache.begin(Turn(TurnId("x"), None, pack([1] * 12)), 0.0)
+    bench.cache.reserve(TurnId("x"), 12, 0.0)
+    bench.arrive("b", list(range(8)), new=1)
+    assert not any(plan.failed for plan in bench.drain())
+    assert bench.scheduler.load().waiting == 2, "it waits, and does not spin"
+    bench.cache.abort(TurnId("x"), 0.0)
+    bench.scheduler.release(TurnId("held.0"))
+    assert not any(plan.failed for plan in bench.drain())
+
+
+def test_a_replay_has_a_floor_and_no_snapshot_below_it() -> None:
+    bench = Bench(resume_of=lambda _: Replay(8, 20))
+    bench.cache.begin(Turn(TurnId("x"), None, pack(range(24))), 0.0)
+    bench.cache.reserve(TurnId("x"), 24, 0.0)
+    bench.cache.advance(TurnId("x"), pack(range(24)), 0.0)
+    bench.cache.finish(TurnId("x"), 0.0)
+    bench.arrive("a", [*range(22), 90, 91], new=1)
+    saved, chunks = [], []
+    while bench.scheduler.has_work:
+        plan = bench.step()
+        chunks += [(c.start, c.start + len(c.tokens), c.write_floor) for c in plan.chunks]
+        position = chunks[-1][1]
+        saved += [position for effect in bench.effects if isinstance(effect, SavePoint)]
+    assert chunks == [(8, 16, 20), (16, 20, 20), (20, 24, 20)]
+    assert saved == [20, 24]
+
+
+def test_a_turn_preempted_in_mid_replay_leaves_no_snapshot() -> None:
+    """Until the floor its windows are not right."""
+    bench = Bench(blocks=12, resume_of=lambda tokens: Replay(0, 20) if len(tokens) > 80 else None)
+    bench.cache.begin(Turn(TurnId("x"), None, pack(range(24))), 0.0)
+    bench.cache.reserve(TurnId("x"), 24, 0.0)
+    bench.cache.advance(TurnId("x"), pack(range(24)), 0.0)
+    bench.cache.finish(TurnId("x"), 0.0)
+    bench.arrive("old", [50] * 7, new=20)
+    bench.step()
+    bench.arrive("new", [*range(22), 90, 91], new=1)
+    while not bench.scheduler._sequences[TurnId("new.0")].computed:
+        bench.step()
+    sequence = bench.scheduler._sequences[TurnId("new.0")]
+    assert 0 < sequence.computed < sequence.write_floor
+    plan = StepPlan()
+    bench.scheduler._preempt(sequence, plan, 0.0)
+    assert not plan.effects

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from ownerserve.cli.demo.cold_resume import ColdResume, cold_resume
 from ownerserve.cli.demo.compare import Comparison, compare
 from ownerserve.cli.demo.drive import Answer
 from ownerserve.cli.demo.processes import terminate_as_interrupt
@@ -88,7 +90,8 @@ def command(
 
     Starts real processes on free ports, drives the workload over HTTP in a closed loop (a turn
     starts when its tools are done), checks that every policy gave the same answers, prints what
-    each cost, and stops everything. Ctrl-C does too.
+    each cost, and stops everything. Ctrl-C does too. At the end a session outlives its worker:
+    the next one fetches it from a store, by a priced plan, beside one that computes it anew.
 
     \b
     ownerserve demo
@@ -116,10 +119,12 @@ def command(
     console.print(policy_table(results))
     for name, comparison in comparisons.items():
         console.print(_verdict(next(iter(results)), name, comparison))
+    resumed = _resume(console, model, context)
     body = {
         "policies": results,
         "answers_equal": all(c.equal for c in comparisons.values()),
         "comparisons": comparisons,
+        "cold_resume": resumed,
         "workload": {"name": trace.name, "seed": seed, "requests": trace.request_count},
         "model": model,
         "workers": workers,
@@ -143,6 +148,14 @@ def _scaled(trace: Trace, sessions: int, *, turns: int, context: int) -> Trace:
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description:>22}"), BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeElapsedColumn(), console=console)
+
+
+def _resume(console: Console, model: str, context: int) -> ColdResume:
+    console.print("a session outlives its worker ...")
+    with terminate_as_interrupt(), tempfile.TemporaryDirectory(prefix="ownerserve-demo-") as folder:
+        resumed = cold_resume(Path(folder), model=model, context=context)
+    console.print("\n".join(resumed.lines()))
+    return resumed
 
 
 def _advance(bar: Progress, task: TaskID, answer: Answer) -> None:

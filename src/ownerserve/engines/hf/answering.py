@@ -78,6 +78,8 @@ def turn_headers(request: Request, admitted: Admitted, status: WorkerStatus) -> 
         "x-request-id": request.request_id,
         "x-ownerserve-mode": admitted.mode.value,
         "x-ownerserve-cached-tokens": str(admitted.cached_tokens),
+        **({"x-ownerserve-restore": admitted.restore} if admitted.restore else {}),
+        **({"x-ownerserve-plan": admitted.plan} if admitted.plan else {}),
         "x-ownerserve-prompt-tokens": str(len(request.prompt)),
         "x-ownerserve-incarnation": str(status.incarnation),
         "x-ownerserve-as-of": f"{status.as_of_s:.6f}",

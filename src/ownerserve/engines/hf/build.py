@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import msgspec
 import torch
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.engines.hf.budget import PoolSizes, share_memory
-from ownerserve.engines.hf.checkpoint import load_checkpoint
+from ownerserve.engines.hf.checkpoint import Checkpoint, load_checkpoint
 from ownerserve.engines.hf.codec import Codec
 from ownerserve.engines.hf.engine import Engine
 from ownerserve.engines.hf.loop import StepLoop
 from ownerserve.engines.hf.metrics import WorkerMetrics
+from ownerserve.engines.hf.node_port import SLOT_FORMAT, HfPort, identity_of
 from ownerserve.engines.hf.openai_api import Facts
+from ownerserve.engines.hf.restore_metrics import RestoreMetrics
+from ownerserve.engines.hf.restoring import WithNode
 from ownerserve.engines.hf.runner import Runner
 from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.status import Identity
 from ownerserve.engines.hf.step import Limits
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.node.backing import open_backing
+from ownerserve.node.calibration import Calibration
+from ownerserve.node.records import RecordNames
+from ownerserve.node.runtime import NodeRuntime
+from ownerserve.node.settings import NodeSettings
+from ownerserve.node.state import NodeState
+from ownerserve.plan.restore import Planner
 
 CHUNK_BLOCKS = 16
 """Default chunk, in blocks: long enough to keep the device busy, short beside a decode step."""
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is made from. `block_tokens` and `chunk_tokens` None: the model's default."""
+    """What a worker is made from. `block_tokens` and `chunk_tokens` None: the model's default.
+
+    With a `store` (a directory) or a host cache it has a node; without, it keeps state on the
+    device only.
+    """
 
     model: str
     device: str = "cpu"
@@ -36,6 +51,9 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int | None = None
     chunk_tokens: int | None = None
     seed: int = 0
+    store: Path | None = None
+    host_cache_bytes: int = 0
+    node: NodeSettings = NodeSettings()
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -65,15 +83,42 @@ def build_worker(options: WorkerOptions) -> Worker:
         eos_token_ids=checkpoint.eos_ids,
     )
     codec, metrics = Codec(checkpoint.tokenizer), WorkerMetrics()
+    node = build_node(options, checkpoint, runner=runner, cache=cache)
+    scheduler = Scheduler(cache, limits, resume_of=node.resume if node else None)
     steps = StepLoop(
         runner,
-        Scheduler(cache, limits),
+        scheduler,
         cache=cache,
         decoder=codec,
         identity=Identity(checkpoint.name, time.time_ns(), limits.sequence_tokens),
         metrics=metrics,
     )
+    if node is not None:
+        steps.attach(WithNode(node, scheduler, RestoreMetrics(metrics.registry)))
     return Worker(Engine(steps), codec, facts, metrics, sizes)
+
+
+def build_node(
+    options: WorkerOptions, checkpoint: Checkpoint, *, runner: Runner, cache: HeteroCache
+) -> NodeRuntime | None:
+    """A node over the store that was asked for; None when none was, or it can't be opened."""
+    backing = open_backing(options.store, options.host_cache_bytes)
+    if backing is None:
+        return None
+    identity, port = identity_of(checkpoint, runner), HfPort(runner)
+    costs = f"costs-{identity.digest().hex()[:16]}.json"
+    calibration = Calibration(options.store / costs if options.store is not None else None)
+    names = RecordNames(
+        identity, runner.layout, engine=SLOT_FORMAT, blocks=options.node.record_blocks
+    )
+    state = NodeState(
+        cache,
+        names,
+        planner=Planner(runner.planned_state(), port.abilities),
+        costs=calibration.model,
+        settings=options.node,
+    )
+    return NodeRuntime(state, port, backing=backing, calibration=calibration)
 
 
 def _limits(options: WorkerOptions, runner: Runner, sizes: PoolSizes) -> Limits:

@@ -15,10 +15,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from ownerserve.cache.metrics import Snapshot
-from ownerserve.engines.hf.inbox import Abort, Ask, AskCache, EngineDead, Stop, Submit
+from ownerserve.engines.hf.inbox import Abort, Ask, AskCache, Call, EngineDead, Stop, Submit
 from ownerserve.engines.hf.loop import StepLoop
 from ownerserve.engines.hf.requests import Failed, Finished, Request, StreamEvent
 from ownerserve.engines.hf.status import WorkerStatus
+from ownerserve.node.rpc.messages import Answer as RpcAnswer
+from ownerserve.node.rpc.messages import Request as RpcRequest
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +114,12 @@ class Engine:
         answer: Future[Snapshot] = Future()
         self._steps.inbox.put(AskCache(answer))
         return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
+
+    def call(self, request: RpcRequest) -> Future[RpcAnswer]:
+        """A request of the node's RPC port; from any thread. Raises EngineDead."""
+        answer: Future[RpcAnswer] = Future()
+        self._steps.inbox.put(Call(request, answer))
+        return answer
 
     def _run(self) -> None:
         assert self._asyncio is not None

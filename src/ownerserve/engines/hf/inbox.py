@@ -15,6 +15,8 @@ import msgspec
 from ownerserve.cache.metrics import Snapshot
 from ownerserve.engines.hf.requests import Request
 from ownerserve.engines.hf.status import WorkerStatus
+from ownerserve.node.rpc.messages import Answer as RpcAnswer
+from ownerserve.node.rpc.messages import Request as RpcRequest
 
 
 class Submit(msgspec.Struct, frozen=True):
@@ -38,14 +40,21 @@ class AskCache(msgspec.Struct, frozen=True):
     answer: Future[Snapshot]
 
 
+class Call(msgspec.Struct, frozen=True):
+    """A request of the node's RPC port."""
+
+    request: RpcRequest
+    answer: Future[RpcAnswer]
+
+
 class Stop(msgspec.Struct, frozen=True):
     pass
 
 
-Command = Submit | Abort | Ask | AskCache | Stop
+Command = Submit | Abort | Ask | AskCache | Call | Stop
 
 
-class EngineDead(Exception):
+class EngineDead(RuntimeError):
     """The engine thread has ended; `args[0]` says why. Nothing will be answered any more."""
 
 
@@ -68,9 +77,12 @@ class Inbox:
                 raise EngineDead(self._closed_because)
             self._queue.put(command)
 
-    def take(self) -> Command:
-        """The next command; waits for one."""
-        return self._queue.get()
+    def take(self, timeout_s: float | None = None) -> Command | None:
+        """The next command; waits for one, `timeout_s` at most (then None)."""
+        try:
+            return self._queue.get(timeout=timeout_s)
+        except Empty:
+            return None
 
     def take_ready(self) -> Command | None:
         """The next command, if there is one."""

@@ -20,7 +20,8 @@ from ownerserve.cache.effects import Effect
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.table import Table
-from ownerserve.engines.hf.inbox import Abort, Ask, AskCache, EngineDead, Inbox, Stop, Submit
+from ownerserve.engines.hf.desk import Desk
+from ownerserve.engines.hf.inbox import Abort, Ask, AskCache, Call, EngineDead, Inbox, Stop, Submit
 from ownerserve.engines.hf.metrics import WorkerMetrics
 from ownerserve.engines.hf.requests import (
     Admitted,
@@ -33,6 +34,7 @@ from ownerserve.engines.hf.requests import (
     Sampled,
     StreamEvent,
 )
+from ownerserve.engines.hf.restoring import STOP_WITHIN_S, Restoring, WithoutNode
 from ownerserve.engines.hf.runner import DecodeRow
 from ownerserve.engines.hf.sampling import Sampler, sample
 from ownerserve.engines.hf.scheduler import Scheduler
@@ -53,7 +55,9 @@ class RunnerPort(Protocol):
     device: torch.device
 
     def apply(self, effects: Sequence[Effect]) -> None: ...
-    def prefill(self, table: Table, tokens: Sequence[int], start: int) -> Tensor: ...
+    def prefill(
+        self, table: Table, tokens: Sequence[int], start: int, *, write_floor: int = 0
+    ) -> Tensor: ...
     def decode(self, rows: Sequence[DecodeRow]) -> Tensor: ...
 
 
@@ -98,31 +102,43 @@ class StepLoop:
         self._decoder = decoder
         self._identity = identity
         self._metrics = metrics
+        self._restoring: Restoring = WithoutNode()
+        self._desk = Desk(cache, scheduler, identity)
         self._live: dict[str, _Live] = {}
         self._voices: dict[TurnId, _Voice] = {}
         self._events: list[tuple[str, StreamEvent]] = []
         self._steps = 0
         self.latest = self._status()
 
+    def attach(self, restoring: Restoring) -> None:
+        """Serve with a node beside the engine; before `run`."""
+        self._restoring = restoring
+
     def run(self, outbox: Outbox) -> None:
         """Serve until told to stop. However it ends, every stream gets its last event."""
-        because = "the engine has stopped"
+        because, within_s = "the engine has stopped", STOP_WITHIN_S
         try:
             while self._drain():
+                self._restoring.poll()
                 if self._scheduler.has_work:
                     self._step(outbox)
                 self._hand_out(outbox)
         except Exception as error:  # a thread's root: the reason must reach the callers
+            within_s = 0.0
             because = f"the engine has crashed: {type(error).__name__}: {error}"
             logger.exception("the engine thread ends")
         finally:
             self._die(because, outbox)
+            self._restoring.close(within_s=within_s)
 
     # ---- commands
 
     def _drain(self) -> bool:
         """Handle what has come in, waiting when there is nothing else to do; False: stop."""
-        command = self.inbox.take_ready() if self._scheduler.has_work else self.inbox.take()
+        if self._scheduler.has_work:
+            command = self.inbox.take_ready()
+        else:
+            command = self.inbox.take(self._restoring.wait_s())
         while command is not None:
             match command:
                 case Stop():
@@ -134,6 +150,9 @@ class StepLoop:
                 case Ask(answer):
                     if answer.set_running_or_notify_cancel():
                         answer.set_result(self._status())
+                case Call(request, called):
+                    if called.set_running_or_notify_cancel():
+                        called.set_result(self._desk.answer(request))
                 case AskCache(asked):
                     if asked.set_running_or_notify_cancel():
                         asked.set_result(snapshot(self._cache, time.time()))
@@ -143,6 +162,7 @@ class StepLoop:
     def _submit(self, submit: Submit) -> None:
         request = submit.request
         turn_ids = _turn_ids(request)
+        self._desk.admission.arrived(TurnId(request.request_id))
         answer = self._scheduler.arrive(
             Arrival(
                 request_id=request.request_id,
@@ -156,6 +176,7 @@ class StepLoop:
             self._emit(request.request_id, Failed(answer.reason, answer.message))
             self._metrics.refused(answer.reason)
             return
+        self._restoring.arrived(turn_ids[0], request)
         live = _Live(request, submit.arrived_s, request.choices)
         self._live[request.request_id] = live
         for i, turn_id in enumerate(turn_ids):
@@ -167,6 +188,7 @@ class StepLoop:
 
     def _abort(self, request_id: str) -> None:
         self._scheduler.abort(request_id, time.monotonic())
+        self._restoring.gone(TurnId(f"{request_id}.0"))
         if self._forget(request_id):
             self._metrics.finished("aborted")
             self.latest = self._status()
@@ -188,11 +210,14 @@ class StepLoop:
         self._announce(plan)
         self._hand_out(outbox)
         self._runner.apply(plan.effects)
+        computing_s = time.monotonic()
         sampled = self._compute(plan)
         now = time.monotonic()
+        self._restoring.computed(plan, took_s=now - computing_s)
         ended = [turn_id for turn_id, token in sampled.items() if self._speak(turn_id, token, now)]
         tokens = {turn_id: token.token for turn_id, token in sampled.items()}
         self._runner.apply(self._scheduler.step_done(tokens, ended, now=now))
+        self._restoring.ended(ended)
         self._steps += 1
         self.latest = self._status()
         self._metrics.generated(len(sampled))
@@ -212,6 +237,7 @@ class StepLoop:
             message = "the request needs more KV memory than there is, even alone"
             self._emit(request_id, Failed(reason, message))
             self._forget(request_id)
+            self._restoring.gone(TurnId(f"{request_id}.0"))
             self._metrics.refused(reason)
         self._metrics.preempted(len(plan.preempted))
 
@@ -221,12 +247,19 @@ class StepLoop:
         if admission.turn_id != _turn_ids(request)[0]:
             return  # another choice of the same prompt, which found no room to fork
         live.cached_tokens = restored
-        mode = ExecutionMode.DIRECT_APPEND if restored else self._cold_mode(request.session_id)
-        self._emit(request.request_id, Admitted(restored, mode))
+        kept = max(restored, admission.floor)
+        mode = ExecutionMode.DIRECT_APPEND if kept else self._cold_mode(request.session_id)
+        brought = self._restoring.began(admission, mode)
+        admitted = Admitted(
+            restored, brought.mode, kept - restored, restore=brought.restore, plan=brought.plan
+        )
+        self._emit(request.request_id, admitted)
+        layout = self._cache.layout
         self._metrics.admitted(
-            mode,
+            brought.mode,
             prompt_tokens=len(request.prompt),
-            cached=dict.fromkeys((c.name for c in self._cache.layout.components), restored),
+            cached=dict.fromkeys(layout.range_names, kept)
+            | dict.fromkeys(layout.point_names, restored),
         )
 
     def _cold_mode(self, session_id: str | None) -> ExecutionMode:
@@ -245,7 +278,9 @@ class StepLoop:
             logits += self._runner.decode(rows).unbind(0)
             turns += [row.turn_id for row in plan.rows]
         for chunk in plan.chunks:
-            last = self._runner.prefill(chunk.table, chunk.tokens, chunk.start)[-1]
+            last = self._runner.prefill(
+                chunk.table, chunk.tokens, chunk.start, write_floor=chunk.write_floor
+            )[-1]
             logits += [last] * len(chunk.sample_for)
             turns += chunk.sample_for
         samplers = [self._voices[turn_id].sampler for turn_id in turns]
@@ -301,7 +336,7 @@ class StepLoop:
             self._emit(request_id, Failed(RejectReason.ENGINE_DEAD, because))
         for command in left:
             if (
-                isinstance(command, Ask | AskCache)
+                isinstance(command, Ask | AskCache | Call)
                 and command.answer.set_running_or_notify_cancel()
             ):
                 command.answer.set_exception(EngineDead(because))

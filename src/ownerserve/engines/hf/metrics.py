@@ -20,7 +20,7 @@ class WorkerMetrics:
     """One registry a worker, so that several can live in one process."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._evictions_seen = self._evicted_tokens_seen = 0
         self._requests()
         self._steps()
@@ -28,7 +28,7 @@ class WorkerMetrics:
 
     def render(self) -> bytes:
         """Text exposition format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
     # ---- told by the engine
 
@@ -81,31 +81,31 @@ class WorkerMetrics:
             "ownerserve_requests",
             "Requests by outcome: stop, length, aborted or the reason of a refusal.",
             ["outcome"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._modes = Counter(
             "ownerserve_execution_mode",
             "Admitted requests by what happened to their prompt.",
             ["mode"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._prompt_tokens = Counter(
-            "ownerserve_prompt_tokens", "Prompt tokens admitted.", registry=self._registry
+            "ownerserve_prompt_tokens", "Prompt tokens admitted.", registry=self.registry
         )
         self._cached_tokens = Counter(
             "ownerserve_cached_tokens",
             "Prompt tokens whose state of this component was at hand.",
             ["component"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._completion_tokens = Counter(
-            "ownerserve_completion_tokens", "Tokens generated.", registry=self._registry
+            "ownerserve_completion_tokens", "Tokens generated.", registry=self.registry
         )
         self._ttft = Histogram(
             "ownerserve_ttft_seconds",
             "Arrival to first token.",
             buckets=SECONDS,
-            registry=self._registry,
+            registry=self.registry,
         )
 
     def _steps(self) -> None:
@@ -114,23 +114,23 @@ class WorkerMetrics:
             "One iteration of the engine.",
             ["kind"],
             buckets=SECONDS,
-            registry=self._registry,
+            registry=self.registry,
         )
         self._running = Gauge(
-            "ownerserve_running_sequences", "Sequences in the batch.", registry=self._registry
+            "ownerserve_running_sequences", "Sequences in the batch.", registry=self.registry
         )
         self._waiting = Gauge(
-            "ownerserve_waiting_sequences", "Sequences in the queue.", registry=self._registry
+            "ownerserve_waiting_sequences", "Sequences in the queue.", registry=self.registry
         )
         self._pending = Gauge(
             "ownerserve_pending_prefill_tokens",
             "Prompt tokens queued or not yet computed.",
-            registry=self._registry,
+            registry=self.registry,
         )
         self._preemptions = Counter(
             "ownerserve_preemptions",
             "Sequences sent back to the queue for want of room.",
-            registry=self._registry,
+            registry=self.registry,
         )
 
     def _pools(self) -> None:
@@ -138,17 +138,17 @@ class WorkerMetrics:
             "ownerserve_pool_slots_used",
             "Slots in use, cached state included.",
             ["component"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._slots = Gauge(
             "ownerserve_pool_slots",
             "Slots of the pool.",
             ["component"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._eviction_tokens = Histogram(
             "ownerserve_eviction_tokens",
             "Tokens freed by one eviction (its count is the number of evictions).",
             buckets=TOKENS,
-            registry=self._registry,
+            registry=self.registry,
         )

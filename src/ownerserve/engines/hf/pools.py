@@ -76,6 +76,19 @@ class Pool:
         row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._rows[self._checked(slot)] = row.to(self._rows.device)
 
+    def read_many(self, slots: Sequence[int]) -> memoryview:
+        """The bytes of `slots`, one after another: one gather, one copy to the host."""
+        rows = self._rows[[self._checked(slot) for slot in slots]]
+        return rows.cpu().numpy().reshape(-1).data
+
+    def write_many(self, slots: Sequence[int], data: memoryview) -> None:
+        """The inverse of `read_many`."""
+        if len(data) != self.slot_bytes * len(slots):
+            raise SpecMismatch(f"{len(data)} bytes for {len(slots)} slots of {self.slot_bytes}")
+        # torch can't wrap read-only memory; this is the one copy of the bytes on the host.
+        rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(slots), -1)
+        self._rows[[self._checked(slot) for slot in slots]] = rows.to(self._rows.device)
+
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self.slots:
             raise InvalidInput("slot", f"{slot}", f"use 0 to {self.slots - 1}")

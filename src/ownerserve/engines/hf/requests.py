@@ -31,6 +31,7 @@ class ExecutionMode(StrEnum):
     """What happened to a turn's prompt (the part of design.md's table this engine can do)."""
 
     DIRECT_APPEND = "direct_append"
+    FETCH = "fetch"
     RESEED = "reseed"
     COLD_PREFILL = "cold_prefill"
 
@@ -94,10 +95,18 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """The request left the queue; `cached_tokens` of its prompt need no prefill."""
+    """The request left the queue; `cached_tokens` of its prompt need no compute.
+
+    `replayed_tokens` more are computed over kept range state, to rebuild windows. `restore` names
+    what was done to bring state back, in the planner's words; `plan` is the price of what was
+    loaded, in one line.
+    """
 
     cached_tokens: int
     mode: ExecutionMode
+    replayed_tokens: int = 0
+    restore: str = ""
+    plan: str = ""
 
 
 class Delta(msgspec.Struct, frozen=True):

@@ -22,6 +22,7 @@ from ownerserve.engines.hf.span import Span
 from ownerserve.engines.hf.states import describe
 from ownerserve.engines.hf.v4 import entry_rotation
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
+from ownerserve.plan.inputs import ModelState
 
 ALL_LOGITS = 0
 
@@ -98,6 +99,22 @@ class Runner:
     def write_slot(self, component: str, slot: int, data: bytes) -> None:
         """The inverse of `read_slot`; raises SpecMismatch on a wrong length."""
         self._allocated.component(component).write(slot, data)
+
+    def read_slots(self, component: str, slots: Sequence[int]) -> memoryview:
+        """The bytes of several slots one after another, in one copy."""
+        return self._allocated.component(component).read_many(slots)
+
+    def write_slots(self, component: str, slots: Sequence[int], data: memoryview) -> None:
+        """The inverse of `read_slots`; raises SpecMismatch on a wrong length."""
+        self._allocated.component(component).write_many(slots, data)
+
+    def spec_digest(self) -> bytes:
+        """What the state means, for artifacts' identity."""
+        return self._states.digest()
+
+    def planned_state(self) -> ModelState:
+        """What the restore planner needs of the model."""
+        return self._states.planned_state()
 
     @property
     def _allocated(self) -> Pools:

@@ -38,6 +38,7 @@ from ownerserve.engines.hf.step import (
     Load,
     Queued,
     Rejected,
+    ResumeOf,
     Row,
     StepPlan,
 )
@@ -49,7 +50,9 @@ from ownerserve.kv.prefix import pack
 class Scheduler:
     """See the module. Calls alternate: `plan`, then `step_done`; `arrive` and `abort` between."""
 
-    def __init__(self, cache: CachePort, limits: Limits) -> None:
+    def __init__(
+        self, cache: CachePort, limits: Limits, *, resume_of: ResumeOf | None = None
+    ) -> None:
         block = cache.layout.block_tokens
         if limits.chunk_tokens < block or limits.chunk_tokens % block:
             raise InvalidInput(
@@ -58,6 +61,7 @@ class Scheduler:
         self.counts = Counts()
         self._cache = cache
         self._limits = limits
+        self._resume_of = resume_of or (lambda _: None)
         self._block = block
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
@@ -69,7 +73,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
+        """Whether a step would do something; else only an event can bring work."""
+        return bool(self._running) or (not self._starved and self._next_in_line() is not None)
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
 
     def load(self) -> Load:
         """A dated copy of what is queued and running."""
@@ -109,6 +118,17 @@ class Scheduler:
         )
         return Queued()
 
+    def hold(self, turn_id: TurnId) -> None:
+        """State is being brought for a queued turn: it keeps its place and is not admitted."""
+        self._sequences[turn_id].is_held = True
+
+    def release(self, turn_id: TurnId) -> None:
+        """A held turn may run. One that was aborted meanwhile is no error."""
+        sequence = self._sequences.get(turn_id)
+        if sequence is not None:
+            sequence.is_held = False
+        self._starved = False  # what was reserved for it can be had, or evicted, again
+
     def abort(self, request_id: str, now: float) -> None:
         """Drop a request with all its choices. One that has ended already is no error."""
         self._between_steps()
@@ -145,7 +165,8 @@ class Scheduler:
             sequence = self._sequences[chunk.turn_id]
             self._cache.advance(sequence.turn_id, pack(chunk.tokens), now)
             sequence.computed += len(chunk.tokens)
-            if sequence.computed in resume_points(len(sequence.tokens), self._block):
+            wanted = resume_points(len(sequence.tokens), self._block)
+            if sequence.computed in wanted and sequence.computed >= sequence.write_floor:
                 effects += self._cache.snapshot(sequence.turn_id, now)
             if chunk.sample_for:
                 effects += self._fork_siblings(sequence, tokens, ended, now=now)
@@ -185,6 +206,7 @@ class Scheduler:
                 tokens=sequence.tokens[sequence.computed : end],
                 start=sequence.computed,
                 sample_for=(sequence.turn_id, *sequence.siblings) if last else (),
+                write_floor=sequence.write_floor,
             )
         )
 
@@ -212,8 +234,9 @@ class Scheduler:
             victim = self._running[-1]
             if victim is not sequence:
                 self._preempt(victim, plan, now)
-            elif len(self._running) > 1:
+            elif len(self._running) > 1 or self._reserves_elsewhere:
                 self._preempt(sequence, plan, now)
+                self._starved = len(self._running) == 0
                 return False
             else:
                 self._fail(sequence, plan, now)
@@ -227,38 +250,56 @@ class Scheduler:
         """
         budget = self._limits.prefill_tokens_a_step
         while (
-            self._waiting
+            (sequence := self._next_in_line()) is not None
             and not self._starved
             and len(self._running) < self._limits.max_running
             and plan.prefill_tokens < budget
         ):
-            sequence = self._waiting[0]
             begun = self._begin(sequence, now)
             if begun is None:
-                if self._running:
+                if self._running or self._reserves_elsewhere:
                     self._starved = True
                 else:
                     self._fail(sequence, plan, now)
                 continue
             restored, effects = begun
             plan.effects += effects
-            del self._waiting[0]
+            self._waiting.remove(sequence)
             insort(self._running, sequence, key=age_of)
             sequence.phase, sequence.computed = Phase.PREFILL, restored
             plan.admitted.append(
-                Admission(sequence.request_id, sequence.turn_id, restored, sequence.preempted)
+                Admission(
+                    sequence.request_id,
+                    sequence.turn_id,
+                    restored,
+                    sequence.preempted,
+                    sequence.write_floor,
+                )
             )
             end = self._next_end(sequence)
             if not self._affords(plan, end - restored):
                 return
             self._add_chunk(sequence, end, plan)
 
+    def _next_in_line(self) -> Sequence | None:
+        return next((s for s in self._waiting if not s.is_held), None)
+
+    @property
+    def _reserves_elsewhere(self) -> bool:
+        """Slots may be reserved for held turns: no room now does not mean never."""
+        return any(s.is_held for s in self._waiting)
+
     def _begin(self, sequence: Sequence, now: float) -> tuple[int, tuple[Effect, ...]] | None:
         """`begin` and the first chunk's slots, all or nothing (None)."""
         turn = Turn(sequence.turn_id, sequence.session_id, pack(sequence.tokens))
-        begun = self._cache.begin(turn, now)
+        resume = self._resume_of(turn.tokens)
+        if resume is None:
+            begun = self._cache.begin(turn, now)
+        else:
+            begun = self._cache.begin(turn, now, resume=resume)
         if isinstance(begun, Refused):
             return None
+        sequence.write_floor = begun.write_floor
         sequence.computed = begun.restored
         end = self._next_end(sequence)
         sequence.computed = 0
@@ -278,12 +319,15 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
         """Free what is the sequence's alone and queue it again."""
-        if sequence.computed and sequence.computed % self._block == 0:
+        at_boundary = sequence.computed and sequence.computed % self._block == 0
+        if at_boundary and sequence.computed >= sequence.write_floor:
             # Mid-prefill the state is at a boundary: keep it, so the prefill can go on from here.
+            # Not in mid-replay: there the windows are not right yet.
             plan.effects += self._cache.snapshot(sequence.turn_id, now)
         self._cache.abort(sequence.turn_id, now)
         self._running.remove(sequence)
         sequence.phase, sequence.computed, sequence.reserved = Phase.WAITING, 0, 0
+        sequence.write_floor = 0
         sequence.preempted += 1
         insort(self._waiting, sequence, key=age_of)
         plan.preempted.append(sequence.turn_id)

@@ -20,6 +20,8 @@ class Sequence(msgspec.Struct):
 
     `tokens` is prompt + sampled; the first `computed` have their state in slots; slots are
     reserved for `reserved`. `siblings` are the choices that fork off when the prompt is done.
+    A held one waits for state and is not admitted. Below `write_floor` range state is kept: what
+    is computed there is a replay.
     """
 
     turn_id: TurnId
@@ -32,6 +34,8 @@ class Sequence(msgspec.Struct):
     computed: int = 0
     reserved: int = 0
     preempted: int = 0
+    is_held: bool = False
+    write_floor: int = 0
 
 
 def age_of(sequence: Sequence) -> tuple[int, int]:

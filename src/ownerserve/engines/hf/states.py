@@ -12,6 +12,7 @@ is the least it needs: W-1 window rows, k-1 convolution columns, m-1 waiting row
 
 from __future__ import annotations
 
+import hashlib
 import math
 from enum import StrEnum
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 
 from ownerserve.cache.layout import Component, Extent, Layout
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.plan.inputs import ModelState
 
 PART_ALIGN_BYTES = 16
 MIN_BLOCK_TOKENS = 16
@@ -131,6 +133,36 @@ class ModelStates(msgspec.Struct, frozen=True):
         """What a state block holds: every point component as it is, then the tails."""
         tails = tuple(s for s in self.sections if s.extent is None)
         return self.point_sections + tails
+
+    def planned_state(self) -> ModelState:
+        """The same facts as the restore planner needs them.
+
+        A window of W rows is right once the W-1 tokens before were computed by a layer whose own
+        input was right, so the reaches of the layers add up (kv.geometry.exact_replay_tokens).
+        """
+        windows = sum(WINDOW in SECTIONS_OF[layer.kind] for layer in self.layers)
+        recurrent = any(layer.kind is LayerKind.LINEAR for layer in self.layers)
+        replay = windows * (self.window_tokens - 1) if windows and not recurrent else None
+        return ModelState(
+            layers=len(self.layers),
+            block_tokens=self.block_tokens,
+            range_bytes_per_token=sum(s.slot_bytes for s in self.range_sections)
+            / self.block_tokens,
+            point_bytes=sum(s.slot_bytes for s in self.point_sections),
+            exact_replay_tokens=replay,
+            bounded_replay_tokens=self.window_tokens if replay is not None else None,
+        )
+
+    def digest(self) -> bytes:
+        """SHA-256 over what the state means: kinds of layers, and each section's tensors."""
+        sections = [
+            [s.name, [[p.name, list(p.shape), str(p.dtype)] for p in s.parts]]
+            for s in self.sections
+        ]
+        kinds = [layer.kind.value for layer in self.layers]
+        facts = [kinds, sections, self.block_tokens, self.window_tokens]
+        rates = [self.csa_rate, self.hca_rate]
+        return hashlib.sha256(msgspec.json.encode([facts, rates])).digest()
 
     def layout(self) -> Layout:
         """The same facts as the cache needs them."""

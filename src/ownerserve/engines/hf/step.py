@@ -5,6 +5,7 @@ Data only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from typing import Protocol
 
@@ -12,7 +13,7 @@ import msgspec
 
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.layout import Layout
-from ownerserve.cache.outcomes import Begun, NoRoom, Refused, Turn
+from ownerserve.cache.outcomes import Begun, NoRoom, Refused, Resume, Turn
 from ownerserve.cache.table import Table
 from ownerserve.engines.hf.requests import RejectReason
 from ownerserve.kv.ids import TurnId
@@ -24,7 +25,7 @@ class CachePort(Protocol):
 
     @property
     def layout(self) -> Layout: ...
-    def begin(self, turn: Turn, now: float) -> Begun | Refused: ...
+    def begin(self, turn: Turn, now: float, *, resume: Resume | None = None) -> Begun | Refused: ...
     def reserve(self, turn_id: TurnId, upto: int, now: float) -> tuple[Effect, ...] | NoRoom: ...
     def advance(self, turn_id: TurnId, tokens: Packed, now: float) -> None: ...
     def snapshot(self, turn_id: TurnId, now: float) -> tuple[Effect, ...]: ...
@@ -35,6 +36,10 @@ class CachePort(Protocol):
     def abort(self, turn_id: TurnId, now: float) -> None: ...
     def table(self, turn_id: TurnId) -> Table: ...
     def check(self) -> None: ...
+
+
+ResumeOf = Callable[[Packed], Resume | None]
+"""How to begin a turn of these tokens now; None: at the deepest complete point."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +82,7 @@ class Chunk(msgspec.Struct, frozen=True):
     """Compute `tokens` at positions `start`, ...; sample the last logits for `sample_for`.
 
     `sample_for` is empty unless the chunk ends its prompt; then it names every choice of it.
+    Range state below `write_floor` is read and not written.
     """
 
     turn_id: TurnId
@@ -84,6 +90,7 @@ class Chunk(msgspec.Struct, frozen=True):
     tokens: Tokens[int]
     start: int
     sample_for: tuple[TurnId, ...]
+    write_floor: int = 0
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -96,14 +103,16 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """A prompt left the queue; its first `restored` tokens need no compute. `again` counts the
-    preemptions it comes back from.
+    """A prompt left the queue; its first `restored` tokens need no compute, and up to `floor`
+    range state is kept (a replay when that is more). `again` counts the preemptions it comes back
+    from.
     """
 
     request_id: str
     turn_id: TurnId
     restored: int
     again: int
+    floor: int = 0
 
 
 class StepPlan(msgspec.Struct):

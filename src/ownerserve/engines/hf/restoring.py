@@ -1,0 +1,212 @@
+"""The engine loop's side of a node: who waits for state, what was done, what it took.
+
+Translates between the loop's words and the node's; decides nothing. Lives on the engine thread.
+A loop without a node has `WithoutNode`, and behaves as if there were none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+
+from ownerserve.engines.hf.requests import ExecutionMode, Request
+from ownerserve.engines.hf.restore_metrics import RestoreMetrics
+from ownerserve.engines.hf.scheduler import Scheduler
+from ownerserve.engines.hf.step import Admission, Chunk, StepPlan
+from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import RestoreAction
+from ownerserve.kv.prefix import pack
+from ownerserve.node.events import Arrived, Ended, Gone, RestoreOutcome, RestoreReport
+from ownerserve.node.runtime import NodeRuntime
+from ownerserve.node.survey import LOADS
+from ownerserve.plan.cost.events import Prefilled, Replayed, Waited
+from ownerserve.plan.explain import summary
+from ownerserve.plan.inputs import Backlog
+
+STOP_WITHIN_S = 5.0
+"""How long a stopping worker may go on copying idle sessions to the store."""
+
+
+class Brought(msgspec.Struct, frozen=True):
+    """What brought a turn's state: its mode, the actions taken, and the price that was asked."""
+
+    mode: ExecutionMode
+    restore: str = ""
+    plan: str = ""
+
+
+class Restoring(Protocol):
+    """What the loop tells, and asks."""
+
+    def arrived(self, turn_id: TurnId, request: Request) -> None: ...
+    def poll(self) -> None: ...
+    def wait_s(self) -> float | None: ...
+    def began(self, admission: Admission, mode: ExecutionMode) -> Brought: ...
+    def computed(self, plan: StepPlan, *, took_s: float) -> None: ...
+    def ended(self, turn_ids: Iterable[TurnId]) -> None: ...
+    def gone(self, turn_id: TurnId) -> None: ...
+    def close(self, *, within_s: float) -> None: ...
+
+
+class WithoutNode:
+    """No store, no node: every turn runs with what the device has."""
+
+    def arrived(self, turn_id: TurnId, request: Request) -> None: ...
+    def poll(self) -> None: ...
+    def wait_s(self) -> float | None:
+        return None
+
+    def began(self, admission: Admission, mode: ExecutionMode) -> Brought:
+        return Brought(mode)
+
+    def computed(self, plan: StepPlan, *, took_s: float) -> None: ...
+    def ended(self, turn_ids: Iterable[TurnId]) -> None: ...
+    def gone(self, turn_id: TurnId) -> None: ...
+    def close(self, *, within_s: float) -> None: ...
+
+
+class _Turn(msgspec.Struct, eq=False):
+    """A turn's times, each on the loop's clock, and what was restored."""
+
+    prompt: int
+    backlog: Backlog
+    arrived_s: float
+    started_s: float = 0.0
+    began_s: float = 0.0
+    restored: int = 0
+    sampled: int = 0
+    computed: int = 0
+    is_measured: bool = True
+    prefill_ms: float = 0.0
+    replay_ms: float = 0.0
+    report: RestoreReport | None = None
+
+
+class WithNode:
+    """A loop with a node: turns are held until their state is there."""
+
+    def __init__(self, node: NodeRuntime, scheduler: Scheduler, metrics: RestoreMetrics) -> None:
+        self._node = node
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._turns: dict[TurnId, _Turn] = {}
+
+    def arrived(self, turn_id: TurnId, request: Request) -> None:
+        """A queued turn keeps its place and waits for the node's word."""
+        now, load = time.monotonic(), self._scheduler.load()
+        count = len(request.prompt)
+        backlog = Backlog(load.pending_prefill_tokens - count, load.waiting - 1)
+        session = SessionId(request.session_id) if request.session_id else None
+        self._turns[turn_id] = _Turn(count, backlog, now)
+        self._scheduler.hold(turn_id)
+        self._start(
+            self._node.handle(Arrived(turn_id, session, pack(request.prompt), backlog), now)
+        )
+
+    def poll(self) -> None:
+        """Between two steps: take what the store has answered, copy what is idle."""
+        self._start(self._node.poll(time.monotonic()))
+        self._metrics.stored(self._node.state.spills.counts, self._node.stored_bytes)
+
+    def wait_s(self) -> float | None:
+        return self._node.wait_s(time.monotonic())
+
+    def _start(self, turn_ids: Iterable[TurnId]) -> None:
+        for turn_id in turn_ids:
+            turn = self._turns.get(turn_id)
+            report = self._node.report(turn_id)
+            self._scheduler.release(turn_id)
+            if turn is not None and report is not None:
+                turn.started_s, turn.report = time.monotonic(), report
+                self._metrics.decided(report)
+
+    def began(self, admission: Admission, mode: ExecutionMode) -> Brought:
+        """The turn's mode, and the actions that brought its state."""
+        turn = self._turns.get(admission.turn_id)
+        if turn is None:
+            return Brought(mode)
+        turn.began_s = time.monotonic()
+        turn.restored = turn.computed = admission.restored
+        actions, plan = list[RestoreAction](), ""
+        kept = max(admission.restored, admission.floor)
+        if kept and turn.report is not None and turn.report.outcome is RestoreOutcome.LOADED:
+            mode = ExecutionMode.FETCH
+            assert turn.report.plan is not None
+            plan = summary(turn.report.plan)
+            actions += [s.action for s in turn.report.plan.chosen.steps if s.action in LOADS]
+        else:
+            waited_ms = (turn.began_s - turn.started_s) * 1e3
+            self._node.observe(Waited(turn.backlog, waited_ms))
+        if admission.floor > admission.restored:
+            actions.append(RestoreAction.REPLAY)
+        actions.append(RestoreAction.PREFILL)
+        self._metrics.acted(actions)
+        return Brought(mode, " + ".join(dict.fromkeys(actions)), plan)
+
+    def computed(self, plan: StepPlan, *, took_s: float) -> None:
+        """A step's forwards are done."""
+        is_alone = len(plan.chunks) == 1 and not plan.rows
+        for chunk in plan.chunks:
+            turn = self._turns.get(chunk.turn_id)
+            if turn is None:
+                continue
+            # One that was preempted begins again somewhere else: no measurement.
+            goes_on = chunk.start == turn.computed
+            turn.is_measured = turn.is_measured and is_alone and goes_on
+            _add(turn, chunk, took_s * 1e3)
+            if chunk.sample_for and not turn.sampled:
+                self._first_token(turn, chunk)
+        for turn_id in (
+            *(row.turn_id for row in plan.rows),
+            *(turn_id for chunk in plan.chunks for turn_id in chunk.sample_for),
+        ):
+            if turn_id in self._turns:
+                self._turns[turn_id].sampled += 1
+
+    def _first_token(self, turn: _Turn, chunk: Chunk) -> None:
+        """A prompt is computed: a measurement, when nothing ran beside any of its chunks.
+
+        Whole prompts are measured and not chunks: a price must hold what many chunks cost.
+        """
+        self._metrics.recomputed(
+            load_s=turn.report.waited_s if turn.report else 0.0,
+            queue_s=turn.began_s - turn.started_s,
+            recompute_s=time.monotonic() - turn.began_s,
+        )
+        floor, end = max(turn.restored, chunk.write_floor), chunk.start + len(chunk.tokens)
+        if turn.is_measured:
+            self._node.observe(Prefilled(end - floor, floor, turn.prefill_ms))
+            if turn.replay_ms:
+                self._node.observe(Replayed(floor - turn.restored, turn.restored, turn.replay_ms))
+
+    def ended(self, turn_ids: Iterable[TurnId]) -> None:
+        """These turns are over: their sessions are idle from now on."""
+        for turn_id in turn_ids:
+            turn = self._turns.pop(turn_id, None)
+            if turn is not None:
+                # The last sampled token is never computed.
+                tokens = turn.prompt + max(0, turn.sampled - 1)
+                event = Ended(turn_id, turn.restored, turn.prompt, tokens)
+                self._node.handle(event, time.monotonic())
+
+    def gone(self, turn_id: TurnId) -> None:
+        """The turn's request was given up or has failed."""
+        if self._turns.pop(turn_id, None) is not None:
+            self._node.handle(Gone(turn_id), time.monotonic())
+            self._node.report(turn_id)
+
+    def close(self, *, within_s: float) -> None:
+        """The engine stops: what is idle goes to the store, as far as there is time."""
+        self._node.close(time.monotonic(), within_s=within_s)
+
+
+def _add(turn: _Turn, chunk: Chunk, ms: float) -> None:
+    """Share a chunk's time between what it replays and what it computes anew."""
+    new = len(chunk.tokens)
+    turn.computed = chunk.start + new
+    again = min(max(0, chunk.write_floor - chunk.start), new)
+    turn.replay_ms += ms * again / new
+    turn.prefill_ms += ms * (new - again) / new

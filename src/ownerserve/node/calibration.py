@@ -1,0 +1,78 @@
+"""The cost model's life on disk: found beside the store, fed while serving, written back.
+
+Owns one file. What it can't read it starts anew: prices are a cache, never a truth.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.plan.cost.compute import Coefficients
+from ownerserve.plan.cost.events import Loaded, Observation
+from ownerserve.plan.cost.load import Medium
+from ownerserve.plan.cost.model import CostModel, Defaults
+from ownerserve.plan.inputs import Tier
+
+log = logging.getLogger("ownerserve.node")
+
+SAVE_EVERY_S = 30.0
+
+UNMEASURED = Defaults(
+    "assumed for an unmeasured engine",
+    Coefficients(5.0, 0.1, 1e-6),
+    {Tier.HOST: Medium(0.05, 4e6), Tier.DISK: Medium(0.5, 1e6), Tier.REMOTE: Medium(8.0, 1e5)},
+)
+"""A small CPU's order of magnitude; the first turns replace it."""
+
+
+class Calibration:
+    """A cost model and the file it comes from and goes to; `path` None: it is not kept."""
+
+    def __init__(self, path: Path | None, defaults: Defaults = UNMEASURED) -> None:
+        self.model = _read(path, defaults)
+        self._path = path
+        self._observed = 0
+        self._saved_s = 0.0
+
+    def observe(self, seen: Iterable[Observation]) -> None:
+        """Learn from what was measured; a clock's zero is no measurement."""
+        for item in seen:
+            if isinstance(item, Loaded) and item.tier not in self.model.tiers:
+                continue
+            if item.ms > 0.0:
+                self.model.observe(item)
+                self._observed += 1
+
+    def save_if_due(self, now: float) -> None:
+        """Write the file when something was learnt and the last time is long ago."""
+        if self._observed and now - self._saved_s >= SAVE_EVERY_S:
+            self._saved_s = now
+            self.save()
+
+    def save(self) -> None:
+        """Write the file, all or nothing. A failure costs what was learnt, and is logged."""
+        if self._path is None or not self._observed:
+            return
+        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            partial.write_bytes(self.model.dump())
+            partial.replace(self._path)
+            self._observed = 0
+        except OSError as error:
+            log.warning("costs were not saved: %s", error)
+
+
+def _read(path: Path | None, defaults: Defaults) -> CostModel:
+    if path is None:
+        return CostModel(defaults)
+    try:
+        return CostModel.restore(path.read_bytes())
+    except FileNotFoundError:
+        return CostModel(defaults)
+    except (OSError, InvalidInput) as error:
+        log.warning("costs are measured anew: %s", error)
+        return CostModel(defaults)

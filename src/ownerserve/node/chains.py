@@ -1,0 +1,52 @@
+"""Prefix digests of sessions: a turn hashes only what it adds to the session's last one.
+
+Owns the digests of the sessions seen last. A prompt that does not go on from its session's tokens
+(a branch, a compaction) is hashed from the start.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import msgspec
+
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.prefix import Packed, PrefixChain
+from ownerserve.node.records import Digests
+
+SESSIONS = 256
+
+
+class _Known(msgspec.Struct):
+    """`tokens` are whole blocks; `chain` has hashed just them."""
+
+    tokens: Packed
+    chain: PrefixChain
+
+
+class Chains:
+    """Digests by session, least recently used forgotten first."""
+
+    def __init__(self, block_tokens: int, *, block_bytes: int) -> None:
+        self._block_tokens = block_tokens
+        self._block_bytes = block_bytes
+        self._known: OrderedDict[SessionId, _Known] = OrderedDict()
+
+    def tokens(self, session_id: SessionId) -> Packed:
+        """Whole blocks of the session as last seen; empty when it was forgotten."""
+        known = self._known.get(session_id)
+        return known.tokens if known is not None else b""
+
+    def digests(self, tokens: Packed, session_id: SessionId | None) -> Digests:
+        """Digests of all full blocks of `tokens`. The result is not to be changed or kept."""
+        whole = tokens[: len(tokens) - len(tokens) % self._block_bytes]
+        known = self._known.pop(session_id, None) if session_id is not None else None
+        if known is None or not whole.startswith(known.tokens):
+            known = _Known(b"", PrefixChain(self._block_tokens))
+        known.chain.extend(whole[len(known.tokens) :])
+        known.tokens = whole
+        if session_id is not None:
+            self._known[session_id] = known
+            if len(self._known) > SESSIONS:
+                self._known.popitem(last=False)
+        return known.chain.digests

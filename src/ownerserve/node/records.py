@@ -1,0 +1,92 @@
+"""How a prefix is cut into stored records, and what each is called.
+
+Owns the names. A record's id follows from the tokens alone, so what a store holds of a prompt is
+found by asking for ids: no listing, nothing to rebuild after a restart.
+
+    blocks   0 1 2 3 4 5 6 7 | 8 9 10 11 ...            record_blocks = 8
+    range    [0, 8)            [8, 11) [8, 16)          begins on the grid, ends at any boundary
+    point                   ^           ^               one record a boundary
+
+A session that grows writes its last, unfinished cell again when it is longer: at most one cell
+twice a turn. Every component has its own record; the payload is a unit of bytes for each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from ownerserve.cache.layout import Layout
+from ownerserve.kv.artifacts import Identity, PointKey, RangeKey, artifact_id
+from ownerserve.kv.ids import PrefixHash
+from ownerserve.store.model import ID_BYTES, SHARED, Kind, Meta, meta_of
+
+Digests = Sequence[PrefixHash]
+"""Chain digests of a prefix: `digests[i]` stands for its first i + 1 blocks."""
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """Blocks [first, end) of a prefix: one range record a component."""
+
+    first: int
+    end: int
+
+
+class RecordNames:
+    """Ids and metadata under one identity, layout and grid. Holds no state."""
+
+    def __init__(self, identity: Identity, layout: Layout, *, engine: str, blocks: int) -> None:
+        """`engine` names the byte layout of a slot; `blocks` are those of a record."""
+        self.layout = layout
+        self.identity = identity
+        self.blocks = blocks
+        sizes = [[c.name, c.slot_bytes] for c in layout.components]
+        self.descriptor = msgspec.msgpack.encode([engine, layout.block_tokens, sizes])
+        self._digest = identity.digest()
+        self._tenant = identity.tenant_salt if any(identity.tenant_salt) else SHARED
+        self._slot_bytes = {c.name: c.slot_bytes for c in layout.components}
+
+    def slot_bytes(self, component: str) -> int:
+        """Bytes of one unit of a component's record."""
+        return self._slot_bytes[component]
+
+    def cell_ending_at(self, end: int) -> Cell:
+        """The cell whose last block is the one before `end`."""
+        return Cell((end - 1) // self.blocks * self.blocks, end)
+
+    def cells(self, depth: int) -> Iterator[Cell]:
+        """What [0, depth) is stored as."""
+        for first in range(0, depth, self.blocks):
+            yield Cell(first, min(first + self.blocks, depth))
+
+    def range_id(self, component: str, cell: Cell, digests: Digests) -> bytes:
+        return artifact_id(self._digest, self._range_key(component, cell, digests))
+
+    def point_id(self, component: str, depth: int, digests: Digests) -> bytes:
+        return artifact_id(self._digest, self._point_key(component, depth, digests))
+
+    def range_meta(self, component: str, cell: Cell, digests: Digests) -> Meta:
+        units = cell.end - cell.first
+        key = self._range_key(component, cell, digests)
+        meta = meta_of(self.identity, key, tenant=self._tenant, units=units)
+        inner = b"".join(digests[cell.first : cell.end - 1])
+        assert len(inner) == (units - 1) * ID_BYTES
+        return msgspec.structs.replace(meta, descriptor=self.descriptor, boundaries=inner)
+
+    def point_meta(self, component: str, depth: int, digests: Digests) -> Meta:
+        key = self._point_key(component, depth, digests)
+        meta = meta_of(self.identity, key, tenant=self._tenant)
+        return msgspec.structs.replace(meta, descriptor=self.descriptor)
+
+    def _range_key(self, component: str, cell: Cell, digests: Digests) -> RangeKey:
+        block = self.layout.block_tokens
+        return RangeKey(digests[cell.end - 1], cell.first * block, cell.end * block, component)
+
+    def _point_key(self, component: str, depth: int, digests: Digests) -> PointKey:
+        return PointKey(digests[depth - 1], depth * self.layout.block_tokens, component)
+
+
+def is_range(meta: Meta) -> bool:
+    """Whether a record is global KV; else it is point state."""
+    return meta.kind is Kind.RANGE

@@ -1,0 +1,1 @@
+"""The node's port to the fleet: msgpack messages over ZeroMQ, loopback unless said otherwise."""

@@ -1,0 +1,105 @@
+"""What is said on a node's RPC port, and how it is encoded. Version 1.
+
+A request is one msgpack frame `[version, request]`, an answer `[version, answer]`; requests and
+answers are tagged structs, whose unknown fields are ignored and whose new fields have defaults, so
+that version N reads N - 1.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import WorkerStatus
+from ownerserve.node.admission import Admit, Committed, Reject, Released, Reserved, Wanted
+
+VERSION = 1
+OLDEST = 1
+
+
+class Status(msgspec.Struct, frozen=True, tag="status"):
+    """How is the worker?"""
+
+
+class Probe(msgspec.Struct, frozen=True, tag="probe"):
+    """Would this turn be let in?"""
+
+    wanted: Wanted
+
+
+class Reserve(msgspec.Struct, frozen=True, tag="reserve"):
+    """Hold a place for this turn."""
+
+    turn_id: TurnId
+    wanted: Wanted
+
+
+class Commit(msgspec.Struct, frozen=True, tag="commit"):
+    """The turn of this reservation is on its way."""
+
+    reservation: int
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """The turn of this reservation won't come."""
+
+    reservation: int
+
+
+class ReleaseSession(msgspec.Struct, frozen=True, tag="release_session"):
+    """The session has gone elsewhere."""
+
+    session_id: SessionId
+
+
+Request = Status | Probe | Reserve | Commit | Release | ReleaseSession
+
+
+class StatusIs(msgspec.Struct, frozen=True, tag="status_is"):
+    """The worker's load, dated."""
+
+    status: WorkerStatus
+
+
+Answer = StatusIs | Admit | Reject | Reserved | Committed | Released
+
+T = TypeVar("T")
+
+
+class _Frame(msgspec.Struct, Generic[T], frozen=True, array_like=True):
+    version: int
+    body: T
+
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[_Frame[Request]] = msgspec.msgpack.Decoder(_Frame[Request])
+_answers: msgspec.msgpack.Decoder[_Frame[Answer]] = msgspec.msgpack.Decoder(_Frame[Answer])
+
+
+def encode(body: Request | Answer) -> bytes:
+    """One frame."""
+    return _encoder.encode(_Frame(VERSION, body))
+
+
+def decode_request(data: bytes) -> Request:
+    """Raises InvalidInput for what is no request of a version that is read here."""
+    return _opened(data, _requests)
+
+
+def decode_answer(data: bytes) -> Answer:
+    """The same for answers."""
+    return _opened(data, _answers)
+
+
+def _opened(data: bytes, decoder: msgspec.msgpack.Decoder[_Frame[T]]) -> T:
+    try:
+        frame = decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise InvalidInput("rpc", str(error), f"send [version, message] of {VERSION}") from error
+    if not OLDEST <= frame.version <= VERSION:
+        problem = f"version {frame.version}"
+        raise InvalidInput("rpc", problem, f"speak version {OLDEST} to {VERSION}")
+    return frame.body

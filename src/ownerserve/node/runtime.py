@@ -1,0 +1,210 @@
+"""NodeRuntime: performs a NodeState's effects with an engine and a store.
+
+Owns errands under way: which ticket of the store belongs to which, and the bytes between store
+and slots. Decides nothing. Called on the thread that owns the cache; never waits for a medium.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from ownerserve.cache.outcomes import Resume
+from ownerserve.kv.ids import TurnId
+from ownerserve.kv.prefix import Packed
+from ownerserve.node.backing import Backing
+from ownerserve.node.calibration import Calibration
+from ownerserve.node.events import (
+    Copy,
+    Drop,
+    Effect,
+    Errand,
+    Event,
+    Fetch,
+    Fetched,
+    Fill,
+    Filled,
+    Find,
+    Found,
+    Kept,
+    NotFetched,
+    NotKept,
+    RestoreReport,
+    Start,
+    Tick,
+)
+from ownerserve.node.port import EnginePort
+from ownerserve.node.state import NodeState
+from ownerserve.plan.cost.events import Loaded, Observation
+from ownerserve.plan.explain import summary
+from ownerserve.store.flights import Ticket
+from ownerserve.store.model import Hit, Meta, Miss, MissReason, Part, Present, Stored
+from ownerserve.store.service import Pending
+from ownerserve.store.tier import Reservation
+
+log = logging.getLogger("ownerserve.node")
+
+POLL_S = 0.001
+"""How often the store's answers are looked for while the engine has nothing else to do."""
+
+
+class Writing(msgspec.Struct, eq=False):
+    """A copy on its way into the store; `payload` until there is room for it."""
+
+    meta: Meta
+    payload: memoryview | None
+
+
+class NodeRuntime:
+    """One node. `handle` and `poll` return the turns that may run now."""
+
+    def __init__(
+        self, state: NodeState, engine: EnginePort, *, backing: Backing, calibration: Calibration
+    ) -> None:
+        self.state = state
+        self._engine = engine
+        self._backing = backing
+        self._store = backing.service
+        self._calibration = calibration
+        self._asked: dict[Errand, tuple[Ticket, Find | Fetch]] = {}
+        self._parts: dict[Errand, tuple[Part, ...]] = {}
+        self._writing: dict[Errand, tuple[Ticket, Writing]] = {}
+        self.stored_bytes = 0
+
+    # -- the engine's side ---------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[TurnId]:
+        """Tell the node, and do what it wants."""
+        return self._perform(self.state.handle(event, now), now)
+
+    def poll(self, now: float) -> list[TurnId]:
+        """Take what the store has answered, and let time pass."""
+        started: list[TurnId] = []
+        for errand, (ticket, asked) in list(self._asked.items()):
+            answer = self._store.poll(ticket)
+            if not isinstance(answer, Pending):
+                del self._asked[errand]
+                started += self.handle(self._event(errand, asked, answer), now)
+        for errand, (ticket, writing) in list(self._writing.items()):
+            self._advance(errand, ticket, writing, now)
+        self._calibration.observe(_taken(self._backing.tiers.timings))
+        self._calibration.save_if_due(now)
+        started += self.handle(Tick(), now)
+        return started
+
+    def wait_s(self, now: float) -> float | None:
+        """How long an idle engine may sleep before the next `poll`; None: until something comes."""
+        if self._asked or self._writing:
+            return POLL_S
+        due = self.state.next_due()
+        return None if due is None else max(0.0, due - now)
+
+    def resume(self, tokens: Packed) -> Resume | None:
+        """How to begin a turn of `tokens` now."""
+        return self.state.resume(tokens)
+
+    def report(self, turn_id: TurnId) -> RestoreReport | None:
+        """What came of a turn's restore, once."""
+        report = self.state.report(turn_id)
+        if report is not None and report.plan is not None and log.isEnabledFor(logging.DEBUG):
+            log.debug("%s: %s: %s", turn_id, report.outcome, summary(report.plan))
+        return report
+
+    def observe(self, seen: Observation) -> None:
+        """A pass or a wait was measured."""
+        self._calibration.observe((seen,))
+
+    def close(self, now: float, *, within_s: float) -> None:
+        """Copy what is idle, as far as `within_s` goes, and close the store."""
+        self.state.spills.hurry()
+        until = time.monotonic() + within_s
+        self.handle(Tick(), now)
+        while (self.state.spills.is_busy or self._writing) and time.monotonic() < until:
+            self.poll(now)
+            time.sleep(POLL_S)
+        self._calibration.save()
+        self._backing.close()
+
+    # -- effects -------------------------------------------------------------------------------
+
+    def _perform(self, effects: Iterable[Effect], now: float) -> list[TurnId]:
+        """Perform effects, and those that follow from them; returns the turns to start."""
+        started: list[TurnId] = []
+        waiting = deque(effects)
+        while waiting:
+            effect = waiting.popleft()
+            match effect:
+                case Start(turn_id):
+                    started.append(turn_id)
+                case Find(errand, ids, deadline_s):
+                    until_s = time.time() + deadline_s - now  # the store's clock is the wall's
+                    ticket = self._store.submit_find(ids, deadline_s=until_s)
+                    self._asked[errand] = (ticket, effect)
+                case Fetch(errand, wants, deadline_s):
+                    until_s = time.time() + deadline_s - now
+                    ticket = self._store.submit_read(wants, deadline_s=until_s)
+                    self._asked[errand] = (ticket, effect)
+                case Drop(errand):
+                    asked = self._asked.pop(errand, None)
+                    if asked is not None:
+                        self._store.cancel(asked[0])
+                    self._parts.pop(errand, None)
+                case Fill():
+                    waiting.extend(self.state.handle(self._fill(effect), now))
+                case Copy():
+                    self._copy(effect)
+        return started
+
+    def _fill(self, fill: Fill) -> Filled:
+        parts = self._parts.pop(fill.errand)
+        for filling in fill.fillings:
+            data = parts[filling.part].data
+            self._engine.write_slots(filling.component, filling.slots, data)
+        return Filled(fill.errand, tuple(part.meta.id for part in parts))
+
+    def _copy(self, copy: Copy) -> None:
+        payload = self._engine.read_slots(copy.component, copy.slots)
+        ticket = self._store.submit_reserve(copy.meta, len(payload))
+        self._writing[copy.errand] = (ticket, Writing(copy.meta, payload))
+
+    # -- answers -------------------------------------------------------------------------------
+
+    def _event(self, errand: Errand, asked: Find | Fetch, answer: object) -> Event:
+        match answer:
+            case Hit(parts):
+                self._parts[errand] = parts
+                return Fetched(errand)
+            case Miss(reason, id_):
+                return NotFetched(errand, reason, id_)
+            case Mapping():
+                return Found(errand, self._backing.tiers.nearest(answer))
+            case _:
+                assert isinstance(asked, Fetch)
+                return NotFetched(errand, MissReason.BUSY)
+
+    def _advance(self, errand: Errand, ticket: Ticket, writing: Writing, now: float) -> None:
+        """A copy's next step: room -> bytes -> durable."""
+        answer = self._store.poll(ticket)
+        match answer:
+            case Pending():
+                return
+            case Reservation():
+                assert writing.payload is not None
+                answer.payload[:] = writing.payload
+                writing.payload = None
+                self._writing[errand] = (self._store.submit_commit(answer), writing)
+                return
+            case Stored(stored_bytes=count):
+                self.stored_bytes += count
+        del self._writing[errand]
+        kept = isinstance(answer, Stored | Present)
+        self.handle(Kept(errand) if kept else NotKept(errand), now)
+
+
+def _taken(timings: deque[Loaded]) -> Iterable[Observation]:
+    while timings:
+        yield timings.popleft()

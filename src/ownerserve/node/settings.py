@@ -1,0 +1,37 @@
+"""What an operator may set of a node. Data only; `cli.worker` owns the flags."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.units import MIB
+
+
+class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a node treats state that is not on the device.
+
+    record_blocks       blocks a range record spans: the grain at which a branch finds its prefix
+    spill_after_s       how long a session is idle before its state is copied to the store
+    restore_deadline_s  after that a restore is given up and its turn computes instead
+    attempts            restores tried for one turn: the second one plans without what failed
+    copy_bytes_a_tick   most bytes read off the device between two engine steps
+    copies_in_flight    most records being written at once
+    hold_ms_per_s       price of device memory while it holds a prefetched session
+    """
+
+    record_blocks: int = 8
+    spill_after_s: float = 0.25
+    restore_deadline_s: float = 5.0
+    attempts: int = 2
+    copy_bytes_a_tick: int = 4 * MIB
+    copies_in_flight: int = 32
+    hold_ms_per_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in ("record_blocks", "attempts", "copy_bytes_a_tick", "copies_in_flight"):
+            if getattr(self, field) < 1:
+                raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")
+        for field in ("spill_after_s", "restore_deadline_s"):
+            if getattr(self, field) < 0:
+                raise InvalidInput(field, f"{getattr(self, field)}", "use 0 or more seconds")

@@ -1,0 +1,186 @@
+"""What there is of one prompt, on the device and in the store, as the planner's plain data.
+
+Pure translation: cache.Match and the catalogue's answer in, spans and points out; and the chosen
+way back, as reads and slots. Owns nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+import msgspec
+
+from ownerserve.cache.outcomes import Match
+from ownerserve.kv.messages import RestoreAction
+from ownerserve.node.records import Cell, Digests, RecordNames
+from ownerserve.plan.inputs import Backlog, RestoreQuery, Tier
+from ownerserve.plan.outcome import Priced
+from ownerserve.plan.residency import NEAREST_FIRST, PointRow, RangeRow, points_of, spans_of
+from ownerserve.store.model import Want
+
+LOADS = (RestoreAction.LOAD_GLOBAL, RestoreAction.LOAD_POINT)
+
+
+class Sought(msgspec.Struct, frozen=True):
+    """What an id stands for: blocks of `cell`, or the point at its end when it is empty."""
+
+    component: str
+    cell: Cell
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A record, and where it is said to be."""
+
+    id: bytes
+    tier: Tier
+
+
+class Held(msgspec.Struct, frozen=True):
+    """The store's part of one prompt: for each cell of the grid the longest range that all
+    components have; for each depth the point components there."""
+
+    cells: tuple[tuple[Cell, dict[str, Stored]], ...]
+    points: dict[int, dict[str, Stored]]
+
+
+NOTHING_HELD = Held((), {})
+
+
+def sought(
+    names: RecordNames, digests: Digests, *, resident: int, complete: int, cap: int
+) -> dict[bytes, Sought]:
+    """Ids worth asking for, and what each would be: range records that reach beyond depth
+    `resident`, points beyond the `complete` one, up to depth `cap`."""
+    asked: dict[bytes, Sought] = {}
+    for end in range(resident + 1, cap + 1):
+        cell = names.cell_ending_at(end)
+        for name in names.layout.range_names:
+            asked[names.range_id(name, cell, digests)] = Sought(name, cell)
+    for depth in range(complete + 1, cap + 1):
+        point = Cell(depth, depth)
+        for name in names.layout.point_names:
+            asked[names.point_id(name, depth, digests)] = Sought(name, point)
+    return asked
+
+
+def held(
+    names: RecordNames,
+    asked: Mapping[bytes, Sought],
+    found: Mapping[bytes, Tier],
+    *,
+    without: Set[bytes] = frozenset(),
+) -> Held:
+    """What of `found` can be used: whole sets of components only, none that failed before."""
+    ranges: dict[Cell, dict[str, Stored]] = {}
+    points: dict[int, dict[str, Stored]] = {}
+    for id_, tier in found.items():
+        what = asked.get(id_)
+        if what is None or id_ in without:
+            continue
+        if what.cell.first == what.cell.end:
+            points.setdefault(what.cell.end, {})[what.component] = Stored(id_, tier)
+        else:
+            ranges.setdefault(what.cell, {})[what.component] = Stored(id_, tier)
+    longest: dict[int, Cell] = {}
+    for cell, parts in ranges.items():
+        if len(parts) == len(names.layout.range_names):
+            before = longest.get(cell.first)
+            if before is None or before.end < cell.end:
+                longest[cell.first] = cell
+    cells = sorted(longest.values(), key=lambda cell: cell.first)
+    return Held(tuple((cell, ranges[cell]) for cell in cells), points)
+
+
+def query(
+    names: RecordNames, match: Match, stored: Held, *, tokens: int, backlog: Backlog
+) -> RestoreQuery:
+    """The planner's question for a prompt of `tokens` tokens."""
+    layout = names.layout
+    block = layout.block_tokens
+    spans = spans_of(_range_rows(names, match, stored), layout.range_names)
+    covered = spans[-1].end if spans else 0
+    deepest = min(covered, (tokens - 1) // block * block)
+    rows = [
+        PointRow(name, point.position, Tier.DEVICE, 0)
+        for point in match.points
+        for name in layout.point_names
+        if name not in point.lacks
+    ]
+    rows += [
+        PointRow(name, depth * block, record.tier, names.slot_bytes(name))
+        for depth, at in stored.points.items()
+        for name, record in at.items()
+    ]
+    positions = {deepest, *(point.position for point in match.points)} - {0}
+    points = points_of(
+        (row for row in rows if row.position <= deepest), layout.point_names, positions=positions
+    )
+    return RestoreQuery(
+        tokens=tokens, spans=spans, points=points, known_tokens=covered, backlog=backlog
+    )
+
+
+def _range_rows(names: RecordNames, match: Match, stored: Held) -> list[RangeRow]:
+    """A row for each component and each run of cells that touch and lie in one tier."""
+    layout, runs = names.layout, list[tuple[int, int, Tier]]()
+    for cell, parts in stored.cells:
+        tier = max((record.tier for record in parts.values()), key=NEAREST_FIRST.index)
+        if runs and runs[-1][1] == cell.first and runs[-1][2] is tier:
+            runs[-1] = (runs[-1][0], cell.end, tier)
+        else:
+            runs.append((cell.first, cell.end, tier))
+    rows = []
+    for name in layout.range_names:
+        if match.range_tokens:
+            rows.append(RangeRow(name, 0, match.range_tokens, Tier.DEVICE, 0))
+        size, block = names.slot_bytes(name), layout.block_tokens
+        rows += [
+            RangeRow(name, first * block, end * block, tier, size * (end - first))
+            for first, end, tier in runs
+        ]
+    return rows
+
+
+def is_loading(way: Priced) -> bool:
+    """Whether a way back needs anything from the store."""
+    return any(step.action in LOADS for step in way.steps)
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """One want and where its bytes belong: blocks [first, end) of the prefix, or a point."""
+
+    want: Want
+    component: str
+    first: int
+    end: int
+    size_bytes: int
+    tier: Tier
+
+    @property
+    def is_point(self) -> bool:
+        return self.first == self.end
+
+
+def readings(names: RecordNames, stored: Held, *, way: Priced, start: int) -> tuple[Reading, ...]:
+    """What must be read so that blocks [start, way.position) and the way's point are at hand.
+
+    Range records first, from the front; units that are resident already are not read.
+    """
+    block, found = names.layout.block_tokens, list[Reading]()
+    goal = way.position // block
+    for cell, parts in stored.cells:
+        first, end = max(cell.first, start), min(cell.end, goal)
+        if first >= end:
+            continue
+        units = (first - cell.first, end - cell.first)
+        for name, record in parts.items():
+            want = Want(record.id, *units, descriptor=names.descriptor)
+            size = names.slot_bytes(name) * (end - first)
+            found.append(Reading(want, name, first, end, size, record.tier))
+    if way.checkpoint is not None and any(s.action is RestoreAction.LOAD_POINT for s in way.steps):
+        depth = way.checkpoint // block
+        for name, record in stored.points.get(depth, {}).items():
+            want = Want(record.id, descriptor=names.descriptor)
+            size = names.slot_bytes(name)
+            found.append(Reading(want, name, depth, depth, size, record.tier))
+    return tuple(found)

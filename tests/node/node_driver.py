@@ -1,0 +1,281 @@
+"""A node with a cache, an engine made of dictionaries, and a store that answers when told to.
+
+Every slot holds what it should: a name made of the component and the tokens before and in it. So
+a wrong slot, block or record shows as a wrong name, whoever made the mistake.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable
+
+from ownerserve.cache import paths
+from ownerserve.cache.effects import LoadPoint, SavePoint
+from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.outcomes import Begun, NoRoom, Replay, Turn
+from ownerserve.kv.artifacts import Identity, Numerics
+from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.prefix import TOKEN_BYTES, pack
+from ownerserve.node.events import (
+    Arrived,
+    Copy,
+    Drop,
+    Effect,
+    Ended,
+    Event,
+    Fetch,
+    Fetched,
+    Fill,
+    Filled,
+    Find,
+    Found,
+    Gone,
+    Kept,
+    NotFetched,
+    NotKept,
+    RestoreReport,
+    Start,
+    Tick,
+)
+from ownerserve.node.records import RecordNames
+from ownerserve.node.settings import NodeSettings
+from ownerserve.node.state import NodeState
+from ownerserve.plan.cost.compute import Coefficients
+from ownerserve.plan.cost.load import Medium
+from ownerserve.plan.cost.model import CostModel, Defaults
+from ownerserve.plan.inputs import FULL_ABILITIES, ModelState, Tier
+from ownerserve.plan.restore import Planner
+from ownerserve.store.model import MissReason, Want
+
+B = 16
+REPLAY_TOKENS = 24
+LAYOUT = Layout(
+    B,
+    (
+        Component("main", Extent.RANGE, 32, 32),
+        Component("index", Extent.RANGE, 32, 32),
+        Component("swa", Extent.POINT, 32, 32),
+        Component("overlap", Extent.POINT, 32, 32),
+    ),
+    state_bytes=64,
+)
+MODEL = ModelState(
+    layers=4,
+    block_tokens=B,
+    range_bytes_per_token=4.0,
+    point_bytes=64,
+    exact_replay_tokens=REPLAY_TOKENS,
+    bounded_replay_tokens=8,
+)
+IDENTITY = Identity(
+    model_id="toy",
+    weights="w",
+    tokenizer="t",
+    spec_digest=bytes(32),
+    numerics=Numerics("float32"),
+    tenant_salt=bytes(32),
+)
+PRICES = Defaults(
+    "test", Coefficients(1.0, 1.0, 0.0), {Tier.HOST: Medium(0.1, 1e6), Tier.DISK: Medium(1.0, 1e6)}
+)
+
+
+def truth(component: str, tokens: bytes) -> bytes:
+    """What a slot holds: a block that ends `tokens`, or the point state behind them."""
+    return hashlib.sha256(component.encode() + tokens).digest()
+
+
+class NodeDriver:
+    """See the module. Errands wait in `pending` until the test answers them."""
+
+    def __init__(
+        self, *, blocks: int = 64, points: int = 16, settings: NodeSettings | None = None
+    ) -> None:
+        slots = {c.name: blocks if c.extent is Extent.RANGE else points for c in LAYOUT.components}
+        self.cache = HeteroCache(LAYOUT, slots, 4)
+        self.settings = settings or NodeSettings(record_blocks=4, spill_after_s=1.0)
+        names = RecordNames(IDENTITY, LAYOUT, engine="toy/1", blocks=self.settings.record_blocks)
+        self.state = NodeState(
+            self.cache,
+            names,
+            planner=Planner(MODEL, FULL_ABILITIES),
+            costs=CostModel(PRICES),
+            settings=self.settings,
+        )
+        self.now = 0.0
+        self.slots: dict[tuple[str, int], bytes] = {}
+        self.stored: dict[bytes, bytes] = {}
+        self.pending: deque[Find | Fetch | Copy] = deque()
+        self.copied: dict[int, bytes] = {}
+        self.fetched: dict[int, list[bytes]] = {}
+        self.waiting: dict[TurnId, Arrived] = {}
+        self.started: list[TurnId] = []
+        self.reports: dict[TurnId, RestoreReport] = {}
+        self._turns = 0
+
+    # -- what a test does ----------------------------------------------------------------------
+
+    def arrive(self, tokens: Iterable[int], session: str | None = "s") -> TurnId:
+        """A turn is here."""
+        self._turns += 1
+        turn_id = TurnId(f"t{self._turns}")
+        name = SessionId(session) if session is not None else None
+        self.waiting[turn_id] = Arrived(turn_id, name, pack(tokens))
+        self.handle(self.waiting[turn_id])
+        return turn_id
+
+    def turn(self, tokens: Iterable[int], session: str | None = "s") -> Begun:
+        """Arrive, answer everything, run."""
+        turn_id = self.arrive(tokens, session)
+        self.settle()
+        return self.run(turn_id)
+
+    def settle(self) -> None:
+        """Answer all errands, in order."""
+        while self.pending:
+            self.answer(self.pending.popleft())
+
+    def idle(self, seconds: float = 10.0) -> None:
+        """Time passes until all that is due has been copied."""
+        self.now += seconds
+        for _ in range(100):
+            self.handle(Tick())
+            if not self.pending:
+                return
+            self.settle()
+        raise AssertionError("the node never comes to rest")
+
+    def forget_device(self) -> None:
+        """Everything evictable goes."""
+        count = self.cache.rooms.evictable_blocks()
+        if count:
+            self.cache.rooms.evict_blocks(count)
+
+    # -- the store -----------------------------------------------------------------------------
+
+    def answer(self, asked: Find | Fetch | Copy) -> None:
+        """What the store would say."""
+        match asked:
+            case Find(errand, ids):
+                held = {id_: Tier.DISK for id_ in ids if id_ in self.stored}
+                self.handle(Found(errand, held))
+            case Fetch(errand, wants):
+                missing = next((want.id for want in wants if want.id not in self.stored), None)
+                if missing is not None:
+                    self.handle(NotFetched(errand, MissReason.ABSENT, missing))
+                    return
+                self.fetched[errand] = [self._read(want) for want in wants]
+                self._wants = wants
+                self.handle(Fetched(errand))
+            case Copy(errand, meta):
+                self.stored[meta.id] = self.copied[errand]
+                self.handle(Kept(errand))
+
+    def fail(self, asked: Find | Fetch | Copy) -> None:
+        """The store could not."""
+        match asked:
+            case Find(errand):
+                self.handle(Found(errand, {}))
+            case Fetch(errand, wants):
+                self.handle(NotFetched(errand, MissReason.CORRUPT, wants[0].id))
+            case Copy(errand):
+                self.handle(NotKept(errand))
+
+    def _read(self, want: Want) -> bytes:
+        data = self.stored[want.id]
+        end = len(data) if want.end_unit is None else want.end_unit * 32
+        return data[want.first_unit * 32 : end]
+
+    # -- effects -------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        effects: deque[Effect] = deque(self.state.handle(event, self.now))
+        while effects:
+            match effects.popleft():
+                case Start(turn_id):
+                    assert turn_id in self.waiting, "started twice"
+                    self.started.append(turn_id)
+                    report = self.state.report(turn_id)
+                    assert report is not None
+                    self.reports[turn_id] = report
+                case Find() | Fetch() as asked:
+                    self.pending.append(asked)
+                case Copy() as copy:
+                    data = b"".join(self.slots[copy.component, slot] for slot in copy.slots)
+                    self.copied[copy.errand] = data
+                    self.pending.append(copy)
+                case Drop():
+                    pass  # the answer comes all the same, and must change nothing
+                case Fill() as fill:
+                    effects.extend(self.state.handle(self._fill(fill), self.now))
+
+    def _fill(self, fill: Fill) -> Filled:
+        parts = self.fetched.pop(fill.errand)
+        for filling in fill.fillings:
+            data = parts[filling.part]
+            assert len(data) == 32 * len(filling.slots)
+            for i, slot in enumerate(filling.slots):
+                self.slots[filling.component, slot] = data[32 * i : 32 * i + 32]
+        return Filled(fill.errand, tuple(want.id for want in self._wants))
+
+    # -- the engine ----------------------------------------------------------------------------
+
+    def run(self, turn_id: TurnId) -> Begun:
+        """Run a started turn to its end; it outputs nothing."""
+        self.started.remove(turn_id)
+        event = self.waiting.pop(turn_id)
+        resume = self.state.resume(event.tokens)
+        begun = self.cache.begin(
+            Turn(turn_id, event.session_id, event.tokens), self.now, resume=resume
+        )
+        assert isinstance(begun, Begun)
+        self._check_state(begun, resume, event.tokens)
+        tokens, count = event.tokens, len(event.tokens) // TOKEN_BYTES
+        if isinstance(self.cache.reserve(turn_id, count, self.now), NoRoom):
+            self.cache.abort(turn_id, self.now)
+            self.handle(Gone(turn_id))
+            return begun
+        table = self.cache.table(turn_id)
+        for block in range(begun.write_floor // B, count // B):
+            for name in LAYOUT.range_names:
+                prefix = tokens[: (block + 1) * B * TOKEN_BYTES]
+                self.slots[name, table.range[name][block]] = truth(name, prefix)
+        position = begun.restored
+        stops = {(count - 1) // B * B, count // B * B, count}
+        for stop in sorted(at for at in stops if at > position):
+            self.cache.advance(turn_id, tokens[position * TOKEN_BYTES : stop * TOKEN_BYTES], 0.0)
+            position = stop
+            if stop % B == 0 and stop >= begun.write_floor:
+                for effect in self.cache.snapshot(turn_id, self.now):
+                    assert isinstance(effect, SavePoint)
+                    for name, slot in effect.slots.items():
+                        self.slots[name, slot] = truth(name, tokens[: stop * TOKEN_BYTES])
+        self.cache.finish(turn_id, self.now)
+        self.handle(Ended(turn_id, begun.restored, count, count))
+        return begun
+
+    def _check_state(self, begun: Begun, resume: object, tokens: bytes) -> None:
+        """The state that a turn begins with is that of its tokens, or a replay covers it."""
+        [effect] = begun.effects
+        if isinstance(effect, LoadPoint):
+            for name, slot in effect.slots.items():
+                assert self.slots[name, slot] == truth(name, tokens[: begun.restored * TOKEN_BYTES])
+        elif begun.restored:
+            assert isinstance(resume, Replay)
+            assert begun.write_floor - begun.restored >= REPLAY_TOKENS
+
+    def check(self) -> None:
+        """All books, and every resident block and point is what its tokens say."""
+        self.state.check()
+        size = self.cache.tree.block_bytes
+        for node in paths.nodes(self.cache.tree.root):
+            prefix = paths.tokens(node, 0, node.end, block_bytes=size)
+            for i, slot in enumerate(node.blocks, start=node.start + 1):
+                for name in LAYOUT.range_names:
+                    assert self.slots[name, slot] == truth(name, prefix[: i * size])
+            for stop in node.stops:
+                for name, slot in zip(LAYOUT.point_names, stop.slots or (), strict=False):
+                    if slot >= 0:
+                        assert self.slots[name, slot] == truth(name, prefix[: stop.depth * size])

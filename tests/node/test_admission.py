@@ -1,0 +1,230 @@
+"""The worker's word: what is promised is held, what is refused says why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import msgspec
+import pytest
+import zmq
+from node_driver import B, NodeDriver
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
+from ownerserve.kv.messages import RoutingUnit, WorkerStatus
+from ownerserve.node.admission import (
+    RESERVED_FOR_S,
+    Admission,
+    Admit,
+    Append,
+    Committed,
+    Levels,
+    Refusal,
+    Reject,
+    Released,
+    Reserved,
+    Seed,
+    Wanted,
+)
+from ownerserve.node.rpc.messages import (
+    Answer,
+    Commit,
+    Probe,
+    Release,
+    Request,
+    Reserve,
+    Status,
+    StatusIs,
+    decode_answer,
+    decode_request,
+    encode,
+)
+from ownerserve.node.rpc.server import RpcClient, RpcServer
+
+LEVELS = Levels(0, 2, 100, 50 * B, 40 * B)
+SESSION = SessionId("s")
+
+
+@pytest.fixture
+def driver() -> NodeDriver:
+    """Ten blocks of a session, at version 1."""
+    driver = NodeDriver()
+    driver.turn(range(10 * B + 1))
+    return driver
+
+
+@pytest.fixture
+def admission(driver: NodeDriver) -> Admission:
+    return Admission(driver.cache.sessions)
+
+
+def test_an_append_meets_its_state(admission: Admission) -> None:
+    wanted = Append(SESSION, 1, 20)
+    assert admission.probe(wanted, LEVELS, 0.0) == Admit(10 * B, 100)
+    assert admission.held(0.0) == 0, "a quote holds nothing"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "changes", "reason"),
+    [
+        (Append(SessionId("x"), 1, 1), {}, Refusal.UNKNOWN_SESSION),
+        (Append(SESSION, 2, 1), {}, Refusal.STALE_VERSION),
+        (Seed(41 * B), {}, Refusal.TOO_LONG),
+        (Seed(1), {"waiting": 2}, Refusal.QUEUE_FULL),
+        (Seed(40 * B), {"room_tokens": 39 * B}, Refusal.NO_ROOM),
+        (Seed(1), {"is_draining": True}, Refusal.DRAINING),
+    ],
+)
+def test_a_refusal_says_why(
+    admission: Admission, wanted: Wanted, changes: dict[str, int], reason: Refusal
+) -> None:
+    levels = msgspec.structs.replace(LEVELS, **changes)
+    assert admission.probe(wanted, levels, 0.0) == Reject(reason)
+    answer = admission.reserve(TurnId("t"), wanted, levels=levels, now=0.0)
+    assert answer == Reject(reason)
+    assert admission.refused[reason] == 2
+
+
+def test_an_append_to_lost_state_is_a_seed(driver: NodeDriver, admission: Admission) -> None:
+    driver.forget_device()
+    assert admission.probe(Append(SESSION, 1, 1), LEVELS, 0.0) == Reject(Refusal.STATE_GONE)
+
+
+def test_a_reservation_is_a_place_until_its_turn_arrives(admission: Admission) -> None:
+    def reserve(name: str, now: float) -> Reserved | Reject:
+        return admission.reserve(TurnId(name), Seed(B), levels=LEVELS, now=now)
+
+    one, two = reserve("a", 0.0), reserve("b", 0.0)
+    assert isinstance(one, Reserved) and isinstance(two, Reserved)
+    assert reserve("c", 0.0) == Reject(Refusal.QUEUE_FULL)
+    assert admission.commit(one.reservation, 5.0) == Committed(RESERVED_FOR_S)
+    assert admission.commit(one.reservation, 6.0) == Committed(RESERVED_FOR_S - 1.0)
+    assert admission.release(two.reservation) == Released()
+    assert isinstance(reserve("c", 6.0), Reserved)
+    admission.arrived(TurnId("a"))
+    admission.arrived(TurnId("nobody's"))
+    assert admission.held(6.0) == 1
+
+
+def test_a_place_that_nobody_takes_is_free_again(admission: Admission) -> None:
+    held = admission.reserve(TurnId("a"), Seed(B), levels=LEVELS, now=0.0)
+    assert isinstance(held, Reserved)
+    late = RESERVED_FOR_S
+    assert admission.commit(held.reservation, late) == Reject(Refusal.UNKNOWN_RESERVATION)
+    assert admission.held(late) == 0
+
+
+def test_places_count_against_the_room(admission: Admission) -> None:
+    levels = msgspec.structs.replace(LEVELS, room_tokens=10 * B)
+    assert isinstance(admission.reserve(TurnId("a"), Seed(6 * B), levels=levels, now=0.0), Reserved)
+    assert admission.probe(Seed(6 * B), levels, 0.0) == Reject(Refusal.NO_ROOM)
+
+
+def test_a_session_is_released_once(driver: NodeDriver, admission: Admission) -> None:
+    assert admission.release_session(SESSION) == Released()
+    assert admission.release_session(SESSION) == Reject(Refusal.UNKNOWN_SESSION)
+    driver.check()
+
+
+# ---- the wire
+
+STATUS = WorkerStatus(
+    unit=RoutingUnit(WorkerId("w"), 0, Incarnation(3)),
+    as_of=1.0,
+    pending_prefill_tokens=0,
+    running_sequences=0,
+    waiting_sequences=0,
+    kv_bytes_free=1,
+    kv_bytes_total=2,
+)
+
+
+class Desk:
+    """Answers at once, in the server's thread."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self.is_alive = True
+
+    def __call__(self, request: Request) -> Future[Answer]:
+        if not self.is_alive:
+            raise RuntimeError("the engine has stopped")
+        answer: Future[Answer] = Future()
+        answer.set_result(self.answer(request))
+        return answer
+
+    def answer(self, request: Request) -> Answer:
+        match request:
+            case Probe(wanted):
+                return self.admission.probe(wanted, LEVELS, 0.0)
+            case Reserve(turn_id, wanted):
+                return self.admission.reserve(turn_id, wanted, levels=LEVELS, now=0.0)
+            case Commit(number):
+                return self.admission.commit(number, 0.0)
+            case Release(number):
+                return self.admission.release(number)
+        return StatusIs(STATUS)
+
+
+@pytest.fixture
+def desk(admission: Admission) -> Desk:
+    return Desk(admission)
+
+
+@pytest.fixture
+def client(desk: Desk) -> Iterator[RpcClient]:
+    server = RpcServer(desk)
+    server.start()
+    client = RpcClient(server.address)
+    yield client
+    client.close()
+    server.stop()
+
+
+def test_probe_reserve_commit_over_the_wire(client: RpcClient) -> None:
+    assert client.ask(Status()) == StatusIs(STATUS)
+    assert client.ask(Probe(Append(SESSION, 1, 5))) == Admit(10 * B, 100)
+    held = client.ask(Reserve(TurnId("t"), Seed(B)))
+    assert isinstance(held, Reserved)
+    assert isinstance(client.ask(Commit(held.reservation)), Committed)
+    assert client.ask(Release(held.reservation)) == Released()
+    assert client.ask(Commit(held.reservation)) == Reject(Refusal.UNKNOWN_RESERVATION)
+
+
+@pytest.mark.parametrize("junk", [b"", b"\xc1", b"\x92\x01\xa1x", encode(Status())[:-3]])
+def test_junk_is_refused_and_the_port_lives(client: RpcClient, junk: bytes) -> None:
+    client._socket.send(junk)
+    assert decode_answer(client._socket.recv()) == Reject(Refusal.MALFORMED)
+    assert client.ask(Status()) == StatusIs(STATUS)
+
+
+def test_another_version_is_refused() -> None:
+    frame = msgspec.msgpack.decode(encode(Status()))
+    frame[0] = 99
+    with pytest.raises(InvalidInput, match="version 99"):
+        decode_request(msgspec.msgpack.encode(frame))
+
+
+def test_a_field_of_a_later_version_is_ignored() -> None:
+    frame = msgspec.msgpack.decode(encode(Commit(4)))
+    frame[1]["colour"] = "blue"
+    assert decode_request(msgspec.msgpack.encode(frame)) == Commit(4)
+
+
+def test_a_dead_engine_is_a_refusal(desk: Desk, client: RpcClient) -> None:
+    desk.is_alive = False
+    assert client.ask(Status()) == Reject(Refusal.ENGINE_BUSY)
+
+
+def test_only_loopback_is_bound(desk: Desk) -> None:
+    with pytest.raises(InvalidInput, match="reachable from outside"):
+        RpcServer(desk, host="0.0.0.0")
+
+
+def test_a_taken_port_is_one_clear_error(desk: Desk) -> None:
+    taken = zmq.Context.instance().socket(zmq.REP)
+    port = taken.bind_to_random_port("tcp://127.0.0.1")
+    with pytest.raises(InvalidInput, match="use a free one"):
+        RpcServer(desk, port=port)
+    taken.close()

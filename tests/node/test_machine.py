@@ -1,0 +1,124 @@
+"""A Hypothesis machine over NodeState with a store that answers late, wrong, twice or never.
+
+Whatever happens: every turn starts exactly once, every resident slot holds what its tokens say,
+nothing stays reserved, and the books of cache and node agree after every step.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from node_driver import B, NodeDriver
+
+from ownerserve.kv.ids import TurnId
+from ownerserve.node.events import Fetch, Fetched, Find, Gone, Kept, NotFetched, NotKept, Tick
+from ownerserve.node.settings import NodeSettings
+from ownerserve.store.model import MissReason
+
+SETTINGS = NodeSettings(
+    record_blocks=2, spill_after_s=0.5, restore_deadline_s=3.0, copy_bytes_a_tick=128
+)
+
+
+class NodeMachine(RuleBasedStateMachine):
+    """Sessions of a few branches over a small device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = NodeDriver(blocks=20, points=6, settings=SETTINGS)
+        self.answered: list[Find | Fetch] = []
+        self.arrived = 0
+        self.ran: list[TurnId] = []
+        self.given_up: set[TurnId] = set()
+
+    @rule(
+        session=st.sampled_from(["a", "b", None]),
+        stem=st.integers(0, 2),
+        shared=st.integers(1, 6 * B),
+        own=st.integers(0, 2 * B),
+    )
+    def arrive(self, session: str | None, stem: int, shared: int, own: int) -> None:
+        self.arrived += 1
+        tokens = [*range(stem * 1000, stem * 1000 + shared), *[7000 + self.arrived] * own]
+        self.driver.arrive(tokens, session)
+
+    @precondition(lambda self: self.driver.pending)
+    @rule(data=st.data(), works=st.sampled_from([True, True, True, False]))
+    def store_answers(self, data: st.DataObject, works: bool) -> None:
+        """Any errand, in any order."""
+        at = data.draw(st.integers(0, len(self.driver.pending) - 1))
+        asked = self.driver.pending[at]
+        del self.driver.pending[at]
+        (self.driver.answer if works else self.driver.fail)(asked)
+        if isinstance(asked, Find | Fetch):
+            self.answered.append(asked)
+
+    @precondition(lambda self: self.answered)
+    @rule(data=st.data())
+    def store_repeats_itself(self, data: st.DataObject) -> None:
+        asked = data.draw(st.sampled_from(self.answered))
+        errand = asked.errand
+        for event in (Fetched(errand), NotFetched(errand, MissReason.CORRUPT), Kept(errand)):
+            self.driver.handle(event)
+        self.driver.handle(NotKept(errand))
+
+    @precondition(lambda self: self.driver.stored)
+    @rule(data=st.data())
+    def store_loses_a_record(self, data: st.DataObject) -> None:
+        del self.driver.stored[data.draw(st.sampled_from(sorted(self.driver.stored)))]
+
+    @rule(seconds=st.sampled_from([0.0, 0.6, 4.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.driver.now += seconds
+        self.driver.handle(Tick())
+
+    @precondition(lambda self: self.driver.started)
+    @rule(data=st.data())
+    def run(self, data: st.DataObject) -> None:
+        turn_id = data.draw(st.sampled_from(self.driver.started))
+        self.ran.append(turn_id)
+        self.driver.run(turn_id)
+
+    @precondition(lambda self: self.driver.waiting)
+    @rule(data=st.data())
+    def client_hangs_up(self, data: st.DataObject) -> None:
+        turn_id = data.draw(st.sampled_from(sorted(self.driver.waiting)))
+        del self.driver.waiting[turn_id]
+        self.given_up.add(turn_id)
+        if turn_id in self.driver.started:
+            self.driver.started.remove(turn_id)
+        self.driver.handle(Gone(turn_id))
+
+    @rule(count=st.integers(1, 8))
+    def pressure(self, count: int) -> None:
+        rooms = self.driver.cache.rooms
+        wanted = min(count, rooms.evictable_blocks())
+        if wanted:
+            rooms.evict_blocks(wanted)
+
+    @invariant()
+    def holds(self) -> None:
+        self.driver.check()
+
+    def teardown(self) -> None:
+        """The store never answers again: deadlines alone must let every turn start."""
+        self.driver.now += SETTINGS.restore_deadline_s
+        self.driver.handle(Tick())
+        assert set(self.driver.started) == set(self.driver.waiting)
+        for turn_id in list(self.driver.started):
+            self.run_one(turn_id)
+        assert sorted({*self.ran, *self.given_up}) == sorted(
+            f"t{n + 1}" for n in range(self.arrived)
+        )
+        assert len(self.ran) + len(self.given_up) == self.arrived
+        assert self.driver.cache.ingest.counts() == (0, 0)
+
+    def run_one(self, turn_id: TurnId) -> None:
+        self.ran.append(turn_id)
+        self.driver.run(turn_id)
+        self.driver.check()
+
+
+TestNodeMachine = NodeMachine.TestCase
+TestNodeMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

@@ -1,0 +1,314 @@
+"""A turn's state comes back at the least cost, or the turn starts without: scenarios."""
+
+from __future__ import annotations
+
+from node_driver import B, NodeDriver
+
+from ownerserve.cache.outcomes import Begun, Turn
+from ownerserve.node.events import (
+    Copy,
+    Fetch,
+    Fetched,
+    Find,
+    Found,
+    Gone,
+    RestoreOutcome,
+    Tick,
+)
+from ownerserve.node.settings import NodeSettings
+from ownerserve.plan.inputs import Tier
+
+LONG = list(range(10 * B + 5))
+
+
+def stored_session(driver: NodeDriver, tokens: list[int] = LONG) -> None:
+    """One turn, put away and gone from the device."""
+    driver.turn(tokens)
+    driver.idle()
+    driver.forget_device()
+    driver.check()
+    assert driver.cache.match(b"\0" * 4 * B).range_tokens == 0
+
+
+def test_an_unknown_prompt_starts_after_one_look() -> None:
+    driver = NodeDriver()
+    turn = driver.arrive(LONG)
+    [asked] = driver.pending
+    assert isinstance(asked, Find) and not driver.started
+    driver.settle()
+    assert driver.started == [turn]
+    assert driver.reports[turn].outcome is RestoreOutcome.NOTHING_STORED
+
+
+def test_what_the_device_has_needs_no_look() -> None:
+    driver = NodeDriver()
+    driver.turn(LONG)
+    turn = driver.arrive([*LONG[: 10 * B], 7])
+    assert driver.started == [turn] and not driver.pending
+    assert driver.run(turn).restored == 10 * B
+
+
+def test_a_session_comes_back_from_the_store() -> None:
+    driver = NodeDriver()
+    stored_session(driver)
+    turn = driver.arrive([*LONG, *range(900, 930)])
+    driver.settle()
+    report = driver.reports[turn]
+    assert report.outcome is RestoreOutcome.LOADED
+    assert report.loaded_bytes == 10 * 2 * 32 + 2 * 32
+    begun = driver.run(turn)
+    assert (begun.restored, begun.write_floor) == (10 * B, 10 * B)
+    driver.check()
+
+
+def test_only_what_is_not_resident_is_read() -> None:
+    driver = NodeDriver()
+    stored_session(driver)
+    driver.turn(LONG[: 5 * B + 1], session=None)
+    turn = driver.arrive(LONG)
+    driver.answer(driver.pending.popleft())
+    [fetch] = driver.pending
+    assert isinstance(fetch, Fetch)
+    units = [(want.first_unit, want.end_unit) for want in fetch.wants]
+    # blocks 5 .. 9 of cells [4, 8) and [8, 10), for two components; then two point components
+    assert units == [(1, 4), (1, 4), (0, 2), (0, 2), (0, None), (0, None)]
+    driver.settle()
+    assert driver.run(turn).restored == 10 * B
+    driver.check()
+
+
+def test_a_branch_loads_what_it_shares_and_replays() -> None:
+    """Cells of 4 blocks: of 6 shared blocks the first cell comes back, its end is replayed."""
+    driver = NodeDriver()
+    stored_session(driver)
+    begun = driver.turn([*LONG[: 6 * B], *range(500, 500 + 2 * B)], session="other")
+    assert (begun.restored, begun.write_floor) == (2 * B, 4 * B)
+    driver.check()
+
+
+def test_a_device_branch_is_replayed_without_the_store() -> None:
+    driver = NodeDriver()
+    driver.turn(LONG)
+    begun = driver.turn([*LONG[: 6 * B + 3], *range(500, 520)], session="other")
+    assert (begun.restored, begun.write_floor) == (4 * B, 6 * B)
+    driver.check()
+
+
+def test_a_bad_record_is_planned_around_once() -> None:
+    driver = NodeDriver()
+    stored_session(driver)
+    turn = driver.arrive([*LONG, 1, 2])
+    driver.answer(driver.pending.popleft())
+    driver.fail(driver.pending.popleft())  # the first record: without it there is no prefix
+    assert driver.reports[turn].outcome is RestoreOutcome.MISS
+    assert driver.reports[turn].misses == 1
+    assert driver.run(turn).restored == 0
+    driver.check()
+
+
+def test_a_missing_point_is_replaced_by_a_replay() -> None:
+    driver = NodeDriver()
+    stored_session(driver)
+    turn = driver.arrive([*LONG, 1, 2])
+    find = driver.pending.popleft()
+    assert isinstance(find, Find)
+    driver.answer(find)
+    fetch = driver.pending.popleft()
+    assert isinstance(fetch, Fetch)
+    del driver.stored[fetch.wants[-1].id]
+    driver.answer(fetch)
+    driver.settle()
+    assert driver.reports[turn].outcome is RestoreOutcome.LOADED
+    begun = driver.run(turn)
+    assert (begun.restored, begun.write_floor) == (8 * B, 10 * B)
+    driver.check()
+
+
+def test_a_late_answer_changes_nothing() -> None:
+    driver = NodeDriver()
+    stored_session(driver)
+    turn = driver.arrive([*LONG, 1, 2])
+    driver.answer(driver.pending.popleft())
+    [fetch] = driver.pending
+    driver.now += driver.settings.restore_deadline_s
+    driver.idle(0.0)
+    assert driver.reports[turn].outcome is RestoreOutcome.LATE
+    rooms = driver.cache.rooms
+    assert rooms.blocks.used == 0, "its reservation is given up"
+    driver.handle(Fetched(fetch.errand))
+    driver.handle(Found(fetch.errand, {b"x": Tier.DISK}))
+    assert driver.run(turn).restored == 0
+    driver.check()
+
+
+def test_no_room_for_a_restore_starts_without() -> None:
+    driver = NodeDriver(blocks=16)
+    stored_session(driver)
+    blocker = driver.arrive([*range(700, 700 + 12 * B)], session=None)
+    driver.settle()
+    event = driver.waiting[blocker]
+    assert isinstance(driver.cache.begin(Turn(blocker, None, event.tokens), 0.0), Begun)
+    assert driver.cache.reserve(blocker, 12 * B, 0.0) == ()
+    turn = driver.arrive(LONG)
+    driver.settle()
+    assert driver.reports[turn].outcome is RestoreOutcome.NO_ROOM
+
+
+def test_two_turns_of_one_prefix_leave_one_copy() -> None:
+    driver = NodeDriver()
+    stored_session(driver)
+    turns = [driver.arrive([*LONG, n], session=None) for n in range(2)]
+    driver.settle()
+    assert [driver.reports[turn].outcome for turn in turns] == [RestoreOutcome.LOADED] * 2
+    assert driver.cache.rooms.blocks.used == 10
+    driver.check()
+
+
+def test_a_client_that_hangs_up_gives_its_slots_back() -> None:
+    driver = NodeDriver()
+    stored_session(driver)
+    turn = driver.arrive([*LONG, 1])
+    driver.answer(driver.pending.popleft())
+    assert driver.cache.rooms.blocks.used == 10
+    driver.handle(Gone(turn))
+    assert driver.cache.rooms.blocks.used == 0
+    driver.settle()
+    driver.check()
+
+
+# ---- spills
+
+
+def copies(driver: NodeDriver) -> list[tuple[str, int, int]]:
+    return [
+        (item.component, item.meta.first_token // B, item.meta.end_token // B)
+        for item in driver.pending
+        if isinstance(item, Copy)
+    ]
+
+
+def test_an_idle_session_is_copied_after_its_time() -> None:
+    driver = NodeDriver()
+    driver.turn(LONG)
+    assert driver.state.next_due() == 1.0
+    driver.now = 1.0
+    driver.handle(Tick())
+    driver.answer(driver.pending.popleft())  # nothing is stored yet
+    driver.handle(Tick())
+    assert copies(driver) == [
+        *(("main", 0, 4), ("index", 0, 4)),
+        *(("main", 4, 8), ("index", 4, 8)),
+        *(("main", 8, 10), ("index", 8, 10)),
+        *(("swa", 10, 10), ("overlap", 10, 10)),
+    ]
+
+
+def test_the_next_turns_end_copies_only_what_is_new() -> None:
+    driver = NodeDriver()
+    driver.turn(LONG)
+    driver.idle()
+    before = set(driver.stored)
+    driver.turn([*LONG, *range(900, 900 + 3 * B)])
+    driver.idle()
+    # the unfinished cell [8, 10) again as [8, 12), the new one [12, 13), and one point
+    assert len(set(driver.stored) - before) == 2 + 2 + 2
+
+
+def test_a_turn_that_arrives_wins_over_the_copies() -> None:
+    driver = NodeDriver()
+    driver.turn(LONG)
+    turn = driver.arrive([*LONG, 1, 2, 3])
+    driver.idle()
+    assert not driver.stored, "the session is not idle"
+    driver.run(turn)
+    driver.idle()
+    assert driver.stored
+
+
+def test_what_was_evicted_first_is_not_copied() -> None:
+    driver = NodeDriver()
+    driver.turn(LONG)
+    driver.now = 1.0
+    driver.handle(Tick())
+    driver.forget_device()
+    driver.settle()
+    driver.idle()
+    assert not driver.stored
+    assert driver.state.spills.counts["evicted_first"] == 4
+    driver.check()
+
+
+def test_copies_are_spread_over_ticks() -> None:
+    settings = NodeSettings(record_blocks=4, spill_after_s=0.0, copy_bytes_a_tick=1)
+    driver = NodeDriver(settings=settings)
+    driver.turn(LONG)
+    driver.handle(Tick())
+    driver.answer(driver.pending.popleft())
+    sizes = []
+    for _ in range(5):
+        driver.handle(Tick())
+        sizes.append(len(driver.pending))
+    assert sizes == [2, 4, 6, 8, 8]
+
+
+def test_sessionless_turns_are_not_put_away() -> None:
+    driver = NodeDriver()
+    driver.turn(LONG, session=None)
+    driver.idle()
+    assert not driver.stored
+
+
+# ---- prefetches
+
+FREE_MEMORY = NodeSettings(record_blocks=4, spill_after_s=1.0, hold_ms_per_s=0.0)
+
+
+def regular_session(driver: NodeDriver, turns: int = 6, gap_s: float = 100.0) -> list[int]:
+    """A session whose tool takes as long every time."""
+    tokens = list(LONG)
+    for n in range(turns):
+        driver.turn(tokens)
+        tokens += [600 + n] * B
+        driver.idle()
+        driver.now += gap_s - 10.0
+    return tokens
+
+
+def test_a_regular_session_is_fetched_back_before_it_comes() -> None:
+    driver = NodeDriver(settings=FREE_MEMORY)
+    tokens = regular_session(driver)
+    driver.turn(tokens)
+    driver.idle()
+    driver.forget_device()
+    while driver.state.next_due() is not None:
+        due = driver.state.next_due()
+        assert due is not None and due < driver.now + 100.0, "before its usual gap is over"
+        driver.now = due
+        driver.handle(Tick())
+        driver.settle()
+    assert driver.state.spills.counts["prefetch_loaded"] == 1
+    driver.check()
+    turn = driver.arrive([*tokens, 1, 2])
+    assert driver.started == [turn], "nothing is left to load"
+    assert driver.run(turn).restored == len(tokens) // B * B
+
+
+def test_nothing_is_evicted_for_a_prefetch() -> None:
+    driver = NodeDriver(blocks=20, settings=FREE_MEMORY)
+    tokens = regular_session(driver)
+    driver.turn(tokens)
+    driver.idle()
+    driver.forget_device()
+    driver.turn(range(5000, 5000 + 15 * B), session=None)
+    evicted = driver.cache.counters.evicted_tokens
+    driver.idle(200.0)
+    assert driver.cache.counters.evicted_tokens == evicted
+    assert not driver.state.spills.counts["prefetch_loaded"]
+
+
+def test_memory_that_costs_more_than_the_load_is_not_spent() -> None:
+    driver = NodeDriver()
+    tokens = regular_session(driver)
+    driver.turn(tokens)
+    driver.idle()
+    assert driver.state.next_due() is None
