@@ -23,10 +23,10 @@ from engine_rig import (  # noqa: E402
 from ownerserve.engines.hf.inbox import EngineDead  # noqa: E402
 from ownerserve.engines.hf.requests import (  # noqa: E402
     Admitted,
-    ExecutionMode,
     RejectReason,
     Sampling,
 )
+from ownerserve.kv.messages import ExecutionMode  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

@@ -26,7 +26,6 @@ from ownerserve.engines.hf.metrics import WorkerMetrics
 from ownerserve.engines.hf.requests import (
     Admitted,
     Delta,
-    ExecutionMode,
     Failed,
     Finished,
     RejectReason,
@@ -42,6 +41,7 @@ from ownerserve.engines.hf.status import Identity, WorkerStatus, worker_status
 from ownerserve.engines.hf.step import Admission, Arrival, Rejected, StepPlan
 from ownerserve.engines.hf.text import Choice, Decoder
 from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import ExecutionMode
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.engines.hf.requests import ExecutionMode, RejectReason
+from ownerserve.engines.hf.requests import RejectReason
 from ownerserve.engines.hf.status import pool_uses
 from ownerserve.engines.hf.step import Load
+from ownerserve.kv.messages import ExecutionMode
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536, 262144)

@@ -10,6 +10,8 @@ from enum import StrEnum
 
 import msgspec
 
+from ownerserve.kv.messages import ExecutionMode
+
 
 class FinishReason(StrEnum):
     """Why a choice ended, in OpenAI's words."""
@@ -25,15 +27,6 @@ class RejectReason(StrEnum):
     QUEUE_FULL = "queue_full"
     NO_ROOM = "no_room"
     ENGINE_DEAD = "engine_dead"
-
-
-class ExecutionMode(StrEnum):
-    """What happened to a turn's prompt (the part of design.md's table this engine can do)."""
-
-    DIRECT_APPEND = "direct_append"
-    FETCH = "fetch"
-    RESEED = "reseed"
-    COLD_PREFILL = "cold_prefill"
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

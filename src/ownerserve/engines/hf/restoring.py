@@ -12,12 +12,12 @@ from typing import Protocol
 
 import msgspec
 
-from ownerserve.engines.hf.requests import ExecutionMode, Request
+from ownerserve.engines.hf.requests import Request
 from ownerserve.engines.hf.restore_metrics import RestoreMetrics
 from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.step import Admission, Chunk, StepPlan
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.messages import RestoreAction
+from ownerserve.kv.messages import ExecutionMode, RestoreAction
 from ownerserve.kv.prefix import pack
 from ownerserve.node.events import Arrived, Ended, Gone, RestoreOutcome, RestoreReport
 from ownerserve.node.runtime import NodeRuntime
