@@ -154,10 +154,10 @@ class IndexReader:
             connection = sqlite3.connect(
                 self.path, isolation_level=None, check_same_thread=False, timeout=10
             )
+            self._open.append(connection)  # first: a damaged file fails at the next statement
             connection.execute("PRAGMA cache_size = -16384")
             connection.execute("PRAGMA mmap_size = 268435456")
             self._local.connection = connection
-            self._open.append(connection)
         return connection
 
     def _rows(self, sql: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
