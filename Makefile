@@ -26,8 +26,9 @@ demo: setup      ## gateway + two workers + an agent workload, end to end
 test: setup      ## all tests that need no GPU
 	$(BIN)/python -m pytest
 
-test-core: setup ## the part that needs no engine, in about 10 s
-	$(BIN)/python -m pytest -m "not engine and not slow and not crash"
+test-core: setup ## the decision layers alone: no torch, no disk, in about 10 s
+	$(BIN)/python -m pytest -m "not engine and not slow and not crash" \
+		tests/kv tests/trace tests/cache tests/plan tests/router
 
 check: setup     ## lint, types, layers, size ratchet
 	$(BIN)/ruff check .
