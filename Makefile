@@ -37,7 +37,7 @@ check: setup     ## lint, types, layers, size ratchet
 	$(BIN)/lint-imports
 	$(BIN)/python tools/ratchet.py
 
-bench: setup     ## every benchmark; results in benchmarks/results/
+bench: setup bench-envs ## every benchmark; results in benchmarks/results/
 	$(BIN)/python benchmarks/run.py
 
 bench-cache: setup bench-envs ## the cache beside SGLang's and vLLM's, in one run
