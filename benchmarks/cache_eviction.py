@@ -1,11 +1,11 @@
 """Seed 001's table: what an eviction takes, and what a session's next turn still finds.
 
-    python benchmarks/cache_eviction.py [--sessions N] [--trace PATH]
+    python benchmarks/cache_eviction.py [--sessions N] [--trace PATH] [--only WORKLOAD]
 
 Replays agent sessions, closed loop, against caches of equal size: slots pinned between turns,
 SGLang's RadixCache with LRU and with session references, and ours. SGLang's tree is its own code,
 in .venv-sglang; the replay is the same for all (benchmarks/cache/replay.py). The workloads are a
-generated one and, where it is at hand, a part of the shared Claude-Code sessions.
+generated one and, where they are at hand, the shared Claude-Code sessions, all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 from rich.progress import Progress
 
 from cache.remote import ROOT, Measurer, installed
@@ -66,7 +65,7 @@ OTHERS = (
 
 
 def workloads(sessions: int, trace: Path) -> Iterator[Workload]:
-    """The generated one, and the first sessions of the recorded one."""
+    """`sessions` generated ones, and all recorded ones."""
     options = Options(sessions=sessions, seed=1, block_tokens=BLOCK)
     made = generate("coding-agent", options)
     yield Workload("generated", made)
@@ -74,9 +73,8 @@ def workloads(sessions: int, trace: Path) -> Iterator[Workload]:
     yield Workload("generated_hybrid", made, points=POINTS)
     if trace.exists():
         recorded = read_trace(trace)
-        first = msgspec.structs.replace(recorded, sessions=recorded.sessions[:sessions])
-        yield Workload("claude_code", first)
-        yield Workload("claude_code_hybrid", first, points=POINTS)
+        yield Workload("claude_code", recorded)
+        yield Workload("claude_code_hybrid", recorded, points=POINTS)
 
 
 def rows(workload: str, found: dict[str, dict[str, float]]) -> list[Row]:
@@ -127,8 +125,11 @@ def per_metric(run: dict[str, float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sessions", type=int, default=30, help="of each workload (default 30)")
+    parser.add_argument("--sessions", type=int, default=30, help="generated ones (default 30)")
     parser.add_argument("--trace", type=Path, default=SHARED, help="recorded sessions")
+    parser.add_argument(
+        "--only", metavar="WORKLOAD", help="one of them; its results stay apart, under its name"
+    )
     arguments = parser.parse_args()
     table: list[Row] = []
     capacity = CAPACITY_TOKENS // BLOCK
@@ -140,6 +141,8 @@ def main() -> None:
     ):
         where = {"ours": ours, "sglang": sglang}
         for workload in workloads(arguments.sessions, arguments.trace):
+            if arguments.only not in (None, workload.name):
+                continue
             path = Path(folder) / "workload.json"
             kept = write(workload.trace, path, longest_blocks=capacity // 2)
             systems = [s for s in (OURS, *OTHERS) if not workload.points or s.where == "ours"]
@@ -156,8 +159,10 @@ def main() -> None:
                     points=workload.points,
                 )
                 progress.advance(task)
+                progress.log(f"{workload.name}, {system.name}: {found[system.name]}")
             table += rows(workload.name, found)
-    report("cache_eviction", table, others=installed(".venv-sglang", "sglang"))
+    name = "cache_eviction" if arguments.only is None else f"cache_eviction_{arguments.only}"
+    report(name, table, others=installed(".venv-sglang", "sglang"))
 
 
 if __name__ == "__main__":
