@@ -1,0 +1,181 @@
+"""`ownerserve directory`: run the ownership directory, look at it, have it filled again."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from threading import Event
+
+import click
+import msgspec
+from rich.table import Table
+
+from ownerserve.cli.output import console_for, json_option, write_json
+from ownerserve.directory.embedded import EmbeddedDirectory
+from ownerserve.directory.port import LEASE_S, Directory, DirectoryStatus
+from ownerserve.directory.rpc.client import DirectoryClient
+from ownerserve.directory.rpc.server import DirectoryServer
+from ownerserve.directory.terms import TermFile
+from ownerserve.kv.errors import InvalidInput
+
+POLL_S = 0.1
+
+address_argument = click.argument("address", metavar="ADDRESS")
+
+
+class SystemClock:
+    """Seconds of this machine's life: leases don't jump when the wall clock is set."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+@click.group("directory", context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Who owns a session, who holds a prefix (docs/directory.md).
+
+    \b
+    ownerserve directory serve --home ./directory --port 7700 --new-fleet
+    ownerserve directory serve --backend valkey://10.0.0.5:6379,10.0.0.6:6379 --min-replicas 1
+    ownerserve directory status tcp://127.0.0.1:7700
+    ownerserve directory rebuild tcp://127.0.0.1:7700
+    """
+
+
+@command.command("serve", short_help="Run the directory.")
+@click.option("--port", default=0, show_default=True, help="Port; 0 takes a free one.")
+@click.option(
+    "--home",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where the term's high-water mark is kept. Without it workers raise the term.",
+)
+@click.option(
+    "--backend",
+    metavar="URL",
+    help="valkey://HOST:PORT[,HOST:PORT] or sentinel://HOST:PORT/NAME; default: this process.",
+)
+@click.option("--lease", "lease_s", default=LEASE_S, show_default=True, metavar="SECONDS")
+@click.option(
+    "--min-replicas",
+    default=0,
+    show_default=True,
+    help="With --backend: replicas that must have a change before it is told.",
+)
+@click.option(
+    "--new-fleet",
+    is_flag=True,
+    help="No worker holds anything from before: open at once, not after one lease.",
+)
+@click.option(
+    "--ready-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Written with the address when the port is open.",
+)
+def serve(
+    port: int,
+    home: Path | None,
+    backend: str | None,
+    lease_s: float,
+    min_replicas: int,
+    new_fleet: bool,  # noqa: FBT001 - a flag of the command line
+    ready_file: Path | None,
+) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    if lease_s <= 0:
+        raise InvalidInput("--lease", f"{lease_s}", "use more than 0 seconds")
+    if backend is None:
+        opens_in_s = 0.0 if new_fleet else None
+        directory: Directory = EmbeddedDirectory(
+            SystemClock(), TermFile(home), lease_s=lease_s, opens_in_s=opens_in_s
+        )
+    else:
+        directory = _shared(backend, lease_s, min_replicas)
+    server = DirectoryServer(directory, port=port)
+    server.start()
+    click.echo(f"directory {server.address}  lease {lease_s:g} s  {backend or 'in this process'}")
+    if ready_file is not None:
+        part = ready_file.with_name(ready_file.name + ".part")
+        part.write_text(server.address + "\n")
+        part.replace(ready_file)
+    stop = Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
+    server.stop()
+
+
+@command.command("status", short_help="Term, epochs, what is known.")
+@address_argument
+@json_option
+def status(address: str, json_target: str | None) -> None:
+    """Ask a running directory.
+
+    \b
+    ownerserve directory status tcp://127.0.0.1:7700 --json - | jq .term
+    """
+    client = DirectoryClient(address)
+    try:
+        _report(client.status(), "directory.status", json_target)
+    finally:
+        client.close()
+
+
+@command.command("rebuild", short_help="Forget all; workers fill it from their inventories.")
+@address_argument
+@click.option(
+    "--wait",
+    "wait_s",
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Wait so long until it makes new owners again; 0 does not wait.",
+)
+@json_option
+def rebuild(address: str, wait_s: float, json_target: str | None) -> None:
+    """Start a new term with empty memory. Safe at any time: no epoch repeats, and nobody loses a
+    session whose lease runs; new sessions wait for one lease."""
+    client = DirectoryClient(address)
+    try:
+        found = client.forget()
+        deadline_s = time.monotonic() + wait_s
+        while found.opens_in_s > 0 and time.monotonic() < deadline_s:
+            time.sleep(min(POLL_S, found.opens_in_s))
+            found = client.status()
+        _report(found, "directory.rebuild", json_target)
+    finally:
+        client.close()
+
+
+def _shared(backend: str, lease_s: float, min_replicas: int) -> Directory:
+    """Imported only here: the client library is an extra."""
+    try:
+        from ownerserve.directory.valkey.directory import ValkeyDirectory, ValkeyOptions
+        from ownerserve.directory.valkey.primary import parse_source
+    except ImportError as error:
+        mend = "pip install 'ownerserve[valkey]'"
+        raise InvalidInput("--backend", f"needs a client library ({error})", mend) from error
+    options = ValkeyOptions(lease_s=lease_s, min_replicas=min_replicas)
+    return ValkeyDirectory(parse_source(backend), options)
+
+
+def _report(found: DirectoryStatus, schema: str, json_target: str | None) -> None:
+    body = msgspec.to_builtins(found)
+    term = found.term
+    body["term"] = {"ordinal": term.ordinal, "nonce": term.nonce} if term else None
+    table = Table(title="directory", title_justify="left", show_header=False)
+    rows = {
+        "backend": found.backend,
+        "term": f"{term.ordinal} ({term.nonce:012x})" if term else "backend not reachable",
+        "epochs issued in it": str(found.issued),
+        "lease": f"{found.lease_s:g} s",
+        "state": f"rebuilding, {found.opens_in_s:.1f} s left" if found.opens_in_s else "open",
+    }
+    if found.records is not None:
+        rows |= {name: f"{number:,}" for name, number in msgspec.to_builtins(found.records).items()}
+    elif found.keys is not None:
+        rows["records"] = f"{found.keys:,}"
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console_for(json_target).print(table)
+    write_json(json_target, schema, body)

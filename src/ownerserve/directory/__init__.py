@@ -1,0 +1,1 @@
+"""The ownership directory: who owns a session, who holds a prefix. Tables: docs/directory.md."""

@@ -1,0 +1,107 @@
+"""Every safety check of the directory's decisions, each a function of its own.
+
+Apart from the rest so that tests can take one out and see that it is missed
+(tests/directory/mutations.py); decisions call them through this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ownerserve.directory.messages import HeldSession, Refusal
+from ownerserve.directory.records import Holder, Location, Prefix, Session
+from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.messages import RoutingUnit
+
+
+def incarnation_advances(holder: Holder | None, unit: RoutingUnit) -> bool:
+    """A unit registers as the same life or a later one; a late message of an old life does not."""
+    return holder is None or holder.incarnation <= unit.incarnation
+
+
+def is_current(holder: Holder, unit: RoutingUnit) -> bool:
+    """Only the registered life of a unit may own, renew or publish."""
+    return holder.incarnation == unit.incarnation
+
+
+def lease_runs(holder: Holder, now_s: float) -> bool:
+    """A lapsed lease is not renewed: what it covered may be another's since."""
+    return now_s < holder.lease_until_s
+
+
+def owner_lives(holder: Holder | None, unit: RoutingUnit, now_s: float) -> bool:
+    """While an owner's lease runs, nobody takes what it owns."""
+    return _lives(holder, unit, now_s)
+
+
+def target_lives(holder: Holder | None, unit: RoutingUnit, now_s: float) -> bool:
+    """A session is not handed to one who is not there."""
+    return _lives(holder, unit, now_s)
+
+
+def copy_counts(holder: Holder | None, unit: RoutingUnit, now_s: float) -> bool:
+    """A copy exists while its holder lives: not after a restart, not when it went silent."""
+    return _lives(holder, unit, now_s)
+
+
+def may_issue(now_s: float, open_at_s: float) -> bool:
+    """Without memory no new owner is made before every lease of the lost memory has run out."""
+    return now_s >= open_at_s
+
+
+def may_adopt(now_s: float, open_at_s: float) -> bool:
+    """Only a directory without memory takes a worker's word for a session it does not know."""
+    return now_s < open_at_s
+
+
+def owns(session: Session, unit: RoutingUnit, epoch: Epoch) -> bool:
+    """Only the owner, under the epoch that is still its, moves or ends a session."""
+    return session.owner == unit and session.epoch == epoch
+
+
+def is_news(session: Session, seen: Epoch | None) -> bool:
+    """Only a grant that its owner never heard of is told again; all else gets a new epoch."""
+    return seen is None or session.epoch > seen
+
+
+def version_matches(session: Session, version: int) -> bool:
+    """Compare-and-set: who decided on an older state of the session decides again."""
+    return session.version == version
+
+
+def report_is_later(session: Session, reported: HeldSession) -> bool:
+    """Of two units that claim a session from before, the later epoch has it."""
+    return session.epoch < reported.epoch
+
+
+def owns_duty(prefix: Prefix, unit: RoutingUnit, epoch: Epoch) -> bool:
+    """Only who has last-copy duty gives it up."""
+    return prefix.owner == unit and prefix.epoch == epoch
+
+
+def may_drop(prefix: Prefix, others: Sequence[Location]) -> bool:
+    """The last living copy that a session stands on is spilled before it goes."""
+    return bool(others) or prefix.refs == 0
+
+
+def is_behind(issued: Epoch, seen: Epoch | None) -> bool:
+    """Someone saw a later epoch than we remember issuing: memory was lost without notice."""
+    return seen is not None and seen > issued
+
+
+def standing(holder: Holder | None, unit: RoutingUnit, now_s: float) -> Refusal | None:
+    """Why `unit` may not own anything now; None when it may."""
+    if holder is None or holder.incarnation < unit.incarnation:
+        # A former life may have come first to a directory that lost its memory.
+        return Refusal.UNKNOWN_HOLDER
+    if not is_current(holder, unit):
+        return Refusal.STALE_INCARNATION
+    if not lease_runs(holder, now_s):
+        return Refusal.LEASE_LAPSED
+    return None
+
+
+def _lives(holder: Holder | None, unit: RoutingUnit, now_s: float) -> bool:
+    if holder is None:
+        return False
+    return holder.incarnation == unit.incarnation and now_s < holder.lease_until_s

@@ -1,0 +1,42 @@
+"""One door to all decisions: which one a request asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ownerserve.directory import holders, prefixes, sessions
+from ownerserve.directory import messages as ask
+from ownerserve.directory.decision import Decision, Moment
+from ownerserve.directory.records import Records
+from ownerserve.kv.epoch import Epoch
+
+Decider = Callable[[Records, Any, Moment], Decision]
+
+DECIDERS: dict[type, Decider] = {
+    ask.Register: holders.register,
+    ask.RenewLease: holders.renew_lease,
+    ask.Retire: holders.retire,
+    ask.Publish: holders.publish,
+    ask.Bind: sessions.bind,
+    ask.Transfer: sessions.transfer,
+    ask.Advance: sessions.advance,
+    ask.EndSession: sessions.end_session,
+    ask.FindSession: sessions.find_session,
+    ask.ClaimOwner: prefixes.claim_owner,
+    ask.Release: prefixes.release,
+    ask.ReplicateReadonly: prefixes.replicate_readonly,
+    ask.Drop: prefixes.drop,
+    ask.Lookup: prefixes.lookup,
+    ask.FindGroup: prefixes.find_group,
+}
+
+
+def decide(records: Records, request: ask.Request, moment: Moment) -> Decision:
+    """What to answer and what to write. Reads nothing but `records` and its arguments."""
+    return DECIDERS[type(request)](records, request, moment)
+
+
+def seen_of(request: ask.Request) -> Epoch | None:
+    """The highest epoch that the sender knows, where the request carries it."""
+    return getattr(request, "seen", None)

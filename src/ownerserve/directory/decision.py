@@ -1,0 +1,71 @@
+"""What a decision is: an outcome, and the records that it writes.
+
+    decide(records, request, moment) -> Decision(outcome, writes, guards, minted)
+
+The backend commits a decision when every record in `writes` and `guards` is still as it was read,
+else it reads again and decides again. `moment.epoch` is the epoch to use for a grant; `minted`
+says that it was used.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ownerserve.directory.messages import Outcome, Refusal, Refused
+from ownerserve.directory.records import Key, Record, Records
+from ownerserve.kv.epoch import Epoch
+
+
+class Moment(msgspec.Struct, frozen=True, gc=False):
+    """`open_at_s`: until then a directory without memory makes no new owner."""
+
+    now_s: float
+    lease_s: float
+    open_at_s: float
+    epoch: Epoch
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """`guards` were only read, but the decision stands or falls with them."""
+
+    outcome: Outcome
+    writes: tuple[tuple[Key, Record | None], ...] = ()
+    guards: tuple[Key, ...] = ()
+    minted: bool = False
+
+
+class Draft:
+    """Records as a decision has left them so far. Owns its writes; never changes what is below."""
+
+    __slots__ = ("_below", "changed")
+
+    def __init__(self, below: Records) -> None:
+        self._below = below
+        self.changed: dict[Key, Record | None] = {}
+
+    def get(self, key: Key) -> Record | None:
+        if key in self.changed:
+            return self.changed[key]
+        return self._below.get(key)
+
+    def put(self, key: Key, record: Record | None) -> None:
+        """Write, or with None delete."""
+        self.changed[key] = record
+
+    def decided(self, outcome: Outcome, *, guards: tuple[Key, ...] = ()) -> Decision:
+        """What was drafted, without an epoch."""
+        return Decision(outcome, tuple(self.changed.items()), guards)
+
+    def granted(self, outcome: Outcome, *, guards: tuple[Key, ...] = ()) -> Decision:
+        """The same with the moment's epoch used up."""
+        return Decision(outcome, tuple(self.changed.items()), guards, minted=True)
+
+
+def refuse(reason: Refusal, *, retry_after_s: float = 0.0) -> Decision:
+    """Nothing changes."""
+    return Decision(Refused(reason, retry_after_s))
+
+
+def refuse_until_open(at: Moment) -> Decision:
+    """No epochs yet."""
+    return refuse(Refusal.REBUILDING, retry_after_s=max(0.0, at.open_at_s - at.now_s))

@@ -1,0 +1,81 @@
+"""How a prefix record changes: a copy goes, a fork stands on it or leaves it, it is used."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ownerserve.directory import checks
+from ownerserve.directory.decision import Draft
+from ownerserve.directory.records import (
+    GROUP_LIMIT,
+    Group,
+    Location,
+    Prefix,
+    Records,
+    group_key,
+    group_of,
+    holder_of,
+    prefix_key,
+    prefix_of,
+    without_location,
+)
+from ownerserve.directory.rules import Tier
+from ownerserve.kv.ids import PrefixHash
+from ownerserve.kv.messages import RoutingUnit
+
+TOUCH_S = 10.0
+"""Reads move `last_access` no more often: a hot prefix is not written for every look-up."""
+
+
+def live_copies(records: Records, prefix: Prefix, now_s: float) -> list[Location]:
+    """The copies whose holders live, and those in the shared remote tier."""
+    return [
+        place
+        for place in prefix.locations
+        if place.unit is None
+        or checks.copy_counts(holder_of(records, place.unit), place.unit, now_s)
+    ]
+
+
+def without_copy(prefix: Prefix, unit: RoutingUnit, tier: Tier) -> Prefix | None:
+    """The copy is gone; with its owner's last one the duty goes. None: nothing is left to know."""
+    left = without_location(prefix.locations, None if tier is Tier.REMOTE else unit, tier)
+    if not left and prefix.refs == 0:
+        return None
+    keeps = prefix.owner != unit or any(place.unit == unit for place in left)
+    return replace(prefix, locations=left, owner=prefix.owner if keeps else None)
+
+
+def count_fork(draft: Draft, prefix_hash: PrefixHash | None, change: int) -> PrefixHash | None:
+    """A session begins (+1) or ceases (-1) to stand on a prefix; None when it isn't known."""
+    prefix = prefix_of(draft, prefix_hash) if prefix_hash is not None else None
+    if prefix_hash is None or prefix is None:
+        return None
+    refs = prefix.refs + change
+    assert refs >= 0, "a fork is counted once"
+    gone = refs == 0 and not prefix.locations
+    draft.put(prefix_key(prefix_hash), None if gone else replace(prefix, refs=refs))
+    return prefix_hash
+
+
+def touch(draft: Draft, prefix_hash: PrefixHash, prefix: Prefix, now_s: float) -> None:
+    """Remember that it was used, for eviction, migration and its group's order."""
+    if now_s - prefix.last_access_s < TOUCH_S:
+        return
+    draft.put(prefix_key(prefix_hash), replace(prefix, last_access_s=now_s))
+    if prefix.group:
+        use_in_group(draft, prefix.group, prefix_hash)
+
+
+def use_in_group(draft: Draft, name: str, prefix_hash: PrefixHash) -> None:
+    """One more use of a member; a newcomer displaces the least used when the group is full."""
+    group = group_of(draft, name) or Group(())
+    uses = dict(group.members)
+    used = uses.pop(prefix_hash, 0) + 1
+    kept = sorted(uses.items(), key=_by_use)[: GROUP_LIMIT - 1]
+    members = sorted([(prefix_hash, used), *kept], key=_by_use)
+    draft.put(group_key(name), Group(tuple(members)))
+
+
+def _by_use(member: tuple[PrefixHash, int]) -> int:
+    return -member[1]

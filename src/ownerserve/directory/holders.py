@@ -1,0 +1,137 @@
+"""Decisions on routing units: register, renew, retire, and what they publish of themselves.
+
+(unknown) --Register--> LIVE --lease runs out--> LAPSED --Register--> LIVE
+                        LIVE --Register(later life)--> LIVE; the former life owns nothing
+                        LIVE --Retire--> LAPSED at once
+"""
+
+from __future__ import annotations
+
+from ownerserve.directory import checks
+from ownerserve.directory.decision import Decision, Draft, Moment, refuse
+from ownerserve.directory.extents import count_fork, without_copy
+from ownerserve.directory.messages import (
+    HeldExtent,
+    HeldSession,
+    Leased,
+    Publish,
+    Published,
+    Refusal,
+    Register,
+    RenewLease,
+    Retire,
+    Retired,
+)
+from ownerserve.directory.records import (
+    Holder,
+    Location,
+    Prefix,
+    Records,
+    Session,
+    holder_of,
+    prefix_key,
+    prefix_of,
+    session_key,
+    session_of,
+    unit_key,
+    with_location,
+)
+from ownerserve.directory.rules import Kind, Tier
+from ownerserve.kv.messages import RoutingUnit
+
+
+def register(records: Records, ask: Register, at: Moment) -> Decision:
+    """A new life makes all claims and copies of the former one void, by being written down."""
+    if not checks.incarnation_advances(holder_of(records, ask.unit), ask.unit):
+        return refuse(Refusal.STALE_INCARNATION)
+    return _leased(ask.unit, at)
+
+
+def renew_lease(records: Records, ask: RenewLease, at: Moment) -> Decision:
+    """Extends a running lease; a lapsed one is not revived."""
+    why = checks.standing(holder_of(records, ask.unit), ask.unit, at.now_s)
+    return _leased(ask.unit, at) if why is None else refuse(why)
+
+
+def retire(records: Records, ask: Retire, at: Moment) -> Decision:
+    """The record stays, so that the life's late messages are known for what they are."""
+    holder = holder_of(records, ask.unit)
+    if holder is None or not checks.is_current(holder, ask.unit):
+        return Decision(Retired())
+    ended = Holder(holder.incarnation, min(holder.lease_until_s, at.now_s))
+    return Decision(Retired(), ((unit_key(ask.unit), ended),))
+
+
+def publish(records: Records, ask: Publish, at: Moment) -> Decision:
+    """Takes over a part of an inventory. Repeating it changes nothing."""
+    why = checks.standing(holder_of(records, ask.unit), ask.unit, at.now_s)
+    if why is not None:
+        return refuse(why)
+    if any(extent.kinds & Kind.TAIL for extent in ask.extents):
+        return refuse(Refusal.SESSION_LOCAL)
+    draft = Draft(records)
+    places = _Places(ask.unit)
+    for extent in ask.extents:
+        known = prefix_of(draft, extent.prefix_hash)
+        draft.put(prefix_key(extent.prefix_hash), _with_extent(known, extent, places, at))
+    for prefix_hash, tier in ask.gone:
+        held = prefix_of(draft, prefix_hash)
+        if held is not None:
+            draft.put(prefix_key(prefix_hash), without_copy(held, ask.unit, tier))
+    adopted = tuple(one.session_id for one in ask.sessions if _adopt(draft, ask.unit, one, at))
+    return draft.decided(Published(len(ask.extents), adopted))
+
+
+def _leased(unit: RoutingUnit, at: Moment) -> Decision:
+    record = Holder(unit.incarnation, at.now_s + at.lease_s)
+    return Decision(Leased(at.lease_s), ((unit_key(unit), record),))
+
+
+class _Places:
+    """One `Location` tuple for each (tier, kinds) of a unit: a million extents share a few."""
+
+    __slots__ = ("_known", "unit")
+
+    def __init__(self, unit: RoutingUnit) -> None:
+        self.unit = unit
+        self._known: dict[tuple[int, int], tuple[Location]] = {}
+
+    def only(self, tier: Tier, kinds: Kind) -> tuple[Location]:
+        key = (tier, kinds)
+        found = self._known.get(key)
+        if found is None:
+            unit = None if tier is Tier.REMOTE else self.unit
+            found = self._known[key] = (Location(unit, tier, kinds),)
+        return found
+
+
+def _with_extent(known: Prefix | None, extent: HeldExtent, places: _Places, at: Moment) -> Prefix:
+    alone = places.only(extent.tier, extent.kinds)
+    owner = places.unit if extent.epoch is not None else None
+    if known is None:
+        return Prefix(extent.tokens, owner, alone, 0, at.now_s, extent.group, extent.epoch)
+    locations = with_location(known.locations, alone[0])
+    epoch = known.epoch
+    if extent.epoch is None or (epoch is not None and extent.epoch <= epoch):
+        owner = known.owner
+    else:
+        epoch = extent.epoch
+    group = known.group or extent.group
+    return Prefix(known.tokens, owner, locations, known.refs, known.last_access_s, group, epoch)
+
+
+def _adopt(draft: Draft, unit: RoutingUnit, reported: HeldSession, at: Moment) -> bool:
+    """Whether the reported session is the reporter's, made so where we did not know better."""
+    session = session_of(draft, reported.session_id)
+    if session is not None and checks.owns(session, unit, reported.epoch):
+        return True
+    if session is None and not checks.may_adopt(at.now_s, at.open_at_s):
+        return False
+    if session is not None and not checks.report_is_later(session, reported):
+        return False
+    if session is not None:
+        count_fork(draft, session.prefix_hash, -1)
+    tip = count_fork(draft, reported.prefix_hash, +1)
+    taken = Session(unit, reported.version, tip, reported.tokens, at.now_s, reported.epoch)
+    draft.put(session_key(reported.session_id), taken)
+    return True

@@ -1,0 +1,318 @@
+"""What is asked of the directory and what it answers: events and outcomes of its state machine.
+
+Every request that may lead to an epoch carries `seen`, the highest epoch that its sender knows: a
+directory that is behind it has lost memory without noticing, and starts a new term above it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+from ownerserve.directory.rules import Kind, Tier
+from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.ids import PrefixHash, SessionId
+from ownerserve.kv.messages import RoutingUnit
+
+
+class Refusal(StrEnum):
+    """Why nothing was changed. A metric label."""
+
+    UNKNOWN_HOLDER = "unknown_holder"  # register first: the directory does not know you (any more)
+    STALE_INCARNATION = "stale_incarnation"  # a later life of this unit has registered
+    LEASE_LAPSED = "lease_lapsed"  # all that you owned may be another's; register again
+    REBUILDING = "rebuilding"  # a directory without memory waits until old leases have run out
+    UNKNOWN_SESSION = "unknown_session"
+    UNKNOWN_PREFIX = "unknown_prefix"
+    NOT_OWNER = "not_owner"
+    TARGET_NOT_LIVE = "target_not_live"
+    SESSION_LOCAL = "session_local"  # this kind of state may not be held there (rules.py)
+    LAST_COPY = "last_copy"  # spill it first: forks stand on it
+    NOT_REPLICATED = "not_replicated"  # done on the primary, not known to be safe; ask again
+    UNREACHABLE = "unreachable"  # may or may not be done; ask again
+    CONTENDED = "contended"  # others kept changing the same records; nothing done, ask again
+    MALFORMED = "malformed"
+
+
+# ---- requests: holders
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    """A life of a routing unit begins, or comes back after its lease lapsed."""
+
+    unit: RoutingUnit
+    seen: Epoch | None = None
+
+
+class RenewLease(msgspec.Struct, frozen=True, tag="renew_lease"):
+    """One lease covers all that a unit owns: a heartbeat costs one message, not one an extent."""
+
+    unit: RoutingUnit
+    seen: Epoch | None = None
+
+
+class Retire(msgspec.Struct, frozen=True, tag="retire"):
+    """The unit leaves: its copies and claims are free at once."""
+
+    unit: RoutingUnit
+
+
+class HeldExtent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A line of an inventory. `epoch`: of the last-copy duty, None for a replica."""
+
+    prefix_hash: PrefixHash
+    tokens: int
+    tier: Tier
+    kinds: Kind
+    group: str = ""
+    epoch: Epoch | None = None
+
+
+class HeldSession(msgspec.Struct, frozen=True, array_like=True):
+    """A session that the sender owns under `epoch`, by its own unbroken lease."""
+
+    session_id: SessionId
+    version: int
+    prefix_hash: PrefixHash | None
+    tokens: int
+    epoch: Epoch
+
+
+class Publish(msgspec.Struct, frozen=True, tag="publish"):
+    """A part of a unit's inventory: what it holds, verified, and what it no longer holds."""
+
+    unit: RoutingUnit
+    extents: tuple[HeldExtent, ...] = ()
+    gone: tuple[tuple[PrefixHash, Tier], ...] = ()
+    sessions: tuple[HeldSession, ...] = ()
+    seen: Epoch | None = None
+
+
+# ---- requests: sessions
+
+
+class Bind(msgspec.Struct, frozen=True, tag="bind"):
+    """`unit` wants to own the session. `parent`: it is a fork and stands on the parent's prefix."""
+
+    session_id: SessionId
+    unit: RoutingUnit
+    parent: SessionId | None = None
+    seen: Epoch | None = None
+
+
+class Transfer(msgspec.Struct, frozen=True, tag="transfer"):
+    """Compare and set: the owner, if it is still `source` at `epoch` and `version`, is `target`.
+
+    Only the source may ask, after it stopped serving the session.
+    """
+
+    session_id: SessionId
+    source: RoutingUnit
+    target: RoutingUnit
+    epoch: Epoch
+    version: int
+    seen: Epoch | None = None
+
+
+class Advance(msgspec.Struct, frozen=True, tag="advance"):
+    """A turn ended: the session stands on `prefix_hash` now, which was claimed before."""
+
+    session_id: SessionId
+    unit: RoutingUnit
+    epoch: Epoch
+    version: int
+    prefix_hash: PrefixHash
+    tokens: int
+
+
+class EndSession(msgspec.Struct, frozen=True, tag="end_session"):
+    """The session is over, or idle for too long."""
+
+    session_id: SessionId
+    unit: RoutingUnit
+    epoch: Epoch
+
+
+class FindSession(msgspec.Struct, frozen=True, tag="find_session"):
+    """Who owns it?"""
+
+    session_id: SessionId
+
+
+# ---- requests: prefixes
+
+
+class ClaimOwner(msgspec.Struct, frozen=True, tag="claim_owner"):
+    """`unit` holds a sealed prefix and takes on last-copy duty."""
+
+    prefix_hash: PrefixHash
+    tokens: int
+    unit: RoutingUnit
+    tier: Tier
+    kinds: Kind
+    group: str = ""
+    seen: Epoch | None = None
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """The owner gives up the duty. Its copy stays, as a replica that anyone may claim."""
+
+    prefix_hash: PrefixHash
+    unit: RoutingUnit
+    epoch: Epoch
+
+
+class ReplicateReadonly(msgspec.Struct, frozen=True, tag="replicate_readonly"):
+    """`target` holds a verified copy (None: the remote tier does). It takes no duty."""
+
+    prefix_hash: PrefixHash
+    target: RoutingUnit | None
+    tier: Tier
+    kinds: Kind
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """May `unit` drop its copy in `tier`? Asked before, not told after."""
+
+    prefix_hash: PrefixHash
+    unit: RoutingUnit
+    tier: Tier
+
+
+class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
+    """The longest of `candidates` of which someone alive holds all of `kinds`."""
+
+    candidates: tuple[PrefixHash, ...]
+    kinds: Kind = Kind(0)
+
+
+class FindGroup(msgspec.Struct, frozen=True, tag="find_group"):
+    """The hot prefixes of a repository or document."""
+
+    group: str
+
+
+Request: TypeAlias = (
+    Register | RenewLease | Retire | Publish | Bind | Transfer | Advance | EndSession | FindSession
+    | ClaimOwner | Release | ReplicateReadonly | Drop | Lookup | FindGroup
+)  # fmt: skip
+
+
+# ---- outcomes
+
+
+class Leased(msgspec.Struct, frozen=True, tag="leased"):
+    """Counts from when the request was *sent*: the holder's lease then ends before ours of it."""
+
+    lease_s: float
+
+
+class Retired(msgspec.Struct, frozen=True, tag="retired"):
+    """Nothing is held by this life any more."""
+
+
+class Published(msgspec.Struct, frozen=True, tag="published"):
+    """`adopted`: sessions that are the sender's. Those not named belong to a later owner."""
+
+    extents: int
+    adopted: tuple[SessionId, ...]
+
+
+class SessionIs(msgspec.Struct, frozen=True, tag="session_is"):
+    """A session as it stands. `owner_live` False: its owner's lease ran out, anyone may bind it."""
+
+    owner: RoutingUnit
+    epoch: Epoch
+    version: int
+    prefix_hash: PrefixHash | None
+    tokens: int
+    owner_live: bool
+
+
+class Bound(msgspec.Struct, frozen=True, tag="bound"):
+    """The session is the asker's (or, after a transfer, the target's) under `epoch`."""
+
+    epoch: Epoch
+    version: int
+    prefix_hash: PrefixHash | None
+    tokens: int
+
+
+class HeldBy(msgspec.Struct, frozen=True, tag="held_by"):
+    """Someone whose lease runs owns it; `lease_left_s` is how long at least."""
+
+    owner: RoutingUnit
+    epoch: Epoch
+    lease_left_s: float
+
+
+class Conflict(msgspec.Struct, frozen=True, tag="conflict"):
+    """Compare-and-set failed: the session is now as `current` says."""
+
+    current: SessionIs
+
+
+class Advanced(msgspec.Struct, frozen=True, tag="advanced"):
+    version: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """The directory has forgotten the session."""
+
+
+class Granted(msgspec.Struct, frozen=True, tag="granted"):
+    """Last-copy duty is the asker's under `epoch`."""
+
+    epoch: Epoch
+
+
+class Released(msgspec.Struct, frozen=True, tag="released"):
+    """`copies` that live remain, the asker's own with them."""
+
+    copies: int
+
+
+class Replicated(msgspec.Struct, frozen=True, tag="replicated"):
+    """The copy is offered to readers from now on."""
+
+
+class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
+    """The copy may go; nobody is sent to it any more."""
+
+
+class Found(msgspec.Struct, frozen=True, tag="found"):
+    """`locations` live, nearest tier first; `owner` None: nobody has last-copy duty."""
+
+    prefix_hash: PrefixHash
+    tokens: int
+    owner: RoutingUnit | None
+    epoch: Epoch | None
+    locations: tuple[tuple[RoutingUnit | None, Tier, Kind], ...]
+    refs: int
+    last_access_s: float
+    group: str
+
+
+class Miss(msgspec.Struct, frozen=True, tag="miss"):
+    """Nobody alive holds it, or it was never told of."""
+
+
+class GroupIs(msgspec.Struct, frozen=True, tag="group_is"):
+    """(prefix hash, uses), most used first."""
+
+    members: tuple[tuple[PrefixHash, int], ...]
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Nothing was changed, unless the reason says so. Ask again after `retry_after_s`."""
+
+    reason: Refusal
+    retry_after_s: float = 0.0
+
+
+Outcome: TypeAlias = (
+    Leased | Retired | Published | SessionIs | Bound | HeldBy | Conflict | Advanced | Ended
+    | Granted | Released | Replicated | Dropped | Found | Miss | GroupIs | Refused
+)  # fmt: skip

@@ -1,0 +1,46 @@
+"""What a directory is to its callers, wherever its memory lies. One contract suite over all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from ownerserve.directory.messages import Outcome, Request
+from ownerserve.directory.state import Counts
+from ownerserve.kv.epoch import Term
+
+LEASE_S = 5.0
+"""Long enough for a worker's longest step, short enough that a dead one is replaced soon."""
+
+
+class DirectoryStatus(msgspec.Struct, frozen=True):
+    """`opens_in_s` above 0: rebuilding. `term` None: not reachable. `keys`: a shared backend counts
+    all records, not each kind."""
+
+    backend: str
+    term: Term | None
+    issued: int
+    opens_in_s: float
+    lease_s: float
+    records: Counts | None
+    keys: int | None = None
+
+
+class Directory(Protocol):
+    """Requests in, outcomes out, in order. Never raises for what a backend or a network does."""
+
+    def execute(self, requests: Sequence[Request]) -> list[Outcome]: ...
+
+    def status(self) -> DirectoryStatus: ...
+
+    def sweep(self, limit: int) -> int:
+        """Clean up behind those who never said good-bye, at most `limit` records looked at."""
+        ...
+
+    def forget(self) -> DirectoryStatus:
+        """Lose all memory on purpose and start a new term: workers fill it from inventories."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,161 @@
+"""What the directory knows: four kinds of records under byte keys, equal in memory and on Valkey.
+
+    w: worker/rank   Holder    which life of it counts, until when its lease runs
+    s: session       Session   owner, epoch, version, the prefix that it stands on
+    p: prefix hash   Prefix    tokens, last-copy owner, epoch, locations, forks, last access
+    g: group         Group     the hot prefixes of one repository or document
+
+A prefix record is an *extent*: tokens [0, tokens) of a chain, one for each sealed end of a turn,
+never one a block. Who was alive is never written into it: a location counts while its holder's
+record names the same incarnation and a running lease, so a new life drops all at once.
+
+`epoch` stands last wherever it is: the Valkey backend appends its counter when it commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NewType, Protocol, TypeAlias
+
+import msgspec
+
+from ownerserve.directory.rules import Kind, Tier
+from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
+from ownerserve.kv.messages import RoutingUnit
+
+Key = NewType("Key", bytes)
+
+GROUP_LIMIT = 64
+"""Prefixes that a group remembers; the least used goes."""
+
+
+class Holder(msgspec.Struct, frozen=True, array_like=True, tag="w"):
+    """A routing unit without its incarnation; outlives every life of it, so old ones are known."""
+
+    incarnation: Incarnation
+    lease_until_s: float
+
+
+class Session(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+    """`version` grows with every change; `prefix_hash` is the tip, None before the first seal."""
+
+    owner: RoutingUnit
+    version: int
+    prefix_hash: PrefixHash | None
+    tokens: int
+    last_access_s: float
+    epoch: Epoch
+
+
+class Location(msgspec.Struct, frozen=True, array_like=True):
+    """A copy. `unit` None: the shared remote tier, which every worker reads (and verifies)."""
+
+    unit: RoutingUnit | None
+    tier: Tier
+    kinds: Kind
+
+
+class Prefix(msgspec.Struct, frozen=True, array_like=True, tag="p", gc=False):
+    """`owner` has last-copy duty; `refs` counts the sessions that stand on it (forks)."""
+
+    tokens: int
+    owner: RoutingUnit | None
+    locations: tuple[Location, ...]
+    refs: int
+    last_access_s: float
+    group: str
+    epoch: Epoch | None
+
+
+class Group(msgspec.Struct, frozen=True, array_like=True, tag="g"):
+    """(prefix hash, uses), most used first."""
+
+    members: tuple[tuple[PrefixHash, int], ...]
+
+
+Record: TypeAlias = Holder | Session | Prefix | Group
+
+
+class Records(Protocol):
+    """Where a decision reads. May raise to have what is missing fetched and be called again."""
+
+    def get(self, key: Key, /) -> Record | None: ...
+
+
+def holder_key(worker: WorkerId, dp_rank: int) -> Key:
+    return Key(b"w:%b/%d" % (worker.encode(), dp_rank))
+
+
+def unit_key(unit: RoutingUnit) -> Key:
+    return Key(b"w:%b/%d" % (unit.worker.encode(), unit.dp_rank))
+
+
+def session_key(session_id: SessionId) -> Key:
+    return Key(b"s:" + session_id.encode())
+
+
+def prefix_key(prefix_hash: PrefixHash) -> Key:
+    return Key(b"p:" + prefix_hash)
+
+
+def group_key(group: str) -> Key:
+    return Key(b"g:" + group.encode())
+
+
+def holder_of(records: Records, unit: RoutingUnit) -> Holder | None:
+    """The record of the unit's place in the fleet, whichever life it tells of."""
+    found = records.get(unit_key(unit))
+    assert found is None or isinstance(found, Holder)
+    return found
+
+
+def session_of(records: Records, session_id: SessionId) -> Session | None:
+    found = records.get(session_key(session_id))
+    assert found is None or isinstance(found, Session)
+    return found
+
+
+def prefix_of(records: Records, prefix_hash: PrefixHash) -> Prefix | None:
+    found = records.get(prefix_key(prefix_hash))
+    assert found is None or isinstance(found, Prefix)
+    return found
+
+
+def group_of(records: Records, group: str) -> Group | None:
+    found = records.get(group_key(group))
+    assert found is None or isinstance(found, Group)
+    return found
+
+
+def with_location(places: Sequence[Location], new: Location) -> tuple[Location, ...]:
+    """`places` with `new` merged in. Copies of the same place's former lives go: they are gone."""
+    kept = []
+    for place in places:
+        if place.unit is not None and new.unit is not None and _same_place(place.unit, new.unit):
+            if place.unit.incarnation < new.unit.incarnation:
+                continue
+            if place.unit == new.unit and place.tier == new.tier:
+                new = Location(new.unit, new.tier, place.kinds | new.kinds)
+                continue
+        elif place.unit is None and new.unit is None:
+            new = Location(None, Tier.REMOTE, place.kinds | new.kinds)
+            continue
+        kept.append(place)
+    return (*kept, new)
+
+
+def without_location(
+    places: Sequence[Location], unit: RoutingUnit | None, tier: Tier
+) -> tuple[Location, ...]:
+    return tuple(place for place in places if place.unit != unit or place.tier is not tier)
+
+
+def _same_place(one: RoutingUnit, other: RoutingUnit) -> bool:
+    return one.worker == other.worker and one.dp_rank == other.dp_rank
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+encode_record = _encoder.encode
+decode_record = _decoder.decode

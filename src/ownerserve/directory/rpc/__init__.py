@@ -1,0 +1,1 @@
+"""The directory as a service: msgpack messages over ZeroMQ, on loopback."""

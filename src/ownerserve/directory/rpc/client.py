@@ -1,0 +1,152 @@
+"""Asking a directory elsewhere: one client that blocks, one for asyncio.
+
+Both answer `unreachable` for what was not answered in time: it may or may not be done, and every
+request may be asked again (docs/directory.md). A late answer is dropped by its number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from itertools import count
+
+import zmq
+import zmq.asyncio
+
+from ownerserve.directory.messages import Outcome, Refusal, Refused, Request
+from ownerserve.directory.port import DirectoryStatus
+from ownerserve.directory.rpc.frames import (
+    MAX_FRAME_BYTES,
+    Answer,
+    Batch,
+    Forget,
+    Outcomes,
+    Question,
+    Status,
+    StatusIs,
+    decode_answer,
+    encode,
+)
+from ownerserve.kv.errors import PeerLost
+
+TIMEOUT_S = 3.0
+NUMBER_BYTES = 8
+
+
+class DirectoryClient:
+    """A `Directory` behind a socket. Not for several threads."""
+
+    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._numbers = count()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        _set_up(self._socket, address)
+
+    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        """All of them in one frame."""
+        try:
+            return _outcomes(self._asked(Batch(tuple(requests))), requests)
+        except PeerLost:
+            return [Refused(Refusal.UNREACHABLE) for _ in requests]
+
+    def status(self) -> DirectoryStatus:
+        """Raises PeerLost when there is no answer."""
+        return _status(self._asked(Status()))
+
+    def forget(self) -> DirectoryStatus:
+        """Raises PeerLost when there is no answer."""
+        return _status(self._asked(Forget()))
+
+    def sweep(self, limit: int) -> int:
+        """The service does that itself."""
+        return 0
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _asked(self, question: Question) -> Answer:
+        number = next(self._numbers).to_bytes(NUMBER_BYTES, "little")
+        deadline_s = time.monotonic() + self._timeout_s
+        try:
+            self._socket.send_multipart([number, encode(question)], zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise PeerLost("the directory takes no more requests") from error
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            if self._socket.poll(int(left_s * 1000) + 1):
+                back, data = self._socket.recv_multipart()
+                if back == number:
+                    return decode_answer(data)
+        raise PeerLost("the directory does not answer")
+
+
+class AsyncDirectoryClient:
+    """The same for one asyncio loop; many requests may be under way."""
+
+    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._numbers = count()
+        self._waiting: dict[bytes, asyncio.Future[Answer]] = {}
+        self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        _set_up(self._socket, address)
+        self._reader: asyncio.Task[None] | None = None
+
+    async def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        """All of them in one frame."""
+        try:
+            return _outcomes(await self._asked(Batch(tuple(requests))), requests)
+        except PeerLost:
+            return [Refused(Refusal.UNREACHABLE) for _ in requests]
+
+    async def status(self) -> DirectoryStatus:
+        """Raises PeerLost when there is no answer."""
+        return _status(await self._asked(Status()))
+
+    async def close(self) -> None:
+        """Open requests end as unreachable."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        for future in self._waiting.values():
+            future.cancel()
+        self._socket.close()
+
+    async def _asked(self, question: Question) -> Answer:
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read())
+        number = next(self._numbers).to_bytes(NUMBER_BYTES, "little")
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._socket.send_multipart([number, encode(question)])
+                return await future
+        except TimeoutError as error:
+            raise PeerLost("the directory does not answer") from error
+        finally:
+            del self._waiting[number]
+
+    async def _read(self) -> None:
+        while True:
+            number, data = await self._socket.recv_multipart()
+            future = self._waiting.get(number)
+            if future is not None and not future.done():
+                future.set_result(decode_answer(data))
+
+
+def _set_up(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.connect(address)
+
+
+def _outcomes(answer: Answer, requests: Sequence[Request]) -> list[Outcome]:
+    if isinstance(answer, Outcomes) and len(answer.outcomes) == len(requests):
+        return list(answer.outcomes)
+    return [Refused(Refusal.MALFORMED) for _ in requests]
+
+
+def _status(answer: Answer) -> DirectoryStatus:
+    if not isinstance(answer, StatusIs):
+        raise PeerLost(f"the directory answers {answer}")
+    return answer.status

@@ -1,0 +1,98 @@
+"""What is said on the directory's port, and how it is encoded. Version 1.
+
+    request   [number, msgpack [version, Batch | Status | Forget]]
+    answer    [number, msgpack [version, Outcomes | StatusIs | Failed]]
+
+`number` is the client's, eight bytes, and comes back as it was. Unknown fields are ignored and new
+ones have defaults, so that version N reads N - 1.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeAlias, TypeVar
+
+import msgspec
+
+from ownerserve.directory.messages import Outcome, Request
+from ownerserve.directory.port import DirectoryStatus
+from ownerserve.kv.errors import InvalidInput
+
+VERSION = 1
+OLDEST = 1
+MAX_FRAME_BYTES = 64 << 20
+
+
+class Batch(msgspec.Struct, frozen=True, tag="batch"):
+    """Requests that are answered together, in order."""
+
+    requests: tuple[Request, ...]
+
+
+class Status(msgspec.Struct, frozen=True, tag="status"):
+    """How is the directory?"""
+
+
+class Forget(msgspec.Struct, frozen=True, tag="forget"):
+    """Lose all memory: workers fill it again from their inventories."""
+
+
+Question: TypeAlias = Batch | Status | Forget
+
+
+class Outcomes(msgspec.Struct, frozen=True, tag="outcomes"):
+    """One for each request of the batch."""
+
+    outcomes: tuple[Outcome, ...]
+
+
+class StatusIs(msgspec.Struct, frozen=True, tag="status_is"):
+    """The directory as it is now."""
+
+    status: DirectoryStatus
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The frame could not be read or done; nothing was changed."""
+
+    why: str
+
+
+Answer: TypeAlias = Outcomes | StatusIs | Failed
+
+T = TypeVar("T")
+
+
+class _Frame(msgspec.Struct, Generic[T], frozen=True, array_like=True):
+    version: int
+    body: T
+
+
+_encoder = msgspec.msgpack.Encoder()
+_questions: msgspec.msgpack.Decoder[_Frame[Question]] = msgspec.msgpack.Decoder(_Frame[Question])
+_answers: msgspec.msgpack.Decoder[_Frame[Answer]] = msgspec.msgpack.Decoder(_Frame[Answer])
+
+
+def encode(body: Question | Answer) -> bytes:
+    """One frame."""
+    return _encoder.encode(_Frame(VERSION, body))
+
+
+def decode_question(data: bytes) -> Question:
+    """Raises InvalidInput for what is no question of a version that is read here."""
+    return _opened(data, _questions)
+
+
+def decode_answer(data: bytes) -> Answer:
+    """The same for answers."""
+    return _opened(data, _answers)
+
+
+def _opened(data: bytes, decoder: msgspec.msgpack.Decoder[_Frame[T]]) -> T:
+    try:
+        frame = decoder.decode(data)
+    except (msgspec.MsgspecError, InvalidInput) as error:
+        raise InvalidInput("rpc", str(error), f"send [version, message] of {VERSION}") from error
+    if not OLDEST <= frame.version <= VERSION:
+        problem = f"version {frame.version}"
+        raise InvalidInput("rpc", problem, f"speak version {OLDEST} to {VERSION}")
+    return frame.body

@@ -1,0 +1,134 @@
+"""The service: one thread, one socket, one directory behind it.
+
+Owns the socket and calls the directory from its own thread only. What has arrived together is
+decided together: under load a shared backend then takes one trip for many clients' requests.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import time
+from threading import Event, Thread
+
+import zmq
+
+from ownerserve.directory.messages import Outcome, Refusal, Refused, Request
+from ownerserve.directory.port import Directory
+from ownerserve.directory.rpc.frames import (
+    MAX_FRAME_BYTES,
+    Answer,
+    Batch,
+    Failed,
+    Forget,
+    Outcomes,
+    Question,
+    Status,
+    StatusIs,
+    decode_question,
+    encode,
+)
+from ownerserve.kv.errors import InvalidInput, OwnerServeError
+
+log = logging.getLogger("ownerserve.directory")
+
+POLL_MS = 50
+TOGETHER = 256
+"""Frames that are decided in one go."""
+
+SWEEP_EVERY_S = 1.0
+SWEEP_RECORDS = 1000
+
+
+class DirectoryServer:
+    """Bound when made, serving from `start` to `stop`. Loopback only: there are no keys yet."""
+
+    def __init__(self, directory: Directory, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        if not ipaddress.ip_address(host).is_loopback:
+            raise InvalidInput(
+                "directory host", f"{host} is reachable from outside", "use 127.0.0.1"
+            )
+        self._directory = directory
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        try:
+            if port:
+                self._socket.bind(f"tcp://{host}:{port}")
+            else:
+                port = self._socket.bind_to_random_port(f"tcp://{host}")
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise InvalidInput(
+                "directory port", f"{host}:{port}: {error}", "use a free one"
+            ) from error
+        self.address = f"tcp://{host}:{port}"
+        self._stopping = Event()
+        self._thread = Thread(target=self._serve, name="directory", daemon=True)
+        self._swept_s = time.monotonic()
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop answering, free the port, let go of the backend."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._socket.close()
+        self._directory.close()
+
+    def _serve(self) -> None:
+        while not self._stopping.is_set():
+            if self._socket.poll(POLL_MS):
+                self._answer_all(self._arrived())
+            if time.monotonic() - self._swept_s > SWEEP_EVERY_S:
+                self._directory.sweep(SWEEP_RECORDS)
+                self._swept_s = time.monotonic()
+
+    def _arrived(self) -> list[list[bytes]]:
+        frames: list[list[bytes]] = []
+        while len(frames) < TOGETHER and self._socket.poll(0):
+            frames.append(self._socket.recv_multipart())
+        return frames
+
+    def _answer_all(self, frames: list[list[bytes]]) -> None:
+        questions: list[tuple[list[bytes], Question | Failed]] = []
+        for *envelope, data in frames:
+            try:
+                questions.append((envelope, decode_question(data)))
+            except InvalidInput as error:
+                log.warning("%s", error)
+                questions.append((envelope, Failed(str(error))))
+        requests = [
+            request
+            for _, question in questions
+            if isinstance(question, Batch)
+            for request in question.requests
+        ]
+        outcomes = iter(self._executed(requests))
+        for envelope, question in questions:
+            answer: Answer
+            if isinstance(question, Batch):
+                answer = Outcomes(tuple(next(outcomes) for _ in question.requests))
+            else:
+                answer = self._other(question)
+            self._socket.send_multipart([*envelope, encode(answer)])
+
+    def _executed(self, requests: list[Request]) -> list[Outcome]:
+        try:
+            return [*self._directory.execute(requests)] if requests else []
+        except Exception:  # a thread's root: one bad request must not end the service
+            log.exception("the directory failed")
+            return [Refused(Refusal.MALFORMED) for _ in requests]
+
+    def _other(self, question: Status | Forget | Failed) -> Answer:
+        if isinstance(question, Failed):
+            return question
+        try:
+            if isinstance(question, Forget):
+                return StatusIs(self._directory.forget())
+            return StatusIs(self._directory.status())
+        except OwnerServeError as error:
+            return Failed(str(error))

@@ -1,0 +1,168 @@
+"""Decisions on sessions: one owner each, moved by compare-and-set.
+
+    UNKNOWN --Bind--> OWNED --Transfer--> OWNED by the target
+                      OWNED --owner's lease runs out, or its next life registers--> ORPHAN
+                      ORPHAN --Bind by anyone alive--> OWNED
+                      OWNED --EndSession | swept--> UNKNOWN
+
+Each arrow into OWNED uses a new epoch. Binding what is one's own gives the same again only when
+that answer got lost, that is, when the epoch is above all that the asker has seen; else a new one:
+it has given up or lost the former, and requests under it may still be in the network.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ownerserve.directory import checks
+from ownerserve.directory.decision import Decision, Draft, Moment, refuse, refuse_until_open
+from ownerserve.directory.extents import count_fork
+from ownerserve.directory.messages import (
+    Advance,
+    Advanced,
+    Bind,
+    Bound,
+    Conflict,
+    Ended,
+    EndSession,
+    FindSession,
+    HeldBy,
+    Miss,
+    Refusal,
+    SessionIs,
+    Transfer,
+)
+from ownerserve.directory.records import (
+    Holder,
+    Key,
+    Records,
+    Session,
+    holder_of,
+    session_key,
+    session_of,
+    unit_key,
+)
+
+
+def bind(records: Records, ask: Bind, at: Moment) -> Decision:
+    """A new session, one whose owner is gone, or the asker's own."""
+    why = checks.standing(holder_of(records, ask.unit), ask.unit, at.now_s)
+    if why is not None:
+        return refuse(why)
+    session = session_of(records, ask.session_id)
+    if session is not None and session.owner == ask.unit and checks.is_news(session, ask.seen):
+        return Decision(_bound(session))
+    guards: tuple[Key, ...] = ()
+    if session is not None and session.owner != ask.unit:
+        holder = holder_of(records, session.owner)
+        if checks.owner_lives(holder, session.owner, at.now_s):
+            return Decision(held_by(session, holder, at))
+        # The owner may be renewing right now: then this decision must not stand.
+        guards = (unit_key(session.owner),)
+    if not checks.may_issue(at.now_s, at.open_at_s):
+        return refuse_until_open(at)
+    draft = Draft(records)
+    if session is not None:
+        taken = replace(
+            session,
+            owner=ask.unit,
+            version=session.version + 1,
+            last_access_s=at.now_s,
+            epoch=at.epoch,
+        )
+    else:
+        parent = session_of(records, ask.parent) if ask.parent is not None else None
+        tip = count_fork(draft, parent.prefix_hash, +1) if parent is not None else None
+        tokens = parent.tokens if parent is not None else 0
+        taken = Session(ask.unit, 1, tip, tokens, at.now_s, at.epoch)
+    draft.put(session_key(ask.session_id), taken)
+    return draft.granted(_bound(taken), guards=guards)
+
+
+def transfer(records: Records, ask: Transfer, at: Moment) -> Decision:
+    """The owner hands over; whoever decided on an older state of the session gets `Conflict`."""
+    session = session_of(records, ask.session_id)
+    if session is None:
+        return refuse(Refusal.UNKNOWN_SESSION)
+    if not checks.owns(session, ask.source, ask.epoch) or not checks.version_matches(
+        session, ask.version
+    ):
+        return Decision(Conflict(session_is(records, session, at)))
+    if not checks.target_lives(holder_of(records, ask.target), ask.target, at.now_s):
+        return refuse(Refusal.TARGET_NOT_LIVE)
+    if not checks.may_issue(at.now_s, at.open_at_s):
+        return refuse_until_open(at)
+    moved = replace(
+        session,
+        owner=ask.target,
+        version=session.version + 1,
+        last_access_s=at.now_s,
+        epoch=at.epoch,
+    )
+    draft = Draft(records)
+    draft.put(session_key(ask.session_id), moved)
+    return draft.granted(_bound(moved))
+
+
+def advance(records: Records, ask: Advance, at: Moment) -> Decision:
+    """The session's tip moves on; a fork that stayed behind keeps the old prefix counted."""
+    session = session_of(records, ask.session_id)
+    if session is None:
+        return refuse(Refusal.UNKNOWN_SESSION)
+    if not checks.owns(session, ask.unit, ask.epoch) or not checks.version_matches(
+        session, ask.version
+    ):
+        return Decision(Conflict(session_is(records, session, at)))
+    draft = Draft(records)
+    tip = count_fork(draft, ask.prefix_hash, +1)
+    if tip is None:
+        return refuse(Refusal.UNKNOWN_PREFIX)
+    count_fork(draft, session.prefix_hash, -1)
+    version = session.version + 1
+    moved = Session(session.owner, version, tip, ask.tokens, at.now_s, session.epoch)
+    draft.put(session_key(ask.session_id), moved)
+    return draft.decided(Advanced(version))
+
+
+def end_session(records: Records, ask: EndSession, at: Moment) -> Decision:
+    """Forget it; ending what is not known is done already."""
+    session = session_of(records, ask.session_id)
+    if session is None:
+        return Decision(Ended())
+    if not checks.owns(session, ask.unit, ask.epoch):
+        return refuse(Refusal.NOT_OWNER)
+    draft = Draft(records)
+    forget_session(draft, session_key(ask.session_id), session)
+    return draft.decided(Ended())
+
+
+def find_session(records: Records, ask: FindSession, at: Moment) -> Decision:
+    """Says also when its owner is gone: the router then binds another."""
+    session = session_of(records, ask.session_id)
+    return Decision(Miss() if session is None else session_is(records, session, at))
+
+
+def forget_session(draft: Draft, key: Key, session: Session) -> None:
+    count_fork(draft, session.prefix_hash, -1)
+    draft.put(key, None)
+
+
+def held_by(session: Session, holder: Holder | None, at: Moment) -> HeldBy:
+    left_s = holder.lease_until_s - at.now_s if holder is not None else 0.0
+    return HeldBy(session.owner, session.epoch, max(0.0, left_s))
+
+
+def session_is(records: Records, session: Session, at: Moment) -> SessionIs:
+    lives = checks.owner_lives(holder_of(records, session.owner), session.owner, at.now_s)
+    return SessionIs(
+        session.owner,
+        session.epoch,
+        session.version,
+        session.prefix_hash,
+        session.tokens,
+        lives,
+    )
+
+
+def _bound(session: Session) -> Bound:
+    return Bound(session.epoch, session.version, session.prefix_hash, session.tokens)

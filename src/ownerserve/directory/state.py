@@ -1,0 +1,121 @@
+"""The directory in one process's memory, without a clock: requests with `now` -> outcomes.
+
+Owns all records, the term and its counter. Never draws a number and never writes a file: a new
+term is handed in by whoever runs it (embedded.py, the simulator).
+
+    REBUILDING --open_at_s is reached--> OPEN
+    any        --start_term(...)-------> REBUILDING until the longest lease of before has run out
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+from ownerserve.directory import checks
+from ownerserve.directory.decide import decide, seen_of
+from ownerserve.directory.decision import Decision, Moment
+from ownerserve.directory.messages import Outcome, Request
+from ownerserve.directory.records import (
+    Group,
+    Holder,
+    Key,
+    Prefix,
+    Record,
+    Session,
+    prefix_key,
+)
+from ownerserve.directory.sweep import sweep
+from ownerserve.kv.epoch import Epoch, Term
+from ownerserve.kv.errors import InvariantViolated
+
+SWEEP_IDLE_S = 24 * 3600.0
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """What is known, by kind."""
+
+    holders: int
+    sessions: int
+    prefixes: int
+    groups: int
+
+
+class DirectoryState:
+    """One memory of the directory."""
+
+    def __init__(self, term: Term, *, lease_s: float, open_at_s: float) -> None:
+        self.lease_s = lease_s
+        self.term = term
+        self.open_at_s = open_at_s
+        self._counter = 0
+        self._records: dict[Key, Record] = {}
+
+    def issued(self) -> Epoch:
+        """The latest epoch of this memory."""
+        return Epoch(self.term, self._counter)
+
+    def is_behind(self, request: Request) -> bool:
+        """Must a new term be started before this request is answered?"""
+        return checks.is_behind(self.issued(), seen_of(request))
+
+    def start_term(self, term: Term, *, open_at_s: float) -> None:
+        """Go on under a later term; what is known stays, new owners wait."""
+        assert term > self.term, "terms grow"
+        self.term, self._counter, self.open_at_s = term, 0, open_at_s
+
+    def handle(self, request: Request, now_s: float) -> Outcome:
+        """Decide and do it."""
+        return self._apply(decide(self._records, request, self._moment(now_s)))
+
+    def sweep(self, keys: Iterable[Key], now_s: float, *, idle_s: float = SWEEP_IDLE_S) -> int:
+        """Clean up behind those who never said good-bye; how many records changed."""
+        changed = 0
+        for key in keys:
+            decision = sweep(self._records, key, self._moment(now_s), idle_s=idle_s)
+            changed += bool(decision.writes)
+            self._apply(decision)
+        return changed
+
+    def keys(self) -> list[Key]:
+        """All keys, for a sweep."""
+        return list(self._records)
+
+    def counts(self) -> Counts:
+        """How much is known."""
+        found = Counter(type(record) for record in self._records.values())
+        return Counts(found[Holder], found[Session], found[Prefix], found[Group])
+
+    def check(self) -> None:
+        """Invariant 2 as far as one memory can see it; raises InvariantViolated."""
+        stands_on: Counter[Key] = Counter()
+        epochs: set[Epoch] = set()
+        for key, record in self._records.items():
+            epoch = record.epoch if isinstance(record, Session | Prefix) else None
+            if epoch is not None and epoch > self.issued():
+                raise InvariantViolated(f"2: {key!r} has epoch {epoch} after {self.issued()}")
+            if epoch is not None and epoch.term == self.term:
+                if epoch in epochs:
+                    raise InvariantViolated(f"2: {key!r} shares its epoch {epoch}")
+                epochs.add(epoch)
+            if isinstance(record, Session) and record.prefix_hash is not None:
+                stands_on[prefix_key(record.prefix_hash)] += 1
+        for key, record in self._records.items():
+            if isinstance(record, Prefix) and record.refs != stands_on[key]:
+                problem = f"{key!r} counts {record.refs} forks of {stands_on[key]}"
+                raise InvariantViolated(f"2: {problem}")
+
+    def _moment(self, now_s: float) -> Moment:
+        return Moment(now_s, self.lease_s, self.open_at_s, Epoch(self.term, self._counter + 1))
+
+    def _apply(self, decision: Decision) -> Outcome:
+        records = self._records
+        for key, record in decision.writes:
+            if record is None:
+                records.pop(key, None)
+            else:
+                records[key] = record
+        self._counter += decision.minted
+        return decision.outcome

@@ -1,0 +1,36 @@
+"""What no request cleans up: sessions that never ended, copies of units that never came back."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ownerserve.directory import checks
+from ownerserve.directory.decision import Decision, Draft, Moment
+from ownerserve.directory.messages import Ended, Miss
+from ownerserve.directory.records import Key, Prefix, Records, Session, holder_of
+from ownerserve.directory.sessions import forget_session
+
+
+def sweep(records: Records, key: Key, at: Moment, *, idle_s: float) -> Decision:
+    """Look at one record. A session whose owner is gone and that nobody took for `idle_s` ends;
+    copies of former lives, and of units silent for as long, go from a prefix, and a prefix without
+    copies or forks goes whole."""
+    record = records.get(key)
+    draft = Draft(records)
+    if isinstance(record, Session):
+        lives = checks.owner_lives(holder_of(records, record.owner), record.owner, at.now_s)
+        if not lives and record.last_access_s + idle_s < at.now_s:
+            forget_session(draft, key, record)
+            return draft.decided(Ended())
+    elif isinstance(record, Prefix):
+        kept = tuple(
+            place
+            for place in record.locations
+            if place.unit is None
+            or checks.copy_counts(holder_of(records, place.unit), place.unit, at.now_s - idle_s)
+        )
+        if len(kept) < len(record.locations) or not (kept or record.refs):
+            fresh = replace(record, locations=kept)
+            draft.put(key, fresh if kept or record.refs else None)
+            return draft.decided(Ended())
+    return Decision(Miss())

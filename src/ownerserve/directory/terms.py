@@ -1,0 +1,66 @@
+"""Where new terms come from: the highest that this machine knows of, plus one, and a random nonce.
+
+The file is the high-water mark. It is replaced whole and synced before the term is used: a
+directory may lose all else, for workers know it, but a term that was used is not used again. Where
+even the file is lost, the nonce keeps epochs apart and the first worker that has seen a later one
+raises the term (`checks.is_behind`).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from ownerserve.kv.epoch import NONCE_LIMIT, Term
+from ownerserve.kv.errors import InvalidInput
+
+FILE_NAME = "directory.term"
+
+
+class TermFile:
+    """Gives terms that grow over restarts; with no directory to write in, over this life only."""
+
+    def __init__(self, home: Path | None = None) -> None:
+        self._path = home / FILE_NAME if home is not None else None
+        self._last = self._read()
+
+    @property
+    def is_new(self) -> bool:
+        """No term was ever started here."""
+        return self._last is None
+
+    def start(self, above: Term | None = None) -> Term:
+        """A term above `above` and above all that were started here."""
+        floor = max(self._last.ordinal if self._last else 0, above.ordinal if above else 0)
+        term = Term(floor + 1, secrets.randbelow(NONCE_LIMIT))
+        self._write(term)
+        self._last = term
+        return term
+
+    def _read(self) -> Term | None:
+        if self._path is None or not self._path.exists():
+            return None
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=Term)
+        except (msgspec.MsgspecError, InvalidInput) as error:
+            mend = "remove it if no worker of this fleet is running, else restore it"
+            raise InvalidInput(str(self._path), f"is no term ({error})", mend) from error
+
+    def _write(self, term: Term) -> None:
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        part = self._path.with_suffix(".part")
+        with part.open("wb") as file:
+            file.write(msgspec.json.encode(term))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -1,0 +1,300 @@
+"""The directory on Valkey: the same decisions, on records that are read and compared-and-set.
+
+    read (1 trip) -> decide here -> commit if unchanged (1 trip, with WAIT) -> else once more
+
+Owns one connection and no records. Many processes may do this on one Valkey: a decision stands
+only when all it rests on is unchanged. An answer to a request that may change something is given
+when `min_replicas` have it; else it is `not_replicated` and must be asked again.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from redis.exceptions import RedisError
+
+from ownerserve.directory.decide import decide, seen_of
+from ownerserve.directory.decision import Decision, Moment
+from ownerserve.directory.messages import Ended, Outcome, Refusal, Refused, Request
+from ownerserve.directory.port import LEASE_S, DirectoryStatus
+from ownerserve.directory.records import Key, Records
+from ownerserve.directory.state import SWEEP_IDLE_S
+from ownerserve.directory.sweep import sweep
+from ownerserve.directory.valkey.primary import Source, find_primary
+from ownerserve.directory.valkey.records import (
+    PROVISIONAL,
+    Batch,
+    Fetched,
+    NotFetched,
+    is_read_only,
+    keys_of,
+    with_counter,
+)
+from ownerserve.directory.valkey.scripts import BEGIN, COMMIT
+from ownerserve.kv.epoch import NONCE_LIMIT, Epoch, Term, later
+from ownerserve.kv.errors import InvalidInput, PeerLost
+
+log = logging.getLogger("ownerserve.directory")
+
+ROUNDS = 16
+NAMESPACE = b"ownerserve:"
+META = NAMESPACE + b"term"
+_NONE = (0, 0, 0)
+
+
+class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`min_replicas`: copies that must have a change before it is told; `timeout_s` for each trip,
+    `wait_s` of it for replicas."""
+
+    lease_s: float = LEASE_S
+    min_replicas: int = 0
+    timeout_s: float = 2.0
+    wait_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.wait_s < self.timeout_s:
+            raise InvalidInput("wait_s", f"{self.wait_s}", f"stay below timeout_s {self.timeout_s}")
+
+
+class _Job:
+    """One thing to decide. `outcome` is set when it is done."""
+
+    __slots__ = ("decide", "keys", "must_write", "outcome")
+
+    def __init__(
+        self,
+        keys: Iterable[Key],
+        decide: Callable[[Records, Moment], Decision],
+        *,
+        must_write: bool,
+    ) -> None:
+        self.keys = set(keys)
+        self.decide = decide
+        self.must_write = must_write
+        self.outcome: Outcome | None = None
+
+
+class ValkeyDirectory:
+    """Not for several threads. Connects when first used, and again after every failure."""
+
+    def __init__(self, source: Source, options: ValkeyOptions | None = None) -> None:
+        self._source = source
+        self._options = options or ValkeyOptions()
+        self._client: Any = None
+        self._begin: Any = None
+        self._commit: Any = None
+        self._cursor = 0
+        self._is_lost = False
+
+    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        """All in as few trips as they allow; those on the same records one after another."""
+        seen: Epoch | None = None
+        jobs = []
+        for request in requests:
+            seen = later(seen, seen_of(request))
+            jobs.append(
+                _Job(
+                    keys_of(request),
+                    partial(_decide, request),
+                    must_write=not is_read_only(request),
+                )
+            )
+        self._run(jobs, seen)
+        return [_outcome(job) for job in jobs]
+
+    def status(self) -> DirectoryStatus:
+        options = self._options
+        try:
+            self._connect()
+            reply = self._begin(keys=[META], args=[*_NONE, _nonce(), self._grace_us(), ""])
+            keys = int(self._client.dbsize())
+        except (RedisError, PeerLost) as error:
+            self._lost(error)
+            return DirectoryStatus("valkey", None, 0, 0.0, options.lease_s, None)
+        now_us, ordinal, nonce, counter, open_us = reply[:5]
+        opens_in_s = max(0, open_us - now_us) / 1e6
+        term = Term(ordinal, nonce)
+        return DirectoryStatus("valkey", term, counter, opens_in_s, options.lease_s, None, keys)
+
+    def sweep(self, limit: int) -> int:
+        """Goes round with SCAN, about `limit` keys at a time."""
+        try:
+            self._connect()
+            self._cursor, found = self._client.scan(
+                self._cursor, match=NAMESPACE + b"?:*", count=limit
+            )
+        except (RedisError, PeerLost) as error:
+            self._lost(error)
+            return 0
+        jobs = []
+        for name in found:
+            key = Key(name[len(NAMESPACE) :])
+            jobs.append(
+                _Job(
+                    (key,),
+                    partial(_sweep, key),
+                    must_write=False,
+                )
+            )
+        self._run(jobs, None)
+        return sum(isinstance(_outcome(job), Ended) for job in jobs)
+
+    def forget(self) -> DirectoryStatus:
+        """Raises PeerLost when the primary can't be reached."""
+        try:
+            self._connect()
+            self._begin(keys=[META], args=[*_NONE, _nonce(), self._grace_us(), "forget"])
+            for name in self._client.scan_iter(match=NAMESPACE + b"?:*", count=10_000):
+                self._client.unlink(name)
+        except RedisError as error:
+            self._lost(error)
+            raise PeerLost(f"valkey: {error}") from error
+        return self.status()
+
+    def close(self) -> None:
+        self._disconnect()
+
+    # ---- rounds
+
+    def _run(self, jobs: list[_Job], seen: Epoch | None) -> None:
+        """Rounds until every job has its outcome, or the server is lost."""
+        waiting, rounds = jobs, 0
+        try:
+            self._connect()
+            while waiting and rounds < ROUNDS:
+                before = len(waiting)
+                waiting = self._round(waiting, seen)
+                # Waiting for one's own batch is no contention.
+                rounds = rounds + 1 if len(waiting) == before else 0
+        except (RedisError, PeerLost) as error:
+            self._lost(error)
+            for job in jobs:
+                job.outcome = job.outcome or Refused(Refusal.UNREACHABLE)
+        for job in waiting:
+            job.outcome = job.outcome or Refused(Refusal.CONTENDED)
+
+    def _round(self, jobs: list[_Job], seen: Epoch | None) -> list[_Job]:
+        """One read, one commit; the jobs that must go again."""
+        fetched = Fetched()
+        at = self._fetch(fetched, set().union(*(job.keys for job in jobs)), seen)
+        decided: list[tuple[_Job, Decision]] = []
+        again: list[_Job] = []
+        undecided = jobs
+        while undecided:
+            missing: set[Key] = set()
+            unread: list[_Job] = []
+            for job in undecided:
+                try:
+                    decided.append((job, job.decide(fetched, at)))
+                except NotFetched as need:
+                    job.keys.add(need.key)
+                    missing.add(need.key)
+                    unread.append(job)
+            if missing:
+                later_at = self._fetch(fetched, missing, seen)
+                if later_at.epoch.term != at.epoch.term:
+                    return jobs
+            undecided = unread
+        batch, writers = Batch(), []
+        for job, decision in decided:
+            if batch.touches(job.keys):
+                again.append(job)
+            elif not decision.writes and not job.must_write:
+                job.outcome = decision.outcome
+            else:
+                batch.add(decision, fetched, at.epoch)
+                writers.append((job, decision))
+        if writers:
+            again += self._commit_batch(batch, writers, at)
+        return again
+
+    def _commit_batch(
+        self, batch: Batch, writers: list[tuple[_Job, Decision]], at: Moment
+    ) -> list[_Job]:
+        term = at.epoch.term
+        pipe = self._client.pipeline(transaction=False)
+        self._commit(
+            keys=[META, *(NAMESPACE + key for key in batch.keys)],
+            args=[term.ordinal, term.nonce, *batch.arguments],
+            client=pipe,
+        )
+        if self._options.min_replicas:
+            pipe.wait(self._options.min_replicas, int(self._options.wait_s * 1000))
+        counters, *waited = pipe.execute()
+        self._is_lost = False
+        if not counters:
+            return [job for job, _ in writers]
+        replicated = not waited or waited[0] >= self._options.min_replicas
+        again = []
+        for (job, decision), counter in zip(writers, counters, strict=True):
+            if counter < 0:
+                again.append(job)
+            elif not replicated:
+                job.outcome = Refused(Refusal.NOT_REPLICATED)
+            elif decision.minted:
+                job.outcome = with_counter(decision.outcome, Epoch(term, counter))
+            else:
+                job.outcome = decision.outcome
+        return again
+
+    def _fetch(self, fetched: Fetched, wanted: set[Key], seen: Epoch | None) -> Moment:
+        keys = list(wanted)
+        floor = (seen.term.ordinal, seen.term.nonce, seen.counter) if seen else _NONE
+        reply = self._begin(
+            keys=[META, *(NAMESPACE + key for key in keys)],
+            args=[*floor, _nonce(), self._grace_us(), ""],
+        )
+        now_us, ordinal, nonce, _counter, open_us = reply[:5]
+        fetched.add(keys, reply[5:])
+        return Moment(
+            now_us / 1e6,
+            self._options.lease_s,
+            open_us / 1e6,
+            Epoch(Term(ordinal, nonce), PROVISIONAL),
+        )
+
+    # ---- the connection
+
+    def _connect(self) -> None:
+        if self._client is None:
+            client = find_primary(self._source, META, timeout_s=self._options.timeout_s)
+            self._client = client
+            self._begin = client.register_script(BEGIN)
+            self._commit = client.register_script(COMMIT)
+
+    def _lost(self, error: Exception) -> None:
+        level = logging.DEBUG if self._is_lost else logging.WARNING  # once an outage
+        log.log(level, "directory backend lost: %s: %s", type(error).__name__, error)
+        self._is_lost = True
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        """A connection that failed once is not used again: its late answers would be another's."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _grace_us(self) -> int:
+        return int(self._options.lease_s * 1e6)
+
+
+def _outcome(job: _Job) -> Outcome:
+    assert job.outcome is not None
+    return job.outcome
+
+
+def _decide(request: Request, records: Records, at: Moment) -> Decision:
+    return decide(records, request, at)
+
+
+def _sweep(key: Key, records: Records, at: Moment) -> Decision:
+    return sweep(records, key, at, idle_s=SWEEP_IDLE_S)
+
+
+def _nonce() -> int:
+    return secrets.randbelow(NONCE_LIMIT)

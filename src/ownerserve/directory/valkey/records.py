@@ -1,0 +1,138 @@
+"""Records as fetched, and decisions as written: bytes on one side, structs on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from msgspec.structs import replace
+
+from ownerserve.directory import messages as ask
+from ownerserve.directory.decision import Decision
+from ownerserve.directory.messages import Outcome
+from ownerserve.directory.records import (
+    Key,
+    Prefix,
+    Record,
+    Session,
+    decode_record,
+    encode_record,
+    group_key,
+    prefix_key,
+    session_key,
+    unit_key,
+)
+from ownerserve.kv.epoch import Epoch
+
+COUNTER_BYTES = 8
+PROVISIONAL = 1 << 40
+"""A counter that is encoded in nine bytes, whose last eight the script writes."""
+KEEP, SET, DELETE, MINT = range(4)
+ABSENT = b""
+
+
+class NotFetched(Exception):
+    """A decision needs a record that was not read yet."""
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+
+
+class Fetched:
+    """What was read, at one instant or a little later. Raises NotFetched for all else."""
+
+    __slots__ = ("_decoded", "raw")
+
+    def __init__(self) -> None:
+        self.raw: dict[Key, bytes] = {}
+        self._decoded: dict[Key, Record] = {}
+
+    def add(self, keys: Iterable[Key], values: Iterable[bytes | None]) -> None:
+        """Take in what the server gave for `keys`."""
+        for key, value in zip(keys, values, strict=True):
+            self.raw[key] = value or ABSENT
+
+    def get(self, key: Key) -> Record | None:
+        raw = self.raw.get(key)
+        if raw is None:
+            raise NotFetched(key)
+        if raw == ABSENT:
+            return None
+        found = self._decoded.get(key)
+        if found is None:
+            found = self._decoded[key] = decode_record(raw)
+        return found
+
+
+class Batch:
+    """Decisions of one round, as the commit script takes them."""
+
+    __slots__ = ("_index", "arguments", "keys")
+
+    def __init__(self) -> None:
+        self.keys: list[Key] = []
+        self._index: dict[Key, int] = {}
+        self.arguments: list[int | bytes] = []
+
+    def touches(self, keys: Iterable[Key]) -> bool:
+        """Does an earlier decision of this round change what was read of these?"""
+        return not self._index.keys().isdisjoint(keys)
+
+    def add(self, decision: Decision, fetched: Fetched, epoch: Epoch) -> None:
+        """The decision stands if all it rests on is still as in `fetched`."""
+        arguments = self.arguments
+        arguments += (int(decision.minted), len(decision.guards) + len(decision.writes))
+        for key in decision.guards:
+            arguments += (self._at(key), KEEP, fetched.raw[key], b"")
+        for key, record in decision.writes:
+            before = fetched.raw[key]
+            if record is None:
+                arguments += (self._at(key), DELETE, before, b"")
+                continue
+            value = encode_record(record)
+            if isinstance(record, Session | Prefix) and record.epoch is epoch:
+                arguments += (self._at(key), MINT, before, value[:-COUNTER_BYTES])
+            else:
+                arguments += (self._at(key), SET, before, value)
+
+    def _at(self, key: Key) -> int:
+        index = self._index.get(key)
+        if index is None:
+            self.keys.append(key)
+            index = self._index[key] = len(self.keys)
+        return index
+
+
+def with_counter(outcome: Outcome, epoch: Epoch) -> Outcome:
+    """The outcome of a decision that used up `epoch`, now that it is known."""
+    if isinstance(outcome, ask.Bound | ask.Granted):
+        return replace(outcome, epoch=epoch)
+    return outcome
+
+
+def keys_of(request: ask.Request) -> Iterator[Key]:
+    """Records that the decision reads for certain; others are fetched when it asks for them."""
+    for field in ("unit", "source", "target"):
+        unit = getattr(request, field, None)
+        if unit is not None:
+            yield unit_key(unit)
+    match request:
+        case ask.Publish():
+            yield from (prefix_key(one.prefix_hash) for one in request.extents)
+            yield from (prefix_key(prefix_hash) for prefix_hash, _ in request.gone)
+            yield from (session_key(one.session_id) for one in request.sessions)
+        case ask.Lookup():
+            yield from map(prefix_key, request.candidates)
+        case ask.FindGroup():
+            yield group_key(request.group)
+        case ask.ClaimOwner() | ask.Release() | ask.ReplicateReadonly() | ask.Drop():
+            yield prefix_key(request.prefix_hash)
+        case ask.Bind() | ask.Transfer() | ask.EndSession() | ask.FindSession():
+            yield session_key(request.session_id)
+        case ask.Advance():
+            yield session_key(request.session_id)
+            yield prefix_key(request.prefix_hash)
+
+
+def is_read_only(request: ask.Request) -> bool:
+    """Its answer may come from what is not replicated yet: acting on it is checked again."""
+    return isinstance(request, ask.Lookup | ask.FindSession | ask.FindGroup)

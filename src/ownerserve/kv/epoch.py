@@ -1,0 +1,77 @@
+"""Epochs: who is the later owner, without asking a clock.
+
+An epoch is (term, counter). The directory issues it with every grant; a resource (store, engine,
+peer) keeps the highest one that it has seen and refuses a lower one. A directory that lost its
+memory, or found itself promoted, starts a new *term*; two that do so at the same time draw
+different nonces, so no epoch is ever issued twice, and any two epochs compare the same everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from ownerserve.kv.errors import InvalidInput
+
+ORDINAL_LIMIT = 1 << 48
+NONCE_LIMIT = 1 << 48
+"""Both stay exact in JSON and in Lua, whose numbers are doubles."""
+
+
+class Term(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """One memory of a directory. `ordinal` grows; `nonce` is random and tells twins apart."""
+
+    ordinal: int
+    nonce: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ordinal < ORDINAL_LIMIT or not 0 <= self.nonce < NONCE_LIMIT:
+            raise InvalidInput("term", f"({self.ordinal}, {self.nonce})", "use 48-bit numbers")
+
+
+class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """One grant of ownership. Compares by term, then by counter."""
+
+    term: Term
+    counter: int
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """The epoch is the highest so far, or that one again."""
+
+
+class Stale(msgspec.Struct, frozen=True):
+    """A later owner was here: `seen`. The sender must stop and tell the directory of it."""
+
+    seen: Epoch
+
+
+FenceOutcome: TypeAlias = Admitted | Stale
+
+
+class Fence:
+    """Guards one resource. Owns the highest epoch seen there, and nothing else.
+
+    A resource that outlives its process keeps `seen` with its data, as durable as that, and starts
+    from it: a fence that forgets is none.
+    """
+
+    __slots__ = ("seen",)
+
+    def __init__(self, seen: Epoch | None = None) -> None:
+        self.seen = seen
+
+    def admit(self, epoch: Epoch) -> FenceOutcome:
+        """Let `epoch` in and remember it, or refuse it because a higher one was let in before."""
+        if self.seen is not None and epoch < self.seen:
+            return Stale(self.seen)
+        self.seen = epoch
+        return Admitted()
+
+
+def later(first: Epoch | None, second: Epoch | None) -> Epoch | None:
+    """The higher of two epochs, either of which may be absent."""
+    if first is None or second is None:
+        return first or second
+    return max(first, second)

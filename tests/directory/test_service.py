@@ -1,0 +1,155 @@
+"""The directory as a service: over a socket, from the command line, with bad and late frames."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from click.testing import CliRunner
+
+from ownerserve.cli.main import cli
+from ownerserve.directory import messages as ask
+from ownerserve.directory.embedded import EmbeddedDirectory
+from ownerserve.directory.messages import Refusal
+from ownerserve.directory.rpc.client import AsyncDirectoryClient, DirectoryClient
+from ownerserve.directory.rpc.frames import Failed, decode_answer
+from ownerserve.directory.rpc.server import DirectoryServer
+from ownerserve.directory.terms import FILE_NAME, TermFile
+from ownerserve.kv.clock import ManualClock
+from ownerserve.kv.epoch import Admitted, Epoch, Fence, Stale, Term
+from ownerserve.kv.errors import InvalidInput, PeerLost
+from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
+from ownerserve.kv.messages import RoutingUnit
+
+A = RoutingUnit(WorkerId("a"), 0, Incarnation(1))
+S1 = SessionId("s1")
+
+
+@pytest.fixture
+def served() -> Iterator[DirectoryServer]:
+    directory = EmbeddedDirectory(ManualClock(), TermFile(), opens_in_s=0.0)
+    server = DirectoryServer(directory)
+    server.start()
+    yield server
+    server.stop()
+
+
+def test_a_client_is_a_directory(served: DirectoryServer) -> None:
+    client = DirectoryClient(served.address)
+    leased, bound = client.execute([ask.Register(A), ask.Bind(S1, A)])
+    assert isinstance(leased, ask.Leased) and isinstance(bound, ask.Bound)
+    records = client.status().records
+    assert records is not None and (records.holders, records.sessions) == (1, 1)
+    client.close()
+
+
+def test_many_questions_of_one_loop_are_under_way_at_once(served: DirectoryServer) -> None:
+    async def drive() -> list[ask.Outcome]:
+        client = AsyncDirectoryClient(served.address)
+        await client.execute([ask.Register(A)])
+        answers = await asyncio.gather(
+            *(client.execute([ask.Bind(SessionId(f"s{n}"), A)]) for n in range(200))
+        )
+        await client.close()
+        return [one for answer in answers for one in answer]
+
+    bound = [one for one in asyncio.run(drive()) if isinstance(one, ask.Bound)]
+    assert len({one.epoch for one in bound}) == 200
+
+
+def test_nobody_there_is_an_outcome() -> None:
+    client = DirectoryClient("tcp://127.0.0.1:9", timeout_s=0.1)
+    (outcome,) = client.execute([ask.FindSession(S1)])
+    assert outcome == ask.Refused(Refusal.UNREACHABLE)
+    with pytest.raises(PeerLost):
+        client.status()
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", b"\xff" * 20, msgspec.msgpack.encode([9, {"type": "status"}]), b"\x92\x01\xc0"]
+)
+def test_a_bad_frame_gets_a_typed_answer(served: DirectoryServer, frame: bytes) -> None:
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(served.address)
+    socket.send_multipart([b"number 1", frame])
+    assert socket.poll(2000)
+    number, data = socket.recv_multipart()
+    socket.close()
+    assert number == b"number 1" and isinstance(decode_answer(data), Failed)
+
+
+def test_it_is_not_offered_to_the_world() -> None:
+    directory = EmbeddedDirectory(ManualClock(), TermFile())
+    with pytest.raises(InvalidInput, match="reachable from outside"):
+        DirectoryServer(directory, host="0.0.0.0")
+
+
+def test_terms_grow_over_restarts(tmp_path: Path) -> None:
+    first = TermFile(tmp_path)
+    assert first.is_new
+    one = first.start()
+    again = TermFile(tmp_path)
+    assert not again.is_new
+    two = again.start()
+    three = again.start(above=Term(40, 7))
+    assert one < two < three and three.ordinal == 41
+    (tmp_path / FILE_NAME).write_text("[1,")
+    with pytest.raises(InvalidInput, match="is no term"):
+        TermFile(tmp_path)
+
+
+def test_a_fence_lets_only_the_latest_through() -> None:
+    old, new = Epoch(Term(1, 9), 50), Epoch(Term(2, 3), 1)
+    fence = Fence()
+    assert fence.admit(old) == fence.admit(old) == Admitted()
+    assert fence.admit(new) == Admitted()
+    assert fence.admit(old) == Stale(new)
+    assert Fence(new).admit(old) == Stale(new)
+
+
+def test_serve_status_rebuild(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    command = [
+        sys.executable, "-m", "ownerserve.cli.main", "directory", "serve", "--home",
+        str(tmp_path / "home"), "--new-fleet", "--lease", "0.3", "--ready-file", str(ready),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 20
+        while not ready.exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+        address = ready.read_text().strip()
+        before = _json("directory", "status", address)
+        assert before["schema"] == "ownerserve.directory.status/1"
+        assert before["opens_in_s"] == 0 and before["records"]["sessions"] == 0
+        client = DirectoryClient(address)
+        client.execute([ask.Register(A), ask.Bind(S1, A)])
+        after = _json("directory", "rebuild", address)
+        assert after["term"]["ordinal"] == before["term"]["ordinal"] + 1
+        assert after["opens_in_s"] == 0 and after["records"]["sessions"] == 0
+        (outcome,) = client.execute([ask.RenewLease(A)])
+        assert outcome == ask.Refused(Refusal.UNKNOWN_HOLDER)
+        client.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _json(*words: str) -> dict[str, object]:
+    result = CliRunner().invoke(cli, [*words, "--json", "-"], catch_exceptions=False)
+    assert result.exit_code == 0
+    found: dict[str, object] = json.loads(result.stdout)
+    return found
