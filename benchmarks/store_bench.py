@@ -1,14 +1,21 @@
 """The artifact store on disk against fio and against a file for each artifact.
 
-    python benchmarks/store_bench.py                    about a minute on a quiet machine
-    python benchmarks/store_bench.py --load             with a second process writing and syncing
-    python benchmarks/store_bench.py --dir /mnt/nvme --size 4GiB --rounds 7
+    python benchmarks/store_bench.py                    a few minutes
+    python benchmarks/store_bench.py --load             beside one process that writes and syncs
+                                                        and one that reads
+    python benchmarks/store_bench.py --dir /mnt/nvme --size 1GiB --rounds 7
 
 Ours and the others take turns, round by round, so that what else the machine does falls on both;
-a ratio is the median of the rounds' ratios. Verified read: lookup, O_DIRECT read, header and every
-digest checked, bytes in fresh memory. fio: the same size and depth, O_DIRECT, nothing checked.
-Durable write: digests, append, fdatasync each 32 MiB; fio: sequential O_DIRECT with the same
-syncs; files: one a record, fdatasync, rename, fsync of the directory, as a careful writer does.
+a ratio is the median of the rounds' ratios.
+
+    verified read     look-up, O_DIRECT read, header and every digest checked, bytes in fresh
+                      memory; fio: the same size and depth, O_DIRECT, nothing checked
+    verified restore  16 records by one read, anywhere or (neighbours) spilled together
+    durable write     reserve, fill, digest, append, one fdatasync for each 32 MiB; streamed: the
+                      next 32 MiB are filled meanwhile; fio: sequential O_DIRECT from one buffer
+                      into a fresh preallocated file, the same syncs
+    file each         one a record, fdatasync, rename, fsync of the directory
+    vllm, chunk_files store_rivals.py says what they do, and what they leave out
 """
 
 from __future__ import annotations
@@ -18,9 +25,12 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -30,12 +40,48 @@ from ownerserve.store.segment import sync_directory
 from result import Row, larger_is_better, report, smaller_is_better
 
 GOALS = {
+    "durable write 1 MiB, streamed": ">= 0.9 quiet",
+    "durable write 1 MiB, streamed vs file each": ">= 3 loaded",
     "verified read 1 MiB x4": ">= 0.7",
     "verified read 64 KiB x4": ">= 0.8",
     "verified restore of 16 x 64 KiB": ">= 0.8",
     "verified restore of 16 x 1 MiB": ">= 0.7",
-    "durable write 1 MiB": ">= 0.9 quiet",
 }
+SCRIPT = Path(__file__).with_name("store_rivals.py")
+VLLM = Path(__file__).resolve().parent.parent / ".venv-vllm" / "bin" / "python"
+
+
+class Rival:
+    """Another layout in a child process (store_rivals.py); MB/s of its rounds."""
+
+    def __init__(self, python: Path | str, kind: str, root: Path, block: int, total: int) -> None:
+        count = total // block
+        self._bytes = count * block
+        self._child = subprocess.Popen(
+            [python, SCRIPT, kind, root / kind, str(block), str(count)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        while self._line() != "ready":
+            pass
+
+    def _line(self) -> str:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            raise SystemExit("error: a child of the benchmark ended early")
+        return line.strip()
+
+    def round(self, what: str) -> float:
+        """MB/s of one `write` or `read` round."""
+        assert self._child.stdin is not None
+        self._child.stdin.write(what + "\n")
+        self._child.stdin.flush()
+        return self._bytes / 1e6 / float(self._line())
+
+    def close(self) -> None:
+        """End the child."""
+        self._child.terminate()
+        self._child.wait()
 
 
 def fio(root: Path, *, mode: str, block: int, depth: int, total: int) -> float:
@@ -55,8 +101,6 @@ def fio(root: Path, *, mode: str, block: int, depth: int, total: int) -> float:
 
 def write_files(root: Path, block: int, total: int) -> float:
     """MB/s of a careful file-per-artifact writer."""
-    import time
-
     folder = root / "files"
     folder.mkdir()
     data = os.urandom(block)
@@ -75,20 +119,20 @@ def write_files(root: Path, block: int, total: int) -> float:
 
 @contextmanager
 def load(root: Path, *, wanted: bool) -> Iterator[None]:
-    """A neighbour that writes buffered and syncs, for as long as the block runs."""
-    if not wanted:
-        yield
-        return
-    command = [
-        "fio", "--name=neighbour", f"--filename={root / 'neighbour.dat'}", "--rw=randwrite",
-        "--bs=256k", "--size=512m", "--fsync=16", "--time_based", "--runtime=3600",
-    ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    """Two neighbours for as long as the block runs: one writes and syncs, one reads."""
+    common = ["--size=512m", "--time_based", "--runtime=36000", "--bs=256k"]
+    writer = ["--name=writer", f"--filename={root / 'w.dat'}", "--rw=randwrite", "--fsync=16"]
+    reader = ["--name=reader", f"--filename={root / 'r.dat'}", "--rw=randread", "--direct=1"]
+    processes = [
+        subprocess.Popen(["fio", *job, *common], stdout=subprocess.DEVNULL)
+        for job in ((writer, reader) if wanted else ())
+    ]
     try:
         yield
     finally:
-        process.terminate()
-        process.wait()
+        for process in processes:
+            process.terminate()
+            process.wait()
 
 
 def turns(
@@ -105,37 +149,77 @@ def turns(
 
 
 def disk_rows(root: Path, total: int, rounds: int) -> Iterator[Row]:
-    """Reads and writes at three sizes."""
+    """Writes and reads at three sizes, beside fio and three layouts of files."""
     for block in (64 * KIB, MIB, 16 * MIB):
         bench = DiskBench(root / f"store-{block}", block, total)
-        name = bench.label
-        yield turns(
-            f"durable write {name}", rounds, ours=bench.write_round, name="fio",
-            other=lambda block=block: fio(root, mode="write", block=block, depth=1, total=total),
-        )  # fmt: skip
-        files = min(total, 256 * block)
-        yield turns(
-            f"durable write {name} vs files", rounds, ours=bench.write_round, name="file each",
-            other=lambda block=block, files=files: write_files(root, block, files),
-        )  # fmt: skip
-        for depth in (1, 4):
-            yield turns(
-                f"verified read {name} x{depth}", rounds, name=f"fio QD{depth}",
-                ours=lambda bench=bench, depth=depth: bench.read_round(depth),
-                other=lambda block=block, depth=depth: fio(
-                    root, mode="randread", block=block, depth=depth, total=total
-                ),
-            )  # fmt: skip
-        if block <= MIB:
-            yield turns(
-                f"verified restore of 16 x {name}", rounds, name="fio QD4",
-                ours=bench.restore_round,
-                other=lambda block=block: fio(
-                    root, mode="randread", block=block, depth=4, total=total
-                ),
-            )  # fmt: skip
+        yield from write_rows(root, bench, total, rounds)
+        yield from read_rows(root, bench, total, rounds)
         bench.tier.close()
         shutil.rmtree(root / f"store-{block}")
+        for name, python, kind in (
+            ("vLLM 0.32 fs tier", VLLM, "vllm"),
+            ("file a chunk, no sync", sys.executable, "chunk_files"),
+        ):
+            if Path(python).exists() and block >= MIB:
+                yield from rival_rows(root, block, total, rounds=rounds, who=(name, python, kind))
+
+
+def write_rows(root: Path, bench: DiskBench, total: int, rounds: int) -> Iterator[Row]:
+    """Durable writes, group by group and streamed."""
+    block, name = bench.payload_bytes, bench.label
+    files = min(total, 256 * block)
+    for metric, ours in (
+        (f"durable write {name}", bench.write_round),
+        (f"durable write {name}, streamed", bench.stream_round),
+    ):
+        yield turns(
+            metric, rounds, ours=ours, name="fio",
+            other=lambda: fio(root, mode="write", block=block, depth=1, total=total),
+        )  # fmt: skip
+    yield turns(
+        f"durable write {name}, streamed vs file each", rounds, ours=bench.stream_round,
+        other=lambda: write_files(root, block, files), name="file each, synced",
+    )  # fmt: skip
+
+
+def read_rows(root: Path, bench: DiskBench, total: int, rounds: int) -> Iterator[Row]:
+    """Verified reads: one at a time, four threads, restores of 16."""
+    block, name = bench.payload_bytes, bench.label
+
+    def beside(metric: str, ours: Callable[[], float], depth: int) -> Row:
+        return turns(
+            metric, rounds, ours=ours, name=f"fio QD{depth}",
+            other=lambda: fio(root, mode="randread", block=block, depth=depth, total=total),
+        )  # fmt: skip
+
+    for depth in (1, 4):
+        yield beside(f"verified read {name} x{depth}", partial(bench.read_round, depth), depth)
+    if block <= MIB:
+        yield beside(f"verified restore of 16 x {name}", bench.gather_round, 4)
+        yield beside(f"verified restore of 16 x {name} (QD16)", bench.gather_round, 16)
+        yield beside(f"verified restore of 16 x {name} neighbours", bench.restore_round, 4)
+
+
+def rival_rows(
+    root: Path, block: int, total: int, *, rounds: int, who: tuple[str, Path | str, str]
+) -> Iterator[Row]:
+    """Ours durable and verified; theirs as their layout does it."""
+    name, python, kind = who
+    bench = DiskBench(root / "ours", block, total)
+    rival = Rival(python, kind, root, block, total)
+    for metric, ours, what in (
+        (f"write {bench.label} vs {kind}", bench.stream_round, "write"),
+        (
+            f"restore of 16 x {bench.label} vs {kind}",
+            bench.gather_round if block <= MIB else partial(bench.read_round, 4),
+            "read",
+        ),
+    ):
+        yield turns(metric, rounds, ours=ours, other=partial(rival.round, what), name=name)
+    rival.close()
+    bench.tier.close()
+    shutil.rmtree(root / "ours")
+    shutil.rmtree(root / kind)
 
 
 def index_rows(root: Path, rounds: int) -> Iterator[Row]:

@@ -20,7 +20,16 @@ TREES = ("src", "tests", "benchmarks", "tools")
 LIMITS = {"file": 500, "function": 60, "class": 12, "constructor": 6}
 
 # "kind path[:name]" -> (size allowed, reason)
-EXCEPTIONS: dict[str, tuple[int, str]] = {}
+EXCEPTIONS: dict[str, tuple[int, str]] = {
+    "class src/ownerserve/engines/vllm/connector.py:OwnerServeConnector": (
+        25,
+        "vLLM's interface: a method for each of its hooks, each one call",
+    ),
+    "class src/ownerserve/store/disk_core.py:DiskCore": (
+        13,
+        "what every part of the disk tier shares: locks, health and the index, a line each",
+    ),
+}
 
 
 class Size(NamedTuple):

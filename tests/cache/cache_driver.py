@@ -1,7 +1,8 @@
 """A fake engine and a brute-force oracle around one HeteroCache.
 
 The engine's memory holds, in every slot, the very tokens whose state would be there: a range slot
-the whole prefix up to its block's end, a point slot or state block the whole prefix it stands for.
+the whole prefix up to its block's end, a point slot or state block the whole prefix it stands for,
+a tail the tokens that wait in it. Nobody clears a tail: what is not its turn's must not be read.
 Whatever a turn is given to build on is compared with its own tokens, so a slot that was re-used,
 shared or moved wrongly shows as wrong bytes.
 
@@ -37,6 +38,8 @@ from ownerserve.cache.outcomes import (
     Turn,
 )
 from ownerserve.cache.policies.base import Policy
+from ownerserve.cache.tails import Tail
+from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import hash_prefix, pack
 
@@ -53,6 +56,10 @@ HYBRID = Layout(
         Component("overlap", Extent.POINT, 200, 190),
     ),
     state_bytes=2000,
+    tails=(
+        Tail("main_tail", 4, overlap=4, row_bytes=30, slot_bytes=100),
+        Tail("index_tail", 8, form=TailForm.ONLINE, row_bytes=50, slot_bytes=60),
+    ),
 )
 DENSE = Layout(B, (Component("kv", Extent.RANGE, 64 * B, 64 * B),))
 
@@ -91,6 +98,7 @@ class Driver:
         self.layout = layout
         self.now = 0.0
         self.memory: dict[tuple[str, int], bytes] = {}
+        self.waiting: dict[tuple[str, int], bytes] = {}
         self.live: dict[TurnId, Live] = {}
         self.finished: dict[SessionId, tuple[Finished, bytes]] = {}
         self.tickets: dict[int, tuple[Arrival, Reserved]] = {}
@@ -117,6 +125,9 @@ class Driver:
                         self.memory[name, target] = self.memory.get((name, source), GARBAGE)
                 case CopyState(source=source, target=target):
                     self.memory["state", target] = self.memory["state", source]
+                    for tail in self.layout.tails:
+                        rows = self.waiting.get((tail.name, source), GARBAGE)
+                        self.waiting[tail.name, target] = rows
                 case ResetState(state=state):
                     self.memory["state", state] = b""
 
@@ -165,12 +176,30 @@ class Driver:
                 self.memory[name, table.range[name][number]] = written
         if self.memory["state", table.state] != GARBAGE:
             self.memory["state", table.state] = live.tokens[: end * 4]
+        self.pass_tails(table.state, live.tokens, live.position, end=end)
         live.position = end
         for depth in range(1, end // B + 1):
             self.sealed.add(live.tokens[: depth * BLOCK_BYTES])
         self.cache.advance(turn_id, tokens, self.now)
         self.check_row(turn_id, end // B * B)
+        for tail in self.layout.tails:
+            waiting = len(self.waiting[tail.name, table.state]) // 4
+            assert table.tails.waiting[tail.name] == waiting
         return True
+
+    def pass_tails(self, state: int, tokens: bytes, start: int, *, end: int) -> None:
+        """What waited and what is new makes entries of the right tokens, or waits in its turn."""
+        for tail in self.layout.tails:
+            step = tail.step(start, end - start)
+            rows = self.waiting.get((tail.name, state), GARBAGE)[: step.waiting * 4]
+            new = tokens[start * 4 : end * 4]
+            if step.entries:
+                closing, new = rows + new[: step.taken * 4], new[step.taken * 4 :]
+                window = tail.period * 4
+                assert closing == tokens[step.first_entry * window : step.end_entry * window]
+                rows = b""
+            assert rows + new == tokens[(end - step.left) * 4 : end * 4], "wrong tokens wait"
+            self.waiting[tail.name, state] = rows + new
 
     # -- operations ----------------------------------------------------------------------------
 
@@ -234,6 +263,9 @@ class Driver:
         return True
 
     def snapshot(self, name: str) -> None:
+        live = self.live[TurnId(name)]
+        if live.position < live.write_floor:
+            return  # in a replay the windows are not right yet
         if self.memory["state", self.cache.table(TurnId(name)).state] != GARBAGE:
             self.perform(self.cache.snapshot(TurnId(name), self.now))
 

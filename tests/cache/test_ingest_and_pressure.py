@@ -6,7 +6,17 @@ import pytest
 from cache_driver import HYBRID, B, Driver, blocks_of
 
 from ownerserve.cache.metrics import Lost
-from ownerserve.cache.outcomes import Arrival, Begun, Inserted, NoRoom, Reason, Refused, Reserved
+from ownerserve.cache.outcomes import (
+    Arrival,
+    Begun,
+    Inserted,
+    NoRoom,
+    Reason,
+    Refused,
+    Replay,
+    Reserved,
+    Turn,
+)
 from ownerserve.cache.pressure import Checkpoint, Dropped, Spill, Watermarks
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash, TurnId
@@ -80,7 +90,7 @@ def test_an_idle_sessions_point_state_is_spilled_then_goes_first() -> None:
         driver.now = float(number)
         driver.turn(name, blocks_of(number, 5, tail=1), session=name)
     pressure = driver.cache.pressure
-    pressure.watermarks = Watermarks(low=0.6, high=0.5, idle_s=10.0, tier="host", spills=1)
+    pressure.watermarks = Watermarks(low=0.6, high=0.75, idle_s=10.0, tier="host", spills=1)
     driver.now = 20.0
     [spill] = pressure.relieve(driver.now)
     assert isinstance(spill, Spill) and spill.tier == "host"
@@ -102,7 +112,7 @@ def test_spilled_state_goes_before_what_must_be_computed_again() -> None:
     driver.now = 1.0
     driver.turn("2", blocks_of(1, tail=1), session="b")
     pressure = driver.cache.pressure
-    pressure.watermarks = Watermarks(low=0.6, high=0.0, idle_s=0.5, tier="host", spills=2)
+    pressure.watermarks = Watermarks(low=0.6, high=0.6, idle_s=0.5, tier="host", spills=2)
     [spill] = pressure.relieve(driver.now)
     assert isinstance(spill, Spill) and [p.sessions for p in spill.points] == [("a",)]
     pressure.spilled(spill.ticket)
@@ -133,6 +143,104 @@ def test_when_too_little_can_go_the_youngest_turn_is_checkpointed() -> None:
     driver.prefill("new")
     driver.cache.pressure.watermarks = Watermarks(low=0.1, high=0.5)
     assert Checkpoint((TurnId("new"),)) in driver.cache.pressure.relieve(0.0)
+
+
+def test_nothing_is_looked_at_while_nothing_is_short() -> None:
+    driver = Driver(blocks=20, points=20)
+    driver.turn("1", blocks_of(1, 2))
+    pressure = driver.cache.pressure
+    assert not pressure.is_due and pressure.relieve(0.0) == ()
+    pressure.watermarks = Watermarks(low=0.0, high=0.0)
+    driver.turn("2", blocks_of(*range(10, 28)))
+    assert driver.cache.rooms.blocks.free == 0
+    assert not pressure.is_due, "a watermark of 0 leaves all to demand"
+
+
+def test_a_run_that_can_free_nothing_is_not_repeated_until_something_changes() -> None:
+    driver = Driver(blocks=8)
+    driver.begin("1", blocks_of(1, 2, 3, 4))
+    driver.begin("2", blocks_of(5, 6, 7, 8))
+    driver.prefill("1")
+    driver.prefill("2")
+    pressure = driver.cache.pressure
+    pressure.watermarks = Watermarks(low=0.1, high=0.5)
+    [checkpoint] = pressure.relieve(0.0)
+    assert isinstance(checkpoint, Checkpoint)
+    assert not pressure.is_due and pressure.relieve(0.0) == ()
+    driver.finish("1")
+    assert pressure.is_due
+    assert Dropped(4, 0) in pressure.relieve(0.0)
+
+
+def test_what_is_being_copied_out_is_not_evicted_twice_over() -> None:
+    driver = Driver(blocks=100, points=10)
+    for number in range(10):
+        driver.turn(str(number), blocks_of(number, 7, tail=1), session=str(number))
+    pressure = driver.cache.pressure
+    pressure.watermarks = Watermarks(low=0.2, high=0.4, idle_s=1.0, tier="host")
+    [spill] = pressure.relieve(100.0)
+    assert isinstance(spill, Spill) and len(spill.points) == 4
+    assert pressure.relieve(100.0) == (), "the room is on its way"
+    pressure.spilled(spill.ticket)
+    assert pressure.relieve(100.0) == (Dropped(0, 8),), "4 of each component, and no second spill"
+    gone = [not driver.cache.match(p.prefix).points[0].lacks for p in spill.points]
+    assert not any(gone), "what has a copy went"
+    assert driver.cache.metrics(0.0).counters.evicted_points == {"swa": 4, "overlap": 4}
+    driver.check()
+
+
+def test_a_spill_that_fails_is_followed_by_a_plain_eviction() -> None:
+    driver = Driver(blocks=100, points=4)
+    for number in range(4):
+        driver.turn(str(number), blocks_of(number, 7, tail=1), session=str(number))
+    pressure = driver.cache.pressure
+    pressure.watermarks = Watermarks(low=0.3, high=0.5, idle_s=1.0, tier="host")
+    [spill] = pressure.relieve(100.0)
+    assert isinstance(spill, Spill)
+    pressure.spill_failed(spill.ticket)
+    assert pressure.relieve(100.0) == (Dropped(0, 4),)
+    counters = driver.cache.metrics(0.0).counters
+    assert (counters.failed_spills, counters.spilled_points, counters.relief_runs) == (1, 0, 2)
+
+
+def test_a_copy_made_elsewhere_makes_point_state_cheap() -> None:
+    driver = Driver(points=2)
+    driver.turn("1", blocks_of(0, 0, 0, 0, tail=1), session="a")  # four times as dear as b's
+    driver.turn("2", blocks_of(1, tail=1), session="b")
+    pressure = driver.cache.pressure
+    pressure.watermarks = Watermarks(low=0.3, high=0.5, tier="host")
+    pressure.backed(blocks_of(0, 0, 0, 0))
+    pressure.backed(blocks_of(0, 0, 0))  # no state stands there
+    pressure.backed(blocks_of(9))
+    pressure.relieve(0.0)
+    assert driver.cache.match(blocks_of(0, 0, 0, 0, 9)).points[0].lacks
+    assert not driver.cache.match(blocks_of(1, 9)).points[0].lacks
+
+
+def test_a_run_looks_at_a_bounded_part_of_a_large_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(blocks=1000, points=500)
+    for number in range(500):
+        driver.turn(str(number), blocks_of(number, 7, tail=1), session=str(number))
+    monkeypatch.setattr("ownerserve.cache.pressure.LOOK", 16)
+    pressure = driver.cache.pressure
+    pressure.watermarks = Watermarks(low=0.1, high=0.2, idle_s=1.0, tier="host", spills=1000)
+    [spill, *_] = pressure.relieve(100.0)
+    assert isinstance(spill, Spill) and len(spill.points) == 16
+    assert len(driver.cache.evictor.next_points(16)) <= 32
+
+
+def test_state_in_a_replay_is_no_snapshot() -> None:
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2, 3))
+    resume = Replay(B, 3 * B)
+    begun = driver.cache.begin(Turn(TurnId("2"), None, blocks_of(1, 2, 3, 4)), 0.0, resume=resume)
+    assert isinstance(begun, Begun) and begun.write_floor == 3 * B
+    driver.cache.reserve(TurnId("2"), 4 * B, 0.0)
+    driver.cache.advance(TurnId("2"), blocks_of(2), 0.0)
+    with pytest.raises(InvalidInput, match="snapshot from 48 on"):
+        driver.cache.snapshot(TurnId("2"), 0.0)
+    driver.cache.advance(TurnId("2"), blocks_of(3), 0.0)
+    driver.cache.snapshot(TurnId("2"), 0.0)
 
 
 def test_fragmentation_and_losses_are_reported() -> None:

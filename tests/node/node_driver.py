@@ -10,11 +10,14 @@ import hashlib
 from collections import deque
 from collections.abc import Iterable
 
+import msgspec
+
 from ownerserve.cache import paths
 from ownerserve.cache.effects import LoadPoint, SavePoint
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Component, Extent, Layout
 from ownerserve.cache.outcomes import Begun, NoRoom, Replay, Turn
+from ownerserve.cache.pressure import Checkpoint, Watermarks
 from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, pack
@@ -39,7 +42,7 @@ from ownerserve.node.events import (
     Start,
     Tick,
 )
-from ownerserve.node.records import RecordNames
+from ownerserve.node.records import Inside, RecordNames
 from ownerserve.node.settings import NodeSettings
 from ownerserve.node.state import NodeState
 from ownerserve.plan.cost.compute import Coefficients
@@ -47,7 +50,8 @@ from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.inputs import FULL_ABILITIES, ModelState, Tier
 from ownerserve.plan.restore import Planner
-from ownerserve.store.model import MissReason, Want
+from ownerserve.plan.swa.base import CheckpointPolicy
+from ownerserve.store.model import Meta, MissReason, Want
 
 B = 16
 REPLAY_TOKENS = 24
@@ -91,7 +95,13 @@ class NodeDriver:
     """See the module. Errands wait in `pending` until the test answers them."""
 
     def __init__(
-        self, *, blocks: int = 64, points: int = 16, settings: NodeSettings | None = None
+        self,
+        *,
+        blocks: int = 64,
+        points: int = 16,
+        settings: NodeSettings | None = None,
+        ms_per_token: float = 1.0,
+        policy: CheckpointPolicy | None = None,
     ) -> None:
         slots = {c.name: blocks if c.extent is Extent.RANGE else points for c in LAYOUT.components}
         self.cache = HeteroCache(LAYOUT, slots, 4)
@@ -101,12 +111,17 @@ class NodeDriver:
             self.cache,
             names,
             planner=Planner(MODEL, FULL_ABILITIES),
-            costs=CostModel(PRICES),
+            costs=CostModel(
+                msgspec.structs.replace(PRICES, prefill=Coefficients(ms_per_token, ms_per_token, 0))
+            ),
             settings=self.settings,
+            policy=policy,
         )
         self.now = 0.0
         self.slots: dict[tuple[str, int], bytes] = {}
         self.stored: dict[bytes, bytes] = {}
+        self.metas: dict[bytes, Meta] = {}
+        self.checkpointed: list[TurnId] = []
         self.pending: deque[Find | Fetch | Copy] = deque()
         self.copied: dict[int, bytes] = {}
         self.fetched: dict[int, list[bytes]] = {}
@@ -147,6 +162,11 @@ class NodeDriver:
             self.settle()
         raise AssertionError("the node never comes to rest")
 
+    def watermarks(self, marks: Watermarks) -> None:
+        """Other ones, for the same place."""
+        pressure = self.cache.pressure
+        pressure.watermarks = msgspec.structs.replace(marks, tier=pressure.watermarks.tier)
+
     def forget_device(self) -> None:
         """Everything evictable goes."""
         count = self.cache.rooms.evictable_blocks()
@@ -158,9 +178,11 @@ class NodeDriver:
     def answer(self, asked: Find | Fetch | Copy) -> None:
         """What the store would say."""
         match asked:
-            case Find(errand, ids):
-                held = {id_: Tier.DISK for id_ in ids if id_ in self.stored}
-                self.handle(Found(errand, held))
+            case Find(errand, ids, boundaries=boundaries):
+                inside = next((m for b in boundaries if (m := self._at_boundary(b))), ())
+                known = (*ids, *(item.meta.id for item in inside))
+                held = {id_: Tier.DISK for id_ in known if id_ in self.stored}
+                self.handle(Found(errand, held, inside))
             case Fetch(errand, wants):
                 missing = next((want.id for want in wants if want.id not in self.stored), None)
                 if missing is not None:
@@ -171,6 +193,7 @@ class NodeDriver:
                 self.handle(Fetched(errand))
             case Copy(errand, meta):
                 self.stored[meta.id] = self.copied[errand]
+                self.metas[meta.id] = meta
                 self.handle(Kept(errand))
 
     def fail(self, asked: Find | Fetch | Copy) -> None:
@@ -182,6 +205,16 @@ class NodeDriver:
                 self.handle(NotFetched(errand, MissReason.CORRUPT, wants[0].id))
             case Copy(errand):
                 self.handle(NotKept(errand))
+
+    def _at_boundary(self, digest: bytes) -> tuple[Inside, ...]:
+        """Range records that hold it; as in a store, those of one block are found by id alone."""
+        return tuple(
+            Inside(meta, units, digest)
+            for id_, meta in self.metas.items()
+            if id_ in self.stored and meta.boundaries
+            for units in range(1, meta.units + 1)
+            if (meta.boundaries + meta.prefix_hash)[32 * units - 32 : 32 * units] == digest
+        )
 
     def _read(self, want: Want) -> bytes:
         data = self.stored[want.id]
@@ -206,6 +239,8 @@ class NodeDriver:
                     data = b"".join(self.slots[copy.component, slot] for slot in copy.slots)
                     self.copied[copy.errand] = data
                     self.pending.append(copy)
+                case Checkpoint(turns):
+                    self.checkpointed += turns
                 case Drop():
                     pass  # the answer comes all the same, and must change nothing
                 case Fill() as fill:

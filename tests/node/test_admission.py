@@ -18,6 +18,7 @@ from ownerserve.node.admission import (
     Admission,
     Admit,
     Append,
+    Arrived,
     Committed,
     Levels,
     Refusal,
@@ -102,9 +103,12 @@ def test_a_reservation_is_a_place_until_its_turn_arrives(admission: Admission) -
     assert admission.commit(one.reservation, 6.0) == Committed(RESERVED_FOR_S - 1.0)
     assert admission.release(two.reservation) == Released()
     assert isinstance(reserve("c", 6.0), Reserved)
-    admission.arrived(TurnId("a"))
-    admission.arrived(TurnId("nobody's"))
+    assert admission.arrived(one.reservation, 6.0) == Arrived(TurnId("a"))
+    gone = Reject(Refusal.UNKNOWN_RESERVATION)
+    assert admission.arrived(one.reservation, 6.0) == gone, "a place is used once"
+    assert admission.arrived(two.reservation, 6.0) == gone
     assert admission.held(6.0) == 1
+    assert admission.refused[Refusal.UNKNOWN_RESERVATION] == 2
 
 
 def test_a_place_that_nobody_takes_is_free_again(admission: Admission) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from node_driver import B, NodeDriver
 
+from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import TurnId
 from ownerserve.node.events import Fetch, Fetched, Find, Gone, Kept, NotFetched, NotKept, Tick
 from ownerserve.node.settings import NodeSettings
@@ -27,6 +28,7 @@ class NodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.driver = NodeDriver(blocks=20, points=6, settings=SETTINGS)
+        self.driver.watermarks(Watermarks(low=0.2, high=0.5, idle_s=0.4))
         self.answered: list[Find | Fetch] = []
         self.arrived = 0
         self.ran: list[TurnId] = []
@@ -42,6 +44,21 @@ class NodeMachine(RuleBasedStateMachine):
         self.arrived += 1
         tokens = [*range(stem * 1000, stem * 1000 + shared), *[7000 + self.arrived] * own]
         self.driver.arrive(tokens, session)
+
+    @rule(
+        session=st.sampled_from(["a", "b", "c"]),
+        stem=st.integers(0, 2),
+        blocks=st.integers(1, 5),
+        works=st.sampled_from([True, True, False]),
+    )
+    def whole_turn(self, session: str, stem: int, blocks: int, works: bool) -> None:
+        """From arrival to end, while the store answers all that was asked so far, or fails."""
+        self.arrived += 1
+        turn_id = self.driver.arrive(range(stem * 1000, stem * 1000 + blocks * B + 1), session)
+        while self.driver.pending:
+            asked = self.driver.pending.popleft()
+            (self.driver.answer if works else self.driver.fail)(asked)
+        self.run_one(turn_id)
 
     @precondition(lambda self: self.driver.pending)
     @rule(data=st.data(), works=st.sampled_from([True, True, True, False]))
@@ -97,6 +114,10 @@ class NodeMachine(RuleBasedStateMachine):
         if wanted:
             rooms.evict_blocks(wanted)
 
+    @rule(low=st.sampled_from([0.0, 0.2, 0.6]), more=st.sampled_from([0.0, 0.3]))
+    def watermarks_move(self, low: float, more: float) -> None:
+        self.driver.watermarks(Watermarks(low=low, high=low + more, idle_s=0.4))
+
     @invariant()
     def holds(self) -> None:
         self.driver.check()
@@ -113,6 +134,14 @@ class NodeMachine(RuleBasedStateMachine):
         )
         assert len(self.ran) + len(self.given_up) == self.arrived
         assert self.driver.cache.ingest.counts() == (0, 0)
+        self.driver.watermarks(Watermarks(low=0.0, high=0.0))
+        for _ in range(100):  # its silence was a failure: no spill stays open, nothing stays held
+            while self.driver.pending:
+                self.driver.fail(self.driver.pending.popleft())
+            self.driver.handle(Tick())
+        assert not self.driver.cache.pressure.open_spills and not self.driver.state.relief.is_busy
+        held = self.driver.cache.metrics(0.0).pools
+        assert not any(pool.protected for pool in held.values())
 
     def run_one(self, turn_id: TurnId) -> None:
         self.ran.append(turn_id)

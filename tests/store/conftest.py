@@ -16,6 +16,8 @@ from ownerserve.store.model import Hit, Kind, Meta, Want
 from ownerserve.store.policy import KindLimits, Limits
 from ownerserve.store.tier import Tier
 
+from .servers import MooncakeCluster, s3_server
+
 LIMITS = Limits(KindLimits(8 * MIB, 3600.0), KindLimits(2 * MIB, 60.0))
 
 
@@ -63,6 +65,22 @@ def samples() -> type[Samples]:
 @pytest.fixture
 def clock() -> ManualClock:
     return ManualClock(1_700_000_000.0)
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real S3 server, in a process of its own."""
+    pytest.importorskip("moto.server")
+    with s3_server(tmp_path_factory.mktemp("s3") / "moto.log") as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def mooncake_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeCluster]:
+    """A real Mooncake Store, for tests that do not harm it."""
+    cluster = MooncakeCluster(tmp_path_factory.mktemp("mooncake"))
+    yield cluster
+    cluster.close()
 
 
 OpenDisk = Callable[..., DiskTier]

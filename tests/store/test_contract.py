@@ -28,7 +28,8 @@ from ownerserve.store.model import (
     Want,
 )
 from ownerserve.store.mooncake import MooncakeBlobs
-from ownerserve.store.policy import KindLimits, Limits, Placement
+from ownerserve.store.placement import OnEviction, Placement, WriteBack, WriteThrough
+from ownerserve.store.policy import KindLimits, Limits
 from ownerserve.store.remote import RemoteTier, record_key
 from ownerserve.store.seal import Keys, SealKind
 from ownerserve.store.tier import Reservation, Tier, put
@@ -36,6 +37,7 @@ from ownerserve.store.tiered import TieredStore, spill
 
 LIMITS = Limits(KindLimits(4 * MIB, 3600.0), KindLimits(2 * MIB, 60.0))
 TENANT = b"t" * 32
+POLICIES = {"tiered": OnEviction(), "write-back": WriteBack(), "write-through": WriteThrough()}
 
 
 class FakeMooncake:
@@ -54,23 +56,11 @@ class FakeMooncake:
     def get(self, key: str) -> bytes:
         return self.held.get(key, b"")
 
-    def remove(self, key: str) -> int:
+    def is_exist(self, key: str) -> int:
+        return int(key in self.held)
+
+    def remove(self, key: str, *, force: bool) -> int:
         return 0 if self.held.pop(key, None) is not None else -704
-
-
-@pytest.fixture(scope="session")
-def s3_endpoint() -> Iterator[str]:
-    moto = pytest.importorskip("moto.server")
-    os.environ |= {
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
 
 
 def s3(endpoint: str, prefix: str) -> Any:
@@ -82,12 +72,15 @@ def s3(endpoint: str, prefix: str) -> Any:
     return S3Blobs("artifacts", prefix, endpoint_url=endpoint)
 
 
-NEEDS = {"encrypted": "cryptography", "s3": "moto"}
+NEEDS = {"encrypted": "cryptography", "s3": "moto", "mooncake-real": "mooncake"}
 ABSENT = [name for name, module in NEEDS.items() if find_spec(module) is None]
-TIERS = ["memory", "disk", "encrypted", "directory", "s3", "mooncake", "tiered"]
+TIERS = ["memory", "disk", "encrypted", "directory", "s3", "mooncake", "mooncake-real"]
+TIERS += ["tiered", "write-back", "write-through"]
 TIERS = [name for name in TIERS if name not in ABSENT]
-OWN_ROOM = [name for name in TIERS if name not in ("directory", "s3", "mooncake")]
-LISTING = [name for name in TIERS if name != "mooncake"]  # Mooncake Store can't list
+REMOTE = ("directory", "s3", "mooncake", "mooncake-real")
+OWN_ROOM = [name for name in TIERS if name not in REMOTE]
+LISTING = [name for name in TIERS if not name.startswith("mooncake")]  # Mooncake Store can't list
+ONE_COPY = [name for name in LISTING if name != "write-through"]
 
 
 @pytest.mark.skipif(not ABSENT, reason="the whole contract ran")
@@ -123,9 +116,13 @@ def make(request: pytest.FixtureRequest, root: Path, clock: ManualClock) -> Tier
             return remote(s3(request.getfixturevalue("s3_endpoint"), root.name))
         case "mooncake":
             return remote(MooncakeBlobs(FakeMooncake(), "test"))
-        case _:
+        case "mooncake-real":
+            cluster = request.getfixturevalue("mooncake_cluster")
+            return remote(MooncakeBlobs(cluster.client, root.name))
+        case policy:
             memory = MemoryTier(clock, Limits(KindLimits(MIB), KindLimits(MIB)))
-            return TieredStore([memory, DiskTier(root / "disk", clock, options=options)])
+            disk = DiskTier(root / "disk", clock, options=options)
+            return TieredStore([memory, disk], Placement(write=POLICIES[policy]))
 
 
 def test_bytes_come_back(tier, samples):
@@ -200,7 +197,7 @@ def test_removed_is_gone(tier, samples):
     assert samples.read(tier, 1, 2) == [samples.payload(1), samples.payload(2)]
 
 
-@pytest.mark.parametrize("tier", LISTING, indirect=True)
+@pytest.mark.parametrize("tier", ONE_COPY, indirect=True)
 def test_purge_takes_one_tenant(tier, samples):
     put(tier, samples.meta(1, tenant=TENANT), samples.payload(1))
     put(tier, samples.meta(2, tenant=b"u" * 32), samples.payload(2))
@@ -211,7 +208,7 @@ def test_purge_takes_one_tenant(tier, samples):
     assert {tenant for tenant, _ in tier.usage()} == {b"u" * 32, b""}
 
 
-@pytest.mark.parametrize("tier", LISTING, indirect=True)
+@pytest.mark.parametrize("tier", ONE_COPY, indirect=True)
 def test_usage_by_tenant_and_kind(tier, samples):
     put(tier, samples.meta(1), samples.payload(1))
     put(tier, samples.meta(2, Kind.POINT), samples.payload(2))

@@ -13,6 +13,7 @@ from ownerserve.cache import paths
 from ownerserve.cache.node import ABSENT, Node
 from ownerserve.cache.pool import SlotPool
 from ownerserve.kv.errors import InvariantViolated
+from ownerserve.kv.prefix import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from ownerserve.cache.hetero import HeteroCache
@@ -34,6 +35,7 @@ def check(cache: HeteroCache) -> None:
     check_running(cache)
     check_sessions(cache, nodes)
     check_evictable(cache, nodes)
+    check_tails(cache, nodes)
 
 
 def check_conservation(cache: HeteroCache, nodes: list[Node]) -> None:
@@ -161,4 +163,31 @@ def check_evictable(cache: HeteroCache, nodes: list[Node]) -> None:
         for stop in node.stops:
             for index, slot in enumerate(stop.slots or ()):
                 queued = stop.queued is not None and stop.queued[index] is not None
+                queued = queued or stop.is_cooled or stop.holds > 0
                 require(slot == ABSENT or queued, 7, "the evictor can't find a point")
+
+
+def check_tails(cache: HeteroCache, nodes: list[Node]) -> None:
+    """12: each token of a running turn is in a finalized entry or waits, and what waits is not
+    sealed; where state is kept nothing waits."""
+    layout = cache.layout
+    block = layout.block_tokens
+    for run in cache.running.values():
+        book = run.table.tails
+        require(book.position == run.position, 12, f"{run.turn_id}: the tails are elsewhere")
+        require(book.tails == layout.tails, 12, f"{run.turn_id}: tails of another layout")
+        for tail in layout.tails:
+            waiting, entries = book.waiting[tail.name], book.entries[tail.name]
+            held = entries * tail.period + waiting
+            require(held == run.position, 12, f"{tail.name}: {held} tokens of {run.position}")
+            require(0 <= waiting < tail.period, 12, f"{tail.name}: {waiting} tokens wait")
+            room = len(run.row) * block // tail.period
+            require(entries <= room, 12, f"{tail.name}: an entry without a slot")
+            if run.position >= run.sealed * block:  # else a replay: its blocks stay sealed
+                unsealed = len(run.tail) // TOKEN_BYTES
+                require(waiting <= unsealed, 12, f"{tail.name}: a sealed token waits")
+    for node in nodes:
+        for stop in node.stops:
+            if stop.slots is not None:
+                needed = layout.needed_at(stop.depth * block)
+                require(needed == layout.point_names, 12, f"{needed} are needed at a boundary")

@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from ownerserve.cache import paths
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.node import ABSENT, Key, Node, Stop
-from ownerserve.cache.policies.base import Policy
+from ownerserve.cache.policies.base import Policy, Prices
 from ownerserve.cache.tree import Freed, PrefixTree
 
 SMALL_HEAP = 256
@@ -82,6 +82,10 @@ class Evictor:
         self._points_limit = [SMALL_HEAP] * len(self.point_bytes)
         self._pushes = 0
         self._view = Tail(self)
+
+    def reprice(self, prices: Prices) -> None:
+        """Order by measured costs from now on."""
+        self.policy.reprice(prices)
 
     # -- what the candidate view asks ----------------------------------------------------------
 
@@ -187,13 +191,29 @@ class Evictor:
         heapify(heap)
         self._points_limit[index] = 2 * len(heap) + SMALL_HEAP
 
-    def evict_point(self, index: int) -> Freed | None:
-        """Free one slot of point component `index`; None when every one is held."""
-        cooled, heap = self.tree.cooled, self._points[index]
+    def next_points(self, limit: int) -> list[Stop]:
+        """Stops with point state that are about to go: the heads of the heaps, `limit` entries of
+        each. O(limit), however large the tree is."""
+        self.look_at_cooled()
+        heads = (entry[2] for heap in self._points for entry in heap[:limit])
+        return list({id(stop): stop for stop in heads if stop.slots is not None}.values())
+
+    def look_at_cooled(self) -> None:
+        """Put what the tree hands over into the heaps, under its key of now.
+
+        Called when a turn has ended: its session stands at the new state, whose key is what it
+        will be until somebody comes back. Queued any earlier, all of it would have to be put back
+        under a higher key when room is short, which is the wrong moment.
+        """
+        cooled = self.tree.cooled
         while cooled:
             cooled[-1].is_cooled = False
             self.offer(cooled.pop())
-        held: list[tuple[Key, int, Stop]] = []
+
+    def evict_point(self, index: int) -> Freed | None:
+        """Free one slot of point component `index`; None when every one is held."""
+        self.look_at_cooled()
+        heap = self._points[index]
         victim: Stop | None = None
         while heap and victim is None:
             key, _, stop = heap[0]
@@ -201,22 +221,18 @@ class Evictor:
             if stop.slots is None or queued is None or key is not queued[index]:
                 heappop(heap)
                 continue
-            if stop.slots[index] == ABSENT:
-                queued[index] = None
+            if stop.slots[index] == ABSENT or stop.holds:
+                queued[index] = None  # what is held is offered again when its spill is over
                 heappop(heap)
                 continue
             present = self._point_key(stop)
             if present > key:
                 queued[index] = present
                 heapreplace(heap, (present, self._next(), stop))
-            elif stop.holds:
-                held.append(heappop(heap))
             else:
                 victim = stop
                 queued[index] = None
                 heappop(heap)
-        for entry in held:
-            heappush(heap, entry)
         return self.drop_component(victim, index) if victim is not None else None
 
     def drop_component(self, stop: Stop, index: int) -> Freed:

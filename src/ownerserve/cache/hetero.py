@@ -50,6 +50,7 @@ from ownerserve.cache.running import Running
 from ownerserve.cache.session import Session
 from ownerserve.cache.sessions import Sessions
 from ownerserve.cache.table import Table
+from ownerserve.cache.tails import TailBook
 from ownerserve.cache.tree import PrefixTree
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import TurnId
@@ -78,7 +79,7 @@ class HeteroCache:
         )
         self.sessions = Sessions(self.tree, layout, policy=self.policy)
         self.ingest = Ingest(self.tree, self.rooms, self.counters)
-        self.pressure = Pressure(self.rooms, self.evictor, self.running)
+        self.pressure = Pressure(self.rooms, self.evictor, self.running, counters=self.counters)
         self._order = 0
         self._block = layout.block_tokens
         self._range_names = layout.range_names
@@ -214,7 +215,11 @@ class HeteroCache:
             position=restored,
             sealed=floor,
             row=row,
-            table=Table(dict.fromkeys(self._range_names, row), state),
+            table=Table(
+                dict.fromkeys(self._range_names, row),
+                state,
+                TailBook.at(self.layout.tails, restored),
+            ),
             lock=lock,
             tail=bytearray(),
         )
@@ -289,6 +294,7 @@ class HeteroCache:
         if after > len(run.row) * self._block:
             raise InvalidInput("tokens", f"reach {after}", "reserve before computing")
         run.position = after
+        run.table.tails.advance(after - before)
         first = run.sealed * self._block
         if before < first:  # a replay: these blocks are sealed already
             tokens = tokens[(first - before) * TOKEN_BYTES :]
@@ -330,6 +336,12 @@ class HeteroCache:
         if rest:
             raise InvalidInput(
                 "position", f"{run.position} is no boundary", f"use a multiple of {self._block}"
+            )
+        if run.position < run.sealed * self._block:
+            raise InvalidInput(
+                "position",
+                f"{run.position} is replayed: its windows are not right yet",
+                f"snapshot from {run.sealed * self._block} on, where range state is written again",
             )
         if not self._point_names or not depth:
             return ()
@@ -388,7 +400,7 @@ class HeteroCache:
             position=run.position,
             sealed=run.sealed,
             row=row,
-            table=Table(dict.fromkeys(self._range_names, row), state),
+            table=Table(dict.fromkeys(self._range_names, row), state, run.table.tails.copy()),
             lock=self.tree.lock(run.lock.node, run.sealed),
             tail=bytearray(run.tail),
         )
@@ -419,6 +431,7 @@ class HeteroCache:
             session.row = run.row if stop is not None else None
             version = session.version
         self.tree.unlock(run.lock)
+        self.evictor.look_at_cooled()
         return Finished(run.position, depth * self._block, version)
 
     def _moves_frontier(self, run: Running, session: Session) -> bool:
@@ -467,7 +480,7 @@ class HeteroCache:
         return snapshot(self, now)
 
     def check(self) -> None:
-        """Raise InvariantViolated unless invariants 1, 3, 5, 6, 7, 9 hold. O(cache): for tests."""
+        """Raise InvariantViolated unless invariants 1, 3, 5-7, 9, 12 hold. O(cache): for tests."""
         checks.check(self)
 
     def _run(self, turn_id: TurnId) -> Running:

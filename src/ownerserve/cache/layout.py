@@ -2,7 +2,8 @@
 
     range component   one slot = the entries of one block of B tokens, in all layers that keep it
     point component   one slot = what is needed to go on at one boundary, in all layers that keep it
-    state block       one slot = the live form of every point component of one running sequence
+    state block       one slot = the live form of every point component of one running sequence,
+                      and its tails: tokens that wait for their window of m to close
 
 Made from a model's geometry by the engine; read by pools, tree and reports.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ownerserve.cache.tails import Tail
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.specs import Extent
 
@@ -31,18 +33,30 @@ class Component(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """All components of a model at one block length; `state_bytes` is one live state block."""
+    """All components of a model at one block length; `state_bytes` is one live state block.
+
+    Every tail's window divides the block, so at a boundary no tail holds anything.
+    """
 
     block_tokens: int
     components: tuple[Component, ...]
     state_bytes: int = 0
+    tails: tuple[Tail, ...] = ()
 
     def __post_init__(self) -> None:
         names = [component.name for component in self.components]
+        names += [tail.name for tail in self.tails]
         if len(set(names)) != len(names):
             raise InvalidInput("components", f"repeated name in {names}", "name each one once")
         if self.block_tokens < 1:
             raise InvalidInput("block_tokens", f"{self.block_tokens}", "use 1 or more")
+        for tail in self.tails:
+            if self.block_tokens % tail.period:
+                raise InvalidInput(
+                    "block_tokens",
+                    f"{self.block_tokens} cuts a window of {tail.name}",
+                    f"use a multiple of {tail.period}",
+                )
 
     @property
     def range_names(self) -> tuple[str, ...]:
@@ -51,6 +65,15 @@ class Layout(msgspec.Struct, frozen=True):
     @property
     def point_names(self) -> tuple[str, ...]:
         return tuple(c.name for c in self.components if c.extent is Extent.POINT)
+
+    def needed_at(self, position: int) -> tuple[str, ...]:
+        """Parts of a state block without which nothing can go on at `position`: the point
+        components, which include overlap rows, and each tail whose window is open there.
+        """
+        if not position:
+            return ()
+        open_tails = (tail.name for tail in self.tails if position % tail.period)
+        return (*self.point_names, *open_tails)
 
     def boundary_at_or_before(self, position: int) -> int:
         """The last multiple of B that is <= `position`."""

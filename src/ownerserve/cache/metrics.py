@@ -9,6 +9,7 @@ import msgspec
 
 from ownerserve.cache import paths
 from ownerserve.cache.layout import Extent
+from ownerserve.cache.tails import Tail
 
 if TYPE_CHECKING:
     from ownerserve.cache.hetero import HeteroCache
@@ -46,6 +47,14 @@ class Counters(msgspec.Struct):
     no_room: int = 0
     quarantined: int = 0
     points_lost: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Lost, 0))
+    evicted_points: dict[str, int] = msgspec.field(default_factory=dict)
+    """Slots of each point component that were evicted; superseded ones are not among them."""
+    relief_runs: int = 0
+    """Times that a watermark was crossed and the pressure engine freed or spilled something."""
+    spilled_points: int = 0
+    """Boundaries whose point state was copied below for the room it takes."""
+    failed_spills: int = 0
+    """Spills, each of several boundaries, that came to nothing."""
 
 
 class PoolLevel(msgspec.Struct, frozen=True):
@@ -70,7 +79,8 @@ class PoolLevel(msgspec.Struct, frozen=True):
 class Fragmentation(msgspec.Struct, frozen=True):
     """Bytes that hold nothing, by component.
 
-    Internal: in used slots, alignment padding and the unfilled part of unsealed blocks. External:
+    Internal: in used slots, alignment padding, the unfilled part of unsealed blocks, and by tail
+    the rows of state blocks in which no token waits. External:
     in free point slots that no snapshot can use, because another point component has run out.
     Slots of one pool are equal, so there is no other.
     """
@@ -83,7 +93,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """One dated copy of everything countable.
 
     `cached_tokens` are the tokens whose range state the tree holds, `restorable_points` the stops
-    that lack nothing, `partial_points` those that lack a component.
+    that lack nothing, `partial_points` those that lack a component. `tail_tokens` are those of all
+    running turns that wait, by tail, for their window to close.
     """
 
     as_of_s: float
@@ -95,6 +106,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     sessions: int
     running: int
     fragmentation: Fragmentation
+    tail_tokens: dict[str, int]
 
 
 def snapshot(cache: HeteroCache, now: float) -> Snapshot:
@@ -115,7 +127,9 @@ def snapshot(cache: HeteroCache, now: float) -> Snapshot:
     return Snapshot(
         as_of_s=now,
         counters=msgspec.structs.replace(
-            cache.counters, points_lost=dict(cache.counters.points_lost)
+            cache.counters,
+            points_lost=dict(cache.counters.points_lost),
+            evicted_points=dict(cache.counters.evicted_points),
         ),
         pools=_levels(cache, protected),
         cached_tokens=dict.fromkeys(layout.range_names, cached),
@@ -124,6 +138,7 @@ def snapshot(cache: HeteroCache, now: float) -> Snapshot:
         sessions=len(cache.sessions),
         running=len(cache.running),
         fragmentation=_fragmentation(cache),
+        tail_tokens={tail.name: sum(_waiting(cache, tail)) for tail in layout.tails},
     )
 
 
@@ -155,6 +170,11 @@ def _levels(cache: HeteroCache, protected_points: list[int]) -> dict[str, PoolLe
     return levels
 
 
+def _waiting(cache: HeteroCache, tail: Tail) -> list[int]:
+    """Tokens that wait in `tail`, by running turn."""
+    return [run.table.tails.waiting[tail.name] for run in cache.running.values()]
+
+
 def _fragmentation(cache: HeteroCache) -> Fragmentation:
     rooms, block = cache.rooms, cache.layout.block_tokens
     used = {pool.name: pool.used for pool in rooms.points}
@@ -170,6 +190,11 @@ def _fragmentation(cache: HeteroCache) -> Fragmentation:
         internal[component.name] = slots * padding
         if component.extent is Extent.RANGE:
             internal[component.name] += unfilled * component.payload_bytes // block
+    for tail in cache.layout.tails:
+        internal[tail.name] = sum(
+            tail.slot_bytes - tail.rows_held(waiting) * tail.row_bytes
+            for waiting in _waiting(cache, tail)
+        )
     for pool in rooms.points:
         size = next(c.slot_bytes for c in cache.layout.components if c.name == pool.name)
         external[pool.name] = (pool.free - usable) * size

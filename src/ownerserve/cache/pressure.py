@@ -8,17 +8,21 @@ a slot that is re-used while it is being copied out would be stored as wrong byt
                                 spill  idle sessions' point state, when there is a tier for it
                                 evict  range blocks and point state until `high` are free
     evictable too few       ->  checkpoint  the youngest turns, so that preempting them is cheap
+
+What is being spilled counts as room to come: it is not evicted twice over. Whoever runs the cache
+asks `is_due` after every step (O(pools)) and calls `relieve` when it says so. A run looks at the
+`LOOK` entries of point state that would go next and at nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from ownerserve.cache import paths
 from ownerserve.cache.evictor import Evictor
-from ownerserve.cache.metrics import Lost
+from ownerserve.cache.metrics import Counters, Lost
 from ownerserve.cache.node import ABSENT, Receipt, Stop
 from ownerserve.cache.pool import SlotPool
 from ownerserve.cache.rooms import Rooms
@@ -27,16 +31,28 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Packed
 
+LOOK = 256
+"""Entries of point state, of each component, that one run looks at: those that would go next."""
+
 
 class Watermarks(msgspec.Struct, frozen=True):
-    """Shares of a pool. Below `low` free, act until `high` are. Point state of a session that was
-    idle for `idle_s` is spilled first, at most `spills` stops a run, when `tier` names a place."""
+    """Shares of a pool. Below `low` free, act until `high` are; `low` 0: only on demand.
+
+    Point state of a session that was idle for `idle_s` is spilled first, at most `spills` stops a
+    run, when `tier` names a place.
+    """
 
     low: float = 0.02
     high: float = 0.05
     idle_s: float = 10.0
     spills: int = 32
     tier: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.low <= self.high <= 1.0:
+            raise InvalidInput(
+                "watermarks", f"{self.low}, {self.high}", "use 0 <= low <= high <= 1"
+            )
 
 
 class SpilledPoint(msgspec.Struct, frozen=True):
@@ -71,58 +87,127 @@ class Checkpoint(msgspec.Struct, frozen=True, tag=True):
 
 Directive = Spill | Dropped | Checkpoint
 
+Held = tuple[Stop, Receipt]
+
 
 class Pressure:
     """Watches the pools of one cache."""
 
-    def __init__(self, rooms: Rooms, evictor: Evictor, running: Mapping[TurnId, Running]) -> None:
-        self.watermarks = Watermarks()
+    def __init__(
+        self,
+        rooms: Rooms,
+        evictor: Evictor,
+        running: Mapping[TurnId, Running],
+        *,
+        counters: Counters,
+    ) -> None:
+        self._watermarks = Watermarks()
         self._rooms = rooms
         self._evictor = evictor
         self._running = running
-        self._spills: dict[int, list[tuple[Stop, Receipt]]] = {}
+        self._counters = counters
+        self._spills: dict[int, list[Held]] = {}
         self._tickets = 0
+        # The levels at which the last run found nothing to free: until they change none will.
+        self._stuck: tuple[int, ...] = ()
+        self._spill_again = True
+
+    @property
+    def watermarks(self) -> Watermarks:
+        return self._watermarks
+
+    @watermarks.setter
+    def watermarks(self, marks: Watermarks) -> None:
+        self._watermarks, self._stuck = marks, ()
+
+    # -- whether -------------------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `relieve` would find a pool short, and anything new to do about it."""
+        low, rooms = self.watermarks.low, self._rooms
+        for pool in (rooms.blocks, *rooms.points):
+            if pool.free < low * pool.capacity:
+                return self._levels() != self._stuck
+        return False
+
+    @property
+    def are_blocks_short(self) -> bool:
+        """Whether range blocks are to be evicted by the next run."""
+        return self._is_short(self._rooms.blocks)
+
+    def _is_short(self, pool: SlotPool) -> bool:
+        return pool.free < self.watermarks.low * pool.capacity
+
+    def _levels(self) -> tuple[int, ...]:
+        rooms = self._rooms
+        free = [pool.free for pool in (rooms.blocks, *rooms.points)]
+        return (*free, rooms.evictable_blocks(), len(self._spills), len(self._running))
+
+    # -- what ----------------------------------------------------------------------------------
 
     def relieve(self, now: float) -> tuple[Directive, ...]:
         """One run: at most one directive of each kind."""
+        if not self.is_due:
+            return ()
         directives: list[Directive] = []
-        rooms, marks = self._rooms, self.watermarks
-        points = [pool for pool in rooms.points if pool.free < marks.low * pool.capacity]
-        dropped = self._drop_superseded() if points else 0
-        if points and marks.tier:
-            spill = self._spill(now)
-            directives += [spill] if spill is not None else []
-        for index, pool in enumerate(rooms.points):
-            if pool in points:
-                dropped += rooms.evict_points(index, self._short(pool))
+        spill, points = self._relieve_points(now)
+        if spill is not None:
+            directives.append(spill)
         blocks = 0
-        if rooms.blocks.free < marks.low * rooms.blocks.capacity:
-            short = self._short(rooms.blocks)
-            blocks = min(short, rooms.evictable_blocks())
+        if self.are_blocks_short:
+            short = self._missing(self._rooms.blocks)
+            blocks = min(short, self._rooms.evictable_blocks())
             if blocks:
-                rooms.evict_blocks(blocks)
+                self._rooms.evict_blocks(blocks)
             if blocks < short and self._running:
                 directives.append(self._checkpoint())
-        if blocks or dropped:
-            directives.append(Dropped(blocks, dropped))
+        if blocks or points:
+            directives.append(Dropped(blocks, points))
+        has_acted = bool(blocks or points or spill)
+        self._counters.relief_runs += has_acted
+        self._stuck = () if has_acted else self._levels()
         return tuple(directives)
 
-    def _short(self, pool: SlotPool) -> int:
+    def _missing(self, pool: SlotPool) -> int:
+        """Slots to free, so that `high` are."""
         return max(0, int(self.watermarks.high * pool.capacity) - pool.free)
 
     def _checkpoint(self) -> Checkpoint:
         youngest = sorted(self._running.values(), key=lambda run: -run.order)
         return Checkpoint(tuple(run.turn_id for run in youngest[: max(1, len(youngest) // 4)]))
 
-    def _point_stops(self) -> list[Stop]:
-        nodes = paths.nodes(self._evictor.tree.root)
-        return [stop for node in nodes for stop in node.stops if stop.slots is not None]
+    def _relieve_points(self, now: float) -> tuple[Spill | None, int]:
+        """Room in the point pools: a spill, and how many stops or slots went at once."""
+        rooms = self._rooms
+        pools = [pool for pool in rooms.points if self._is_short(pool)]
+        if not pools:
+            return None, 0
+        near = self._evictor.next_points(LOOK)
+        gone = self._drop_superseded(near)
+        spill = None
+        if self.watermarks.tier and self._spill_again:
+            kept = [stop for stop in near if stop.is_complete and not stop.holds]
+            ready = sum(self.watermarks.tier in stop.backed for stop in kept)
+            wanted = max(map(self._missing, pools)) - ready - self._coming
+            spill = self._spill(kept, min(wanted, self.watermarks.spills), now)
+        self._spill_again = True
+        for index, pool in enumerate(rooms.points):
+            if pool in pools:
+                short = self._missing(pool) - self._coming
+                gone += rooms.evict_points(index, short) if short > 0 else 0
+        return spill, gone
 
-    def _drop_superseded(self) -> int:
+    @property
+    def _coming(self) -> int:
+        """Slots of each point pool that open spills will make easy to free."""
+        return sum(map(len, self._spills.values()))
+
+    def _drop_superseded(self, near: Iterable[Stop]) -> int:
         """Point state that can restore nothing, or that no session stands at while a later stop
         of the same interval has all of it. Returns how many stops lost theirs."""
         superseded = []
-        for stop in self._point_stops():
+        for stop in near:
             newest = stop.node.stops[-1]
             passed = newest is not stop and newest.is_complete
             lonely = not stop.anchors and stop.uses <= 1 and passed
@@ -135,19 +220,15 @@ class Pressure:
 
     # -- spills --------------------------------------------------------------------------------
 
-    def _spill(self, now: float) -> Spill | None:
+    def _spill(self, near: Iterable[Stop], wanted: int, now: float) -> Spill | None:
         marks, tree = self.watermarks, self._evictor.tree
         idle = [
             stop
-            for stop in self._point_stops()
-            if stop.refs
-            and stop.is_complete
-            and not stop.holds
-            and marks.tier not in stop.backed
-            and now - stop.last_s >= marks.idle_s
+            for stop in near
+            if stop.refs and marks.tier not in stop.backed and now - stop.last_s >= marks.idle_s
         ]
         idle.sort(key=lambda stop: (stop.last_s, stop.depth))
-        chosen = idle[: marks.spills]
+        chosen = idle[: max(0, wanted)]
         if not chosen:
             return None
         points, held = [], []
@@ -167,14 +248,29 @@ class Pressure:
 
     def spilled(self, ticket: int) -> None:
         """The copies are safe: this state is cheap to bring back now, and may go early."""
-        for stop in self._release(ticket):
-            if self.watermarks.tier not in stop.backed:
-                stop.backed = (*stop.backed, self.watermarks.tier)
-            self._evictor.offer(stop)
+        stops = self._release(ticket)
+        self._counters.spilled_points += len(stops)
+        for stop in stops:
+            self._back(stop)
 
     def spill_failed(self, ticket: int) -> None:
-        """No copy was made."""
+        """No copy was made. The next run evicts without: the same spill would fail the same way."""
         self._release(ticket)
+        self._counters.failed_spills += 1
+        self._spill_again = False
+
+    def backed(self, prefix: Packed) -> None:
+        """The point state behind `prefix` has a copy below, whoever made it."""
+        depth = len(prefix) // self._evictor.tree.block_bytes
+        node, reached = self._evictor.tree.walk(prefix, depth)
+        stop = paths.complete_stop(node, depth) if reached == depth else None
+        if stop is not None and stop.depth == depth:
+            self._back(stop)
+
+    def _back(self, stop: Stop) -> None:
+        if self.watermarks.tier not in stop.backed:
+            stop.backed = (*stop.backed, self.watermarks.tier)
+        self._evictor.offer(stop)
 
     def _release(self, ticket: int) -> list[Stop]:
         held = self._spills.pop(ticket, None)
@@ -182,8 +278,14 @@ class Pressure:
             raise InvalidInput("ticket", f"{ticket} is no open spill", "report each one once")
         for stop, lock in held:
             stop.holds -= 1
+            self._evictor.tree.cool(stop)
             self._evictor.tree.unlock(lock)
         return [stop for stop, _ in held if stop.slots is not None and ABSENT not in stop.slots]
+
+    @property
+    def open_spills(self) -> tuple[int, ...]:
+        """Tickets that wait for a report."""
+        return tuple(self._spills)
 
     def locks(self) -> list[Receipt]:
         """Locks of open spills."""

@@ -133,8 +133,7 @@ class Rooms:
         slots = stop.slots or [ABSENT] * len(self.points)
         stop.slots = [taken.get(p.name, s) for p, s in zip(self.points, slots, strict=True)]
         stop.backed = ()
-        self._evictor.offer(stop)
-        self._evictor.tree.expose(stop.node)
+        self._evictor.tree.cool(stop)
 
     def give_point(self, taken: dict[str, int]) -> None:
         """Return slots that are at no stop."""
@@ -158,9 +157,12 @@ class Rooms:
                 self._give_points(self._evictor.drop_component(stop, index), reason)
 
     def _give_points(self, freed: Freed, reason: Lost) -> None:
+        evicted = self._counters.evicted_points
         for slots in freed.points:
             for pool, slot in zip(self.points, slots, strict=True):
                 if slot != ABSENT:
                     pool.give([slot])
+                    if reason is not Lost.SUPERSEDED:
+                        evicted[pool.name] = evicted.get(pool.name, 0) + 1
         if freed.points_lost:
             self._counters.points_lost[reason] += freed.points_lost

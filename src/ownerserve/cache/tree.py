@@ -220,7 +220,8 @@ class PrefixTree:
         return stop
 
     def cool(self, stop: Stop) -> None:
-        """A session left this stop, or its soft reference ended: it may be evicted earlier."""
+        """Point state is new at this stop, a session left it, or its soft reference ended: the
+        evictor must look."""
         self.expose(stop.node)
         if stop.slots is not None and not stop.is_cooled:
             stop.is_cooled = True

@@ -16,9 +16,11 @@ COMMANDS = {
     "inspect": ("inspect", "What state a model keeps, bytes per component, sessions that fit."),
     "trace": ("trace", "Read, measure and make workloads."),
     "store": ("store", "Look into, check, clean and measure the artifact store."),
-    "plan": ("plan", "Price a restore and explain it."),
+    "plan": ("plan", "Price a restore or a placement, and explain it."),
     "worker": ("worker", "The reference engine as an OpenAI-compatible server."),
     "gateway": ("gateway", "The router in front of workers."),
+    "directory": ("directory", "Who owns a session, who holds a prefix."),
+    "doctor": ("doctor", "What is installed, reachable, misconfigured, and the mend."),
 }
 
 

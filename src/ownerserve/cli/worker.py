@@ -62,6 +62,14 @@ if TYPE_CHECKING:
     help="Prefill chunk, a multiple of the block. Default: 16 blocks.",
 )
 @click.option(
+    "--hca-tail",
+    type=click.Choice(["raw", "online"]),
+    default="raw",
+    show_default=True,
+    help="How tokens wait for their HCA window of m' to close (DeepSeek-V4): up to m'-1 rows a"
+    " layer, or one online softmax. Same answers and stored state; smaller state blocks.",
+)
+@click.option(
     "--store",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
@@ -77,11 +85,43 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--spill-after",
-    default=0.25,
+    metavar="SECONDS",
+    type=click.FloatRange(min=0),
+    help="How long a session is idle before its state is copied to the store. Default: what its"
+    " own gaps make cheapest, once three are known; 0.25 before.",
+)
+@click.option(
+    "--checkpoints",
+    default="turn-end",
+    show_default=True,
+    metavar="POLICY",
+    help="Boundaries whose window and recurrent state is stored: full, periodic:N (every N tokens),"
+    " zero (windows are replayed), turn-end, or adaptive (from observed reuse and costs).",
+)
+@click.option(
+    "--store-upkeep",
+    default=60.0,
     show_default=True,
     metavar="SECONDS",
     type=click.FloatRange(min=0),
-    help="How long a session is idle before its state is copied to the store.",
+    help="Interval at which the store drops what is past its TTL and compacts; 0: never.",
+)
+@click.option(
+    "--evict-below",
+    default=2.0,
+    show_default=True,
+    metavar="PERCENT",
+    type=click.FloatRange(0, 100),
+    help="Low watermark: make room when less of a pool's slots is free; 0: only when a turn needs"
+    " a slot.",
+)
+@click.option(
+    "--evict-to",
+    default=5.0,
+    show_default=True,
+    metavar="PERCENT",
+    type=click.FloatRange(0, 100),
+    help="High watermark: how much of a pool is free then.",
 )
 @click.option(
     "--rpc-port",
@@ -176,10 +216,15 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
 
 
 def _options(flags: dict[str, object]) -> WorkerOptions:
+    from ownerserve.cache.pressure import Watermarks
     from ownerserve.engines.hf.build import WorkerOptions
+    from ownerserve.kv.descriptor import TailForm
     from ownerserve.node.settings import NodeSettings
 
-    store = flags["store"]
+    store, spill_after = flags["store"], flags["spill_after"]
+    low, high = (float(str(flags[name])) / 100 for name in ("evict_below", "evict_to"))
+    if low > high:
+        raise InvalidInput("evict-below", f"{low:.1%} is above --evict-to", "order the watermarks")
     block, chunk = flags["block"], flags["chunk"]
     return WorkerOptions(
         model=str(flags["model"]),
@@ -189,9 +234,13 @@ def _options(flags: dict[str, object]) -> WorkerOptions:
         block_tokens=None if block is None else int(str(block)),
         chunk_tokens=None if chunk is None else int(str(chunk)),
         seed=int(str(flags["seed"])),
+        hca_tail=TailForm.ONLINE if flags["hca_tail"] == "online" else TailForm.RAW_ROWS,
         store=store if isinstance(store, Path) else None,
         host_cache_bytes=parse_bytes(str(flags["host_cache"]), field="host-cache"),
-        node=NodeSettings(spill_after_s=float(str(flags["spill_after"]))),
+        node=NodeSettings(spill_after_s=None if spill_after is None else float(str(spill_after))),
+        watermarks=Watermarks(low, high),
+        checkpoints=str(flags["checkpoints"]),
+        store_upkeep_s=float(str(flags["store_upkeep"])),
     )
 
 

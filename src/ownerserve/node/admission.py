@@ -102,6 +102,12 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
     """Given up."""
 
 
+class Arrived(msgspec.Struct, frozen=True):
+    """The turn that the place was held for."""
+
+    turn_id: TurnId
+
+
 class _Place(msgspec.Struct):
     turn_id: TurnId
     tokens: int
@@ -163,12 +169,13 @@ class Admission:
         self._sessions.release(session_id)
         return Released()
 
-    def arrived(self, turn_id: TurnId) -> None:
-        """A turn is here: its place is used up. One without a place is nobody's."""
-        for number, place in self._places.items():
-            if place.turn_id == turn_id:
-                del self._places[number]
-                return
+    def arrived(self, reservation: int, now: float) -> Arrived | Reject:
+        """The turn of this reservation is here, committed or not: its place is used up."""
+        self._expire(now)
+        place = self._places.pop(reservation, None)
+        if place is None:
+            return self._refuse(Refusal.UNKNOWN_RESERVATION)
+        return Arrived(place.turn_id)
 
     def held(self, now: float) -> int:
         """Places that are held now."""

@@ -1,7 +1,7 @@
 """The store under a node: host memory over disk, behind tickets. Wiring and timing only.
 
-What is written goes to the lowest tier first, so that "kept" means durable, and a copy stays in
-host memory, from where it comes back fastest.
+What is written is durable below when it is "kept", and a copy stays in host memory, from where it
+comes back fastest: the store's placement does that.
 """
 
 from __future__ import annotations
@@ -9,19 +9,28 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
+from ownerserve.kv.units import GIB
+from ownerserve.node.upkeep import Upkeep
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.plan.inputs import Tier as Medium
-from ownerserve.store.buffers import Landing
+from ownerserve.store.buffers import BufferPool, Landing
 from ownerserve.store.disk import DiskOptions, DiskTier, StoreUnavailable
+from ownerserve.store.disk_core import listed
+from ownerserve.store.header import CHUNK
+from ownerserve.store.index import Entry, IndexFailed
 from ownerserve.store.memory import MemoryTier
-from ownerserve.store.model import Hit, Meta, Present, ReadOutcome, Refused, Stored, Want
+from ownerserve.store.model import Hit, Listed, ReadOutcome, Want
 from ownerserve.store.model import WriteOutcome as Outcome
-from ownerserve.store.policy import split
+from ownerserve.store.pinned import CudaHost, PinnedMemory
+from ownerserve.store.placement import Placement, WriteThrough
+from ownerserve.store.policy import by_utility, split
 from ownerserve.store.service import StoreService
-from ownerserve.store.tier import Reservation, Tier, put
+from ownerserve.store.tier import Reservation, Tier
 from ownerserve.store.tiered import TieredStore
 from ownerserve.store.wallclock import WallClock
 
@@ -30,34 +39,56 @@ log = logging.getLogger("ownerserve.node")
 MEDIUM_OF = {"memory": Medium.HOST, "disk": Medium.DISK, "remote": Medium.REMOTE}
 
 
-class WriteDown(TieredStore):
-    """Tiers that are written from the bottom and read from the top.
+class ListedPart(Listed, frozen=True):
+    """A record that was found by a boundary, at the end of its first `units` units."""
+
+    boundary: bytes = b""
+    units: int = 0
+
+
+def _part(entry: Entry, units: int, boundary: bytes) -> ListedPart:
+    return ListedPart(**msgspec.structs.asdict(listed(entry)), boundary=boundary, units=units)
+
+
+class NodeTiers(TieredStore):
+    """Written through to the lowest tier, so that "kept" means durable; read from the fastest.
 
     Times every read in the thread that makes it, so that a busy engine does not look like a slow
-    disk. `timings` is filled by reading threads and emptied by the node's.
+    disk. `timings` is filled by reading threads and emptied by the node's. `worth_ms` is filled by
+    the node, for records that it is about to write, and emptied by the writing thread: what is
+    stored is priced at once, before anything can be evicted for it.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
-        super().__init__(tiers)
+        super().__init__(tiers, Placement(write=WriteThrough(len(tiers) - 1)))
         self.timings: deque[Loaded] = deque(maxlen=256)
-
-    def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | Present | Refused:
-        """Room in the lowest tier: one record is one write."""
-        return self.tiers[-1].reserve(meta, payload_bytes)
+        self.worth_ms: dict[bytes, float] = {}
 
     def commit(self, reservations: Sequence[Reservation]) -> tuple[Outcome, ...]:
-        """Durable below, then a copy above; that one may be refused without harm."""
-        above = self.tiers[:-1]
-        copies = [bytes(r.payload) if above else b"" for r in reservations]
-        outcomes = self.tiers[-1].commit(reservations)
-        for reserved, copy, outcome in zip(reservations, copies, outcomes, strict=True):
-            if above and isinstance(outcome, Stored | Present):
-                put(above[0], reserved.meta, copy)
+        """As the placement says, then prices."""
+        ids = [reserved.meta.id for reserved in reservations]
+        outcomes = super().commit(reservations)
+        priced = {id_: ms for id_ in ids if (ms := self.worth_ms.pop(id_, None)) is not None}
+        if priced:
+            self.price(priced)
         return outcomes
 
-    def abort(self, reservation: Reservation) -> None:
-        """The room is free again."""
-        self.tiers[-1].abort(reservation)
+    def look(self, ids: Sequence[bytes], boundaries: Sequence[bytes]) -> Mapping[bytes, Listed]:
+        """What any tier has of `ids`, and the records that hold the first of `boundaries` that any
+        record on disk holds. Both are hints."""
+        return {**self._inside(boundaries), **self.find(ids)}
+
+    def _inside(self, boundaries: Sequence[bytes]) -> dict[bytes, Listed]:
+        for tier in self.tiers:
+            if not isinstance(tier, DiskTier):
+                continue
+            try:
+                for digest in boundaries:
+                    if found := tier.core.index.at_boundary(digest):
+                        return {entry.meta.id: _part(entry, n, digest) for entry, n in found}
+            except IndexFailed as error:
+                log.warning("%s: branches are not looked for", error)
+        return {}
 
     def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
         """As any tiered read, timed when all of it came from one tier."""
@@ -93,18 +124,28 @@ class WriteDown(TieredStore):
 class Backing:
     """An open store and its threads. Close it once, after the node."""
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
-        self.tiers = WriteDown(tiers)
+    def __init__(self, tiers: Sequence[Tier], *, upkeep_s: float = 0.0) -> None:
+        self.tiers = NodeTiers(tiers)
+        self.upkeep = Upkeep(tiers, upkeep_s)
         self.service = StoreService(self.tiers, WallClock())
+        self.upkeep.start()
 
     def close(self) -> None:
         """Finish what is in the air and let another writer in."""
+        self.upkeep.stop()
         self.service.close()
         self.tiers.close()
 
 
-def open_backing(directory: Path | None, host_bytes: int) -> Backing | None:
-    """Host memory of `host_bytes` (0: none) over the store at `directory` (None: none).
+def open_backing(
+    directory: Path | None,
+    host_bytes: int,
+    *,
+    upkeep_s: float = 0.0,
+    cuda: CudaHost | None = None,
+) -> Backing | None:
+    """Host memory of `host_bytes` (0: none) over the store at `directory` (None: none), tidied
+    every `upkeep_s` seconds (0: never). `cuda`: the runtime that page-locks the host memory.
 
     A medium that does not let the store be opened is one warning: the worker serves without it.
     Raises InvalidInput for what the operator can mend (another writer, another format).
@@ -112,10 +153,12 @@ def open_backing(directory: Path | None, host_bytes: int) -> Backing | None:
     clock = WallClock()
     tiers: list[Tier] = []
     if host_bytes:
-        tiers.append(MemoryTier(clock, split(host_bytes)))
+        memory = None if cuda is None else PinnedMemory(cuda)
+        pool = BufferPool(2 * (host_bytes + CHUNK), max(host_bytes, GIB // 4), memory=memory)
+        tiers.append(MemoryTier(clock, split(host_bytes), landing=pool, order=by_utility))
     if directory is not None:
         try:
             tiers.append(DiskTier(directory, clock, options=DiskOptions()))
         except StoreUnavailable as error:
             log.warning("%s; serving without it", error)
-    return Backing(tiers) if tiers else None
+    return Backing(tiers, upkeep_s=upkeep_s) if tiers else None

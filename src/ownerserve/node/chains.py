@@ -7,14 +7,22 @@ Owns the digests of the sessions seen last. A prompt that does not go on from it
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Protocol
 
 import msgspec
 
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.prefix import Packed, PrefixChain
+from ownerserve.kv.prefix import Packed, PrefixChain, hash_prefix
 from ownerserve.node.records import Digests
 
 SESSIONS = 256
+
+
+class Hashes(Protocol):
+    """Who knows the digests of a prompt."""
+
+    def digests(self, tokens: Packed, session_id: SessionId | None) -> Digests: ...
 
 
 class _Known(msgspec.Struct):
@@ -37,8 +45,28 @@ class Chains:
         known = self._known.get(session_id)
         return known.tokens if known is not None else b""
 
+    def knows(self, session_id: SessionId | None) -> bool:
+        """Whether the session was seen here."""
+        return session_id in self._known
+
+    def peek(self, tokens: Packed, session_ids: Iterable[SessionId] = ()) -> Digests:
+        """Digests of `tokens`, whole blocks, without remembering them: those of a session that
+        goes on from there, else hashed."""
+        for session_id in session_ids:
+            known = self._known.get(session_id)
+            if known is not None and known.tokens.startswith(tokens):
+                return known.chain.digests[: len(tokens) // self._block_bytes]
+        return hash_prefix(tokens, self._block_tokens)
+
     def digests(self, tokens: Packed, session_id: SessionId | None) -> Digests:
         """Digests of all full blocks of `tokens`. The result is not to be changed or kept."""
+        return self._chain(tokens, session_id).digests
+
+    def fork(self, tokens: Packed, session_id: SessionId | None) -> PrefixChain:
+        """A chain of the full blocks of `tokens`, for the caller to keep and grow."""
+        return self._chain(tokens, session_id).fork()
+
+    def _chain(self, tokens: Packed, session_id: SessionId | None) -> PrefixChain:
         whole = tokens[: len(tokens) - len(tokens) % self._block_bytes]
         known = self._known.pop(session_id, None) if session_id is not None else None
         if known is None or not whole.startswith(known.tokens):
@@ -49,4 +77,4 @@ class Chains:
             self._known[session_id] = known
             if len(self._known) > SESSIONS:
                 self._known.popitem(last=False)
-        return known.chain.digests
+        return known.chain

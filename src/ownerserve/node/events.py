@@ -11,8 +11,10 @@ from enum import StrEnum
 
 import msgspec
 
+from ownerserve.cache.pressure import Checkpoint
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Packed
+from ownerserve.node.records import Inside
 from ownerserve.plan.inputs import Backlog, Tier
 from ownerserve.plan.outcome import RestorePlan
 from ownerserve.store.model import Meta, MissReason, Want
@@ -33,10 +35,27 @@ class Arrived(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The catalogue's answer to a `Find`: where each id is, as a hint. Absent ones are left out."""
+    """The catalogue's answer to a `Find`: where each id is, as a hint. Absent ones are left out.
+
+    `inside` are records that were not asked for by id and hold one of the boundaries; their ids
+    are in `held` too.
+    """
 
     errand: Errand
     held: Mapping[bytes, Tier]
+    inside: tuple[Inside, ...] = ()
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """The engine has a place for the turn, and has told its device what of it is there."""
+
+    turn_id: TurnId
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """The engine took the offer: the turn has the blocks that it goes into."""
+
+    turn_id: TurnId
 
 
 class Fetched(msgspec.Struct, frozen=True):
@@ -91,18 +110,46 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-Event = Arrived | Found | Fetched | NotFetched | Filled | Ended | Gone | Kept | NotKept | Tick
+class Computing(msgspec.Struct, frozen=True):
+    """A step is on its way that computes tokens [start, end) of the turn, in the engine's blocks.
+
+    `added` are the turn's tokens that the node was not told yet, up to at most `end`.
+    """
+
+    turn_id: TurnId
+    start: int
+    end: int
+    added: Packed = b""
+
+
+Event = (
+    Arrived
+    | Found
+    | Asked
+    | Placed
+    | Fetched
+    | NotFetched
+    | Filled
+    | Computing
+    | Ended
+    | Gone
+    | Kept
+    | NotKept
+    | Tick
+)
 
 
 # ---- effects
 
 
 class Find(msgspec.Struct, frozen=True):
-    """Which of `ids` are stored, and where?"""
+    """Which of `ids` are stored, and where? And which records hold the first of `boundaries` that
+    any holds: a branch shares only the beginning of those."""
 
     errand: Errand
     ids: tuple[bytes, ...]
     deadline_s: float
+    boundaries: tuple[bytes, ...] = ()
 
 
 class Fetch(msgspec.Struct, frozen=True):
@@ -128,6 +175,26 @@ class Fill(msgspec.Struct, frozen=True):
     fillings: tuple[Filling, ...]
 
 
+class Offer(msgspec.Struct, frozen=True):
+    """State up to `position` can be had from outside. Nothing is reserved or read yet."""
+
+    turn_id: TurnId
+    position: int
+
+
+class Bring(msgspec.Struct, frozen=True):
+    """Read and verify all `wants`, then write them: a `Fetch` and its `Fill` in one.
+
+    The performer answers when no write is under way any more, and by `deadline_s` at the latest.
+    """
+
+    turn_id: TurnId
+    errand: Errand
+    wants: tuple[Want, ...]
+    fillings: tuple[Filling, ...]
+    deadline_s: float
+
+
 class Drop(msgspec.Struct, frozen=True):
     """Nobody waits for this errand any more."""
 
@@ -141,15 +208,27 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """Copy these slots out, now, and store them as `meta`: one unit a slot, in order."""
+    """Copy these slots out, now, and store them as `meta`: one unit a slot, in order.
+
+    `restore_cost_ms` is what a hit without this record would cost more, by measured prices: the
+    store keeps by it.
+    """
 
     errand: Errand
     meta: Meta
     component: str
     slots: tuple[int, ...]
+    restore_cost_ms: float = 0.0
 
 
-Effect = Find | Fetch | Fill | Drop | Start | Copy
+class Pin(msgspec.Struct, frozen=True):
+    """Keep what the point at `position` of the turn is made of; what was kept before may go."""
+
+    turn_id: TurnId
+    position: int
+
+
+Effect = Find | Fetch | Fill | Offer | Bring | Drop | Start | Copy | Pin | Checkpoint
 
 
 # ---- what came of it
@@ -178,4 +257,5 @@ class RestoreReport(msgspec.Struct, frozen=True):
     plan: RestorePlan | None
     waited_s: float
     loaded_bytes: int = 0
+    loaded_point_bytes: int = 0
     misses: int = 0

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from ownerserve.cache.layout import Layout
-from ownerserve.kv.artifacts import Identity, PointKey, RangeKey, artifact_id
+from ownerserve.kv.artifacts import ArtifactIds, Identity, PointKey, RangeKey
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.store.model import ID_BYTES, SHARED, Kind, Meta, meta_of
 
@@ -33,6 +33,14 @@ class Cell(msgspec.Struct, frozen=True):
     end: int
 
 
+class Inside(msgspec.Struct, frozen=True):
+    """A stored record that holds `boundary` at the end of its first `units` units."""
+
+    meta: Meta
+    units: int
+    boundary: bytes
+
+
 class RecordNames:
     """Ids and metadata under one identity, layout and grid. Holds no state."""
 
@@ -43,13 +51,18 @@ class RecordNames:
         self.blocks = blocks
         sizes = [[c.name, c.slot_bytes] for c in layout.components]
         self.descriptor = msgspec.msgpack.encode([engine, layout.block_tokens, sizes])
-        self._digest = identity.digest()
+        digest = identity.digest()
+        self._ids = {c.name: ArtifactIds(digest, c.name) for c in layout.components}
         self._tenant = identity.tenant_salt if any(identity.tenant_salt) else SHARED
         self._slot_bytes = {c.name: c.slot_bytes for c in layout.components}
 
     def slot_bytes(self, component: str) -> int:
         """Bytes of one unit of a component's record."""
         return self._slot_bytes[component]
+
+    def payload_bytes(self, component: str, slots: Sequence[int]) -> int:
+        """Bytes of a record of these slots."""
+        return len(slots) * self._slot_bytes[component]
 
     def cell_ending_at(self, end: int) -> Cell:
         """The cell whose last block is the one before `end`."""
@@ -61,10 +74,27 @@ class RecordNames:
             yield Cell(first, min(first + self.blocks, depth))
 
     def range_id(self, component: str, cell: Cell, digests: Digests) -> bytes:
-        return artifact_id(self._digest, self._range_key(component, cell, digests))
+        block = self.layout.block_tokens
+        hashed = digests[cell.end - 1]
+        return self._ids[component].range(hashed, cell.first * block, cell.end * block)
 
     def point_id(self, component: str, depth: int, digests: Digests) -> bytes:
-        return artifact_id(self._digest, self._point_key(component, depth, digests))
+        return self._ids[component].point(digests[depth - 1], depth * self.layout.block_tokens)
+
+    def shared_cell(self, inside: Inside, digests: Digests) -> Cell | None:
+        """The part of a range record that a prefix shares; None when the record is of another
+        identity or grid, or the boundary is not the prefix's."""
+        meta, block = inside.meta, self.layout.block_tokens
+        ids, first = self._ids.get(meta.component), meta.first_token // block
+        depth = first + inside.units
+        hashed = PrefixHash(meta.prefix_hash)
+        if ids is None or meta.kind is not Kind.RANGE or first % self.blocks:
+            return None
+        if ids.range(hashed, meta.first_token, meta.end_token) != meta.id:
+            return None
+        if not first < depth <= len(digests) or digests[depth - 1] != inside.boundary:
+            return None
+        return Cell(first, depth)
 
     def range_meta(self, component: str, cell: Cell, digests: Digests) -> Meta:
         units = cell.end - cell.first

@@ -2,9 +2,14 @@
 
     phase     leaves by                                                     holds
     LOOKING   Found: a plan is made                                         -
+    FOUND     Asked: the engine says what it has itself                     -
+    OFFERED   Placed: the engine says where it may go | Asked: again        -
     LOADING   Fetched | NotFetched | deadline                               slots, reserved
-    FILLING   Filled: the cache takes them in, all or nothing               the same
-    READY     Running: the engine has begun it                              -
+    FILLING   Filled | NotFetched: all of it counts, or nothing             the same
+
+FOUND and OFFERED are for a device that answers `Later` (node.device): a turn waits there in the
+engine's queue and not for us, so they have no deadline; and once it has blocks, one effect
+(`Bring`) reads and writes them, since only its performer knows when it is quiet.
 
 Whatever goes wrong, the turn starts: with less state and more to compute. What could not be read
 is left out of the next plan, so a bad record costs one attempt and is counted once. Slots are
@@ -15,15 +20,16 @@ given up before its errand's answer can touch them, since only a `Fill` writes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import StrEnum
+from math import inf
 
 import msgspec
 
-from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import (
     Arrival,
     Match,
+    NoRoom,
     Refused,
     Replay,
     Reserved,
@@ -33,9 +39,11 @@ from ownerserve.cache.outcomes import (
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.node import survey
-from ownerserve.node.chains import Chains
+from ownerserve.node.chains import Hashes
+from ownerserve.node.device import Device, Later
 from ownerserve.node.events import (
     Arrived,
+    Bring,
     Drop,
     Effect,
     Errand,
@@ -47,6 +55,7 @@ from ownerserve.node.events import (
     Find,
     Found,
     NotFetched,
+    Offer,
     RestoreOutcome,
     RestoreReport,
     Start,
@@ -59,11 +68,18 @@ from ownerserve.plan.outcome import Priced, RestorePlan
 from ownerserve.plan.restore import Planner
 from ownerserve.store.model import MissReason
 
+FIRST_CELLS = 4
+"""Cells that a restore asks for at first."""
+NOBODY = TurnId("")
+NOTHING_KNOWN = Match(0, ())
+
 
 class Phase(StrEnum):
     """See the module's table."""
 
     LOOKING = "looking"
+    FOUND = "found"
+    OFFERED = "offered"
     LOADING = "loading"
     FILLING = "filling"
 
@@ -77,13 +93,16 @@ class Wish(msgspec.Struct, eq=False):
     deadline_s: float
     phase: Phase = Phase.LOOKING
     errand: Errand = 0
-    asked: Mapping[bytes, survey.Sought] = {}
-    found: Mapping[bytes, Tier] = {}
+    cap: int = 0
+    upto: int = 0
+    asked: dict[bytes, survey.Sought] = {}
+    found: dict[bytes, Tier] = {}
     bad: set[bytes] = set()
     attempts: int = 0
     misses: int = 0
     plan: RestorePlan | None = None
     readings: tuple[survey.Reading, ...] = ()
+    arrival: Arrival | None = None
     room: Reserved | None = None
 
 
@@ -92,7 +111,7 @@ class Restores:
 
     def __init__(
         self,
-        cache: HeteroCache,
+        device: Device,
         names: RecordNames,
         *,
         planner: Planner,
@@ -100,17 +119,20 @@ class Restores:
         settings: NodeSettings,
     ) -> None:
         self.reports: dict[TurnId, RestoreReport] = {}
-        self._cache = cache
+        self._device = device
         self._names = names
         self._planner = planner
         self._costs = costs
         self._settings = settings
-        self._block = cache.layout.block_tokens
+        self._block = device.layout.block_tokens
         self._wishes: dict[TurnId, Wish] = {}
         self._by_errand: dict[Errand, Wish] = {}
 
     def __len__(self) -> int:
         return len(self._wishes)
+
+    def __contains__(self, turn_id: TurnId) -> bool:
+        return turn_id in self._wishes
 
     # -- what a turn goes on from --------------------------------------------------------------
 
@@ -119,9 +141,9 @@ class Restores:
 
         None: at the deepest complete point, as the cache does by itself.
         """
-        match = self._cache.match(tokens)
+        match = self._device.match(NOBODY, tokens)
         count = len(tokens) // TOKEN_BYTES
-        if not match.range_tokens or count < 2:
+        if isinstance(match, Later) or not match.range_tokens or count < 2:
             return None
         way = self._plan(match, survey.NOTHING_HELD, tokens=count, backlog=Backlog()).chosen
         if way.position == 0 or survey.is_loading(way):
@@ -140,11 +162,13 @@ class Restores:
     # -- events --------------------------------------------------------------------------------
 
     def arrived(
-        self, event: Arrived, chains: Chains, *, errand: Errand, now: float
+        self, event: Arrived, chains: Hashes, *, errand: Errand, now: float
     ) -> Iterable[Effect]:
         """Ask the store, unless the device has all that could be restored."""
         cap = max(0, len(event.tokens) // TOKEN_BYTES - 1) // self._block
-        match = self._cache.match(event.tokens)
+        match = self._device.match(event.turn_id, event.tokens)
+        if isinstance(match, Later):
+            match = NOTHING_KNOWN
         complete = next((p.position for p in match.points if not p.lacks), 0) // self._block
         if not self._names.layout.point_names:
             complete = min(cap, match.range_tokens // self._block)
@@ -155,19 +179,61 @@ class Restores:
         digests = chains.digests(event.tokens, event.session_id)
         wish = Wish(event, digests, now, deadline_s, errand=errand, bad=set())
         resident = min(cap, match.range_tokens // self._block)
-        wish.asked = survey.sought(
-            self._names, digests, resident=resident, complete=complete, cap=cap
-        )
-        self._wishes[event.turn_id] = self._by_errand[errand] = wish
-        return [Find(errand, tuple(wish.asked), deadline_s)]
+        # Nothing can be used behind a gap: a long prompt asks for its first cells, and for the
+        # rest when those are there. A cold one so costs some ids and not thousands.
+        grid = self._names.blocks
+        wish.cap = cap
+        wish.upto = min(cap, (resident // grid + FIRST_CELLS) * grid)
+        self._wishes[event.turn_id] = wish
+        ranges, points = range(resident, wish.upto), range(complete, wish.upto)
+        return [self._look(wish, errand, ranges=ranges, points=points)]
+
+    def _look(self, wish: Wish, errand: Errand, *, ranges: range, points: range) -> Find:
+        """Ask for what ends behind the blocks of `ranges` and `points`."""
+        ends, depths = (range(r.start + 1, r.stop + 1) for r in (ranges, points))
+        asked = survey.sought(self._names, wish.digests, ranges=ends, points=depths)
+        wish.asked.update(asked)
+        wish.errand = errand
+        self._by_errand[errand] = wish
+        boundaries = tuple(reversed(wish.digests[ranges.start : ranges.stop]))
+        return Find(errand, tuple(asked), wish.deadline_s, boundaries)
 
     def found(self, event: Found, *, errand: Errand, now: float) -> Iterable[Effect]:
         """The catalogue has answered; decide, and read what the plan wants."""
         wish = self._answered(event.errand, Phase.LOOKING)
         if wish is None:
             return ()
-        wish.found = event.held
+        wish.found.update(event.held)
+        wish.asked.update(survey.sought_inside(self._names, wish.digests, event.inside))
+        upto, wish.upto = wish.upto, wish.cap
+        if upto < wish.cap and self._is_whole(wish, upto):
+            rest = range(upto, wish.cap)
+            return [self._look(wish, errand, ranges=rest, points=rest)]
         return self._decide(wish, errand=errand, now=now)
+
+    def asked(self, turn_id: TurnId, *, now: float) -> Iterable[Effect]:
+        """The engine has a place for the turn and says what it has: plan, and offer."""
+        wish = self._wishes.get(turn_id)
+        if wish is None or wish.phase not in (Phase.FOUND, Phase.OFFERED):
+            return ()
+        return self._decide(wish, errand=0, now=now)
+
+    def placed(self, turn_id: TurnId, *, errand: Errand, now: float) -> Iterable[Effect]:
+        """The engine has taken the offer: the turn has blocks to bring state into."""
+        wish = self._wishes.get(turn_id)
+        if wish is None or wish.phase is not Phase.OFFERED:
+            return ()
+        assert wish.arrival is not None
+        reserved = self._device.reserve(turn_id, wish.arrival, now)
+        if not isinstance(reserved, Reserved):
+            return [self._start(wish, RestoreOutcome.NO_ROOM, now)]
+        wish.room = reserved
+        wish.attempts += 1
+        wish.phase, wish.errand = Phase.FILLING, errand
+        self._by_errand[errand] = wish
+        wants = tuple(reading.want for reading in wish.readings)
+        until_s = now + self._settings.restore_deadline_s
+        return [Bring(turn_id, errand, wants, self._fillings(wish), until_s)]
 
     def fetched(self, event: Fetched) -> Iterable[Effect]:
         """The bytes are at hand: into the slots with them."""
@@ -180,7 +246,7 @@ class Restores:
 
     def not_fetched(self, event: NotFetched, *, errand: Errand, now: float) -> Iterable[Effect]:
         """A miss: plan again without what failed, or go on without any."""
-        wish = self._answered(event.errand, Phase.LOADING)
+        wish = self._answered(event.errand, Phase.LOADING, Phase.FILLING)
         if wish is None:
             return ()
         self._give_up_slots(wish)
@@ -199,7 +265,7 @@ class Restores:
             return ()
         assert wish.room is not None
         room, wish.room = wish.room, None
-        inserted = self._cache.ingest.commit(room.ticket, signature(event.ids), now)
+        inserted = self._device.commit(room.ticket, signature(event.ids), now)
         good = not isinstance(inserted, Refused)
         outcome = RestoreOutcome.LOADED if good else RestoreOutcome.MISS
         return [self._start(wish, outcome, now)]
@@ -223,10 +289,15 @@ class Restores:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _answered(self, errand: Errand, phase: Phase) -> Wish | None:
+    def _is_whole(self, wish: Wish, upto: int) -> bool:
+        """Whether the store has all of the cell that ends at depth `upto`."""
+        stored = survey.held(self._names, wish.asked, wish.found)
+        return any(cell.end == upto for cell, _ in stored.cells)
+
+    def _answered(self, errand: Errand, *phases: Phase) -> Wish | None:
         """The wish that waits for this answer; None for a late, foreign or repeated one."""
         wish = self._by_errand.get(errand)
-        if wish is None or wish.phase is not phase:
+        if wish is None or wish.phase not in phases:
             return None
         del self._by_errand[errand]
         return wish
@@ -238,37 +309,44 @@ class Restores:
             missed = RestoreOutcome.MISS if wish.misses else RestoreOutcome.NOTHING_STORED
             return [self._start(wish, missed, now)]
         count = len(event.tokens) // TOKEN_BYTES
-        match = self._cache.match(event.tokens)
+        match = self._device.match(event.turn_id, event.tokens)
+        if isinstance(match, Later):
+            wish.phase, wish.deadline_s = Phase.FOUND, inf
+            return ()
         wish.plan = self._plan(match, stored, tokens=count, backlog=event.backlog)
         way = wish.plan.chosen
         if not survey.is_loading(way):
             missed = RestoreOutcome.MISS if wish.misses else RestoreOutcome.NOT_WORTH_IT
             return [self._start(wish, missed, now)]
-        if not self._reserve(wish, way, stored, now=now):
+        reserved = self._reserve(wish, match, way, stored=stored, now=now)
+        if isinstance(reserved, Later):
+            wish.phase, wish.deadline_s = Phase.OFFERED, inf
+            return [Offer(event.turn_id, way.position)]
+        if not isinstance(reserved, Reserved):
             return [self._start(wish, RestoreOutcome.NO_ROOM, now)]
+        wish.room = reserved
         wish.attempts += 1
         wish.phase, wish.errand = Phase.LOADING, errand
         self._by_errand[errand] = wish
         wants = tuple(reading.want for reading in wish.readings)
         return [Fetch(errand, wants, wish.deadline_s)]
 
-    def _reserve(self, wish: Wish, way: Priced, stored: survey.Held, *, now: float) -> bool:
+    def _reserve(
+        self, wish: Wish, match: Match, way: Priced, *, stored: survey.Held, now: float
+    ) -> Reserved | NoRoom | Refused | Later:
         """Slots for the chosen way, and what to read into them."""
-        match = self._cache.match(wish.event.tokens)
         start = min(match.range_tokens, way.position) // self._block
         wish.readings = survey.readings(self._names, stored, way=way, start=start)
-        arrival = Arrival(
+        wish.arrival = Arrival(
             tokens=wish.event.tokens[: way.position * TOKEN_BYTES],
             prefix_hash=wish.digests[way.position // self._block - 1],
             digest=signature(reading.want.id for reading in wish.readings),
             points=tuple({r.end * self._block for r in wish.readings if r.is_point}),
         )
-        reserved = self._cache.ingest.reserve(arrival, now)
-        if not isinstance(reserved, Reserved):
-            return False
-        assert reserved.start == start * self._block, "nothing came between match and reserve"
-        wish.room = reserved
-        return True
+        reserved = self._device.reserve(wish.event.turn_id, wish.arrival, now)
+        if isinstance(reserved, Reserved):
+            assert reserved.start == start * self._block, "nothing came between match and reserve"
+        return reserved
 
     def _fillings(self, wish: Wish) -> tuple[Filling, ...]:
         """Where each part of the fetch belongs."""
@@ -288,8 +366,7 @@ class Restores:
     def _give_up_slots(self, wish: Wish) -> None:
         """Nobody writes into them: only a `Fill` does, and it is done before anything else."""
         if wish.room is not None:
-            self._cache.ingest.abort(wish.room.ticket)
-            self._cache.ingest.quiet(wish.room.ticket)
+            self._device.abort(wish.room.ticket)
             wish.room = None
 
     def _abandon(self, wish: Wish, outcome: RestoreOutcome, now: float) -> list[Effect]:
@@ -307,6 +384,9 @@ class Restores:
             plan=wish.plan,
             waited_s=now - wish.arrived_s,
             loaded_bytes=sum(r.size_bytes for r in wish.readings) if loaded else 0,
+            loaded_point_bytes=sum(r.size_bytes for r in wish.readings if r.is_point)
+            if loaded
+            else 0,
             misses=wish.misses,
         )
         return Start(turn_id)

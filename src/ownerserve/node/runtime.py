@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
 from ownerserve.cache.outcomes import Resume
+from ownerserve.cache.pressure import Checkpoint
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Packed
-from ownerserve.node.backing import Backing
+from ownerserve.node.backing import Backing, ListedPart
 from ownerserve.node.calibration import Calibration
 from ownerserve.node.events import (
     Copy,
@@ -38,6 +40,7 @@ from ownerserve.node.events import (
     Tick,
 )
 from ownerserve.node.port import EnginePort
+from ownerserve.node.records import Inside
 from ownerserve.node.state import NodeState
 from ownerserve.plan.cost.events import Loaded, Observation
 from ownerserve.plan.explain import summary
@@ -73,6 +76,7 @@ class NodeRuntime:
         self._asked: dict[Errand, tuple[Ticket, Find | Fetch]] = {}
         self._parts: dict[Errand, tuple[Part, ...]] = {}
         self._writing: dict[Errand, tuple[Ticket, Writing]] = {}
+        self._to_checkpoint: list[TurnId] = []
         self.stored_bytes = 0
 
     # -- the engine's side ---------------------------------------------------------------------
@@ -95,6 +99,16 @@ class NodeRuntime:
         self._calibration.save_if_due(now)
         started += self.handle(Tick(), now)
         return started
+
+    @property
+    def upkeep_counts(self) -> Mapping[str, int]:
+        """What the store's upkeep has done so far."""
+        return self._backing.upkeep.counts
+
+    def checkpoints(self) -> Sequence[TurnId]:
+        """Turns to snapshot at their next boundary, once."""
+        turns, self._to_checkpoint = self._to_checkpoint, []
+        return turns
 
     def wait_s(self, now: float) -> float | None:
         """How long an idle engine may sleep before the next `poll`; None: until something comes."""
@@ -123,7 +137,7 @@ class NodeRuntime:
         self.state.spills.hurry()
         until = time.monotonic() + within_s
         self.handle(Tick(), now)
-        while (self.state.spills.is_busy or self._writing) and time.monotonic() < until:
+        while (self.state.is_busy or self._writing) and time.monotonic() < until:
             self.poll(now)
             time.sleep(POLL_S)
         self._calibration.save()
@@ -140,9 +154,10 @@ class NodeRuntime:
             match effect:
                 case Start(turn_id):
                     started.append(turn_id)
-                case Find(errand, ids, deadline_s):
+                case Find(errand, ids, deadline_s, boundaries):
                     until_s = time.time() + deadline_s - now  # the store's clock is the wall's
-                    ticket = self._store.submit_find(ids, deadline_s=until_s)
+                    look = partial(self._backing.tiers.look, ids, boundaries)
+                    ticket = self._store.submit_look(look, deadline_s=until_s)
                     self._asked[errand] = (ticket, effect)
                 case Fetch(errand, wants, deadline_s):
                     until_s = time.time() + deadline_s - now
@@ -157,6 +172,8 @@ class NodeRuntime:
                     waiting.extend(self.state.handle(self._fill(effect), now))
                 case Copy():
                     self._copy(effect)
+                case Checkpoint(turns):
+                    self._to_checkpoint += turns
         return started
 
     def _fill(self, fill: Fill) -> Filled:
@@ -168,6 +185,7 @@ class NodeRuntime:
 
     def _copy(self, copy: Copy) -> None:
         payload = self._engine.read_slots(copy.component, copy.slots)
+        self._backing.tiers.worth_ms[copy.meta.id] = copy.restore_cost_ms
         ticket = self._store.submit_reserve(copy.meta, len(payload))
         self._writing[copy.errand] = (ticket, Writing(copy.meta, payload))
 
@@ -181,7 +199,13 @@ class NodeRuntime:
             case Miss(reason, id_):
                 return NotFetched(errand, reason, id_)
             case Mapping():
-                return Found(errand, self._backing.tiers.nearest(answer))
+                assert isinstance(asked, Find)
+                inside = tuple(
+                    Inside(item.meta, item.units, item.boundary)
+                    for item in answer.values()
+                    if isinstance(item, ListedPart)
+                )
+                return Found(errand, self._backing.tiers.nearest(answer), inside)
             case _:
                 assert isinstance(asked, Fetch)
                 return NotFetched(errand, MissReason.BUSY)
@@ -202,6 +226,7 @@ class NodeRuntime:
                 self.stored_bytes += count
         del self._writing[errand]
         kept = isinstance(answer, Stored | Present)
+        self._backing.tiers.worth_ms.pop(writing.meta.id, None)  # not written, if it is still there
         self.handle(Kept(errand) if kept else NotKept(errand), now)
 
 

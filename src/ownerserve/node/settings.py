@@ -12,16 +12,17 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a node treats state that is not on the device.
 
     record_blocks       blocks a range record spans: the grain at which a branch finds its prefix
-    spill_after_s       how long a session is idle before its state is copied to the store
+    spill_after_s       how long a session is idle before its state is copied to the store; None:
+                        as plan.gaps says once its gaps are known, 0.25 s before
     restore_deadline_s  after that a restore is given up and its turn computes instead
     attempts            restores tried for one turn: the second one plans without what failed
     copy_bytes_a_tick   most bytes read off the device between two engine steps
     copies_in_flight    most records being written at once
-    hold_ms_per_s       price of device memory while it holds a prefetched session
+    hold_ms_per_s       price of device memory while it holds an idle session's state
     """
 
     record_blocks: int = 8
-    spill_after_s: float = 0.25
+    spill_after_s: float | None = None
     restore_deadline_s: float = 5.0
     attempts: int = 2
     copy_bytes_a_tick: int = 4 * MIB
@@ -33,5 +34,5 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, field) < 1:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")
         for field in ("spill_after_s", "restore_deadline_s"):
-            if getattr(self, field) < 0:
+            if (getattr(self, field) or 0) < 0:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 0 or more seconds")

@@ -1,17 +1,20 @@
 """Spills: sessions that went idle, and what of theirs is copied to the store. Pure.
 
-    turn ends ── spill_after_s ── Find what is missing ── Copy, some bytes a tick ── Kept
+    turn ends ── gap, or pressed ── Find what is missing ── Copy, some bytes a tick ── Kept
 
 Range state goes as the grid cuts it; point state at the boundaries that the checkpoint policy
 names, as far as the device still has it. A copy is asked for only while the blocks stand in the
 tree, and is made at once: no lock outlives the tick, and nothing waits for a medium. A turn that
-arrives meanwhile wins: what was not begun is left for its end.
+arrives meanwhile wins: what was not begun is left for its end. A session that costs no more to
+compute than to load is not worth a record.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
+from heapq import heapify, heappop, heappush
+from itertools import islice
 
 import msgspec
 
@@ -21,11 +24,12 @@ from ownerserve.cache.node import Node
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed
 from ownerserve.node.chains import Chains
-from ownerserve.node.events import Copy, Effect, Ended, Errand, Find, Found
+from ownerserve.node.events import Copy, Effect, Errand, Find, Found
+from ownerserve.node.gaps import Gaps
 from ownerserve.node.records import Cell, Digests, RecordNames
 from ownerserve.node.settings import NodeSettings
-from ownerserve.plan.gaps import GapStats
-from ownerserve.plan.swa.base import CheckpointPolicy, Produced, TurnSpan
+from ownerserve.node.worth import Worth
+from ownerserve.plan.inputs import RestoreQuery
 
 FIND_DEADLINE_S = 5.0
 SESSIONS_KEPT = 4096
@@ -33,23 +37,28 @@ SESSIONS_KEPT = 4096
 
 
 class Idle(msgspec.Struct, eq=False):
-    """A session between two turns; `points` are the depths whose state is wanted in the store."""
+    """A session between two turns; `points` are the depths whose state is wanted in the store,
+    `ends` those of the last turn's end."""
 
     since_s: float
     points: set[int]
+    ends: frozenset[int]
 
 
 class Batch(msgspec.Struct, eq=False):
     """One session's copies. `missing` None: the store has not been heard yet.
 
     `pieces` are cells of range state, and empty ones that stand for the point at their end.
+    `unstored` counts the components of each point that the store does not have yet.
     """
 
     session_id: SessionId
     tokens: Packed
     digests: Digests
     pieces: deque[Cell]
-    missing: dict[bytes, None] | None = None
+    missing: dict[bytes, Cell]
+    unstored: Counter[int]
+    worth: RestoreQuery
 
 
 class Spills:
@@ -61,48 +70,61 @@ class Spills:
         names: RecordNames,
         chains: Chains,
         *,
-        policy: CheckpointPolicy,
+        worth: Worth,
+        gaps: Gaps,
         settings: NodeSettings,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.gaps: dict[SessionId, GapStats] = {}
+        self._gaps = gaps
+        self._worth = worth
         self._cache = cache
         self._names = names
         self._chains = chains
-        self._policy = policy
         self._settings = settings
-        self._block = cache.layout.block_tokens
         self._idle: OrderedDict[SessionId, Idle] = OrderedDict()
-        # All wait equally long, so the first is due first.
         self._due: dict[SessionId, float] = {}
+        self._queue: list[tuple[float, SessionId]] = []  # of _due; entries may be out of date
         self._looking: dict[Errand, Batch] = {}
         self._copying: deque[Batch] = deque()
-        self._in_flight: set[Errand] = set()
+        self._in_flight: dict[Errand, tuple[Copy, Batch]] = {}
 
     # -- events --------------------------------------------------------------------------------
 
-    def ended(self, session_id: SessionId, event: Ended, now: float) -> None:
-        """A turn of the session is over: it is idle until it comes back."""
-        span = TurnSpan(event.restored, event.prompt, event.tokens, self._block)
-        self._policy.observe(Produced(span))
-        points = {at // self._block for at in self._policy.checkpoints(span)}
+    def ended(
+        self, session_id: SessionId, *, points: Set[int], ends: frozenset[int], now: float
+    ) -> None:
+        """A turn of the session is over: it is idle until it comes back. The state at the depths
+        `points` is wanted in the store."""
         before = self._idle.pop(session_id, None)
-        if before is not None:
-            points |= before.points
-        self._idle[session_id] = Idle(now, points)
-        self._due.pop(session_id, None)
-        self._due[session_id] = now + self._settings.spill_after_s
+        wanted = {*points, *(before.points if before is not None else ())}
+        self._idle[session_id] = Idle(now, wanted, ends)
+        self._wait(session_id, now)
         if len(self._idle) > SESSIONS_KEPT:
             forgotten, _ = self._idle.popitem(last=False)
             self._due.pop(forgotten, None)
-            self.gaps.pop(forgotten, None)
+            self._gaps.forget(forgotten)
+
+    def _wait(self, session_id: SessionId, now: float) -> None:
+        session = self._cache.sessions.get(session_id)
+        depth = session.depth if session is not None else 0
+        due_s = now + self._gaps.spill_after_s(session_id, depth)
+        self._due[session_id] = due_s
+        heappush(self._queue, (due_s, session_id))
+        if len(self._queue) > 2 * SESSIONS_KEPT:
+            self._queue = [(at_s, name) for name, at_s in self._due.items()]
+            heapify(self._queue)
+
+    def turn_ends(self, session_id: SessionId) -> frozenset[int]:
+        """Depths at which the session's last turn ended."""
+        idle = self._idle.get(session_id)
+        return idle.ends if idle is not None else frozenset()
 
     def resumed(self, session_id: SessionId, now: float) -> None:
         """The session is back. Its gap is learnt; what is not copied waits for the turn's end."""
         idle = self._idle.get(session_id)
         if idle is None:
             return
-        self.gaps.setdefault(session_id, GapStats()).observe(max(0.0, now - idle.since_s))
+        self._gaps.observe(session_id, now - idle.since_s)
         self._due.pop(session_id, None)
         self._looking = {e: b for e, b in self._looking.items() if b.session_id != session_id}
         self._copying = deque(b for b in self._copying if b.session_id != session_id)
@@ -110,42 +132,71 @@ class Spills:
     def stayed(self, session_id: SessionId, now: float) -> None:
         """The session's turn came to nothing: it is as idle as before."""
         if session_id in self._idle:
-            self._due.pop(session_id, None)
-            self._due[session_id] = now + self._settings.spill_after_s
+            self._wait(session_id, now)
 
     def hurry(self) -> None:
         """Everything idle is due now: the worker is about to stop."""
-        self._due = dict.fromkeys(self._due, 0.0)
+        self.press(len(self._due))
+
+    def press(self, count: int) -> set[SessionId]:
+        """Make the `count` sessions that ended first due now: their room is wanted."""
+        names = list(islice((name for name in self._idle if name in self._due), count))
+        for name in names:
+            self._due[name] = 0.0
+            heappush(self._queue, (0.0, name))
+        return set(names)
+
+    def is_pending(self, sessions: Set[SessionId]) -> bool:
+        """Whether anything of `sessions` is still to be copied."""
+        batches = (*self._looking.values(), *self._copying)
+        flying = (batch for _, batch in self._in_flight.values())
+        return any(b.session_id in sessions for b in (*batches, *flying)) or any(
+            self._due.get(name) == 0.0 for name in sessions
+        )
 
     def found(self, event: Found) -> bool:
         """The store has said what it has of a batch; whether the errand was one of ours."""
         batch = self._looking.pop(event.errand, None)
         if batch is None:
             return False
-        missing = batch.missing
-        assert missing is not None
         for id_ in event.held:
-            missing.pop(id_, None)
+            cell = batch.missing.pop(id_, None)
+            if cell is not None:
+                self._stored(batch, cell)
         self._copying.append(batch)
         return True
 
-    def landed(self, errand: Errand, outcome: str) -> None:
-        """A copy was kept, or was not. One that nobody knows is an echo."""
-        if errand in self._in_flight:
-            self._in_flight.remove(errand)
-            self.counts[outcome] += 1
+    def landed(self, errand: Errand, *, is_kept: bool) -> Copy | None:
+        """A copy was kept, or was not; the copy. None for one that nobody knows: an echo."""
+        copy, batch = self._in_flight.pop(errand, (None, None))
+        if copy is None or batch is None:
+            return None
+        self.counts["kept" if is_kept else "not_kept"] += 1
+        if is_kept:
+            self._stored(batch, batch.missing[copy.meta.id])
+        return copy
+
+    def _stored(self, batch: Batch, cell: Cell) -> None:
+        """One record more is below. Point state that is there whole may go early."""
+        if cell.first == cell.end:
+            batch.unstored[cell.end] -= 1
+            if not batch.unstored[cell.end]:
+                size = self._cache.tree.block_bytes
+                self._cache.pressure.backed(batch.tokens[: cell.end * size])
 
     def tick(self, now: float, next_errand: Callable[[], Errand]) -> list[Effect]:
         """Open batches for who is due, and copy some bytes."""
         effects: list[Effect] = []
-        for session_id in [s for s, due_s in self._due.items() if due_s <= now]:
+        while self._queue and self._queue[0][0] <= now:
+            due_s, session_id = heappop(self._queue)
+            if self._due.get(session_id) != due_s:
+                continue
             del self._due[session_id]
             batch = self._batch(session_id, self._idle[session_id])
             if batch is not None:
                 errand = next_errand()
                 self._looking[errand] = batch
-                ids = tuple(batch.missing or ())
-                effects.append(Find(errand, ids, now + FIND_DEADLINE_S))
+                effects.append(Find(errand, tuple(batch.missing), now + FIND_DEADLINE_S))
         left = self._settings.copy_bytes_a_tick
         while self._copying and left > 0 and len(self._in_flight) < self._settings.copies_in_flight:
             batch = self._copying[0]
@@ -155,7 +206,7 @@ class Spills:
                 continue
             for copy in self._copies(batch, batch.pieces.popleft(), next_errand):
                 left -= len(copy.slots) * self._names.slot_bytes(copy.component)
-                self._in_flight.add(copy.errand)
+                self._in_flight[copy.errand] = copy, batch
                 effects.append(copy)
         return effects
 
@@ -163,7 +214,9 @@ class Spills:
         """When `tick` has something to do; 0: now."""
         if self._copying and len(self._in_flight) < self._settings.copies_in_flight:
             return 0.0
-        return next(iter(self._due.values()), None)
+        while self._queue and self._due.get(self._queue[0][1]) != self._queue[0][0]:
+            heappop(self._queue)
+        return self._queue[0][0] if self._queue else None
 
     @property
     def is_busy(self) -> bool:
@@ -186,18 +239,24 @@ class Spills:
         tree = self._cache.tree
         tokens = paths.tokens(session.node, 0, session.depth, block_bytes=tree.block_bytes)
         digests = self._chains.digests(tokens, session_id)
-        layout, missing = self._names.layout, dict[bytes, None]()
+        worth = self._worth.session(session.depth, idle.points)
+        if self._worth.is_low(worth):
+            self.counts["low_utility"] += 1
+            return None
+        layout, missing, unstored = self._names.layout, dict[bytes, Cell](), Counter[int]()
         pieces = deque(self._names.cells(session.depth))
         for cell in pieces:
             for name in layout.range_names:
-                missing[self._names.range_id(name, cell, digests)] = None
+                missing[self._names.range_id(name, cell, digests)] = cell
         # The newest first: it is what the next turn most likely goes on from.
         for depth in sorted(idle.points, reverse=True):
             if layout.point_names and depth <= session.depth:
-                pieces.append(Cell(depth, depth))
+                cell = Cell(depth, depth)
+                pieces.append(cell)
+                unstored[depth] = len(layout.point_names)
                 for name in layout.point_names:
-                    missing[self._names.point_id(name, depth, digests)] = None
-        return Batch(session_id, tokens, digests, pieces, missing)
+                    missing[self._names.point_id(name, depth, digests)] = cell
+        return Batch(session_id, tokens, digests, pieces, missing, unstored, worth)
 
     def _copies(
         self, batch: Batch, piece: Cell, next_errand: Callable[[], Errand]
@@ -207,14 +266,13 @@ class Spills:
         if depth < piece.end:
             self.counts["evicted_first"] += 1
             return
-        missing = batch.missing
-        assert missing is not None
-        names = self._names
+        missing, names = batch.missing, self._names
         if piece.first == piece.end:
             for name, slot in self._point_slots(node, piece.end).items():
                 if names.point_id(name, piece.end, batch.digests) in missing:
                     meta = names.point_meta(name, piece.end, batch.digests)
-                    yield Copy(next_errand(), meta, name, (slot,))
+                    cost_ms = self._worth.cost_ms(batch.worth, piece, name)
+                    yield Copy(next_errand(), meta, name, (slot,), cost_ms)
             return
         slots: tuple[int, ...] | None = None
         for name in names.layout.range_names:
@@ -222,7 +280,8 @@ class Spills:
                 if slots is None:  # all range components fill in lock-step: one row for all
                     slots = tuple(paths.row(node, piece.end)[piece.first :])
                 meta = names.range_meta(name, piece, batch.digests)
-                yield Copy(next_errand(), meta, name, slots)
+                cost_ms = self._worth.cost_ms(batch.worth, piece, name)
+                yield Copy(next_errand(), meta, name, slots, cost_ms)
 
     def _point_slots(self, node: Node, depth: int) -> dict[str, int]:
         """Slots of the complete point state at `depth`; none when something of it is gone."""

@@ -17,14 +17,18 @@ from itertools import count
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import Resume
+from ownerserve.cache.policies.base import Prices
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Packed
 from ownerserve.node.chains import Chains
+from ownerserve.node.checkpoints import Checkpoints
+from ownerserve.node.device import OwnDevice
 from ownerserve.node.events import (
     Arrived,
     Effect,
     Ended,
+    Errand,
     Event,
     Fetched,
     Filled,
@@ -37,15 +41,22 @@ from ownerserve.node.events import (
     Start,
     Tick,
 )
+from ownerserve.node.gaps import Gaps
 from ownerserve.node.prefetches import Prefetches
 from ownerserve.node.records import RecordNames
+from ownerserve.node.relief import Relief
 from ownerserve.node.restores import Restores
 from ownerserve.node.settings import NodeSettings
 from ownerserve.node.spills import Spills
+from ownerserve.node.worth import KEPT_IN, Worth
+from ownerserve.plan.benefit import eviction_weights
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.restore import Planner
-from ownerserve.plan.swa.base import CheckpointPolicy
+from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan
 from ownerserve.plan.swa.turn_end import TurnEnd
+
+REPRICE_S = 10.0
+"""How often what was measured reaches the cache's order and the checkpoint policy."""
 
 
 class NodeState:
@@ -62,13 +73,21 @@ class NodeState:
         policy: CheckpointPolicy | None = None,
     ) -> None:
         settings = settings or NodeSettings()
+        worth = Worth(names, planner, costs)
         self.cache = cache
         self.costs = costs
         self._errands = count(1)
         self._chains = Chains(cache.layout.block_tokens, block_bytes=cache.tree.block_bytes)
-        self.restores = Restores(cache, names, planner=planner, costs=costs, settings=settings)
+        self.restores = Restores(
+            OwnDevice(cache), names, planner=planner, costs=costs, settings=settings
+        )
+        self.checkpoints = Checkpoints(policy or TurnEnd(), planner.model, costs)
+        self.gaps = Gaps(worth, planner.abilities, settings)
         self.spills = Spills(
-            cache, names, self._chains, policy=policy or TurnEnd(), settings=settings
+            cache, names, self._chains, worth=worth, gaps=self.gaps, settings=settings
+        )
+        self.relief = Relief(
+            cache, names, self._chains, spills=self.spills, worth=worth, settings=settings
         )
         self.prefetches = Prefetches(
             cache,
@@ -78,11 +97,24 @@ class NodeState:
             abilities=planner.abilities,
             settings=settings,
         )
+        self._names = names
+        self._repriced_s = -REPRICE_S
         self._turns: dict[TurnId, SessionId | None] = {}
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What to do about `event`."""
-        return [effect for effect in self._handle(event, now) if not self._is_ours(effect)]
+        effects = self._handle(event, now)
+        for effect in effects:
+            if isinstance(effect, Start):
+                self._learn(effect.turn_id)
+        return [effect for effect in effects if not self._is_ours(effect)]
+
+    def _learn(self, turn_id: TurnId) -> None:
+        session_id = self._turns.get(turn_id)
+        report = self.restores.reports.get(turn_id)
+        if report is not None and turn_id in self._turns:
+            ends = self.spills.turn_ends(session_id) if session_id is not None else frozenset()
+            self.checkpoints.restored(report, ends)
 
     def _is_ours(self, effect: Effect) -> bool:
         """The `Start` of a prefetch: nobody runs it."""
@@ -115,15 +147,38 @@ class NodeState:
                     self.spills.stayed(session_id, now)
                 return list(restores.gone(turn_id, now))
             case Kept(errand):
-                self.spills.landed(errand, "kept")
+                self._landed(errand, is_kept=True)
             case NotKept(errand):
-                self.spills.landed(errand, "not_kept")
+                self._landed(errand, is_kept=False)
             case Tick():
-                effects = restores.overdue(now) + self.spills.tick(now, self._next_errand)
-                for wish in self.prefetches.due(now):
-                    effects += self._restore(wish, now)
-                return effects
+                return self._tick(now)
         return []
+
+    def _tick(self, now: float) -> list[Effect]:
+        self._reprice(now)
+        effects = self.restores.overdue(now)
+        effects += self.relief.tick(now, self._next_errand)
+        effects += self.spills.tick(now, self._next_errand)
+        for wish in self.prefetches.due(now):
+            effects += self._restore(wish, now)
+        return effects
+
+    def _landed(self, errand: Errand, *, is_kept: bool) -> None:
+        copy = self.spills.landed(errand, is_kept=is_kept)
+        copy = copy or self.relief.landed(errand, is_kept=is_kept)
+        if copy is not None and is_kept:
+            self.checkpoints.kept(copy.meta, self._names.payload_bytes(copy.component, copy.slots))
+
+    def _reprice(self, now: float) -> None:
+        """What was measured goes to the cache's order and to the checkpoint policy."""
+        if now - self._repriced_s < REPRICE_S:
+            return
+        self._repriced_s = now
+        weights = eviction_weights(self.costs.prices(), copies=KEPT_IN)
+        per_byte = weights.reload_ms_per_byte
+        reload = None if per_byte is None else per_byte / weights.ms_per_token
+        self.cache.evictor.reprice(Prices(weights.context_tokens, reload))
+        self.checkpoints.reprice()
 
     def resume(self, tokens: Packed) -> Resume | None:
         """How the engine should begin a turn of `tokens`, now that it does."""
@@ -137,14 +192,21 @@ class NodeState:
         """When a `Tick` has something to do; None: only an event can bring work."""
         instants = (
             self.restores.next_deadline(),
+            self.relief.next_due(),
             self.spills.next_due(),
             self.prefetches.next_due(),
         )
         return min((at for at in instants if at is not None), default=None)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is being copied to the store."""
+        return self.spills.is_busy or self.relief.is_busy
+
     def check(self) -> None:
         """Raise InvariantViolated unless the cache's books and the node's own agree."""
         self.cache.check()
+        self.relief.check()
         reserved, on_hold = self.cache.ingest.counts()
         if on_hold:
             raise InvariantViolated(f"invariant 1: {on_hold} blocks on hold, no writer is lost")
@@ -164,8 +226,12 @@ class NodeState:
     def _ended(self, event: Ended, now: float) -> None:
         session_id = self._turns.pop(event.turn_id, None)
         if session_id is not None:
-            self.spills.ended(session_id, event, now)
-            self.prefetches.ended(session_id, self.spills.gaps.get(session_id), now)
+            block = self.cache.layout.block_tokens
+            span = TurnSpan(event.restored, event.prompt, event.tokens, block)
+            points = self.checkpoints.ended(span)
+            ends = frozenset(at // block for at in span.turn_ends())
+            self.spills.ended(session_id, points=points, ends=ends, now=now)
+            self.prefetches.ended(session_id, self.gaps.known(session_id), now)
 
     def _next_errand(self) -> int:
         return next(self._errands)

@@ -6,13 +6,13 @@ way back, as reads and slots. Owns nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 
 import msgspec
 
 from ownerserve.cache.outcomes import Match
 from ownerserve.kv.messages import RestoreAction
-from ownerserve.node.records import Cell, Digests, RecordNames
+from ownerserve.node.records import Cell, Digests, Inside, RecordNames
 from ownerserve.plan.inputs import Backlog, RestoreQuery, Tier
 from ownerserve.plan.outcome import Priced
 from ownerserve.plan.residency import NEAREST_FIRST, PointRow, RangeRow, points_of, spans_of
@@ -47,20 +47,28 @@ NOTHING_HELD = Held((), {})
 
 
 def sought(
-    names: RecordNames, digests: Digests, *, resident: int, complete: int, cap: int
+    names: RecordNames, digests: Digests, *, ranges: range, points: range
 ) -> dict[bytes, Sought]:
-    """Ids worth asking for, and what each would be: range records that reach beyond depth
-    `resident`, points beyond the `complete` one, up to depth `cap`."""
+    """Ids worth asking for, and what each would be: range records that end at a depth of `ranges`
+    and point state at those of `points`."""
     asked: dict[bytes, Sought] = {}
-    for end in range(resident + 1, cap + 1):
+    for end in ranges:
         cell = names.cell_ending_at(end)
         for name in names.layout.range_names:
             asked[names.range_id(name, cell, digests)] = Sought(name, cell)
-    for depth in range(complete + 1, cap + 1):
+    for depth in points:
         point = Cell(depth, depth)
         for name in names.layout.point_names:
             asked[names.point_id(name, depth, digests)] = Sought(name, point)
     return asked
+
+
+def sought_inside(
+    names: RecordNames, digests: Digests, inside: Iterable[Inside]
+) -> dict[bytes, Sought]:
+    """What records that share only their beginning with the prefix are good for."""
+    cells = ((item.meta, names.shared_cell(item, digests)) for item in inside)
+    return {meta.id: Sought(meta.component, cell) for meta, cell in cells if cell is not None}
 
 
 def held(

@@ -42,19 +42,33 @@ class PoolUse(msgspec.Struct, frozen=True):
 
 
 class Pressure(msgspec.Struct):
-    """What memory pressure did on all workers; the sums of the caches' counters."""
+    """What memory pressure did on all workers: the sums of the caches' counters, and what was
+    copied to their stores. Blocks and boundaries are counted by component."""
 
     evictions: int = 0
     evicted_tokens: int = 0
     wanted_tokens: int = 0
+    relief_runs: int = 0
+    spilled_points: int = 0
     points_lost: dict[str, int] = {}
+    evicted_points: dict[str, int] = {}
+    evicted_blocks: dict[str, int] = {}
+    spilled_slots: dict[str, int] = {}
 
     def add(self, other: Pressure) -> None:
-        self.evictions += other.evictions
-        self.evicted_tokens += other.evicted_tokens
-        self.wanted_tokens += other.wanted_tokens
-        for reason, count in other.points_lost.items():
-            self.points_lost[reason] = self.points_lost.get(reason, 0) + count
+        """Both together."""
+        for name in self.__struct_fields__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, dict):
+                for key, count in theirs.items():
+                    mine[key] = mine.get(key, 0) + count
+            else:
+                setattr(self, name, mine + theirs)
+
+    @property
+    def evicted_slots(self) -> dict[str, int]:
+        """Blocks and boundaries evicted, by component."""
+        return self.evicted_blocks | self.evicted_points
 
     @property
     def beyond_need_tokens(self) -> float:
@@ -112,6 +126,13 @@ def policy_table(results: Mapping[str, PolicyResult]) -> Table:
     for reason in sorted({reason for c in columns for reason in c.pressure.points_lost}):
         cells = [f"{c.pressure.points_lost.get(reason, 0):,}" for c in columns]
         row(f"restorable points lost: {reason}", cells)
+    row("runs at a low watermark", [f"{c.pressure.relief_runs:,}" for c in columns])
+    for component in dict.fromkeys(n for c in columns for n in c.pressure.evicted_slots):
+        cells = [f"{c.pressure.evicted_slots.get(component, 0):,}" for c in columns]
+        row(f"evicted: {component}", cells)
+    for component in dict.fromkeys(n for c in columns for n in c.pressure.spilled_slots):
+        cells = [f"{c.pressure.spilled_slots.get(component, 0):,}" for c in columns]
+        row(f"spilled to host memory: {component}", cells)
     for component in dict.fromkeys(name for c in columns for name in c.kv_bytes):
         cells = [format_bytes(c.kv_bytes.get(component, 0)) for c in columns]
         row(f"KV kept: {component}", cells)

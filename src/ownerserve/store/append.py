@@ -6,16 +6,20 @@ or sync takes no more records: after a failed fdatasync the kernel may have drop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
 import msgspec
 
+from ownerserve.kv.units import MIB
 from ownerserve.store.header import BLOCK, Header, Place, moved
 from ownerserve.store.home import Home
 from ownerserve.store.index import Change, Entry, IndexFailed, SegmentRow, SegmentState
 from ownerserve.store.index_writer import IndexWriter
 from ownerserve.store.segment import Segment, SegmentHeader
+
+WRITE_BYTES = 8 * MIB
 
 
 class Draft(msgspec.Struct):
@@ -45,6 +49,16 @@ class Appender:
         self._segment: Segment | None = None
         self._end = self._size = 0
         self._unwritten: list[memoryview] = []
+        self._written_end = 0
+        self._hands: ThreadPoolExecutor | None = None
+        self._writes: list[Future[None]] = []
+        self._untold: set[int] = set()
+
+    @property
+    def busy(self) -> frozenset[int]:
+        """Segments that may hold records which the index has not heard of, and the open one."""
+        own = {self._segment.number} if self._segment else set()
+        return frozenset(self._untold | own)
 
     @property
     def open_segment(self) -> int | None:
@@ -60,24 +74,45 @@ class Appender:
         """Go on in a segment that recovery found open. What lay beyond `end` is cut off."""
         segment.resize(end, self._home.segment_bytes)
         self._segment, self._end, self._size = segment, end, self._home.segment_bytes
+        self._written_end = end
 
-    def append(self, drafts: Sequence[Draft], now_ms: int) -> Appended:
+    def append(self, drafts: Iterable[Draft], now_ms: int) -> Appended:
         """All drafts durable, in as many segments as they need, or OSError.
 
+        `drafts` may seal as it goes: a record's digest is made while those before it are written.
         After an OSError some may be on disk whole; none was acknowledged, so either is right.
+        Call `told` when the index knows.
         """
         done = Appended([], [])
         try:
+            if self._segment is not None:
+                self._untold.add(self._segment.number)
             for draft in drafts:
                 if self._end + len(draft.record) > self._size:
                     self._finish(done)
                     self._start(len(draft.record), now_ms)
                 done.entries.append(self._place(draft))
+                if self._end - self._written_end >= WRITE_BYTES:
+                    self._write_aside()
             self._sync(done, SegmentState.OPEN)
-        except OSError:
+        except BaseException:
             self.retire()
             raise
         return done
+
+    def told(self) -> None:
+        """The index knows all that was appended."""
+        self._untold.clear()
+
+    def _write_aside(self) -> None:
+        """Write what is placed on a thread of its own; the sync waits for it."""
+        assert self._segment is not None
+        if self._hands is None:
+            self._hands = ThreadPoolExecutor(1, thread_name_prefix="store-append")
+        views, self._unwritten = self._unwritten, []
+        write = self._hands.submit(self._segment.write, self._written_end, views)
+        self._writes.append(write)
+        self._written_end = self._end
 
     def _place(self, draft: Draft) -> Entry:
         """Give a record the next place; it is written with its neighbours, at the sync."""
@@ -105,10 +140,16 @@ class Appender:
     def _sync(self, done: Appended, state: SegmentState) -> None:
         if self._segment is None:
             return
-        start = self._end - sum(map(len, self._unwritten))
-        self._segment.write(start, self._unwritten)
+        if self._writes and self._unwritten:
+            self._write_aside()
+        elif self._unwritten:
+            self._segment.write(self._written_end, self._unwritten)
+        self._unwritten, self._written_end = [], self._end
+        writes, self._writes = self._writes, []
+        wait(writes)
+        for write in writes:
+            write.result()
         self._segment.sync()
-        self._unwritten = []
         done.segments.append(SegmentRow(self._segment.number, self._end, self._size, 0, state))
 
     def _start(self, record_bytes: int, now_ms: int) -> None:
@@ -116,7 +157,9 @@ class Appender:
         header = SegmentHeader(self._home.store_id, self._next_number, size, now_ms)
         self._next_number += 1  # a number is used once, also when creation fails
         self._segment = Segment.create(self._home.directory, header)
+        self._untold.add(self._segment.number)
         self._end, self._size = BLOCK, size
+        self._written_end = BLOCK
 
     def _finish(self, done: Appended) -> None:
         if self._segment is None:
@@ -128,8 +171,10 @@ class Appender:
 
     def retire(self) -> None:
         """Take no more records in the open segment."""
+        wait(self._writes)  # their buffers are about to be somebody else's
         self._segment = None
-        self._unwritten = []
+        self._unwritten, self._writes = [], []
+        self._untold.clear()
         self._end = self._size = 0
 
     def _trim(self) -> None:
@@ -141,6 +186,8 @@ class Appender:
         """Give back what was preallocated."""
         self._trim()
         self.retire()
+        if self._hands is not None:
+            self._hands.shutdown()
 
 
 def record(
@@ -151,15 +198,23 @@ def record(
     now_ms: int,
     instead_of: Sequence[Entry] = (),
 ) -> list[Entry]:
-    """Append, then tell the index, in place of older copies if any: the whole of a commit.
-
-    When the index can't be told, the segment takes no more records, so that its known end stays
-    before these: the next open finds them there.
-    """
+    """Append, then tell the index, in place of older copies if any."""
     done = appender.append(drafts, now_ms)
+    tell(appender, index, done, instead_of=instead_of)
+    return done.entries
+
+
+def tell(
+    appender: Appender, index: IndexWriter, done: Appended, *, instead_of: Sequence[Entry] = ()
+) -> None:
+    """The second half of a commit: the index learns what is durable.
+
+    When it can't be told, the segment takes no more records, so that its known end stays before
+    these: the next open finds them there.
+    """
     try:
         index.apply(Change(remove=instead_of, add=done.entries, segments=done.segments))
     except IndexFailed:
         appender.retire()
         raise
-    return done.entries
+    appender.told()

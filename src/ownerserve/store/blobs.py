@@ -1,19 +1,22 @@
 """The port of a remote tier's medium, named blobs, and the embedded one: a shared directory.
 
-A medium raises OSError (a missing blob: FileNotFoundError) and Backpressure, nothing else.
+A medium raises OSError (a missing blob: FileNotFoundError, one that `put_new` found there:
+FileExistsError) and Backpressure, nothing else.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ownerserve.kv.errors import CapacityExceeded
 from ownerserve.store.segment import sync_directory
+
+_UNFINISHED = ".tmp"
 
 
 class Backpressure(CapacityExceeded):
@@ -32,6 +35,10 @@ class Blobs(Protocol):
 
     def put(self, key: str, data: memoryview) -> None: ...
 
+    def put_new(self, key: str, data: memoryview) -> None:
+        """Only if there is none: of several writers one wins, the others get FileExistsError."""
+        ...
+
     def get_into(self, key: str, offset: int, into: memoryview) -> int:
         """Bytes read from `offset`, fewer than asked at the blob's end."""
         ...
@@ -41,6 +48,10 @@ class Blobs(Protocol):
     def move(self, key: str, to: str) -> None: ...
 
     def list(self, prefix: str) -> Iterator[BlobInfo]: ...
+
+    def tidy(self, before_s: float) -> int:
+        """Give up what writers that died left half-written before then; how many."""
+        ...
 
 
 class DirectoryBlobs:
@@ -54,16 +65,22 @@ class DirectoryBlobs:
         return self._root / key
 
     def put(self, key: str, data: memoryview) -> None:
+        self._write(key, data, Path.rename)
+
+    def put_new(self, key: str, data: memoryview) -> None:
+        self._write(key, data, _link)
+
+    def _write(self, key: str, data: memoryview, publish: Callable[[Path, Path], object]) -> None:
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
         try:
             with temporary.open("xb", buffering=0) as file:
                 done = 0
                 while done < len(data):
                     done += file.write(data[done:])
                 os.fdatasync(file.fileno())
-            temporary.rename(path)
+            publish(temporary, path)
             sync_directory(path.parent)
         except OSError:
             with suppress(OSError):
@@ -92,11 +109,27 @@ class DirectoryBlobs:
         self._path(key).rename(target)
 
     def list(self, prefix: str) -> Iterator[BlobInfo]:
-        for folder, _, names in os.walk(self._root / prefix):
-            for name in names:
-                path = Path(folder, name)
-                if name.endswith(".tmp"):
-                    continue
+        for path in self._files(prefix):
+            if not path.name.endswith(_UNFINISHED):
                 with suppress(FileNotFoundError):
                     modified_s = path.stat().st_mtime
                     yield BlobInfo(path.relative_to(self._root).as_posix(), modified_s)
+
+    def _files(self, prefix: str) -> Iterator[Path]:
+        for folder, _, names in os.walk(self._root / prefix):
+            yield from (Path(folder, name) for name in names)
+
+    def tidy(self, before_s: float) -> int:
+        gone = 0
+        for path in self._files(""):
+            with suppress(FileNotFoundError):
+                if path.name.endswith(_UNFINISHED) and path.stat().st_mtime < before_s:
+                    path.unlink()
+                    gone += 1
+        return gone
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Atomic where rename would replace; a shared file system decides who was first."""
+    path.hardlink_to(temporary)
+    temporary.unlink()

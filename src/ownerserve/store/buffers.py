@@ -26,19 +26,53 @@ class Landing(Protocol):
         ...
 
 
+class _Lease(weakref.ref["ctypes.Array[ctypes.c_char]"]):
+    """On the array that all views of a buffer refer to; when it dies, no view is left."""
+
+    __slots__ = ("memory",)
+    memory: mmap.mmap
+
+
+class Memory(Protocol):
+    """Where a pool's buffers come from and go to."""
+
+    def map(self, size: int) -> mmap.mmap: ...
+
+    def unmap(self, memory: mmap.mmap) -> None:
+        """No view is left and the pool lets go; the mapping itself ends with the object."""
+        ...
+
+
+class AnonymousMemory:
+    """Pageable memory of this process."""
+
+    def map(self, size: int) -> mmap.mmap:
+        return mmap.mmap(-1, size)
+
+    def unmap(self, memory: mmap.mmap) -> None:
+        """Nothing but the mapping."""
+
+
 class BufferPool:
     """A Landing on anonymous memory, at most `limit_bytes` in use, idle buffers kept warm.
 
     A fresh mapping costs a page fault for each 4 KiB, about as much as the read itself.
     """
 
-    def __init__(self, limit_bytes: int = 2 * GIB, idle_limit_bytes: int = GIB // 4) -> None:
+    def __init__(
+        self,
+        limit_bytes: int = 2 * GIB,
+        idle_limit_bytes: int = GIB // 4,
+        *,
+        memory: Memory | None = None,
+    ) -> None:
+        self._memory = memory or AnonymousMemory()
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._idle_bytes = 0
         self._idle_limit_bytes = idle_limit_bytes
         self._idle: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
-        self._leases: dict[int, weakref.ref[Any]] = {}
+        self._leases: dict[int, _Lease] = {}
         self._lock = Lock()
 
     def take(self, count: int) -> memoryview:
@@ -52,21 +86,25 @@ class BufferPool:
             if memory is not None:
                 self._idle_bytes -= size
         if memory is None:
-            memory = mmap.mmap(-1, size)
-        # The array is what all views refer to; when it dies, no view is left.
+            memory = self._memory.map(size)
         array = (ctypes.c_char * size).from_buffer(memory)
-        key = id(array)
-        self._leases[key] = weakref.ref(array, lambda _: self._give_back(key, memory))
+        lease = _Lease(array, self._give_back)
+        lease.memory = memory
+        self._leases[id(lease)] = lease
         return memoryview(array).cast("B")[:count]
 
-    def _give_back(self, key: int, memory: mmap.mmap) -> None:
+    def _give_back(self, lease: weakref.ref[Any]) -> None:
         # Runs wherever the last view dies, perhaps inside take() of this very thread: no lock.
-        del self._leases[key]
+        assert isinstance(lease, _Lease)
+        del self._leases[id(lease)]
+        memory = lease.memory
         size = len(memory)
         self.used_bytes -= size
         if self._idle_bytes + size <= self._idle_limit_bytes:
             self._idle_bytes += size
             self._idle[size].append(memory)
+        else:
+            self._memory.unmap(memory)
 
 
 def _size_class(count: int) -> int:

@@ -11,22 +11,24 @@ what the medium does; see `tier`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from ownerserve.kv.clock import Clock
 from ownerserve.kv.errors import CapacityExceeded, OwnerServeError
-from ownerserve.store.append import Draft, record
+from ownerserve.store.append import Draft, tell
 from ownerserve.store.buffers import BufferPool, Landing
 from ownerserve.store.disk_core import DiskCore
 from ownerserve.store.disk_read import DiskReader, OpenSegments
 from ownerserve.store.header import MAX_PAYLOAD
 from ownerserve.store.home import DEFAULT_SEGMENT_BYTES, Home
-from ownerserve.store.index import IndexFailed
+from ownerserve.store.index import Entry, IndexFailed
 from ownerserve.store.ledger import Ledger
 from ownerserve.store.maintain import purge_tenant
 from ownerserve.store.model import (
+    Hit,
     Kind,
     Listed,
     Meta,
@@ -43,7 +45,7 @@ from ownerserve.store.model import (
 from ownerserve.store.policy import Limits, Order, WriteBudget, by_utility, choose
 from ownerserve.store.recover import Recovered, recover
 from ownerserve.store.seal import Keys, SealKind
-from ownerserve.store.tier import Reservation
+from ownerserve.store.tier import OnEvict, Reservation
 from ownerserve.store.verify import draft, record_room
 
 
@@ -79,6 +81,7 @@ class DiskTier:
         self._landing = landing or BufferPool()
         segments, parts, keys, home = self._open(directory)
         self.recovery = parts.report
+        self.on_evict: OnEvict | None = None
         self.core = DiskCore(home, keys, clock, parts=parts)
         self._ledger = Ledger(self._options.limits, parts.index.standing)
         self._reader = DiskReader(
@@ -164,37 +167,58 @@ class DiskTier:
         if isinstance(victims, RefusalReason):
             return victims
         room = self._landing.take(total)
+        self._tell(victims)
         core.evict([victim.meta.id for victim in victims])
         reservation = Reservation(meta, room, (head, payload_bytes))
         self._ledger.hold(reservation)
         return reservation
 
+    def _tell(self, victims: Sequence[Listed]) -> None:
+        """Of what is about to go, while its bytes still stand."""
+        for victim in victims if self.on_evict is not None else ():
+            assert self.on_evict is not None
+            self.on_evict(victim, partial(self._whole, victim.meta.id))
+
+    def _whole(self, id_: bytes) -> memoryview | None:
+        outcome = self._reader.read([Want(id_)], None)
+        return outcome.parts[0].data if isinstance(outcome, Hit) else None
+
     def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]:
         """All durable with one sync, or each refused."""
         core = self.core
-        with core.lock:
-            now_ms = core.now_ms()
-            drafts = [self._seal(reserved, now_ms) for reserved in reservations]
+        now_ms = core.now_ms()
+        rooms = [(reserved, reserved.take()) for reserved in reservations]
+        with core.appending:
             try:
-                stored = record(core.appender, core.index, drafts, now_ms=now_ms)
+                sealed = (self._seal(reserved, room, now_ms) for reserved, room in rooms)
+                done = core.appender.append(sealed, now_ms)
+                with core.lock:
+                    tell(core.appender, core.index, done)
+                    self._account(done.entries)
+                return tuple(Stored(entry.meta.id, entry.stored_bytes) for entry in done.entries)
             except (OSError, IndexFailed) as error:
-                core.trouble(error)
-                ids = [item.header.meta.id for item in drafts]
+                with core.lock:
+                    core.trouble(error)
+                ids = [reserved.meta.id for reserved in reservations]
                 return tuple(self._refuse(RefusalReason.IO_ERROR, id_) for id_ in ids)
-            core.health.worked()
-            written = sum(entry.stored_bytes for entry in stored)
-            core.counters["stored"] += len(stored)
-            core.counters["stored_bytes"] += written
-            if self._options.write_budget is not None:
-                self._options.write_budget.spend(written, core.clock.now())
-            return tuple(Stored(entry.meta.id, entry.stored_bytes) for entry in stored)
+            finally:
+                with core.lock:
+                    for reserved in reservations:  # held until the index says it instead
+                        self._ledger.release(reserved)
 
-    def _seal(self, reserved: Reservation, now_ms: int) -> Draft:
+    def _account(self, stored: Sequence[Entry]) -> None:
+        core = self.core
+        core.health.worked()
+        written = sum(entry.stored_bytes for entry in stored)
+        core.counters["stored"] += len(stored)
+        core.counters["stored_bytes"] += written
+        if self._options.write_budget is not None:
+            self._options.write_budget.spend(written, core.clock.now())
+
+    def _seal(self, reserved: Reservation, room: memoryview, now_ms: int) -> Draft:
         meta, payload_bytes = reserved.meta, reserved.payload_bytes
         seal = self.core.keys.for_write(meta.tenant)
         assert seal is not None  # reserve saw it
-        room = reserved.take()
-        self._ledger.release(reserved)
         return Draft(draft(room, meta, payload_bytes, seal=seal, now_ms=now_ms), room, now_ms)
 
     def abort(self, reservation: Reservation) -> None:
@@ -248,7 +272,9 @@ class DiskTier:
 
     def purge(self, tenant: bytes) -> int:
         """Every record of a tenant gone from the disk, also what the index forgot."""
-        return self.core.attempt(lambda: purge_tenant(self.core, tenant), 0)
+        with self.core.exclusive():
+            return purge_tenant(self.core, tenant)
+        return 0  # type: ignore[unreachable]  # mypy: a context manager may swallow
 
     def usage(self) -> Mapping[tuple[bytes, Kind], Usage]:
         """Bytes and records that stand, by tenant and kind."""
@@ -257,7 +283,7 @@ class DiskTier:
 
     def close(self) -> None:
         """Flush and let another writer in. Closing twice is harmless."""
-        with self.core.shielded():
+        with self.core.exclusive():
             self.core.flush()
             self.core.appender.close()
         self._reader.close()

@@ -1,7 +1,9 @@
 """What the disk tier's port, its reader's complaints and its maintenance share.
 
-Owns the writer's lock, the touches not yet in the index, and the counters. Every method is called
-with the lock held, except `touch`, which needs none, and `quarantine`, which takes it.
+Owns the writer's two locks, the touches not yet in the index, and the counters. `appending` is
+held by who appends, across its I/O; `lock` by who changes the index or the accounts, for short.
+Who needs both takes `appending` first (`exclusive`). Every method is called with `lock` held,
+except `touch`, which needs none, and those that take it.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class DiskCore:
         self.index = parts.index
         self.appender = parts.appender
         self.reclaimer = parts.reclaimer
+        self.appending = RLock()
         self.lock = RLock()
         self.health = Health(f"store {home.directory}")
         self.counters: Counter[str] = Counter()
@@ -67,6 +70,12 @@ class DiskCore:
                 yield
             except (OSError, IndexFailed) as error:
                 self.trouble(error)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """As `shielded`, and nothing is being appended: every record on disk is in the index."""
+        with self.appending, self.shielded():
+            yield
 
     def attempt(self, step: Callable[[], T], otherwise: T) -> T:
         """The step's result; `otherwise` when the medium failed."""

@@ -9,68 +9,38 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from threading import Lock
 
-import msgspec
-
 from ownerserve.kv.errors import CapacityExceeded, Corrupt
-from ownerserve.kv.units import MIB
+from ownerserve.store.aio import Load, ReadQueue
 from ownerserve.store.buffers import Landing
-from ownerserve.store.header import CHUNK, Header, OtherFormat, aligned
+from ownerserve.store.gather import Item, Span, buffers, items_of, spans
+from ownerserve.store.header import CHUNK, OtherFormat
 from ownerserve.store.home import Home
 from ownerserve.store.index import Entry, IndexFailed, IndexReader
 from ownerserve.store.model import Hit, Miss, MissReason, Part, ReadOutcome, Want
-from ownerserve.store.seal import Keys, Seal
+from ownerserve.store.seal import Keys
 from ownerserve.store.segment import Segment, segment_path
 from ownerserve.store.verify import (
     BadRange,
     NoKey,
     check_meta,
     check_place,
-    chunk_span,
     open_chunks,
     open_header,
-    span_of,
 )
 
 MAX_OPEN_SEGMENTS = 256
 TRIES = 3
-MAX_RUN_BYTES = 8 * MIB
-PARALLEL_BYTES = MIB // 2
-PARALLEL_RUNS = 4
 OnBad = Callable[[Entry, str], None]
 OnRead = Callable[[Iterable[Entry]], None]
+Read = tuple[Item, Part | Exception]
 
 
 class Foreign(Corrupt):
     """A layout that the reader does not take."""
-
-
-class Item(msgspec.Struct, frozen=True):
-    """The `at`-th want of a read, and where its record lies."""
-
-    at: int
-    entry: Entry
-    want: Want
-
-    def joins(self, run: list[Item]) -> bool:
-        """Does this whole record start where the run of whole records ends?"""
-        before, entry = run[-1].entry, self.entry
-        return (
-            (before.segment, before.offset + before.stored_bytes) == (entry.segment, entry.offset)
-            and self._is_whole
-            and run[-1]._is_whole
-            and entry.offset + entry.stored_bytes - run[0].entry.offset <= MAX_RUN_BYTES
-        )
-
-    @property
-    def _is_whole(self) -> bool:
-        return self.want.first_unit == 0 and self.want.end_unit in (None, self.entry.meta.units)
-
-
-Found = list[Part | Exception]
 
 
 class OpenSegments:
@@ -126,7 +96,7 @@ class DiskReader:
         self._keys = keys
         self._landing = landing
         self._on_read, self._on_bad = listeners
-        self._pool = ThreadPoolExecutor(PARALLEL_RUNS, thread_name_prefix="store-io")
+        self._queue = ReadQueue()
         self.segments = segments
 
     def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
@@ -144,62 +114,105 @@ class DiskReader:
             entries = self._index.get_many([want.id for want in wants])
         except IndexFailed:
             return Miss(MissReason.IO_ERROR), False
-        absent = next((want.id for want in wants if want.id not in entries), None)
-        if absent is not None:
-            return Miss(MissReason.ABSENT, absent), False
-        items = [Item(at, entries[want.id], want) for at, want in enumerate(wants)]
+        if len(entries) < len(wants):
+            absent = next((want.id for want in wants if want.id not in entries), None)
+            if absent is not None:
+                return Miss(MissReason.ABSENT, absent), False
+        if len(wants) == 1:
+            return self._try_one(wants[0], entries, landing)
+        items: list[Item] = []
+        try:
+            items.extend(items_of(wants, entries))
+            jobs = [
+                (span, buffer)
+                for buffer, group in [(landing.take(n), group) for n, group in buffers(items)]
+                for span in spans(land(group, buffer))
+            ]
+        except BadRange:
+            return Miss(MissReason.BAD_RANGE, wants[len(items)].id), False
+        except CapacityExceeded:
+            return Miss(MissReason.BUSY, wants[0].id), False
         parts: list[Part | None] = [None] * len(items)
-        for run, found in self._each(neighbours(items), landing):
-            for item, part in zip(run, found, strict=True):
+        with closing(self._read(jobs)) as found:
+            for item, part in found:
                 if not isinstance(part, Part):
                     return self._why(item, part)
                 parts[item.at] = part
         self._on_read(entries.values())
         return Hit(tuple(part for part in parts if part is not None), "disk"), False
 
-    def _each(self, runs: list[list[Item]], landing: Landing) -> Iterator[tuple[list[Item], Found]]:
-        """Runs and what was found, read side by side when that is worth the hand-over."""
-        size = sum(item.entry.stored_bytes for run in runs for item in run)
-        if len(runs) == 1 or size < PARALLEL_BYTES:
-            return ((run, self._read_run(run, landing)) for run in runs)
-        found = self._pool.map(lambda run: self._read_run(run, landing), runs)
-        return zip(runs, found, strict=True)
+    def _try_one(
+        self, want: Want, entries: Mapping[bytes, Entry], landing: Landing
+    ) -> tuple[ReadOutcome, bool]:
+        """As `_try`, without a queue: half the interpreter's work where there is one record."""
+        part: Part | Exception
+        try:
+            (item,) = items_of((want,), entries)
+            item.landed = landing.take(item.size)
+        except BadRange:
+            return Miss(MissReason.BAD_RANGE, want.id), False
+        except CapacityExceeded:
+            return Miss(MissReason.BUSY, want.id), False
+        try:
+            part = self._alone(item, self.segments.get(item.entry.segment))
+        except OSError as error:
+            part = error
+        if not isinstance(part, Part):
+            return self._why(item, part)
+        self._on_read((item.entry,))
+        return Hit((part,), "disk"), False
 
-    def _read_run(self, run: list[Item], landing: Landing) -> Found:
-        """Each item's part, or what is wrong with it; nothing after the first that is wrong."""
-        records: list[memoryview] = []
-        if len(run) > 1:
+    def _read(self, jobs: list[tuple[Span, memoryview]]) -> Generator[Read, None, None]:
+        """Each item's part as its last span arrives, or what is wrong with it."""
+        held: dict[int, Segment] = {}  # a segment's file stays open while one holds it
+        loads: list[Load] = []
+        for span, buffer in jobs:
             try:
-                records = self._fetch(run, landing)
-            except (Corrupt, CapacityExceeded, OSError):
-                records = []  # one by one will tell which of them it is
-        found: Found = []
-        for position, item in enumerate(run):
-            try:
-                if records:
-                    part = self._open(item.entry, item.want, records[position])
-                else:
-                    part = self.read_one(item.entry, item.want, landing)
-                found.append(part)
-            except (Corrupt, CapacityExceeded, OSError) as error:
-                found.append(error)
-                return found + [error] * (len(run) - len(found))
-        return found
+                if span.segment not in held:
+                    held[span.segment] = self.segments.get(span.segment)
+            except OSError as error:
+                yield span.items[0], error
+                return
+            into = buffer[span.place : span.place + span.length]
+            loads.append(held[span.segment].load(span.offset, into))
+        with closing(self._queue.run(loads)) as arrivals:
+            for index, count in arrivals:
+                span = jobs[index][0]
+                for item in span.items:
+                    item.waiting -= 1
+                    if count == span.length and not item.waiting:
+                        yield item, self._open(item)
+                    elif count != span.length:
+                        yield item, self._alone(item, held[span.segment])
 
-    def _fetch(self, run: list[Item], landing: Landing) -> list[memoryview]:
-        """Neighbouring records by one read."""
-        start = run[0].entry.offset
-        whole = landing.take(run[-1].entry.offset + run[-1].entry.stored_bytes - start)
-        read_all(self.segments.get(run[0].entry.segment), start, whole)
-        places = [(item.entry.offset - start, item.entry.stored_bytes) for item in run]
-        return [whole[low : low + size] for low, size in places]
+    def _alone(self, item: Item, segment: Segment) -> Part | Exception:
+        """One item by reads of its own; after a span that failed: is it this one?"""
+        try:
+            for offset, place, length in item.stretches():
+                at = place - item.place
+                read_all(segment, offset, item.landed[at : at + length])
+        except (Corrupt, OSError) as error:
+            return error
+        return self._open(item)
+
+    def _open(self, item: Item) -> Part | Exception:
+        """Verified bytes of what has landed, or what is wrong with it."""
+        entry, want, landed = item.entry, item.want, item.landed
+        head = entry.header_bytes
+        try:
+            header, seal = open_header(landed[:head], self._keys)
+            check_place(header, self._home.store_id, entry.segment, entry.offset)
+            check_meta(header, entry.meta, entry.payload_bytes)
+            if want.descriptor is not None and want.descriptor != header.meta.descriptor:
+                return Foreign("layout descriptor differs")
+            payload = landed[head : head + item.end - item.first]
+            open_chunks(payload, header, seal, item.first // CHUNK)
+        except Corrupt as error:
+            return error
+        return Part(header.meta, payload[item.low - item.first : item.high - item.first])
 
     def _why(self, item: Item, error: Exception) -> tuple[Miss, bool]:
         id_ = item.want.id
-        if isinstance(error, BadRange):
-            return Miss(MissReason.BAD_RANGE, id_), False
-        if isinstance(error, CapacityExceeded):
-            return Miss(MissReason.BUSY, id_), False
         assert isinstance(error, Corrupt | OSError)
         if self._moved(item.entry):
             return Miss(MissReason.ABSENT, id_), True
@@ -228,58 +241,17 @@ class DiskReader:
         self._on_bad(entry, str(error))
         return MissReason.CORRUPT
 
-    def read_one(self, entry: Entry, want: Want, landing: Landing) -> Part:
-        """Verified bytes of one want, or what is wrong as an exception."""
-        low, high = span_of(want, entry.meta.units, entry.payload_bytes)
-        first, end = chunk_span(low, high, entry.payload_bytes)
-        segment, head = self.segments.get(entry.segment), entry.header_bytes
-        if (first, end) == (0, entry.payload_bytes):
-            record = landing.take(entry.stored_bytes)
-            read_all(segment, entry.offset, record)
-            return self._open(entry, want, record)
-        header_view = self._landing.take(head)
-        chunks = landing.take(aligned(end - first))
-        read_all(segment, entry.offset, header_view)
-        read_all(segment, entry.offset + head + first, chunks)
-        header, seal = self._open_header(entry, want, header_view)
-        chunks = chunks[: end - first]
-        open_chunks(chunks, header, seal, first // CHUNK)
-        return Part(header.meta, chunks[low - first : high - first])
-
-    def _open(self, entry: Entry, want: Want, record: memoryview) -> Part:
-        """Verified bytes of a want in a whole record."""
-        low, high = span_of(want, entry.meta.units, entry.payload_bytes)
-        header, seal = self._open_header(entry, want, record[: entry.header_bytes])
-        payload = record[entry.header_bytes : entry.header_bytes + entry.payload_bytes]
-        open_chunks(payload, header, seal)
-        return Part(header.meta, payload[low:high])
-
-    def _open_header(self, entry: Entry, want: Want, view: memoryview) -> tuple[Header, Seal]:
-        header, seal = open_header(view, self._keys)
-        check_place(header, self._home.store_id, entry.segment, entry.offset)
-        check_meta(header, entry.meta, entry.payload_bytes)
-        if want.descriptor is not None and want.descriptor != header.meta.descriptor:
-            raise Foreign("layout descriptor differs")
-        return header, seal
-
     def close(self) -> None:
-        """Stop the threads and let go of the segments."""
-        self._pool.shutdown()
+        """Let go of the kernel's queues and the segments."""
+        self._queue.close()
         self.segments.clear()
 
 
-def neighbours(items: Sequence[Item]) -> list[list[Item]]:
-    """Wants in the order they lie on disk, whole records that touch each other together. Pure.
-
-    What is spilled together is written together, so a restorable point is often one read.
-    """
-    runs: list[list[Item]] = []
-    for item in sorted(items, key=lambda item: (item.entry.segment, item.entry.offset)):
-        if runs and item.joins(runs[-1]):
-            runs[-1].append(item)
-        else:
-            runs.append([item])
-    return runs
+def land(group: list[Item], buffer: memoryview) -> list[Item]:
+    """Tell each item where in `buffer` it lands."""
+    for item in group:
+        item.landed = buffer[item.place : item.place + item.size]
+    return group
 
 
 def read_all(segment: Segment, offset: int, into: memoryview) -> None:

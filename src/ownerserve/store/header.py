@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable
+from functools import lru_cache
 
 import msgspec
 
@@ -27,9 +28,12 @@ MAX_PAYLOAD = 1 << 34
 
 _FIXED = struct.Struct("<8sHHBBHII16sIIQQ32s32s32sQQQQHHIQQ16s32s32sIIII16s32s")
 _PLACE = struct.Struct("<16sI4xQQ")
+_VERSION_AND_BLOCKS, _USED_AND_CRC = struct.Struct("<HH"), struct.Struct("<II")
+_NO_CRC = bytes(4)
 _CRC_AT, _PLACE_AT, _PLACE_END, _MAC_AT = 20, 24, 64, 328
 FIXED_BYTES = _FIXED.size
 MAC_BYTES = 32
+_KINDS = {int(kind): kind for kind in Kind}
 _NO_TENANT = bytes(ID_BYTES)
 assert FIXED_BYTES == 360
 
@@ -38,7 +42,7 @@ class OtherFormat(Corrupt):
     """A record of a version that this code does not read. It may be good: leave it alone."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class Place(msgspec.Struct, frozen=True, gc=False):
     """Where a record lies: the store, the segment's number, the offset; and its age."""
 
     store_id: bytes
@@ -47,7 +51,7 @@ class Place(msgspec.Struct, frozen=True):
     sequence: int
 
 
-class Header(msgspec.Struct, frozen=True):
+class Header(msgspec.Struct, frozen=True, gc=False):
     """All a header says. `tags` is one digest, MAC or cipher tag for each 1 MiB of payload."""
 
     meta: Meta
@@ -89,8 +93,14 @@ def header_bytes(meta: Meta, tag_bytes: int) -> int:
     return aligned(FIXED_BYTES + len(meta.descriptor) + tag_bytes + len(meta.boundaries))
 
 
+@lru_cache(maxsize=256)
 def _text(value: str, width: int) -> bytes:
     return value.encode().ljust(width, b"\0")
+
+
+@lru_cache(maxsize=256)  # a store has few components, precisions, kinds of exactness
+def _untext(field: bytes) -> str:
+    return field.rstrip(b"\0").decode()
 
 
 def encode(header: Header) -> bytes:
@@ -180,7 +190,7 @@ def peek_bytes(data: bytes | memoryview) -> int:
     """Header length from its first 4 KiB; Corrupt when that is no header."""
     if len(data) < BLOCK or data[:8] != MAGIC:
         raise Corrupt("no record header here")
-    (version, blocks) = struct.unpack_from("<HH", data, 8)
+    version, blocks = _VERSION_AND_BLOCKS.unpack_from(data, 8)
     if version not in DECODERS:
         raise OtherFormat(f"record format {version}; this code reads {sorted(DECODERS)}")
     if not 1 <= blocks <= MAX_HEADER_BLOCKS:
@@ -193,18 +203,19 @@ def decode(data: bytes | memoryview) -> Header:
     length = peek_bytes(data)
     if len(data) < length:
         raise Corrupt(f"header cut off at {len(data)} of {length} bytes")
-    (version,) = struct.unpack_from("<H", data, 8)
+    version, _ = _VERSION_AND_BLOCKS.unpack_from(data, 8)
     header: Header = DECODERS[version](memoryview(data)[:length])
     return header
 
 
 def checked_body(data: memoryview) -> int:
     """Bytes used, after the CRC over them was found right. Every version starts like this."""
-    used, crc = struct.unpack_from("<II", data, 16)
+    used, crc = _USED_AND_CRC.unpack_from(data, 16)
     if not 24 <= used <= len(data):
         raise Corrupt("header length out of range")
-    actual = zlib.crc32(data[24:used], zlib.crc32(bytes(4), zlib.crc32(data[:_CRC_AT])))
-    if actual != crc:
+    body = bytearray(data[:used])
+    body[_CRC_AT : _CRC_AT + 4] = _NO_CRC
+    if zlib.crc32(body) != crc:
         raise Corrupt("header CRC does not match")
     return int(used)
 
@@ -232,8 +243,8 @@ def _decode_1(data: memoryview) -> Header:
     try:
         meta = Meta(
             id=id_,
-            kind=Kind(kind),
-            component=component.rstrip(b"\0").decode(),
+            kind=_KINDS[kind],
+            component=_untext(component),
             prefix_hash=prefix_hash,
             first_token=first_token,
             end_token=end_token,
@@ -241,13 +252,13 @@ def _decode_1(data: memoryview) -> Header:
             epoch=Epoch(term, counter),
             first_layer=first_layer,
             end_layer=end_layer,
-            precision=precision.rstrip(b"\0").decode(),
-            exactness=exactness.rstrip(b"\0").decode(),
+            precision=_untext(precision),
+            exactness=_untext(exactness),
             descriptor=bytes(data[FIXED_BYTES:tags_at]),
             units=units,
             boundaries=bytes(data[ends_at:used]),
         )
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         raise Corrupt(f"header field: {error}") from error
     place = Place(store_id, segment, offset, sequence)
     return Header(

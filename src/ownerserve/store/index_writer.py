@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from ownerserve.store.index import (
+    MIGRATE_1,
     SCHEMA,
     SCHEMA_VERSION,
     Change,
@@ -20,10 +21,11 @@ from ownerserve.store.index import (
     Quarantined,
     boundary_rows,
     mapped,
+    mark_of,
 )
 from ownerserve.store.model import Kind, Usage
 
-_encode = msgspec.msgpack.encode
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class IndexWriter(IndexReader):
@@ -43,9 +45,6 @@ class IndexWriter(IndexReader):
         with mapped():
             connection = self._connect()
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA cache_size = -65536")
-            # A lost transaction is found again in the segments, so no fsync at each commit.
-            connection.execute("PRAGMA synchronous = NORMAL")
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version == 0:
                 with self._transaction() as cursor:
@@ -54,12 +53,23 @@ class IndexWriter(IndexReader):
                     cursor.execute("INSERT INTO about VALUES ('store_id', ?)", (store_id,))
                     cursor.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                 self.is_new = True
+            elif version == 1:
+                connection.create_function("mark_of", 1, mark_of, deterministic=True)
+                with self._transaction() as cursor:
+                    for statement in MIGRATE_1.split(";"):
+                        cursor.execute(statement)
+                    cursor.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             elif version != SCHEMA_VERSION:
                 raise IndexFailed(f"index schema {version}, expected {SCHEMA_VERSION}")
             found = connection.execute("SELECT value FROM about WHERE key = 'store_id'").fetchone()
             if found is None or found[0] != store_id:
                 raise IndexFailed("the index belongs to another store")
         self.standing = self.usage()
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        super()._prepare(connection)
+        # A lost transaction is found again in the segments, so no fsync at each commit.
+        connection.execute("PRAGMA synchronous = NORMAL")
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Cursor]:
@@ -130,7 +140,8 @@ def _remove(cursor: sqlite3.Cursor, entries: Iterable[Entry]) -> None:
 
 def _add(cursor: sqlite3.Cursor, entries: Iterable[Entry]) -> None:
     cursor.executemany(
-        "INSERT INTO records VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
+        "INSERT INTO records (sequence, mark, kind, tenant, segment, offset, header, stored,"
+        " payload, touched_ms, reuse, cost_ms, meta) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
         [_row(entry) for entry in entries],
     )
     cursor.executemany(
@@ -144,7 +155,7 @@ def _row(entry: Entry) -> tuple[object, ...]:
     lean = msgspec.structs.replace(meta, boundaries=b"") if meta.boundaries else meta
     return (
         entry.sequence,
-        meta.id,
+        mark_of(meta.id),
         meta.kind,
         meta.tenant,
         entry.segment,

@@ -44,7 +44,7 @@ def collect(
         done.segments_dropped = core.reclaimer.drop_empty()
         rows = sparse(core.index.segments(), share)
     for row in rows if len(rows) > 1 else []:
-        with core.shielded():
+        with core.exclusive():
             core.flush()
             copied = core.reclaimer.compact(
                 row, core.keys, landing=landing, now_ms=core.now_ms(), on_bad=core.quarantine

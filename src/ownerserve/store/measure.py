@@ -61,25 +61,47 @@ class DiskBench:
         self.tier = DiskTier(directory, WallClock(), options=OPTIONS)
         self._written = 0
         self._dice = random.Random(0)
+        self.payload = os.urandom(payload_bytes)
         self.label = f"{payload_bytes // MIB} MiB" if payload_bytes >= MIB else (
             f"{payload_bytes // KIB} KiB"
         )  # fmt: skip
 
+    def _fill(self) -> list[Reservation]:
+        """A group of 32 MiB, reserved and filled."""
+        held = []
+        for _ in range(max(1, GROUP_BYTES // self.payload_bytes)):
+            item = self.tier.reserve(bench_meta(self._written), self.payload_bytes)
+            assert isinstance(item, Reservation)
+            item.payload[:] = self.payload
+            held.append(item)
+            self._written += 1
+        return held
+
+    @property
+    def _groups(self) -> int:
+        return max(1, self.count * self.payload_bytes // GROUP_BYTES)
+
+    def _rate(self, records: int, started: float) -> float:
+        return records * self.payload_bytes / 1e6 / (time.perf_counter() - started)
+
     def write_round(self) -> float:
         """MB/s of one round: reserve, fill, digest, append, one fdatasync for each 32 MiB."""
-        data = os.urandom(self.payload_bytes)
-        group = max(1, GROUP_BYTES // self.payload_bytes)
-        started = time.perf_counter()
-        for _ in range(0, self.count, group):
-            held = []
-            for _ in range(group):
-                item = self.tier.reserve(bench_meta(self._written), self.payload_bytes)
-                assert isinstance(item, Reservation)
-                item.payload[:] = data
-                held.append(item)
-                self._written += 1
-            self.tier.commit(held)
-        return self.count * self.payload_bytes / 1e6 / (time.perf_counter() - started)
+        before, started = self._written, time.perf_counter()
+        for _ in range(self._groups):
+            self.tier.commit(self._fill())
+        return self._rate(self._written - before, started)
+
+    def stream_round(self) -> float:
+        """As `write_round`, the next group filled while one is committed, as an engine does."""
+        before, started = self._written, time.perf_counter()
+        with ThreadPoolExecutor(1) as pool:
+            flying = None
+            for _ in range(self._groups):
+                held = self._fill()
+                if flying is not None:
+                    flying.result()
+                flying = pool.submit(self.tier.commit, held)
+        return self._rate(self._written - before, started)
 
     def read_round(self, threads: int) -> float:
         """MB/s of verified random reads, `threads` at once."""
@@ -94,6 +116,17 @@ class DiskBench:
             list(pool.map(some, [numbers[n::threads] for n in range(threads)]))
             took_s = time.perf_counter() - started
         return self.count * self.payload_bytes / 1e6 / took_s
+
+    def gather_round(self) -> float:
+        """MB/s of restores of 16 records each that lie anywhere."""
+        wanted = [
+            [Want(n.to_bytes(32, "little")) for n in self._dice.sample(range(self._written), 16)]
+            for _ in range(max(1, self.count // 16))
+        ]
+        started = time.perf_counter()
+        for wants in wanted:
+            assert isinstance(self.tier.read(wants), Hit)
+        return self._rate(16 * len(wanted), started)
 
     def restore_round(self) -> float:
         """MB/s of restores: 16 records that were spilled together, by one read each time."""
@@ -118,8 +151,9 @@ class DiskBench:
             for count in threads
         ]
         if self.payload_bytes <= MIB:
-            name = f"verified restore of 16 x {name}"
-            found.append(_rounds(name, "MB/s", rounds=rounds, once=self.restore_round))
+            for where, once in (("neighbours", self.restore_round), ("", self.gather_round)):
+                metric = f"verified restore of 16 x {name} {where}".rstrip()
+                found.append(_rounds(metric, "MB/s", rounds=rounds, once=once))
         return found
 
 

@@ -8,7 +8,8 @@ reader stays as it is until the reader lets go (see `buffers`).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from threading import RLock
 
 import msgspec
@@ -37,15 +38,12 @@ from ownerserve.store.model import (
 )
 from ownerserve.store.policy import Limits, Order, by_age
 from ownerserve.store.seal import SealKind, Xxh3Seal
-from ownerserve.store.tier import Reservation
+from ownerserve.store.tier import OnEvict, Reservation
 from ownerserve.store.verify import BadRange, chunk_span, open_chunks, span_of
 
 _SEAL = Xxh3Seal()
 _NOWHERE = Place(bytes(16), 0, 0, 0)
 _NO_SALT = bytes(16)
-
-OnEvict = Callable[[Listed, memoryview], None]
-"""Called with each record that must make room, before it is dropped."""
 
 
 class Held(msgspec.Struct):
@@ -82,16 +80,12 @@ class MemoryTier:
         # Reservations and evicted records that a reader still sees come on top of the limits.
         self._landing = landing or BufferPool(2 * limits.capacity_bytes + 2 * CHUNK)
         self._order = order
-        self._on_evict: OnEvict | None = None
+        self.on_evict: OnEvict | None = None
         self._held: dict[Kind, OrderedDict[bytes, Held]] = {kind: OrderedDict() for kind in Kind}
         self._standing: dict[tuple[bytes, Kind], Usage] = {}
         self._ledger = Ledger(limits, self._standing)
         self._lock = RLock()
         self.counters: Counter[str] = Counter()
-
-    def listen(self, on_evict: OnEvict) -> None:
-        """Hear of every record that must make room, while its bytes still stand."""
-        self._on_evict = on_evict
 
     def _get(self, id_: bytes) -> Held | None:
         return next((held[id_] for held in self._held.values() if id_ in held), None)
@@ -176,10 +170,19 @@ class MemoryTier:
 
     def _evict(self, victim: Listed) -> None:
         held = self._get(victim.meta.id)
-        if held is not None and self._on_evict is not None:
-            self._on_evict(victim, held.payload)
+        if held is not None and self.on_evict is not None:
+            self.on_evict(victim, partial(self._sound, held))
         self._drop(victim.meta.id)
         self.counters["evicted"] += 1
+
+    def _sound(self, held: Held) -> memoryview | None:
+        """A record's bytes before they go elsewhere: they would get a new digest there."""
+        try:
+            open_chunks(held.payload, held.header, _SEAL)
+        except Corrupt:
+            self.counters["quarantined"] += 1
+            return None
+        return held.payload
 
     def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]:
         """Digest and make visible."""

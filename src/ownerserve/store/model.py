@@ -34,7 +34,7 @@ class Epoch(NamedTuple):
     counter: int = 0
 
 
-class Meta(msgspec.Struct, frozen=True, array_like=True):
+class Meta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a record says of itself; all of it stands in the record's header.
 
     The payload is `units` equal pieces (blocks of B tokens), so that tokens [x, y) of a record
@@ -120,7 +120,7 @@ def meta_of(
     )
 
 
-class Want(msgspec.Struct, frozen=True):
+class Want(msgspec.Struct, frozen=True, gc=False):
     """One artifact, or units [first_unit, end_unit) of it, that a restore needs.
 
     `descriptor`, when given, is the only layout the reader takes; None leaves it to the reader.
@@ -150,7 +150,7 @@ class Listed(msgspec.Struct, frozen=True):
     restore_cost_ms: float = 0.0
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True, gc=False):
     """Verified bytes of one want."""
 
     meta: Meta

@@ -1,14 +1,16 @@
 """Blobs in a Mooncake Store. Extra: `pip install 'ownerserve[mooncake]'`.
 
-Not tested here against a running Mooncake: only this translation is, against a stand-in with the
-return codes that `research/stores-transfer.md` §3 measured (0.3.13):
+Return codes, measured on 0.3.13 (`tests/store/test_mooncake.py` runs them against a real master):
 
     -200  pool full: no backpressure of its own, the caller must retry     -> Backpressure
+    -600  an empty object                                                  -> we store one byte
     -704  no such object                                                   -> FileNotFoundError
-    -706  remove of an object that a reader leases                         -> Backpressure
-    put of an existing key: 0, the old value stays                         -> right: ids are sealed
+    -706  remove of an object that a reader leases, and a get is a lease   -> removed by force
+    -900  the master does not answer                                       -> OSError
+    put of an existing key: 0, the old value stays                         -> asked first
     master restarted: every key gone                                       -> misses
-A get that fails late because its lease ran out is an OSError, and verification is ours anyway.
+A get says nothing of why it has nothing: the object is asked for again, and only a clear "absent"
+counts as absent.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from typing import Any
 
 from ownerserve.store.blobs import Backpressure, BlobInfo
 
-_FULL, _ABSENT, _LEASED = -200, -704, -706
+_FULL, _ABSENT = -200, -704
 
 
 class MooncakeBlobs:
     """Blobs through a set-up `mooncake.store.MooncakeDistributedStore`, under a namespace.
 
-    It has no ranged read and no listing: a part is cut from the whole object, and expiry and
-    purge find nothing to do here; give a tenant's artifacts another remote tier.
+    It has no listing, and its ranged read wants registered memory: a part is cut from the whole
+    object, and expiry and purge find nothing to do here; give a tenant's artifacts another tier.
     """
 
     def __init__(self, client: Any, namespace: str) -> None:
@@ -38,7 +40,7 @@ class MooncakeBlobs:
 
     @staticmethod
     def _check(status: int, key: str) -> None:
-        if status in (_FULL, _LEASED):
+        if status == _FULL:
             raise Backpressure(f"mooncake {status}")
         if status == _ABSENT:
             raise FileNotFoundError(errno.ENOENT, "mooncake has no such object", key)
@@ -46,19 +48,29 @@ class MooncakeBlobs:
             raise OSError(errno.EIO, f"mooncake {status}", key)
 
     def put(self, key: str, data: memoryview) -> None:
-        # An empty object is stored as one byte: Mooncake refuses empty values (its issue 3465).
-        self._check(self._client.put(self._name(key), bytes(data) or b"\0"), key)
+        self._check(int(self._client.put(self._name(key), bytes(data) or b"\0")), key)
+
+    def put_new(self, key: str, data: memoryview) -> None:
+        # Two writers may both see none; the first value stays, as in every medium.
+        there = int(self._client.is_exist(self._name(key)))
+        self._check(there, key)
+        if there:
+            raise FileExistsError(errno.EEXIST, "mooncake keeps the old value", key)
+        self.put(key, data)
 
     def get_into(self, key: str, offset: int, into: memoryview) -> int:
         data: bytes = self._client.get(self._name(key))
         if not data:
-            raise FileNotFoundError(errno.ENOENT, "mooncake has no such object", key)
+            there = int(self._client.is_exist(self._name(key)))
+            self._check(there if there else _ABSENT, key)
+            raise OSError(errno.EIO, "mooncake has the object and does not give it", key)
         part = data[offset : offset + len(into)]
         into[: len(part)] = part
         return len(part)
 
     def delete(self, key: str) -> None:
-        status = int(self._client.remove(self._name(key)))
+        # A reader that loses the object in mid-read is told so by its digests: a miss.
+        status = int(self._client.remove(self._name(key), force=True))
         if status != _ABSENT:
             self._check(status, key)
 
@@ -67,3 +79,6 @@ class MooncakeBlobs:
 
     def list(self, prefix: str) -> Iterator[BlobInfo]:
         return iter(())
+
+    def tidy(self, before_s: float) -> int:
+        return 0  # the master gives up unfinished puts itself

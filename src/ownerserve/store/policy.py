@@ -6,13 +6,14 @@ minutes (V4.1 report), so each kind has its own share, TTL and LRU, and never ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.units import GIB, MIB
+from ownerserve.kv.units import GIB
 from ownerserve.store.model import Kind, Listed, RefusalReason
 
 
@@ -67,6 +68,30 @@ def by_utility(record: Listed) -> float:
     in because only the oldest records are candidates.
     """
     return (1 + record.reuse_count) * record.restore_cost_ms / record.stored_bytes
+
+
+class ExpectedUse(msgspec.Struct, frozen=True):
+    """How soon an artifact that is not used is taken for dead, by kind: half its uses fade in
+    that time. Global KV is reused over days, point state within minutes (V4.1's report).
+    """
+
+    range_half_life_s: float = 24 * 3600.0
+    point_half_life_s: float = 600.0
+
+    def order(self, now_s: float) -> Order:
+        """Utility where there is no list by recency: restore ms x expected uses, for each byte.
+
+        A record without a price counts as 1 ms, so that among such the uses decide.
+        """
+
+        def utility(record: Listed) -> float:
+            ranged = record.meta.kind is Kind.RANGE
+            half_life_s = self.range_half_life_s if ranged else self.point_half_life_s
+            idle_s = max(0.0, now_s - record.touched_s)
+            expected = (1 + record.reuse_count) * math.exp2(-idle_s / half_life_s)
+            return (record.restore_cost_ms or 1.0) * expected / record.stored_bytes
+
+        return utility
 
 
 class Need(NamedTuple):
@@ -154,27 +179,3 @@ class WriteBudget:
         """`count` bytes were written."""
         self._refill(now_s)
         self._level -= count
-
-
-class Placement(msgspec.Struct, frozen=True):
-    """Between tiers: what is worth a write further down, and what is worth room further up.
-
-    A record is worth the milliseconds it saves, by use so far, for each MiB it costs to write.
-    Thresholds are 0 (all goes down) until the node prices its artifacts; point state has its own,
-    since it is big, short-lived and written every turn (V4.1: half of persistent KV).
-    """
-
-    range_ms_per_mib: float = 0.0
-    point_ms_per_mib: float = 0.0
-    promote_after_reuses: int = 1
-
-    def goes_down(self, record: Listed) -> bool:
-        """Write it to the next tier before it leaves this one?"""
-        ranged = record.meta.kind is Kind.RANGE
-        threshold = self.range_ms_per_mib if ranged else self.point_ms_per_mib
-        worth = (1 + record.reuse_count) * record.restore_cost_ms
-        return worth >= threshold * record.stored_bytes / MIB
-
-    def goes_up(self, record: Listed) -> bool:
-        """Copy it to the top tier after it was read further down?"""
-        return record.reuse_count >= self.promote_after_reuses

@@ -82,11 +82,11 @@ class Reclaimer:
 
     def drop_empty(self) -> int:
         """Unlink full segments without a live record; how many."""
+        busy = self._appender.busy
         rows = [
             row
             for row in self._index.segments()
-            if row.number != self._appender.open_segment
-            and (row.live_bytes == 0 or row.state is SegmentState.DROPPED)
+            if row.number not in busy and (row.live_bytes == 0 or row.state is SegmentState.DROPPED)
         ]
         for row in rows:
             self._index.apply(

@@ -14,19 +14,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 
 import msgspec
 
 from ownerserve.kv.errors import Corrupt
+from ownerserve.store.aio import ReadQueue
 from ownerserve.store.append import Appender
 from ownerserve.store.buffers import Landing
-from ownerserve.store.disk_read import OpenSegments, read_all
+from ownerserve.store.disk_read import OpenSegments
+from ownerserve.store.gather import BUFFER_BYTES
 from ownerserve.store.header import BLOCK, Header, OtherFormat
 from ownerserve.store.home import Home
 from ownerserve.store.index import Change, Entry, IndexFailed, SegmentRow, SegmentState, Span
 from ownerserve.store.index_writer import IndexWriter
 from ownerserve.store.reclaim import Reclaimer, span
-from ownerserve.store.scan import records
+from ownerserve.store.scan import Ahead, records
 from ownerserve.store.seal import Keys
 from ownerserve.store.segment import Segment, segment_path
 from ownerserve.store.verify import NoKey, open_chunks, open_header
@@ -95,6 +98,7 @@ class _Recovery:
         self._report = report
         self._landing = landing
         self._next_sequence = 1
+        self._queue = ReadQueue()
 
     def run(self, segments: OpenSegments) -> Recovered:
         index = self._index
@@ -102,11 +106,15 @@ class _Recovery:
         rows = {row.number: row for row in index.segments()}
         self._forget_lost(set(rows) - set(numbers))
         last: tuple[Segment, SegmentRow] | None = None
-        for number in numbers:
-            row = rows.get(number)
-            if row is not None and row.state is SegmentState.DROPPED:
-                continue
-            last = self._adopt_segment(number, row, is_last=number == numbers[-1])
+        self._ahead = Ahead(
+            self._home.directory, numbers[:-1] if index.is_new else (), self._home.store_id
+        )
+        with closing(self._ahead), closing(self._queue):
+            for number in numbers:
+                row = rows.get(number)
+                if row is not None and row.state is SegmentState.DROPPED:
+                    continue
+                last = self._adopt_segment(number, row, is_last=number == numbers[-1])
         next_number = max([0, *numbers, *rows]) + 1
         next_sequence = max(index.highest_sequence() + 1, self._next_sequence)
         appender = Appender(self._home, next_number, next_sequence)
@@ -159,17 +167,36 @@ class _Recovery:
 
     def _whole(self, segment: Segment, start: int, *, deep: bool) -> Iterator[Header]:
         """Records from `start`; with `deep`, only those whose payload verifies too."""
-        for header in records(segment, start, self._home.store_id):
-            if deep and not self._verifies(segment, header):
-                self._report.torn += 1
-                segment.erase([(header.place.offset, header.record_bytes)])
-                continue
-            yield header
+        if not deep:
+            yield from self._ahead.take(segment.number)
+            return
+        for group in _groups(records(segment, start, self._home.store_id)):
+            good = self._verified(segment, group)
+            for header in group:
+                if header.place.offset in good:
+                    yield header
+                else:
+                    self._report.torn += 1
+                    segment.erase([(header.place.offset, header.record_bytes)])
 
-    def _verifies(self, segment: Segment, header: Header) -> bool:
-        record = self._landing.take(header.record_bytes)
+    def _verified(self, segment: Segment, group: list[Header]) -> set[int]:
+        """Offsets of the records whose header and payload are right."""
+        rooms = [self._landing.take(header.record_bytes) for header in group]
+        loads = [
+            segment.load(header.place.offset, room)
+            for header, room in zip(group, rooms, strict=True)
+        ]
+        good = set()
+        with closing(self._queue.run(loads)) as arrivals:
+            for index, count in arrivals:
+                if count < 0:
+                    raise OSError(-count, os.strerror(-count), str(segment.path))
+                if count == len(rooms[index]) and self._is_right(rooms[index], group[index]):
+                    good.add(group[index].place.offset)
+        return good
+
+    def _is_right(self, record: memoryview, header: Header) -> bool:
         try:
-            read_all(segment, header.place.offset, record)
             _, seal = open_header(record[: header.header_bytes], self._keys)
             end = header.header_bytes + header.payload_bytes
             open_chunks(record[header.header_bytes : end], header, seal)
@@ -202,6 +229,19 @@ class _Recovery:
                 replaced.append(loser)
         self._report.adopted += len(winners)
         self._index.apply(Change(add=list(winners.values()), remove=replaced, doom=losers))
+
+
+def _groups(headers: Iterator[Header]) -> Iterator[list[Header]]:
+    """In order, each of at most 8 MiB, or one record."""
+    group, size = list[Header](), 0
+    for header in headers:
+        if group and size + header.record_bytes > BUFFER_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(header)
+        size += header.record_bytes
+    if group:
+        yield group
 
 
 def _entry(header: Header) -> Entry:

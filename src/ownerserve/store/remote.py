@@ -1,24 +1,27 @@
 """The remote tier: one blob a record, in the very format that disk records have.
 
     records/ab/abcd...               header and payload; store id, segment and offset are zero
-    catalogue/TENANT/KIND/ID-BYTES   an empty blob that says what there is, for usage, expiry, purge
+    catalogue/TENANT/KIND/ID-BYTES   what there is and what it is worth (see `catalogue`)
     quarantine/ID                    what failed verification
 
-Many nodes share it and none owns it, so nothing here is remembered: what is found is a hint and
-the read verifies. It may lose everything at any time (Mooncake Store does at a restart of its
-master): a miss. Room is the medium's business: TTLs expire, and a full medium refuses.
+Many nodes share it and none owns it: what is found is a hint and the read verifies. It may lose
+everything at any time (Mooncake Store does at a restart of its master): a miss. With `limits`, the
+least useful records make room: restore cost x expected uses, for each byte. Several nodes that
+write at once may go over them by what they write between two listings. Without, a full medium
+refuses.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from ownerserve.kv.clock import Clock
 from ownerserve.kv.errors import CapacityExceeded, Corrupt
 from ownerserve.store.blobs import Backpressure, Blobs
 from ownerserve.store.buffers import BufferPool, Landing
+from ownerserve.store.catalogue import Catalogue, Row, catalogue_key, parse, under_tenant
 from ownerserve.store.header import (
     BLOCK,
     CHUNK,
@@ -45,7 +48,7 @@ from ownerserve.store.model import (
     Want,
     WriteOutcome,
 )
-from ownerserve.store.policy import Limits
+from ownerserve.store.policy import ExpectedUse, Limits
 from ownerserve.store.seal import Keys
 from ownerserve.store.tier import Reservation
 from ownerserve.store.verify import (
@@ -61,18 +64,14 @@ from ownerserve.store.verify import (
 )
 
 NOWHERE = bytes(16)
-_SHARED_NAME = "shared"
+UNFINISHED_S = 24 * 3600.0
+"""No writer needs longer for one record."""
 
 
 def record_key(id_: bytes) -> str:
     """Where a record lies."""
     name = id_.hex()
     return f"records/{name[:2]}/{name}"
-
-
-def _catalogue_key(meta: Meta, stored_bytes: int) -> str:
-    tenant = meta.tenant.hex() or _SHARED_NAME
-    return f"catalogue/{tenant}/{meta.kind.name.lower()}/{meta.id.hex()}-{stored_bytes}"
 
 
 class RemoteTier:
@@ -86,14 +85,16 @@ class RemoteTier:
         clock: Clock,
         keys: Keys,
         limits: Limits | None = None,
-        landing: Landing | None = None,
+        expected: ExpectedUse | None = None,
     ) -> None:
+        """`limits` None: TTLs as everywhere, room as the medium has it."""
         self.name = name
         self._blobs = blobs
         self._clock = clock
         self._keys = keys
-        self._limits = limits or Limits()
-        self._landing = landing or BufferPool()
+        self._ttls = limits or Limits()
+        self._catalogue = Catalogue(blobs, clock, limits, expected or ExpectedUse())
+        self._landing = BufferPool()
         self.health = Health(f"remote store {name}")
         self.counters: Counter[str] = Counter()
 
@@ -126,6 +127,8 @@ class RemoteTier:
                 self.counters[f"miss_{outcome}"] += 1
                 return Miss(outcome, want.id)
             parts.append(outcome)
+        for want in wants:
+            self._catalogue.used(want.id)
         self.counters["hit"] += 1
         return Hit(tuple(parts), self.name)
 
@@ -182,10 +185,25 @@ class RemoteTier:
         seal = self._keys.for_write(meta.tenant)
         assert seal is not None
         head, total = record_room(meta, payload_bytes, seal)
+        refused = self._make_room(meta, head + payload_bytes)
+        if refused is not None:
+            return self._refuse(refused, meta.id)
         try:
             return Reservation(meta, self._landing.take(total), (head, payload_bytes))
         except CapacityExceeded:
             return self._refuse(RefusalReason.BUSY, meta.id)
+
+    def _make_room(self, meta: Meta, stored_bytes: int) -> RefusalReason | None:
+        try:
+            victims = self._catalogue.make_room(meta, stored_bytes)
+        except (OSError, Backpressure):
+            self.counters["io_errors"] += 1
+            return RefusalReason.IO_ERROR
+        if isinstance(victims, RefusalReason):
+            return victims
+        gone = sum(self._delete(row) for row in victims)
+        self.counters["evicted"] += gone
+        return None if gone == len(victims) else RefusalReason.IO_ERROR
 
     def _why_not(self, meta: Meta, payload_bytes: int) -> RefusalReason | None:
         if not 0 < payload_bytes <= MAX_PAYLOAD or payload_bytes % meta.units:
@@ -210,9 +228,12 @@ class RemoteTier:
         header = draft(record, meta, reserved.payload_bytes, seal=seal, now_ms=now_ms)
         record = record[: header.header_bytes + header.payload_bytes]
         try:
-            # The catalogue first: a record that nobody lists could not be purged.
-            self._blobs.put(_catalogue_key(meta, len(record)), memoryview(b""))
-            self._blobs.put(record_key(meta.id), record)
+            # The entry first: a record that nobody lists could not be purged. After a failure both
+            # are left: another node may have written them, and an entry without a record expires.
+            self._catalogue.write(meta, len(record))
+            self._blobs.put_new(record_key(meta.id), record)
+        except FileExistsError:
+            return Present(meta.id)  # another node was first; its catalogue entry is as long
         except Backpressure:
             return self._refuse(RefusalReason.BUSY, meta.id)
         except OSError as error:
@@ -230,59 +251,63 @@ class RemoteTier:
     def remove(self, ids: Sequence[bytes]) -> int:
         """Records gone, of those that were there."""
         found = self.find(ids)
-        for id_, record in found.items():
-            self._delete(id_, _catalogue_key(record.meta, record.stored_bytes))
+        for record in found.values():
+            self._delete(parse(catalogue_key(record.meta, record.stored_bytes), 0.0))
         return len(found)
 
-    def _delete(self, id_: bytes, catalogue_key: str) -> int:
+    def _delete(self, row: Row) -> int:
         try:
-            self._blobs.delete(record_key(id_))
-            self._blobs.delete(catalogue_key)
+            self._blobs.delete(record_key(row.record.meta.id))
+            self._catalogue.delete(row)
         except (OSError, Backpressure):
             self.counters["io_errors"] += 1
             return 0
         return 1
 
-    def _catalogue(self, under: str = "") -> Iterator[tuple[str, bytes, Kind, bytes, int, float]]:
-        """(key, tenant, kind, id, stored bytes, modified)."""
+    def _rows(self, under: str = "catalogue/") -> list[Row]:
         try:
-            for blob in self._blobs.list(f"catalogue/{under}"):
-                _, tenant, kind, name = blob.key.split("/")
-                id_, _, size = name.partition("-")
-                owner = b"" if tenant == _SHARED_NAME else bytes.fromhex(tenant)
-                place = (blob.key, owner, Kind[kind.upper()], bytes.fromhex(id_))
-                yield *place, int(size), blob.modified_s
-        except (OSError, ValueError, KeyError, Backpressure):
+            return list(self._catalogue.rows(under))
+        except (OSError, Backpressure):
             self.counters["io_errors"] += 1
+            return []
 
     def expire(self) -> int:
-        """Remove what was written longer ago than its kind's TTL."""
+        """Remove what was not used for its kind's TTL, and what dead writers left."""
+        now_s = self._clock.now()
+        with suppress(OSError, Backpressure):
+            self._catalogue.note_uses()
+            self.counters["tidied"] += self._blobs.tidy(now_s - UNFINISHED_S)
         gone = 0
-        for key, _, kind, id_, _, modified_s in list(self._catalogue()):
-            ttl_s = self._limits.of(kind).ttl_s
-            if ttl_s is not None and modified_s < self._clock.now() - ttl_s:
-                gone += self._delete(id_, key)
+        for row in self._rows():
+            ttl_s = self._ttls.of(row.record.meta.kind).ttl_s
+            if ttl_s is not None and row.record.touched_s < now_s - ttl_s:
+                gone += self._delete(row)
         return gone
 
     def purge(self, tenant: bytes) -> int:
         """Every record of a tenant gone, quarantined ones too."""
         gone = 0
-        for key, _, _, id_, _, _ in list(self._catalogue(f"{tenant.hex() or _SHARED_NAME}/")):
+        for row in self._rows(under_tenant(tenant)):
             with suppress(OSError, Backpressure):
-                self._blobs.delete(f"quarantine/{id_.hex()}")
-            gone += self._delete(id_, key)
+                self._blobs.delete(f"quarantine/{row.record.meta.id.hex()}")
+            gone += self._delete(row)
         return gone
 
     def price(self, costs_ms: Mapping[bytes, float]) -> None:
-        """Not kept: whose turn it is to go is not one node's to say."""
+        """Into the catalogue, where all nodes see it; only when room is managed."""
+        with suppress(OSError, Backpressure):
+            self._catalogue.price(costs_ms)
 
     def usage(self) -> Mapping[tuple[bytes, Kind], Usage]:
         """What the catalogue lists, by tenant and kind; one listing."""
         total: dict[tuple[bytes, Kind], Usage] = {}
-        for _, tenant, kind, _, size, _ in self._catalogue():
-            used = total.get((tenant, kind), Usage())
-            total[tenant, kind] = Usage(used.stored_bytes + size, used.records + 1)
+        for row in self._rows():
+            meta, size = row.record.meta, row.record.stored_bytes
+            used = total.get((meta.tenant, meta.kind), Usage())
+            total[meta.tenant, meta.kind] = Usage(used.stored_bytes + size, used.records + 1)
         return total
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Write down what was used; nothing is held open."""
+        with suppress(OSError, Backpressure):
+            self._catalogue.note_uses()

@@ -8,14 +8,18 @@ header the walk goes on at the next 4 KiB block that starts one; holes are skipp
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 from ownerserve.kv.errors import Corrupt
 from ownerserve.store.header import BLOCK, MAGIC, Header, decode, peek_bytes
-from ownerserve.store.segment import Segment
+from ownerserve.store.segment import Segment, segment_path
 from ownerserve.store.verify import check_place
 
 WINDOW = 1 << 20
+AHEAD = 4
 
 
 def records(segment: Segment, start: int, store_id: bytes) -> Iterator[Header]:
@@ -36,6 +40,42 @@ def records(segment: Segment, start: int, store_id: bytes) -> Iterator[Header]:
             continue
         yield header
         offset += header.record_bytes
+
+
+class Ahead:
+    """Walks whole segments before they are asked for, AHEAD at a time, in the order given.
+
+    A walk is a chain, each header says where the next one is, so one alone waits for the medium
+    at every record; several side by side do not.
+    """
+
+    def __init__(self, directory: Path, numbers: Sequence[int], store_id: bytes) -> None:
+        self._directory = directory
+        self._store_id = store_id
+        self._left = iter(numbers)
+        self._walks: dict[int, Future[list[Header]]] = {}
+        self._threads = ThreadPoolExecutor(AHEAD, thread_name_prefix="store-scan")
+        for _ in range(AHEAD):
+            self._start_next()
+
+    def _start_next(self) -> None:
+        number = next(self._left, None)
+        if number is not None:
+            self._walks[number] = self._threads.submit(self._walk, number)
+
+    def _walk(self, number: int) -> list[Header]:
+        segment = Segment(segment_path(self._directory, number), os.O_RDONLY)
+        return list(records(segment, BLOCK, self._store_id))
+
+    def take(self, number: int) -> list[Header]:
+        """All records of a segment, once."""
+        found = self._walks.pop(number).result()
+        self._start_next()
+        return found
+
+    def close(self) -> None:
+        """Wait for walks that nobody asked for."""
+        self._threads.shutdown(cancel_futures=True)
 
 
 def _header_at(segment: Segment, offset: int, first: memoryview) -> Header:

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from ownerserve.kv.errors import Corrupt
+from ownerserve.store.aio import Load
 from ownerserve.store.header import BLOCK, OtherFormat
 
 MAGIC = b"OwnSSeg\n"
@@ -144,6 +145,10 @@ class Segment:
             if count == 0 or count % BLOCK:
                 break
         return done
+
+    def load(self, offset: int, into: memoryview) -> Load:
+        """A read of this segment for a ReadQueue; hold the segment until it is done."""
+        return Load(self._fd, offset, into)
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
         """All of `views`, one after another from `offset`, or OSError."""

@@ -86,6 +86,11 @@ class StoreService:
         job = _Job(Flight(0), lambda: self._tier.find(ids), {})
         return self._submit(job, self._read_jobs, key=("find", ids), deadline_s=deadline_s)
 
+    def submit_look(self, look: Callable[[], Found], *, deadline_s: float | None = None) -> Ticket:
+        """As `submit_find`, where the caller knows more ways to look than a tier's `find`."""
+        job = _Job(Flight(0), look, {})
+        return self._submit(job, self._read_jobs, key=None, deadline_s=deadline_s)
+
     def submit_read(self, wants: Sequence[Want], *, deadline_s: float | None = None) -> Ticket:
         """Answered by Hit or Miss. Equal reads in the air are one."""
         wants = tuple(wants)

@@ -16,7 +16,7 @@ from ownerserve.store.disk_core import listed
 from ownerserve.store.disk_read import DiskReader, OpenSegments
 from ownerserve.store.home import Home
 from ownerserve.store.index import Entry, IndexFailed, IndexReader, Quarantined, SegmentRow
-from ownerserve.store.model import Kind, Listed, ReadOutcome, Usage, Want
+from ownerserve.store.model import Kind, Listed, Meta, ReadOutcome, Usage, Want
 from ownerserve.store.seal import Keys
 
 
@@ -51,6 +51,13 @@ class StoreSnapshot:
             return {id_: listed(entry) for id_, entry in self._index.get_many(ids).items()}
         except IndexFailed:
             return {}
+
+    def at_boundary(self, prefix_hash: bytes) -> list[tuple[Meta, int]]:
+        """Records that hold this prefix at the end of one of their units, and of which."""
+        try:
+            return [(entry.meta, units) for entry, units in self._index.at_boundary(prefix_hash)]
+        except IndexFailed:
+            return []
 
     def entries(self, tenant: bytes | None = None) -> Iterator[Entry]:
         """Every record, in order of writing."""

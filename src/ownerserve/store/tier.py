@@ -14,8 +14,8 @@ counted, warned about once. Calls may block: the runtime makes them on its threa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from ownerserve.store.buffers import Landing
 from ownerserve.store.model import (
@@ -35,9 +35,10 @@ class Reservation:
     """Room for one record. Fill `payload`, then commit or abort, once.
 
     After either, the buffer is the tier's: `payload` is released and a later write to it raises.
+    `level` is that of the tier that made it, where tiers are composed.
     """
 
-    __slots__ = ("meta", "open", "payload", "payload_bytes", "record", "stored_bytes")
+    __slots__ = ("level", "meta", "open", "payload", "payload_bytes", "record", "stored_bytes")
 
     def __init__(self, meta: Meta, record: memoryview, at: tuple[int, int]) -> None:
         head, payload_bytes = at
@@ -47,6 +48,7 @@ class Reservation:
         self.stored_bytes = len(record)
         self.payload = record[head : head + payload_bytes]
         self.open = True
+        self.level = 0
 
     def take(self) -> memoryview:
         """The record's buffer; the reservation is spent."""
@@ -85,6 +87,18 @@ class Tier(Protocol):
     def usage(self) -> Mapping[tuple[bytes, Kind], Usage]: ...
 
     def close(self) -> None: ...
+
+
+OnEvict = Callable[[Listed, Callable[[], memoryview | None]], None]
+"""Called with each record that must make room, before it goes, and a way to get its bytes, which
+may read the medium: verified, or None when they are bad."""
+
+
+@runtime_checkable
+class Evicting(Protocol):
+    """A tier that tells what it evicts. None: nobody listens."""
+
+    on_evict: OnEvict | None
 
 
 def put(tier: Tier, meta: Meta, payload: bytes | memoryview) -> WriteOutcome:

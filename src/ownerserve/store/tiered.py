@@ -1,24 +1,25 @@
-"""Tiers as one: writes go to the top, reads come from the fastest that has it, copies move between.
+"""Tiers as one: written as the placement says, read from the fastest that has it, copies moved.
 
 Owns no artifact. Moving is asked for here and done in `settle`, on the runtime's writer thread, so
 that neither a read nor a reservation waits for another tier's medium:
 
-    eviction from the top  -> goes_down? -> written to the next tier        (demotion)
-    a read further down    -> goes_up?   -> copied to the top               (promotion)
-    spill(store, ids)      -> copied down now, kept on top                  (an idle session)
+    eviction from level n    worth it?  -> written to the first below that takes it    (demotion)
+    a read further down      worth it?  -> copied to the top                           (promotion)
+    a write that is owed     worth it?  -> copied to its level, kept on top            (write-back)
+    spill(store, ids)        worth it?  -> copied down now, kept on top                (idle)
+
+What is removed or purged does not come back by a copy that waited: see `_moving`.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from threading import Lock
 
-import msgspec
-
-from ownerserve.kv.units import MIB
 from ownerserve.store.buffers import Landing
-from ownerserve.store.memory import MemoryTier
+from ownerserve.store.convert_read import read_converted
 from ownerserve.store.model import (
     Hit,
     Kind,
@@ -36,22 +37,11 @@ from ownerserve.store.model import (
     Want,
     WriteOutcome,
 )
-from ownerserve.store.policy import Placement
-from ownerserve.store.tier import Reservation, Tier, put
+from ownerserve.store.moves import Move, MoveQueue
+from ownerserve.store.placement import COMES_AGAIN, HAS_NO_ROOM, Placement
+from ownerserve.store.tier import Evicting, Reservation, Tier, put
 
-MAX_QUEUED_BYTES = 256 * MIB
-_RETRY_BELOW = frozenset(
-    {RefusalReason.NO_SPACE, RefusalReason.QUOTA, RefusalReason.TOO_LARGE, RefusalReason.BUSY}
-)
 _TRY_NEXT = frozenset({MissReason.CORRUPT, MissReason.ABSENT, MissReason.IO_ERROR, MissReason.BUSY})
-
-
-class Move(msgspec.Struct):
-    """A copy to make: verified bytes, and the first tier that may take them."""
-
-    meta: Meta
-    payload: memoryview
-    to: int
 
 
 class TieredStore:
@@ -62,14 +52,13 @@ class TieredStore:
     def __init__(self, tiers: Sequence[Tier], placement: Placement | None = None) -> None:
         self.tiers = tuple(tiers)
         self.placement = placement or Placement()
+        self.plan = self.placement.write.plan(len(self.tiers))
+        self.moves = MoveQueue()
         self.counters: Counter[str] = Counter()
-        self._open: dict[bytes, Tier] = {}
-        self._moves: deque[Move] = deque()
-        self._queued_bytes = 0
-        self._lock = Lock()
-        top = self.tiers[0]
-        if isinstance(top, MemoryTier):
-            top.listen(self._on_evict)
+        self._moving = Lock()  # held while a copy is made, and while artifacts are removed
+        for level, tier in enumerate(self.tiers[:-1]):
+            if isinstance(tier, Evicting):
+                tier.on_evict = partial(self._on_evict, level)
 
     def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]:
         """What any tier has; as the fastest one says."""
@@ -83,7 +72,7 @@ class TieredStore:
     def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
         """All wants verified, each from the fastest tier that can, or a miss."""
         parts: dict[int, Part] = {}
-        why = Miss(MissReason.ABSENT, wants[0].id if wants else b"")
+        why: dict[int, Miss] = {}
         for level, tier in enumerate(self.tiers):
             left = [index for index in range(len(wants)) if index not in parts]
             if not left:
@@ -92,86 +81,163 @@ class TieredStore:
             for index in left:
                 want = wants[index]
                 if want.id not in here:
-                    why = Miss(MissReason.ABSENT, want.id) if why.id == b"" else why
                     continue
-                outcome = tier.read([want], landing)
-                if isinstance(outcome, Hit):
-                    parts[index] = outcome.parts[0]
-                    self.counters[f"hit_{tier.name}"] += 1
-                    self._consider_promotion(level, here[want.id], outcome.parts[0])
+                outcome = self._read_one(level, want, landing, here[want.id])
+                if isinstance(outcome, Part):
+                    parts[index] = outcome
                 else:
-                    why = outcome
+                    why[index] = outcome
                     if outcome.reason not in _TRY_NEXT:
                         return outcome
         if len(parts) == len(wants):
             return Hit(tuple(parts[index] for index in range(len(wants))), self.name)
         missing = next(index for index in range(len(wants)) if index not in parts)
-        return why if why.id == wants[missing].id else Miss(MissReason.ABSENT, wants[missing].id)
+        return why.get(missing, Miss(MissReason.ABSENT, wants[missing].id))
 
-    def _consider_promotion(self, level: int, record: Listed, part: Part) -> None:
+    def _read_one(
+        self, level: int, want: Want, landing: Landing | None, record: Listed
+    ) -> Part | Miss:
+        tier, removals = self.tiers[level], self.moves.removals
+        outcome = self._read_from(tier, want, landing)
+        if isinstance(outcome, Miss):
+            if outcome.reason is not MissReason.FOREIGN_LAYOUT:
+                return outcome
+            converted = read_converted(
+                partial(self._read_from, tier, landing=landing), want, record
+            )
+            self.counters["foreign" if isinstance(converted, Miss) else "converted"] += 1
+            return converted
+        part = outcome.parts[0]
+        self.counters[f"hit_{tier.name}"] += 1
         whole = len(part.data) == record.payload_bytes
         if level and whole and self.placement.goes_up(record):
-            self._queue(Move(part.meta, part.data, 0))
+            self.moves.add(Move(record, part.data, 0), removals)
+        return part
 
-    def _on_evict(self, record: Listed, payload: memoryview) -> None:
-        if len(self.tiers) > 1 and self.placement.goes_down(record):
-            self._queue(Move(record.meta, payload, 1))
+    def _read_from(self, tier: Tier, want: Want, landing: Landing | None) -> ReadOutcome:
+        return tier.read([want], landing)
+
+    def _on_evict(
+        self, level: int, record: Listed, payload: Callable[[], memoryview | None]
+    ) -> None:
+        id_ = record.meta.id
+        if level < self.plan.home:
+            self.counters["covered"] += 1  # written through: it was durable before it was here
+        elif self.placement.goes_down(record) and (data := payload()) is not None:
+            self.moves.add(Move(record, data, level + 1))
         else:
             self.counters["dropped"] += 1
-
-    def _queue(self, move: Move) -> None:
-        with self._lock:
-            if self._queued_bytes + len(move.payload) > MAX_QUEUED_BYTES:
-                self.counters["moves_shed"] += 1
-                return
-            self._moves.append(move)
-            self._queued_bytes += len(move.payload)
+            self.moves.settled(id_)
 
     def settle(self) -> int:
-        """Make the copies that wait; how many were made."""
+        """Make the copies that wait and those that are owed; how many were made."""
         done = 0
-        for _ in range(len(self._moves)):
-            with self._lock:
-                move = self._moves.popleft()
-                self._queued_bytes -= len(move.payload)
-            targets = self.tiers[:1] if move.to == 0 else self.tiers[move.to :]
-            made = isinstance(_first_taken(targets, move.meta, move.payload), Stored)
+        for _ in range(len(self.moves)):
+            with self._moving:
+                move = self.moves.take()
+                if move is None:
+                    break
+                levels = (0,) if move.goes_up else range(move.level, len(self.tiers))
+                outcome = self._copy(move.record, move.payload, levels)
+            made = isinstance(outcome, Stored)
+            lost = isinstance(outcome, Refused) and not move.goes_up
+            self.counters["promoted" if move.goes_up else "demoted"] += made
+            self.counters["demotions_refused"] += lost
             done += made
-            self.counters["promoted" if move.to == 0 else "demoted"] += made
+        return done + self._write_back()
+
+    def _write_back(self) -> int:
+        """Copies of what is dirty on top. Stops at a medium that takes nothing now: all wait."""
+        done, later = 0, self.plan.later
+        for id_ in self.moves.dirty if later is not None else ():
+            with self._moving:
+                outcome = self._copy_down(id_, range(later or 0, len(self.tiers)))
+            if isinstance(outcome, Refused) and outcome.reason in COMES_AGAIN:
+                self.counters["write_backs_deferred"] += 1
+                break
+            self.moves.settled(id_)
+            done += isinstance(outcome, Stored)
+        self.counters["written_back"] += done
         return done
 
+    def _copy_down(self, id_: bytes, levels: Sequence[int]) -> WriteOutcome:
+        """A verified copy from the top to the first of `levels` that takes it, if worth it."""
+        top = self.tiers[0]
+        record = top.find([id_]).get(id_)
+        if record is None or not self.placement.goes_down(record):
+            return Refused(RefusalReason.LOW_UTILITY, id_)
+        outcome = top.read([Want(id_)])
+        if isinstance(outcome, Miss):
+            return Refused(RefusalReason.LOW_UTILITY, id_)  # bad on top: nothing to copy
+        return self._copy(record, outcome.parts[0].data, levels)
+
+    def _copy(self, record: Listed, payload: memoryview, levels: Sequence[int]) -> WriteOutcome:
+        outcome: WriteOutcome = Refused(RefusalReason.NO_SPACE, record.meta.id)
+        for level in levels:
+            outcome = put(self.tiers[level], record.meta, payload)
+            if isinstance(outcome, Stored) and record.restore_cost_ms:
+                self.tiers[level].price({record.meta.id: record.restore_cost_ms})
+            if not isinstance(outcome, Refused):
+                break
+        return outcome
+
     def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | Present | Refused:
-        """In the fastest tier that has room."""
+        """At the level whose commit will be the answer."""
         outcome: Reservation | Present | Refused = Refused(RefusalReason.NO_SPACE, meta.id)
-        for tier in self.tiers:
-            outcome = tier.reserve(meta, payload_bytes)
+        for level in (self.plan.home, *self.plan.overflow):
+            outcome = self.tiers[level].reserve(meta, payload_bytes)
             if isinstance(outcome, Reservation):
-                self._open[meta.id] = tier
-            if not isinstance(outcome, Refused) or outcome.reason not in _RETRY_BELOW:
+                outcome.level = level
+            if not isinstance(outcome, Refused) or outcome.reason not in HAS_NO_ROOM:
                 break
         return outcome
 
     def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]:
-        """Each in the tier that reserved it, each tier once."""
-        by_tier: dict[str, list[Reservation]] = {}
-        for reserved in reservations:
-            by_tier.setdefault(self._open.pop(reserved.meta.id).name, []).append(reserved)
-        outcomes: dict[bytes, WriteOutcome] = {}
-        for tier in self.tiers:
-            own = by_tier.get(tier.name, [])
-            for reserved, outcome in zip(own, tier.commit(own) if own else (), strict=True):
-                outcomes[reserved.meta.id] = outcome
-        return tuple(outcomes[reserved.meta.id] for reserved in reservations)
+        """Each at the level that reserved it, each level once; then the copies that go with it."""
+        outcomes: dict[int, WriteOutcome] = {}
+        for level, tier in enumerate(self.tiers):
+            own = [(at, item) for at, item in enumerate(reservations) if item.level == level]
+            if not own:
+                continue
+            copies = [self._reserve_copies(item) for _, item in own]
+            answers = tier.commit([item for _, item in own])
+            for (at, item), above, answer in zip(own, copies, answers, strict=True):
+                outcomes[at] = answer
+                self._finish_copies(above, answer)
+                if self.plan.later is not None and level == 0 and isinstance(answer, Stored):
+                    self.moves.owe(item.meta.id, item.meta.tenant)
+        return tuple(outcomes[at] for at in range(len(reservations)))
+
+    def _reserve_copies(self, item: Reservation) -> list[tuple[Tier, Reservation]]:
+        """Filled while the bytes can still be seen: a commit takes the buffer."""
+        copies = []
+        for level in self.plan.with_it:
+            room = self.tiers[level].reserve(item.meta, item.payload_bytes)
+            if isinstance(room, Reservation):
+                room.payload[:] = item.payload
+                copies.append((self.tiers[level], room))
+            else:
+                self.counters["copies_refused"] += isinstance(room, Refused)
+        return copies
+
+    def _finish_copies(self, copies: list[tuple[Tier, Reservation]], answer: WriteOutcome) -> None:
+        for tier, room in copies:
+            if isinstance(answer, Refused):
+                tier.abort(room)  # what is not durable is not shown as kept
+            else:
+                tier.commit([room])
 
     def abort(self, reservation: Reservation) -> None:
         """The room is free again."""
-        self._open.pop(reservation.meta.id).abort(reservation)
+        self.tiers[reservation.level].abort(reservation)
 
     def remove(self, ids: Sequence[bytes]) -> int:
         """Gone from every tier; how many artifacts there were."""
-        there = len(self.find(ids))
-        for tier in self.tiers:
-            tier.remove(ids)
+        with self._moving:
+            there = len(self.find(ids))
+            for tier in self.tiers:
+                tier.remove(ids)
+            self.moves.forget(ids)  # after: a read that began before may have queued a copy
         return there
 
     def expire(self) -> int:
@@ -180,11 +246,10 @@ class TieredStore:
 
     def purge(self, tenant: bytes) -> int:
         """Copies removed, over all tiers; what waits to be moved is dropped too."""
-        with self._lock:
-            kept = [move for move in self._moves if move.meta.tenant != tenant]
-            self._moves = deque(kept)
-            self._queued_bytes = sum(len(move.payload) for move in kept)
-        return sum(tier.purge(tenant) for tier in self.tiers)
+        with self._moving:
+            gone = sum(tier.purge(tenant) for tier in self.tiers)
+            self.moves.forget_tenant(tenant)  # after, as in `remove`
+        return gone
 
     def price(self, costs_ms: Mapping[bytes, float]) -> None:
         """To every tier, for those that are there."""
@@ -209,23 +274,6 @@ class TieredStore:
 
 def spill(store: TieredStore, ids: Sequence[bytes]) -> dict[bytes, WriteOutcome]:
     """Copy from the top to the next tier that takes it; durable when the outcome is Stored."""
-    top, *below = store.tiers
-    outcomes: dict[bytes, WriteOutcome] = {}
-    for id_, record in top.find(ids).items():
-        if not store.placement.goes_down(record):
-            outcomes[id_] = Refused(RefusalReason.LOW_UTILITY, id_)
-            continue
-        outcome = top.read([Want(id_)])
-        if isinstance(outcome, Hit):
-            part = outcome.parts[0]
-            outcomes[id_] = _first_taken(below, part.meta, part.data)
-    return outcomes
-
-
-def _first_taken(tiers: Sequence[Tier], meta: Meta, payload: memoryview) -> WriteOutcome:
-    outcome: WriteOutcome = Refused(RefusalReason.NO_SPACE, meta.id)
-    for tier in tiers:
-        outcome = put(tier, meta, payload)
-        if not isinstance(outcome, Refused):
-            break
-    return outcome
+    below = range(1, len(store.tiers))
+    there = store.tiers[0].find(ids)
+    return {id_: store._copy_down(id_, below) for id_ in there}

@@ -38,6 +38,7 @@ from ownerserve.engines.hf.runner import DecodeRow, Runner
 from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.status import Identity
 from ownerserve.engines.hf.step import Limits
+from ownerserve.kv.descriptor import TailForm
 
 TOLERANCE = 1e-4
 GREEDY = Sampling(temperature=0.0, logprobs=1)
@@ -57,14 +58,19 @@ class Rig:
         name: str = "tiny-v4",
         *,
         blocks: int = 200,
+        points: int | None = None,
         max_running: int = 8,
         options: WorkerOptions | None = None,
+        hca_tail: TailForm = TailForm.RAW_ROWS,
     ) -> None:
-        """`options` are a node's: its store, its host cache, its settings."""
+        """`options` are a node's: its store, its host cache, its settings. `points` None: as many
+        as blocks."""
         loaded = checkpoint(name)
-        self.runner = Runner(loaded.model)
+        self.runner = Runner(loaded.model, hca_tail=hca_tail)
         layout = self.runner.layout
         slots = {c.name: blocks for c in layout.components}
+        if points is not None:
+            slots |= dict.fromkeys(layout.point_names, points)
         self.runner.allocate(slots, max_running)
         self.cache = HeteroCache(layout, slots, max_running)
         limits = Limits(
@@ -77,8 +83,13 @@ class Rig:
         self.node = None
         if options is not None:
             self.node = build_node(options, loaded, runner=self.runner, cache=self.cache)
-        resume_of = self.node.resume if self.node is not None else None
-        self.scheduler = Scheduler(self.cache, limits, resume_of=resume_of)
+        node = self.node
+        self.scheduler = Scheduler(
+            self.cache,
+            limits,
+            resume_of=node.resume if node is not None else None,
+            checkpoints_of=node.state.checkpoints.during if node is not None else None,
+        )
         self.metrics = WorkerMetrics()
         loop = StepLoop(
             self.runner,

@@ -82,7 +82,7 @@ def lives(tmp_path: Path) -> Iterator[list[Life]]:
             life.kill()
 
 
-@pytest.mark.parametrize("records", [5, 30, 60])
+@pytest.mark.parametrize("records", [5, 20, 40])
 def test_a_life_after_kill_9_in_mid_spill(tmp_path: Path, lives: list[Life], records: int) -> None:
     store = tmp_path / "store"
     lives.append(Life(store))

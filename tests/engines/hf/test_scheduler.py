@@ -12,6 +12,7 @@ from ownerserve.engines.hf.requests import RejectReason
 from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.step import (
     Arrival,
+    CheckpointsOf,
     Limits,
     Load,
     Queued,
@@ -41,6 +42,7 @@ class Bench:
         max_running: int = 8,
         max_waiting: int = 8,
         resume_of: ResumeOf | None = None,
+        checkpoints_of: CheckpointsOf | None = None,
     ) -> None:
         self.cache = HeteroCache(LAYOUT, {"dense": blocks, "swa": 32}, max_running)
         self.scheduler = Scheduler(
@@ -53,6 +55,7 @@ class Bench:
                 sequence_tokens=blocks * BLOCK,
             ),
             resume_of=resume_of,
+            checkpoints_of=checkpoints_of,
         )
         self.now = 0.0
         self.left: dict[TurnId, int] = {}
@@ -343,3 +346,35 @@ def test_a_turn_preempted_in_mid_replay_leaves_no_snapshot() -> None:
     plan = StepPlan()
     bench.scheduler._preempt(sequence, plan, 0.0)
     assert not plan.effects
+
+
+def saved_at(bench: Bench) -> list[int]:
+    """Positions at which prompt state is kept, until all is done."""
+    saved = []
+    while bench.scheduler.has_work:
+        plan = bench.step()
+        ends = [c.start + len(c.tokens) for c in plan.chunks]
+        saved += [end for end in ends for e in bench.effects if isinstance(e, SavePoint)]
+    return saved
+
+
+def test_a_turn_at_risk_keeps_its_state_at_the_next_boundary_once() -> None:
+    bench = Bench()
+    bench.arrive("a", list(range(42)), new=1)
+    bench.step()
+    bench.scheduler.checkpoint([TurnId("a.0"), TurnId("gone.0")])
+    assert saved_at(bench) == [16, 40], "the second chunk's end, then where the next turn resumes"
+
+
+def test_a_waiting_turn_has_no_state_to_keep() -> None:
+    bench = Bench()
+    bench.arrive("a", list(range(42)), new=1)
+    bench.scheduler.checkpoint([TurnId("a.0")])
+    assert saved_at(bench) == [40]
+
+
+def test_a_policys_checkpoints_are_kept_where_chunks_end() -> None:
+    """At 12 no chunk ends: chunks are never cut for a checkpoint."""
+    bench = Bench(checkpoints_of=lambda start, end: {12, 16, 32} if (start, end) == (0, 42) else ())
+    bench.arrive("a", list(range(42)), new=1)
+    assert saved_at(bench) == [16, 32, 40]

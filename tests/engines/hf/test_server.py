@@ -26,6 +26,9 @@ import uvicorn  # noqa: E402
 from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker  # noqa: E402
 from ownerserve.engines.hf.serve import listen, url_of  # noqa: E402
 from ownerserve.engines.hf.server import make_app  # noqa: E402
+from ownerserve.kv.ids import TurnId  # noqa: E402
+from ownerserve.node.admission import Refusal, Reject, Reserved, Seed  # noqa: E402
+from ownerserve.node.rpc.messages import Release, Reserve  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -296,3 +299,47 @@ def test_the_command_serves_says_so_and_stops_on_ctrl_c(tmp_path: Path) -> None:
     assert (report["schema"], report["url"]) == ("ownerserve.worker/1", url)
     assert b"Traceback" not in errors
     assert process.returncode == 0
+
+
+# ---- reservations
+
+
+def place(served: Served, name: str) -> int:
+    """A reserved place's number, as the RPC port gives it."""
+    wanted = Reserve(TurnId(name), Seed(10))
+    answer = served.worker.engine.call(wanted).result(WAIT_S)
+    assert isinstance(answer, Reserved)
+    return answer.reservation
+
+
+def complete(served: Served, reservation: object) -> httpx.Response:
+    body = {"prompt": [40, 41, 42], "max_tokens": 2}
+    headers = {"x-ownerserve-reservation": str(reservation)}
+    return served.http.post("/v1/completions", json=body, headers=headers)
+
+
+def test_a_request_uses_its_reservation_up(served: Served) -> None:
+    number = place(served, "a")
+    assert complete(served, number).status_code == 200
+    again = complete(served, number)
+    assert again.status_code == 409
+    assert again.json()["error"]["code"] == "unknown_reservation"
+    assert served.metric('ownerserve_requests_total{outcome="unknown_reservation"}') == 1
+    assert served.worker.engine.call(Release(number)).result(WAIT_S) == Reject(
+        Refusal.UNKNOWN_RESERVATION
+    )
+
+
+def test_a_reservation_that_was_given_up_or_never_made_is_refused(served: Served) -> None:
+    number = place(served, "b")
+    served.worker.engine.call(Release(number)).result(WAIT_S)
+    assert complete(served, number).status_code == 409
+    assert complete(served, 10**9).status_code == 409
+    assert ask(served).choices, "one without a reservation needs none"
+
+
+@pytest.mark.parametrize("number", ["", "x", "-1", "1.0", "9" * 30])
+def test_a_reservation_that_is_no_number_is_a_wrong_field(served: Served, number: str) -> None:
+    answer = complete(served, number)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "x-ownerserve-reservation"

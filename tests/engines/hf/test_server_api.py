@@ -34,7 +34,7 @@ def complete(**fields: Any) -> Request:
 
 
 def _make(body: ChatBody | CompletionBody, prompt: list[int]) -> Request:
-    return make_request(body, prompt, facts=FACTS, request_id="r", session_id=None, fresh_seed=5)
+    return make_request(body, prompt, facts=FACTS, request_id="r", headers={}, fresh_seed=5)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ a candidate: the evictor keeps them in a lazy heap and asks again before it beli
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 Key = tuple[float, ...]
 """The lowest goes first."""
@@ -48,6 +48,17 @@ class Candidate(Protocol):
     def is_backed(self) -> bool: ...
 
 
+class Prices(NamedTuple):
+    """What measured costs say to an order: ratios only, so that keys of before still compare.
+
+    At position `context_tokens` a token takes twice as long to compute as at 0; bringing a byte
+    back from a copy takes as long as computing `reload_tokens_per_byte` tokens at position 0.
+    """
+
+    context_tokens: float
+    reload_tokens_per_byte: float | None = None
+
+
 class Policy:
     """Base of all policies: an order without memory needs only `key`."""
 
@@ -61,6 +72,9 @@ class Policy:
 
     def touched(self, heat: Heat) -> None:
         """A turn came back to this place."""
+
+    def reprice(self, prices: Prices) -> None:
+        """Costs were measured; most policies know none."""
 
     def evicted(self, key: Key) -> None:
         """A candidate with this key went."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ownerserve.cache.policies.base import Candidate, Heat, Key, Policy
+from ownerserve.cache.policies.base import Candidate, Heat, Key, Policy, Prices
 
 MS_PER_TOKEN = 0.1
 """Prefill of one token at position 0; only ratios matter until measured costs are given."""
@@ -42,8 +42,12 @@ class CostAware(Policy):
         self, *, ms_per_token: float = MS_PER_TOKEN, context_tokens: float = CONTEXT_TOKENS
     ) -> None:
         self._ms_per_token = ms_per_token
-        self._per_context_token = 1.0 / context_tokens
+        self.prices = Prices(context_tokens)
         self._clock = 0.0
+
+    def reprice(self, prices: Prices) -> None:
+        """Entries that were made under the former prices are corrected as they come up."""
+        self.prices = prices
 
     def key(self, candidate: Candidate) -> Key:
         heat = candidate.heat
@@ -57,11 +61,13 @@ class CostAware(Policy):
         heat, lost = candidate.heat, candidate.lost_tokens
         if not lost:
             return 0.0
-        slowdown = 1.0 + candidate.position * self._per_context_token
-        reuse = heat.uses * (REUSE_OF_REFERENCED if heat.refs else 1.0)
+        freed, prices = candidate.freed_bytes, self.prices
+        again = lost * (1.0 + candidate.position / prices.context_tokens)
         if candidate.is_backed:
-            reuse *= LOAD_SHARE
-        return reuse * lost * self._ms_per_token * slowdown / candidate.freed_bytes
+            per_byte = prices.reload_tokens_per_byte
+            again = again * LOAD_SHARE if per_byte is None else min(again, freed * per_byte)
+        reuse = heat.uses * (REUSE_OF_REFERENCED if heat.refs else 1.0)
+        return reuse * again * self._ms_per_token / freed
 
     def touched(self, heat: Heat) -> None:
         heat.inflation = self._clock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from ownerserve.cli.demo.compare import Comparison, compare
 from ownerserve.cli.demo.drive import Answer
 from ownerserve.cli.demo.processes import terminate_as_interrupt
 from ownerserve.cli.demo.run import Setup, run_policy
+from ownerserve.cli.demo.vllm_command import VllmDemo, run_vllm_demo
 from ownerserve.cli.demo.workload import Transcript, conversations
 from ownerserve.cli.output import console_for, json_option, write_json
 from ownerserve.report.demo_table import PolicyResult, policy_table
@@ -71,7 +73,26 @@ POLICIES = ("affinity", "round_robin")
     show_default=True,
     help="KV pool of each worker. Small, so that sessions compete for it.",
 )
+@click.option(
+    "--host-cache",
+    default="2MiB",
+    show_default=True,
+    help="Host memory of each worker for what its KV pool can't hold; 0: what goes is lost.",
+)
 @click.option("--seed", default=0, show_default=True, help="Of the generated workload.")
+@click.option(
+    "--engine",
+    type=click.Choice(("hf", "vllm")),
+    default="hf",
+    show_default=True,
+    help="vllm: real `vllm serve` workers, alone and with OwnerServe; --model, --policy and the "
+    "memory options are hf's.",
+)
+@click.option(
+    "--vllm-python",
+    type=click.Path(path_type=Path),
+    help="The Python vLLM is installed in. Default: .venv-vllm here, or this one.",
+)
 @json_option
 def command(
     model: str,
@@ -83,7 +104,10 @@ def command(
     context: int,
     time_scale: float,
     kv_memory: str,
+    host_cache: str,
     seed: int,
+    engine: str,
+    vllm_python: Path | None,
     json_target: str | None,
 ) -> None:
     """A gateway, two workers and coding agents, end to end, once for each policy.
@@ -98,23 +122,20 @@ def command(
     ownerserve demo --sessions 16 --kv-memory 64MiB         room for all
     ownerserve demo --trace sessions.jsonl.zst --turns 20   a real trace, scaled
     ownerserve demo --model tiny-qwen3next --json result.json
+    ownerserve demo --engine vllm                           real vLLM workers, and a crash
     """
     console = console_for(json_target)
     trace = _scaled(_source(trace_path, sessions, seed), sessions, turns=turns, context=context)
-    setup = Setup(model, workers, kv_memory, conversations(trace, time_scale=time_scale))
+    turns_of = conversations(trace, time_scale=time_scale)
+    if engine == "vllm":
+        run_vllm_demo(console, VllmDemo(vllm_python, trace, turns_of, workers), json_target)
+        return
+    setup = Setup(model, workers, kv_memory, host_cache, turns_of)
     console.print(
         f"{len(setup.conversations)} sessions, {trace.request_count} requests, "
         f"{trace.input_tokens:,} prompt tokens of {trace.name}; {workers} workers of {model}"
     )
-    results: dict[str, PolicyResult] = {}
-    answers: dict[str, list[Answer]] = {}
-    transcript: Transcript = {}
-    with terminate_as_interrupt(), _progress(console) as bar:
-        for policy in policies or POLICIES:
-            task = bar.add_task(policy, total=trace.request_count)
-            results[policy], answers[policy] = run_policy(
-                policy, setup, transcript, on_turn=partial(_advance, bar, task)
-            )
+    results, answers = _run_all(console, policies or POLICIES, setup, trace.request_count)
     comparisons = _compare_all(answers)
     console.print(policy_table(results))
     for name, comparison in comparisons.items():
@@ -133,6 +154,22 @@ def command(
     failed = [error for result in results.values() for error in result.first_errors]
     if failed or not body["answers_equal"]:
         raise click.ClickException("; ".join(failed) or "policies gave different answers")
+
+
+def _run_all(
+    console: Console, policies: Sequence[str], setup: Setup, requests: int
+) -> tuple[dict[str, PolicyResult], dict[str, list[Answer]]]:
+    """Each policy's result and answers, under a bar each of `requests`."""
+    results: dict[str, PolicyResult] = {}
+    answers: dict[str, list[Answer]] = {}
+    transcript: Transcript = {}
+    with terminate_as_interrupt(), _progress(console) as bar:
+        for policy in policies:
+            task = bar.add_task(policy, total=requests)
+            results[policy], answers[policy] = run_policy(
+                policy, setup, transcript, on_turn=partial(_advance, bar, task)
+            )
+    return results, answers
 
 
 def _source(trace_path: Path | None, sessions: int, seed: int) -> Trace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ class Setup(msgspec.Struct, frozen=True):
     model: str
     workers: int
     kv_memory: str
+    host_cache: str
     conversations: Sequence[Conversation]
 
     @property
@@ -33,6 +35,7 @@ class Setup(msgspec.Struct, frozen=True):
         return [
             *("worker", "--model", self.model, "--port", "0"),
             *("--kv-memory", self.kv_memory, "--max-running", "8"),
+            *("--host-cache", self.host_cache),
         ]
 
 
@@ -60,6 +63,25 @@ def run_policy(
 
 class _Counted(msgspec.Struct):
     counters: Pressure
+    cached_tokens: dict[str, int]
+
+
+class _Blocks(msgspec.Struct):
+    block_tokens: int
+
+
+SPILLED = re.compile(r'^ownerserve_spilled_slots_total\{component="(\w+)"\} (\S+)$', re.MULTILINE)
+
+
+def _pressure(url: str) -> Pressure:
+    """What one worker counted. Its range components are evicted in lock-step."""
+    counted = _ask(url, "cache", _Counted)
+    pressure = counted.counters
+    blocks = pressure.evicted_tokens // _ask(url, "status", _Blocks).block_tokens
+    pressure.evicted_blocks = dict.fromkeys(counted.cached_tokens, blocks)
+    metrics = httpx.get(f"{url}/metrics", timeout=30, trust_env=False).raise_for_status().text
+    pressure.spilled_slots = {name: int(float(n)) for name, n in SPILLED.findall(metrics)}
+    return pressure
 
 
 def _ask(url: str, path: str, kind: type[T]) -> T:
@@ -78,7 +100,7 @@ def _result(
     pressure = Pressure()
     for url in worker_urls:
         kept.update(_ask(url, "status", PoolUse).kept_bytes())
-        pressure.add(_ask(url, "cache", _Counted).counters)
+        pressure.add(_pressure(url))
     return PolicyResult(
         requests=len(answers),
         errors=len(answers) - len(good),

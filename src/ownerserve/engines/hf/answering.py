@@ -24,13 +24,18 @@ from ownerserve.engines.hf.requests import (
     Request,
 )
 from ownerserve.engines.hf.status import WorkerStatus
+from ownerserve.kv.prefix import PrefixChain, pack
 
 STATUS_OF_REASON = {
     RejectReason.CONTEXT_LENGTH: 400,
     RejectReason.QUEUE_FULL: 429,
     RejectReason.NO_ROOM: 503,
     RejectReason.ENGINE_DEAD: 503,
+    RejectReason.UNKNOWN_RESERVATION: 409,
 }
+
+REFUSING = (409, 429, 503)
+"""With these the worker would not take the turn: another one may."""
 
 T = TypeVar("T")
 
@@ -62,7 +67,9 @@ def json_response(
 
 
 def error_response(error: ApiError) -> Response:
-    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    headers = {"retry-after": "1"} if error.status in (429, 503) else {}
+    if error.code is not None and error.status in REFUSING:
+        headers["x-ownerserve-refusal"] = error.code
     return json_response(error.body(), error.status, headers)
 
 
@@ -81,11 +88,45 @@ def turn_headers(request: Request, admitted: Admitted, status: WorkerStatus) -> 
         **({"x-ownerserve-restore": admitted.restore} if admitted.restore else {}),
         **({"x-ownerserve-plan": admitted.plan} if admitted.plan else {}),
         "x-ownerserve-prompt-tokens": str(len(request.prompt)),
+        **extent_header(request.prompt, status.block_tokens),
+        **load_headers(status),
+    }
+
+
+def load_headers(status: WorkerStatus) -> dict[str, str]:
+    """Who speaks, in which life, and its load: the same on every answer, /health too."""
+    return {
         "x-ownerserve-incarnation": str(status.incarnation),
+        "x-ownerserve-rank": "0",
         "x-ownerserve-as-of": f"{status.as_of_s:.6f}",
         "x-ownerserve-pending-prefill-tokens": str(status.pending_prefill_tokens),
         "x-ownerserve-running": str(status.running),
+        "x-ownerserve-waiting": str(status.waiting),
+        "x-ownerserve-kv-bytes-free": str(status.kv_bytes_free),
+        "x-ownerserve-kv-bytes-total": str(status.kv_bytes_total),
     }
+
+
+def extent_header(prompt: list[int], block_tokens: int) -> dict[str, str]:
+    """What the device holds of the prompt once it is computed: its full blocks, by their hash."""
+    hashes = PrefixChain(block_tokens).extend(pack(prompt))
+    if not hashes:
+        return {}
+    return {"x-ownerserve-extent": f"{hashes[-1].hex()}:{len(hashes) * block_tokens}"}
+
+
+def check_target(target: str | None, incarnation: int) -> None:
+    """A turn that is meant for another worker, or for another life of this one, is not ours.
+
+    Two that count on their own part ways sooner or later (seed 003, v2): the one who is named
+    checks. Raises ApiError.
+    """
+    if target is None:
+        return
+    *_, rank, life = ["", *target.rsplit("/", 2)][-3:]
+    if rank != "0" or life != str(incarnation):
+        message = f"x-ownerserve-target: {target} is not this worker, rank 0 in life {incarnation}"
+        raise ApiError(409, message, code="wrong_target", param=None)
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.pressure import Watermarks
 from ownerserve.engines.hf.budget import PoolSizes, share_memory
 from ownerserve.engines.hf.checkpoint import Checkpoint, load_checkpoint
 from ownerserve.engines.hf.codec import Codec
@@ -23,9 +24,11 @@ from ownerserve.engines.hf.runner import Runner
 from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.status import Identity
 from ownerserve.engines.hf.step import Limits
+from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.node.backing import open_backing
 from ownerserve.node.calibration import Calibration
+from ownerserve.node.checkpoints import policy_of
 from ownerserve.node.records import RecordNames
 from ownerserve.node.runtime import NodeRuntime
 from ownerserve.node.settings import NodeSettings
@@ -38,6 +41,7 @@ CHUNK_BLOCKS = 16
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is made from. `block_tokens` and `chunk_tokens` None: the model's default.
+    `checkpoints` names a policy (node.checkpoints); `store_upkeep_s` 0: never.
 
     With a `store` (a directory) or a host cache it has a node; without, it keeps state on the
     device only.
@@ -51,9 +55,13 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int | None = None
     chunk_tokens: int | None = None
     seed: int = 0
+    hca_tail: TailForm = TailForm.RAW_ROWS
     store: Path | None = None
     host_cache_bytes: int = 0
     node: NodeSettings = NodeSettings()
+    watermarks: Watermarks = Watermarks()
+    checkpoints: str = "turn-end"
+    store_upkeep_s: float = 60.0
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -71,10 +79,11 @@ def build_worker(options: WorkerOptions) -> Worker:
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise InvalidInput("device", "this torch sees no CUDA device", "use --device cpu")
     checkpoint = load_checkpoint(options.model, device=options.device, seed=options.seed)
-    runner = Runner(checkpoint.model, block_tokens=options.block_tokens)
+    runner = Runner(checkpoint.model, block_tokens=options.block_tokens, hca_tail=options.hca_tail)
     sizes = share_memory(runner.layout, options.kv_bytes, max_running=options.max_running)
     runner.allocate(sizes.slots, sizes.state_slots)
     cache = HeteroCache(runner.layout, sizes.slots, sizes.state_slots)
+    cache.pressure.watermarks = options.watermarks
     limits = _limits(options, runner, sizes)
     facts = Facts(
         model=checkpoint.name,
@@ -84,7 +93,12 @@ def build_worker(options: WorkerOptions) -> Worker:
     )
     codec, metrics = Codec(checkpoint.tokenizer), WorkerMetrics()
     node = build_node(options, checkpoint, runner=runner, cache=cache)
-    scheduler = Scheduler(cache, limits, resume_of=node.resume if node else None)
+    scheduler = Scheduler(
+        cache,
+        limits,
+        resume_of=node.resume if node else None,
+        checkpoints_of=node.state.checkpoints.during if node else None,
+    )
     steps = StepLoop(
         runner,
         scheduler,
@@ -102,7 +116,10 @@ def build_node(
     options: WorkerOptions, checkpoint: Checkpoint, *, runner: Runner, cache: HeteroCache
 ) -> NodeRuntime | None:
     """A node over the store that was asked for; None when none was, or it can't be opened."""
-    backing = open_backing(options.store, options.host_cache_bytes)
+    upkeep_s = options.store_upkeep_s
+    on_cuda = options.device.startswith("cuda")
+    cuda = torch.cuda.cudart() if on_cuda else None  # type: ignore[no-untyped-call]
+    backing = open_backing(options.store, options.host_cache_bytes, upkeep_s=upkeep_s, cuda=cuda)
     if backing is None:
         return None
     identity, port = identity_of(checkpoint, runner), HfPort(runner)
@@ -111,12 +128,14 @@ def build_node(
     names = RecordNames(
         identity, runner.layout, engine=SLOT_FORMAT, blocks=options.node.record_blocks
     )
+    planner = Planner(runner.planned_state(), port.abilities)
     state = NodeState(
         cache,
         names,
-        planner=Planner(runner.planned_state(), port.abilities),
+        planner=planner,
         costs=calibration.model,
         settings=options.node,
+        policy=policy_of(options.checkpoints, planner.model, calibration.model),
     )
     return NodeRuntime(state, port, backing=backing, calibration=calibration)
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ownerserve.cache.metrics import Snapshot
+from ownerserve.cache.metrics import Counters, Snapshot
 
 
 def render(snapshot: Snapshot) -> bytes:
@@ -42,6 +42,7 @@ class _CacheCollector(Collector):
                 ),
             }
         )
+        yield from _relief(counters)
         yield _labelled(
             CounterMetricFamily(
                 "ownerserve_restorable_points_lost", "By reason.", labels=["reason"]
@@ -51,21 +52,47 @@ class _CacheCollector(Collector):
         yield GaugeMetricFamily(
             "ownerserve_restorable_points", "Boundaries that lack nothing.", now.restorable_points
         )
-        for name, about, values in (
-            ("resident_tokens", "Tokens whose state is resident.", now.cached_tokens),
-            (
-                "fragmentation_internal_bytes",
-                "Padding and unfilled blocks in used slots.",
-                now.fragmentation.internal_bytes,
+        yield from _by_component(now)
+
+
+def _by_component(now: Snapshot) -> Iterator[Metric]:
+    """Levels of components and tails."""
+    for name, about, values in (
+        ("resident_tokens", "Tokens whose state is resident.", now.cached_tokens),
+        ("tail_tokens", "Running tokens that wait for their window.", now.tail_tokens),
+        (
+            "fragmentation_internal_bytes",
+            "Padding, unfilled blocks and empty tail rows in used slots.",
+            now.fragmentation.internal_bytes,
+        ),
+        (
+            "fragmentation_external_bytes",
+            "Free point slots that no snapshot can use.",
+            now.fragmentation.external_bytes,
+        ),
+    ):
+        family = GaugeMetricFamily(f"ownerserve_cache_{name}", about, labels=["component"])
+        yield _labelled(family, values)
+
+
+def _relief(counters: Counters) -> Iterator[Metric]:
+    """What watermarks brought about."""
+    yield from _sums(
+        {
+            "relief_runs": ("Times a low watermark was acted on.", counters.relief_runs),
+            "spilled_points": (
+                "Boundaries whose point state was copied below because room was short.",
+                counters.spilled_points,
             ),
-            (
-                "fragmentation_external_bytes",
-                "Free point slots that no snapshot can use.",
-                now.fragmentation.external_bytes,
-            ),
-        ):
-            family = GaugeMetricFamily(f"ownerserve_cache_{name}", about, labels=["component"])
-            yield _labelled(family, values)
+            "failed_spills": ("Spills that came to nothing.", counters.failed_spills),
+        }
+    )
+    yield _labelled(
+        CounterMetricFamily(
+            "ownerserve_cache_evicted_points", "Slots evicted.", labels=["component"]
+        ),
+        counters.evicted_points,
+    )
 
 
 def _sums(values: dict[str, tuple[str, int]]) -> Iterator[Metric]:

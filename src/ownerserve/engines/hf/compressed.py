@@ -32,8 +32,10 @@ from ownerserve.engines.hf.states import (
     LayerPlan,
     ModelStates,
 )
-from ownerserve.engines.hf.v4 import Rotation
+from ownerserve.engines.hf.v4 import Borrowed
+from ownerserve.engines.hf.waiting import OnlineTail, RawTail, TailRows
 from ownerserve.engines.hf.window import SharedWindowLayer
+from ownerserve.kv.descriptor import TailForm
 
 COMPRESSOR, INDEXER = "compressor", "indexer"
 
@@ -41,18 +43,18 @@ COMPRESSOR, INDEXER = "compressor", "indexer"
 class CompressedLayer(SharedWindowLayer):
     """A window layer with one or two compressors, each known by transformers' name for it."""
 
-    tail_section: ClassVar[str] = HCA_TAIL
     entry_sections: ClassVar[Mapping[str, str]] = {COMPRESSOR: HCA}
 
     def __init__(
-        self, span: Span, pools: Pools, *, states: ModelStates, plan: LayerPlan, rotate: Rotation
+        self, span: Span, pools: Pools, *, states: ModelStates, plan: LayerPlan, borrowed: Borrowed
     ) -> None:
         super().__init__(span, pools, layer=plan.index[WINDOW], window_tokens=states.window_tokens)
         self._span = span
         self._pools = pools
         self._rate = states.csa_rate if plan.kind is LayerKind.CSA else states.hca_rate
         self._index = plan.index
-        self._rotate = rotate
+        self._rotate = borrowed.rotate
+        self._tail = self._tail_rows(states, borrowed)
 
     def store_compression_weights(
         self, name: str, kv: Tensor, gate: Tensor
@@ -63,11 +65,7 @@ class CompressedLayer(SharedWindowLayer):
         """
         start = self._span.starts[0] if self._span.rows == 1 else 0
         first_position = start // self._rate * self._rate
-        closing = (
-            self._pass_tail(f"{name}_kv", kv),
-            self._pass_tail(f"{name}_gate", gate),
-        )
-        return *closing, first_position
+        return *self._tail.close(name, kv, gate), first_position
 
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
         """Store new entries; all entries [R, count, dim] that the last token may see.
@@ -80,19 +78,15 @@ class CompressedLayer(SharedWindowLayer):
         at = self._span.entries(section, self._rate, zero_slot=pool.zero_slot)
         if self._span.rows > 1 and compressed.shape[1]:
             compressed = self._rotate(compressed, self._span.open_windows(self._rate))
-        write_entries(entries, at, compressed)
+        write_entries(entries, at, compressed.to(entries.dtype))
         return read_entries(entries, at)
 
-    def _pass_tail(self, part: str, new: Tensor) -> Tensor:
-        """Waiting rows and new ones up to the last full window; the rest waits in the tail."""
-        tail = self._pools.state.part(self.tail_section, part)[:, self._index[self.tail_section]]
-        at = self._span.tail(self._rate)
-        closing = new[:, : at.closing]
-        if at.waiting:
-            waiting = tail[self._span.states[:, 0], : at.waiting]
-            closing = torch.cat((waiting, closing), dim=1)
-        tail[self._span.states[at.left_rows], at.left] = new[at.left_rows, at.first_left :]
-        return closing
+    def _tail_rows(self, states: ModelStates, borrowed: Borrowed) -> TailRows:
+        layer = self._index[HCA_TAIL]
+        if states.hca_tail is TailForm.ONLINE:
+            bias = borrowed.hca_biases[layer]
+            return OnlineTail(self._span, self._pools, layer=layer, bias=bias)
+        return RawTail(self._span, self._pools, section=HCA_TAIL, layer=layer, rate=self._rate)
 
 
 class HcaLayer(CompressedLayer):
@@ -102,8 +96,11 @@ class HcaLayer(CompressedLayer):
 class CsaLayer(CompressedLayer):
     """Compressed sparse attention: overlapping windows, and an indexer with entries of its own."""
 
-    tail_section: ClassVar[str] = CSA_TAIL
     entry_sections: ClassVar[Mapping[str, str]] = {COMPRESSOR: CSA_MAIN, INDEXER: CSA_INDEX}
+
+    def _tail_rows(self, states: ModelStates, borrowed: Borrowed) -> TailRows:
+        layer = self._index[CSA_TAIL]
+        return RawTail(self._span, self._pools, section=CSA_TAIL, layer=layer, rate=self._rate)
 
     def update_overlap_state(
         self, name: str, chunk_kv: Tensor, chunk_gate: Tensor, head_dim: int
@@ -118,7 +115,7 @@ class CsaLayer(CompressedLayer):
         closing = self._span.states[rows, 0]
         kv[closing] = chunk_kv[rows, -1, :, :head_dim]
         gate[closing] = chunk_gate[rows, -1, :, :head_dim]
-        if max(self._span.starts) < self._rate:
+        if not any(step.first_entry for step in self._span.steps(self._rate)):
             return None, None
         first = self._span.open_windows(self._rate) == 0
         return prior_kv, prior_gate.masked_fill(first.unsqueeze(-1), -torch.inf)

@@ -42,6 +42,7 @@ from ownerserve.engines.hf.step import Admission, Arrival, Rejected, StepPlan
 from ownerserve.engines.hf.text import Choice, Decoder
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import ExecutionMode
+from ownerserve.node.admission import Reject
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class StepLoop:
         self._decoder = decoder
         self._identity = identity
         self._metrics = metrics
-        self._restoring: Restoring = WithoutNode()
+        self._restoring: Restoring = WithoutNode(cache, scheduler)
         self._desk = Desk(cache, scheduler, identity)
         self._live: dict[str, _Live] = {}
         self._voices: dict[TurnId, _Voice] = {}
@@ -162,7 +163,8 @@ class StepLoop:
     def _submit(self, submit: Submit) -> None:
         request = submit.request
         turn_ids = _turn_ids(request)
-        self._desk.admission.arrived(TurnId(request.request_id))
+        if not self._is_expected(request):
+            return
         answer = self._scheduler.arrive(
             Arrival(
                 request_id=request.request_id,
@@ -185,6 +187,21 @@ class StepLoop:
                 Choice(i, request.stopping, self._decoder),
                 Sampler(request, i, self._runner.device),
             )
+
+    def _is_expected(self, request: Request) -> bool:
+        """Use up the place that was held for a request; one that names no open place is refused:
+        whoever reserved it has been told that it is gone, and may have gone elsewhere."""
+        number = request.reservation
+        if number is None:
+            return True
+        answer = self._desk.admission.arrived(number, time.monotonic())
+        if not isinstance(answer, Reject):
+            return True
+        reason = RejectReason.UNKNOWN_RESERVATION
+        message = f"reservation {number} is not open here: it was used, released or has expired"
+        self._emit(request.request_id, Failed(reason, message))
+        self._metrics.refused(reason)
+        return False
 
     def _abort(self, request_id: str) -> None:
         self._scheduler.abort(request_id, time.monotonic())

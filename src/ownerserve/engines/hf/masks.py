@@ -40,7 +40,7 @@ def _window_mask(span: Span, window_tokens: int, *, dtype: torch.dtype) -> Tenso
 def _count_mask(span: Span, rate: int, *, dtype: torch.dtype) -> Tensor:
     """Hides right padding: entries that a row does not have."""
     counts = span.completed(rate)
-    longest = (max(span.starts) + span.new_tokens) // rate
+    longest = max(step.end_entry for step in span.steps(rate))
     return _additive(torch.arange(longest, device=span.device) < counts, dtype)
 
 

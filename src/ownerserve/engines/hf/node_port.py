@@ -17,10 +17,11 @@ from xxhash import xxh3_128_digest
 from ownerserve.engines.hf.checkpoint import Checkpoint
 from ownerserve.engines.hf.runner import Runner
 from ownerserve.kv.artifacts import SALT_BYTES, Identity, Numerics
+from ownerserve.kv.payload import FORMAT
 from ownerserve.plan.inputs import FULL_ABILITIES, Abilities, Overlap
 
-SLOT_FORMAT = "hf/1"
-"""How a slot's bytes lie (engines.hf.pools). A new number when that changes."""
+SLOT_FORMAT = FORMAT
+"""How a slot's bytes lie (engines.hf.pools): as the canonical payload does."""
 
 # Everything, but a restore is whole before its first forward: nothing overlaps yet.
 ABILITIES = msgspec.structs.replace(FULL_ABILITIES, overlap=Overlap.NONE)

@@ -20,6 +20,9 @@ from ownerserve.kv.errors import InvalidInput
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
 MAX_SESSION_ID = 256
+SESSION_HEADER = "x-session-id"
+RESERVATION_HEADER = "x-ownerserve-reservation"
+"""The number of a `Reserved` answer of the node's RPC port: ties a request to its place."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions."""
 DEFAULT_CHAT_TOKENS = 1024
@@ -162,10 +165,12 @@ def make_request(
     *,
     facts: Facts,
     request_id: str,
-    session_id: str | None,
+    headers: Mapping[str, str],
     fresh_seed: int,
 ) -> Request:
-    """Check a parsed body against the model; `fresh_seed` serves a body without one."""
+    """Check a parsed body and its headers against the model; `fresh_seed` serves a body without
+    one."""
+    session_id = headers.get(SESSION_HEADER)
     _check_model(body.model, facts)
     if not prompt:
         raise InvalidInput("prompt", "has no tokens", "send at least one")
@@ -187,7 +192,18 @@ def make_request(
         sampling=_sampling(body, seed, facts),
         choices=body.n or 1,
         session_id=body.session_id or session_id,
+        reservation=_reservation(headers.get(RESERVATION_HEADER)),
     )
+
+
+def _reservation(number: str | None) -> int | None:
+    if number is None:
+        return None
+    if not (number.isascii() and number.isdigit() and len(number) < 20):
+        raise InvalidInput(
+            RESERVATION_HEADER, f"{number!r} is no number", "send the one of the Reserved answer"
+        )
+    return int(number)
 
 
 def _check_model(model: str | None, facts: Facts) -> None:

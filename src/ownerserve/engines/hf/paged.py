@@ -23,7 +23,7 @@ from ownerserve.engines.hf.states import (
     LayerPlan,
     ModelStates,
 )
-from ownerserve.engines.hf.v4 import Rotation
+from ownerserve.engines.hf.v4 import Borrowed
 from ownerserve.engines.hf.window import SharedWindowLayer, WindowLayer
 
 
@@ -33,13 +33,13 @@ class PagedCache:
     is_compileable = False
 
     def __init__(
-        self, states: ModelStates, span: Span, pools: Pools, *, rotate: Rotation | None
+        self, states: ModelStates, span: Span, pools: Pools, *, borrowed: Borrowed | None
     ) -> None:
         self._span = span
         self._window_tokens = states.window_tokens
         self.is_sliding = [WINDOW in plan.index for plan in states.layers]
         self.layers = [
-            _layer(plan, states, span, pools=pools, rotate=rotate) for plan in states.layers
+            _layer(plan, states, span, pools=pools, borrowed=borrowed) for plan in states.layers
         ]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -76,7 +76,7 @@ class PagedCache:
 
 
 def _layer(
-    plan: LayerPlan, states: ModelStates, span: Span, *, pools: Pools, rotate: Rotation | None
+    plan: LayerPlan, states: ModelStates, span: Span, *, pools: Pools, borrowed: Borrowed | None
 ) -> Any:
     """The layer object that the modeling code of this kind of layer expects."""
     if plan.kind is LayerKind.FULL:
@@ -86,6 +86,6 @@ def _layer(
     if plan.kind is LayerKind.SLIDING:
         window = SharedWindowLayer if states.shared_window else WindowLayer
         return window(span, pools, layer=plan.index[WINDOW], window_tokens=states.window_tokens)
-    assert rotate is not None, "a model that compresses comes with a rotation"
+    assert borrowed is not None, "a model that compresses lends what its layers need"
     compressed = CsaLayer if plan.kind is LayerKind.CSA else HcaLayer
-    return compressed(span, pools, states=states, plan=plan, rotate=rotate)
+    return compressed(span, pools, states=states, plan=plan, borrowed=borrowed)

@@ -27,6 +27,7 @@ class RejectReason(StrEnum):
     QUEUE_FULL = "queue_full"
     NO_ROOM = "no_room"
     ENGINE_DEAD = "engine_dead"
+    UNKNOWN_RESERVATION = "unknown_reservation"
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +63,8 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and `choices` continuations of it."""
+    """One prompt and `choices` continuations of it. `reservation` is the place that admission
+    holds for it; None: it comes without one."""
 
     request_id: str
     prompt: list[int]
@@ -70,6 +72,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     choices: int = 1
     session_id: str | None = None
+    reservation: int | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

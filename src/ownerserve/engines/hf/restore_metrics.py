@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from ownerserve.engines.hf.store_metrics import StoreMetrics
 from ownerserve.kv.messages import RestoreAction
 from ownerserve.node.events import RestoreReport
 
@@ -19,6 +20,7 @@ class RestoreMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seen: Counts[str] = Counts()
         self._seen_bytes = 0
+        self.store = StoreMetrics(registry)
         self._outcomes = Counter(
             "ownerserve_restores",
             "Turns by what came of their wish for stored state.",
@@ -53,7 +55,8 @@ class RestoreMetrics:
         )
         self._spills = Counter(
             "ownerserve_spill_records",
-            "Records of idle sessions by outcome: kept, not_kept, evicted_first, point_gone.",
+            "Records of idle sessions by outcome: kept, not_kept, evicted_first, point_gone,"
+            " low_utility (sessions).",
             ["outcome"],
             registry=registry,
         )

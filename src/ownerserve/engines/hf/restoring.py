@@ -12,6 +12,8 @@ from typing import Protocol
 
 import msgspec
 
+from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.pressure import Checkpoint
 from ownerserve.engines.hf.requests import Request
 from ownerserve.engines.hf.restore_metrics import RestoreMetrics
 from ownerserve.engines.hf.scheduler import Scheduler
@@ -52,10 +54,21 @@ class Restoring(Protocol):
 
 
 class WithoutNode:
-    """No store, no node: every turn runs with what the device has."""
+    """No store, no node: every turn runs with what the device has; short room is evicted."""
+
+    def __init__(self, cache: HeteroCache, scheduler: Scheduler) -> None:
+        self._pressure = cache.pressure
+        self._scheduler = scheduler
 
     def arrived(self, turn_id: TurnId, request: Request) -> None: ...
-    def poll(self) -> None: ...
+
+    def poll(self) -> None:
+        """Between two steps: make room where little is left."""
+        if self._pressure.is_due:
+            for directive in self._pressure.relieve(time.monotonic()):
+                if isinstance(directive, Checkpoint):
+                    self._scheduler.checkpoint(directive.turns)
+
     def wait_s(self) -> float | None:
         return None
 
@@ -109,7 +122,12 @@ class WithNode:
     def poll(self) -> None:
         """Between two steps: take what the store has answered, copy what is idle."""
         self._start(self._node.poll(time.monotonic()))
-        self._metrics.stored(self._node.state.spills.counts, self._node.stored_bytes)
+        self._scheduler.checkpoint(self._node.checkpoints())
+        state = self._node.state
+        self._metrics.stored(state.spills.counts, self._node.stored_bytes)
+        self._metrics.store.wrote(state.checkpoints.account)
+        self._metrics.store.spilled(state.checkpoints.spilled_slots)
+        self._metrics.store.tidied(self._node.upkeep_counts)
 
     def wait_s(self) -> float | None:
         return self._node.wait_s(time.monotonic())

@@ -20,7 +20,8 @@ from ownerserve.engines.hf.paged import PagedCache
 from ownerserve.engines.hf.pools import Pools
 from ownerserve.engines.hf.span import Span
 from ownerserve.engines.hf.states import describe
-from ownerserve.engines.hf.v4 import entry_rotation
+from ownerserve.engines.hf.v4 import borrow
+from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.plan.inputs import ModelState
 
@@ -42,11 +43,19 @@ class Runner:
     model's device. Range slots must cover the new tokens before the call.
     """
 
-    def __init__(self, model: Any, *, block_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        block_tokens: int | None = None,
+        hca_tail: TailForm = TailForm.RAW_ROWS,
+    ) -> None:
         self._model = model.eval()
         self._dtype: torch.dtype = model.dtype
-        self._states = describe(model.config, self._dtype, block_tokens=block_tokens)
-        self._rotate = entry_rotation(model) if self._states.compresses else None
+        self._states = describe(
+            model.config, self._dtype, block_tokens=block_tokens, hca_tail=hca_tail
+        )
+        self._borrowed = borrow(model) if self._states.compresses else None
         self._pools: Pools | None = None
         self.device: torch.device = model.device
         self.layout = self._states.layout()
@@ -143,7 +152,7 @@ class Runner:
         self, span: Span, tokens: Sequence[Sequence[int]], *, inputs: Mapping[str, Any]
     ) -> Tensor:
         """Logits [R, kept, vocab]."""
-        cache = PagedCache(self._states, span, self._allocated, rotate=self._rotate)
+        cache = PagedCache(self._states, span, self._allocated, borrowed=self._borrowed)
         with torch.inference_mode():
             output = self._model(
                 input_ids=torch.tensor(tokens, dtype=torch.int64, device=self.device),

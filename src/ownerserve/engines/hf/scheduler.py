@@ -21,7 +21,7 @@ beside a bounded amount of prefill, so neither waits for more than one step's sh
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.outcomes import NoRoom, Refused, Turn
@@ -32,6 +32,7 @@ from ownerserve.engines.hf.step import (
     Admission,
     Arrival,
     CachePort,
+    CheckpointsOf,
     Chunk,
     Counts,
     Limits,
@@ -51,7 +52,12 @@ class Scheduler:
     """See the module. Calls alternate: `plan`, then `step_done`; `arrive` and `abort` between."""
 
     def __init__(
-        self, cache: CachePort, limits: Limits, *, resume_of: ResumeOf | None = None
+        self,
+        cache: CachePort,
+        limits: Limits,
+        *,
+        resume_of: ResumeOf | None = None,
+        checkpoints_of: CheckpointsOf | None = None,
     ) -> None:
         block = cache.layout.block_tokens
         if limits.chunk_tokens < block or limits.chunk_tokens % block:
@@ -62,6 +68,7 @@ class Scheduler:
         self._cache = cache
         self._limits = limits
         self._resume_of = resume_of or (lambda _: None)
+        self._checkpoints_of = checkpoints_of or (lambda start, end: ())
         self._block = block
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
@@ -129,6 +136,14 @@ class Scheduler:
             sequence.is_held = False
         self._starved = False  # what was reserved for it can be had, or evicted, again
 
+    def checkpoint(self, turn_ids: Iterable[TurnId]) -> None:
+        """Keep the state of these turns at their next boundary: room is short, and they are the
+        first to be preempted. Those that have ended are no error. Decoding turns do so anyway."""
+        for turn_id in turn_ids:
+            sequence = self._sequences.get(turn_id)
+            if sequence is not None and sequence.phase is Phase.PREFILL:
+                sequence.is_at_risk = True
+
     def abort(self, request_id: str, now: float) -> None:
         """Drop a request with all its choices. One that has ended already is no error."""
         self._between_steps()
@@ -165,8 +180,8 @@ class Scheduler:
             sequence = self._sequences[chunk.turn_id]
             self._cache.advance(sequence.turn_id, pack(chunk.tokens), now)
             sequence.computed += len(chunk.tokens)
-            wanted = resume_points(len(sequence.tokens), self._block)
-            if sequence.computed in wanted and sequence.computed >= sequence.write_floor:
+            if self._keeps(sequence):
+                sequence.is_at_risk = False
                 effects += self._cache.snapshot(sequence.turn_id, now)
             if chunk.sample_for:
                 effects += self._fork_siblings(sequence, tokens, ended, now=now)
@@ -179,6 +194,14 @@ class Scheduler:
                 effects += self._cache.snapshot(sequence.turn_id, now)
             self._take(sequence, tokens[sequence.turn_id], ended, now=now)
         return tuple(effects)
+
+    def _keeps(self, sequence: Sequence) -> bool:
+        """Whether the state that a chunk has just reached is to be kept."""
+        at = sequence.computed
+        if at < sequence.write_floor or at % self._block:
+            return False  # in a replay, or beyond the last boundary
+        wanted = resume_points(len(sequence.tokens), self._block)
+        return at in wanted or at in sequence.checkpoints or sequence.is_at_risk
 
     # ---- planning one sequence
 
@@ -300,6 +323,7 @@ class Scheduler:
         if isinstance(begun, Refused):
             return None
         sequence.write_floor = begun.write_floor
+        sequence.checkpoints = self._checkpoints_of(begun.restored, len(sequence.tokens))
         sequence.computed = begun.restored
         end = self._next_end(sequence)
         sequence.computed = 0
@@ -327,7 +351,7 @@ class Scheduler:
         self._cache.abort(sequence.turn_id, now)
         self._running.remove(sequence)
         sequence.phase, sequence.computed, sequence.reserved = Phase.WAITING, 0, 0
-        sequence.write_floor = 0
+        sequence.write_floor, sequence.is_at_risk = 0, False
         sequence.preempted += 1
         insort(self._waiting, sequence, key=age_of)
         plan.preempted.append(sequence.turn_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 
 import msgspec
@@ -21,7 +22,8 @@ class Sequence(msgspec.Struct):
     `tokens` is prompt + sampled; the first `computed` have their state in slots; slots are
     reserved for `reserved`. `siblings` are the choices that fork off when the prompt is done.
     A held one waits for state and is not admitted. Below `write_floor` range state is kept: what
-    is computed there is a replay.
+    is computed there is a replay. State is kept at `checkpoints` where a chunk ends there; one at
+    risk of preemption keeps it at the next chunk's end.
     """
 
     turn_id: TurnId
@@ -36,6 +38,8 @@ class Sequence(msgspec.Struct):
     preempted: int = 0
     is_held: bool = False
     write_floor: int = 0
+    checkpoints: Collection[int] = ()
+    is_at_risk: bool = False
 
 
 def age_of(sequence: Sequence) -> tuple[int, int]:

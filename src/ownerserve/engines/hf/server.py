@@ -25,10 +25,12 @@ from ownerserve.engines.hf.answering import (
     ApiError,
     ClientGone,
     EventStream,
+    check_target,
     collect,
     error_response,
     failure,
     json_response,
+    load_headers,
     turn_headers,
     while_connected,
 )
@@ -104,7 +106,9 @@ class Endpoints:
 
     async def health(self, http: HttpRequest) -> Response:
         """200 only if the engine thread itself answers."""
-        return json_response({"status": "ok", "as_of_s": (await self._status()).as_of_s})
+        status = await self._status()
+        headers = {**load_headers(status), "x-ownerserve-model": status.model}
+        return json_response({"status": "ok", "as_of_s": status.as_of_s}, headers=headers)
 
     async def status(self, http: HttpRequest) -> Response:
         return json_response(await self._status())
@@ -145,12 +149,15 @@ class Endpoints:
     def _request(
         self, http: HttpRequest, body: ChatBody | CompletionBody, prompt: list[int]
     ) -> Request:
+        check_target(
+            http.headers.get("x-ownerserve-target"), self._worker.engine.latest.incarnation
+        )
         return make_request(
             body,
             prompt,
             facts=self._worker.facts,
             request_id=uuid.uuid4().hex,
-            session_id=http.headers.get("x-session-id"),
+            headers=http.headers,
             fresh_seed=secrets.randbits(63),
         )
 

@@ -1,6 +1,7 @@
 """One forward over paged state: which rows run, from where, and the addresses they read and write.
 
-Owns index tensors, made once a forward and shared by all layers. Must never touch state.
+Owns index tensors, made once a forward and shared by all layers. Must never touch state, and never
+work out itself what an append finalizes: that is the cache's `TailStep`, one for each row.
 
 A span is R sequences x q new tokens. R > 1 only with q = 1 (batched decode). Ragged lengths are
 padded: range components on the right with the pool's zero slot, windows on the left.
@@ -17,7 +18,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ownerserve.cache import tails
 from ownerserve.cache.table import Table
+from ownerserve.cache.tails import TailStep
 from ownerserve.kv.errors import InvariantViolated
 
 
@@ -78,6 +81,8 @@ class Span:
     ) -> None:
         if len(tables) > 1 and (new_tokens > 1 or write_floor):
             raise InvariantViolated("a batch decodes one token a row, with no write floor")
+        for table, start in zip(tables, starts, strict=True):
+            table.tails.require_at(start)
         self.starts = starts
         self.new_tokens = new_tokens
         self.device = device
@@ -86,6 +91,7 @@ class Span:
         self._block_tokens = block_tokens
         self._write_floor = write_floor
         self._starts = torch.tensor([[start] for start in starts], device=device)
+        self._steps: dict[int, list[TailStep]] = {}
         self._entries: dict[str, EntryAddresses] = {}
         self._windows: dict[int, WindowAddresses] = {}
         self._tails: dict[int, TailAddresses] = {}
@@ -102,21 +108,26 @@ class Span:
         """Positions [R, q] of the new tokens."""
         return self._starts + torch.arange(self.new_tokens, device=self.device)
 
+    def steps(self, rate: int) -> list[TailStep]:
+        """What this forward does to each row's windows of `rate` tokens."""
+        found = self._steps.get(rate)
+        if found is None:
+            new = self.new_tokens
+            found = [tails.step(start, new, period=rate) for start in self.starts]
+            self._steps[rate] = found
+        return found
+
     def completed(self, rate: int) -> Tensor:
         """Entries [R, 1] of ratio `rate` that each row has after this forward."""
-        return (self._starts + self.new_tokens) // rate
+        return self._column(step.end_entry for step in self.steps(rate))
 
     def open_windows(self, rate: int) -> Tensor:
         """First positions [R, 1] of the windows of `rate` tokens that the rows start in."""
-        return self._starts // rate * rate
-
-    def windows_closed(self, rate: int) -> int:
-        """Windows of `rate` tokens that this forward completes, of the row with most."""
-        return max(self._windows_closed(start, rate) for start in self.starts)
+        return self._column(step.first_entry * rate for step in self.steps(rate))
 
     def closing_rows(self, rate: int) -> Tensor:
         """Indices [r] of the rows that complete a window of `rate` tokens."""
-        return self._indices(self._windows_closed(start, rate) > 0 for start in self.starts)
+        return self._indices(step.entries > 0 for step in self.steps(rate))
 
     def entries(self, component: str, rate: int, *, zero_slot: int) -> EntryAddresses:
         """Addresses in a component that keeps one entry for each `rate` tokens."""
@@ -144,22 +155,23 @@ class Span:
             found = self._tails[rate] = self._tail_addresses(rate)
         return found
 
-    def _windows_closed(self, start: int, rate: int) -> int:
-        return (start + self.new_tokens) // rate - start // rate
+    def _column(self, values: Iterable[int]) -> Tensor:
+        return torch.tensor([[value] for value in values], device=self.device)
 
     def _indices(self, chosen: Iterable[bool]) -> Tensor:
         rows = [row for row, wanted in enumerate(chosen) if wanted]
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
     def _tail_addresses(self, rate: int) -> TailAddresses:
-        closed = self.windows_closed(rate)
+        steps = self.steps(rate)
+        closes = any(step.entries for step in steps)
         if self.rows > 1:
-            left_rows = self._indices((start + 1) % rate > 0 for start in self.starts)
-            waiting, closing, first_left = (rate - 1, 1, 0) if closed else (0, 0, 0)
+            left_rows = self._indices(step.left > 0 for step in steps)
+            waiting, closing, first_left = (rate - 1, 1, 0) if closes else (0, 0, 0)
         else:
             left_rows = self._indices([True])
-            waiting = self.starts[0] % rate if closed else 0
-            closing = first_left = closed * rate - waiting
+            waiting = steps[0].waiting if closes else 0
+            closing = first_left = steps[0].taken
         left = torch.arange(first_left, self.new_tokens, device=self.device)
         return TailAddresses(
             waiting=waiting,
@@ -171,13 +183,14 @@ class Span:
 
     def _entry_addresses(self, component: str, rate: int, zero_slot: int) -> EntryAddresses:
         per_block = self._block_tokens // rate
-        count = max(start + self.new_tokens for start in self.starts) // rate
+        steps = self.steps(rate)
+        count = max(step.end_entry for step in steps)
         blocks = self._block_table(component, rate, zero_slot=zero_slot)
-        new = self.windows_closed(rate)
-        below_floor = max(0, self._write_floor // rate - self.starts[0] // rate)
+        new = max(step.entries for step in steps)
+        below_floor = max(0, self._write_floor // rate - steps[0].first_entry)
         written = torch.arange(min(below_floor, new), new, device=self.device)
         rows = self.closing_rows(rate)
-        entries = self._starts[rows] // rate + written
+        entries = self._column(step.first_entry for step in steps)[rows] + written
         return EntryAddresses(
             blocks=blocks,
             count=count,
@@ -189,7 +202,7 @@ class Span:
     def _block_table(self, component: str, rate: int, *, zero_slot: int) -> Tensor:
         """Slots [R, n] of all blocks in use, short rows padded with the zero slot."""
         per_block = self._block_tokens // rate
-        needed = [-(-((start + self.new_tokens) // rate) // per_block) for start in self.starts]
+        needed = [-(-step.end_entry // per_block) for step in self.steps(rate)]
         width = max(needed)
         rows = []
         for table, blocks in zip(self._tables, needed, strict=True):

@@ -21,6 +21,8 @@ import msgspec
 import torch
 
 from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.tails import Tail
+from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.plan.inputs import ModelState
 
@@ -109,6 +111,7 @@ class ModelStates(msgspec.Struct, frozen=True):
     window_tokens: int = 0
     csa_rate: int = 0
     hca_rate: int = 0
+    hca_tail: TailForm = TailForm.RAW_ROWS
 
     @property
     def shared_window(self) -> bool:
@@ -154,10 +157,14 @@ class ModelStates(msgspec.Struct, frozen=True):
         )
 
     def digest(self) -> bytes:
-        """SHA-256 over what the state means: kinds of layers, and each section's tensors."""
+        """SHA-256 over what the kept state means: kinds of layers, and each section's tensors.
+
+        Not the tails: at a boundary they are empty, so workers that hold them in another form
+        keep the same state and may exchange it.
+        """
         sections = [
             [s.name, [[p.name, list(p.shape), str(p.dtype)] for p in s.parts]]
-            for s in self.sections
+            for s in (*self.range_sections, *self.point_sections)
         ]
         kinds = [layer.kind.value for layer in self.layers]
         facts = [kinds, sections, self.block_tokens, self.window_tokens]
@@ -177,11 +184,37 @@ class ModelStates(msgspec.Struct, frozen=True):
             if section.extent is not None
         )
         state_bytes = sum(section.slot_bytes for section in self.live_sections)
-        return Layout(self.block_tokens, components, state_bytes)
+        tails = tuple(
+            self._tail(section) for section in self.live_sections if section.extent is None
+        )
+        return Layout(self.block_tokens, components, state_bytes, tails)
+
+    def _tail(self, section: Section) -> Tail:
+        """A tail as the cache's books know it."""
+        overlaps = section.name == CSA_TAIL
+        period = self.csa_rate if overlaps else self.hca_rate
+        form = TailForm.RAW_ROWS if overlaps else self.hca_tail
+        rows = 1 if form is TailForm.ONLINE else period - 1
+        return Tail(
+            name=section.name,
+            period=period,
+            overlap=period if overlaps else 0,
+            form=form,
+            row_bytes=section.payload_bytes // max(rows, 1),
+            slot_bytes=section.slot_bytes,
+        )
 
 
-def describe(config: Any, dtype: torch.dtype, *, block_tokens: int | None = None) -> ModelStates:
+def describe(
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    block_tokens: int | None = None,
+    hca_tail: TailForm = TailForm.RAW_ROWS,
+) -> ModelStates:
     """The state of the model that `config` describes, kept in `dtype`.
+
+    `hca_tail`: how tokens wait for their HCA window to close, as rows or as one online softmax.
 
     `block_tokens` (B) must be a multiple of every compression ratio; by default it is the least
     such number that is 16 or more.
@@ -199,7 +232,11 @@ def describe(config: Any, dtype: torch.dtype, *, block_tokens: int | None = None
     windowed = WINDOW in counts
     if windowed and (config.sliding_window or 0) < 2:
         raise InvalidInput("sliding_window", f"{config.sliding_window}", "use 2 or more")
-    shapes = _Shapes(config, dtype, block)
+    if hca_tail is TailForm.ONLINE and not hca_rate:
+        raise InvalidInput(
+            "hca_tail", f"online, but {config.model_type} has no HCA layers here", "leave it out"
+        )
+    shapes = _Shapes(config, dtype, block, hca_tail=hca_tail)
     return ModelStates(
         block_tokens=block,
         layers=tuple(layers),
@@ -207,16 +244,20 @@ def describe(config: Any, dtype: torch.dtype, *, block_tokens: int | None = None
         window_tokens=config.sliding_window if windowed else 0,
         csa_rate=csa_rate,
         hca_rate=hca_rate,
+        hca_tail=hca_tail,
     )
 
 
 class _Shapes:
     """Shapes of each section's parts for one configuration, dtype and block length."""
 
-    def __init__(self, config: Any, dtype: torch.dtype, block_tokens: int) -> None:
+    def __init__(
+        self, config: Any, dtype: torch.dtype, block_tokens: int, *, hca_tail: TailForm
+    ) -> None:
         self._config = config
         self._dtype = dtype
         self._block = block_tokens
+        self._hca_tail_form = hca_tail
         self._rates: dict[str, int] = getattr(config, "compress_rates", None) or {}
 
     def section(self, name: str, *, layers: int) -> Section:
@@ -228,8 +269,9 @@ class _Shapes:
         return Section(name, extent, parts)
 
     def _part_dtype(self, section: str) -> torch.dtype:
-        # The delta rule computes in float32, whatever the model's dtype.
-        return torch.float32 if section == RECURRENT else self._dtype
+        # The delta rule computes in float32, whatever the model's dtype; an online softmax must.
+        folded = section == HCA_TAIL and self._hca_tail_form is TailForm.ONLINE
+        return torch.float32 if section == RECURRENT or folded else self._dtype
 
     def _dense(self) -> dict[str, tuple[int, ...]]:
         return self._keys_and_values(self._block)
@@ -276,6 +318,8 @@ class _Shapes:
         }
 
     def _hca_tail(self) -> dict[str, tuple[int, ...]]:
+        if self._hca_tail_form is TailForm.ONLINE:
+            return dict.fromkeys(("maximum", "sum", "value"), (self._config.head_dim,))
         shape = (self._rates[LayerKind.HCA] - 1, self._config.head_dim)
         return {"compressor_kv": shape, "compressor_gate": shape}
 

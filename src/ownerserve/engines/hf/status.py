@@ -31,6 +31,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     slots: dict[str, int]
     slot_bytes: dict[str, int]
     evictable_blocks: int
+    kv_bytes_free: int
+    """Of range blocks: free or evictable."""
+    kv_bytes_total: int
     steps: int
 
 
@@ -61,7 +64,9 @@ def slot_bytes(cache: HeteroCache) -> dict[str, int]:
 def worker_status(
     identity: Identity, cache: HeteroCache, *, load: Load, steps: int, as_of_s: float
 ) -> WorkerStatus:
-    uses = pool_uses(cache)
+    uses, sizes = pool_uses(cache), slot_bytes(cache)
+    block_bytes = sum(sizes[name] for name in cache.layout.range_names)
+    evictable_blocks = cache.rooms.evictable_blocks()
     return WorkerStatus(
         as_of_s=as_of_s,
         incarnation=identity.incarnation,
@@ -74,7 +79,9 @@ def worker_status(
         sessions=len(cache.sessions),
         free_slots={name: use.free for name, use in uses.items()},
         slots={name: use.capacity for name, use in uses.items()},
-        slot_bytes=slot_bytes(cache),
-        evictable_blocks=cache.rooms.evictable_blocks(),
+        slot_bytes=sizes,
+        evictable_blocks=evictable_blocks,
+        kv_bytes_free=(cache.rooms.blocks.free + evictable_blocks) * block_bytes,
+        kv_bytes_total=cache.rooms.blocks.capacity * block_bytes,
         steps=steps,
     )

@@ -5,7 +5,7 @@ Data only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Tokens
 from typing import Protocol
 
@@ -40,6 +40,11 @@ class CachePort(Protocol):
 
 ResumeOf = Callable[[Packed], Resume | None]
 """How to begin a turn of these tokens now; None: at the deepest complete point."""
+
+
+CheckpointsOf = Callable[[int, int], Collection[int]]
+"""Positions of a prompt [0, end) resumed at `start` at which state should be kept; given (start,
+end). It is kept where a chunk ends there: chunks are never cut for it."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

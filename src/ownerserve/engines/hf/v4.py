@@ -1,7 +1,8 @@
 """What transformers' DeepSeek-V4 lacks for a batch of sequences of different lengths.
 
 Owns two small pieces of V4 mathematics, taken from transformers' own functions: masking of padded
-HCA entries, and the rotation of a new entry to its row's own position. Transformers 5.19.
+HCA entries, and the rotation of a new entry to its row's own position. And hands out what an online
+HCA tail must know of the compressors: their biases. Transformers 5.19.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -19,6 +21,21 @@ V4_ATTENTION = "ownerserve_v4_eager"
 
 Rotation = Callable[[Tensor, Tensor], Tensor]
 """Entries [R, 1, dim] and their windows' first positions [R, 1] to rotated entries."""
+
+
+class Borrowed(msgspec.Struct, frozen=True):
+    """What compressed layers take from their model. `hca_biases` [m', dim] of each HCA layer: what
+    its compressor adds to the gates, by place in the window."""
+
+    rotate: Rotation
+    hca_biases: tuple[Tensor, ...]
+
+
+def borrow(model: Any) -> Borrowed:
+    """From a DeepSeek-V4 model whose weights are in place."""
+    attentions = [layer.self_attn for layer in model.model.layers]
+    biases = [a.compressor.position_bias for a in attentions if a.layer_type == LayerKind.HCA]
+    return Borrowed(_entry_rotation(model), tuple(biases))
 
 
 def register_v4_attention() -> str:
@@ -56,7 +73,7 @@ def _v4_attention(
     return eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def entry_rotation(model: Any) -> Rotation:
+def _entry_rotation(model: Any) -> Rotation:
     """RoPE of compressed entries, as the model's compressors apply it.
 
     They place all rows of a batch at one position. Placed at 0, where RoPE is the identity,

@@ -23,7 +23,9 @@ from ownerserve.cache.table import Table  # noqa: E402
 from ownerserve.engines.hf.checkpoint import load_checkpoint  # noqa: E402
 from ownerserve.engines.hf.runner import ALL_LOGITS, DecodeRow, Runner  # noqa: E402
 from ownerserve.engines.hf.tiny import TINY_MODELS, random_model  # noqa: E402
+from ownerserve.kv.descriptor import TailForm  # noqa: E402
 
+ONLINE_V4 = "tiny-v4 online"
 TOLERANCE = 1e-4
 STATE_SLOTS = 10
 
@@ -31,9 +33,11 @@ STATE_SLOTS = 10
 class Lab:
     """Sequences of one model over pools whose slots are handed out in a scattered order."""
 
-    def __init__(self, model: Any, *, slots: int = 200) -> None:
+    def __init__(
+        self, model: Any, *, slots: int = 200, hca_tail: TailForm = TailForm.RAW_ROWS
+    ) -> None:
         self.model = model
-        self.runner = Runner(model)
+        self.runner = Runner(model, hca_tail=hca_tail)
         self.layout = self.runner.layout
         self.block = self.layout.block_tokens
         self._slots = slots
@@ -145,20 +149,30 @@ def _labs() -> dict[str, Lab]:
     return {}
 
 
-@pytest.fixture(params=sorted(TINY_MODELS))
+@pytest.fixture(params=[*sorted(TINY_MODELS), ONLINE_V4])
 def lab(request: pytest.FixtureRequest, _labs: dict[str, Lab]) -> Iterator[Lab]:
-    """Each family in turn, with all slots free."""
+    """Each family in turn, and V4 with an online HCA tail; all slots free."""
     name = request.param
     if name not in _labs:
-        _labs[name] = Lab(load_checkpoint(name).model)
+        tail = TailForm.ONLINE if name == ONLINE_V4 else TailForm.RAW_ROWS
+        _labs[name] = Lab(load_checkpoint(name.split()[0]).model, hca_tail=tail)
     _labs[name].release()
     return _labs[name]
 
 
 @pytest.fixture(scope="session")
-def make_lab() -> Callable[[Any], Lab]:
+def make_lab() -> Callable[..., Lab]:
     """A laboratory for a configuration of the test's own."""
-    return lambda config: Lab(random_model(config))
+
+    def make(
+        config: Any,
+        hca_tail: TailForm = TailForm.RAW_ROWS,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> Lab:
+        return Lab(random_model(config, dtype=dtype), hca_tail=hca_tail)
+
+    return make
 
 
 @pytest.fixture(scope="session")

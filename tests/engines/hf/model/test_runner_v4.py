@@ -10,6 +10,7 @@ import torch
 
 from ownerserve.cache.effects import LoadPoint, ResetState
 from ownerserve.engines.hf.tiny import v4_config
+from ownerserve.kv.descriptor import TailForm
 
 pytestmark = pytest.mark.engine
 
@@ -17,9 +18,9 @@ TOLERANCE = 1e-4
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 
 
-@pytest.fixture(scope="module")
-def v4(make_lab):
-    return make_lab(v4_config())
+@pytest.fixture(scope="module", params=TailForm)
+def v4(make_lab, request):
+    return make_lab(v4_config(), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +42,11 @@ def selective(make_lab):
     return make_lab(v4_config(index_topk=8, index_n_heads=16))
 
 
-@pytest.fixture(scope="module")
-def real(make_lab):
+@pytest.fixture(scope="module", params=TailForm)
+def real(make_lab, request):
     """V4's own rates and window."""
-    return make_lab(v4_config(compress_rates={CSA: 4, HCA: 128}, sliding_window=128))
+    config = v4_config(compress_rates={CSA: 4, HCA: 128}, sliding_window=128)
+    return make_lab(config, request.param)
 
 
 @pytest.mark.parametrize("chunk", [300, 37, 128])

@@ -1,0 +1,132 @@
+"""Tails: tokens that wait in a state block until a window of m of them makes one entry.
+
+Owns the arithmetic of an append, and each running sequence's book of it. Positions and counts
+only: which rows those are in memory is the engine's affair.
+
+    m = 4, append [10, 19)     8   9 | 10  11 | 12 .. 15 | 16 17 18
+                               waits |  taken, 2 entries |   left
+    finalize                   [--- entry 2 --][ entry 3 ]              first_entry 2, entries 2
+    carried, with overlap                      [12 .. 15]               for entry 4's other half
+
+At a multiple of m nothing waits; a tail with overlap still carries its last window's rows (CSA:
+the Ca half), which are a point component of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ownerserve.kv.descriptor import TailForm
+from ownerserve.kv.errors import InvalidInput, InvariantViolated
+
+
+class TailStep(msgspec.Struct, frozen=True):
+    """What an append does to one tail.
+
+    `waiting` tokens waited before. With the first `taken` new ones they make `entries` entries,
+    from number `first_entry` on: the finalize trigger fired that often. `left` tokens wait
+    afterwards, and the rows of the positions in `carried` are kept for the next entry.
+    """
+
+    waiting: int
+    first_entry: int
+    entries: int
+    taken: int
+    left: int
+    carried: range
+
+    @property
+    def end_entry(self) -> int:
+        """Entries that the sequence has afterwards."""
+        return self.first_entry + self.entries
+
+
+def step(start: int, tokens: int, *, period: int, overlap: int = 0) -> TailStep:
+    """Append `tokens` at position `start` to a tail of windows of `period` tokens."""
+    first, waiting = divmod(start, period)
+    entries, left = divmod(waiting + tokens, period)
+    closed = (first + entries) * period
+    return TailStep(
+        waiting=waiting,
+        first_entry=first,
+        entries=entries,
+        taken=entries * period - waiting if entries else 0,
+        left=left,
+        carried=range(max(closed - overlap, 0), closed),
+    )
+
+
+class Tail(msgspec.Struct, frozen=True):
+    """One kind of tail over all layers that have it; windows of `period` tokens.
+
+    `overlap` rows of the last full window are needed at every boundary. `form` says how waiting
+    tokens are held: a row each, or all of them as one row, an online softmax. A row has
+    `row_bytes`, and the tail `slot_bytes` of a state block, over all layers.
+    """
+
+    name: str
+    period: int
+    overlap: int = 0
+    form: TailForm = TailForm.RAW_ROWS
+    row_bytes: int = 0
+    slot_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.period < 1 or not 0 <= self.overlap <= self.period:
+            raise InvalidInput(
+                f"tails.{self.name}",
+                f"windows of {self.period} tokens that overlap by {self.overlap}",
+                "use a period of 1 or more and an overlap of 0 to the period",
+            )
+
+    def step(self, start: int, tokens: int) -> TailStep:
+        """What an append of `tokens` at `start` does here."""
+        return step(start, tokens, period=self.period, overlap=self.overlap)
+
+    def rows_held(self, waiting: int) -> int:
+        """Rows that `waiting` tokens take."""
+        return min(waiting, 1) if self.form is TailForm.ONLINE else waiting
+
+
+class TailBook(msgspec.Struct):
+    """One running sequence's tails at `position`: what waits in each, and what it has finalized.
+
+    Kept append by append, not computed from `position`, so that a check has two sides to compare
+    (invariant 12). Without tails it follows nothing.
+    """
+
+    tails: tuple[Tail, ...] = ()
+    position: int = 0
+    waiting: dict[str, int] = {}
+    entries: dict[str, int] = {}
+
+    @classmethod
+    def at(cls, tails: Sequence[Tail], position: int) -> TailBook:
+        """The book of a sequence restored at a boundary: every window is closed."""
+        entries = {}
+        for tail in tails:
+            entries[tail.name], rest = divmod(position, tail.period)
+            if rest:
+                raise InvariantViolated(f"invariant 12: {tail.name} waits at {position}")
+        return cls(tuple(tails), position, dict.fromkeys(entries, 0), entries)
+
+    def advance(self, tokens: int) -> None:
+        """`tokens` more are computed; finalizes each window they close."""
+        self.position += tokens
+        for tail in self.tails:
+            closed, left = divmod(self.waiting[tail.name] + tokens, tail.period)
+            self.entries[tail.name] += closed
+            self.waiting[tail.name] = left
+
+    def copy(self) -> TailBook:
+        """A fork's own book."""
+        return TailBook(self.tails, self.position, dict(self.waiting), dict(self.entries))
+
+    def require_at(self, start: int) -> None:
+        """Raise InvariantViolated when an engine is about to append elsewhere than here."""
+        if self.tails and start != self.position:
+            raise InvariantViolated(
+                f"invariant 12: computing from {start}, but the tails are at {self.position}"
+            )

@@ -1,0 +1,5 @@
+"""`ownerserve doctor`: what is installed, reachable, misconfigured, and the mend."""
+
+from ownerserve.cli.doctor.command import command
+
+__all__ = ["command"]

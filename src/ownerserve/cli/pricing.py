@@ -1,0 +1,41 @@
+"""What the `plan` commands share: whose costs to price with, and how counts are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.units import parse_bytes
+from ownerserve.plan.cost.model import CostModel
+from ownerserve.plan.cost.roofline import GPUS, Shape, defaults, find_gpu
+
+GPU_NAMES = ", ".join(gpu.name for gpu in GPUS.values())
+
+
+def costs_of(text: Mapping[str, str | None], shape: Shape) -> CostModel:
+    """Measured costs when a file was named, a GPU's defaults otherwise."""
+    if (measured := text["costs"]) is not None:
+        return CostModel.restore(Path(measured).read_bytes())
+    gpu = find_gpu(str(text["gpu"]))
+    return CostModel(defaults(shape, gpu, gpus=int(str(text["gpus"]))))
+
+
+def tokens_of(text: Mapping[str, str | None], name: str, *, least: int = 1) -> int:
+    """Tokens as `64K` (binary) or `65536`."""
+    flag = "--new" if name == "new_tokens" else f"--{name.replace('_', '-')}"
+    count = parse_bytes(str(text[name]), field=flag)
+    if count < least:
+        raise InvalidInput(flag, f"{count}", f"use {least} or more")
+    return count
+
+
+def count_of(text: str | None) -> float | None:
+    """Parameters as `3.3B`, `700M` or a plain number."""
+    if text is None:
+        return None
+    scale = {"M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
+    try:
+        return float(text if scale == 1.0 else text[:-1]) * scale
+    except ValueError as error:
+        raise InvalidInput("--active-params", f"{text!r}", "write it like 3.3B") from error

@@ -1,0 +1,138 @@
+"""The canonical payload: which bytes stand for a model's state, whatever engine computed them.
+
+A stored record is one unit of bytes for each slot of one component:
+
+    unit of a section   | part 0, padded to 16 bytes | part 1 | ...
+    part                one array, C order, little-endian; its first axis counts the layers
+
+    dense      keys, values   [layers, B, heads, dim]          keys rotated, as attention reads them
+    swa        keys, values   [layers, W - 1, heads, dim]      a ring: position p in row p mod (W-1)
+    mla        latent         [layers, B, rank + rope dim]
+    conv       columns        [layers, channels, kernel - 1]   oldest first
+    recurrent  state          [layers, heads, key dim, value dim]
+
+Rows that no token has reached are zero. Engines translate between this and their own pages; two
+that agree on `payload_digest` (and on the rest of an Identity) read each other's records.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.specs import Extent
+
+FORMAT = "payload/1"
+"""Names this layout in a record's descriptor. A new number when it changes."""
+PART_ALIGN_BYTES = 16
+
+DENSE, WINDOW, MLA, CONV, RECURRENT = "dense", "swa", "mla", "conv", "recurrent"
+EXTENT_OF = {
+    DENSE: Extent.RANGE,
+    MLA: Extent.RANGE,
+    WINDOW: Extent.POINT,
+    CONV: Extent.POINT,
+    RECURRENT: Extent.POINT,
+}
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "uint8": 1,
+    "int8": 1,
+}
+
+
+class PayloadPart(msgspec.Struct, frozen=True):
+    """One array of a section. `dtype` is its name without a library's prefix: float32."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def payload_bytes(self) -> int:
+        size = ITEM_BYTES.get(self.dtype)
+        if size is None:
+            raise InvalidInput("dtype", f"{self.dtype!r}", f"use one of {', '.join(ITEM_BYTES)}")
+        return math.prod(self.shape) * size
+
+    @property
+    def padded_bytes(self) -> int:
+        return -(-self.payload_bytes // PART_ALIGN_BYTES) * PART_ALIGN_BYTES
+
+
+class PayloadSection(msgspec.Struct, frozen=True):
+    """One component: its parts in the order in which they lie in a unit."""
+
+    name: str
+    parts: tuple[PayloadPart, ...]
+
+    @property
+    def unit_bytes(self) -> int:
+        return sum(part.padded_bytes for part in self.parts)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(part.payload_bytes for part in self.parts)
+
+    @property
+    def extent(self) -> Extent:
+        return EXTENT_OF[self.name]
+
+    @property
+    def layers(self) -> int:
+        return self.parts[0].shape[0]
+
+
+class Payload(msgspec.Struct, frozen=True):
+    """All sections of a model at one block length, in the order its layers first need them.
+
+    `kinds` names every layer's attention, first to last, as transformers' `layer_types` does.
+    `window_tokens` is W, 0 without sliding-window layers.
+    """
+
+    block_tokens: int
+    kinds: tuple[str, ...]
+    sections: tuple[PayloadSection, ...]
+    window_tokens: int = 0
+
+    def section(self, name: str) -> PayloadSection:
+        return next(section for section in self.sections if section.name == name)
+
+    def digest(self) -> bytes:
+        """What `Identity.spec_digest` is for this payload."""
+        return payload_digest(
+            self.kinds,
+            self.sections,
+            block_tokens=self.block_tokens,
+            window_tokens=self.window_tokens,
+        )
+
+
+def payload_digest(
+    kinds: Sequence[str],
+    sections: Sequence[PayloadSection],
+    *,
+    block_tokens: int,
+    window_tokens: int,
+    rates: tuple[int, int] = (0, 0),
+) -> bytes:
+    """SHA-256 over what state means: kinds of layers and each section's arrays.
+
+    `rates` are the compression ratios of the layers that compress (CSA, HCA).
+    """
+    ranges_first = sorted(sections, key=lambda s: s.extent is Extent.POINT)
+    arrays = [
+        [s.name, [[p.name, list(p.shape), f"torch.{p.dtype}"] for p in s.parts]]
+        for s in ranges_first
+    ]
+    facts = [list(kinds), arrays, block_tokens, window_tokens]
+    return hashlib.sha256(msgspec.json.encode([facts, list(rates)])).digest()

@@ -1,0 +1,215 @@
+"""Saves: what running turns compute in an engine's own blocks, and what of it is stored. Pure.
+
+    prompt   |---- cell ----|---- cell ----|-- c --|      a cell goes when a step fills it,
+    step 1    ======================                      the rest at the end of the prefill
+    step 2                           ================     and at the end of the turn
+    points                               ^P1    ^P2       at the step that passes them
+
+An engine keeps window and recurrent state only where it needs it next, so a point is copied by the
+step that computes its last token, or pinned there (decoding: nobody knows yet which boundary will
+be the last) and copied when the turn ends. Range state is asked for in order, from the front, and
+never more than `in_flight_bytes` at once: what does not fit goes with a later step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from ownerserve.kv.ids import TurnId
+from ownerserve.kv.prefix import PrefixChain
+from ownerserve.node.events import Computing, Copy, Effect, Errand, Pin
+from ownerserve.node.records import Cell, RecordNames
+from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan
+
+IN_FLIGHT_BYTES = 256 << 20
+
+
+class Capture(msgspec.Struct, frozen=True):
+    """Where an engine has a point's state. `exact_end`: only if a step of the prompt ends there
+    (recurrent state is overwritten by the next token; window rows stand until they leave the
+    window). What decoding leaves of it is not taken: in vLLM's blocks it was measured to be other
+    state than a prefill's, so the next turn goes on from the prompt's boundary."""
+
+    exact_end: bool
+
+
+class Running(msgspec.Struct, eq=False):
+    """A turn that the engine computes."""
+
+    chain: PrefixChain
+    prompt: int
+    points: frozenset[int]
+    stored: set[bytes]
+    end: int = 0
+    cells: int = 0
+    """Blocks whose range state was asked for, or is stored."""
+    pinned: int = 0
+
+
+class Saves:
+    """All running turns, and the copies that are not done."""
+
+    def __init__(
+        self,
+        names: RecordNames,
+        *,
+        policy: CheckpointPolicy,
+        capture: Capture,
+        in_flight_bytes: int = IN_FLIGHT_BYTES,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._names = names
+        self._policy = policy
+        self._capture = capture
+        self._limit = in_flight_bytes
+        self._block = names.layout.block_tokens
+        self._running: dict[TurnId, Running] = {}
+        self._in_flight: dict[Errand, int] = {}
+        self._bytes = 0
+
+    # -- events --------------------------------------------------------------------------------
+
+    def arrived(self, turn_id: TurnId, chain: PrefixChain, *, prompt: int) -> None:
+        """A turn whose prompt is `chain`; what it computes is kept from now on."""
+        span = TurnSpan(0, prompt, prompt, self._block)
+        points = frozenset(self._policy.checkpoints(span))
+        self._running[turn_id] = Running(chain, prompt, points, set())
+
+    def known(self, turn_id: TurnId, ids: set[bytes]) -> None:
+        """These records stand in the store."""
+        running = self._running.get(turn_id)
+        if running is not None:
+            running.stored |= ids
+
+    def doubt(self, turn_id: TurnId) -> None:
+        """Something of the turn was said to be stored and could not be read: offer all again."""
+        running = self._running.get(turn_id)
+        if running is not None:
+            running.stored.clear()
+
+    def computing(self, event: Computing, next_errand: Callable[[], Errand]) -> list[Effect]:
+        """A step's worth: what of it is to be copied once it is done."""
+        running = self._running.get(event.turn_id)
+        if running is None:
+            return []
+        if event.added:
+            running.chain.extend(event.added)
+        running.end = event.end
+        effects: list[Effect] = []
+        for position in self._passed(running, event):
+            if position in running.points:
+                effects += self._point(running, position, next_errand)
+            elif position > running.prompt and not self._capture.exact_end:
+                running.pinned = position
+                effects.append(Pin(event.turn_id, position))
+        last = min(event.end // self._block, len(running.chain.digests))
+        effects += self._whole_cells(running, last, next_errand)
+        if event.start < running.prompt <= event.end:
+            effects += self._rest(running, last, next_errand)
+        return effects
+
+    def ended(
+        self, turn_id: TurnId, tokens: int, next_errand: Callable[[], Errand]
+    ) -> list[Effect]:
+        """The turn is over; `tokens` of it are computed beyond doubt."""
+        running = self._running.pop(turn_id, None)
+        if running is None:
+            return []
+        last = min(tokens // self._block, len(running.chain.digests))
+        effects: list[Effect] = []
+        if running.pinned and running.pinned == last * self._block:
+            effects += self._point(running, running.pinned, next_errand)
+        effects += self._whole_cells(running, last, next_errand)
+        effects += self._rest(running, last, next_errand)
+        return effects
+
+    def again(self, turn_id: TurnId) -> None:
+        """The turn lost its blocks and will be computed again from wherever it is restored."""
+        running = self._running.get(turn_id)
+        if running is not None:
+            running.end = running.cells = running.pinned = 0
+
+    def landed(self, errand: Errand, outcome: str) -> None:
+        """A copy was kept, or was not."""
+        size = self._in_flight.pop(errand, None)
+        if size is not None:
+            self._bytes -= size
+            self.counts[outcome] += 1
+
+    def tokens(self, turn_id: TurnId) -> int | None:
+        """How many tokens of a turn were told; None when it is not one of ours."""
+        running = self._running.get(turn_id)
+        return None if running is None else running.chain.tokens
+
+    def __contains__(self, turn_id: TurnId) -> bool:
+        return turn_id in self._running
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _passed(self, running: Running, event: Computing) -> Iterator[int]:
+        """Boundaries whose state this step leaves behind it."""
+        if not self._names.layout.point_names:
+            return
+        block = self._block
+        first = event.start // block * block + block
+        for position in range(first, event.end + 1, block):
+            if position == event.end or not self._capture.exact_end:
+                wanted = position in running.points or position + block > event.end
+                if wanted:
+                    yield position
+
+    def _point(
+        self, running: Running, position: int, next_errand: Callable[[], Errand]
+    ) -> Iterator[Copy]:
+        names, depth, digests = self._names, position // self._block, running.chain.digests
+        for name in names.layout.point_names:
+            id_ = names.point_id(name, depth, digests)
+            if id_ not in running.stored:
+                meta = names.point_meta(name, depth, digests)
+                yield self._copy(running, Copy(next_errand(), meta, name, (position,)))
+
+    def _whole_cells(
+        self, running: Running, last: int, next_errand: Callable[[], Errand]
+    ) -> Iterator[Copy]:
+        """Cells that are full at depth `last`, in order, as far as there is room for copies."""
+        names = self._names
+        while running.cells + names.blocks <= last:
+            cell = Cell(running.cells, running.cells + names.blocks)
+            copies = list(self._cell(running, cell, next_errand))
+            size = sum(len(copy.slots) * names.slot_bytes(copy.component) for copy in copies)
+            if self._bytes and self._bytes + size > self._limit:
+                return
+            yield from (self._copy(running, copy) for copy in copies)
+            running.cells = cell.end
+
+    def _rest(
+        self, running: Running, last: int, next_errand: Callable[[], Errand]
+    ) -> Iterator[Copy]:
+        """The cell that is begun at depth `last`; it is written again, whole, when it is full."""
+        if last - running.cells >= self._names.blocks:
+            self.counts["shed"] += 1
+        elif running.cells < last:
+            for copy in self._cell(running, Cell(running.cells, last), next_errand):
+                yield self._copy(running, copy)
+
+    def _cell(
+        self, running: Running, cell: Cell, next_errand: Callable[[], Errand]
+    ) -> Iterator[Copy]:
+        names, digests = self._names, running.chain.digests
+        for name in names.layout.range_names:
+            if names.range_id(name, cell, digests) not in running.stored:
+                meta = names.range_meta(name, cell, digests)
+                yield Copy(next_errand(), meta, name, tuple(range(cell.first, cell.end)))
+
+    def _copy(self, running: Running, copy: Copy) -> Copy:
+        size = len(copy.slots) * self._names.slot_bytes(copy.component)
+        running.stored.add(copy.meta.id)
+        self._in_flight[copy.errand] = size
+        self._bytes += size
+        return copy

@@ -1,0 +1,67 @@
+"""Upkeep: the store forgets what nobody asked for, and gives its room back. A thread.
+
+Off the engine's thread and off those that read and write for it: a pass may wait for the medium,
+and holds the store's lock for one bounded step at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from threading import Event, Thread
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.store.buffers import BufferPool
+from ownerserve.store.disk import DiskTier
+from ownerserve.store.maintain import collect
+from ownerserve.store.tier import Tier
+
+log = logging.getLogger("ownerserve.node")
+
+
+class Upkeep:
+    """Runs a pass over `tiers` every `every_s` seconds between `start` and `stop`; 0: never."""
+
+    def __init__(self, tiers: Sequence[Tier], every_s: float) -> None:
+        if every_s < 0:
+            raise InvalidInput("store-upkeep", f"{every_s:g} s", "use 0 (never) or more")
+        self.counts: Counter[str] = Counter()  # replaced whole: any thread may read it
+        self._tiers = tiers
+        self._every_s = every_s
+        self._landing = BufferPool()
+        self._stopping = Event()
+        self._thread = Thread(target=self._serve, name="store-upkeep", daemon=True)
+
+    def start(self) -> None:
+        """Begin; the first pass comes after one interval."""
+        if self._every_s:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End after the pass that is under way. Before the tiers are closed."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def run_once(self) -> None:
+        """One pass: TTLs, old quarantine, sparse and empty segments."""
+        total = self.counts.copy()
+        total["passes"] += 1
+        for tier in self._tiers:
+            total["expired"] += tier.expire()
+            if isinstance(tier, DiskTier):
+                done = collect(tier.core, self._landing)
+                total["segments_compacted"] += done.segments_compacted
+                total["segments_dropped"] += done.segments_dropped
+                total["compacted_bytes"] += done.bytes_copied
+                total["quarantine_released"] += done.quarantine_released
+        self.counts = total
+
+    def _serve(self) -> None:
+        while not self._stopping.wait(self._every_s):
+            try:
+                self.run_once()
+            except Exception:  # a thread's root: a store that can't be tidied still serves
+                self.counts = self.counts + Counter(failed=1)
+                log.exception("the store's upkeep failed")

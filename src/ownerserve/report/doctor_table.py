@@ -1,0 +1,59 @@
+"""What `ownerserve doctor` found: one line a check, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+class Level(StrEnum):
+    """`warn`: works, not as well as it could. `fail`: does not work."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One check: what was looked at, what was found, and the mend where there is one to make."""
+
+    check: str
+    level: Level
+    found: str
+    mend: str = ""
+
+
+COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
+
+
+def worst(findings: Sequence[Finding]) -> Level:
+    """Of all."""
+    return max((finding.level for finding in findings), key=list(Level).index, default=Level.OK)
+
+
+def show(findings: Sequence[Finding], console: Console) -> None:
+    """For people."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "check", "found"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        colour = COLOURS[finding.level]
+        mend = f"\n[{colour}]mend:[/] {escape(finding.mend)}" if finding.mend else ""
+        table.add_row(
+            f"[{colour}]{finding.level}[/]", finding.check, f"{escape(finding.found)}{mend}"
+        )
+    console.print(table)
+
+
+def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """For programs."""
+    return {
+        "level": worst(findings),
+        "checks": [msgspec.to_builtins(finding) for finding in findings],
+    }

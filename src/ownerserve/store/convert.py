@@ -1,0 +1,187 @@
+"""One layout of a record's payload into another, or a reason why not. Pure.
+
+A payload is units of `block_tokens` tokens; a unit holds, for each layer, a page of entries:
+
+    units   |  unit 0                          |  unit 1 ...
+    pages   |  layer 0       |  layer 1        |
+    entries |  e e e e | pad |  e e e e | pad  |      entry_bytes each, page_bytes together
+
+What may differ between the layout that is stored and the one that is wanted is what can be
+undone without knowing the bytes: how many entries share a page, the padding after them, the byte
+order of a uniform scalar, and the engine's version while its layout's version is the same. All
+else is refused. docs/format.md has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+import msgspec
+import numpy as np
+
+FORM = "kv-layout/1"
+
+
+class Unconvertible(StrEnum):
+    """Why a record can't be had in the wanted layout. Each is a miss."""
+
+    UNKNOWN_FORM = "unknown_form"
+    INCONSISTENT = "inconsistent"
+    OTHER_ENGINE = "other_engine"
+    OTHER_LAYOUT_VERSION = "other_layout_version"
+    OTHER_LAYERS = "other_layers"
+    OTHER_SHARD = "other_shard"
+    OTHER_COMPRESSION = "other_compression"
+    OTHER_ENTRY = "other_entry"
+    OTHER_SCALAR = "other_scalar"
+    MIXED_SCALARS = "mixed_scalars"
+    POINT_BLOCK = "point_block"
+    UNALIGNED = "unaligned"
+    WRONG_LENGTH = "wrong_length"
+
+
+class ByteOrder(StrEnum):
+    """Of the scalars in an entry."""
+
+    LITTLE = "little"
+    BIG = "big"
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A descriptor that can be converted. Every field is stated: a default would be a guess.
+
+    `scalar` names the element type; `scalar_bytes` 0 says that an entry mixes types
+    (fp8_ds_mla: FP8, BF16 and scales in one), whose byte order can't be turned.
+    `entries` are those of one layer in a unit: block_tokens / m for a ratio-m component.
+    """
+
+    form: str = FORM
+    engine: str
+    engine_version: str
+    layout_version: int
+    first_layer: int
+    end_layer: int
+    shard: int
+    shards: int
+    block_tokens: int
+    entries: int
+    entry_bytes: int
+    page_bytes: int
+    scalar: str
+    scalar_bytes: int
+    byte_order: ByteOrder
+
+    @property
+    def layers(self) -> int:
+        return self.end_layer - self.first_layer
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.layers * self.page_bytes
+
+    def encode(self) -> bytes:
+        """As it stands in a record's header; equal layouts have equal bytes."""
+        return msgspec.msgpack.encode(self, order="sorted")
+
+    def is_consistent(self) -> bool:
+        """Do the fields agree with each other?"""
+        return (
+            min(self.layers, self.block_tokens, self.entries, self.entry_bytes) > 0
+            and self.page_bytes >= self.entries * self.entry_bytes
+            and self.block_tokens % self.entries == 0
+            and 0 <= self.shard < self.shards
+            and self.scalar_bytes in (0, 1, 2, 4, 8)
+            and (not self.scalar_bytes or self.entry_bytes % self.scalar_bytes == 0)
+        )
+
+
+def decode(descriptor: bytes) -> Layout | None:
+    """The layout that a header's descriptor states; None for another form of description."""
+    try:
+        layout = msgspec.msgpack.decode(descriptor, type=Layout)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    return layout if layout.form == FORM else None
+
+
+_MUST_EQUAL: tuple[tuple[Unconvertible, Callable[[Layout], object]], ...] = (
+    (Unconvertible.OTHER_ENGINE, lambda layout: layout.engine),
+    (Unconvertible.OTHER_LAYOUT_VERSION, lambda layout: layout.layout_version),
+    (Unconvertible.OTHER_LAYERS, lambda layout: (layout.first_layer, layout.end_layer)),
+    (Unconvertible.OTHER_SHARD, lambda layout: (layout.shard, layout.shards)),
+    (Unconvertible.OTHER_COMPRESSION, lambda layout: layout.block_tokens // layout.entries),
+    (Unconvertible.OTHER_ENTRY, lambda layout: layout.entry_bytes),
+    (Unconvertible.OTHER_SCALAR, lambda layout: (layout.scalar, layout.scalar_bytes)),
+)
+
+
+def obstacle(stored: Layout, wanted: Layout) -> Unconvertible | None:
+    """What stands in the way of any record of `stored` as `wanted`; None: nothing."""
+    if not (stored.is_consistent() and wanted.is_consistent()):
+        return Unconvertible.INCONSISTENT
+    for reason, fact in _MUST_EQUAL:
+        if fact(stored) != fact(wanted):
+            return reason
+    if stored.byte_order is not wanted.byte_order and not stored.scalar_bytes:
+        return Unconvertible.MIXED_SCALARS
+    return None
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Units [first, end) of a record that begins at token `first_token`; `point`: it is no range
+    of tokens, so its one unit can't be cut otherwise.
+    """
+
+    first: int
+    end: int
+    first_token: int
+    point: bool
+
+
+def source_span(stored: Layout, wanted: Layout, span: Span, units: int) -> Span | Unconvertible:
+    """Units of the stored record (which has `units`) that hold the wanted units `span`.
+
+    stored   |   0   |   1   |   2   |        block 64
+    wanted   | 0 | 1 | 2 | 3 | 4 | 5 |        block 32; [1, 4) needs stored [0, 2)
+    """
+    old, new = stored.block_tokens, wanted.block_tokens
+    if old == new:
+        whole = 0 <= span.first < span.end <= units
+        return span if whole else Unconvertible.UNALIGNED
+    if span.point:
+        return Unconvertible.POINT_BLOCK
+    if span.first_token % old or span.first_token % new or units * old % new:
+        return Unconvertible.UNALIGNED
+    if not 0 <= span.first < span.end <= units * old // new:
+        return Unconvertible.UNALIGNED
+    return Span(span.first * new // old, -(-span.end * new // old), span.first_token, span.point)
+
+
+def convert(
+    payload: memoryview, stored: Layout, wanted: Layout, *, source: Span, target: Span
+) -> memoryview | Unconvertible:
+    """`target`'s units as `wanted` lays them out, from the stored units `source` in `payload`."""
+    reason = obstacle(stored, wanted)
+    if reason is not None:
+        return reason
+    count = source.end - source.first
+    if count < 1 or len(payload) != count * stored.unit_bytes:
+        return Unconvertible.WRONG_LENGTH
+    pages = np.frombuffer(payload, np.uint8).reshape(count, stored.layers, stored.page_bytes)
+    entries = pages[:, :, : stored.entries * stored.entry_bytes]
+    # Layer by layer, so that entries of neighbouring units lie side by side.
+    apart = entries.reshape(count, stored.layers, stored.entries, stored.entry_bytes)
+    rows = apart.transpose(1, 0, 2, 3).reshape(stored.layers, -1, stored.entry_bytes)
+    skip = target.first * wanted.entries - source.first * stored.entries
+    units = target.end - target.first
+    if skip < 0 or skip + units * wanted.entries > rows.shape[1]:
+        return Unconvertible.UNALIGNED
+    rows = rows[:, skip : skip + units * wanted.entries]
+    if stored.byte_order is not wanted.byte_order:
+        scalars = rows.reshape(*rows.shape[:2], -1, stored.scalar_bytes)
+        rows = scalars[..., ::-1].reshape(rows.shape)
+    used_bytes = wanted.entries * wanted.entry_bytes
+    out = np.zeros((units, wanted.layers, wanted.page_bytes), np.uint8)  # padding is zeros
+    out[:, :, :used_bytes] = rows.reshape(stored.layers, units, used_bytes).transpose(1, 0, 2)
+    return out.reshape(-1).data

@@ -1,0 +1,137 @@
+"""The store under a node: priced when written, looked into by boundary, tidied on a timer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from node_driver import IDENTITY, LAYOUT, B
+
+from ownerserve.kv.clock import ManualClock
+from ownerserve.kv.prefix import hash_prefix, pack
+from ownerserve.kv.units import MIB
+from ownerserve.node.backing import Backing, ListedPart, NodeTiers, open_backing
+from ownerserve.node.records import Cell, Inside, RecordNames
+from ownerserve.node.upkeep import Upkeep
+from ownerserve.plan.inputs import Tier as Medium
+from ownerserve.store.disk import DiskOptions, DiskTier
+from ownerserve.store.memory import MemoryTier
+from ownerserve.store.model import Meta, Stored
+from ownerserve.store.policy import KindLimits, Limits, by_utility, split
+from ownerserve.store.tier import Reservation
+
+NAMES = RecordNames(IDENTITY, LAYOUT, engine="toy/1", blocks=4)
+DIGESTS = hash_prefix(pack(range(16 * B)), B)
+KEPT = Limits(KindLimits(8 * MIB, 100.0), KindLimits(8 * MIB, 10.0))
+
+
+def write(tiers: NodeTiers, meta: Meta, *, worth_ms: float | None = None) -> None:
+    reserved = tiers.reserve(meta, 32 * meta.units)
+    assert isinstance(reserved, Reservation), reserved
+    reserved.payload[:] = bytes(32 * meta.units)
+    if worth_ms is not None:
+        tiers.worth_ms[meta.id] = worth_ms
+    [outcome] = tiers.commit([reserved])
+    assert isinstance(outcome, Stored)
+
+
+def test_a_record_is_priced_when_it_is_written(tmp_path: Path) -> None:
+    clock = ManualClock(1000.0)
+    tiers = NodeTiers([MemoryTier(clock, split(MIB), order=by_utility), DiskTier(tmp_path, clock)])
+    meta = NAMES.range_meta("main", Cell(0, 4), DIGESTS)
+    write(tiers, meta, worth_ms=12.5)
+    assert [t.find([meta.id])[meta.id].restore_cost_ms for t in tiers.tiers] == [12.5, 12.5]
+    assert not tiers.worth_ms, "said once"
+    tiers.close()
+
+
+def test_what_is_worth_least_makes_room(tmp_path: Path) -> None:
+    """Three records of 8 KiB, room for two on disk: the oldest stays, it is worth most."""
+    clock = ManualClock(1000.0)
+    limits = Limits(KindLimits(20_000, None), KindLimits(20_000, None))
+    tiers = NodeTiers([DiskTier(tmp_path, clock, options=DiskOptions(limits=limits))])
+    metas = [NAMES.range_meta("main", Cell(4 * n, 4 * n + 4), DIGESTS) for n in range(3)]
+    for meta, worth_ms in zip(metas, (90.0, 5.0, 40.0), strict=True):
+        write(tiers, meta, worth_ms=worth_ms)
+        clock.advance(1.0)
+    held = tiers.find([meta.id for meta in metas])
+    assert [meta.id in held for meta in metas] == [True, False, True]
+    tiers.close()
+
+
+def test_a_branch_finds_the_record_it_shares_in_part(tmp_path: Path) -> None:
+    tiers = NodeTiers([DiskTier(tmp_path, ManualClock(1000.0))])
+    whole = NAMES.range_meta("main", Cell(4, 8), DIGESTS)
+    write(tiers, NAMES.range_meta("main", Cell(0, 4), DIGESTS))
+    write(tiers, whole)
+    branch = hash_prefix(pack([*range(6 * B), *range(900, 900 + 3 * B)]), B)
+    ids = [NAMES.range_id("main", Cell(0, 4), branch)]
+    found = tiers.look(ids, tuple(reversed(branch)))
+    assert set(found) == {*ids, whole.id}
+    part = found[whole.id]
+    assert isinstance(part, ListedPart) and (part.units, part.boundary) == (2, branch[5])
+    inside = Inside(part.meta, part.units, part.boundary)
+    assert NAMES.shared_cell(inside, branch) == Cell(4, 6)
+    assert tiers.nearest(found) == {ids[0]: Medium.DISK, whole.id: Medium.DISK}
+    assert tiers.look([], tuple(hash_prefix(pack(range(700, 700 + B)), B))) == {}
+    tiers.close()
+
+
+# ---- upkeep
+
+
+def test_a_pass_drops_what_is_past_its_ttl(tmp_path: Path) -> None:
+    clock = ManualClock(1000.0)
+    tier = DiskTier(tmp_path, clock, options=DiskOptions(limits=KEPT))
+    tiers = NodeTiers([tier])
+    write(tiers, NAMES.range_meta("main", Cell(0, 4), DIGESTS))
+    write(tiers, NAMES.point_meta("swa", 4, DIGESTS))
+    upkeep = Upkeep(tiers.tiers, 0.0)
+    clock.advance(20.0)
+    upkeep.run_once()
+    assert (upkeep.counts["passes"], upkeep.counts["expired"]) == (1, 1), "the point state"
+    clock.advance(100.0)
+    upkeep.run_once()
+    assert upkeep.counts["expired"] == 2
+    assert not tiers.usage()
+    tiers.close()
+
+
+def test_it_runs_on_its_own_thread_and_ends_with_the_store(tmp_path: Path) -> None:
+    backing = open_backing(tmp_path, MIB, upkeep_s=0.01)
+    assert backing is not None
+    until = time.monotonic() + 10.0
+    while backing.upkeep.counts["passes"] < 3:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert "store-upkeep" in {thread.name for thread in threading.enumerate()}
+    backing.close()
+    assert "store-upkeep" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_an_interval_of_0_is_never(tmp_path: Path) -> None:
+    backing = open_backing(tmp_path, 0)
+    assert isinstance(backing, Backing)
+    assert "store-upkeep" not in {thread.name for thread in threading.enumerate()}
+    backing.close()
+
+
+def test_a_pass_that_fails_is_counted_and_the_next_one_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(Upkeep, "run_once", broken)
+    with caplog.at_level(logging.ERROR, logger="ownerserve.node"):
+        backing = open_backing(tmp_path, 0, upkeep_s=0.01)
+        assert backing is not None
+        until = time.monotonic() + 10.0
+        while backing.upkeep.counts["failed"] < 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        backing.close()
+    assert "upkeep failed" in caplog.text

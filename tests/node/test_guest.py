@@ -1,0 +1,407 @@
+"""Scenarios of a node in an engine that owns its blocks: what is offered, brought and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+
+import pytest
+
+from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.outcomes import Arrival, Inserted, Match, Point, Reason, Refused, Reserved
+from ownerserve.kv.artifacts import Identity, Numerics
+from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.prefix import TOKEN_BYTES, Packed, pack
+from ownerserve.node.device import Later
+from ownerserve.node.events import (
+    Arrived,
+    Asked,
+    Bring,
+    Computing,
+    Copy,
+    Drop,
+    Effect,
+    Ended,
+    Filled,
+    Find,
+    Found,
+    Gone,
+    Kept,
+    NotFetched,
+    Offer,
+    Pin,
+    Placed,
+    RestoreOutcome,
+    Start,
+    Tick,
+)
+from ownerserve.node.guest import GuestState
+from ownerserve.node.records import RecordNames
+from ownerserve.node.saves import Capture, Saves
+from ownerserve.node.settings import NodeSettings
+from ownerserve.plan.cost.compute import Coefficients
+from ownerserve.plan.cost.load import Medium
+from ownerserve.plan.cost.model import CostModel, Defaults
+from ownerserve.plan.inputs import Abilities, ModelState, Overlap, Tier
+from ownerserve.plan.restore import Planner
+from ownerserve.plan.swa.turn_end import TurnEnd
+from ownerserve.store.model import MissReason
+
+B = 16
+CELL = 4
+TURN = TurnId("t")
+SESSION = SessionId("s")
+LAYOUT = Layout(
+    B,
+    (
+        Component(name="dense", extent=Extent.RANGE, slot_bytes=64, payload_bytes=64),
+        Component(name="swa", extent=Extent.POINT, slot_bytes=32, payload_bytes=32),
+    ),
+)
+GUEST = Abilities(
+    can_replay=False,
+    can_reserve=False,
+    per_group_hit=False,
+    can_insert=False,
+    landing_tier=Tier.DEVICE,
+    layerwise_send=False,
+    overlap=Overlap.NONE,
+)
+LOADS_PAY = Defaults("test", Coefficients(0.0, 10.0, 0.0), {Tier.DISK: Medium(0.1, 1e9)})
+
+
+class EngineBlocks:
+    """A Device that answers only after its engine did."""
+
+    def __init__(self) -> None:
+        self.layout = LAYOUT
+        self.hit: int | None = None
+        self.has_blocks = False
+        self.open: dict[int, Arrival] = {}
+        self._tickets = count(1)
+
+    def match(self, turn_id: TurnId, tokens: Packed) -> Match | Later:
+        if self.hit is None:
+            return Later()
+        return Match(self.hit, (Point(self.hit),) if self.hit else ())
+
+    def reserve(self, turn_id: TurnId, arrival: Arrival, now: float) -> Reserved | Later:
+        if not self.has_blocks:
+            return Later()
+        assert self.hit is not None
+        ticket = next(self._tickets)
+        self.open[ticket] = arrival
+        end = len(arrival.tokens) // TOKEN_BYTES
+        points = {at: {"swa": at} for at in arrival.points}
+        return Reserved(ticket, self.hit, tuple(range(self.hit // B, end // B)), points)
+
+    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | Refused:
+        arrival = self.open.pop(ticket)
+        if digest != arrival.digest:
+            return Refused(Reason.DIGEST_MISMATCH)
+        return Inserted(len(arrival.tokens) // TOKEN_BYTES, 0)
+
+    def abort(self, ticket: int) -> None:
+        del self.open[ticket]
+
+
+class Guest:
+    """A node, its device, and a store that is a dictionary of what was copied."""
+
+    def __init__(self, *, in_flight_bytes: int = 1 << 20, exact_end: bool = False) -> None:
+        identity = Identity(
+            model_id="m",
+            weights="w",
+            tokenizer="t",
+            spec_digest=b"",
+            numerics=Numerics(dtype="float32"),
+            tenant_salt=bytes(32),
+        )
+        names = RecordNames(identity, LAYOUT, engine="test", blocks=CELL)
+        self.device = EngineBlocks()
+        self.stored: dict[bytes, Copy] = {}
+        self.state = GuestState(
+            self.device,
+            names,
+            planner=Planner(
+                ModelState(layers=2, block_tokens=B, range_bytes_per_token=4.0, point_bytes=32),
+                GUEST,
+            ),
+            costs=CostModel(LOADS_PAY),
+            saves=Saves(
+                names,
+                policy=TurnEnd(),
+                capture=Capture(exact_end=exact_end),
+                in_flight_bytes=in_flight_bytes,
+            ),
+            settings=NodeSettings(record_blocks=CELL, attempts=1),
+        )
+
+    def handle(self, event: object, now: float = 0.0) -> list[Effect]:
+        return self.state.handle(event, now)  # type: ignore[arg-type]
+
+    def arrive(self, tokens: list[int]) -> None:
+        """Arrival, and the store's answer to what is asked."""
+        [find] = self.handle(Arrived(TURN, SESSION, pack(tokens)))
+        assert isinstance(find, Find)
+        held = {id_: Tier.DISK for id_ in find.ids if id_ in self.stored}
+        assert self.handle(Found(find.errand, held)) == [] or not held
+
+    def ask(self, hit: int) -> int | None:
+        """What is offered beyond `hit`; None: nothing."""
+        self.device.hit = hit
+        offers = [e for e in self.handle(Asked(TURN)) if isinstance(e, Offer)]
+        return offers[0].position if offers else None
+
+    def place(self) -> Bring:
+        self.device.has_blocks = True
+        [bring] = self.handle(Placed(TURN))
+        self.device.has_blocks = False
+        assert isinstance(bring, Bring)
+        return bring
+
+    def compute(self, tokens: list[int], *steps: int) -> list[Effect]:
+        """Steps that end at these positions; everything copied is kept at once."""
+        effects, start = list[Effect](), 0
+        for end in steps:
+            known = self.state.saves.tokens(TURN) or 0
+            event = Computing(TURN, start, end, pack(tokens[known:end]))
+            effects += self.keep(self.handle(event))
+            start = end
+        return effects
+
+    def keep(self, effects: Iterable[Effect]) -> list[Effect]:
+        kept = list(effects)
+        for effect in kept:
+            if isinstance(effect, Copy):
+                assert effect.meta.id not in self.stored, "written twice"
+                self.stored[effect.meta.id] = effect
+                self.handle(Kept(effect.errand))
+        return kept
+
+    def run(self, tokens: list[int], *, prompt: int, steps: Iterable[int]) -> list[Effect]:
+        """A whole turn of `tokens`, of which `prompt` are the prompt."""
+        self.device.hit = None
+        self.arrive(tokens[:prompt])
+        effects = self.compute(tokens, *steps)
+        effects += self.keep(self.handle(Ended(TURN, 0, prompt, len(tokens))))
+        self.handle(Gone(TURN))
+        return effects
+
+
+def copies(effects: Iterable[Effect]) -> list[tuple[str, int, int]]:
+    """Component and token range (a point: twice its position) of every copy, in order."""
+    found = [effect.meta for effect in effects if isinstance(effect, Copy)]
+    return [(meta.component, meta.first_token, meta.end_token) for meta in found]
+
+
+def stored_guest(tokens: list[int]) -> Guest:
+    guest = Guest()
+    guest.run(tokens, prompt=len(tokens), steps=[len(tokens)])
+    guest.device.hit = None
+    return guest
+
+
+PROMPT = list(range(1, 201))  # 12 blocks and 8 tokens
+
+
+def test_an_unknown_prompt_is_looked_up_once_and_computes() -> None:
+    guest = Guest()
+    guest.arrive(PROMPT)
+    assert guest.ask(0) is None
+    assert not guest.state.is_waiting(TURN)
+    report = guest.state.report(TURN)
+    assert report is not None and report.outcome is RestoreOutcome.NOTHING_STORED
+
+
+def test_before_the_store_has_answered_the_turn_waits_and_the_deadline_ends_it() -> None:
+    guest = Guest()
+    guest.handle(Arrived(TURN, SESSION, pack(PROMPT)), now=10.0)
+    assert guest.ask(0) is None
+    assert guest.state.is_waiting(TURN)
+    effects = guest.handle(Tick(), now=15.0)
+    assert Start(TURN) in effects and not guest.state.is_waiting(TURN)
+    report = guest.state.report(TURN)
+    assert report is not None and report.outcome is RestoreOutcome.LATE
+
+
+def test_what_is_stored_is_offered_brought_and_counts_when_it_is_written() -> None:
+    guest = stored_guest(PROMPT)
+    guest.arrive([*PROMPT, 1, 2, 3])
+    assert guest.ask(0) == 192
+    assert guest.ask(0) == 192, "asking again changes nothing"
+    bring = guest.place()
+    ids = [want.id for want in bring.wants]
+    assert set(ids) <= guest.stored.keys()
+    ranges = [f.slots for f in bring.fillings if f.component == "dense"]
+    assert [slot for slots in ranges for slot in slots] == list(range(12))
+    assert [f.slots for f in bring.fillings if f.component == "swa"] == [(192,)]
+    assert guest.handle(Filled(bring.errand, tuple(ids))) == [Start(TURN)]
+    report = guest.state.report(TURN)
+    assert report is not None and report.outcome is RestoreOutcome.LOADED
+    assert not guest.device.open
+
+
+def test_a_hit_is_capped_before_the_last_token() -> None:
+    guest = stored_guest(PROMPT)
+    guest.arrive(PROMPT[:192])
+    offered = guest.ask(0)
+    assert offered is None or offered < 192
+
+
+def test_what_the_engine_has_is_not_brought_again() -> None:
+    guest = stored_guest(PROMPT)
+    guest.arrive([*PROMPT, 1, 2, 3])
+    assert guest.ask(96) == 192
+    slots = [s for f in guest.place().fillings if f.component == "dense" for s in f.slots]
+    assert slots == list(range(6, 12))
+
+
+def test_an_engine_that_has_it_all_is_offered_nothing() -> None:
+    guest = stored_guest(PROMPT)
+    guest.arrive([*PROMPT, 1, 2, 3])
+    assert guest.ask(192) is None
+    assert not guest.state.is_waiting(TURN)
+
+
+def test_a_failed_load_is_remembered() -> None:
+    guest = stored_guest(PROMPT)
+    guest.arrive([*PROMPT, 1, 2, 3])
+    guest.ask(0)
+    bring = guest.place()
+    failure = NotFetched(bring.errand, MissReason.CORRUPT, bring.wants[0].id)
+    assert guest.handle(failure) == [Start(TURN)]
+    assert guest.ask(0) is None and not guest.state.is_waiting(TURN)
+    assert not guest.device.open
+    assert guest.handle(failure) == [], "an echo changes nothing"
+
+
+def test_what_could_not_be_read_is_stored_anew() -> None:
+    guest = stored_guest(PROMPT)
+    guest.arrive(PROMPT)
+    assert copies(guest.compute(PROMPT, 200)) == [], "all of it stands in the store"
+    broken = stored_guest(PROMPT)
+    broken.arrive(PROMPT)
+    broken.ask(0)
+    bring = broken.place()
+    broken.handle(NotFetched(bring.errand, MissReason.CORRUPT, bring.wants[0].id))
+    broken.stored.clear()
+    again = copies(broken.compute(PROMPT, 200))
+    assert ("dense", 0, 64) in again and ("swa", 192, 192) in again
+
+
+def test_bytes_of_other_records_do_not_count() -> None:
+    guest = stored_guest(PROMPT)
+    guest.arrive([*PROMPT, 1, 2, 3])
+    guest.ask(0)
+    bring = guest.place()
+    guest.handle(Filled(bring.errand, tuple(want.id for want in bring.wants[1:])))
+    report = guest.state.report(TURN)
+    assert report is not None and report.outcome is RestoreOutcome.MISS
+
+
+def test_a_turn_given_up_while_it_loads_is_dropped() -> None:
+    guest = stored_guest(PROMPT)
+    guest.arrive([*PROMPT, 1, 2, 3])
+    guest.ask(0)
+    bring = guest.place()
+    assert Drop(bring.errand) in guest.handle(Gone(TURN))
+    assert guest.handle(Filled(bring.errand, ())) == []
+    assert not guest.device.open
+
+
+def test_a_turn_that_waits_for_blocks_has_no_deadline() -> None:
+    guest = stored_guest(PROMPT)
+    guest.arrive([*PROMPT, 1, 2, 3])
+    guest.ask(0)
+    assert guest.handle(Tick(), now=1e6) == []
+    assert guest.ask(0) == 192
+
+
+def test_a_prefill_in_chunks_saves_each_cell_once_and_the_rest_at_its_end() -> None:
+    guest = Guest()
+    guest.arrive(PROMPT)
+    assert copies(guest.compute(PROMPT, 50)) == []
+    assert copies(guest.compute(PROMPT, 50, 130)) == [("dense", 0, 64), ("dense", 64, 128)]
+    last = guest.keep(guest.handle(Computing(TURN, 130, 200)))
+    assert copies(last) == [("swa", 192, 192), ("dense", 128, 192)]
+
+
+def test_a_step_takes_the_point_that_it_passes() -> None:
+    """Window rows stand only as long as the engine needs them next."""
+    guest = Guest()
+    guest.arrive(PROMPT)
+    assert ("swa", 192, 192) in copies(guest.compute(PROMPT, 100, 195))
+    assert copies(guest.handle(Computing(TURN, 195, 200))) == []
+
+
+def test_recurrent_state_is_taken_only_where_a_step_ends() -> None:
+    guest = Guest(exact_end=True)
+    guest.arrive(PROMPT)
+    assert ("swa", 192, 192) not in copies(guest.compute(PROMPT, 200))
+    other = Guest(exact_end=True)
+    other.arrive(PROMPT)
+    assert ("swa", 192, 192) in copies(other.compute(PROMPT, 192, 200))
+
+
+def test_decoding_pins_the_last_boundary_and_the_end_copies_it() -> None:
+    tokens = list(range(1, 231))
+    guest = Guest()
+    effects = guest.run(tokens, prompt=200, steps=[200, *range(201, 231)])
+    pins = [effect.position for effect in effects if isinstance(effect, Pin)]
+    assert pins == [208, 224]
+    assert copies(effects) == [
+        ("swa", 192, 192),
+        ("dense", 0, 64),
+        ("dense", 64, 128),
+        ("dense", 128, 192),
+        ("swa", 224, 224),
+        ("dense", 192, 224),
+    ]
+
+
+def test_the_next_turn_finds_what_the_last_one_saved_and_adds_what_is_new() -> None:
+    tokens = list(range(1, 231))
+    guest = Guest()
+    guest.run(tokens, prompt=200, steps=[200, *range(201, 231)])
+    longer = [*tokens, *range(1000, 1060)]
+    guest.device.hit = None
+    guest.arrive(longer)
+    assert guest.ask(0) == 224
+    guest.place()
+    assert copies(guest.compute(longer, 224, len(longer))) == [
+        ("swa", 288, 288),
+        ("dense", 192, 256),
+        ("dense", 256, 288),
+    ]
+
+
+def test_an_aborted_turn_keeps_only_what_is_computed() -> None:
+    guest = Guest()
+    guest.arrive(PROMPT)
+    guest.compute(PROMPT, 100)
+    effects = guest.keep(guest.handle(Ended(TURN, 0, 200, 100)))
+    assert copies(effects) == [("dense", 64, 96)]
+    assert copies(guest.handle(Ended(TURN, 0, 200, 100))) == [], "it ends once"
+
+
+@pytest.mark.parametrize("limit", [64, 256, 300])
+def test_copies_that_do_not_fit_go_with_a_later_step(limit: int) -> None:
+    guest = Guest(in_flight_bytes=limit)
+    guest.arrive(PROMPT)
+    first = [e for e in guest.handle(Computing(TURN, 0, 190)) if isinstance(e, Copy)]
+    assert copies(first) == [("dense", 0, 64)], "one always fits"
+    assert copies(guest.handle(Computing(TURN, 189, 190))) == []
+    guest.keep(first)
+    assert copies(guest.handle(Computing(TURN, 190, 191))) == [("dense", 64, 128)]
+
+
+def test_a_preempted_turn_is_looked_up_again_and_saves_nothing_twice() -> None:
+    guest = Guest()
+    guest.arrive(PROMPT)
+    guest.compute(PROMPT, 130)
+    guest.device.hit = None
+    guest.arrive(PROMPT)
+    assert guest.ask(0) is None, "no point was saved: it computes"
+    again = guest.compute(PROMPT, 130, 200)
+    assert copies(again) == [("swa", 192, 192), ("dense", 128, 192)]

@@ -1,0 +1,79 @@
+"""Host memory that a GPU reaches directly: locked while used, unlocked before it is unmapped."""
+
+from __future__ import annotations
+
+import pytest
+
+from ownerserve.store.buffers import BufferPool
+from ownerserve.store.memory import MemoryTier
+from ownerserve.store.model import Hit, Stored, Want
+from ownerserve.store.pinned import PinnedMemory
+from ownerserve.store.policy import split
+from ownerserve.store.tier import put
+
+
+class FakeCuda:
+    """Refuses what CUDA refuses: a range twice, an unknown one."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert address % 4096 == 0
+        assert address not in self.registered
+        if self.status == 0:
+            self.registered[address] = size
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+def test_what_the_pool_lets_go_is_unlocked():
+    cuda = FakeCuda()
+    pool = BufferPool(idle_limit_bytes=10_000, memory=PinnedMemory(cuda))
+    first, second = pool.take(8000), pool.take(8000)
+    assert sum(cuda.registered.values()) == 16_384
+    del first  # idle: stays locked, ready for the next
+    assert sum(cuda.registered.values()) == 16_384
+    del second  # beyond what may be idle
+    assert sum(cuda.registered.values()) == 8192
+    again = pool.take(8000)
+    assert sum(cuda.registered.values()) == 8192
+    del again
+
+
+def test_memory_that_can_not_be_locked_is_used_as_it_is(clock, samples, caplog):
+    memory = PinnedMemory(FakeCuda(status=2))
+    tier = MemoryTier(clock, split(1 << 20), landing=BufferPool(memory=memory))
+    for number in range(2):
+        put(tier, samples.meta(number), samples.payload(number))
+    assert samples.read(tier, 0, 1) == [samples.payload(0), samples.payload(1)]
+    assert memory.counters["unpinned_bytes"] > 0
+    assert len([r for r in caplog.records if "page-locked" in r.message]) == 1
+
+
+@pytest.mark.gpu
+def test_a_gpu_copies_straight_from_the_tier(clock, samples):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    memory = PinnedMemory(torch.cuda.cudart())
+    pool = BufferPool(memory=memory)
+    tier = MemoryTier(clock, split(1 << 24), landing=pool)
+    payload = samples.payload(1, 4_000_000)
+    assert isinstance(put(tier, samples.meta(1), payload), Stored)
+    assert memory.counters["unpinned_bytes"] == 0
+    outcome = tier.read([Want(samples.meta(1).id)])
+    assert isinstance(outcome, Hit)
+    room = tier.reserve(samples.meta(2), len(payload))
+    back = torch.frombuffer(room.payload, dtype=torch.uint8)
+    assert back.is_pinned()
+    there = torch.frombuffer(bytearray(outcome.parts[0].data), dtype=torch.uint8).cuda()
+    back.copy_(there, non_blocking=True)
+    torch.cuda.synchronize()
+    del back  # a buffer that someone still sees can't be committed
+    assert isinstance(tier.commit([room])[0], Stored)
+    assert bytes(tier.read([Want(samples.meta(2).id)]).parts[0].data) == payload
