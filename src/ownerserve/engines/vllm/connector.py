@@ -1,0 +1,198 @@
+"""OwnerServeConnector: the class that vLLM loads. Glue only: every hook is one call.
+
+    --kv-transfer-config '{"kv_connector": "OwnerServeConnector",
+        "kv_connector_module_path": "ownerserve.engines.vllm.connector", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"store": "DIR"}}'
+
+vLLM makes two: one beside its scheduler, one in every worker. What they say to each other travels
+with a step's metadata.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from ownerserve.engines.vllm.build import Parts, scheduler_side, worker_side
+from ownerserve.engines.vllm.orders import Orders, Report
+from ownerserve.engines.vllm.scheduler import SchedulerSide
+from ownerserve.engines.vllm.stats import OwnerServeProm, OwnerServeStats
+
+log = logging.getLogger("vllm.ownerserve")
+
+T = TypeVar("T")
+
+
+class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
+    """One step's orders, from the scheduler to every worker."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+
+
+class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What the workers did, on its way back."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
+        assert isinstance(other, StepReport)
+        return StepReport(self.report.joined(other.report))
+
+
+class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Both sides; `_scheduler` or `_worker` is None in the other's process."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        parts = Parts(vllm_config, kv_cache_config)
+        self._parts = parts
+        self._scheduler = scheduler_side(parts) if role is KVConnectorRole.SCHEDULER else None
+        self._worker: Any = None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Never: what is not saved is a later miss."""
+        return False
+
+    # -- worker --------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._worker = worker_side(self._parts, kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Nothing: blocks that are still to be copied have a reference of ours."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.load(self._orders())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a load is whole before its request runs."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
+        """Nothing: saves are a step's, so that full CUDA graphs stay."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.save(self._orders())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        received, failed = self._results()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        report = self._worker.report() if self._worker is not None else Report()
+        return None if report.is_empty else StepReport(report)
+
+    def _orders(self) -> Orders:
+        metadata = self._connector_metadata
+        return metadata.orders if isinstance(metadata, StepOrders) else Orders()
+
+    def _results(self) -> tuple[set[str], set[str]]:
+        return self._worker.results(self._orders()) if self._worker is not None else (set(), set())
+
+    # -- scheduler -----------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._side.bind(kv_cache_manager.block_pool, kv_cache_manager)
+
+    def on_new_request(self, request: Any) -> None:
+        self._safely(lambda: self._side.arrived(request), None)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        nothing: tuple[int | None, bool] = (0, False)
+        return self._safely(lambda: self._side.matched(request, num_computed_tokens), nothing)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        tables = blocks.get_block_ids()
+        self._safely(lambda: self._side.placed(request, tables, num_external_tokens), None)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+        orders = self._safely(lambda: self._side.build(scheduler_output), None)
+        return StepOrders(orders or self._side.outbox.take(is_idle=False))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = getattr(connector_output, "kv_connector_worker_meta", None)
+        done = report.report if isinstance(report, StepReport) else None
+        self._safely(lambda: self._side.reported(done), None)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
+        self._safely(lambda: self._side.finished(request, block_ids), None)
+        return False, None
+
+    def has_pending_block_frees(self) -> bool:
+        return self._safely(self._side.frees_soon, instead=False)
+
+    def has_pending_push_work(self) -> bool:
+        """Steps go on while blocks are held for a copy; such a step waits, it does not spin."""
+        return self._scheduler is not None and len(self._scheduler.holds) > 0
+
+    def reset_cache(self) -> bool:
+        """The weights may be others from now on: what is stored is not for them."""
+        self._side.reset(self._parts.fresh_state())
+        return True
+
+    def status(self) -> dict[str, int]:
+        """Counters and what is under way, for probes and tests."""
+        return self._side.status()
+
+    @property
+    def _side(self) -> SchedulerSide:
+        assert self._scheduler is not None, "a hook of the scheduler's, called on a worker"
+        return self._scheduler
+
+    def _safely(self, call: Callable[[], T], instead: T) -> T:
+        """A mistake of ours must not end the engine: it goes on as if it had no connector."""
+        try:
+            return call()
+        except Exception:
+            log.exception("OwnerServe is switched off; please report this")
+            self._side.switch_off()
+            return instead
+
+    # -- both ----------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> OwnerServeStats | None:
+        return OwnerServeStats.taken(self._scheduler) if self._scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OwnerServeStats:
+        return OwnerServeStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OwnerServeProm:
+        return OwnerServeProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """Finish what is under way; the store may be opened by another process after it."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        if self._scheduler is not None:
+            self._scheduler.close()

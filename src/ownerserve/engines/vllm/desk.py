@@ -1,0 +1,164 @@
+"""The engine core's desk: what the worker says of itself, on the node's RPC port (loopback).
+
+vLLM's scheduler thread sleeps while there is no request, so nothing is asked of it: the desk keeps
+what the hooks told last, and answers from that on its own thread. What must happen on the
+scheduler's thread (a session's release) waits for the next hook; nothing is taken before that.
+
+The address is written to STORE/rpc.address, where the API server's process looks (plugin.py).
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
+
+from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
+from ownerserve.kv.messages import RoutingUnit, WorkerStatus
+from ownerserve.node.admission import Admit, Refusal, Reject, Released, Seed, Wanted
+from ownerserve.node.rpc.messages import (
+    Answer,
+    Probe,
+    ReleaseSession,
+    Request,
+    Status,
+    StatusIs,
+)
+from ownerserve.node.rpc.server import RpcServer
+
+ADDRESS_FILE = "rpc.address"
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What does not change in the engine's life."""
+
+    model: str
+    dp_rank: int
+    sequence_tokens: int
+    max_waiting: int
+    token_bytes: int
+    """KV bytes of one more token, over all groups."""
+
+
+class Desk:
+    """`arrived`, `stepped`, `gone` on the scheduler's thread; the rest on any."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._incarnation = Incarnation(time.time_ns())
+        self._waiting: dict[str, int] = {}
+        self._running: dict[str, int] = {}
+        self._status = self._dated(pending=0, free_tokens=0, total_tokens=0)
+        self._released: SimpleQueue[SessionId] = SimpleQueue()
+        self._server: RpcServer | None = None
+        self._address_file: Path | None = None
+
+    def open(self, store: Path) -> str:
+        """Answer from now on; the address."""
+        self._server = RpcServer(self.answer)
+        self._server.start()
+        self._address_file = store / ADDRESS_FILE
+        store.mkdir(parents=True, exist_ok=True)
+        self._address_file.write_text(self._server.address)
+        return self._server.address
+
+    def close(self) -> None:
+        """Stop answering."""
+        if self._server is not None and self._address_file is not None:
+            self._address_file.unlink(missing_ok=True)
+            self._server.stop()
+            self._server = None
+
+    # -- told by the hooks ---------------------------------------------------------------------
+
+    def arrived(self, request_id: str, tokens: int) -> None:
+        """A request is here and waits."""
+        self._waiting[request_id] = tokens
+
+    def stepped(self, scheduled: dict[str, int], *, free_tokens: int, total_tokens: int) -> None:
+        """A step runs `scheduled` tokens of each request; the pool has so much room."""
+        for request_id, tokens in scheduled.items():
+            left = self._waiting.pop(request_id, None)
+            if left is None:
+                left = self._running.get(request_id, 0)
+            self._running[request_id] = max(0, left - tokens)
+        pending = sum(self._waiting.values()) + sum(self._running.values())
+        self._status = self._dated(
+            pending=pending, free_tokens=free_tokens, total_tokens=total_tokens
+        )
+
+    def gone(self, request_id: str) -> None:
+        """A request ended, however."""
+        self._waiting.pop(request_id, None)
+        self._running.pop(request_id, None)
+
+    def released(self) -> list[SessionId]:
+        """Sessions that went elsewhere since the last call."""
+        sessions = []
+        while True:
+            try:
+                sessions.append(self._released.get_nowait())
+            except Empty:
+                return sessions
+
+    # -- asked from outside --------------------------------------------------------------------
+
+    def answer(self, request: Request) -> Future[Answer]:
+        """At once: there is nobody to wait for."""
+        future: Future[Answer] = Future()
+        future.set_result(self._answer(request))
+        return future
+
+    def _answer(self, request: Request) -> Answer:
+        match request:
+            case Status():
+                return StatusIs(self._status)
+            case Probe(wanted):
+                return self._probe(wanted)
+            case ReleaseSession(session_id):
+                self._released.put(session_id)
+                return Released()
+            case _:  # vLLM holds no places: its own queue does
+                return Reject(Refusal.UNKNOWN_RESERVATION)
+
+    def _probe(self, wanted: Wanted) -> Admit | Reject:
+        """vLLM's queue takes what fits its length; a version of a session it does not know."""
+        if not isinstance(wanted, Seed):
+            return Reject(Refusal.UNKNOWN_SESSION)
+        status, limits = self._status, self._limits
+        if wanted.tokens > limits.sequence_tokens:
+            return Reject(Refusal.TOO_LONG)
+        if status.waiting_sequences >= limits.max_waiting:
+            return Reject(Refusal.QUEUE_FULL)
+        if wanted.tokens * limits.token_bytes > status.kv_bytes_total > 0:
+            return Reject(Refusal.NO_ROOM)
+        return Admit(resident_tokens=0, ahead_prefill_tokens=status.pending_prefill_tokens)
+
+    def _dated(self, *, pending: int, free_tokens: int, total_tokens: int) -> WorkerStatus:
+        limits = self._limits
+        unit = RoutingUnit(WorkerId(limits.model), limits.dp_rank, self._incarnation)
+        return WorkerStatus(
+            unit=unit,
+            as_of=time.time(),
+            pending_prefill_tokens=pending,
+            running_sequences=len(self._running),
+            waiting_sequences=len(self._waiting),
+            kv_bytes_free=free_tokens * limits.token_bytes,
+            kv_bytes_total=total_tokens * limits.token_bytes,
+        )
+
+
+def limits_of(vllm_config: Any, token_bytes: int) -> Limits:
+    """From vLLM's configuration."""
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    return Limits(
+        model=str(model.served_model_name or model.model),
+        dp_rank=int(vllm_config.parallel_config.data_parallel_rank),
+        sequence_tokens=int(model.max_model_len),
+        max_waiting=4 * int(scheduler.max_num_seqs),
+        token_bytes=token_bytes,
+    )

@@ -1,0 +1,119 @@
+"""How `vllm serve` is started with OwnerServe, and what in its flags goes wrong silently. Pure.
+
+Owns the rules; imports no vLLM, so that `ownerserve doctor` runs anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from ownerserve.engines.vllm.settings import decode
+from ownerserve.kv.errors import InvalidInput
+
+CONNECTOR = "OwnerServeConnector"
+MODULE = "ownerserve.engines.vllm.connector"
+OLDEST, NEWEST = (0, 30), (0, 32)
+EVENTS_ENDPOINT = "tcp://*:5557"
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+"""What `vllm serve` runs, for builds whose `vllm` command does not start."""
+RECURRENT_KEYS = ("linear_num_key_heads", "mamba_d_state", "mamba_n_heads", "ssm_state_size")
+
+
+class Serve(msgspec.Struct, frozen=True):
+    """One `vllm serve`: environment, arguments, and why the unusual ones."""
+
+    environment: dict[str, str]
+    arguments: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def shell(self, launcher: str = "vllm serve") -> str:
+        """The command as it is typed, one option a line; `launcher` is what takes the model."""
+        assigned = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        lines = [" ".join([*assigned, launcher, shlex.quote(self.arguments[0])])]
+        words = iter(self.arguments[1:])
+        lines += [f"  {option} {shlex.quote(next(words))}" for option in words]
+        return " \\\n".join(lines)
+
+
+def transfer_config(store: str, **settings: Any) -> dict[str, Any]:
+    """`--kv-transfer-config`. `settings` are further keys of `kv_connector_extra_config`."""
+    extra = {"store": store, **settings}
+    decode(extra)
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def events_config(endpoint: str) -> dict[str, Any]:
+    """`--kv-events-config`."""
+    return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+
+
+def serve(
+    model: str, store: str, *, config: Mapping[str, Any] | None = None, events: str = ""
+) -> Serve:
+    """The flags for `model`, whose `config.json` is `config`; `events`: an endpoint to bind."""
+    arguments = [model, "--kv-transfer-config", json.dumps(transfer_config(store))]
+    notes = ["\"recompute\": a state that can't be read is computed; vLLM's default fails the turn"]
+    if events:
+        arguments += ["--kv-events-config", json.dumps(events_config(bindable(events)))]
+        notes.append("events: an endpoint with * is bound; another one is connected to, silently")
+    if config is not None and is_recurrent(config):
+        arguments += ["--mamba-cache-mode", "align"]
+        notes.append(
+            "align: recurrent state is kept at block boundaries; else there is none to restore"
+        )
+    notes.append("VLLM_PLUGINS=ownerserve: /ownerserve/status, /admit, /release; optional")
+    return Serve({"VLLM_PLUGINS": "ownerserve"}, tuple(arguments), tuple(notes))
+
+
+def is_recurrent(config: Mapping[str, Any]) -> bool:
+    """Whether a model's config.json names layers with recurrent state."""
+    text = config.get("text_config")
+    nested = isinstance(text, Mapping) and is_recurrent(text)
+    return nested or any(config.get(key) for key in RECURRENT_KEYS)
+
+
+def binds(endpoint: str) -> bool:
+    """Whether vLLM's event publisher binds this endpoint. Others it connects to, and where nobody
+    listens, as at a worker's own port, every event is lost without a word."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+
+
+def bindable(endpoint: str) -> str:
+    """`endpoint` as the publisher binds it, on the same port."""
+    return endpoint if binds(endpoint) else f"tcp://*:{endpoint.rpartition(':')[2]}"
+
+
+def is_supported(version: str) -> bool:
+    """Whether the connector was tested with this version of vLLM."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
+
+
+def problems_of(transfer: Mapping[str, Any]) -> Iterator[InvalidInput]:
+    """What is wrong with a `--kv-transfer-config` that somebody wrote."""
+    wanted = {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    for field, value in wanted.items():
+        if transfer.get(field) != value:
+            problem = f"{transfer[field]!r}" if field in transfer else "is missing"
+            yield InvalidInput(field, problem, f'set "{field}": "{value}"')
+    try:
+        decode(transfer.get("kv_connector_extra_config") or {})
+    except InvalidInput as error:
+        yield error

@@ -1,0 +1,156 @@
+"""What vLLM's state is called: the identity that its artifacts bear, or why it has none.
+
+The same names as the hf engine's, so that equal weights with equal numerics meet in one store.
+Weights are named by what the checkpoint's files hold, never by a path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from xxhash import xxh3_128
+
+from ownerserve.kv.artifacts import SALT_BYTES, Identity, Numerics
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.payload import Payload
+
+log = logging.getLogger("vllm.ownerserve")
+
+WEIGHTS_DOMAIN = b"ownerserve/weight-files/1"
+CHUNK_BYTES = 8 << 20
+DIGEST_HEX = 64
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+
+
+def identity_of(vllm_config: Any, payload: Payload, *, weights: str, cache: Path) -> Identity:
+    """Of the model that this engine serves. `cache` remembers digests of files between starts."""
+    model = vllm_config.model_config
+    config = model.hf_text_config
+    rope = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None)
+    quantization = getattr(config, "quantization_config", None)
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    return Identity(
+        model_id=str(config.model_type),
+        weights=weights or weights_of(vllm_config, cache=cache),
+        tokenizer=tokenizer_digest(model),
+        spec_digest=payload.digest(),
+        numerics=Numerics(
+            dtype=str(model.dtype).removeprefix("torch.")
+            + ("" if cache_dtype == "auto" else f"/kv:{cache_dtype}"),
+            quantization=_canonical(quantization) if quantization else "",
+            rope_scaling=_canonical(rope) if rope else "",
+        ),
+        tenant_salt=bytes(SALT_BYTES),
+    )
+
+
+def weights_of(vllm_config: Any, *, cache: Path) -> str:
+    """A digest of the checkpoint's weight files; of its seed where vLLM makes the weights up."""
+    if str(vllm_config.load_config.load_format) == "dummy":
+        return "vllm dummy weights"
+    folder = _folder(vllm_config.model_config)
+    files = next((found for glob in WEIGHT_FILES if (found := sorted(folder.glob(glob)))), [])
+    if not files:
+        raise InvalidInput(
+            "weights", f"{folder} has no weight files", "set kv_connector_extra_config.weights"
+        )
+    known = _read_cache(cache)
+    digest = hashlib.sha256(WEIGHTS_DOMAIN)
+    seen: dict[str, str] = {}
+    for file in files:
+        stat = file.stat()
+        key = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+        seen[key] = known.get(key) or _file_digest(file)
+        digest.update(f"{file.name} {stat.st_size} {seen[key]}\n".encode())
+    if seen.keys() - known.keys():
+        _write_cache(cache, {**known, **seen})
+    return digest.hexdigest()
+
+
+def _folder(model: Any) -> Path:
+    local = Path(model.model)
+    if local.is_dir():
+        return local
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+
+
+def _file_digest(file: Path) -> str:
+    # The hub's cache calls large files by their SHA-256: nothing to read.
+    name = file.resolve().name
+    if len(name) == DIGEST_HEX and file.is_symlink():
+        return name
+    digest = xxh3_128()
+    with file.open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _read_cache(path: Path) -> Mapping[str, str]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def _write_cache(path: Path, known: Mapping[str, str]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.encode(known))
+    except OSError as error:
+        log.info("digests of weight files are not remembered: %s", error)
+
+
+def tokenizer_digest(model: Any) -> str:
+    """SHA-256 over the vocabulary and the special tokens; tokens are the prompt without one."""
+    if model.skip_tokenizer_init:
+        return "token ids"
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        model.tokenizer,
+        revision=model.tokenizer_revision,
+        trust_remote_code=model.trust_remote_code,
+    )
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    special = sorted(map(str, tokenizer.all_special_tokens))
+    return hashlib.sha256(msgspec.json.encode([vocabulary, special])).hexdigest()
+
+
+def why_not(vllm_config: Any, *, is_recurrent: bool) -> str | None:
+    """Why no state of this engine may be shared at all; None when it may."""
+    speculative = vllm_config.speculative_config
+    if speculative is not None and (is_recurrent or speculative.method != "ngram"):
+        # A draft model's layers keep KV too, and recurrent state can't be rolled back.
+        return "speculative_decoding"
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        return "dynamic_kv_scales"
+    return None
+
+
+def why_bypassed(request: Any) -> str | None:
+    """Why a request's state has no identity here, so that it runs as if there were no connector."""
+    params = request.kv_transfer_params or {}
+    reasons = {
+        "lora": request.lora_request is not None,
+        "multimodal": bool(request.mm_features),
+        "embeddings": getattr(request, "prompt_embeds", None) is not None,
+        "cache_salt": bool(request.cache_salt),
+        "pooling": request.pooling_params is not None,
+        "streaming": bool(getattr(request, "resumable", False)),
+        "handed_over": bool(params.get("do_remote_prefill") or params.get("do_remote_decode")),
+        "not_wanted": bool(getattr(request, "skip_reading_prefix_cache", False)),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _canonical(value: object) -> str:
+    plain = value.to_dict() if hasattr(value, "to_dict") else value
+    return msgspec.json.encode(plain, order="sorted", enc_hook=str).decode()

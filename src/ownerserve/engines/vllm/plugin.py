@@ -1,0 +1,106 @@
+"""`/ownerserve/*` on vLLM's own API server: an endpoint plug-in, loaded where it is allowed.
+
+    VLLM_PLUGINS=ownerserve vllm serve ...
+
+    GET  /ownerserve/status     the worker's load, dated
+    POST /ownerserve/admit      {"tokens": 1200, "session_id": "s"} -> admitted, or 429 and why
+    POST /ownerserve/release    {"session_id": "s"}: the session has gone elsewhere
+
+Owns no state: each request asks the engine core's desk over loopback (desk.py), found by the
+address that the connector leaves in its store. vLLM's allow-list is for all plug-ins: whoever sets
+it names every other plug-in in use too.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ownerserve.engines.vllm.desk import ADDRESS_FILE
+from ownerserve.kv.ids import SessionId
+from ownerserve.node.admission import Reject, Seed
+from ownerserve.node.rpc.messages import Answer, Probe, ReleaseSession, Status, StatusIs
+from ownerserve.node.rpc.messages import Request as RpcRequest
+from ownerserve.node.rpc.server import RpcClient
+
+NO_CONNECTOR = "this vLLM runs without OwnerServe's connector: set --kv-transfer-config"
+NO_ANSWER = "the engine core does not answer: it is starting or gone"
+
+
+class AdmitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    tokens: int
+    session_id: SessionId | None = None
+
+
+class ReleaseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    session_id: SessionId
+
+
+class OwnerServeEndpoints:
+    """vLLM makes one for each API server process."""
+
+    name = "ownerserve"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._store: Path | None = None
+
+    def attach_router(self, app: Any) -> None:
+        """Add the routes to vLLM's FastAPI application."""
+        app.add_api_route("/ownerserve/status", self.status, methods=["GET"])
+        app.add_api_route("/ownerserve/admit", self.admit, methods=["POST"])
+        app.add_api_route("/ownerserve/release", self.release, methods=["POST"])
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Where this engine's store is."""
+        transfer = getattr(args, "kv_transfer_config", None)
+        extra = getattr(transfer, "kv_connector_extra_config", None) or {}
+        if getattr(transfer, "kv_connector", None) == "OwnerServeConnector" and "store" in extra:
+            self._store = Path(extra["store"])
+
+    async def status(self) -> Response:
+        return await self._asked(Status())
+
+    async def admit(self, request: Request) -> Response:
+        try:
+            body = msgspec.json.decode(await request.body(), type=AdmitBody)
+        except msgspec.MsgspecError as error:
+            return _json(400, {"error": f'{error}; send {{"tokens": 1200, "session_id": "s"}}'})
+        return await self._asked(Probe(Seed(body.tokens, body.session_id)))
+
+    async def release(self, request: Request) -> Response:
+        try:
+            body = msgspec.json.decode(await request.body(), type=ReleaseBody)
+        except msgspec.MsgspecError as error:
+            return _json(400, {"error": f'{error}; send {{"session_id": "s"}}'})
+        return await self._asked(ReleaseSession(body.session_id))
+
+    async def _asked(self, request: RpcRequest) -> Response:
+        if self._store is None:
+            return _json(503, {"error": NO_CONNECTOR})
+        try:
+            answer = await run_in_threadpool(ask, self._store, request)
+        except (TimeoutError, OSError):
+            return _json(503, {"error": NO_ANSWER})
+        if isinstance(answer, Reject):
+            return _json(429, answer)
+        return _json(200, answer.status if isinstance(answer, StatusIs) else answer)
+
+
+def ask(store: Path, request: RpcRequest) -> Answer:
+    """Ask the engine core whose store this is. OSError: it has no desk; TimeoutError: silence."""
+    client = RpcClient((store / ADDRESS_FILE).read_text().strip())
+    try:
+        return client.ask(request)
+    finally:
+        client.close()
+
+
+def _json(status: int, body: Any) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -1,0 +1,389 @@
+"""The scheduler's side: vLLM's hooks to a node's events, effects to orders for the workers.
+
+Owns which requests are turns of ours and the orders of the step being built. Decides nothing
+(GuestState does) and waits for nothing: lookups run on a thread, bytes move in the workers.
+
+    on_new_request                Arrived -> Find
+    get_num_new_matched_tokens    Asked -> Offer, nothing, or wait
+    update_state_after_alloc      Placed -> Bring
+    build_connector_meta          Computing -> Copy, Pin
+    update_connector_output       Filled | NotFetched | Kept | NotKept
+    request_finished_all_groups   Ended | Gone -> Copy
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from ownerserve.engines.vllm import compat
+from ownerserve.engines.vllm.counting import Counting
+from ownerserve.engines.vllm.device import EngineDevice, Holds
+from ownerserve.engines.vllm.identity import why_bypassed
+from ownerserve.engines.vllm.lookup import Lookup
+from ownerserve.engines.vllm.measure import Measuring
+from ownerserve.engines.vllm.orders import Brought, Load, Orders, Report, Save, Tables
+from ownerserve.engines.vllm.outbox import Outbox, Tally
+from ownerserve.engines.vllm.places import Places
+from ownerserve.engines.vllm.shape import StateShape
+from ownerserve.engines.vllm.soft import SoftReferences
+from ownerserve.engines.vllm.turn import MAX_IN_FLIGHT, Turn
+from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.prefix import pack
+from ownerserve.node.events import (
+    Arrived,
+    Asked,
+    Bring,
+    Computing,
+    Copy,
+    Drop,
+    Effect,
+    Ended,
+    Filled,
+    Find,
+    Gone,
+    Kept,
+    NotFetched,
+    NotKept,
+    Offer,
+    Pin,
+    Placed,
+    Start,
+    Tick,
+)
+from ownerserve.node.guest import GuestState
+from ownerserve.plan.explain import summary
+from ownerserve.store.model import MissReason
+
+log = logging.getLogger("vllm.ownerserve")
+
+
+class Around(msgspec.Struct, frozen=True):
+    """What a scheduler's side works with. `bypassed`: why no state of this engine has an identity;
+    None when it has."""
+
+    lookup: Lookup
+    soft: SoftReferences
+    measuring: Measuring
+    workers: int
+    bypassed: str | None = None
+
+
+class SchedulerSide:
+    """One for each engine core; called on its thread."""
+
+    def __init__(
+        self, state: GuestState, device: EngineDevice, shape: StateShape, around: Around
+    ) -> None:
+        self.state = state
+        self.holds = Holds()
+        self.outbox = Outbox()
+        self._counts: Counter[str] = Counter()
+        self.counting = Counting(
+            {
+                "": lambda: self._counts,
+                "save_": lambda: self.state.saves.counts,
+                "soft_": lambda: around.soft.counts,
+            }
+        )
+        self._device = device
+        self._places = Places(shape)
+        self._block = shape.payload.block_tokens
+        self._group_tokens = shape.group_tokens
+        self._lookup = around.lookup
+        self._soft = around.soft
+        self._measuring = around.measuring
+        self._bypassed = around.bypassed
+        self._tally = Tally(around.workers)
+        self._failed: dict[int, Brought] = {}
+        self._turns: dict[TurnId, Turn] = {}
+        self._manager: Any = None
+        self._pool: Any = None
+
+    def bind(self, pool: Any, manager: Any) -> None:
+        """vLLM's block pool, and the manager of its block tables where it has one to give."""
+        self._pool, self._manager = pool, manager
+        self.holds.bind(pool)
+        self._soft.bind(pool, self._group_tokens)
+
+    # -- hooks ---------------------------------------------------------------------------------
+
+    def arrived(self, request: Any) -> None:
+        """A new request: look for its state."""
+        self._soft.resumed(_session(request), _now())
+        reason = self._bypassed or why_bypassed(request)
+        if reason is not None:
+            self._counts[f"bypassed_{reason}"] += 1
+            return
+        self._turns[TurnId(request.request_id)] = Turn(request)
+        self._look(request)
+
+    def matched(self, request: Any, hit: int) -> tuple[int | None, bool]:
+        """How much beyond `hit` will be brought; None: not known yet."""
+        turn_id = TurnId(request.request_id)
+        turn = self._turns.get(turn_id)
+        self._make_room(request.num_tokens - hit, asking=_session(request))
+        if turn is None:
+            return 0, False
+        self._poll()
+        if request.num_preemptions != turn.preemptions:
+            turn.preemptions = request.num_preemptions
+            self._look(request)
+        turn.hit, turn.offer, turn.partial = hit, 0, set()
+        self._device.heard(turn_id, hit)
+        self._perform(self.state.handle(Asked(turn_id), _now()))
+        if turn.offer > hit:
+            return turn.offer - hit, True
+        return (None, False) if self.state.is_waiting(turn_id) else (0, False)
+
+    def placed(self, request: Any, tables: Tables, tokens: int) -> None:
+        """The request has blocks; `tokens` beyond the hit are to be brought into them."""
+        turn_id = TurnId(request.request_id)
+        turn = self._turns.get(turn_id)
+        if turn is None:
+            return
+        turn.tables = tables
+        if tokens == 0:
+            self._discredit(turn)
+            self._perform(self.state.handle(Gone(turn_id), _now()))
+            return
+        before = len(self.outbox.bringing)
+        if turn.hit + tokens == turn.offer:
+            self._device.took(turn_id)
+            self._perform(self.state.handle(Placed(turn_id), _now()))
+        if len(self.outbox.bringing) == before:  # vLLM waits for a word on this load
+            self._counts["misplaced"] += 1
+            self._perform(self.state.handle(Gone(turn_id), _now()))
+            self.outbox.fail(request.request_id)
+
+    def build(self, output: Any) -> Orders:
+        """What the step saves and loads."""
+        self._poll()
+        for loaded in self._turns.values():
+            self._discredit(loaded)
+        scheduled = output.num_scheduled_tokens
+        for request_id, count in scheduled.items():
+            turn = self._turns.get(TurnId(request_id))
+            if turn is not None:
+                self._computing(turn, count, output)
+        if scheduled:  # the next step takes about as much
+            self._make_room(sum(scheduled.values()), asking=None)
+        return self.outbox.take(is_idle=not scheduled)
+
+    def reported(self, report: Report | None) -> None:
+        """What the workers did."""
+        now = _now()
+        if report is not None and not report.is_empty:
+            for errand in self._tally.complete("copied", report.copied):
+                self.holds.release(errand)
+            for errand in self._tally.complete("kept", report.kept):
+                self._perform(self.state.handle(Kept(errand), now))
+            for errand in self._tally.complete("not_kept", report.not_kept):
+                self.holds.release(errand)
+                self._perform(self.state.handle(NotKept(errand), now))
+            for brought in report.brought:
+                self._brought(brought, now)
+            self._counts["stored_bytes"] += report.stored_bytes
+        self._measuring.stepped(now)
+
+    def finished(self, request: Any, tables: Tables) -> None:
+        """A request is over, or was given up: keep what is computed beyond doubt."""
+        if request.status.name != "FINISHED_ABORTED":
+            self._soft.finished(_session(request), tuple(map(list, tables)), _now())
+        turn_id = TurnId(request.request_id)
+        turn = self._turns.pop(turn_id, None)
+        if turn is None:
+            return
+        now = _now()
+        is_loading = self.state.is_waiting(turn_id)
+        self._perform(self.state.handle(Gone(turn_id), now))
+        turn.tables = tables
+        computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        known = 0 if is_loading else min(turn.end, computed, request.num_tokens)
+        added = self._added(turn, known)
+        effects = self.state.handle(Computing(turn_id, known, known, added), now)
+        ended = Ended(turn_id, turn.hit, request.num_prompt_tokens, known)
+        self._perform(effects + self.state.handle(ended, now), turn)
+        self.holds.unpin(turn_id)
+        self._device.forget(turn_id)
+        self._measuring.forget(turn_id)
+        self._discredit(turn)
+
+    def status(self) -> dict[str, int]:
+        """What is under way, and the totals."""
+        return {
+            "turns": len(self._turns),
+            "holds": len(self.holds),
+            "loads": len(self.outbox.bringing),
+            **self.counting.totals(),
+        }
+
+    def frees_soon(self) -> bool:
+        """Asked when a running request finds no block: whether one is about to come back."""
+        return self.holds.unpin_all() > 0 or self.holds.is_releasing()
+
+    def switch_off(self) -> None:
+        """No request is ours any more; what is being loaded fails, what is held is released when
+        it is copied."""
+        self._counts["switched_off"] += 1
+        self._bypassed = "switched_off"
+        self.outbox.give_up_loads()
+        self._turns.clear()
+        self.holds.unpin_all()
+
+    def reset(self, state: GuestState) -> None:
+        """Nothing from before counts any more: `state` knows it under another name."""
+        self.outbox.give_up_loads()
+        self._turns.clear()
+        self.holds.unpin_all()
+        self._soft.clear()
+        state.take_over(self.state)
+        self.state = state
+
+    def close(self) -> None:
+        """The engine stops."""
+        self._soft.clear()
+        self.holds.release_all()
+        self._measuring.close()
+        self._lookup.close()
+
+    # -- events --------------------------------------------------------------------------------
+
+    def _look(self, request: Any) -> None:
+        session, tokens = _session(request), pack(request.all_token_ids)
+        event = Arrived(TurnId(request.request_id), SessionId(session) if session else None, tokens)
+        self._device.forget(event.turn_id)
+        self._measuring.forget(event.turn_id)
+        self._turns[event.turn_id].end = 0
+        self._perform(self.state.handle(event, _now()))
+
+    def _make_room(self, tokens: int, *, asking: str | None) -> None:
+        """So many tokens are about to get blocks: idle sessions' go last."""
+        blocks = sum(-(-tokens // size) + 1 for size in self._group_tokens)
+        self._soft.make_room(blocks, _now(), asking=asking)
+
+    def _poll(self) -> None:
+        now = _now()
+        for found in self._lookup.poll():
+            self._perform(self.state.handle(found, now))
+        self._perform(self.state.handle(Tick(), now))
+
+    def _computing(self, turn: Turn, count: int, output: Any) -> None:
+        request, block = turn.request, self._block
+        start = request.num_computed_tokens
+        # With steps in flight a token is computed before it is known: it counts once it is.
+        if turn.end and start < turn.end + MAX_IN_FLIGHT:
+            start = min(start, turn.end)
+        # A drafted token may be rejected: what the sequence holds already is computed for good.
+        end = min(start + count, request.num_tokens)
+        prompt = request.num_prompt_tokens
+        turn_id = TurnId(request.request_id)
+        others = len(output.num_scheduled_tokens) - 1
+        self._measuring.computing(turn_id, start, end, prompt=prompt, others=others, now=_now())
+        turn.end = end
+        turn.partial = set()
+        if end // block == start // block and not start < prompt <= end:
+            return
+        turn.tables = compat.block_tables(output, self._manager, request.request_id)
+        event = Computing(turn_id, start, end, self._added(turn, end))
+        self._perform(self.state.handle(event, _now()), turn)
+
+    def _added(self, turn: Turn, end: int) -> bytes:
+        known = self.state.saves.tokens(TurnId(turn.request.request_id))
+        if known is None or known >= end:
+            return b""
+        return pack(turn.request.all_token_ids[known:end])
+
+    def _brought(self, brought: Brought, now: float) -> None:
+        """A load is over when every worker said so; it failed when one of them did."""
+        if brought.reason:
+            self._failed[brought.errand] = brought
+        if not any(self._tally.complete("brought", (brought.errand,))):
+            return
+        self.outbox.bringing.discard(brought.errand)
+        failed = self._failed.pop(brought.errand, None)
+        if failed is not None:
+            reason = MissReason(failed.reason)
+            event: NotFetched | Filled = NotFetched(brought.errand, reason, failed.failed_id)
+        else:
+            event = Filled(brought.errand, brought.ids)
+            self._measuring.loaded(brought)
+        self._perform(self.state.handle(event, now))
+
+    # -- effects -------------------------------------------------------------------------------
+
+    def _perform(self, effects: Iterable[Effect], turn: Turn | None = None) -> None:
+        """Do what the node wants; `turn` is the one whose step or end it is about."""
+        for effect in effects:
+            match effect:
+                case Find():
+                    self._lookup.submit(effect)
+                case Offer(turn_id, position):
+                    self._turns[turn_id].offer = position
+                case Bring():
+                    self._bring(effect)
+                case Copy():
+                    assert turn is not None
+                    self._copy(turn, effect)
+                case Pin(position=position):
+                    assert turn is not None
+                    self._pin(turn, position)
+                case Drop(errand):
+                    self.outbox.drop(errand)
+                case Start(turn_id):
+                    self._started(turn_id)
+                case _:
+                    raise AssertionError(f"a guest has no {type(effect).__name__}")
+
+    def _started(self, turn_id: TurnId) -> None:
+        report = self.state.report(turn_id)
+        if report is not None:
+            if report.plan is not None and log.isEnabledFor(logging.DEBUG):
+                log.debug("%s: %s: %s", turn_id, report.outcome, summary(report.plan))
+            self._counts[f"restore_{report.outcome}"] += 1
+            self._counts["loaded_bytes"] += report.loaded_bytes
+
+    def _bring(self, bring: Bring) -> None:
+        turn = self._turns[bring.turn_id]
+        places = tuple(
+            self._places.goal(turn.tables, filling, hit=turn.hit) for filling in bring.fillings
+        )
+        if not all(map(self._places.is_there, places)):
+            return  # `placed` sees that there is no load
+        turn.partial = set().union(*map(self._places.in_part, places))
+        until_s = bring.deadline_s - _now()
+        request_id = turn.request.request_id
+        self.outbox.load(Load(request_id, bring.errand, bring.wants, places, until_s))
+
+    def _copy(self, turn: Turn, copy: Copy) -> None:
+        pinned = self.holds.pinned(TurnId(turn.request.request_id), copy.slots[0])
+        place = pinned.get(copy.component) or self._places.source(turn.tables, copy)
+        if not self._places.is_there(place):
+            self._counts["gone_first"] += 1
+            self.state.handle(NotKept(copy.errand), _now())
+            return
+        self.holds.hold(copy.errand, (place,))
+        self.outbox.save(Save(copy.errand, copy.meta, place))
+
+    def _pin(self, turn: Turn, position: int) -> None:
+        places = self._places.point(turn.tables, position)
+        if places:
+            self.holds.pin(TurnId(turn.request.request_id), position, places)
+
+    def _discredit(self, turn: Turn) -> None:
+        """Blocks that were filled in part lose their hash: they may not serve another hit."""
+        if turn.partial:
+            self._pool.evict_blocks(turn.partial)
+
+
+def _session(request: Any) -> str | None:
+    return getattr(request, "session_id", None) or None
+
+
+def _now() -> float:
+    return time.monotonic()

@@ -1,0 +1,114 @@
+"""What an operator may set: `kv_connector_extra_config`, decoded and checked once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.units import MIB
+
+POLICIES = ("turn-end", "full", "zero")
+RESTORES = ("by-cost", "always")
+
+
+class SoftReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How idle sessions stay in vLLM's own pool.
+
+    ttl_s           how long after a turn's end; 0: not at all
+    pool_fraction   most of the pool that idle sessions may keep from being evicted
+    """
+
+    ttl_s: float = 300.0
+    pool_fraction: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.ttl_s < 0:
+            raise InvalidInput("soft_reference.ttl_s", f"{self.ttl_s}", "use 0 or more seconds")
+        if not 0 <= self.pool_fraction <= 1:
+            raise InvalidInput(
+                "soft_reference.pool_fraction", f"{self.pool_fraction}", "use 0 to 1"
+            )
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config`.
+
+    store               directory of the artifact store; one vLLM instance writes it
+    host_cache_bytes    host memory that holds copies of what was stored last; 0: none
+    restore_deadline_s  after that a turn computes instead of waiting for the store
+    restores            `by-cost`: load or compute, whichever is priced lower by what was measured;
+                        `always`: load whatever is stored
+    record_blocks       blocks of B tokens a range record spans: the grain at which branches share
+    block_tokens        B; 0: the least multiple of vLLM's blocks from 128 on
+    checkpoints         which boundaries of a prompt get window and recurrent state
+    copy_bytes          most bytes of KV that are held in the pool until they are copied
+    readers             threads that read, verify and write back
+    weights             digest or revision of the weights; empty: made from the checkpoint's files
+    """
+
+    store: str
+    host_cache_bytes: int = 0
+    restore_deadline_s: float = 5.0
+    restores: str = "by-cost"
+    record_blocks: int = 8
+    block_tokens: int = 0
+    checkpoints: str = "turn-end"
+    copy_bytes: int = 256 * MIB
+    readers: int = 2
+    weights: str = ""
+    soft_reference: SoftReference = SoftReference()
+
+    def __post_init__(self) -> None:
+        if not self.store:
+            raise InvalidInput("store", "is empty", "name a directory")
+        for field in ("record_blocks", "copy_bytes", "readers"):
+            if getattr(self, field) < 1:
+                raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")
+        for field in ("host_cache_bytes", "block_tokens", "restore_deadline_s"):
+            if getattr(self, field) < 0:
+                raise InvalidInput(field, f"{getattr(self, field)}", "use 0 or more")
+        for field, known in (("checkpoints", POLICIES), ("restores", RESTORES)):
+            if getattr(self, field) not in known:
+                raise InvalidInput(
+                    field, f"{getattr(self, field)!r}", f"use one of {', '.join(known)}"
+                )
+
+    def directory(self, *, rank: int, world: int) -> Path:
+        """The store of one tensor-parallel rank: each keeps its own shard of every artifact."""
+        root = Path(self.store)
+        return root if world == 1 else root / f"shard-{rank}-of-{world}"
+
+
+def decode(extra: Mapping[str, Any]) -> Settings:
+    """`extra` as Settings; InvalidInput names the key at fault and the nearest known one."""
+    _check_keys(extra, Settings, "")
+    nested = extra.get("soft_reference")
+    if isinstance(nested, Mapping):
+        _check_keys(nested, SoftReference, "soft_reference.")
+    if "store" not in extra:
+        raise InvalidInput(
+            "kv_connector_extra_config.store", "is missing", "name the artifact store's directory"
+        )
+    try:
+        return msgspec.convert(dict(extra), Settings)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(
+            "kv_connector_extra_config", str(error), "see docs/vllm.md for every key"
+        ) from error
+
+
+def _check_keys(given: Mapping[str, Any], struct: type[msgspec.Struct], prefix: str) -> None:
+    known = [field.name for field in msgspec.structs.fields(struct)]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise InvalidInput(
+                f"kv_connector_extra_config.{prefix}{key}",
+                "is no setting of OwnerServe",
+                f"did you mean {prefix}{near}?",
+            )

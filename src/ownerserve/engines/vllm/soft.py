@@ -1,0 +1,215 @@
+"""Soft references on vLLM's own BlockPool: the order in which it evicts, and nothing else.
+
+Owns the order of the pool's free blocks and no reference: `touch` then `free_blocks` moves a free
+block to the end of the queue that vLLM evicts from the front. So a wished-for block stays a free
+block. vLLM can always have it, resets its cache when it likes, and counts it as room.
+
+    free queue   [ others ........ | wished for by idle sessions, tails first ]
+                   taken first       taken when nothing else is left
+
+Blocks that are freed later land behind; `make_room` looks at the front, just as far as blocks are
+about to be taken, and moves what is wished for out of the way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from ownerserve.engines.vllm.settings import SoftReference
+from ownerserve.node.soft_references import SoftBlock, SoftLedger, SoftLimits
+
+MOVES_PER_BLOCK = 8
+"""How much work a taken block may cost. When blocks have to be moved, so many others are brought
+to the front (at worst: given up) that on average no more than this are moved for each one taken."""
+
+
+class Block(Protocol):
+    """vLLM's KVCacheBlock, as far as it is read here."""
+
+    block_id: int
+    ref_cnt: int
+    is_null: bool
+    next_free_block: Block | None
+
+    @property
+    def block_hash(self) -> Hashable | None: ...
+
+
+class FreeQueue(Protocol):
+    """vLLM's FreeKVCacheBlockQueue."""
+
+    fake_free_list_head: Block
+    num_free_blocks: int
+
+
+class Pool(Protocol):
+    """vLLM's BlockPool."""
+
+    blocks: Sequence[Block]
+    free_block_queue: FreeQueue
+
+    def touch(self, blocks: Sequence[Block]) -> None: ...
+
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None: ...
+
+
+class SoftStatus(msgspec.Struct, frozen=True):
+    """What idle sessions keep now. `lost` were taken by vLLM, `given_up` were needed."""
+
+    sessions: int
+    blocks: int
+    moved: int
+    given_up: int
+    expired: int
+    over_limit: int
+    lost: int
+
+
+class SoftReferences:
+    """See the module. Called on the scheduler's thread only."""
+
+    def __init__(self, settings: SoftReference) -> None:
+        self._settings = settings
+        self._pool: Pool | None = None
+        self._group_block_tokens: Sequence[int] = ()
+        self._ledger: SoftLedger | None = None
+
+    @property
+    def counts(self) -> Counter[str]:
+        """`moved`, `given_up`, `expired`, `over_limit`, `lost`: blocks so far."""
+        return self._ledger.counts if self._ledger is not None else Counter()
+
+    def bind(self, pool: Pool, group_block_tokens: Sequence[int] = ()) -> None:
+        """Use this pool. `group_block_tokens`: tokens a block of each KV cache group spans."""
+        self._pool = pool
+        self._group_block_tokens = group_block_tokens
+        if self._settings.ttl_s > 0:
+            usable = len(pool.blocks) - 1  # without the null block
+            max_blocks = int(usable * self._settings.pool_fraction)
+            self._ledger = SoftLedger(SoftLimits(ttl_s=self._settings.ttl_s, max_blocks=max_blocks))
+
+    def finished(
+        self, session_id: str | None, blocks_by_group: Sequence[Sequence[int]], now: float
+    ) -> None:
+        """A turn of the session ended well, with these block tables; 0 is the null block."""
+        ledger, pool = self._ledger, self._pool
+        if ledger is None or pool is None or session_id is None:
+            return
+        blocks = list(self._by_position(pool, blocks_by_group))
+        if len(ledger) + len(blocks) > ledger.limits.max_blocks:
+            ledger.forget_lost(self._holds)
+        ledger.ended(session_id, blocks, now)
+
+    def resumed(self, session_id: str | None, now: float) -> None:
+        """A turn of the session is here; it may have to wait."""
+        if self._ledger is not None and session_id is not None:
+            self._ledger.is_back(session_id, now)
+
+    def released(self, session_id: str) -> None:
+        """The session has gone elsewhere."""
+        if self._ledger is not None:
+            self._ledger.drop(session_id)
+
+    def make_room(self, blocks: int, now: float, *, asking: str | None = None) -> int:
+        """`blocks` are about to be taken: let it be such that nobody wishes for.
+
+        Where there are too few of those, idle sessions give up theirs, tails first, the session
+        `asking` last. Returns how many were given up. Never fails: what can't be spared is taken.
+        """
+        ledger, pool = self._ledger, self._pool
+        if ledger is None or pool is None:
+            return 0
+        ledger.expire(now)
+        if blocks <= 0 or not len(ledger):
+            return 0
+        if not self._front(pool, blocks)[0]:
+            return 0
+        reserve = blocks + len(ledger) // MOVES_PER_BLOCK
+        in_the_way, others = self._front(pool, reserve)
+        given_up = 0
+        fits = blocks <= pool.free_block_queue.num_free_blocks
+        if others < reserve and fits:  # what does not fit waits: nothing is given up for it
+            given_up = self._give_up(min(reserve - others, len(in_the_way)), asking)
+            in_the_way, _ = self._front(pool, reserve)
+        pool.touch(in_the_way)
+        pool.free_blocks(in_the_way)
+        ledger.counts["moved"] += len(in_the_way)
+        return given_up
+
+    def _give_up(self, missing: int, asking: str | None) -> int:
+        """Until `missing` free blocks are nobody's, or all are."""
+        ledger, pool = self._ledger, self._pool
+        assert ledger is not None and pool is not None
+        given_up = 0
+        for wished in ledger.give_up(asking):
+            given_up += self._holds(wished) and not pool.blocks[wished.block_id].ref_cnt
+            if given_up >= missing:
+                break
+        ledger.counts["given_up"] += given_up
+        return given_up
+
+    def tick(self, now: float) -> None:
+        """Time passes."""
+        if self._ledger is not None:
+            self._ledger.expire(now)
+
+    def clear(self) -> None:
+        """Nobody wishes for anything: the cache was reset."""
+        if self._ledger is not None:
+            self._ledger.clear()
+
+    def status(self) -> SoftStatus:
+        """What idle sessions keep now."""
+        if self._ledger is None:
+            return SoftStatus(0, 0, 0, 0, 0, 0, 0)
+        self._ledger.forget_lost(self._holds)
+        counts = self.counts
+        names = ("moved", "given_up", "expired", "over_limit", "lost")
+        return SoftStatus(
+            self._ledger.sessions, len(self._ledger), *(counts[name] for name in names)
+        )
+
+    def _front(self, pool: Pool, blocks: int) -> tuple[list[Block], int]:
+        """Wished-for blocks before the last of the first `blocks` others; how many others."""
+        assert self._ledger is not None
+        in_the_way: list[Block] = []
+        others = 0
+        for block in free_blocks(pool):
+            if others == blocks:
+                break
+            if self._ledger.wants(SoftBlock(block.block_id, block.block_hash)):
+                in_the_way.append(block)
+            else:
+                others += 1
+        return in_the_way, others
+
+    def _by_position(
+        self, pool: Pool, blocks_by_group: Sequence[Sequence[int]]
+    ) -> Iterator[SoftBlock]:
+        """Cached blocks of all groups in the order of the tokens they end with."""
+        lengths = self._group_block_tokens or [1] * len(blocks_by_group)
+        placed = [
+            ((index + 1) * tokens, group, block_id)
+            for group, (ids, tokens) in enumerate(zip(blocks_by_group, lengths, strict=True))
+            for index, block_id in enumerate(ids)
+        ]
+        for _, _, block_id in sorted(placed):
+            block = pool.blocks[block_id]
+            if not block.is_null and block.block_hash is not None:
+                yield SoftBlock(block_id, block.block_hash)
+
+    def _holds(self, wished: SoftBlock) -> bool:
+        assert self._pool is not None
+        return self._pool.blocks[wished.block_id].block_hash == wished.content
+
+
+def free_blocks(pool: Pool) -> Iterator[Block]:
+    """The pool's free blocks in the order in which it takes them."""
+    block = pool.free_block_queue.fake_free_list_head.next_free_block
+    while block is not None and block.block_id >= 0:  # the fake tail is -1
+        yield block
+        block = block.next_free_block

@@ -1,0 +1,59 @@
+"""Order between the engine's stream and our copies. On a CPU there is nothing to order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+
+class Stream(Protocol):
+    """Where copies run beside the engine's work."""
+
+    def mark(self) -> Any:
+        """What the engine has queued so far. Called on the engine's thread."""
+        ...
+
+    def after(self, mark: Any) -> Any:
+        """A context whose copies run after `mark`, and are done when it is left."""
+        ...
+
+
+class HostStream:
+    """A CPU engine: a step's work is done when its thread says so."""
+
+    def mark(self) -> None:
+        return None
+
+    @contextmanager
+    def after(self, mark: None) -> Iterator[None]:
+        yield
+
+
+class CudaStream:
+    """A stream of our own, so that the engine's is never waited for by its thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> Any:
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @contextmanager
+    def after(self, mark: Any) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(mark)
+            yield
+            done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        done.synchronize()
+
+
+def stream_of(device: torch.device) -> Stream:
+    """The stream for caches on `device`."""
+    return CudaStream(device) if device.type == "cuda" else HostStream()

@@ -1,0 +1,27 @@
+"""A request as the scheduler's side knows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ownerserve.engines.vllm.orders import Tables
+
+MAX_IN_FLIGHT = 64
+"""Tokens that steps under way may be ahead of what the sequence holds: far fewer than a block."""
+
+
+class Turn(msgspec.Struct, eq=False):
+    """A request whose state has an identity here.
+
+    `partial` are blocks that hold a window only in part: vLLM must not take them for whole ones.
+    """
+
+    request: Any
+    preemptions: int = 0
+    hit: int = 0
+    offer: int = 0
+    end: int = 0
+    tables: Tables = ()
+    partial: set[int] = msgspec.field(default_factory=set)

@@ -1,0 +1,81 @@
+"""Runs in vLLM's environment: its own loader, an application, the routes, a desk behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+
+def install(folder: Path) -> None:
+    """A distribution, as far as entry points go."""
+    info = folder / "ownerserve-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Name: ownerserve\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(os.environ["ENTRY_POINTS"])
+    sys.path.insert(0, str(folder))
+
+
+def main(folder: Path) -> None:
+    install(folder)
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from vllm.plugins.endpoint_plugins.interface import (
+        attach_endpoint_plugins,
+        init_endpoint_plugins_state,
+    )
+
+    from ownerserve.engines.vllm.desk import Desk, Limits
+
+    app = FastAPI()
+    attach_endpoint_plugins(app, ("generate",))
+    client = TestClient(app)
+    report: dict[str, object] = {"plugins": [p.name for p in app.state.endpoint_plugins]}
+    if not app.state.endpoint_plugins:
+        print(json.dumps(report))
+        return
+
+    def ask(path: str, body: object = None) -> tuple[int, object]:
+        answer = client.get(path) if body is None else client.post(path, json=body)
+        return answer.status_code, answer.json()
+
+    report["no connector"] = ask("/ownerserve/status")
+    store = folder / "store"
+    transfer = SimpleNamespace(
+        kv_connector="OwnerServeConnector", kv_connector_extra_config={"store": str(store)}
+    )
+    args = Namespace(kv_transfer_config=transfer)
+    asyncio.run(init_endpoint_plugins_state(None, app.state, args))
+    report["no engine"] = ask("/ownerserve/status")
+
+    limits = Limits(model="m", dp_rank=0, sequence_tokens=1000, max_waiting=2, token_bytes=10)
+    desk = Desk(limits)
+    desk.open(store)
+    desk.arrived("one", 300)
+    desk.arrived("two", 50)
+    desk.stepped({"one": 100}, free_tokens=700, total_tokens=800)
+    report["status"] = ask("/ownerserve/status")
+    report["admit"] = ask("/ownerserve/admit", {"tokens": 500})
+    report["too long"] = ask("/ownerserve/admit", {"tokens": 1001})
+    report["no room"] = ask("/ownerserve/admit", {"tokens": 900})
+    report["malformed"] = ask("/ownerserve/admit", {"tokenz": 1})
+    desk.arrived("three", 1)
+    desk.stepped({}, free_tokens=700, total_tokens=800)
+    report["queue full"] = ask("/ownerserve/admit", {"tokens": 1})
+    report["release"] = ask("/ownerserve/release", {"session_id": "s"})
+    report["released"] = [desk.released(), desk.released()]
+    for request in ("one", "two", "three"):
+        desk.gone(request)
+    desk.stepped({}, free_tokens=800, total_tokens=800)
+    report["idle"] = ask("/ownerserve/status")
+    desk.close()
+    report["closed"] = ask("/ownerserve/status")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

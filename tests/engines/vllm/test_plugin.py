@@ -1,0 +1,78 @@
+"""The `/ownerserve/*` routes as vLLM's own plug-in loader sees them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).parents[3]
+PYTHON = ROOT / os.environ.get("OWNERSERVE_VLLM_VENV", ".venv-vllm") / "bin/python"
+
+
+def child(folder: Path, allowed: str | None) -> dict[str, Any]:
+    if not PYTHON.exists():
+        pytest.skip("no vLLM: make bench-envs")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = project["entry-points"]["vllm.endpoint_plugins"]
+    lines = "\n".join(f"{name} = {value}" for name, value in groups.items())
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "OMP_NUM_THREADS": "1",
+        "ENTRY_POINTS": f"[vllm.endpoint_plugins]\n{lines}\n",
+    }
+    environment.pop("VLLM_PLUGINS", None)
+    if allowed is not None:
+        environment["VLLM_PLUGINS"] = allowed
+    run = subprocess.run(
+        [PYTHON, Path(__file__).parent / "plugin_child.py", folder],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    report: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return report
+
+
+def test_the_routes_answer_for_the_engine_core(tmp_path: Path) -> None:
+    report = child(tmp_path, "ownerserve")
+    assert report["plugins"] == ["ownerserve"]
+    status, body = report["no connector"]
+    assert (status, "--kv-transfer-config" in body["error"]) == (503, True)
+    assert report["no engine"][0] == 503
+    status, load = report["status"]
+    assert status == 200
+    assert load["unit"][0:2] == ["m", 0]
+    assert load["pending_prefill_tokens"] == 250
+    assert (load["running_sequences"], load["waiting_sequences"]) == (1, 1)
+    assert (load["kv_bytes_free"], load["kv_bytes_total"]) == (7000, 8000)
+    assert report["admit"] == [
+        200,
+        {"type": "admit", "resident_tokens": 0, "ahead_prefill_tokens": 250},
+    ]
+    for case, reason in {
+        "too long": "too_long",
+        "no room": "no_room",
+        "queue full": "queue_full",
+    }.items():
+        assert report[case] == [429, {"type": "reject", "reason": reason}]
+    assert report["malformed"][0] == 400
+    assert report["release"][0] == 200
+    assert report["released"] == [["s"], []]
+    assert report["idle"][1]["pending_prefill_tokens"] == 0
+    assert report["idle"][1]["running_sequences"] == 0
+    assert report["closed"][0] == 503
+
+
+def test_vllm_loads_it_only_when_it_is_allowed(tmp_path: Path) -> None:
+    assert child(tmp_path, None)["plugins"] == []

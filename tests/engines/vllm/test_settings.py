@@ -1,0 +1,43 @@
+"""What an operator writes in kv_connector_extra_config, and what a slip of the pen says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ownerserve.engines.vllm.settings import decode
+from ownerserve.kv.errors import InvalidInput
+
+
+def test_defaults_need_a_store_only(tmp_path: Path) -> None:
+    settings = decode({"store": str(tmp_path)})
+    assert settings.restore_deadline_s == 5.0
+    assert settings.soft_reference.ttl_s == 300.0
+    assert settings.directory(rank=0, world=1) == tmp_path
+
+
+def test_each_rank_has_its_shard(tmp_path: Path) -> None:
+    settings = decode({"store": str(tmp_path)})
+    shards = {settings.directory(rank=rank, world=2) for rank in range(2)}
+    assert len(shards) == 2 and all(shard.parent == tmp_path for shard in shards)
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({}, "store: is missing"),
+        ({"store": ""}, "store"),
+        ({"store": "x", "restore_dedline_s": 1}, "did you mean restore_deadline_s"),
+        ({"store": "x", "soft_reference": {"ttl": 1}}, "did you mean soft_reference.ttl_s"),
+        ({"store": "x", "readers": 0}, "readers: 0"),
+        ({"store": "x", "host_cache_bytes": "1GB"}, "host_cache_bytes"),
+        ({"store": "x", "checkpoints": "often"}, "use one of turn-end"),
+        ({"store": "x", "restores": "never"}, "use one of by-cost, always"),
+        ({"store": "x", "soft_reference": {"pool_fraction": 2}}, "pool_fraction"),
+    ],
+)
+def test_a_bad_setting_is_named(extra: dict[str, object], says: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(says)):
+        decode(extra)

@@ -1,0 +1,39 @@
+"""Makes the harness importable, and owns the one zygote of a test run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fleet import Zygote, vllm_python
+from rig import Rig
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    python = vllm_python()
+    if not python.exists():
+        pytest.skip(f"no vLLM at {python.parent.parent}: make bench-envs")
+    with Zygote(tmp_path_factory.mktemp("zygote")) as warm:
+        yield warm
+
+
+@pytest.fixture(scope="session")
+def shared_rig(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    return Rig(zygote, tmp_path_factory.mktemp("rig"))
+
+
+@pytest.fixture
+def rig(shared_rig: Rig) -> Iterator[Rig]:
+    yield shared_rig
+    shared_rig.end_test()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"

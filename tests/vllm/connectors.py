@@ -1,0 +1,60 @@
+"""The connectors a worker can be built with, by name: engine arguments for `Boot`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+
+
+def none() -> dict[str, Any]:
+    """vLLM alone: its own prefix cache, LRU."""
+    return {}
+
+
+def ours(store: Path, *, host_cache_bytes: int = 64 * MIB, **extra: Any) -> dict[str, Any]:
+    """OwnerServe's connector over a store folder; `extra` as in docs/vllm.md.
+
+    Restores whatever is stored: by cost, a tiny model's prefill is often cheaper.
+    """
+    settings = {"store": str(store), "host_cache_bytes": host_cache_bytes, "restores": "always"}
+    settings |= extra
+    return _transfer(
+        {
+            "kv_connector": "OwnerServeConnector",
+            "kv_connector_module_path": "ownerserve.engines.vllm.connector",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": settings,
+        }
+    )
+
+
+def offloading(
+    folder: Path, *, host_bytes: int = 64 * MIB, chunk_tokens: int = 0
+) -> dict[str, Any]:
+    """vLLM's OffloadingConnector: host memory, then its `fs` tier."""
+    settings: dict[str, Any] = {
+        "spec_name": "CpuTieringSpec",
+        "spec_module_path": "cpu_offload_spec",
+        "cpu_bytes_to_use": host_bytes,
+        "offload_prompt_only": False,
+        "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
+    }
+    if chunk_tokens:
+        settings["block_size"] = chunk_tokens
+    return _transfer({"kv_connector": "OffloadingConnector", "kv_connector_extra_config": settings})
+
+
+def lmcache(port: int) -> dict[str, Any]:
+    """LMCache's connector to its cache server on this host."""
+    settings = {
+        "lmcache.mp.host": "tcp://127.0.0.1",
+        "lmcache.mp.port": port,
+        "lmcache.mp.save_decode_cache": True,
+    }
+    return _transfer({"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": settings})
+
+
+def _transfer(config: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_transfer_config": {"kv_role": "kv_both", **config}}

@@ -1,0 +1,76 @@
+"""The adoption path: vLLM's own OffloadingConnector over our store, in place of its `fs` tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import connectors
+import oracle
+import pytest
+import tiny
+from rig import Rig, settle
+
+from ownerserve.store.disk import DiskTier
+from ownerserve.store.wallclock import WallClock
+
+pytestmark = pytest.mark.vllm
+
+
+def over_our_store(store: Path, weights: str = "") -> dict[str, Any]:
+    arguments = connectors.offloading(store, chunk_tokens=128)
+    extra = arguments["kv_transfer_config"]["kv_connector_extra_config"]
+    tier = {"type": "OwnerServeTier", "module_path": "ownerserve.engines.vllm.offload_tier"}
+    extra["secondary_tiers"] = [{**tier, "store": str(store), "weights": weights}]
+    return arguments
+
+
+def records(store: Path) -> int:
+    """How many chunks a closed store holds."""
+    tier = DiskTier(store, WallClock())
+    try:
+        return sum(usage.records for usage in tier.usage().values())
+    finally:
+        tier.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_what_one_process_offloaded_another_restores(rig: Rig, family: str, store: Path) -> None:
+    prompt = tiny.prompt(700, seed=51)
+    before = rig.worker(family, over_our_store(store))
+    assert before.generate(prompt).cached == 0
+    settle(before, blocks_free=False)
+    before.shutdown()
+    assert records(store) > 0
+    after = rig.worker(family, over_our_store(store))
+    restored = after.generate(prompt)
+    assert restored.cached >= 512
+    oracle.assert_same(family, rig.cold(family, prompt), restored)
+
+
+def test_what_was_damaged_on_disk_is_computed(rig: Rig, store: Path) -> None:
+    prompt = tiny.prompt(700, seed=52)
+    before = rig.worker("qwen3", over_our_store(store))
+    before.generate(prompt)
+    settle(before, blocks_free=False)
+    before.shutdown()
+    for segment in (store / "segments").iterdir():
+        spoilt = bytearray(segment.read_bytes())
+        for at in range(6000, len(spoilt), 4096):
+            spoilt[at] ^= 0xFF
+        segment.write_bytes(spoilt)
+    after = rig.worker("qwen3", over_our_store(store))
+    answer = after.generate(prompt)
+    assert answer.cached < 512
+    oracle.assert_same("qwen3", rig.cold("qwen3", prompt), answer)
+    assert after.generate(prompt).tokens == answer.tokens, "the engine lives on"
+
+
+def test_other_weights_find_nothing(rig: Rig, store: Path) -> None:
+    prompt = tiny.prompt(700, seed=53)
+    before = rig.worker("qwen3", over_our_store(store, weights="revision 1"))
+    before.generate(prompt)
+    settle(before, blocks_free=False)
+    before.shutdown()
+    after = rig.worker("qwen3", over_our_store(store, weights="revision 2"))
+    assert after.generate(prompt).cached == 0

@@ -1,0 +1,158 @@
+"""Tiny checkpoints of five model families that vLLM runs on a CPU, written as real safetensors.
+
+The same folder loads in vLLM and, where it has an adapter, in the hf engine. Weights are drawn by
+the hf engine's `random_model`, so large that a wrong KV moves the logits (vLLM's dummy weights are
+so small that overwriting the whole cache changes nothing: measured in the research).
+
+Shapes obey vLLM's CPU kernels: attention heads of 32 or more, MLA with a latent of 512 + 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ownerserve.engines.hf.tiny import random_model
+from ownerserve.engines.hf.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, byte_tokenizer
+
+WINDOW_TOKENS = 64
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32_768,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+    "tie_word_embeddings": False,
+}
+_GQA: dict[str, Any] = {**_COMMON, "num_key_value_heads": 2, "head_dim": 32}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+def _qwen3(**changes: Any) -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**{**_GQA, "num_hidden_layers": 4, "intermediate_size": 128, **changes})
+
+
+def _qwen3_wide() -> Any:
+    """64 KiB of KV a token at little compute: restores of 256 MB from 4,096 tokens."""
+    return _qwen3(num_hidden_layers=8, num_key_value_heads=8, num_attention_heads=8, head_dim=128)
+
+
+def _gemma3() -> Any:
+    """Four sliding layers and two full ones: three KV groups in vLLM."""
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(
+        **_GQA,
+        num_hidden_layers=6,
+        intermediate_size=128,
+        sliding_window_pattern=3,
+        sliding_window=WINDOW_TOKENS,
+        query_pre_attn_scalar=32,
+    )
+
+
+def _gptoss() -> Any:
+    from transformers import GptOssConfig
+
+    return GptOssConfig(
+        **_GQA,
+        num_hidden_layers=4,
+        intermediate_size=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW_TOKENS,
+        # vLLM's gpt-oss knows YaRN only.
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    )
+
+
+def _qwen3next() -> Any:
+    """vLLM pads an attention block to the size of a recurrent state: wide heads keep it short."""
+    from transformers import Qwen3NextConfig
+
+    return Qwen3NextConfig(
+        **{**_GQA, **_EXPERTS, "num_key_value_heads": 4, "head_dim": 128},
+        num_hidden_layers=4,
+        intermediate_size=128,
+        num_experts=2,  # both, always: in bfloat16 a flipped routing hides what the cache did
+        shared_expert_intermediate_size=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+    )
+
+
+def _deepseek3() -> Any:
+    """MLA. Reference kernels of vLLM's CPU build know one shape: 512 + 64, blocks of 16."""
+    from transformers import DeepseekV3Config
+
+    return DeepseekV3Config(
+        **_COMMON,
+        **_EXPERTS,
+        num_key_value_heads=4,
+        num_hidden_layers=3,
+        intermediate_size=128,
+        q_lora_rank=32,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=3,  # no experts: a flipped routing hides what the cache did
+        topk_method="noaux_tc",
+    )
+
+
+FAMILIES: Mapping[str, Callable[[], Any]] = {
+    "qwen3": _qwen3,
+    "qwen3-wide": _qwen3_wide,
+    "gemma3": _gemma3,
+    "gptoss": _gptoss,
+    "qwen3next": _qwen3next,
+    "deepseek3": _deepseek3,
+}
+
+ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
+    # The CPU kernel of the recurrent layers takes bfloat16 only.
+    "qwen3next": {
+        "dtype": "bfloat16",
+        "enable_prefix_caching": True,
+        "mamba_cache_mode": "align",
+    },
+    # vLLM's reference MLA kernel knows this block size only.
+    "deepseek3": {"block_size": 16},
+}
+"""What a family needs of vLLM beside the harness's defaults."""
+
+
+def write_checkpoint(family: str, folder: Path, *, seed: int = 0) -> Path:
+    """config.json, safetensors and tokenizer of a tiny model, float32; returns the folder."""
+    model = random_model(FAMILIES[family](), seed=seed)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def prompt(tokens: int, *, seed: int) -> list[int]:
+    """A prompt of printable bytes, different from its first block on for each seed."""
+    import numpy as np
+
+    return np.random.default_rng(seed).integers(0x20, 0x7F, tokens).tolist()
