@@ -9,7 +9,7 @@ VLLM       := .venv-vllm/.vllm-0.32.0
 VLLM_OLDER := .venv-vllm-0.30/.vllm-0.30.0 .venv-vllm-0.31/.vllm-0.31.0
 LMCACHE    := .venv-lmcache/.lmcache-0.5.6
 
-.PHONY: help setup core demo test test-core test-vllm test-vllm-matrix check bench bench-cache \
+.PHONY: bench-decide help setup core demo test test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
 	bench-vllm bench-envs clean
 
 help:            ## this list
@@ -59,8 +59,16 @@ bench: setup bench-envs ## every benchmark; results in benchmarks/results/
 bench-cache: setup bench-envs ## the cache beside SGLang's and vLLM's, in one run
 	$(BIN)/python benchmarks/run.py cache_cpu cache_eviction cache_sessions
 
+bench-decide: setup ## what a routing decision costs, and memory for each session
+	$(BIN)/python benchmarks/run.py decide_bench
+
 bench-vllm: setup $(VLLM) $(LMCACHE) ## ours beside vLLM's own tiers and LMCache, in one run, on the CPU
 	$(BIN)/python benchmarks/run.py vllm_bench
+
+bench-store: setup bench-envs ## the store beside fio and layouts of files, quiet and loaded
+	$(BIN)/python benchmarks/store_bench.py
+	$(BIN)/python benchmarks/store_bench.py --load
+	$(BIN)/python benchmarks/store_index.py
 
 # Other engines' caches, each in an environment of its own, for benchmarks and differential tests.
 # SGLang wants another torch and CUDA packages, so it comes without its dependencies and only what

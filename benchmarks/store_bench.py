@@ -86,6 +86,11 @@ class Rival:
 
 def fio(root: Path, *, mode: str, block: int, depth: int, total: int) -> float:
     """MB/s of one fio job."""
+    return fio_job(root, mode=mode, block=block, depth=depth, total=total)[0]
+
+
+def fio_job(root: Path, *, mode: str, block: int, depth: int, total: int) -> tuple[float, float]:
+    """(MB/s, microseconds of CPU a block) of one fio job."""
     command = [
         "fio", "--name=job", f"--filename={root / mode}.dat", f"--rw={mode}", f"--bs={block}",
         f"--size={total}", "--direct=1", "--ioengine=libaio", f"--iodepth={depth}",
@@ -95,8 +100,10 @@ def fio(root: Path, *, mode: str, block: int, depth: int, total: int) -> float:
         # A fresh file each time, as ours are: rewriting written blocks spares the file system work.
         command += ["--unlink=1", f"--fdatasync={max(1, GROUP_BYTES // block)}", "--end_fsync=1"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    job = json.loads(done.stdout)["jobs"][0]["write" if mode == "write" else "read"]
-    return float(job["bw_bytes"]) / 1e6
+    job = json.loads(done.stdout)["jobs"][0]
+    found = job["write" if mode == "write" else "read"]
+    cpu_us = (job["usr_cpu"] + job["sys_cpu"]) / 100 * found["runtime"] * 1000
+    return float(found["bw_bytes"]) / 1e6, cpu_us / found["total_ios"]
 
 
 def write_files(root: Path, block: int, total: int) -> float:
@@ -154,6 +161,8 @@ def disk_rows(root: Path, total: int, rounds: int) -> Iterator[Row]:
         bench = DiskBench(root / f"store-{block}", block, total)
         yield from write_rows(root, bench, total, rounds)
         yield from read_rows(root, bench, total, rounds)
+        if block <= MIB:
+            yield from cpu_rows(root, bench, total, rounds)
         bench.tier.close()
         shutil.rmtree(root / f"store-{block}")
         for name, python, kind in (
@@ -180,6 +189,30 @@ def write_rows(root: Path, bench: DiskBench, total: int, rounds: int) -> Iterato
         f"durable write {name}, streamed vs file each", rounds, ours=bench.stream_round,
         other=lambda: write_files(root, block, files), name="file each, synced",
     )  # fmt: skip
+
+
+def cpu_rows(root: Path, bench: DiskBench, total: int, rounds: int) -> Iterator[Row]:
+    """What the processor spends on a record: the share of a ratio that a busy machine can't move.
+
+    Ours: the whole process, all threads. A ratio below 1 is the price of looking up, digesting
+    and of the interpreter; it costs throughput where it exceeds the medium's time for the record.
+    """
+    for metric, ours, mode, depth in (
+        ("CPU of a verified read", partial(bench.read_round, 4), "randread", 4),
+        ("CPU of a verified record, restore of 16", bench.gather_round, "randread", 16),
+        ("CPU of a durable record, streamed", bench.stream_round, "write", 1),
+    ):
+        mine, its = [], []
+        for _ in range(rounds):
+            its.append(
+                fio_job(root, mode=mode, block=bench.payload_bytes, depth=depth, total=total)[1]
+            )
+            started = time.process_time()
+            ours()
+            mine.append((time.process_time() - started) / bench.count * 1e6)
+        yield smaller_is_better(
+            f"{metric}, {bench.label}", "us", median(mine), other=median(its), other_name="fio"
+        )
 
 
 def read_rows(root: Path, bench: DiskBench, total: int, rounds: int) -> Iterator[Row]:

@@ -30,24 +30,27 @@ def children_of(pid: int) -> set[int]:
     return {int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
-def test_policies_agree_and_affinity_re_uses_more(tmp_path: Path) -> None:
+def test_policies_agree_and_staying_re_uses_more(tmp_path: Path) -> None:
     target = tmp_path / "demo.json"
-    process = demo("--json", str(target))
+    process = demo("--policy", "sticky", "--policy", "round_robin", "--json", str(target))
     output, _ = process.communicate(timeout=170)
     assert process.returncode == 0, output.decode()
     result = json.loads(target.read_bytes())
     assert result["schema"] == "ownerserve.demo/1"
     assert result["answers_equal"] is True
     assert result["comparisons"]["round_robin"]["tokens_compared"] > 0
-    affinity, spread = (result["policies"][name] for name in ("affinity", "round_robin"))
-    for policy in (affinity, spread):
+    stays, spread = (result["policies"][name] for name in ("sticky", "round_robin"))
+    for policy in (stays, spread):
         assert policy["errors"] == 0
         assert policy["requests"] == result["workload"]["requests"]
         assert sum(policy["modes"].values()) == policy["requests"]
         assert policy["ttft_ms"]["p95"] >= policy["ttft_ms"]["p50"] > 0
         assert policy["kv_bytes"]["csa_main"] > 0
-    assert affinity["cached_token_share"] > spread["cached_token_share"]
-    assert affinity["prefill_tokens_saved"] > spread["prefill_tokens_saved"]
+        assert policy["tpot_ms"]["p90"] > 0
+        assert 1 <= policy["hotspot_index"] <= 2
+        assert policy["wall_clock_factor"] > 1
+    assert stays["cached_token_share"] > spread["cached_token_share"]
+    assert stays["prefill_tokens_saved"] > spread["prefill_tokens_saved"]
     resumed = result["cold_resume"]
     assert resumed["fetched"]["mode"] == "fetch"
     assert resumed["fetched"]["cached_tokens"] > 600

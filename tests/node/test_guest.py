@@ -117,7 +117,7 @@ class Guest:
             numerics=Numerics(dtype="float32"),
             tenant_salt=bytes(32),
         )
-        names = RecordNames(identity, LAYOUT, engine="test", blocks=CELL)
+        names = RecordNames(identity, LAYOUT, engine="test/1", blocks=CELL)
         self.device = EngineBlocks()
         self.stored: dict[bytes, Copy] = {}
         self.state = GuestState(

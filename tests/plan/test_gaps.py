@@ -18,6 +18,7 @@ from ownerserve.plan.gaps import (
     can_prefetch,
     expected_cost_ms,
     plan_gap,
+    prefetch_after_s,
 )
 from ownerserve.plan.inputs import Tier
 
@@ -123,3 +124,49 @@ def test_a_gap_can_be_zero_but_not_negative() -> None:
     stats.observe(0.0)
     with pytest.raises(InvalidInput, match="gap_s"):
         stats.observe(-1.0)
+
+
+def dense_plan_ms(gap: Gap, costs: GapCosts) -> tuple[float, bool, bool]:
+    """The cheapest plan on 64 quantiles and one load before each, by the closed forms one by one:
+    its cost, and whether it spills and fetches."""
+    quantiles = [gap.quantile((i + 0.5) / 64) for i in range(64)]
+    instants = sorted({0.0, *quantiles, *(t - costs.load_ms / 1e3 for t in quantiles)})
+    best = (costs.hold_ms_per_s * gap.mean_until(costs.ttl_s), False, False)
+    spilled = expected_cost_ms(gap, costs, spill_after_s=0.0, prefetch_after_s=None)
+    fetch_ms = 0.0
+    for t in reversed([t for t in instants if 0.0 <= t < costs.ttl_s]):
+        fetched = expected_cost_ms(gap, costs, spill_after_s=0.0, prefetch_after_s=t) - spilled
+        fetch_ms = min(fetch_ms, fetched if t > 0.0 else 0.0)
+        cost = expected_cost_ms(gap, costs, spill_after_s=t, prefetch_after_s=None) + fetch_ms
+        best = min(best, (cost, True, fetch_ms < 0.0))
+    return best
+
+
+def test_the_coarse_grid_decides_as_a_dense_one(world: SimpleNamespace) -> None:
+    rng, others = np.random.default_rng(3), 0
+    for _ in range(300):
+        gap = Gap(float(rng.uniform(-2, 6)), float(rng.uniform(0.05, 3)))
+        hold, spill, load = (float(10 ** rng.uniform(*r)) for r in ((-2, 2), (-1, 3), (-1, 4)))
+        costs = GapCosts(hold_ms_per_s=hold, spill_ms=spill, load_ms=load)
+        plan = plan_gap(gap, costs, world.full)
+        cost, spills, fetches = dense_plan_ms(gap, costs)
+        assert plan.cost_ms <= cost * 1.02 + 0.01, (gap, costs, plan)
+        kind = (plan.spill_after_s is not None, plan.prefetch_after_s is not None)
+        others += kind != (spills, fetches)
+    assert others <= 3, "another kind of plan only where it is as good"
+
+
+def test_what_is_gone_is_fetched_when_that_saves_most() -> None:
+    costs = GapCosts(hold_ms_per_s=2.0, spill_ms=0.0, load_ms=400.0)
+    shares = (0.1, 0.25, 0.5, 0.75)
+
+    def cost_ms(at_s: float | None) -> float:
+        return expected_cost_ms(TOOL, costs, spill_after_s=0.0, prefetch_after_s=at_s)
+
+    best = min((TOOL.quantile(share) - 0.4 for share in shares), key=cost_ms)
+    found = prefetch_after_s(TOOL, costs, shares)
+    assert (found == pytest.approx(best)) if cost_ms(best) < cost_ms(None) else found is None
+    dear = msgspec.structs.replace(costs, hold_ms_per_s=500.0)
+    assert prefetch_after_s(TOOL, dear, shares) is None
+    regular = prefetch_after_s(Gap(log(30.0), 0.05), costs, shares)
+    assert regular is not None and 26.0 < regular < 30.0

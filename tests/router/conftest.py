@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import uvloop
 
 from ownerserve.router.gateway.config import Address, Config
 from ownerserve.router.gateway.service import Gateway
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside the tests
 
 EVENTS = 5
 
@@ -26,6 +30,11 @@ class FakeEngine:
         """Set when a client goes away in mid-answer."""
         self.go_on = asyncio.Event()
         """A stream waits for it after its first event."""
+        self.says: dict[str, str] = {}
+        """Further header lines of every answer."""
+        self.refuses: tuple[int, str] | None = None
+        """Status and reason of an admission that says no."""
+        self.cached_tokens: int | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
         self.port = 0
@@ -50,7 +59,7 @@ class FakeEngine:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = header(head, b"content-length")
                 body = await reader.readexactly(int(length or 0))
-                if b" /health " not in head:
+                if b"\r\nx-request-id:" in head:  # else the gateway's own probes
                     self.seen.append((head, body))
                 await self._answer(head, body, reader=reader, writer=writer)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -68,6 +77,12 @@ class FakeEngine:
         writer: asyncio.StreamWriter,
     ) -> None:
         path = head.split(b" ", 2)[1]
+        says = "".join(f"{name}: {value}\r\n" for name, value in self.says.items()).encode()
+        if self.refuses is not None and path.startswith(b"/v1/chat"):
+            status, reason = self.refuses
+            says += b"x-ownerserve-refusal: %b\r\n" % reason.encode() if reason else b""
+            writer.write(b"HTTP/1.1 %d No\r\n%bcontent-length: 2\r\n\r\n{}" % (status, says))
+            return
         if path.startswith(b"/v1/drop"):
             raise ConnectionError
         if path.startswith(b"/v1/stream"):
@@ -82,13 +97,17 @@ class FakeEngine:
         if path.startswith(b"/v1/old"):
             writer.write(b"HTTP/1.1 200 OK\r\n\r\nuntil the end")
             raise ConnectionError
-        text = b'{"id": "resp_%d", "usage": {"prompt_tokens": %d, "completion_tokens": 1}}' % (
+        details = b""
+        if self.cached_tokens is not None:
+            details = b', "prompt_tokens_details": {"cached_tokens": %d}' % self.cached_tokens
+        text = b'{"id": "resp_%d", "usage": {"prompt_tokens": %d, "completion_tokens": 1%b}}' % (
             len(self.seen),
             max(len(body) // 2, 1),
+            details,
         )
         writer.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: keep-alive\r\n"
-            b"x-request-id: engine\r\ncontent-length: %d\r\n\r\n%b" % (len(text), text)
+            b"x-request-id: engine\r\n%bcontent-length: %d\r\n\r\n%b" % (says, len(text), text)
         )
         await writer.drain()
 

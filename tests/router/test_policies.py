@@ -1,103 +1,145 @@
-"""One contract for every policy, and what sets each apart."""
+"""What sets each policy apart from the others."""
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
+from fleets import ABLE, PLAIN, SPEED, fleet_of, load, on, owned, request
 
-from ownerserve.kv.ids import SessionId, WorkerId
-from ownerserve.router.fleet import Load, Worker
+from ownerserve.kv.messages import PlacementAction
+from ownerserve.plan.inputs import Tier
+from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import Reason
-from ownerserve.router.policies import POLICIES, Policy, Request, RoundRobin, SessionAffinity
+from ownerserve.router.policies import make_policy
+from ownerserve.router.profile import Profile, Role
+from ownerserve.router.request import Request
+
+PD = [
+    Profile(speed=SPEED, actions=ABLE.actions, role=role)
+    for role in (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
+]
 
 
-def workers(count: int) -> list[Worker]:
-    return [Worker(WorkerId(f"w{order}"), order) for order in range(count)]
-
-
-def request(session: str | None = "s", owner: str | None = None, turns: int = 0) -> Request:
-    return Request(
-        session=SessionId(session) if session else None,
-        owner=WorkerId(owner) if owner else None,
-        turns=turns,
-        prompt_tokens=100,
-    )
-
-
-@pytest.fixture(params=sorted(POLICIES))
-def policy(request: pytest.FixtureRequest) -> Policy:
-    return POLICIES[request.param]()
-
-
-class TestContract:
-    def test_the_only_candidate_is_chosen(self, policy: Policy) -> None:
-        (only,) = workers(1)
-        for asked in (request(), request(None), request(owner="w0"), request(owner="gone")):
-            assert policy.choose(asked, [only]).worker is only
-
-    def test_the_choice_is_a_candidate_with_a_reason(self, policy: Policy) -> None:
-        fleet = workers(4)
-        for gone in range(4):
-            candidates = [worker for worker in fleet if worker.order != gone]
-            choice = policy.choose(request(owner=f"w{gone}", turns=1), candidates)
-            assert choice.worker in candidates
-            assert isinstance(choice.reason, Reason)
-
-    def test_it_reads_and_never_counts(self, policy: Policy) -> None:
-        fleet = workers(3)
-        for _ in range(5):
-            policy.choose(request(), fleet)
-        assert all(worker.requests == worker.bound_sessions == 0 for worker in fleet)
-
-    def test_two_of_a_kind_agree(self, policy: Policy) -> None:
-        twin, fleet = type(policy)(), workers(3)
-        asked = [request(), request(None), request(owner="w2"), request(owner="w1", turns=3)] * 3
-        mine = [policy.choose(one, fleet).worker.id for one in asked]
-        assert mine == [twin.choose(one, fleet).worker.id for one in asked]
-
-    def test_new_sessions_spread_over_an_idle_fleet(self, policy: Policy) -> None:
-        """Bound as the state binds them: no worker may get all (the routers' hot pin)."""
-        fleet = workers(4)
-        for number in range(64):
-            policy.choose(request(f"s{number}"), fleet).worker.sessions.add(SessionId(str(number)))
-        assert {worker.bound_sessions for worker in fleet} == {16}
+def choose(name: str, asked: Request, fleet: Fleet) -> tuple[str, Reason]:
+    decision = make_policy(name).decide(asked, fleet.candidates(None))
+    return decision.worker.id, decision.reason
 
 
 def test_round_robin_takes_turns_over_whoever_is_up() -> None:
-    policy, fleet = RoundRobin(), workers(3)
-    order = [policy.choose(request(owner="w0"), fleet).worker.id for _ in range(4)]
+    fleet, policy = fleet_of(*[PLAIN] * 3), make_policy("round_robin")
+    candidates = fleet.candidates(None)
+    owner = next(iter(fleet))
+    order = [policy.decide(owned(owner), candidates).worker.id for _ in range(4)]
     assert order == ["w0", "w1", "w2", "w0"]
-    assert policy.choose(request(), [fleet[0], fleet[2]]).worker.id == "w2"
-    assert policy.choose(request(), [fleet[0], fleet[2]]).worker.id == "w0"
+    fewer = candidates.without([list(fleet)[1]])
+    assert [policy.decide(request(), fewer).worker.id for _ in range(2)] == ["w2", "w0"]
 
 
-def test_affinity_stays_with_its_owner_however_busy() -> None:
-    policy, fleet = SessionAffinity(), workers(3)
-    fleet[1].pending_prefill_tokens = 10**9
-    choice = policy.choose(request(owner="w1", turns=4), fleet)
-    assert (choice.worker.id, choice.reason) == ("w1", Reason.OWNER)
+def test_sticky_stays_however_busy_where_others_leave() -> None:
+    fleet = fleet_of(*[PLAIN] * 3)
+    busy = list(fleet)[1]
+    load(busy, pending=10**7)
+    turn = owned(busy)
+    assert choose("sticky", turn, fleet) == ("w1", Reason.OWNER)
+    assert choose("least_load", turn, fleet) == ("w0", Reason.LEAST_LOAD)
+    assert choose("ttft_gate", turn, fleet) == ("w0", Reason.HOT_OWNER)
+    assert choose("ear", turn, fleet) == ("w0", Reason.HOT_OWNER)
 
 
-def test_affinity_starts_where_least_is_pending_then_where_fewest_are_bound() -> None:
-    policy, fleet = SessionAffinity(), workers(3)
-    fleet[0].pending_prefill_tokens = 5
-    fleet[1].sessions.add(SessionId("other"))
-    choice = policy.choose(request(), fleet)
-    assert (choice.worker.id, choice.reason) == ("w2", Reason.NEW_SESSION)
-    fleet[2].pending_prefill_tokens = 6
-    assert policy.choose(request(), fleet).worker.id == "w1"
+def test_lmetric_weighs_new_tokens_by_batch() -> None:
+    fleet = fleet_of(*[PLAIN] * 2)
+    owner, other = fleet
+    load(owner, sequences=9)
+    # 500 new tokens in a batch of ten against 1,500 alone: 5,000 against 1,500 x 1.
+    assert choose("lmetric", owned(owner, context=1000), fleet)[0] == other.id
+    # A longer context tips it: 5,000 against 10,500.
+    assert choose("lmetric", owned(owner, context=10_000), fleet)[0] == owner.id
 
 
-def test_affinity_says_when_an_owner_was_lost_and_when_there_is_no_session() -> None:
-    policy, fleet = SessionAffinity(), workers(2)
-    assert policy.choose(request(turns=2), fleet).reason is Reason.OWNER_LOST
-    fleet[0].requests = 1
-    choice = policy.choose(request(None), fleet)
-    assert (choice.worker.id, choice.reason) == ("w1", Reason.NO_SESSION)
-    spread = Counter(policy.choose(request(None), fleet).worker.id for _ in range(3))
-    assert spread == {"w1": 3}  # only the state's counting makes them spread
+def test_the_gate_keeps_who_holds_more_than_half() -> None:
+    fleet = fleet_of(*[PLAIN] * 2)
+    owner, other = fleet
+    load(owner, sequences=99)
+    assert choose("lmetric_gate", owned(owner, context=1001, new=1000), fleet) == (
+        owner.id, Reason.CACHED,
+    )  # fmt: skip
+    assert choose("lmetric_gate", owned(owner, context=1000, new=1000), fleet)[0] == other.id
 
 
-def test_load_is_plain_data() -> None:
-    assert Load(1, 2) == Load(1, 2)
+def test_kv_aware_trades_cached_share_for_relative_load() -> None:
+    fleet = fleet_of(*[PLAIN] * 3)
+    owner, _, most = fleet
+    load(most, pending=100_000)
+    load(owner, pending=60_000)
+    assert choose("kv_aware", owned(owner, context=9000, new=1000), fleet)[0] == owner.id
+    assert choose("kv_aware", owned(owner, context=5000, new=5000), fleet)[0] == "w1"
+
+
+def test_dynamo_credits_slower_tiers_less() -> None:
+    fleet = fleet_of(*[PLAIN] * 3)
+    _, disk, host = fleet
+    asked = request(10_000, copies=(on(disk, 9000, Tier.DISK), on(host, 8000, Tier.HOST)))
+    assert choose("dynamo", asked, fleet)[0] == host.id
+
+
+def test_a_programs_place_expires() -> None:
+    fleet = fleet_of(*[PLAIN] * 2)
+    owner, other = fleet
+    load(owner, pending=1000)
+    assert choose("program_ttl", owned(owner, idle_s=119.0), fleet) == (owner.id, Reason.OWNER)
+    assert choose("program_ttl", owned(owner, idle_s=121.0), fleet) == (other.id, Reason.EXPIRED)
+
+
+def test_static_pd_sends_all_and_its_delta_sibling_what_is_lacking() -> None:
+    fleet = fleet_of(*PD)
+    candidates = fleet.candidates(None)
+    first_p, second_p, first_d, _ = fleet
+    turn = request(10_500, owner=first_d, turns=2, copies=(on(first_d, 10_000), on(second_p, 9900)))
+    full = make_policy("static_pd").decide(turn, candidates)
+    assert (full.prefill, full.moved_tokens) == (first_p, 10_500)
+    delta = make_policy("static_pd_delta").decide(turn, candidates)
+    assert (delta.worker, delta.prefill) == (first_d, second_p)
+    assert (delta.moved_tokens, delta.cached_tokens) == (500, 9900)
+    assert delta.action is PlacementAction.REMOTE_PREFILL
+
+
+def test_round_robin_pd_rotates_both_halves() -> None:
+    fleet, policy = fleet_of(*PD), make_policy("round_robin_pd")
+    pairs = [policy.decide(request(), fleet.candidates(None)) for _ in range(4)]
+    assert [(one.prefill.id, one.worker.id) for one in pairs if one.prefill] == [
+        ("w0", "w2"), ("w1", "w3"), ("w0", "w2"), ("w1", "w3"),
+    ]  # fmt: skip
+
+
+def test_pd_policies_do_not_split_what_the_engine_cannot() -> None:
+    fleet = fleet_of(*[PLAIN] * 3)
+    for name in ("static_pd", "static_pd_delta", "round_robin_pd"):
+        decision = make_policy(name).decide(request(), fleet.candidates(None))
+        assert decision.action is PlacementAction.COLOCATED_PREFILL
+
+
+def test_multi_owner_takes_any_holder_until_load_is_uneven() -> None:
+    fleet = fleet_of(*[PLAIN] * 3)
+    one, two, idle = fleet
+    load(one, pending=5000, sequences=3)
+    asked = request(1000, copies=(on(one, 900), on(two, 900)))
+    assert choose("multi_owner", asked, fleet) == (two.id, Reason.CACHED)
+    load(two, sequences=40)
+    assert choose("multi_owner", asked, fleet) == (idle.id, Reason.HOT_OWNER)
+
+
+@pytest.mark.parametrize("name", ["sticky", "ttft_gate", "program_ttl", "ear", "ownerserve"])
+def test_who_is_gone_is_told_from_who_is_new(name: str) -> None:
+    fleet = fleet_of(*[PLAIN] * 2)
+    assert choose(name, request(turns=2), fleet)[1] is Reason.OWNER_LOST
+    assert choose(name, request(), fleet)[1] is Reason.NEW_SESSION
+    assert choose(name, request(session=None), fleet)[1] is Reason.NO_SESSION
+
+
+@pytest.mark.parametrize("name", ["sticky", "ear", "ownerserve"])
+def test_a_session_starts_on_the_faster_of_two_idle_workers(name: str) -> None:
+    slow = Profile(speed=SPEED, kv_bytes_total=0)
+    quick = Profile(speed=type(SPEED)(
+        prefill=SPEED.prefill.scaled(0.25), step_ms=0.25, step_ms_per_sequence=0.0,
+        media=SPEED.media, kv_bytes_per_token=1000.0,
+    ))  # fmt: skip
+    assert choose(name, request(20_000), fleet_of(slow, slow, quick))[0] == "w2"

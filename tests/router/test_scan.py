@@ -99,7 +99,9 @@ def test_usage_of_openai_and_anthropic_answers() -> None:
     anthropic += b'"cache_creation_input_tokens": 5, "output_tokens": 7}}'
     assert scan_usage(anthropic) == Usage(100, 7, 90)
     streamed = b'data: {"choices":[],"usage":null}\n\ndata: {"usage":{"prompt_tokens":1,'
-    assert scan_usage(streamed + b'"completion_tokens":2}}\n\ndata: [DONE]\n\n') == Usage(1, 2, 0)
+    assert scan_usage(streamed + b'"completion_tokens":2}}\n\ndata: [DONE]\n\n') == Usage(
+        1, 2, 0, tells_cached=False
+    )
 
 
 def test_usage_that_a_model_writes_is_not_believed() -> None:

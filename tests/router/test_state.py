@@ -28,7 +28,7 @@ from ownerserve.router.messages import (
     WorkerDown,
     WorkerUp,
 )
-from ownerserve.router.policies import POLICIES, SessionAffinity
+from ownerserve.router.policies import make_policy
 from ownerserve.router.retries import RetryBudget
 from ownerserve.router.state import RouterState
 from ownerserve.router.usage import Usage
@@ -38,7 +38,7 @@ S, T = SessionId("s"), SessionId("t")
 
 
 def fleet(workers: int = 2, retries: RetryBudget | None = None) -> RouterState:
-    state = RouterState(SessionAffinity(), retries=retries)
+    state = RouterState(make_policy("sticky"), retries=retries)
     for worker in W[:workers]:
         state.handle(WorkerUp(worker), 0.0)
     return state
@@ -137,6 +137,18 @@ def test_a_stale_connection_is_retried_at_the_same_worker_once() -> None:
     state.check()
 
 
+def test_a_worker_that_refuses_stays_up_and_the_next_is_asked() -> None:
+    state = fleet(2)
+    first = turn(state).worker
+    live = arrive(state)
+    again = state.handle(Failed(live.receipt, Failure.REFUSED), 5.0)
+    assert isinstance(again, Dispatch)
+    assert again.worker != first
+    assert (state.fleet[first].up, state.fleet[first].requests) == (True, 0)
+    assert state.account.failures[Failure.REFUSED] == 1
+    state.check()
+
+
 def test_when_all_were_tried_the_client_is_told() -> None:
     state = fleet(2)
     first = arrive(state)
@@ -178,6 +190,17 @@ def test_an_ended_session_starts_anew() -> None:
     state.check()
 
 
+def test_a_retry_of_a_session_that_ended_meanwhile_binds_nobody() -> None:
+    state = fleet()
+    live = arrive(state)
+    state.handle(SessionEnd(S), 2.0)
+    again = state.handle(Failed(live.receipt, Failure.STALE), 3.0)
+    assert isinstance(again, Dispatch)
+    assert [worker.bound_sessions for worker in state.fleet] == [0, 0]
+    state.handle(Done(again.receipt, Usage(100, 10, 0)), 4.0)
+    state.check()
+
+
 def test_a_turn_may_name_its_session_by_the_last_answers_id() -> None:
     state = fleet(3)
     alias_1, alias_2 = SessionId("alias/resp_1"), SessionId("alias/resp_2")
@@ -208,7 +231,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = RouterState(POLICIES["affinity"]())
+        self.state = RouterState(make_policy("ownerserve"))
         self.open: list[Receipt] = []
         self.now = 0.0
 

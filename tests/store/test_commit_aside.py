@@ -16,15 +16,17 @@ ROOMY = Limits(KindLimits(64 * MIB), KindLimits(MIB))
 
 
 class Commit:
-    """A commit on a thread of its own, held up at its fdatasync."""
+    """A commit on a thread of its own, held up at its `at`-th fdatasync."""
 
-    def __init__(self, tier, reserved, monkeypatch) -> None:
+    def __init__(self, tier, reserved, monkeypatch, at: int = 1) -> None:
         self.reached, self.go_on = Event(), Event()
+        calls: list[int] = []
         self.outcomes: tuple[object, ...] = ()
         real = os.fdatasync
 
         def held(fd: int) -> None:
-            if not self.reached.is_set():
+            calls.append(fd)
+            if len(calls) == at:
                 self.reached.set()
                 assert self.go_on.wait(20)
             real(fd)
@@ -64,13 +66,17 @@ def test_reserve_and_read_go_on_and_the_same_artifact_is_busy(open_disk, samples
     assert samples.read(tier, 1, 2) == [samples.payload(1), samples.payload(2)]
 
 
-def test_a_segment_that_is_being_written_is_not_dropped(open_disk, samples, monkeypatch):
-    """Its older records are all evicted meanwhile; the commit rolls on to further segments."""
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_segment_that_is_being_written_is_not_dropped(open_disk, samples, monkeypatch, at):
+    """Its older records are all evicted meanwhile; the commit rolls on to further segments.
+
+    Syncs: 1 the segment that was open, now full; 2 and 3 the next one's header, its records.
+    """
     tier = open_disk(limits=ROOMY)
     for number in range(3):
         put(tier, samples.meta(number), samples.payload(number))
     fresh = [reserve(tier, samples, number, 300_000) for number in range(10, 20)]
-    commit = Commit(tier, fresh, monkeypatch)
+    commit = Commit(tier, fresh, monkeypatch, at)
     evict = Thread(target=lambda: tier.remove([samples.meta(n).id for n in range(3)]))
     evict.start()
     evict.join(20)

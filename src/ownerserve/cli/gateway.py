@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from pathlib import Path
 
 import click
 import uvloop
+from msgspec.structs import replace
 
+from ownerserve.directory.port import Directory
 from ownerserve.router.gateway.admin import admin_server
 from ownerserve.router.gateway.config import Config, parse_worker
 from ownerserve.router.gateway.service import Gateway
-from ownerserve.router.policies import POLICIES
+from ownerserve.router.policies import POLICIES, make_policy
+from ownerserve.router.profile import DEFAULT_SPEED, Speed
+from ownerserve.router.settings import DEFAULTS
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+def _policies() -> str:
+    """A line for each policy: the first of its module."""
+    lines = []
+    for name in POLICIES:
+        module = sys.modules[type(make_policy(name)).__module__]
+        lines.append(f"{name:<16} {(module.__doc__ or '').partition(chr(10))[0]}")
+    return "\n".join(lines)
+
+
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=f"\b\nPolicies:\n{_policies()}",
+)
 @click.option(
     "--worker",
     "workers",
@@ -26,11 +43,41 @@ from ownerserve.router.policies import POLICIES
 )
 @click.option(
     "--policy",
-    type=click.Choice(sorted(POLICIES)),
-    default="affinity",
+    type=click.Choice(POLICIES),
+    default="ownerserve",
     show_default=True,
-    help="affinity: a session stays on one worker, a new one starts where least is pending. "
-    "round_robin: each worker in turn, the baseline.",
+    metavar="NAME",
+    help="Where turns run; all names are listed below.",
+)
+@click.option(
+    "--directory",
+    metavar="URL",
+    help="A directory of session owners that other gateways use too: tcp://HOST:PORT of"
+    " `ownerserve directory serve`, valkey://HOST:PORT or sentinel://HOST:PORT/NAME. Default: one"
+    " inside this process.",
+)
+@click.option(
+    "--prefill-ms",
+    "token_ms",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="MS",
+    help="What one prefill token takes on a worker. Default: 0.0122, of a 30B MoE on an H200.",
+)
+@click.option(
+    "--hot-ms",
+    type=click.FloatRange(min=0),
+    default=DEFAULTS.hot_ms,
+    show_default=True,
+    metavar="MS",
+    help="T_hot: others' pending prefill at its worker from which a session may move.",
+)
+@click.option(
+    "--cool-s",
+    type=click.FloatRange(min=0),
+    default=DEFAULTS.cool_s,
+    show_default=True,
+    metavar="SECONDS",
+    help="T_cool: how long a session that moved for load's sake stays.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of both ports.")
 @click.option("--port", default=0, show_default=True, help="Data port; 0 takes a free one.")
@@ -51,6 +98,10 @@ from ownerserve.router.policies import POLICIES
 def command(
     workers: tuple[str, ...],
     policy: str,
+    directory: str | None,
+    token_ms: float | None,
+    hot_ms: float,
+    cool_s: float,
     host: str,
     port: int,
     admin_port: int,
@@ -60,15 +111,16 @@ def command(
     """Route OpenAI and Anthropic requests to workers, each session to where its state lies.
 
     A session is named by a header (x-session-id, Claude Code, Codex, OpenCode, Dynamo, SGLang)
-    or a body field (prompt_cache_key, previous_response_id, user). Every answer says in
-    x-ownerserve-worker and x-ownerserve-reason where it came from and why.
+    or a body field (prompt_cache_key, previous_response_id, user), else by what its requests begin
+    with. Every answer says in x-ownerserve-worker, -reason, -action and -priced where it ran, why,
+    and what else was considered.
 
     \b
     ownerserve gateway --worker http://127.0.0.1:8001 --worker http://127.0.0.1:8002 --port 8000
     curl localhost:8000/v1/models
     curl localhost:8000/v1/chat/completions -H 'x-session-id: s1' -d '{"model": ...}'
     curl localhost:ADMIN/status                     workers, load, sessions
-    curl localhost:ADMIN/decisions?last=5           where requests went, and why
+    curl localhost:ADMIN/decisions?last=5           where requests went, why, at which prices
     curl localhost:ADMIN/metrics                    Prometheus
     """
     config = Config(
@@ -78,16 +130,36 @@ def command(
         port=port,
         admin_port=admin_port,
         drain_timeout_s=drain_timeout_s,
+        settings=replace(DEFAULTS, hot_ms=hot_ms, cool_s=cool_s),
+        speed=DEFAULT_SPEED if token_ms is None else _speed(token_ms),
     )
-    uvloop.run(_serve(config, ready_file))
+    shared = None if directory is None else _open_directory(directory)
+    uvloop.run(_serve(config, shared, ready_file))
 
 
-async def _serve(config: Config, ready_file: Path | None) -> None:
+def _open_directory(url: str) -> Directory:
+    if url.startswith("tcp://"):
+        from ownerserve.directory.rpc.client import DirectoryClient
+
+        return DirectoryClient(url)
+    from ownerserve.directory.valkey.directory import ValkeyDirectory
+    from ownerserve.directory.valkey.primary import parse_source
+
+    return ValkeyDirectory(parse_source(url))
+
+
+def _speed(token_ms: float) -> Speed:
+    """A worker whose prefill takes so long, and all else of it in proportion."""
+    prefill = DEFAULT_SPEED.prefill
+    return replace(DEFAULT_SPEED, prefill=prefill.scaled(token_ms / prefill.b_ms))
+
+
+async def _serve(config: Config, directory: Directory | None, ready_file: Path | None) -> None:
     """Run until SIGINT or SIGTERM, then drain; a second signal ends at once."""
     loop, stop, hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: hurry.set() if stop.is_set() else stop.set())
-    gateway = Gateway(config)
+    gateway = Gateway(config, directory)
     await gateway.start()
     admin, listener = admin_server(gateway)
     serving = loop.create_task(admin.serve(sockets=[listener]))

@@ -1,9 +1,8 @@
-"""`ownerserve plan`: price a restore and explain it."""
+"""`ownerserve plan`: price a restore (or a placement, placement.py) and explain it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import click
 from rich import box
@@ -11,26 +10,46 @@ from rich.console import Console
 from rich.table import Table
 
 from ownerserve.cli.output import console_for, json_option, write_json
+from ownerserve.cli.placement import placement
+from ownerserve.cli.pricing import GPU_NAMES, costs_of, count_of, tokens_of
 from ownerserve.kv.descriptor import load_descriptor
-from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.registry import build
 from ownerserve.kv.registry.source import find_config, read_config
-from ownerserve.kv.units import format_bytes, parse_bytes
+from ownerserve.kv.units import format_bytes
 from ownerserve.plan import explain
-from ownerserve.plan.cost.model import CostModel
-from ownerserve.plan.cost.roofline import GPUS, Shape, defaults, find_gpu
 from ownerserve.plan.cost.shape import shape_of
 from ownerserve.plan.inputs import Exactness, RestoreQuery, Tier
 from ownerserve.plan.outcome import Explanation
 from ownerserve.plan.question import ENGINES, Held, ask, model_state
 from ownerserve.plan.restore import Planner
 
-GPU_NAMES = ", ".join(gpu.name for gpu in GPUS.values())
 TIERS = [tier.value for tier in Tier]
 
 
-@click.command()
+class _RestoreByDefault(click.Group):
+    """`plan CONFIG` is `plan restore CONFIG`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["restore", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_RestoreByDefault)
+def command() -> None:
+    """Price a restore or a placement, and explain it.
+
+    \b
+    ownerserve plan CONFIG ...               the ways back to a session's state on a worker
+    ownerserve plan placement CONFIG ...     the workers that could run its next turn
+    """
+
+
+command.add_command(placement)
+
+
+@command.command()
 @click.argument("config")
 @click.option("--context", default="64K", show_default=True, help="Tokens the session had.")
 @click.option(
@@ -54,7 +73,7 @@ TIERS = [tier.value for tier in Tier]
 @click.option("--costs", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
               help="Measured costs of a worker, instead of data-sheet defaults.")  # fmt: skip
 @json_option
-def command(config: str, json_target: str | None, **options: str | int | None) -> None:
+def restore(config: str, json_target: str | None, **options: str | int | None) -> None:
     """Price the ways back to a session's state, and say why one is taken.
 
     CONFIG is a model's config.json or the name of a shipped example.
@@ -76,8 +95,8 @@ def command(config: str, json_target: str | None, **options: str | int | None) -
     kv = text["kv"]
     spec = build(loaded, None if kv is None else load_descriptor(kv))
     geometry = Geometry.of(spec)
-    shape = shape_of(spec, loaded, active_parameters=_count(text["active_params"]))
-    model = _costs(text, shape)
+    shape = shape_of(spec, loaded, active_parameters=count_of(text["active_params"]))
+    model = costs_of(text, shape)
     query = _query(text, geometry)
     planner = Planner(model_state(geometry), ENGINES[str(text["engine"])])
     explanation = planner.explain(query, model.prices())
@@ -97,25 +116,17 @@ def command(config: str, json_target: str | None, **options: str | int | None) -
     write_json(json_target, "plan", {**head, **explain.to_data(explanation)})
 
 
-def _costs(text: Mapping[str, str | None], shape: Shape) -> CostModel:
-    """Measured costs when a file was named, a GPU's defaults otherwise."""
-    if (measured := text["costs"]) is not None:
-        return CostModel.restore(Path(measured).read_bytes())
-    gpu = find_gpu(str(text["gpu"]))
-    return CostModel(defaults(shape, gpu, gpus=int(str(text["gpus"]))))
-
-
 def _query(text: Mapping[str, str | None], geometry: Geometry) -> RestoreQuery:
     tier = Tier(str(text["tier"]))
     state = text["state_tier"]
     held = Held(
-        context_tokens=_tokens(text, "context", least=0),
-        new_tokens=_tokens(text, "new_tokens"),
-        shared_tokens=None if text["shared"] is None else _tokens(text, "shared", least=0),
+        context_tokens=tokens_of(text, "context", least=0),
+        new_tokens=tokens_of(text, "new_tokens"),
+        shared_tokens=None if text["shared"] is None else tokens_of(text, "shared", least=0),
         range_tier=tier,
         point_tier=tier if state is None else None if state == "none" else Tier(state),
         checkpoint_every=None if text["checkpoint_every"] is None
-        else _tokens(text, "checkpoint_every"),
+        else tokens_of(text, "checkpoint_every"),
     )  # fmt: skip
     return ask(geometry, held, allowed=Exactness(text["allowed"] or Exactness.EXACT))
 
@@ -147,23 +158,3 @@ def _show(explanation: Explanation, console: Console, *, title: str) -> None:
     for reason, positions in explain.grouped(explanation.not_offered).items():
         where = f"at {positions[0]:,}" if len(positions) == 1 else f"{len(positions)} points"
         console.print(f"[dim]not offered: {reason} ({where})[/]", highlight=False)
-
-
-def _tokens(text: Mapping[str, str | None], name: str, *, least: int = 1) -> int:
-    """Tokens as `64K` (binary) or `65536`."""
-    flag = "--new" if name == "new_tokens" else f"--{name.replace('_', '-')}"
-    count = parse_bytes(str(text[name]), field=flag)
-    if count < least:
-        raise InvalidInput(flag, f"{count}", f"use {least} or more")
-    return count
-
-
-def _count(text: str | None) -> float | None:
-    """Parameters as `3.3B`, `700M` or a plain number."""
-    if text is None:
-        return None
-    scale = {"M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
-    try:
-        return float(text if scale == 1.0 else text[:-1]) * scale
-    except ValueError as error:
-        raise InvalidInput("--active-params", f"{text!r}", "write it like 3.3B") from error

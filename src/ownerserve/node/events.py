@@ -17,7 +17,7 @@ from ownerserve.kv.prefix import Packed
 from ownerserve.node.records import Inside
 from ownerserve.plan.inputs import Backlog, Tier
 from ownerserve.plan.outcome import RestorePlan
-from ownerserve.store.model import Meta, MissReason, Want
+from ownerserve.store.model import SHARED, Meta, MissReason, Want
 
 Errand = int
 
@@ -32,6 +32,8 @@ class Arrived(msgspec.Struct, frozen=True):
     session_id: SessionId | None
     tokens: Packed
     backlog: Backlog = Backlog()
+    tenant: bytes = b""
+    """Whose state it may use and makes; empty: what all share."""
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -150,6 +152,7 @@ class Find(msgspec.Struct, frozen=True):
     ids: tuple[bytes, ...]
     deadline_s: float
     boundaries: tuple[bytes, ...] = ()
+    tenant: bytes = SHARED
 
 
 class Fetch(msgspec.Struct, frozen=True):

@@ -139,7 +139,8 @@ class GuestState:
         if event.turn_id in self.saves:
             self.saves.again(event.turn_id)
         else:
-            self.saves.arrived(event.turn_id, chain, prompt=len(event.tokens) // TOKEN_BYTES)
+            prompt = len(event.tokens) // TOKEN_BYTES
+            self.saves.arrived(event.turn_id, chain, prompt=prompt, tenant=event.tenant)
         effects = list(self.restores.arrived(event, _Hashed(chain), errand=errand, now=now))
         if any(isinstance(effect, Find) for effect in effects):
             self._looking[errand] = event.turn_id

@@ -16,11 +16,9 @@ from ownerserve.node.chains import Chains
 from ownerserve.node.events import Arrived
 from ownerserve.node.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
-from ownerserve.plan.gaps import GapCosts, GapStats, can_prefetch, expected_cost_ms
+from ownerserve.plan.gaps import GapCosts, GapStats, can_prefetch, prefetch_after_s
 from ownerserve.plan.inputs import Abilities, ModelState, Tier
 
-MIN_GAPS = 3
-"""Below this a session's next gap is anybody's guess."""
 SHARES = (0.1, 0.25, 0.5, 0.75)
 LOOK_AGAIN_S = 1.0
 ANY_TOKEN = bytes(TOKEN_BYTES)
@@ -52,7 +50,7 @@ class Prefetches:
     def ended(self, session_id: SessionId, gaps: GapStats | None, now: float) -> None:
         """The session is idle; its state may be gone before it comes back."""
         self._due.pop(session_id, None)
-        if not self._is_able or gaps is None or gaps.count < MIN_GAPS:
+        if not self._is_able or gaps is None:
             return
         after_s = self._best_instant(session_id, gaps)
         if after_s is not None:
@@ -96,15 +94,8 @@ class Prefetches:
             return None
         count = round(self._model.range_bytes_per_token * session.tokens) + self._model.point_bytes
         load_ms = self._costs.load(Tier.DISK, count).ms
-        gap = gaps.gap()
         costs = GapCosts(hold_ms_per_s=self._settings.hold_ms_per_s, spill_ms=0.0, load_ms=load_ms)
-
-        def cost_ms(at_s: float | None) -> float:
-            return expected_cost_ms(gap, costs, spill_after_s=0.0, prefetch_after_s=at_s)
-
-        instants = [max(0.0, gap.quantile(share) - load_ms / 1e3) for share in SHARES]
-        best = min(instants, key=cost_ms)
-        return best if cost_ms(best) < cost_ms(None) else None
+        return prefetch_after_s(gaps.gap(), costs, SHARES)
 
     def _missing(self, session_id: SessionId) -> Packed | None:
         """What to fetch: the session's tokens, when something of them is gone and fits."""

@@ -20,6 +20,7 @@ import msgspec
 from ownerserve.cache.layout import Layout
 from ownerserve.kv.artifacts import ArtifactIds, Identity, PointKey, RangeKey
 from ownerserve.kv.ids import PrefixHash
+from ownerserve.node.layouts import Parts, descriptors
 from ownerserve.store.model import ID_BYTES, SHARED, Kind, Meta, meta_of
 
 Digests = Sequence[PrefixHash]
@@ -44,17 +45,37 @@ class Inside(msgspec.Struct, frozen=True):
 class RecordNames:
     """Ids and metadata under one identity, layout and grid. Holds no state."""
 
-    def __init__(self, identity: Identity, layout: Layout, *, engine: str, blocks: int) -> None:
-        """`engine` names the byte layout of a slot; `blocks` are those of a record."""
+    def __init__(
+        self,
+        identity: Identity,
+        layout: Layout,
+        *,
+        engine: str,
+        blocks: int,
+        parts: Parts | None = None,
+    ) -> None:
+        """`engine` names the byte layout of a slot, and its version; `blocks` are those of a
+        record; `parts` the arrays in a slot, without which no other layout can be converted."""
         self.layout = layout
         self.identity = identity
         self.blocks = blocks
-        sizes = [[c.name, c.slot_bytes] for c in layout.components]
-        self.descriptor = msgspec.msgpack.encode([engine, layout.block_tokens, sizes])
+        self._descriptors = descriptors(layout, parts or {}, form=engine)
+        self._engine = engine
         digest = identity.digest()
         self._ids = {c.name: ArtifactIds(digest, c.name) for c in layout.components}
-        self._tenant = identity.tenant_salt if any(identity.tenant_salt) else SHARED
+        self.tenant = identity.tenant_salt if any(identity.tenant_salt) else SHARED
         self._slot_bytes = {c.name: c.slot_bytes for c in layout.components}
+
+    def descriptor(self, component: str) -> bytes:
+        """How a record of the component lies, as its header says it."""
+        return self._descriptors[component]
+
+    def of(self, tenant: bytes) -> RecordNames:
+        """A tenant's names, by its salt; these where it is empty."""
+        if not tenant:
+            return self
+        identity = msgspec.structs.replace(self.identity, tenant_salt=tenant)
+        return RecordNames(identity, self.layout, engine=self._engine, blocks=self.blocks)
 
     def slot_bytes(self, component: str) -> int:
         """Bytes of one unit of a component's record."""
@@ -99,15 +120,16 @@ class RecordNames:
     def range_meta(self, component: str, cell: Cell, digests: Digests) -> Meta:
         units = cell.end - cell.first
         key = self._range_key(component, cell, digests)
-        meta = meta_of(self.identity, key, tenant=self._tenant, units=units)
+        meta = meta_of(self.identity, key, tenant=self.tenant, units=units)
         inner = b"".join(digests[cell.first : cell.end - 1])
         assert len(inner) == (units - 1) * ID_BYTES
-        return msgspec.structs.replace(meta, descriptor=self.descriptor, boundaries=inner)
+        descriptor = self._descriptors[component]
+        return msgspec.structs.replace(meta, descriptor=descriptor, boundaries=inner)
 
     def point_meta(self, component: str, depth: int, digests: Digests) -> Meta:
         key = self._point_key(component, depth, digests)
-        meta = meta_of(self.identity, key, tenant=self._tenant)
-        return msgspec.structs.replace(meta, descriptor=self.descriptor)
+        meta = meta_of(self.identity, key, tenant=self.tenant)
+        return msgspec.structs.replace(meta, descriptor=self._descriptors[component])
 
     def _range_key(self, component: str, cell: Cell, digests: Digests) -> RangeKey:
         block = self.layout.block_tokens

@@ -88,6 +88,7 @@ class Wish(msgspec.Struct, eq=False):
     """A turn that waits for state. Owned by `Restores` until its `Start`."""
 
     event: Arrived
+    names: RecordNames
     digests: Digests
     arrived_s: float
     deadline_s: float
@@ -145,7 +146,8 @@ class Restores:
         count = len(tokens) // TOKEN_BYTES
         if isinstance(match, Later) or not match.range_tokens or count < 2:
             return None
-        way = self._plan(match, survey.NOTHING_HELD, tokens=count, backlog=Backlog()).chosen
+        nothing = survey.NOTHING_HELD
+        way = self._plan(self._names, match, nothing, tokens=count, backlog=Backlog()).chosen
         if way.position == 0 or survey.is_loading(way):
             return None
         if way.computed_from == way.position:
@@ -154,9 +156,15 @@ class Restores:
         return Replay(start, way.position)
 
     def _plan(
-        self, match: Match, stored: survey.Held, *, tokens: int, backlog: Backlog
+        self,
+        names: RecordNames,
+        match: Match,
+        stored: survey.Held,
+        *,
+        tokens: int,
+        backlog: Backlog,
     ) -> RestorePlan:
-        question = survey.query(self._names, match, stored, tokens=tokens, backlog=backlog)
+        question = survey.query(names, match, stored, tokens=tokens, backlog=backlog)
         return self._planner.plan(question, self._costs.prices())
 
     # -- events --------------------------------------------------------------------------------
@@ -173,11 +181,12 @@ class Restores:
         if not self._names.layout.point_names:
             complete = min(cap, match.range_tokens // self._block)
         deadline_s = now + self._settings.restore_deadline_s
+        names = self._names.of(event.tenant)
         if complete >= cap:
-            wish = Wish(event, (), now, deadline_s)
+            wish = Wish(event, names, (), now, deadline_s)
             return [self._start(wish, RestoreOutcome.RESIDENT, now)]
         digests = chains.digests(event.tokens, event.session_id)
-        wish = Wish(event, digests, now, deadline_s, errand=errand, bad=set())
+        wish = Wish(event, names, digests, now, deadline_s, errand=errand, bad=set())
         resident = min(cap, match.range_tokens // self._block)
         # Nothing can be used behind a gap: a long prompt asks for its first cells, and for the
         # rest when those are there. A cold one so costs some ids and not thousands.
@@ -191,12 +200,13 @@ class Restores:
     def _look(self, wish: Wish, errand: Errand, *, ranges: range, points: range) -> Find:
         """Ask for what ends behind the blocks of `ranges` and `points`."""
         ends, depths = (range(r.start + 1, r.stop + 1) for r in (ranges, points))
-        asked = survey.sought(self._names, wish.digests, ranges=ends, points=depths)
+        asked = survey.sought(wish.names, wish.digests, ranges=ends, points=depths)
         wish.asked.update(asked)
         wish.errand = errand
         self._by_errand[errand] = wish
         boundaries = tuple(reversed(wish.digests[ranges.start : ranges.stop]))
-        return Find(errand, tuple(asked), wish.deadline_s, boundaries)
+        tenant = wish.names.tenant
+        return Find(errand, tuple(asked), wish.deadline_s, boundaries, tenant)
 
     def found(self, event: Found, *, errand: Errand, now: float) -> Iterable[Effect]:
         """The catalogue has answered; decide, and read what the plan wants."""
@@ -204,7 +214,7 @@ class Restores:
         if wish is None:
             return ()
         wish.found.update(event.held)
-        wish.asked.update(survey.sought_inside(self._names, wish.digests, event.inside))
+        wish.asked.update(survey.sought_inside(wish.names, wish.digests, event.inside))
         upto, wish.upto = wish.upto, wish.cap
         if upto < wish.cap and self._is_whole(wish, upto):
             rest = range(upto, wish.cap)
@@ -291,7 +301,7 @@ class Restores:
 
     def _is_whole(self, wish: Wish, upto: int) -> bool:
         """Whether the store has all of the cell that ends at depth `upto`."""
-        stored = survey.held(self._names, wish.asked, wish.found)
+        stored = survey.held(wish.names, wish.asked, wish.found)
         return any(cell.end == upto for cell, _ in stored.cells)
 
     def _answered(self, errand: Errand, *phases: Phase) -> Wish | None:
@@ -304,7 +314,7 @@ class Restores:
 
     def _decide(self, wish: Wish, *, errand: Errand, now: float) -> Iterable[Effect]:
         event = wish.event
-        stored = survey.held(self._names, wish.asked, wish.found, without=wish.bad)
+        stored = survey.held(wish.names, wish.asked, wish.found, without=wish.bad)
         if not stored.cells and not stored.points:
             missed = RestoreOutcome.MISS if wish.misses else RestoreOutcome.NOTHING_STORED
             return [self._start(wish, missed, now)]
@@ -313,7 +323,7 @@ class Restores:
         if isinstance(match, Later):
             wish.phase, wish.deadline_s = Phase.FOUND, inf
             return ()
-        wish.plan = self._plan(match, stored, tokens=count, backlog=event.backlog)
+        wish.plan = self._plan(wish.names, match, stored, tokens=count, backlog=event.backlog)
         way = wish.plan.chosen
         if not survey.is_loading(way):
             missed = RestoreOutcome.MISS if wish.misses else RestoreOutcome.NOT_WORTH_IT
@@ -336,7 +346,7 @@ class Restores:
     ) -> Reserved | NoRoom | Refused | Later:
         """Slots for the chosen way, and what to read into them."""
         start = min(match.range_tokens, way.position) // self._block
-        wish.readings = survey.readings(self._names, stored, way=way, start=start)
+        wish.readings = survey.readings(wish.names, stored, way=way, start=start)
         wish.arrival = Arrival(
             tokens=wish.event.tokens[: way.position * TOKEN_BYTES],
             prefix_hash=wish.digests[way.position // self._block - 1],

@@ -28,10 +28,8 @@ IN_FLIGHT_BYTES = 256 << 20
 
 
 class Capture(msgspec.Struct, frozen=True):
-    """Where an engine has a point's state. `exact_end`: only if a step of the prompt ends there
-    (recurrent state is overwritten by the next token; window rows stand until they leave the
-    window). What decoding leaves of it is not taken: in vLLM's blocks it was measured to be other
-    state than a prefill's, so the next turn goes on from the prompt's boundary."""
+    """Where an engine has a point's state. `exact_end`: only if a step ends there (recurrent state
+    is overwritten by the next token; window rows stand until they leave the window)."""
 
     exact_end: bool
 
@@ -39,6 +37,7 @@ class Capture(msgspec.Struct, frozen=True):
 class Running(msgspec.Struct, eq=False):
     """A turn that the engine computes."""
 
+    names: RecordNames
     chain: PrefixChain
     prompt: int
     points: frozenset[int]
@@ -72,11 +71,14 @@ class Saves:
 
     # -- events --------------------------------------------------------------------------------
 
-    def arrived(self, turn_id: TurnId, chain: PrefixChain, *, prompt: int) -> None:
-        """A turn whose prompt is `chain`; what it computes is kept from now on."""
+    def arrived(
+        self, turn_id: TurnId, chain: PrefixChain, *, prompt: int, tenant: bytes = b""
+    ) -> None:
+        """A turn whose prompt is `chain`; what it computes is kept from now on, for `tenant`."""
         span = TurnSpan(0, prompt, prompt, self._block)
         points = frozenset(self._policy.checkpoints(span))
-        self._running[turn_id] = Running(chain, prompt, points, set())
+        names = self._names.of(tenant)
+        self._running[turn_id] = Running(names, chain, prompt, points, set())
 
     def known(self, turn_id: TurnId, ids: set[bytes]) -> None:
         """These records stand in the store."""
@@ -102,7 +104,7 @@ class Saves:
         for position in self._passed(running, event):
             if position in running.points:
                 effects += self._point(running, position, next_errand)
-            elif position > running.prompt and not self._capture.exact_end:
+            elif position > running.prompt:
                 running.pinned = position
                 effects.append(Pin(event.turn_id, position))
         last = min(event.end // self._block, len(running.chain.digests))
@@ -167,7 +169,7 @@ class Saves:
     def _point(
         self, running: Running, position: int, next_errand: Callable[[], Errand]
     ) -> Iterator[Copy]:
-        names, depth, digests = self._names, position // self._block, running.chain.digests
+        names, depth, digests = running.names, position // self._block, running.chain.digests
         for name in names.layout.point_names:
             id_ = names.point_id(name, depth, digests)
             if id_ not in running.stored:
@@ -201,7 +203,7 @@ class Saves:
     def _cell(
         self, running: Running, cell: Cell, next_errand: Callable[[], Errand]
     ) -> Iterator[Copy]:
-        names, digests = self._names, running.chain.digests
+        names, digests = running.names, running.chain.digests
         for name in names.layout.range_names:
             if names.range_id(name, cell, digests) not in running.stored:
                 meta = names.range_meta(name, cell, digests)

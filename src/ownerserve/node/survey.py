@@ -182,13 +182,13 @@ def readings(names: RecordNames, stored: Held, *, way: Priced, start: int) -> tu
             continue
         units = (first - cell.first, end - cell.first)
         for name, record in parts.items():
-            want = Want(record.id, *units, descriptor=names.descriptor)
+            want = Want(record.id, *units, descriptor=names.descriptor(name))
             size = names.slot_bytes(name) * (end - first)
             found.append(Reading(want, name, first, end, size, record.tier))
     if way.checkpoint is not None and any(s.action is RestoreAction.LOAD_POINT for s in way.steps):
         depth = way.checkpoint // block
         for name, record in stored.points.get(depth, {}).items():
-            want = Want(record.id, descriptor=names.descriptor)
+            want = Want(record.id, descriptor=names.descriptor(name))
             size = names.slot_bytes(name)
             found.append(Reading(want, name, depth, depth, size, record.tier))
     return tuple(found)

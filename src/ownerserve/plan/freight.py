@@ -1,7 +1,6 @@
 """What must be loaded, and how long that takes on one engine at one moment's prices.
 
-`Carrier` turns bytes by tier into ms. `RangeLoads` answers for [0, position) of one query; points
-are asked for deepest first, so it walks the spans once, from the end.
+`Carrier` turns bytes by tier into ms. `RangeLoads` answers for [0, position) of one query.
 
       spans   │ device │  host  │ host │   disk    │
       books     {}       {h}      {h}    {h, d}       what [0, position) needs, by tier
@@ -10,6 +9,7 @@ are asked for deepest first, so it walks the spans once, from the end.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from math import inf
 
 from ownerserve.plan.cost.load import LoadTable
@@ -18,6 +18,13 @@ from ownerserve.plan.inputs import Abilities, Piece, RestoreQuery, Span, Tier
 
 Book = dict[Tier, int]
 """Bytes to bring, by tier."""
+
+SEVERAL = -1
+"""In a _Part: its span's bytes lie in more than one tier."""
+
+_Part = tuple[float, LoadTable | None, int, int, int, int]
+"""ms of all tiers but the span's own, that one's table and bytes before the span, the span's bytes,
+its start and length."""
 
 
 class Freight:
@@ -125,46 +132,31 @@ class Carrier:
 
 
 class RangeLoads:
-    """How long the range state of [0, position) takes to load. Ask deepest position first."""
+    """How long the range state of [0, position) takes to load, for any position of one query."""
 
-    __slots__ = (
-        "_at",
-        "_base_ms",
-        "_before",
-        "_carrier",
-        "_length",
-        "_own_bytes",
-        "_own_table",
-        "_piece_bytes",
-        "_spans",
-        "_start",
-        "covered",
-    )
+    __slots__ = ("_before", "_carrier", "_ends", "_parts", "_spans", "covered")
 
     def __init__(self, spans: tuple[Span, ...], carrier: Carrier) -> None:
         self._carrier = carrier
+        self._spans = spans
         self.covered = 0
         """How far range state can be had, from 0."""
         total = Freight()
-        usable = 0
+        self._ends: list[int] = []
+        # Bytes before each span, by tier. None where only a full sum will do: loads under way, a
+        # second hop.
+        self._before: list[Book] | None = []
         for span in spans:
-            if span.pieces:
-                if not carrier.has_price(span.pieces):
-                    break
-                for piece in span.pieces:
-                    total.add(piece, piece.bytes)
+            if not carrier.has_price(span.pieces):
+                break
+            self._before.append(total.now.copy())
+            for piece in span.pieces:
+                total.add(piece, piece.bytes)
             self.covered = span.end
-            usable += 1
-        self._spans = spans[:usable]
-        self._at = usable
-        # Bytes before span `_at` by tier; None where only a full sum will do (loads under way, a
-        # second hop). Then the time of all tiers but the span's own, and that one's bytes.
-        on_device = Tier.DEVICE in total.now
-        self._before = None if total.late or carrier.via_host or on_device else total.now
-        self._start = self.covered
-        self._length = self._piece_bytes = self._own_bytes = 0
-        self._base_ms = 0.0
-        self._own_table: LoadTable | None = None
+            self._ends.append(span.end)
+        if total.late or carrier.via_host or Tier.DEVICE in total.now:
+            self._before = None
+        self._parts: dict[int, _Part] = {}
 
     def ms_until(self, position: int) -> float:
         """Time to load [0, position); `position` must not exceed `covered`."""
@@ -172,40 +164,32 @@ class RangeLoads:
             return 0.0
         if self._before is None:
             return self._carrier.ms(freight_until(self._spans, position))
-        if position <= self._start:
-            self._walk_to(position)
-        table = self._own_table
+        at = bisect_left(self._ends, position)
+        part = self._parts.get(at)
+        if part is None:
+            part = self._parts[at] = self._part(at, self._before[at])
+        base_ms, table, own_bytes, piece_bytes, start, length = part
         if table is None:
-            return self._base_ms
-        if len(self._spans[self._at].pieces) > 1:
+            return base_ms
+        if piece_bytes < 0:
             return self._carrier.ms(freight_until(self._spans, position))
-        used = -(-self._piece_bytes * (position - self._start) // self._length)
-        return self._base_ms + table.ms(self._own_bytes + used)
+        return base_ms + table.ms(own_bytes - (-piece_bytes * (position - start) // length))
 
     def moved_until(self, position: int) -> int:
         """Bytes of [0, position) that newly come to the device."""
         return freight_until(self._spans, position).moved_bytes
 
-    def _walk_to(self, position: int) -> None:
-        """Step down to the span that holds `position`, taking what it passes off the books."""
-        before = self._before
-        assert before is not None
-        while True:
-            self._at -= 1
-            span = self._spans[self._at]
-            for piece in span.pieces:
-                before[piece.tier] -= piece.bytes
-            if span.start < position:
-                break
-        self._start, self._length = span.start, span.end - span.start
-        carrier, own_tier = self._carrier, None
-        self._own_bytes, self._base_ms, self._own_table = 0, 0.0, None
+    def _part(self, at: int, before: Book) -> _Part:
+        """What is the same for all positions inside span `at`."""
+        carrier, span = self._carrier, self._spans[at]
+        own_tier, table, own_bytes, base_ms, piece_bytes = None, None, 0, 0.0, 0
         if span.pieces:
-            own_tier, self._piece_bytes = span.pieces[0].tier, span.pieces[0].bytes
-            self._own_table = carrier.tables[own_tier]
-            self._base_ms = carrier.wait_ms(own_tier)
+            own_tier = span.pieces[0].tier
+            piece_bytes = span.pieces[0].bytes if len(span.pieces) == 1 else SEVERAL
+            table, base_ms = carrier.tables[own_tier], carrier.wait_ms(own_tier)
         for tier, count in before.items():
             if tier is own_tier:
-                self._own_bytes = count
+                own_bytes = count
             elif count:
-                self._base_ms += carrier.tables[tier].ms(count) + carrier.wait_ms(tier)
+                base_ms += carrier.tables[tier].ms(count) + carrier.wait_ms(tier)
+        return base_ms, table, own_bytes, piece_bytes, span.start, span.end - span.start

@@ -3,8 +3,9 @@
     argmin over ways of   T_queue + T_load + T_recompute + T_stall + lambda * M_HBM
 
 (seed 000 §2.6.6; terms as plan.outcome draws them). The search prices with plain floats and leaves
-out what can't win: points come deepest first, a shallower one computes more, so once computing
-alone costs more than the best way so far, all that follow are dominated.
+out what can't win. A shallower point computes more and loads less: the search begins where the two
+balance and goes both ways, shallower until computing alone takes longer than the best way so far,
+deeper until loading alone does.
 
 When an estimate has been badly wrong lately the planner asks, for each such estimate, whether the
 choice would change if it were off by its own mean error, up or down. If not, the price decides. If
@@ -21,8 +22,8 @@ from math import inf
 
 from ownerserve.kv.units import GIB
 from ownerserve.plan.cost.prices import Prices
-from ownerserve.plan.freight import Carrier, RangeLoads, freight_until
-from ownerserve.plan.inputs import Abilities, Exactness, ModelState, Point, RestoreQuery
+from ownerserve.plan.freight import Carrier, RangeLoads
+from ownerserve.plan.inputs import Abilities, Exactness, ModelState, Point, RestoreQuery, Tier
 from ownerserve.plan.outcome import Basis, Explanation, NotOffered, Priced, RestorePlan
 from ownerserve.plan.rules import (
     device_hit,
@@ -127,54 +128,75 @@ class _Search:
         self.prefill_total_ms = inf
         self._best_ms = inf
         self._best = PREFILL_ALL
+        self._points_ms: dict[tuple[Tier, int], float] = {}
 
     def best(self) -> Way:
         """The cheapest open way."""
-        tokens, covered = self._query.tokens, self._loads.covered
-        prefill, queue_ms, load_from_ms = self._prices.prefill, self._queue_ms, self._load_from_ms
-        a, b, c = prefill.a_ms, prefill.b_ms, prefill.c_ms
-        self.prefill_total_ms = self._total_ms(0.0, prefill.ms(tokens, 0), 0)
+        tokens, points = self._query.tokens, self._query.points
+        queue_ms, ms_until = self._queue_ms, self._loads.ms_until
+        self.prefill_total_ms = self._total_ms(0.0, self._prices.prefill.ms(tokens, 0), 0)
         self._best_ms = self.prefill_total_ms * (1.0 + PREFER_SEALED)
-        points = self._query.points
-        for index in range(self._first_affordable(), len(points)):
-            point = points[index]
-            at = point.position
-            if at >= tokens or at > covered:
-                continue
-            new = tokens - at
-            compute_ms = a + new * (b + c * (at + 0.5 * new))
-            if queue_ms + compute_ms >= self._best_ms:
+        deepest = min(tokens - 1, self._loads.covered)
+        first = bisect_left(points, -deepest, key=lambda point: -point.position)
+        if first == len(points):
+            return self._best
+        begin = self._balanced(first)
+        for index in range(begin, len(points)):
+            tail_ms = self._tail_ms(index)
+            if queue_ms + tail_ms >= self._best_ms:
                 break
-            load_ms = self._loads.ms_until(at)
-            if load_from_ms + load_ms >= self._best_ms:
-                continue
-            if not point.lacks and (self._hit is None or self._is_one_length(point)):
-                all_ms = load_ms + self._carrier.point_ms(point.pieces)
-                if load_from_ms + all_ms < self._best_ms:
-                    total_ms = self._total_ms(all_ms, compute_ms, at)
-                    if total_ms < self._best_ms:
-                        self._best_ms, self._best = total_ms, Way(at, at, point)
-            if self._replay_tokens is not None:
-                self._try_replays(index, compute_ms, load_ms=load_ms)
+            self._try(index, tail_ms, load_ms=ms_until(points[index].position))
+        for index in range(begin - 1, first - 1, -1):
+            load_ms = ms_until(points[index].position)
+            if self._load_from_ms + load_ms >= self._best_ms:
+                break
+            self._try(index, self._tail_ms(index), load_ms=load_ms)
         return self._best
 
-    def _first_affordable(self) -> int:
-        """The deepest point whose range load alone is cheaper than a full prefill.
+    def _point_ms(self, point: Point) -> float:
+        """The load of a point's state: most points of a query lie alike, and are priced once."""
+        pieces = point.pieces
+        if len(pieces) != 1 or pieces[0].ready_ms > 0.0:
+            return self._carrier.point_ms(pieces)
+        key = (pieces[0].tier, pieces[0].bytes)
+        ms = self._points_ms.get(key)
+        if ms is None:
+            ms = self._points_ms[key] = self._carrier.point_ms(pieces)
+        return ms
 
-        Loads only shrink with depth, so where the deepest is too dear the first that is not is
-        found by halving.
-        """
-        points, spans, covered = self._query.points, self._query.spans, self._loads.covered
+    def _balanced(self, first: int) -> int:
+        """The deepest point from `first` on whose range load takes no longer than the compute
+        behind it; found by halving, since loads shrink and tails grow."""
+        points, lead_ms = self._query.points, self._queue_ms - self._load_from_ms
 
-        def affordable(point: Point) -> bool:
-            if point.position > covered:
-                return False
-            load_ms = self._carrier.ms(freight_until(spans, point.position))
-            return self._load_from_ms + load_ms < self._best_ms
+        def is_loaded_in_time(index: int) -> bool:
+            return self._loads.ms_until(points[index].position) <= lead_ms + self._tail_ms(index)
 
-        if not points or affordable(points[0]):
-            return 0
-        return bisect_left(points, 1, key=lambda point: int(affordable(point)))
+        if is_loaded_in_time(first):
+            return first
+        return bisect_left(range(len(points)), 1, first, key=is_loaded_in_time)
+
+    def _tail_ms(self, index: int) -> float:
+        """What computing all behind point `index` takes."""
+        prefill, at = self._prices.prefill, self._query.points[index].position
+        new = self._query.tokens - at
+        return prefill.a_ms + new * (prefill.b_ms + prefill.c_ms * (at + 0.5 * new))
+
+    def _try(self, index: int, tail_ms: float, *, load_ms: float) -> None:
+        """The ways through one point. `tail_ms` computes what follows it, `load_ms` loads the range
+        state before it."""
+        # Stage by stage: nothing ends before the last stage of its compute.
+        ends_ms = self._load_from_ms + load_ms + tail_ms / self._stages
+        if ends_ms >= self._best_ms:
+            return
+        point = self._query.points[index]
+        if not point.lacks and (self._hit is None or self._is_one_length(point)):
+            point_ms = self._point_ms(point)
+            if ends_ms + point_ms < self._best_ms:
+                at = point.position
+                self._offer(Way(at, at, point), load_ms + point_ms, compute_ms=tail_ms)
+        if self._replay_tokens is not None:
+            self._try_replays(index, tail_ms, load_ms=load_ms)
 
     def _try_replays(self, index: int, tail_ms: float, *, load_ms: float) -> None:
         """The replays that end at point `index`: from nothing, bounded, from an earlier point.
@@ -198,7 +220,7 @@ class _Search:
             if earlier.position <= start or self._queue_ms + compute_ms >= self._best_ms:
                 break
             if not earlier.lacks:
-                all_ms = load_ms + self._carrier.point_ms(earlier.pieces)
+                all_ms = load_ms + self._point_ms(earlier)
                 self._offer(Way(at, earlier.position, earlier), all_ms, compute_ms=compute_ms)
 
     def _again_ms(self, start: int, floor: int) -> float:

@@ -16,14 +16,15 @@ class Spread(msgspec.Struct, frozen=True):
 
     mean: float
     p50: float
+    p90: float
     p95: float
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Mean, p50 and p95 of `values`; zeros when empty."""
+    """Mean, p50, p90 and p95 of `values`; zeros when empty."""
     if not values:
-        return Spread(0.0, 0.0, 0.0)
-    return Spread(float(np.mean(values)), *(float(np.percentile(values, q)) for q in (50, 95)))
+        return Spread(0.0, 0.0, 0.0, 0.0)
+    return Spread(float(np.mean(values)), *(float(np.percentile(values, q)) for q in (50, 90, 95)))
 
 
 class PoolUse(msgspec.Struct, frozen=True):
@@ -79,6 +80,9 @@ class Pressure(msgspec.Struct):
 class PolicyResult(msgspec.Struct, frozen=True):
     """One policy's run. `modes`: execution mode -> turns. `e2e_s`: per session, gaps included.
 
+    `tpot_ms`: per turn, the time of each output token after the first. `hotspot_index`: prompt
+    tokens computed by the busiest worker over the mean of all (1 = even). `wall_clock_factor`: how
+    long the run took over how long it takes when answers cost no time (arrivals and tool gaps).
     `kv_bytes`: component -> bytes in use on all workers when the last turn ended.
     """
 
@@ -88,12 +92,36 @@ class PolicyResult(msgspec.Struct, frozen=True):
     cached_token_share: float
     prefill_tokens_saved: int
     ttft_ms: Spread
+    tpot_ms: Spread
+    hotspot_index: float
+    wall_clock_factor: float
     e2e_s: Spread
     modes: dict[str, int]
     requests_by_worker: dict[str, int]
     kv_bytes: dict[str, int]
     pressure: Pressure
     first_errors: list[str]
+
+
+def summary_table(results: Mapping[str, PolicyResult]) -> Table:
+    """Seed 002's columns, a row for each policy."""
+    table = Table(title="One workload, each policy on fresh workers", title_justify="left")
+    table.add_column("policy", no_wrap=True)
+    for heading in ("TTFT ms\np50", "\np90", "TPOT ms\np90", "cached\nshare"):
+        table.add_column(heading, justify="right")
+    for heading in ("hotspot\nindex", "wall-clock\nfactor"):
+        table.add_column(heading, justify="right")
+    for name, result in results.items():
+        table.add_row(
+            name,
+            f"{result.ttft_ms.p50:.0f}",
+            f"{result.ttft_ms.p90:.0f}",
+            f"{result.tpot_ms.p90:.1f}",
+            f"{result.cached_token_share:.1%}",
+            f"{result.hotspot_index:.2f}",
+            f"{result.wall_clock_factor:.2f}",
+        )
+    return table
 
 
 def policy_table(results: Mapping[str, PolicyResult]) -> Table:
@@ -112,7 +140,10 @@ def policy_table(results: Mapping[str, PolicyResult]) -> Table:
     row("prompt tokens", [f"{c.prompt_tokens:,}" for c in columns])
     row("cached-token share", [f"{c.cached_token_share:.1%}" for c in columns])
     row("prefill tokens saved", [f"{c.prefill_tokens_saved:,}" for c in columns])
-    row("TTFT p50 / p95, ms", [f"{c.ttft_ms.p50:.0f} / {c.ttft_ms.p95:.0f}" for c in columns])
+    row("TTFT p50 / p90, ms", [f"{c.ttft_ms.p50:.0f} / {c.ttft_ms.p90:.0f}" for c in columns])
+    row("TPOT p90, ms", [f"{c.tpot_ms.p90:.1f}" for c in columns])
+    row("hotspot index", [f"{c.hotspot_index:.2f}" for c in columns])
+    row("wall-clock factor", [f"{c.wall_clock_factor:.2f}" for c in columns])
     row("session end to end, mean s", [f"{c.e2e_s.mean:.2f}" for c in columns])
     row("session end to end, p95 s", [f"{c.e2e_s.p95:.2f}" for c in columns])
     row(

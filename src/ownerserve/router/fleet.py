@@ -1,105 +1,120 @@
-"""The workers as the router counts them: what was sent to each and has not come back.
+"""All routing units ever seen, in a stable order, and the candidates for each model.
 
-Owns the load ledger. Load is added when a request is dispatched, whatever path led there, and
-taken off in two parts: its prefill at the first byte, the rest at its end.
+Owns who is up and in which life. A model has candidates of its own: the workers that name it (as
+their model or an adapter) and those that name none. So has a request that names no model: all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
-
 from ownerserve.kv.errors import InvariantViolated
-from ownerserve.kv.ids import SessionId, WorkerId
-
-
-class Worker:
-    """One engine process. `up` is the state's word; counts are this router's own dispatches."""
-
-    __slots__ = (
-        "held_tokens",
-        "id",
-        "order",
-        "pending_prefill_tokens",
-        "requests",
-        "sessions",
-        "up",
-    )
-
-    def __init__(self, worker: WorkerId, order: int) -> None:
-        self.id = worker
-        self.order = order
-        self.up = False
-        self.pending_prefill_tokens = 0
-        self.held_tokens = 0
-        self.requests = 0
-        self.sessions: set[SessionId] = set()
-
-    @property
-    def bound_sessions(self) -> int:
-        return len(self.sessions)
-
-
-class Load(msgspec.Struct, gc=False):
-    """What one dispatch counts for at its worker. `prefill_tokens` becomes 0 at the first byte."""
-
-    prefill_tokens: int
-    held_tokens: int
+from ownerserve.kv.ids import WorkerId
+from ownerserve.kv.messages import RoutingUnit, WorkerStatus
+from ownerserve.router.candidates import Candidates
+from ownerserve.router.messages import WorkerUp
+from ownerserve.router.worker import Worker
 
 
 class Fleet:
-    """All workers ever seen, in a stable order, and the load on each."""
+    """Routing units by (worker, dp_rank)."""
 
     def __init__(self) -> None:
-        self._workers: dict[WorkerId, Worker] = {}
-        self._up: tuple[Worker, ...] = ()
+        self._workers: dict[tuple[WorkerId, int], Worker] = {}
+        self._all = Candidates()
+        self._nameless = Candidates()
+        """Those that name no model, and so may serve any."""
+        self._by_model: dict[str, Candidates] = {}
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
 
     def __getitem__(self, worker: WorkerId) -> Worker:
-        return self._workers[worker]
+        """Its first rank."""
+        return self._workers[worker, 0]
 
     @property
     def up(self) -> tuple[Worker, ...]:
-        """Workers that may be chosen, in the order in which they first came."""
-        return self._up
+        """Workers that run turns and may be chosen, in the order in which they first came."""
+        return tuple(self._all)
 
-    def raise_up(self, worker: WorkerId) -> None:
-        known = self._workers.get(worker)
+    def candidates(self, model: str | None) -> Candidates:
+        """Who may serve a request for `model`; None when the request names none."""
+        if model is None:
+            return self._all
+        return self._by_model.get(model, self._nameless)
+
+    def find(self, unit: RoutingUnit) -> Worker | None:
+        """The unit in this very life, or None."""
+        known = self._workers.get((unit.worker, unit.dp_rank))
+        return known if known is not None and known.incarnation == unit.incarnation else None
+
+    def heard(self, status: WorkerStatus, now_s: float) -> None:
+        """A worker's word on its load. It also tells of a restart, earlier than any probe."""
+        unit = status.unit
+        known = self._workers.get((unit.worker, unit.dp_rank))
         if known is None:
-            known = self._workers[worker] = Worker(worker, len(self._workers))
+            return
+        if known.incarnation is None:
+            known.incarnation = unit.incarnation
+        elif unit.incarnation > known.incarnation:
+            known.begin_life(unit.incarnation)
+        if unit.incarnation == known.incarnation:
+            known.stamp(status, now_s)
+
+    def raise_up(self, event: WorkerUp) -> None:
+        """A unit answers; with a later incarnation, or after it was down without one, anew."""
+        place = event.worker, event.dp_rank
+        known = self._workers.get(place)
+        if known is None:
+            known = Worker(event.worker, len(self._workers), dp_rank=event.dp_rank)
+            self._workers[place] = known
+        if _is_another_life(event, known):
+            known.begin_life(event.incarnation)
+        elif event.incarnation is not None:
+            known.incarnation = event.incarnation
+        if known.up and event.profile in (None, known.profile):
+            return
+        self._leave(known)
+        if event.profile is not None:
+            known.become(event.profile)
         known.up = True
-        self._recount()
+        self._join(known)
 
-    def take_down(self, worker: WorkerId) -> Worker | None:
-        """The worker, when it was up; None when there is nothing to do."""
-        known = self._workers.get(worker)
-        if known is None or not known.up:
-            return None
-        known.up = False
-        self._recount()
-        return known
+    def take_down(self, worker: WorkerId) -> list[Worker]:
+        """The worker's units that were up; none when there is nothing to do."""
+        units = [unit for unit in self._workers.values() if unit.id == worker and unit.up]
+        for unit in units:
+            unit.up = False
+            self._leave(unit)
+        return units
 
-    def _recount(self) -> None:
-        self._up = tuple(worker for worker in self._workers.values() if worker.up)
+    def check(self) -> None:
+        """Raise InvariantViolated unless every order is sorted and complete."""
+        for pool in (self._all, self._nameless, *self._by_model.values()):
+            pool.check()
+        up = {worker for worker in self._workers.values() if worker.up}
+        if self._all.everyone() != up:
+            raise InvariantViolated("invariant 5: the candidates are not those that are up")
 
-    @staticmethod
-    def count(worker: Worker, load: Load) -> None:
-        worker.requests += 1
-        worker.pending_prefill_tokens += load.prefill_tokens
-        worker.held_tokens += load.held_tokens
+    def _join(self, worker: Worker) -> None:
+        self._all.add(worker)
+        names = worker.profile.names - {""}
+        if not names:
+            for pool in (self._nameless, *self._by_model.values()):
+                pool.add(worker)
+        for name in sorted(names):
+            if name not in self._by_model:
+                self._by_model[name] = Candidates(self._nameless.everyone())
+            self._by_model[name].add(worker)
 
-    @staticmethod
-    def release_prefill(worker: Worker, load: Load) -> None:
-        worker.pending_prefill_tokens -= load.prefill_tokens
-        load.prefill_tokens = 0
+    def _leave(self, worker: Worker) -> None:
+        for pool in (self._all, self._nameless, *self._by_model.values()):
+            pool.discard(worker)
 
-    @staticmethod
-    def release(worker: Worker, load: Load) -> None:
-        worker.requests -= 1
-        worker.pending_prefill_tokens -= load.prefill_tokens
-        worker.held_tokens -= load.held_tokens
-        if worker.requests < 0 or worker.pending_prefill_tokens < 0 or worker.held_tokens < 0:
-            raise InvariantViolated(f"invariant 5: load of {worker.id} went below zero")
+
+def _is_another_life(event: WorkerUp, known: Worker) -> bool:
+    """Without two incarnations to compare, one that was down is taken to have restarted."""
+    if event.incarnation is None or known.incarnation is None:
+        return not known.up
+    return event.incarnation > known.incarnation

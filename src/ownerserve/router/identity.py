@@ -3,7 +3,8 @@
 Owns the list of headers and body fields that name a session, and their order. The first that is
 present wins; ids are compared whole, never by prefix ("session-1" and "session-12" are two), and
 each is scoped to its tenant and to the field that named it, so that nobody can reach another
-tenant's session by guessing its id. Never looks at message content.
+tenant's session by guessing its id. Where nothing names a session its content does
+(content_chain.py): `content_of` says which bytes count, and never looks into them.
 
 | order | field | sent by |
 |---|---|---|
@@ -16,6 +17,9 @@ tenant's session by guessing its id. Never looks at message content.
 | 7 | body session_id, prompt_cache_key, previous_response_id | ours, OpenAI clients |
 | 8 | body metadata.user_id with a session in it | Claude Code before it had a header |
 | 9 | body user | OpenAI clients; names a user rather than a session, so it comes last |
+| 10 | what the body begins with | agents that send no key |
+
+A session ends with the turn that says so: x-ownerserve-session-final or x-dynamo-session-final.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from hashlib import blake2b
 import msgspec
 
 from ownerserve.kv.ids import SessionId
+from ownerserve.router.content_chain import Content, root_of
 from ownerserve.router.scan import BodyFields
 
 ID_BYTES_MAX = 256
@@ -55,12 +60,19 @@ _PARENT_HEADERS = {
 }
 _CLAUDE_SESSION, _CLAUDE_AGENT = b"x-claude-code-session-id", b"x-claude-code-agent-id"
 _CLAUDE_PARENT = b"x-claude-code-parent-agent-id"
-_FINAL = b"x-dynamo-session-final"
+_FINAL = (b"x-ownerserve-session-final", b"x-dynamo-session-final")
 
 IDENTITY_HEADERS = frozenset(
-    {*_SESSION_HEADERS, *_PARENT_HEADERS.values(), _CLAUDE_AGENT, _CLAUDE_PARENT, _FINAL}
+    {*_SESSION_HEADERS, *_PARENT_HEADERS.values(), _CLAUDE_AGENT, _CLAUDE_PARENT, *_FINAL}
 )
 """Every header `identify` reads, in lower case. A request that gives one twice is refused."""
+
+_BEFORE_MESSAGES = ("tools", "system", "instructions")
+"""In the order in which chat templates show them."""
+
+_CACHE_MARKER = b'"cache_control"'
+_CACHE_MARKERS = re.compile(rb',\s*"cache_control"\s*:\s*(?:null|\{[^{}]*\})')
+"""Anthropic's: a client moves them on with every turn, so they can't count as content."""
 
 _METADATA_SESSION = re.compile(r"_session_([0-9A-Za-z-]+)$")
 
@@ -70,17 +82,21 @@ class Source(enum.StrEnum):
 
     HEADER = "header"
     BODY = "body"
+    CONTENT = "content"
     NONE = "none"
 
 
 class Identity(msgspec.Struct, frozen=True, gc=False):
-    """The session of a request; `session` is None when nothing names one."""
+    """The session of a request; `session` is None when nothing names one.
+
+    `parent`: as the client says, or whose content it begins like. `final`: the client says that
+    the session ends with this turn.
+    """
 
     session: SessionId | None = None
     source: Source = Source.NONE
     parent: SessionId | None = None
     final: bool = False
-    """The client says that the session ends with this turn."""
 
 
 ANONYMOUS = Identity()
@@ -111,7 +127,39 @@ def identify(headers: Mapping[bytes, bytes], body: BodyFields, *, tenant: str) -
             value = headers.get(name)
             if value:
                 return _from_header(name, value.decode("latin-1"), headers=headers, tenant=tenant)
-    return _from_body(body, tenant) if body.spans else ANONYMOUS
+    found = _from_body(body, tenant) if body.spans else ANONYMOUS
+    if headers and found.session is not None and says_final(headers):
+        return msgspec.structs.replace(found, final=True)
+    return found
+
+
+def says_final(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the client says that its session ends with this turn."""
+    return any(headers.get(name, b"").lower() in (b"true", b"1") for name in _FINAL)
+
+
+def content_of(body: BodyFields, *, tenant: str) -> Content | None:
+    """The conversation in a body: what comes before the messages, and their bytes.
+
+    The bytes end where the next turn's go on: before the bracket, or the quote of one long text.
+    """
+    for key in ("messages", "input", "prompt"):
+        span = body.content.get(key)
+        if span is not None:
+            break
+    else:
+        return None
+    data, start, end = body.body, span.start + 1, span.end - 1
+    if data[start - 1] not in b'["':
+        return None
+    before = {name: body.slice(name) for name in _BEFORE_MESSAGES if name in body.content}
+    root, root_bytes = root_of(f"{tenant}/{body.text('model')}", before)
+    if data.find(_CACHE_MARKER, start, end) >= 0:
+        data = _CACHE_MARKERS.sub(b"", data[start:end])
+        start, end = 0, len(data)
+    while end > start and data[end - 1] in b" \t\r\n":
+        end -= 1
+    return Content(data, start, end, root, root_bytes)
 
 
 def _from_header(
@@ -128,8 +176,7 @@ def _from_header(
     elif name in _PARENT_HEADERS:
         above = headers.get(_PARENT_HEADERS[name])
         parent = scoped(tenant, field, above.decode("latin-1")) if above else None
-    final = headers.get(_FINAL, b"").lower() in (b"true", b"1")
-    return Identity(session=session, source=Source.HEADER, parent=parent, final=final)
+    return Identity(session=session, source=Source.HEADER, parent=parent, final=says_final(headers))
 
 
 def _claude_agent(session: SessionId, agent: bytes) -> SessionId:

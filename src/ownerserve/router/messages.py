@@ -11,12 +11,20 @@ A request in events and outcomes:
 from __future__ import annotations
 
 import enum
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 import msgspec
 
-from ownerserve.kv.ids import SessionId, WorkerId
+from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
+from ownerserve.kv.messages import RoutingUnit, WorkerStatus
+from ownerserve.plan.inputs import Tier
+from ownerserve.router.profile import Profile
 from ownerserve.router.usage import Usage
+
+if TYPE_CHECKING:
+    from ownerserve.router.decision import Decision
+    from ownerserve.router.turns import TurnClass
 
 Receipt = NewType("Receipt", int)
 """Stands for one counted dispatch. Single-use: it is given back exactly once (invariant 5)."""
@@ -32,10 +40,34 @@ class Reason(Label):
     """Why a worker was chosen. A label of metrics and the x-ownerserve-reason header."""
 
     ROUND_ROBIN = "round_robin"
+    LEAST_LOAD = "least_load"
+    SCORE = "score"
+    """The best by the policy's own formula."""
     OWNER = "owner"
     NEW_SESSION = "new_session"
     OWNER_LOST = "owner_lost"
+    """The owner is gone and nothing of the session is left: a cold start from the token log."""
+    RECOVERED = "recovered"
+    """The owner is gone, but a copy in a store or at another worker outlived it."""
     NO_SESSION = "no_session"
+    FORK = "fork"
+    """The session's first turn, where its parent's prefix lies."""
+    REPLICA = "replica"
+    """A fork, away from its prefix's busy holders: one more read-only copy is made."""
+    CACHED = "cached"
+    """Enough of the prompt is held there."""
+    CHEAPEST = "cheapest"
+    """The lowest cost of all ways that were priced."""
+    HOT_OWNER = "hot_owner"
+    """The owner is too busy: the session moves."""
+    HOT_COOLING = "hot_cooling"
+    """The owner is too busy, but the session moved a short time ago: it stays."""
+    HOT_NO_TARGET = "hot_no_target"
+    """The owner is too busy, but nobody is better and has room: it stays."""
+    EXPIRED = "expired"
+    """The session was away for longer than it is kept a place for: it starts anew."""
+    SPLIT = "split"
+    """Prefill and decode on different workers, as the policy always does."""
     RETRY_NEW_CONNECTION = "retry_new_connection"
     RETRY_OTHER_WORKER = "retry_other_worker"
 
@@ -44,6 +76,8 @@ class Refusal(Label):
     """Why a request got no worker."""
 
     NO_WORKER = "no_worker"
+    NO_SUCH_MODEL = "no_such_model"
+    """Workers are up, but none serves the model that the request names."""
     DRAINING = "draining"
     ALL_TRIED = "all_tried"
     RETRY_BUDGET = "retry_budget"
@@ -60,6 +94,8 @@ class Failure(Label):
     """The worker closed a fresh connection without an answer."""
     MALFORMED = "malformed"
     """The answer was no HTTP."""
+    REFUSED = "refused"
+    """The worker's admission said no: nothing is wrong with it, and the session stays its own."""
 
 
 class Down(Label):
@@ -74,13 +110,20 @@ class Down(Label):
 
 
 class WorkerUp(msgspec.Struct, frozen=True, gc=False):
-    """A worker answers. Idempotent."""
+    """A worker (one routing unit of it) answers. Idempotent.
+
+    An `incarnation` higher than the known one is a new life: what it held in volatile tiers is
+    gone. Without one, a worker that was down is taken to have restarted. `profile` None: as before.
+    """
 
     worker: WorkerId
+    dp_rank: int = 0
+    incarnation: Incarnation | None = None
+    profile: Profile | None = None
 
 
 class WorkerDown(msgspec.Struct, frozen=True, gc=False):
-    """A worker is gone, and with it what it held: its bindings are dropped. Idempotent."""
+    """All routing units of a worker are out of reach until they are up again. Idempotent."""
 
     worker: WorkerId
     why: Down
@@ -90,17 +133,61 @@ class Drain(msgspec.Struct, frozen=True, gc=False):
     """Take nothing new; what is live runs to its end."""
 
 
+class Stamped(msgspec.Struct, frozen=True, gc=False):
+    """A worker's word on its load, heard now; older stamps than the last one are ignored."""
+
+    status: WorkerStatus
+
+
+class Reported(msgspec.Struct, frozen=True, gc=False):
+    """`unit` (None: the shared store) holds [0, tokens) of a prefix in `tier`.
+
+    `session` stands on it, when given; that is how the router learns a session's prefix hash.
+    """
+
+    unit: RoutingUnit | None
+    tier: Tier
+    prefix_hash: PrefixHash
+    tokens: int
+    session: SessionId | None = None
+
+
+class Gone(msgspec.Struct, frozen=True, gc=False):
+    """`unit` (None: the shared store) no longer holds the prefix in `tier`."""
+
+    unit: RoutingUnit | None
+    tier: Tier
+    prefix_hash: PrefixHash
+
+
+class Claimed(msgspec.Struct, frozen=True, gc=False):
+    """The directory's word: `unit` owns the session under `epoch`. An earlier epoch is ignored."""
+
+    session: SessionId
+    unit: RoutingUnit
+    epoch: Epoch
+
+
 class Arrive(msgspec.Struct, frozen=True, gc=False):
-    """A request; `prompt_bytes` is the size of its body."""
+    """A request; `prompt_bytes` is the size of its body.
+
+    `session` is scoped to its tenant. `model` as the client named it; None: not looked for.
+    `parent`: for a session's first turn, another session that begins in the same way; the first
+    `shared_bytes` of the bodies are equal (None: all that the parent ever had).
+    """
 
     session: SessionId | None
     prompt_bytes: int
+    model: str | None = None
+    parent: SessionId | None = None
+    shared_bytes: int | None = None
 
 
 class FirstByte(msgspec.Struct, frozen=True, gc=False):
-    """The worker began to answer: its prefill is over."""
+    """The worker began to answer: its prefill is over. `status`: its stamp on this answer."""
 
     receipt: Receipt
+    status: WorkerStatus | None = None
 
 
 class Done(msgspec.Struct, frozen=True, gc=False):
@@ -109,6 +196,7 @@ class Done(msgspec.Struct, frozen=True, gc=False):
     receipt: Receipt
     usage: Usage | None = None
     alias: SessionId | None = None
+    status: WorkerStatus | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, gc=False):
@@ -130,20 +218,37 @@ class Aborted(msgspec.Struct, frozen=True, gc=False):
     receipt: Receipt
 
 
-class SessionEnd(msgspec.Struct, frozen=True, gc=False):
-    """The session is over; forget it."""
+class Migrated(msgspec.Struct, frozen=True, gc=False):
+    """A migration is complete: verified at `target`, owner switched, released at the source."""
 
     session: SessionId
+    target: RoutingUnit
+    tokens: int
 
 
-Settling = WorkerUp | WorkerDown | Drain | FirstByte | Done | Broken | Aborted | SessionEnd
+class SessionEnd(msgspec.Struct, frozen=True, gc=False):
+    """The session is over; forget it. `model` as in its Arrive."""
+
+    session: SessionId
+    model: str | None = None
+
+
+Settling = (
+    WorkerUp | WorkerDown | Drain | Stamped | Reported | Gone | Claimed | Migrated
+    | FirstByte | Done | Broken | Aborted | SessionEnd
+)  # fmt: skip
 Event = Arrive | Failed | Settling
 
 # Outcomes
 
 
 class Dispatch(msgspec.Struct, frozen=True, gc=False):
-    """Send it to `worker`; give the receipt back by Done, Failed, Broken or Aborted."""
+    """Send it to `worker`; give the receipt back by Done, Failed, Broken or Aborted.
+
+    `decision` has the action, the prefill worker, the source, the wanted migration and the priced
+    alternatives; `reason` is its reason, or why this is another attempt. `session` is the router's
+    own name for the session: the one to use in later events.
+    """
 
     receipt: Receipt
     worker: WorkerId
@@ -151,6 +256,11 @@ class Dispatch(msgspec.Struct, frozen=True, gc=False):
     attempt: int
     prefill_tokens: int
     """Estimate of what the worker must compute before the first byte."""
+    decision: Decision
+    turn: TurnClass
+    session: SessionId | None
+    prompt_tokens: int
+    dp_rank: int
 
 
 class Refuse(msgspec.Struct, frozen=True, gc=False):

@@ -36,6 +36,9 @@ CONTROL_KEYS = frozenset(
 )
 """Top-level fields the router acts on; nobody may hide or double them."""
 
+CONTENT_KEYS = frozenset({"input", "instructions", "messages", "prompt", "system", "tools"})
+"""Top-level fields that are the conversation: located, never looked into."""
+
 _WHITESPACE = b" \t\r\n"
 _QUOTE, _COLON, _COMMA, _CLOSE = b'":,}'
 _KEY = re.compile(rb'"(?:[^"\\]|\\.)*"')
@@ -51,25 +54,32 @@ class Span(msgspec.Struct, frozen=True, gc=False):
 
 
 class BodyFields(msgspec.Struct, frozen=True):
-    """What a body says to the router. `spans` locates every control value present."""
+    """What a body says to the router. `spans` locates every control value present, `content`
+    every value of the conversation."""
 
     spans: Mapping[str, Span]
-    _body: bytes
+    content: Mapping[str, Span]
+    body: bytes
 
     def text(self, key: str) -> str | None:
         """The control field `key` when it is a string, else None (absent, null, other type)."""
         span = self.spans.get(key)
-        if span is None or self._body[span.start] != _QUOTE:
+        if span is None or self.body[span.start] != _QUOTE:
             return None
-        return _STRING.decode(self._body[span.start : span.end])
+        return _STRING.decode(self.body[span.start : span.end])
 
     def raw(self, key: str) -> bytes | None:
         """The control field `key` as the client wrote it."""
         span = self.spans.get(key)
-        return None if span is None else self._body[span.start : span.end]
+        return None if span is None else self.body[span.start : span.end]
+
+    def slice(self, key: str) -> bytes:
+        """The part `key` of the conversation as the client wrote it."""
+        span = self.content[key]
+        return self.body[span.start : span.end]
 
 
-NO_FIELDS = BodyFields(spans={}, _body=b"")
+NO_FIELDS = BodyFields(spans={}, content={}, body=b"")
 
 
 def scan(body: bytes) -> BodyFields:
@@ -82,12 +92,16 @@ def scan(body: bytes) -> BodyFields:
         raise InvalidInput("body", str(error), "send UTF-8") from error
     except RecursionError as error:
         raise InvalidInput("body", "nested too deep", "send fewer than 1,000 levels") from error
-    return BodyFields(spans=_walk(body, entries), _body=body)
+    spans, content = _walk(body, entries)
+    return BodyFields(spans=spans, content=content, body=body)
 
 
-def _walk(body: bytes, entries: Mapping[str, msgspec.Raw]) -> dict[str, Span]:
-    """Lay `entries` end to end over `body`; the spans of the control values."""
+def _walk(
+    body: bytes, entries: Mapping[str, msgspec.Raw]
+) -> tuple[dict[str, Span], dict[str, Span]]:
+    """Lay `entries` end to end over `body`; the spans of the control values and of the content."""
     spans: dict[str, Span] = {}
+    content: dict[str, Span] = {}
     at = body.index(b"{") + 1
     for key, value in entries.items():
         if body[at] in _WHITESPACE:
@@ -107,6 +121,8 @@ def _walk(body: bytes, entries: Mapping[str, msgspec.Raw]) -> dict[str, Span]:
             raise _doubled(key)
         if key in CONTROL_KEYS:
             spans[key] = Span(at, end)
+        elif key in CONTENT_KEYS:
+            content[key] = Span(at, end)
         at = _skip_whitespace(body, end) if body[end] in _WHITESPACE else end
         if body[at] == _COMMA:
             at += 1
@@ -115,7 +131,7 @@ def _walk(body: bytes, entries: Mapping[str, msgspec.Raw]) -> dict[str, Span]:
     at = _skip_whitespace(body, at)
     if body[at] == _QUOTE:
         raise _doubled(_spelled_key(body, at)[0])
-    return spans
+    return spans, content
 
 
 def _skip_whitespace(body: bytes, at: int) -> int:

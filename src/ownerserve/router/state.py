@@ -2,8 +2,10 @@
 
 | event | does | outcome |
 |---|---|---|
-| WorkerUp, WorkerDown | candidates change; a lost worker's bindings are dropped | Noted |
-| Arrive | the policy chooses, load is counted, the session is bound | Dispatch, Refuse |
+| WorkerUp, WorkerDown | candidates change; a new life unbinds what the old one held | Noted |
+| Stamped | the worker's word on its load replaces what was known | Noted |
+| Reported, Gone, Claimed, Migrated | the dated copy of extents and owners follows | Noted |
+| Arrive | the policy decides, load is counted, the session is bound | Dispatch, Refuse |
 | FirstByte | the prefill part of the load comes off | Noted |
 | Done, Broken, Aborted | the rest comes off; Done teaches the session's ratio and extent | Noted |
 | Failed | the load comes off; another attempt, within a budget | Dispatch, Refuse |
@@ -25,14 +27,20 @@ from typing import Any, overload
 import msgspec
 
 from ownerserve.kv.errors import InvariantViolated
-from ownerserve.kv.ids import SessionId, WorkerId
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.account import Account
-from ownerserve.router.fleet import Fleet, Load, Worker
+from ownerserve.router.audit import audit
+from ownerserve.router.candidates import Candidates
+from ownerserve.router.decision import Decision
+from ownerserve.router.fleet import Fleet
+from ownerserve.router.knowledge import Knowledge
 from ownerserve.router.messages import (
     NOTED,
     Aborted,
     Arrive,
     Broken,
+    Claimed,
     Dispatch,
     Done,
     Down,
@@ -41,45 +49,56 @@ from ownerserve.router.messages import (
     Failed,
     Failure,
     FirstByte,
+    Gone,
+    Migrated,
     Noted,
     Outcome,
     Reason,
     Receipt,
     Refusal,
     Refuse,
+    Reported,
     SessionEnd,
     Settling,
+    Stamped,
     WorkerDown,
     WorkerUp,
 )
-from ownerserve.router.policies.base import Policy, Request
+from ownerserve.router.policies.base import Policy
+from ownerserve.router.questions import ask, scoped_to_model
+from ownerserve.router.request import Request
 from ownerserve.router.retries import RetryBudget
-from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, Session, SessionTable
+from ownerserve.router.sessions import Session, SessionTable
+from ownerserve.router.settings import DEFAULTS, Settings
+from ownerserve.router.worker import Load, Worker
 
 
 class _Live(msgspec.Struct, gc=False):
-    """A dispatch whose end is not yet known."""
+    """A dispatch whose end is not yet known. The first of `loads` is that of `decision.worker`."""
 
-    worker: Worker
-    load: Load
-    session: SessionId | None
-    prompt_bytes: int
+    arrive: Arrive
+    name: SessionId | None
+    session: Session | None
+    decision: Decision
+    life: int
+    loads: tuple[Load, ...]
     reason: Reason
-    attempt: int
-    tried: tuple[WorkerId, ...]
-
-
-_NO_LOAD = Load(0, 0)
+    attempt: int = 1
+    tried: tuple[Worker, ...] = ()
 
 
 class RouterState:
     """Where each request goes, and the account of all requests so far."""
 
-    def __init__(self, policy: Policy, *, retries: RetryBudget | None = None) -> None:
+    def __init__(
+        self, policy: Policy, *, settings: Settings = DEFAULTS, retries: RetryBudget | None = None
+    ) -> None:
         self.fleet = Fleet()
-        self.sessions = SessionTable(self.fleet)
+        self.sessions = SessionTable()
         self.account = Account()
+        self._knowledge = Knowledge(self.fleet, self.sessions)
         self._policy = policy
+        self._settings = settings
         self._retries = retries or RetryBudget()
         self._live: dict[Receipt, _Live] = {}
         self._issued = 0
@@ -88,6 +107,11 @@ class RouterState:
             WorkerUp: self._worker_up,
             WorkerDown: self._worker_down,
             Drain: self._drain,
+            Stamped: self._stamped,
+            Reported: self._knowledge.reported,
+            Gone: self._knowledge.gone,
+            Claimed: self._knowledge.claimed,
+            Migrated: self._knowledge.migrated,
             Arrive: self._arrive,
             FirstByte: self._first_byte,
             Done: self._done,
@@ -113,17 +137,20 @@ class RouterState:
     # Workers
 
     def _worker_up(self, event: WorkerUp, now: float) -> Noted:
-        self.fleet.raise_up(event.worker)
+        self.fleet.raise_up(event)
         return NOTED
 
     def _worker_down(self, event: WorkerDown, now: float) -> Noted:
-        if self.fleet.take_down(event.worker) is not None:
+        if self.fleet.take_down(event.worker):
             self.account.downs[event.why] += 1
-            self.sessions.drop_bindings(event.worker)
         return NOTED
 
     def _drain(self, event: Drain, now: float) -> Noted:
         self._draining = True
+        return NOTED
+
+    def _stamped(self, event: Stamped, now: float) -> Noted:
+        self.fleet.heard(event.status, now)
         return NOTED
 
     # A request
@@ -132,47 +159,47 @@ class RouterState:
         self.account.received += 1
         if self._draining:
             return self._refuse(Refusal.DRAINING)
-        candidates = self.fleet.up
+        candidates = self.fleet.candidates(event.model)
         if not candidates:
-            return self._refuse(Refusal.NO_WORKER)
+            return self._refuse(
+                Refusal.NO_SUCH_MODEL if self.fleet.candidates(None) else Refusal.NO_WORKER
+            )
         self._retries.earn()
-        name, session = event.session, None
-        if name is not None:
-            name = self.sessions.resolve(name)
+        name, session = None, None
+        if event.session is not None:
+            name = self.sessions.resolve(scoped_to_model(event.session, event.model))
             session = self.sessions.touch(name, now)
-        request = Request(
-            session=name,
-            owner=session.owner if session else None,
-            turns=session.turns if session else 0,
-            prompt_tokens=_prompt_tokens(session, event.prompt_bytes),
-        )
+            if event.parent is not None and not session.turns:
+                self._knowledge.fork(session, event)
+        request = ask(event, session, candidates, limits=self._settings, now_s=now)
         if session is not None:
             session.turns += 1
-        choice = self._policy.choose(request, candidates)
-        live = _Live(
-            worker=choice.worker,
-            load=_NO_LOAD,
-            session=name,
-            prompt_bytes=event.prompt_bytes,
-            reason=choice.reason,
-            attempt=1,
-            tried=(),
-        )
-        return self._dispatch(live)
+        decision = self._policy.decide(request, candidates)
+        live = _Live(event, name, session, decision, 0, (), decision.reason)
+        return self._dispatch(live, request)
 
-    def _dispatch(self, live: _Live) -> Dispatch:
-        """Count `live` at its worker, bind its session there, make its receipt."""
-        worker, session = live.worker, None
-        if live.session is not None:
-            session = self.sessions.get(live.session)
-            if session is not None and session.owner != worker.id and worker.up:
-                self.sessions.bind(live.session, worker.id)
-        prompt_tokens = _prompt_tokens(session, live.prompt_bytes)
-        known_tokens = session.extent_tokens if session else 0
-        live.load = Load(
-            prefill_tokens=max(prompt_tokens - known_tokens, 1), held_tokens=prompt_tokens
-        )
-        self.fleet.count(worker, live.load)
+    def _dispatch(self, live: _Live, request: Request) -> Dispatch:
+        """Count `live` at its workers, bind its session there, make its receipt."""
+        decision, session = live.decision, live.session
+        worker, prefill = decision.worker, decision.prefill
+        if session is not None and not session.is_bound_to(worker):
+            if request.owner is not None:
+                session.moved_at_s = request.now_s
+            self.sessions.bind(session, worker)
+        prompt_tokens = request.prompt_tokens
+        prefill_tokens = max(prompt_tokens - decision.cached_tokens, 1)
+        if prefill is None:
+            load = Load(worker, request.now_s, prefill_tokens, prompt_tokens)
+            live.loads = (load,)
+        else:
+            load = Load(worker, request.now_s, 0, prompt_tokens)
+            apart = Load(prefill, request.now_s, prefill_tokens, 0)
+            live.loads = (load, apart)
+            prefill.add(apart)
+        worker.add(load)
+        if session is not None:
+            session.pending_tokens += prefill_tokens
+        live.life = worker.life
         self._issued += 1
         receipt = Receipt(self._issued)
         self._live[receipt] = live
@@ -182,7 +209,12 @@ class RouterState:
             worker=worker.id,
             reason=live.reason,
             attempt=live.attempt,
-            prefill_tokens=live.load.prefill_tokens,
+            prefill_tokens=prefill_tokens,
+            decision=decision,
+            turn=request.turn,
+            session=live.name,
+            prompt_tokens=prompt_tokens,
+            dp_rank=worker.dp_rank,
         )
 
     def _refuse(self, refusal: Refusal) -> Refuse:
@@ -193,25 +225,38 @@ class RouterState:
         live = self._live.get(event.receipt)
         if live is None:
             raise InvariantViolated(f"invariant 5: first byte for no receipt {event.receipt}")
-        self.fleet.release_prefill(live.worker, live.load)
+        for load in live.loads:
+            if live.session is not None:
+                live.session.pending_tokens -= load.prefill_tokens
+            load.worker.take_prefill(load)
+        if event.status is not None:
+            self.fleet.heard(event.status, now)
         return NOTED
 
     def _done(self, event: Done, now: float) -> Noted:
         live = self._release(event.receipt)
         self.account.finished += 1
-        name = live.session
-        if name is None and event.alias is not None and live.worker.up:
-            name = event.alias  # the client can only name this session by its answer's id
-            self.sessions.touch(name, now).turns += 1
-            self.sessions.bind(name, live.worker.id)
-        if name is None:
+        if event.status is not None:
+            self.fleet.heard(event.status, now)
+        worker, session = live.decision.worker, live.session
+        is_there = worker.up and worker.life == live.life
+        alias = event.alias and scoped_to_model(event.alias, live.arrive.model)
+        if session is None and alias and is_there:
+            # The client can only name this session by its answer's id.
+            session = live.session = self.sessions.touch(alias, now)
+            session.turns += 1
+            self.sessions.bind(session, worker)
+        elif alias and live.name is not None:
+            self.sessions.alias(alias, live.name)
+        if session is None:
             return NOTED
-        session = self.sessions.get(name)
-        if session is not None:
-            if event.alias is not None:
-                self.sessions.alias(event.alias, name)
-            if event.usage is not None and session.owner == live.worker.id:
-                session.learn(event.usage, prompt_bytes=live.prompt_bytes)
+        session.idle_since_s = now
+        if event.usage is not None and worker.life == live.life:
+            session.grow(worker, event.usage, prompt_bytes=live.arrive.prompt_bytes)
+            if live.decision.prefill is not None:
+                session.lent(live.decision.prefill, event.usage.prompt_tokens)
+            if live.decision.action is PlacementAction.STATE_MIGRATION:
+                session.released(live.decision.source)
         return NOTED
 
     def _broken(self, event: Broken, now: float) -> Noted:
@@ -227,37 +272,43 @@ class RouterState:
     def _failed(self, event: Failed, now: float) -> Dispatch | Refuse:
         live = self._release(event.receipt)
         self.account.failures[event.failure] += 1
+        if live.name is not None:
+            live.session = self.sessions.get(live.name)  # it may have ended meanwhile
+        candidates = self.fleet.candidates(live.arrive.model)
+        worker = live.decision.worker
         if event.failure is Failure.STALE and live.reason is not Reason.RETRY_NEW_CONNECTION:
             live.attempt, live.reason = live.attempt + 1, Reason.RETRY_NEW_CONNECTION
-            return self._dispatch(live)
+            return self._dispatch(live, self._ask_again(live, candidates, now))
         if event.failure is Failure.CONNECT:
-            self._worker_down(WorkerDown(live.worker.id, Down.UNREACHABLE), now)
-        live.tried += (live.worker.id,)
-        candidates = [worker for worker in self.fleet.up if worker.id not in live.tried]
+            self._worker_down(WorkerDown(worker.id, Down.UNREACHABLE), now)
+        live.tried += (worker,)
+        candidates = candidates.without(live.tried)
         if not candidates:
             return self._refuse(Refusal.ALL_TRIED)
         if not self._retries.spend(len(live.tried)):
             return self._refuse(Refusal.RETRY_BUDGET)
-        request = Request(
-            session=live.session,
-            owner=None,
-            turns=1,
-            prompt_tokens=live.load.held_tokens,
-        )
-        live.worker = self._policy.choose(request, candidates).worker
+        request = self._ask_again(live, candidates, now)
+        live.decision = self._policy.decide(request, candidates)
         live.attempt, live.reason = live.attempt + 1, Reason.RETRY_OTHER_WORKER
-        return self._dispatch(live)
+        return self._dispatch(live, request)
+
+    def _ask_again(self, live: _Live, candidates: Candidates, now: float) -> Request:
+        return ask(live.arrive, live.session, candidates, limits=self._settings, now_s=now)
 
     def _session_end(self, event: SessionEnd, now: float) -> Noted:
-        self.sessions.forget(self.sessions.resolve(event.session))
+        name = scoped_to_model(event.session, event.model)
+        self.sessions.forget(self.sessions.resolve(name))
         return NOTED
 
     def _release(self, receipt: Receipt) -> _Live:
-        """Take the dispatch's load off its worker. The only place where a receipt ends."""
+        """Take the dispatch's load off its workers. The only place where a receipt ends."""
         live = self._live.pop(receipt, None)
         if live is None:
             raise InvariantViolated(f"invariant 5: receipt {receipt} was given back before")
-        self.fleet.release(live.worker, live.load)
+        for load in live.loads:
+            if live.session is not None:
+                live.session.pending_tokens -= load.prefill_tokens
+            load.worker.take(load)
         return live
 
     def check(self) -> None:
@@ -268,22 +319,5 @@ class RouterState:
                 f"invariant 3: {account.received} in, {account.done} done, "
                 f"{account.rejected} rejected, {live} live"
             )
-        for worker in self.fleet:
-            loads = [live.load for live in self._live.values() if live.worker is worker]
-            expected = (
-                len(loads),
-                sum(load.prefill_tokens for load in loads),
-                sum(load.held_tokens for load in loads),
-            )
-            counted = (worker.requests, worker.pending_prefill_tokens, worker.held_tokens)
-            if counted != expected:
-                raise InvariantViolated(f"invariant 5: {worker.id} has {counted}, not {expected}")
-            bound = {name for name, session in self.sessions.items() if session.owner == worker.id}
-            if bound != worker.sessions or (bound and not worker.up):
-                raise InvariantViolated(f"bindings of {worker.id} disagree, or outlive it")
-
-
-def _prompt_tokens(session: Session | None, prompt_bytes: int) -> int:
-    """Tokens of a prompt from its bytes, by the session's own ratio when it has shown one."""
-    ratio = session.bytes_per_token if session else DEFAULT_BYTES_PER_TOKEN
-    return max(int(prompt_bytes / ratio), 1)
+        loads = [load for one in self._live.values() for load in one.loads]
+        audit(self.fleet, self.sessions, loads)

@@ -22,11 +22,15 @@ _RESPONSE_ID = re.compile(rb'"id":\s*"(resp_[0-9A-Za-z_-]{1,200})"')
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """Token counts of one finished turn. `cached_tokens` is the part of the prompt found cached."""
+    """Token counts of one finished turn. `cached_tokens` is the part of the prompt found cached.
+
+    `tells_cached`: the engine counts that part; where it does not, 0 says nothing.
+    """
 
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
+    tells_cached: bool = True
 
 
 def scan_usage(tail: bytes) -> Usage | None:
@@ -43,19 +47,19 @@ def scan_usage(tail: bytes) -> Usage | None:
         return None
     count = found.get
     cached = count("cache_read_input_tokens")
+    tells_cached = True
     if cached is not None:  # Anthropic counts a prompt in three disjoint parts
         prompt = _natural(count("input_tokens")) + _natural(cached)
         prompt += _natural(count("cache_creation_input_tokens"))
     else:
         prompt = _natural(count("prompt_tokens") or count("input_tokens"))
         details = count("prompt_tokens_details") or count("input_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, dict) else 0
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        tells_cached = cached is not None
     if prompt == 0:
         return None
     output = _natural(count("completion_tokens") or count("output_tokens"))
-    return Usage(
-        prompt_tokens=prompt, output_tokens=output, cached_tokens=min(_natural(cached), prompt)
-    )
+    return Usage(prompt, output, min(_natural(cached), prompt), tells_cached)
 
 
 def _natural(value: object) -> int:

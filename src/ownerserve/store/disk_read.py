@@ -129,7 +129,7 @@ class DiskReader:
                 for span in spans(land(group, buffer))
             ]
         except BadRange:
-            return Miss(MissReason.BAD_RANGE, wants[len(items)].id), False
+            return _out_of_range(wants[len(items)], entries), False
         except CapacityExceeded:
             return Miss(MissReason.BUSY, wants[0].id), False
         parts: list[Part | None] = [None] * len(items)
@@ -150,7 +150,7 @@ class DiskReader:
             (item,) = items_of((want,), entries)
             item.landed = landing.take(item.size)
         except BadRange:
-            return Miss(MissReason.BAD_RANGE, want.id), False
+            return _out_of_range(want, entries), False
         except CapacityExceeded:
             return Miss(MissReason.BUSY, want.id), False
         try:
@@ -257,3 +257,10 @@ def land(group: list[Item], buffer: memoryview) -> list[Item]:
 def read_all(segment: Segment, offset: int, into: memoryview) -> None:
     if segment.read(offset, into) < len(into):
         raise Corrupt("the segment ends within the record")
+
+
+def _out_of_range(want: Want, entries: Mapping[bytes, Entry]) -> Miss:
+    """Units that the record lacks: one in another layout may have them, cut otherwise."""
+    is_foreign = want.descriptor not in (None, entries[want.id].meta.descriptor)
+    reason = MissReason.FOREIGN_LAYOUT if is_foreign else MissReason.BAD_RANGE
+    return Miss(reason, want.id)

@@ -78,11 +78,11 @@ class TieredStore:
             if not left:
                 break
             here = tier.find([wants[index].id for index in left])
-            for index in left:
-                want = wants[index]
-                if want.id not in here:
-                    continue
-                outcome = self._read_one(level, want, landing, here[want.id])
+            held = [index for index in left if wants[index].id in here]
+            if not held:
+                continue
+            outcomes = self._read_level(level, [wants[i] for i in held], landing, here=here)
+            for index, outcome in zip(held, outcomes, strict=True):
                 if isinstance(outcome, Part):
                     parts[index] = outcome
                 else:
@@ -93,6 +93,31 @@ class TieredStore:
             return Hit(tuple(parts[index] for index in range(len(wants))), self.name)
         missing = next(index for index in range(len(wants)) if index not in parts)
         return why.get(missing, Miss(MissReason.ABSENT, wants[missing].id))
+
+    def _read_level(
+        self,
+        level: int,
+        wants: Sequence[Want],
+        landing: Landing | None,
+        *,
+        here: Mapping[bytes, Listed],
+    ) -> list[Part | Miss]:
+        """Each want's outcome: in one read, or one by one where that gives nothing, since the
+        others may be good and what is in another layout may be converted."""
+        removals = self.moves.removals
+        together = self.tiers[level].read(wants, landing)
+        if isinstance(together, Hit):
+            return [
+                self._took(level, part, record=here[want.id], removals=removals)
+                for part, want in zip(together.parts, wants, strict=True)
+            ]
+        known = together.reason is not MissReason.FOREIGN_LAYOUT
+        return [
+            together
+            if known and want.id == together.id
+            else self._read_one(level, want, landing, here[want.id])
+            for want in wants
+        ]
 
     def _read_one(
         self, level: int, want: Want, landing: Landing | None, record: Listed
@@ -107,8 +132,11 @@ class TieredStore:
             )
             self.counters["foreign" if isinstance(converted, Miss) else "converted"] += 1
             return converted
-        part = outcome.parts[0]
-        self.counters[f"hit_{tier.name}"] += 1
+        return self._took(level, outcome.parts[0], record=record, removals=removals)
+
+    def _took(self, level: int, part: Part, *, record: Listed, removals: int) -> Part:
+        """Count a hit and have it copied up; `removals` is from before the read."""
+        self.counters[f"hit_{self.tiers[level].name}"] += 1
         whole = len(part.data) == record.payload_bytes
         if level and whole and self.placement.goes_up(record):
             self.moves.add(Move(record, part.data, 0), removals)

@@ -27,14 +27,22 @@ from ownerserve.cli.demo.run import Setup, run_policy
 from ownerserve.cli.demo.vllm_command import VllmDemo, run_vllm_demo
 from ownerserve.cli.demo.workload import Transcript, conversations
 from ownerserve.cli.output import console_for, json_option, write_json
-from ownerserve.report.demo_table import PolicyResult, policy_table
+from ownerserve.report.demo_table import PolicyResult, policy_table, summary_table
+from ownerserve.router.policies import POLICIES as EVERY_POLICY
 from ownerserve.trace.model import Trace
 from ownerserve.trace.read import read_trace
 from ownerserve.trace.synth.generate import generate
 from ownerserve.trace.synth.options import Options
 from ownerserve.trace.transform import keep, scale_lengths
 
-POLICIES = ("affinity", "round_robin")
+POLICIES = ("round_robin", "least_load", "lmetric", "sticky", "ear", "ownerserve")
+"""Compared by default: seed 002's baselines, EAR, and ours."""
+
+DETAILED_MAX = 3
+"""Policies side by side in the long table; of more, the first and the last (--json has all)."""
+
+NEEDS_PREFILL_WORKERS = frozenset({"static_pd", "static_pd_delta", "round_robin_pd"})
+ALL_POLICIES = tuple(name for name in EVERY_POLICY if name not in NEEDS_PREFILL_WORKERS)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -44,8 +52,15 @@ POLICIES = ("affinity", "round_robin")
     "--policy",
     "policies",
     multiple=True,
-    type=click.Choice(POLICIES),
-    help="Once for each policy to run; default: all.",
+    type=click.Choice(ALL_POLICIES),
+    help=f"Once for each policy to run. Default: {', '.join(POLICIES)}.",
+)
+@click.option(
+    "--policies",
+    "which",
+    type=click.Choice(("compared", "all")),
+    default="compared",
+    help="all: every policy that this fleet can carry out.",
 )
 @click.option(
     "--trace",
@@ -54,7 +69,7 @@ POLICIES = ("affinity", "round_robin")
     help="Drive a real trace (any format of `ownerserve trace`) instead of a generated one.",
 )
 @click.option("--sessions", default=8, show_default=True, help="Sessions taken or generated.")
-@click.option("--turns", default=12, show_default=True, help="Requests of each session, at most.")
+@click.option("--turns", default=8, show_default=True, help="Requests of each session, at most.")
 @click.option(
     "--context",
     default=3000,
@@ -98,6 +113,7 @@ def command(
     model: str,
     workers: int,
     policies: tuple[str, ...],
+    which: str,
     trace_path: Path | None,
     sessions: int,
     turns: int,
@@ -135,11 +151,10 @@ def command(
         f"{len(setup.conversations)} sessions, {trace.request_count} requests, "
         f"{trace.input_tokens:,} prompt tokens of {trace.name}; {workers} workers of {model}"
     )
-    results, answers = _run_all(console, policies or POLICIES, setup, trace.request_count)
+    chosen = policies or (ALL_POLICIES if which == "all" else POLICIES)
+    results, answers = _run_all(console, chosen, setup, trace.request_count)
     comparisons = _compare_all(answers)
-    console.print(policy_table(results))
-    for name, comparison in comparisons.items():
-        console.print(_verdict(next(iter(results)), name, comparison))
+    _show(console, results, comparisons)
     resumed = _resume(console, model, context)
     body = {
         "policies": results,
@@ -154,6 +169,17 @@ def command(
     failed = [error for result in results.values() for error in result.first_errors]
     if failed or not body["answers_equal"]:
         raise click.ClickException("; ".join(failed) or "policies gave different answers")
+
+
+def _show(
+    console: Console, results: dict[str, PolicyResult], comparisons: dict[str, Comparison]
+) -> None:
+    names = list(results)
+    shown = names if len(names) <= DETAILED_MAX else [names[0], names[-1]]
+    console.print(policy_table({name: results[name] for name in shown}))
+    console.print(summary_table(results))
+    for name, comparison in comparisons.items():
+        console.print(_verdict(next(iter(results)), name, comparison))
 
 
 def _run_all(

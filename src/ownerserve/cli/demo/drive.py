@@ -30,6 +30,7 @@ class Answer(msgspec.Struct):
     cached_tokens: int = 0
     ttft_ms: float = 0.0
     e2e_ms: float = 0.0
+    tpot_ms: float = 0.0
     mode: str = ""
     worker: str = ""
     error: str = ""
@@ -175,6 +176,8 @@ class _Driver:
         except httpx.HTTPError as error:
             answer.error = f"{type(error).__name__}: {error}"
         answer.e2e_ms = (time.perf_counter() - started) * 1e3
+        if len(answer.tokens) > 1:
+            answer.tpot_ms = (answer.e2e_ms - answer.ttft_ms) / (len(answer.tokens) - 1)
         return answer
 
 

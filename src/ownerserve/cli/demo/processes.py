@@ -21,6 +21,9 @@ from ownerserve.kv.errors import PeerLost
 
 PR_SET_PDEATHSIG = 1
 STOP_S = 10.0
+GATEWAY_ARGUMENTS = ("--prefill-ms", "0.3", "--hot-ms", "300", "--cool-s", "2")
+"""A tiny model on a CPU core computes a token in about that time, and the demo's gaps are short:
+the defaults are for a GPU and for sessions that last for hours."""
 _libc = ctypes.CDLL(None)
 
 
@@ -92,7 +95,7 @@ class Fleet:
         pending = [self._spawn(f"worker-{i}", worker_arguments) for i in range(workers)]
         self.worker_urls = [child.wait_ready(120)[0] for child in pending]
         over = [part for url in self.worker_urls for part in ("--worker", url)]
-        gateway = self._spawn("gateway", ["gateway", "--policy", policy, *over])
+        gateway = self._spawn("gateway", ["gateway", "--policy", policy, *GATEWAY_ARGUMENTS, *over])
         self.gateway_url = gateway.wait_ready(30)[0]
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> Child:

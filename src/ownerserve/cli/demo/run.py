@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import msgspec
 
 from ownerserve.cli.demo.drive import Answer, SessionResult, run_conversations
 from ownerserve.cli.demo.processes import Fleet
-from ownerserve.cli.demo.workload import Conversation, Transcript
+from ownerserve.cli.demo.workload import Conversation, Transcript, unserved_s
 from ownerserve.report.demo_table import PolicyResult, PoolUse, Pressure, spread
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ def run_policy(
         Fleet(Path(folder)) as fleet,
     ):
         fleet.start(setup.worker_arguments, setup.workers, policy)
+        started_s = time.perf_counter()
         sessions = asyncio.run(
             run_conversations(
                 fleet.gateway_url,
@@ -57,8 +59,10 @@ def run_policy(
                 on_turn=on_turn,
             )
         )
+        took_s = time.perf_counter() - started_s
         answers = [answer for session in sessions for answer in session.answers]
-        return _result(sessions, answers, fleet.worker_urls), answers
+        factor = wall_clock_factor(took_s, setup.conversations)
+        return _result(sessions, answers, fleet.worker_urls, factor=factor), answers
 
 
 class _Counted(msgspec.Struct):
@@ -91,7 +95,11 @@ def _ask(url: str, path: str, kind: type[T]) -> T:
 
 
 def _result(
-    sessions: Sequence[SessionResult], answers: Sequence[Answer], worker_urls: Sequence[str]
+    sessions: Sequence[SessionResult],
+    answers: Sequence[Answer],
+    worker_urls: Sequence[str],
+    *,
+    factor: float,
 ) -> PolicyResult:
     good = [answer for answer in answers if not answer.error]
     prompt = sum(answer.prompt_tokens for answer in good)
@@ -108,6 +116,9 @@ def _result(
         cached_token_share=cached / prompt if prompt else 0.0,
         prefill_tokens_saved=cached,
         ttft_ms=spread([answer.ttft_ms for answer in good]),
+        tpot_ms=spread([answer.tpot_ms for answer in good if answer.tpot_ms]),
+        hotspot_index=hotspot_index(good, len(worker_urls)),
+        wall_clock_factor=factor,
         e2e_s=spread([session.e2e_s for session in sessions]),
         modes=dict(Counter(answer.mode or "unknown" for answer in good)),
         requests_by_worker=dict(sorted(Counter(answer.worker for answer in good).items())),
@@ -115,3 +126,17 @@ def _result(
         pressure=pressure,
         first_errors=[answer.error for answer in answers if answer.error][:3],
     )
+
+
+def wall_clock_factor(took_s: float, conversations: Sequence[Conversation]) -> float:
+    """How long a run took over how long it takes when answers cost no time."""
+    return took_s / max(max(map(unserved_s, conversations), default=0.0), 1e-3)
+
+
+def hotspot_index(answers: Sequence[Answer], workers: int) -> float:
+    """Prompt tokens that the busiest worker computed, over the mean of all workers."""
+    computed: Counter[str] = Counter()
+    for answer in answers:
+        computed[answer.worker] += answer.prompt_tokens - answer.cached_tokens
+    total = computed.total()
+    return max(computed.values()) * workers / total if total else 1.0

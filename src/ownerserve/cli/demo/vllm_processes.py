@@ -140,7 +140,7 @@ class VllmFleet:
             self.spawn(store)
         urls = [worker.wait_ready() for worker in self.workers]
         over = [part for url in urls for part in ("--worker", url)]
-        self._gateway = Child("gateway", ["gateway", "--policy", "affinity", *over], self._folder)
+        self._gateway = Child("gateway", ["gateway", "--policy", "sticky", *over], self._folder)
         self.gateway_url = self._gateway.wait_ready(60)[0]
 
     def spawn(self, store: Path | None) -> VllmWorker:

@@ -18,6 +18,7 @@ import httpx
 import msgspec
 
 from ownerserve.cli.demo.drive import Answer, SessionResult, run_conversations
+from ownerserve.cli.demo.run import hotspot_index, wall_clock_factor
 from ownerserve.cli.demo.vllm_processes import VllmFleet, VllmSetup, VllmWorker
 from ownerserve.cli.demo.workload import Conversation, Transcript
 from ownerserve.report.demo_table import PolicyResult, Pressure, spread
@@ -92,6 +93,7 @@ def run_engine(
         stores = [folder / f"kv-{i}" if name == WITH_US else None for i in range(workers)]
         with VllmFleet(setup, folder) as fleet:
             fleet.start(stores)
+            started_s = time.perf_counter()
             sessions = asyncio.run(
                 run_conversations(
                     fleet.gateway_url,
@@ -101,9 +103,10 @@ def run_engine(
                     on_turn=on_turn,
                 )
             )
+            factor = wall_clock_factor(time.perf_counter() - started_s, conversations)
             crash = _crash(fleet) if name == WITH_US else None
         answers = [answer for session in sessions for answer in session.answers]
-        return _result(sessions, answers), answers, crash
+        return _result(sessions, answers, workers, factor=factor), answers, crash
 
 
 def _crash(fleet: VllmFleet) -> Crash:
@@ -152,7 +155,9 @@ def _complete(worker: VllmWorker, prompt: list[int]) -> tuple[int, float, list[f
     return details.get("cached_tokens") or 0, took_ms, logprobs
 
 
-def _result(sessions: Sequence[SessionResult], answers: Sequence[Answer]) -> PolicyResult:
+def _result(
+    sessions: Sequence[SessionResult], answers: Sequence[Answer], workers: int, *, factor: float
+) -> PolicyResult:
     good = [answer for answer in answers if not answer.error]
     prompt = sum(answer.prompt_tokens for answer in good)
     cached = sum(answer.cached_tokens for answer in good)
@@ -163,6 +168,9 @@ def _result(sessions: Sequence[SessionResult], answers: Sequence[Answer]) -> Pol
         cached_token_share=cached / prompt if prompt else 0.0,
         prefill_tokens_saved=cached,
         ttft_ms=spread([answer.ttft_ms for answer in good]),
+        tpot_ms=spread([answer.tpot_ms for answer in good if answer.tpot_ms]),
+        hotspot_index=hotspot_index(good, workers),
+        wall_clock_factor=factor,
         e2e_s=spread([session.e2e_s for session in sessions]),
         modes={},
         requests_by_worker=dict(sorted(Counter(answer.worker for answer in good).items())),

@@ -50,6 +50,14 @@ class Conversation(msgspec.Struct, frozen=True):
     turns: tuple[Turn, ...]
 
 
+def unserved_s(conversation: Conversation) -> float:
+    """How long it takes when answers cost no time: arrivals and tool gaps."""
+    ends: list[float] = []
+    for turn in conversation.turns:
+        ends.append(max((ends[i] for i in turn.after), default=0.0) + turn.gap_s)
+    return conversation.start_s + max(ends, default=0.0)
+
+
 def text_of(seed: str, length: int) -> str:
     """`length` characters of filler, always the same for a seed."""
     digest = hashlib.sha256(seed.encode()).digest()

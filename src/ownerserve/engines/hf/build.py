@@ -126,7 +126,11 @@ def build_node(
     costs = f"costs-{identity.digest().hex()[:16]}.json"
     calibration = Calibration(options.store / costs if options.store is not None else None)
     names = RecordNames(
-        identity, runner.layout, engine=SLOT_FORMAT, blocks=options.node.record_blocks
+        identity,
+        runner.layout,
+        engine=SLOT_FORMAT,
+        blocks=options.node.record_blocks,
+        parts=runner.payload_parts(),
     )
     planner = Planner(runner.planned_state(), port.abilities)
     state = NodeState(

@@ -23,6 +23,7 @@ from ownerserve.engines.hf.states import describe
 from ownerserve.engines.hf.v4 import borrow
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
+from ownerserve.kv.payload import PayloadPart
 from ownerserve.plan.inputs import ModelState
 
 ALL_LOGITS = 0
@@ -120,6 +121,10 @@ class Runner:
     def spec_digest(self) -> bytes:
         """What the state means, for artifacts' identity."""
         return self._states.digest()
+
+    def payload_parts(self) -> dict[str, tuple[PayloadPart, ...]]:
+        """The arrays of each component's slots."""
+        return self._states.payload_parts()
 
     def planned_state(self) -> ModelState:
         """What the restore planner needs of the model."""

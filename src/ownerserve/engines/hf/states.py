@@ -24,6 +24,7 @@ from ownerserve.cache.layout import Component, Extent, Layout
 from ownerserve.cache.tails import Tail
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.payload import PayloadPart
 from ownerserve.plan.inputs import ModelState
 
 PART_ALIGN_BYTES = 16
@@ -155,6 +156,17 @@ class ModelStates(msgspec.Struct, frozen=True):
             exact_replay_tokens=replay,
             bounded_replay_tokens=self.window_tokens if replay is not None else None,
         )
+
+    def payload_parts(self) -> dict[str, tuple[PayloadPart, ...]]:
+        """The arrays of each kept section, in the words of kv.payload."""
+        return {
+            section.name: tuple(
+                PayloadPart(part.name, part.shape, str(part.dtype).removeprefix("torch."))
+                for part in section.parts
+            )
+            for section in self.sections
+            if section.extent is not None
+        }
 
     def digest(self) -> bytes:
         """SHA-256 over what the kept state means: kinds of layers, and each section's tensors.

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.plan.cost.coefficients import Coefficients as Coefficients
 from ownerserve.plan.cost.estimate import ErrorTrack
 
 CELL_SAMPLES = 8
@@ -30,23 +31,6 @@ MIN_SHARE = 0.01
 ROUNDS = 6
 
 Floats = NDArray[np.float64]
-
-
-class Coefficients(msgspec.Struct, frozen=True):
-    """a, b and c, in ms."""
-
-    a_ms: float
-    b_ms: float
-    c_ms: float
-
-    def ms(self, new: int, prefix: int) -> float:
-        """Time to compute `new` tokens after `prefix` others; nothing for none."""
-        if new <= 0:
-            return 0.0
-        return self.a_ms + new * (self.b_ms + self.c_ms * (prefix + 0.5 * new))
-
-    def scaled(self, factor: float) -> Coefficients:
-        return Coefficients(self.a_ms * factor, self.b_ms * factor, self.c_ms * factor)
 
 
 class ComputeFit(msgspec.Struct):

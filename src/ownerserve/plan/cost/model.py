@@ -14,7 +14,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.plan.cost.compute import Coefficients, ComputeFit
 from ownerserve.plan.cost.estimate import TRUST_MIN_SAMPLES, ErrorTrack, Estimate, Source
 from ownerserve.plan.cost.events import Loaded, Observation, Prefilled, Replayed, Waited
-from ownerserve.plan.cost.load import Medium, TierLoad
+from ownerserve.plan.cost.load import LoadTable, Medium, TierLoad
 from ownerserve.plan.cost.prices import PREFILL, QUEUE, REPLAY, Prices
 from ownerserve.plan.inputs import Backlog, Tier
 
@@ -60,6 +60,7 @@ class CostModel:
             queue_error=ErrorTrack(),
         )
         self._prices: Prices | None = None
+        self._tables: dict[Tier, LoadTable] = {}
 
     @property
     def label(self) -> str:
@@ -76,6 +77,7 @@ class CostModel:
         self._prices = None
         match seen:
             case Loaded(tier, count, ms):
+                self._tables.pop(tier, None)
                 self._tier(tier).observe(count, ms)
             case Prefilled(new, prefix, ms):
                 self._state.prefill.observe(new, prefix, ms)
@@ -93,7 +95,7 @@ class CostModel:
             tracks |= {QUEUE: state.queue_error}
             tracks |= {str(tier): load.error for tier, load in state.tiers.items()}
             self._prices = Prices(
-                tiers={tier: load.table() for tier, load in state.tiers.items()},
+                tiers={tier: self._table(tier) for tier in state.tiers},
                 prefill=state.prefill.fitted,
                 replay=self._replay.fitted,
                 queue_ratio=exp(state.queue_log_ratio),
@@ -103,8 +105,7 @@ class CostModel:
 
     def load(self, tier: Tier, count: int) -> Estimate:
         """What loading `count` bytes from `tier` takes once it has begun."""
-        load = self._tier(tier)
-        return load.error.estimate(load.table().ms(count))
+        return self._tier(tier).error.estimate(self._table(tier).ms(count))
 
     def prefill(self, new: int, prefix: int) -> Estimate:
         """What computing `new` tokens after `prefix` others takes."""
@@ -145,7 +146,7 @@ class CostModel:
             raise InvalidInput(field, problem, mend)
         model = cls.__new__(cls)
         model._state = state
-        model._prices = None
+        model._prices, model._tables = None, {}
         return model
 
     @property
@@ -167,6 +168,13 @@ class CostModel:
         moved = self._state.queue_log_ratio + QUEUE_WEIGHT * log(ms / predicted)
         self._state.queue_log_ratio = min(max(moved, low), high)
         self._prices = None
+
+    def _table(self, tier: Tier) -> LoadTable:
+        """A tier's present times, worked out once after each of its loads."""
+        table = self._tables.get(tier)
+        if table is None:
+            table = self._tables[tier] = self._tier(tier).table()
+        return table
 
     def _tier(self, tier: Tier) -> TierLoad:
         if tier not in self._state.tiers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ownerserve.plan.cost.compute import Coefficients
+from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import LoadTable
 from ownerserve.plan.inputs import Backlog, Tier
 

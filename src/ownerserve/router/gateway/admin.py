@@ -17,6 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ownerserve.router.decision import Decision
+from ownerserve.router.extents import Copy
 from ownerserve.router.gateway.metrics import GatewayCollector
 from ownerserve.router.gateway.observe import Decided
 from ownerserve.router.messages import Dispatch
@@ -32,6 +34,12 @@ def status(gateway: Gateway) -> dict[str, Any]:
         "policy": gateway.config.policy,
         "draining": gateway.draining,
         "sessions": len(state.sessions),
+        "content_sessions": len(gateway.asking.chain),
+        "directory": {
+            "shared": gateway.owners.is_shared,
+            "sessions_owned": len(gateway.owners.owners.grants),
+            "answers": dict(gateway.owners.owners.answers),
+        },
         "clients": len(gateway.clients),
         "live": state.live,
         "requests": {
@@ -46,6 +54,12 @@ def status(gateway: Gateway) -> dict[str, Any]:
                 "pending_prefill_tokens": worker.pending_prefill_tokens,
                 "held_tokens": worker.held_tokens,
                 "sessions": worker.bound_sessions,
+                "dp_rank": worker.dp_rank,
+                "incarnation": worker.incarnation,
+                "model": worker.profile.model or None,
+                "queue_ms": round(worker.queue_ms, 3),
+                "batch": worker.batch,
+                "occupancy": round(worker.occupancy, 4),
                 "connections_opened": gateway.pools[worker.id].opened,
                 "connections_reused": gateway.pools[worker.id].reused,
                 "connections_idle": gateway.pools[worker.id].idle,
@@ -71,12 +85,43 @@ def decision(decided: Decided, now: float) -> dict[str, Any]:
             "reason": outcome.reason,
             "attempt": outcome.attempt,
             "prefill_tokens": outcome.prefill_tokens,
+            "prompt_tokens": outcome.prompt_tokens,
+            "turn": outcome.turn,
+            **_decision(outcome.decision),
         }
     return row | {"worker": None, "reason": outcome.refusal}
 
 
+def _decision(decision: Decision) -> dict[str, Any]:
+    source, prefill, wanted = decision.source, decision.prefill, decision.wanted
+    return {
+        "action": decision.action,
+        "expected_cached_tokens": decision.cached_tokens,
+        "prefill_worker": None if prefill is None else prefill.id,
+        "source": None if source is None else _source(source),
+        "wanted_migration": None
+        if wanted is None
+        else {"from": wanted.source.id, "to": wanted.target.id, "tokens": wanted.tokens},
+        "priced": [
+            {
+                "action": option.action,
+                "worker": option.worker.id,
+                "total_ms": round(option.total_ms, 3),
+                "cached_tokens": option.cached_tokens,
+                "terms_ms": {name: round(ms, 3) for name, ms in option.terms().items()},
+            }
+            for option in decision.alternatives
+        ],
+    }
+
+
+def _source(copy: Copy) -> dict[str, Any]:
+    holder = "store" if copy.worker is None else copy.worker.id
+    return {"worker": holder, "tier": copy.tier.name.lower(), "tokens": copy.tokens}
+
+
 def admin_app(gateway: Gateway) -> Starlette:
-    """/health, /status, /decisions?last=N, /metrics."""
+    """/health, /status, /decisions?last=N, /metrics; the middle two also below /ownerserve/."""
     registry = CollectorRegistry()
     registry.register(GatewayCollector(gateway))
 
@@ -101,6 +146,8 @@ def admin_app(gateway: Gateway) -> Starlette:
             Route("/health", get_health),
             Route("/status", get_status),
             Route("/decisions", get_decisions),
+            Route("/ownerserve/status", get_status),
+            Route("/ownerserve/decisions", get_decisions),
             Route("/metrics", get_metrics),
         ]
     )

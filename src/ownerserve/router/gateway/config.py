@@ -9,6 +9,8 @@ import msgspec
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import WorkerId
 from ownerserve.kv.units import KIB, MIB
+from ownerserve.router.profile import DEFAULT_SPEED, Speed
+from ownerserve.router.settings import DEFAULTS, Settings
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -26,7 +28,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one gateway."""
 
     workers: tuple[Address, ...]
-    policy: str = "affinity"
+    policy: str = "ownerserve"
     host: str = "127.0.0.1"
     port: int = 0
     """0 takes a free one."""
@@ -43,6 +45,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     health_interval_s: float = 1.0
     health_timeout_s: float = 3.0
     decisions_kept: int = 1000
+    settings: Settings = DEFAULTS
+    speed: Speed = DEFAULT_SPEED
+    """Of the workers, which do not say theirs."""
 
 
 def parse_worker(url: str) -> Address:

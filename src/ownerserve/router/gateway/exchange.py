@@ -6,22 +6,27 @@ Owns the receipt: it is given back exactly once, on whichever of these paths com
                          │ │           │ │                     │ │
                          │ └─ Failed ──┘ │   (Dispatch again, or Refuse)
                          └── Aborted ────┴──── Aborted ────────┘ └── Broken
+
+A worker's refusal is read to its end and not passed on: the next candidate is asked. Only when no
+other is left, or the retry budget is used up, the client hears it, as 429.
 """
 
 from __future__ import annotations
 
 import asyncio
-from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import SessionId
+from ownerserve.plan.inputs import Tier
+from ownerserve.router.gateway.asking import Asked
 from ownerserve.router.gateway.heads import ResponseHead
-from ownerserve.router.gateway.replies import Rejected, refused
+from ownerserve.router.gateway.receipts import order_lines, receipt_lines
+from ownerserve.router.gateway.replies import Rejected, pressed, refused
 from ownerserve.router.gateway.requests import Request
-from ownerserve.router.identity import ANONYMOUS, Identity, identify, response_alias
+from ownerserve.router.gateway.stamps import Stamp, WorkerRefusal, read_stamp, refusal_of
+from ownerserve.router.identity import response_alias
 from ownerserve.router.messages import (
     Aborted,
-    Arrive,
     Broken,
     Dispatch,
     Done,
@@ -31,9 +36,10 @@ from ownerserve.router.messages import (
     Reason,
     Receipt,
     Refuse,
+    Reported,
     SessionEnd,
+    Stamped,
 )
-from ownerserve.router.scan import NO_FIELDS, scan
 from ownerserve.router.usage import TAIL_BYTES, scan_response_id, scan_usage
 
 if TYPE_CHECKING:
@@ -41,49 +47,21 @@ if TYPE_CHECKING:
     from ownerserve.router.gateway.service import Gateway
     from ownerserve.router.gateway.upstream import UpstreamConnection
 
-_REASON_LINE = {reason: b"x-ownerserve-reason: %b\r\n" % reason.value.encode() for reason in Reason}
-
-
-def who_asks(request: Request) -> Identity:
-    """The request's session. Raises Rejected when the body is needed and can't be believed.
-
-    A request without a body (a listing of models) is no turn of a session. A header that names
-    the session spares the scan: the router then acts on nothing in the body.
-    """
-    if not request.body:
-        return ANONYMOUS
-    head = request.head
-    identity = identify(head.special, NO_FIELDS, tenant=head.tenant)
-    if identity.session is not None:
-        return identity
-    special = head.special
-    if special.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise Rejected(
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-            "content_encoding",
-            "content-encoding: a compressed body can't be routed; send it plain",
-        )
-    is_json = special.get(b"content-type", b"").lower().startswith(b"application/json")
-    if not (is_json or request.body.lstrip()[:1] == b"{"):
-        return identity
-    try:
-        return identify(special, scan(request.body), tenant=head.tenant)
-    except InvalidInput as error:
-        raise Rejected(HTTPStatus.BAD_REQUEST, "invalid_body", str(error)) from error
-
 
 class Exchange:
     """One request, its dispatches, its answer."""
 
     __slots__ = (
         "_alias",
+        "_asked",
         "_client",
         "_connecting",
         "_dechunk",
         "_dispatch",
         "_gateway",
-        "_identity",
+        "_head",
         "_receipt",
+        "_refusal",
         "_started_s",
         "_upstream",
         "request",
@@ -95,9 +73,12 @@ class Exchange:
         self.request_id = request.head.request_id or gateway.next_request_id()
         self._gateway = gateway
         self._client = client
-        self._identity: Identity | None = None
+        self._asked: Asked | None = None
         self._dispatch: Dispatch | None = None
+        self._head: ResponseHead | None = None
         self._receipt: Receipt | None = None
+        self._refusal: WorkerRefusal | None = None
+        """Why the last worker that was asked said no."""
         self._upstream: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._started_s = gateway.now()
@@ -106,14 +87,17 @@ class Exchange:
 
     def start(self) -> None:
         """Decide, and send. Answers the client itself when there is nothing to send."""
-        request, gateway = self.request, self._gateway
+        gateway = self._gateway
         try:
-            self._identity = identity = who_asks(request)
+            self._asked = asked = gateway.asking.read(self.request)
         except Rejected as rejected:
             self._client.answer_rejected(rejected, self.request_id)
             return
-        event = Arrive(session=identity.session, prompt_bytes=len(request.body))
-        self._follow(gateway.state.handle(event, self._started_s))
+        name = gateway.stranger(asked.arrive)
+        if name is None:
+            self._follow(gateway.state.handle(asked.arrive, self._started_s))
+        else:
+            self._connecting = asyncio.get_running_loop().create_task(self._look_up(name))
 
     def abort(self) -> None:
         """The client hung up: so do we, and the engine can stop."""
@@ -123,6 +107,7 @@ class Exchange:
             self._upstream.abort()
         if self._receipt is not None:
             self._gateway.state.handle(Aborted(self._take_receipt()), self._gateway.now())
+        self._over()
 
     def pause(self) -> None:
         """The client reads too slowly."""
@@ -136,17 +121,33 @@ class Exchange:
     # Sending
 
     def _follow(self, outcome: Dispatch | Refuse) -> None:
-        self._gateway.observer.decided(self.request_id, self._identity, outcome)
+        gateway, asked = self._gateway, self._asked
+        assert asked is not None
+        gateway.observer.decided(self.request_id, asked.identity, outcome)
         if isinstance(outcome, Refuse):
-            self._client.answer_rejected(refused(outcome.refusal), self.request_id)
+            self._over()
+            told = (
+                refused(outcome.refusal) if self._refusal is None else pressed(self._refusal.value)
+            )
+            self._client.answer_rejected(told, self.request_id)
             return
         self._dispatch, self._receipt = outcome, outcome.receipt
-        pool = self._gateway.pools[outcome.worker]
+        self._refusal = None
+        gateway.owners.dispatched(outcome, asked.arrive)
+        pool = gateway.pools[outcome.worker]
         kept = None if outcome.reason is Reason.RETRY_NEW_CONNECTION else pool.take()
         if kept is not None:
             self._send(kept)
         else:
             self._connecting = asyncio.get_running_loop().create_task(self._connect())
+
+    async def _look_up(self, session: SessionId) -> None:
+        """A session that is new here: another gateway may know its owner."""
+        gateway, asked = self._gateway, self._asked
+        assert asked is not None
+        await gateway.owners.look_up(session)
+        self._connecting = None
+        self._follow(gateway.state.handle(asked.arrive, gateway.now()))
 
     async def _connect(self) -> None:
         assert self._dispatch is not None
@@ -161,11 +162,11 @@ class Exchange:
         self._send(upstream)
 
     def _send(self, upstream: UpstreamConnection) -> None:
+        assert self._dispatch is not None
         head, body = self.request.head, self.request.body
         self._upstream = upstream
-        upstream.send(
-            head.to_worker(self.request_id, len(body)), body, method=head.method, sink=self
-        )
+        sent = head.to_worker(self.request_id, len(body), orders=order_lines(self._dispatch))
+        upstream.send(sent, body, method=head.method, sink=self)
 
     # The answer (upstream.Sink)
 
@@ -173,9 +174,19 @@ class Exchange:
         dispatch, upstream, gateway = self._dispatch, self._upstream, self._gateway
         assert dispatch is not None
         assert upstream is not None
+        self._head = head
         now = gateway.now()
-        gateway.state.handle(FirstByte(dispatch.receipt), now)
+        stamp = read_stamp(dispatch.worker, head.stamp) if head.stamp else None
+        self._refusal = refusal_of(head.status, head.stamp)
+        if self._refusal is not None:
+            if stamp is not None and stamp.status is not None:
+                gateway.state.handle(Stamped(stamp.status), now)
+            return
+        status = None if stamp is None else stamp.status
+        gateway.state.handle(FirstByte(dispatch.receipt, status), now)
         gateway.observer.first_byte(now - self._started_s)
+        if stamp is not None:
+            self._report(stamp, now)
         if head.chunked and self.request.head.version == b"1.0":
             self._dechunk = True
             head, first = head.unchunked(), upstream.payload()
@@ -183,41 +194,84 @@ class Exchange:
             self._alias = scan_response_id(first[:TAIL_BYTES])
         if head.ends_by_close:
             self._client.close_after_answer()
-        stamp = b"x-ownerserve-worker: %b\r\n%bx-request-id: %b\r\n%b" % (
-            dispatch.worker.encode(),
-            _REASON_LINE[dispatch.reason],
+        lines = b"%bx-request-id: %b\r\n%b" % (
+            receipt_lines(dispatch),
             self.request_id,
             self._client.connection_line,
         )
-        self._client.write(head.to_client(stamp) + first)
+        self._client.write(head.to_client(lines) + first)
 
     def answer_bytes(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
         if self._dechunk:
             assert self._upstream is not None
             data = self._upstream.payload()
         self._client.write(data)
 
     def answer_end(self, tail: bytes) -> None:
-        gateway, identity = self._gateway, self._identity
-        assert identity is not None
+        if self._refusal is not None:
+            self._refused_by_worker()
+            return
+        gateway, asked, dispatch = self._gateway, self._asked, self._dispatch
+        assert asked is not None
+        assert dispatch is not None
+        assert self._head is not None
         now = gateway.now()
         usage = scan_usage(tail)
         alias = self._alias and response_alias(self.request.head.tenant, self._alias)
         gateway.state.handle(Done(self._take_receipt(), usage, alias or None), now)
-        if identity.final and identity.session is not None:
-            gateway.state.handle(SessionEnd(identity.session), now)
         gateway.observer.finished(now - self._started_s, usage)
+        gateway.observer.compared(dispatch, usage, self._head.stamp.get(b"mode", b""))
+        self._over()
+        if asked.identity.final and asked.arrive.session is not None:
+            gateway.state.handle(SessionEnd(asked.arrive.session, asked.arrive.model), now)
+            gateway.asking.chain.forget(asked.arrive.session)
+            gateway.owners.ended(dispatch)
         self._client.answer_complete()
 
     def answer_failed(self, failure: Failure) -> None:
         self._upstream = None
+        gateway = self._gateway
+        gateway.observer.pressed("failed", failure.value)
         event = Failed(self._take_receipt(), failure)
-        self._follow(self._gateway.state.handle(event, self._gateway.now()))
+        self._follow(gateway.state.handle(event, gateway.now()))
 
     def answer_broken(self) -> None:
+        if self._refusal is not None:
+            self._refused_by_worker()
+            return
         self._upstream = None
+        self._gateway.observer.pressed("failed", "broken")
         self._gateway.state.handle(Broken(self._take_receipt()), self._gateway.now())
+        self._over()
         self._client.answer_cut_off()
+
+    def _refused_by_worker(self) -> None:
+        """Its admission said no: nothing is wrong with it, and another one may say yes."""
+        self._upstream = None
+        gateway = self._gateway
+        assert self._refusal is not None
+        gateway.observer.pressed("refused", self._refusal.value)
+        event = Failed(self._take_receipt(), Failure.REFUSED)
+        self._follow(gateway.state.handle(event, gateway.now()))
+
+    def _report(self, stamp: Stamp, now: float) -> None:
+        """The worker says where the prompt's state will be once the turn has run."""
+        dispatch, extent = self._dispatch, stamp.extent
+        assert dispatch is not None
+        if extent is None or dispatch.session is None:
+            return
+        report = Reported(
+            stamp.unit, Tier.DEVICE, extent.prefix_hash, extent.tokens, session=dispatch.session
+        )
+        self._gateway.state.handle(report, now)
+        self._gateway.owners.reported(dispatch, stamp.unit, extent)
+
+    def _over(self) -> None:
+        """Nothing of the turn runs any more."""
+        if self._asked is not None:
+            self._gateway.asking.ended(self._asked.identity)
 
     def _take_receipt(self) -> Receipt:
         receipt, self._receipt = self._receipt, None

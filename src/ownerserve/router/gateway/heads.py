@@ -14,6 +14,7 @@ from http import HTTPStatus
 import msgspec
 
 from ownerserve.router.gateway.replies import Rejected
+from ownerserve.router.gateway.stamps import PREFIX
 from ownerserve.router.identity import IDENTITY_HEADERS, tenant_of
 
 Header = tuple[bytes, bytes]
@@ -31,7 +32,19 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-_OURS = frozenset({b"x-ownerserve-worker", b"x-ownerserve-reason", b"x-request-id"})
+_OURS = frozenset(
+    {
+        b"x-ownerserve-action",
+        b"x-ownerserve-expected-cached-tokens",
+        b"x-ownerserve-priced",
+        b"x-ownerserve-reason",
+        b"x-ownerserve-reservation",
+        b"x-ownerserve-target",
+        b"x-ownerserve-turn",
+        b"x-ownerserve-worker",
+        b"x-request-id",
+    }
+)
 _REQUEST_SPECIAL = (
     HOP_BY_HOP
     | _OURS
@@ -77,16 +90,17 @@ class RequestHead(msgspec.Struct, frozen=True):
             return None
         return given
 
-    def to_worker(self, request_id: bytes, body_bytes: int) -> bytes:
-        """The head of the request as the worker gets it."""
+    def to_worker(self, request_id: bytes, body_bytes: int, *, orders: bytes = b"") -> bytes:
+        """The head of the request as the worker gets it; `orders` are whole header lines."""
         length = b""
         if body_bytes or self.method not in (b"GET", b"HEAD", b"DELETE", b"OPTIONS"):
             length = b"content-length: %d\r\n" % body_bytes
-        return b"%b %b HTTP/1.1\r\n%b%bx-request-id: %b\r\n\r\n" % (
+        return b"%b %b HTTP/1.1\r\n%b%b%bx-request-id: %b\r\n\r\n" % (
             self.method,
             self.target,
             self.lines,
             length,
+            orders,
             request_id,
         )
 
@@ -164,13 +178,17 @@ def _check_target(target: bytes) -> None:
 
 
 class ResponseHead(msgspec.Struct, frozen=True):
-    """A worker's head, sorted. `chunked` and `length` say how its body ends (neither: by close)."""
+    """A worker's head, sorted. `chunked` and `length` say how its body ends (neither: by close).
+
+    `stamp`: its x-ownerserve-* headers, by the rest of their names.
+    """
 
     status: int
     phrase: bytes
     lines: bytes
     chunked: bool
     length: bytes | None
+    stamp: dict[bytes, bytes] = {}
 
     @property
     def ends_by_close(self) -> bool:
@@ -196,6 +214,7 @@ class ResponseHead(msgspec.Struct, frozen=True):
 def read_response_head(status: int, phrase: bytes, headers: list[Header]) -> ResponseHead:
     """Sort a worker's headers."""
     lines: list[bytes] = []
+    stamp: dict[bytes, bytes] = {}
     chunked, length = False, None
     for name, value in headers:
         key = name.lower()
@@ -205,7 +224,7 @@ def read_response_head(status: int, phrase: bytes, headers: list[Header]) -> Res
             elif key == b"transfer-encoding":
                 chunked = True
             continue
+        if key.startswith(PREFIX):
+            stamp[key[len(PREFIX) :]] = value
         lines += (name, b": ", value, b"\r\n")
-    return ResponseHead(
-        status=status, phrase=phrase, lines=b"".join(lines), chunked=chunked, length=length
-    )
+    return ResponseHead(status, phrase, b"".join(lines), chunked, length, stamp)

@@ -14,7 +14,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ownerserve.router.gateway.observe import BUCKETS_S, Histogram
+from ownerserve.router.gateway.observe import Histogram
 
 if TYPE_CHECKING:
     from ownerserve.router.gateway.service import Gateway
@@ -33,6 +33,11 @@ _PER_WORKER = (
         "Estimated tokens of dispatched requests without a first byte.",
         "pending_prefill_tokens",
     ),
+    (
+        "ownerserve_worker_queue_ms",
+        "Estimated prefill time of everybody's requests there, by the worker's last word.",
+        "queue_ms",
+    ),
     ("ownerserve_worker_held_tokens", "Estimated prompt tokens of live requests.", "held_tokens"),
     ("ownerserve_worker_sessions", "Sessions bound to the worker.", "bound_sessions"),
 )
@@ -48,8 +53,11 @@ class GatewayCollector(Collector):
         yield from self._requests()
         yield from self._workers()
         observer = self._gateway.observer
-        yield _histogram("first_byte", "Arrival to the answer's first byte.", observer.first_byte_s)
-        yield _histogram("duration", "Arrival to the answer's end.", observer.duration_s)
+        yield _histogram(
+            "first_byte_seconds", "Arrival to the answer's first byte.", observer.first_byte_s
+        )
+        yield _histogram("duration_seconds", "Arrival to the answer's end.", observer.duration_s)
+        yield from self._receipts()
         for kind in ("prompt", "cached", "output"):
             yield CounterMetricFamily(
                 f"ownerserve_{kind}_tokens",
@@ -79,6 +87,40 @@ class GatewayCollector(Collector):
             errors.add_metric([code], value)
         yield errors
 
+    def _receipts(self) -> Iterator[Metric]:
+        """Decisions against what came of them."""
+        observer = self._gateway.observer
+        pressure = CounterMetricFamily(
+            "ownerserve_pressure",
+            "What did not go as decided: workers' refusals, lost attempts, state that was not "
+            "where it was expected, errors told to clients.",
+            labels=["kind", "reason"],
+        )
+        for labels, value in observer.pressure.items():
+            pressure.add_metric(labels, value)
+        yield pressure
+        yield _histogram(
+            "receipt_error_tokens",
+            "Distance of the tokens expected to be cached from those the engine reports.",
+            observer.receipt_error_tokens,
+        )
+        yield CounterMetricFamily(
+            "ownerserve_expected_cached_tokens",
+            "Prompt tokens of finished turns that decisions expected to be cached.",
+            value=observer.expected_cached_tokens,
+        )
+        yield CounterMetricFamily(
+            "ownerserve_zero_hits",
+            "Turns sent to where their state was expected, of which the engine had nothing.",
+            value=observer.zero_hits,
+        )
+        answers = CounterMetricFamily(
+            "ownerserve_directory_answers", "The directory's answers.", labels=["answer"]
+        )
+        for answer, value in self._gateway.owners.owners.answers.items():
+            answers.add_metric([answer], value)
+        yield answers
+
     def _workers(self) -> Iterator[Metric]:
         for name, text, attribute in _PER_WORKER:
             family = GaugeMetricFamily(name, text, labels=["worker"])
@@ -100,10 +142,10 @@ class GatewayCollector(Collector):
 
 
 def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
-    edges = [*(str(edge) for edge in BUCKETS_S), "+Inf"]
+    edges = [*(str(float(edge)) for edge in histogram.edges), "+Inf"]
     return HistogramMetricFamily(
-        f"ownerserve_{name}_seconds",
+        f"ownerserve_{name}",
         text,
         buckets=list(zip(edges, accumulate(histogram.counts), strict=True)),
-        sum_value=histogram.sum_s,
+        sum_value=histogram.sum,
     )

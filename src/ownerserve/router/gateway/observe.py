@@ -8,27 +8,36 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from ownerserve.kv.messages import ExecutionMode
 from ownerserve.router.gateway.replies import Rejected
 from ownerserve.router.identity import Identity
 from ownerserve.router.messages import Dispatch, Refuse
 from ownerserve.router.usage import Usage
 
+TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
+_TOO_MANY = 429
+"""From this status on an error is the fleet's or ours, not the client's."""
+
+_FALLBACKS = (ExecutionMode.RESEED.value.encode(), ExecutionMode.COLD_PREFILL.value.encode())
+
+
 class Histogram:
-    """Counts of durations by bucket; `counts` has one more entry than BUCKETS_S (the rest)."""
+    """Counts by bucket; `counts` has one more entry than `edges` (the rest)."""
 
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BUCKETS_S) + 1)
-        self.sum_s = 0.0
+    def __init__(self, edges: Sequence[float] = BUCKETS_S) -> None:
+        self.edges = edges
+        self.counts = [0] * (len(edges) + 1)
+        self.sum = 0.0
 
-    def observe(self, duration_s: float) -> None:
-        self.counts[bisect_left(BUCKETS_S, duration_s)] += 1
-        self.sum_s += duration_s
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.edges, value)] += 1
+        self.sum += value
 
 
 Decided: TypeAlias = tuple[float, bytes, Identity | None, Dispatch | Refuse]
@@ -43,6 +52,11 @@ class Observer:
         self.first_byte_s = Histogram()
         self.duration_s = Histogram()
         self.rejections: Counter[str] = Counter()
+        self.pressure: Counter[tuple[str, str]] = Counter()
+        """(kind, reason): all that did not go as decided. Errors and fallbacks are one pressure:
+        who counts only one of them hides it in the other (seed 003, v5)."""
+        self.receipt_error_tokens = Histogram(TOKEN_BUCKETS)
+        self.expected_cached_tokens = self.zero_hits = 0
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self._now = now
 
@@ -53,6 +67,24 @@ class Observer:
 
     def rejected(self, rejected: Rejected) -> None:
         self.rejections[rejected.code] += 1
+        if rejected.status >= _TOO_MANY:
+            self.pressure["error", rejected.code] += 1
+
+    def pressed(self, kind: str, reason: str) -> None:
+        """A turn could not go as it was decided."""
+        self.pressure[kind, reason] += 1
+
+    def compared(self, dispatch: Dispatch, usage: Usage | None, mode: bytes) -> None:
+        """The receipt against the engine's own count: was what we sent it for really there?"""
+        expected = dispatch.decision.cached_tokens
+        if expected and mode in _FALLBACKS:
+            self.pressure["fallback", mode.decode()] += 1
+        if usage is None or not usage.tells_cached or dispatch.session is None:
+            return
+        self.expected_cached_tokens += expected
+        self.receipt_error_tokens.observe(abs(expected - usage.cached_tokens))
+        if expected and not usage.cached_tokens:
+            self.zero_hits += 1
 
     def first_byte(self, duration_s: float) -> None:
         self.first_byte_s.observe(duration_s)

@@ -21,17 +21,26 @@ class Rejected(Exception):
 
 _REFUSALS = {
     Refusal.NO_WORKER: (HTTPStatus.SERVICE_UNAVAILABLE, "no worker is up; retry soon"),
+    Refusal.NO_SUCH_MODEL: (HTTPStatus.NOT_FOUND, "model: no worker serves it; see /v1/models"),
     Refusal.DRAINING: (HTTPStatus.SERVICE_UNAVAILABLE, "this gateway is shutting down; retry"),
     Refusal.ALL_TRIED: (HTTPStatus.BAD_GATEWAY, "no worker that is up could answer"),
     Refusal.RETRY_BUDGET: (HTTPStatus.BAD_GATEWAY, "the worker failed, and retries are used up"),
 }
-_RETRY_AFTER = {HTTPStatus.SERVICE_UNAVAILABLE: b"retry-after: 1\r\n"}
+_RETRY_AFTER = dict.fromkeys(
+    (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS), b"retry-after: 1\r\n"
+)
 
 
 def refused(refusal: Refusal) -> Rejected:
     """The state's refusal as the client is told it."""
     status, message = _REFUSALS[refusal]
     return Rejected(status, refusal.value, message)
+
+
+def pressed(reason: str) -> Rejected:
+    """Every worker that was asked said no, the last one for `reason`."""
+    message = f"every worker that was asked refused ({reason}); retry soon"
+    return Rejected(HTTPStatus.TOO_MANY_REQUESTS, reason, message)
 
 
 def error_reply(rejected: Rejected, *, request_id: bytes, connection: bytes) -> bytes:

@@ -10,25 +10,42 @@ import asyncio
 import os
 from itertools import count
 
+from ownerserve.directory.embedded import EmbeddedDirectory
+from ownerserve.directory.port import Directory
+from ownerserve.directory.terms import TermFile
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import WorkerId
+from ownerserve.kv.ids import SessionId, WorkerId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.router.gateway.asking import Asking
 from ownerserve.router.gateway.client import ClientConnection
 from ownerserve.router.gateway.config import Config
-from ownerserve.router.gateway.health import HealthMonitor
+from ownerserve.router.gateway.directory_link import DirectoryLink
+from ownerserve.router.gateway.health import HealthMonitor, News
 from ownerserve.router.gateway.observe import Observer
 from ownerserve.router.gateway.pool import WorkerPool
-from ownerserve.router.messages import Drain, WorkerDown, WorkerUp
-from ownerserve.router.policies import POLICIES
+from ownerserve.router.messages import Arrive, Claimed, Drain, Stamped, WorkerDown, WorkerUp
+from ownerserve.router.policies import POLICIES, make_policy
+from ownerserve.router.questions import scoped_to_model
 from ownerserve.router.state import RouterState
 
 SWEEP_INTERVAL_S = 5.0
 BACKLOG = 4096
 
 
-class Gateway:
-    """One gateway process's data port and everything behind it."""
+class _LoopClock:
+    """The event loop's time."""
 
-    def __init__(self, config: Config) -> None:
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+class Gateway:
+    """One gateway process's data port and everything behind it.
+
+    `directory`: one that other gateways use too; without it, one of this process's own.
+    """
+
+    def __init__(self, config: Config, directory: Directory | None = None) -> None:
         if config.policy not in POLICIES:
             raise InvalidInput(
                 "policy", f"{config.policy!r} is unknown", f"use one of {', '.join(POLICIES)}"
@@ -36,7 +53,9 @@ class Gateway:
         if not config.workers:
             raise InvalidInput("worker", "none given", "give --worker URL at least once")
         self.config = config
-        self.state = RouterState(POLICIES[config.policy]())
+        self.state = RouterState(
+            make_policy(config.policy, config.settings), settings=config.settings
+        )
         self.clients: set[ClientConnection] = set()
         self.pools: dict[WorkerId, WorkerPool] = {
             address.worker: WorkerPool(address, connect_timeout_s=config.connect_timeout_s)
@@ -45,6 +64,12 @@ class Gateway:
         self.draining = False
         loop = asyncio.get_running_loop()
         self.now = loop.time
+        self.asking = Asking(is_known=self._is_known)
+        self.owners = DirectoryLink(
+            directory or EmbeddedDirectory(_LoopClock(), TermFile(), opens_in_s=0.0),
+            is_shared=directory is not None,
+            tell=self._claimed,
+        )
         self.observer = Observer(self.now, decisions_kept=config.decisions_kept)
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
@@ -54,6 +79,14 @@ class Gateway:
     def next_request_id(self) -> bytes:
         """An id for a request that came without one: unique among gateways, cheap."""
         return f"{self._id_prefix}{next(self._ids)}".encode()
+
+    def stranger(self, arrive: Arrive) -> SessionId | None:
+        """The session's name, if another gateway may know more of it than this one."""
+        if not self.owners.is_shared or arrive.session is None:
+            return None
+        if self._is_known(arrive.session, arrive.model):
+            return None
+        return scoped_to_model(arrive.session, arrive.model)
 
     @property
     def port(self) -> int:
@@ -66,8 +99,8 @@ class Gateway:
         monitors = [
             HealthMonitor(address, self.config, tell=self._heard) for address in self.config.workers
         ]
-        for news in await asyncio.gather(*(monitor.probe() for monitor in monitors)):
-            if news is not None:
+        for heard in await asyncio.gather(*(monitor.probe() for monitor in monitors)):
+            for news in heard:
                 self._heard(news)  # in the order of the settings, whoever answered first
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
@@ -75,6 +108,7 @@ class Gateway:
         )
         self._tasks = [loop.create_task(monitor.run()) for monitor in monitors]
         self._tasks.append(loop.create_task(self._sweep()))
+        self._tasks.append(loop.create_task(self.owners.run()))
 
     async def drain(self) -> None:
         """Take no more; wait for what is live, at most `drain_timeout_s`; then close all."""
@@ -98,12 +132,29 @@ class Gateway:
             client.close()
         for pool in self.pools.values():
             pool.close_idle()
+        self.owners.close()
         await asyncio.sleep(0)  # let the transports report their end
 
-    def _heard(self, event: WorkerUp | WorkerDown) -> None:
+    def _heard(self, event: News) -> None:
         self.state.handle(event, self.now())
-        if isinstance(event, WorkerDown):
-            self.pools[event.worker].close_idle()
+        match event:
+            case WorkerUp(worker, dp_rank, incarnation):
+                if incarnation is not None:
+                    self.owners.heard(RoutingUnit(worker, dp_rank, incarnation))
+                names = {name for one in self.state.fleet for name in one.profile.names}
+                self.asking.serves_many = len(names) > 1
+            case WorkerDown(worker):
+                self.owners.silent(worker)
+                self.pools[worker].close_idle()
+            case Stamped():
+                pass
+
+    def _claimed(self, event: Claimed) -> None:
+        self.state.handle(event, self.now())
+
+    def _is_known(self, session: SessionId, model: str | None) -> bool:
+        sessions = self.state.sessions
+        return sessions.get(sessions.resolve(scoped_to_model(session, model))) is not None
 
     async def _sweep(self) -> None:
         """Close clients that keep us waiting: one timer for all of them."""

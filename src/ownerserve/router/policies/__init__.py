@@ -1,16 +1,51 @@
-"""Policies: which worker a request goes to. One small file each; POLICIES names them all."""
+"""Policies: where a turn runs. One small file each; POLICIES names them all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ownerserve.router.policies.base import Choice, Policy, Request
+from ownerserve.router.policies.base import Policy
+from ownerserve.router.policies.dynamo import Dynamo
+from ownerserve.router.policies.ear import Ear
+from ownerserve.router.policies.kv_aware import KvAware
+from ownerserve.router.policies.least_load import LeastLoad
+from ownerserve.router.policies.lmetric import LMetric
+from ownerserve.router.policies.lmetric_gate import LMetricGate
+from ownerserve.router.policies.multi_owner import MultiOwner
+from ownerserve.router.policies.ownerserve import OwnerServe
+from ownerserve.router.policies.program_ttl import ProgramTtl
 from ownerserve.router.policies.round_robin import RoundRobin
-from ownerserve.router.policies.session_affinity import SessionAffinity
+from ownerserve.router.policies.round_robin_pd import RoundRobinPd
+from ownerserve.router.policies.static_pd import StaticPd
+from ownerserve.router.policies.static_pd_delta import StaticPdDelta
+from ownerserve.router.policies.sticky import Sticky
+from ownerserve.router.policies.ttft_gate import TtftGate
+from ownerserve.router.request import Request
+from ownerserve.router.settings import DEFAULTS, Settings
 
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "affinity": SessionAffinity,
+TUNED: dict[str, Callable[[Settings], Policy]] = {"ear": Ear, "ownerserve": OwnerServe}
+PLAIN: dict[str, Callable[[], Policy]] = {
+    "dynamo": Dynamo,
+    "kv_aware": KvAware,
+    "least_load": LeastLoad,
+    "lmetric": LMetric,
+    "lmetric_gate": LMetricGate,
+    "multi_owner": MultiOwner,
+    "program_ttl": ProgramTtl,
     "round_robin": RoundRobin,
+    "round_robin_pd": RoundRobinPd,
+    "static_pd": StaticPd,
+    "static_pd_delta": StaticPdDelta,
+    "sticky": Sticky,
+    "ttft_gate": TtftGate,
 }
+POLICIES: tuple[str, ...] = tuple(sorted({**TUNED, **PLAIN}))
+"""Names that `make_policy` knows."""
 
-__all__ = ["POLICIES", "Choice", "Policy", "Request", "RoundRobin", "SessionAffinity"]
+
+def make_policy(name: str, settings: Settings = DEFAULTS) -> Policy:
+    """A new policy; the baselines have no settings, as their sources state them."""
+    return TUNED[name](settings) if name in TUNED else PLAIN[name]()
+
+
+__all__ = ["POLICIES", "Policy", "Request", "make_policy"]

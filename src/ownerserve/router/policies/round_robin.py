@@ -1,25 +1,20 @@
-"""Round robin: each worker in turn, blind to sessions and load. The baseline."""
+"""Round robin: each worker in turn, blind to sessions and load. The baseline of seed 002 §5.1."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from ownerserve.router.fleet import Worker
+from ownerserve.router.candidates import Candidates
+from ownerserve.router.deciding import run_at
+from ownerserve.router.decision import Decision
 from ownerserve.router.messages import Reason
-from ownerserve.router.policies.base import Choice, Request
+from ownerserve.router.policies.rotation import Rotation
+from ownerserve.router.request import Request
 
 
 class RoundRobin:
     """The next worker in stable order after the one that was chosen last."""
 
     def __init__(self) -> None:
-        self._last_order = -1
+        self._rotation = Rotation()
 
-    def choose(self, request: Request, candidates: Sequence[Worker]) -> Choice:
-        for worker in candidates:
-            if worker.order > self._last_order:
-                break
-        else:
-            worker = candidates[0]
-        self._last_order = worker.order
-        return Choice(worker, Reason.ROUND_ROBIN)
+    def decide(self, request: Request, fleet: Candidates) -> Decision:
+        return run_at(request, self._rotation.next(fleet), Reason.ROUND_ROBIN)

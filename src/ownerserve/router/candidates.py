@@ -1,0 +1,169 @@
+"""The workers that may take a turn of one model, in order of load.
+
+Owns the order, not the load. A worker's key sorts by how long a first prompt would take there (its
+queue, and its own speed, which tells GPUs apart), then by who is there already (bound sessions and
+running turns: without that every session of an idle fleet starts on the first worker), then by
+stable order, which also names the worker.
+
+    key = (queue_ms + first_prompt_ms) x 1024 | crowd (16 bits) | order (24 bits)
+
+A worker whose load changes only says so; it is put in its place when the order is next asked for.
+So a turn that stays with its owner costs the order nothing, and no decision looks at all workers
+unless most of them have changed since the last one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Iterator
+
+from ownerserve.kv.errors import InvariantViolated
+from ownerserve.router.profile import Role
+from ownerserve.router.worker import Watch, Worker
+
+_ORDER = (1 << 24) - 1
+_CROWD_MAX = (1 << 16) - 1
+RESORT_SHARE = 8
+"""With more than one in so many changed, all are sorted anew."""
+
+
+class _Order:
+    """Workers by key."""
+
+    __slots__ = ("_key_of", "_keys", "by_order", "watch")
+
+    def __init__(self) -> None:
+        self.by_order: dict[int, Worker] = {}
+        self.watch = Watch()
+        self._keys: list[int] = []
+        self._key_of: dict[int, int] = {}
+
+    def add(self, worker: Worker) -> None:
+        self.by_order[worker.order] = worker
+        self._key_of[worker.order] = key = _key(worker)
+        insort(self._keys, key)
+        worker.watchers += (self.watch,)
+        self.watch.sequences += worker.batch
+
+    def discard(self, worker: Worker) -> None:
+        if self.by_order.pop(worker.order, None) is not None:
+            del self._keys[bisect_left(self._keys, self._key_of.pop(worker.order))]
+            self.watch.changed.discard(worker)
+            self.watch.sequences -= worker.batch
+            worker.watchers = tuple(one for one in worker.watchers if one is not self.watch)
+
+    def keys(self) -> list[int]:
+        """All keys, least first, as of now."""
+        keys, key_of, changed = self._keys, self._key_of, self.watch.changed
+        if not changed:
+            return keys
+        if len(changed) * RESORT_SHARE > len(keys):
+            for worker in changed:
+                key_of[worker.order] = _key(worker)
+            keys[:] = sorted(key_of.values())
+        else:
+            for worker in changed:
+                old, new = key_of[worker.order], _key(worker)
+                if new != old:
+                    del keys[bisect_left(keys, old)]
+                    insort(keys, new)
+                    key_of[worker.order] = new
+        changed.clear()
+        return keys
+
+    def least(self, count: int) -> list[Worker]:
+        by_order = self.by_order
+        return [by_order[key & _ORDER] for key in self.keys()[:count]]
+
+    def check(self) -> None:
+        if self.keys() != sorted(_key(worker) for worker in self.by_order.values()):
+            raise InvariantViolated("invariant 5: candidates are out of order")
+        if self.watch.sequences != sum(worker.batch for worker in self.by_order.values()):
+            raise InvariantViolated("invariant 5: running sequences do not add up")
+
+
+def _key(worker: Worker) -> int:
+    due = int((worker.queue_ms + worker.speed.first_prompt_ms) * 1024.0)
+    crowd = min(worker.bound_sessions + worker.batch, _CROWD_MAX)
+    return (due << 40) | (crowd << 24) | worker.order
+
+
+class Candidates:
+    """Workers that are up and serve a model; iterates in stable order over those that run turns."""
+
+    __slots__ = ("_prefill", "_serving", "_stable")
+
+    def __init__(self, workers: Iterable[Worker] = ()) -> None:
+        self._serving = _Order()
+        self._prefill = _Order()
+        self._stable: tuple[Worker, ...] = ()
+        for worker in workers:
+            self.add(worker)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._stable)
+
+    def __len__(self) -> int:
+        return len(self._stable)
+
+    def __contains__(self, worker: Worker) -> bool:
+        return self._serving.by_order.get(worker.order) is worker
+
+    @property
+    def mean_batch(self) -> float:
+        """Sequences at each worker that runs turns."""
+        return self._serving.watch.sequences / len(self._stable)
+
+    def least(self, count: int) -> list[Worker]:
+        """The `count` least loaded of those that run turns, least first."""
+        return self._serving.least(count)
+
+    def least_one(self) -> Worker:
+        """The least loaded of those that run turns."""
+        serving = self._serving
+        return serving.by_order[serving.keys()[0] & _ORDER]
+
+    def least_prefill(self, count: int) -> list[Worker]:
+        """The `count` least loaded of those that prefill for others, least first."""
+        return self._prefill.least(count)
+
+    def can_prefill(self, worker: Worker) -> bool:
+        """Whether it is one of those that prefill for others."""
+        return self._prefill.by_order.get(worker.order) is worker
+
+    def prefilling(self) -> list[Worker]:
+        """Those that prefill for others, in stable order."""
+        return [worker for _, worker in sorted(self._prefill.by_order.items())]
+
+    def without(self, tried: Collection[Worker]) -> Candidates:
+        """The same but `tried`. A snapshot: it does not follow later changes."""
+        return Candidates(worker for worker in self.everyone() if worker not in tried)
+
+    def everyone(self) -> set[Worker]:
+        """Those that run turns and those that prefill for others."""
+        return {*self._serving.by_order.values(), *self._prefill.by_order.values()}
+
+    # Kept by the fleet
+
+    def add(self, worker: Worker) -> None:
+        """`worker` is up."""
+        role = worker.profile.role
+        if role is not Role.PREFILL:
+            self._serving.add(worker)
+        if role is not Role.DECODE:
+            self._prefill.add(worker)
+        self._restable()
+
+    def discard(self, worker: Worker) -> None:
+        """`worker` is no candidate any more."""
+        self._serving.discard(worker)
+        self._prefill.discard(worker)
+        self._restable()
+
+    def check(self) -> None:
+        """Raise InvariantViolated unless the orders are those of the keys."""
+        self._serving.check()
+        self._prefill.check()
+
+    def _restable(self) -> None:
+        self._stable = tuple(worker for _, worker in sorted(self._serving.by_order.items()))

@@ -1,0 +1,133 @@
+"""What a placement costs: seed 000 §3.6.5, each term in ms, priced for one way at a time.
+
+    C(a) = T_queue + T_compute + T_network + T_restore + lambda M_HBM + delta D + mu I_decode
+
+| term | is |
+|---|---|
+| queue | until the prefilling worker begins: pending prefill tokens x its ms a token |
+| compute | prefill of what is not cached, then decode of the expected answer in that batch |
+| network | bytes that come from another worker's memory |
+| restore | bytes that come from a store tier, and the tokens computed again after a restore |
+| memory | lambda x GiB of device memory newly taken x how full that memory is |
+| duplicate | delta x GiB that lie on two devices from then on, x how full the other one is |
+| interference | mu x ms of prefill x sequences that decode there meanwhile |
+
+Network and restore are priced without overlap with compute: an upper bound, the same for all ways.
+Nothing is counted twice: what waits behind a queue is in `queue`, what runs is in the others.
+"""
+
+from __future__ import annotations
+
+from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.units import GIB
+from ownerserve.plan.inputs import Tier
+from ownerserve.router.decision import Option
+from ownerserve.router.extents import Copy
+from ownerserve.router.request import Request
+from ownerserve.router.settings import Settings
+from ownerserve.router.turns import TurnClass
+from ownerserve.router.worker import Worker
+
+
+class Pricer:
+    """Prices ways to place one request. Holds the weights, no state."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._lambda = settings.memory_ms_per_gib / GIB
+        self._delta = settings.duplicate_ms_per_gib / GIB
+        self._mu = settings.interference
+
+    def local(self, request: Request, worker: Worker) -> Option:
+        """Compute there whatever its device does not hold."""
+        cached = request.cached_on(worker)
+        is_going_on = cached > 0 and request.turn is TurnClass.DECODE_CONTINUATION
+        action = _DECODE if is_going_on else _COLOCATED
+        return self._price(request, worker, action, cached, None)
+
+    def bring(
+        self, request: Request, worker: Worker, *, action: PlacementAction, source: Copy
+    ) -> Option:
+        """Bring the state from `source` to `worker`, compute the rest there."""
+        tokens = min(source.tokens, request.known_tokens)
+        return self._price(request, worker, action, tokens, source)
+
+    def apart(self, request: Request, worker: Worker, prefill: Worker) -> Option:
+        """Prefill at `prefill`, send what `worker` lacks there, decode at `worker`."""
+        speed = prefill.speed
+        held, lent = request.cached_on(worker), request.cached_on(prefill)
+        prompt = request.prompt_tokens
+        prefill_ms = speed.prefill.ms(prompt - lent, lent)
+        queue_ms = prefill.queue_ms
+        there = worker.speed
+        step_ms = there.step_ms + there.step_ms_per_sequence * (worker.batch + 1)
+        compute_ms = prefill_ms + request.output_tokens * step_ms
+        network_ms = speed.media[Tier.PEER].ms((prompt - held) * speed.kv_bytes_per_token)
+        taken_tokens = prompt - held + request.output_tokens
+        memory_ms = self._lambda * taken_tokens * there.kv_bytes_per_token * worker.occupancy
+        # The prefilling worker keeps what it computed until it needs the room.
+        kept = Copy(prefill, prefill.life, Tier.DEVICE, prompt)
+        duplicate_ms = self._duplicate_ms(prompt - lent, kept)
+        interference_ms = self._mu * prefill_ms * prefill.batch
+        return Option(
+            _REMOTE, worker, lent, queue_ms, compute_ms, network_ms, 0.0, memory_ms, duplicate_ms,
+            interference_ms, queue_ms + compute_ms + network_ms + memory_ms + duplicate_ms
+            + interference_ms, prompt - held, None, prefill,
+        )  # fmt: skip
+
+    def _price(
+        self,
+        request: Request,
+        worker: Worker,
+        action: PlacementAction,
+        cached: int,
+        source: Copy | None,
+    ) -> Option:
+        speed = worker.speed
+        prefill_ms = speed.prefill.ms(request.prompt_tokens - cached, cached)
+        batch = worker.batch
+        step_ms = speed.step_ms + speed.step_ms_per_sequence * (batch + 1)
+        compute_ms = prefill_ms + request.output_tokens * step_ms
+        queue_ms = worker.queue_ms
+        network_ms = restore_ms = 0.0
+        held = cached
+        if source is not None:
+            held = request.cached_on(worker)
+            moved_bytes = (cached - held) * speed.kv_bytes_per_token
+            restore_ms = speed.prefill.ms(min(speed.replay_tokens, cached), cached)
+            prefill_ms += restore_ms
+            holder = source.worker or worker
+            if source.tier is not Tier.DEVICE:
+                restore_ms += holder.speed.media[source.tier].ms(moved_bytes)
+            if holder is not worker:
+                network_ms = speed.media[Tier.PEER].ms(moved_bytes)
+        taken_tokens = request.prompt_tokens - held + request.output_tokens
+        memory_ms = self._lambda * taken_tokens * speed.kv_bytes_per_token * worker.occupancy
+        duplicate_ms = 0.0
+        if action is not _MIGRATION:
+            for copy in request.copies:
+                if copy.worker is not worker:
+                    twice_ms = self._duplicate_ms(
+                        min(copy.tokens, request.known_tokens) - held, copy
+                    )
+                    if twice_ms > duplicate_ms:
+                        duplicate_ms = twice_ms
+        interference_ms = self._mu * prefill_ms * batch
+        total_ms = queue_ms + compute_ms + network_ms + restore_ms
+        total_ms += memory_ms + duplicate_ms + interference_ms
+        return Option(
+            action, worker, cached, queue_ms, compute_ms, network_ms, restore_ms, memory_ms,
+            duplicate_ms, interference_ms, total_ms, cached - held, source,
+        )  # fmt: skip
+
+    def _duplicate_ms(self, tokens: int, copy: Copy) -> float:
+        """Of so many tokens that `copy` holds too."""
+        holder = copy.worker
+        if tokens <= 0 or holder is None or copy.tier is not Tier.DEVICE:
+            return 0.0
+        return self._delta * tokens * holder.speed.kv_bytes_per_token * holder.occupancy
+
+
+_DECODE = PlacementAction.DECODE_CONTINUATION
+_COLOCATED = PlacementAction.COLOCATED_PREFILL
+_REMOTE = PlacementAction.REMOTE_PREFILL
+_MIGRATION = PlacementAction.STATE_MIGRATION

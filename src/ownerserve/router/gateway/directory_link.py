@@ -1,0 +1,124 @@
+"""The directory as the gateway reaches it: asked in batches, off the request path.
+
+Owns the batch in flight. An embedded directory answers in the loop itself; a shared one, whose
+client blocks, in a thread of its own. Only a session that this gateway has never seen is looked up
+before its turn is sent: another gateway may know its owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ownerserve.directory.messages import FindSession, Outcome, Request
+from ownerserve.directory.port import Directory
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.router.gateway.owners import Owners
+from ownerserve.router.gateway.receipts import unit_of
+from ownerserve.router.gateway.stamps import Extent
+from ownerserve.router.messages import Arrive, Claimed, Dispatch
+from ownerserve.router.questions import scoped_to_model
+
+log = logging.getLogger("ownerserve.gateway")
+
+LOOK_UP_S = 0.25
+"""A directory that takes longer is not waited for: the turn goes by what is known here."""
+
+TICK_S = 0.5
+SWEEP_RECORDS = 200
+"""Looked at in each tick: 10^5 records in some four minutes, a millisecond at a time."""
+
+
+class DirectoryLink:
+    """`tell` hears what the directory decided; `is_shared`: other gateways decide too."""
+
+    def __init__(
+        self, directory: Directory, *, is_shared: bool, tell: Callable[[Claimed], None]
+    ) -> None:
+        self.owners = Owners()
+        self.is_shared = is_shared
+        self._directory = directory
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self._thread = ThreadPoolExecutor(1, "directory") if is_shared else None
+        self._asking: asyncio.Task[None] | None = None
+
+    # ---- what the gateway sees
+
+    def heard(self, unit: RoutingUnit) -> None:
+        """A worker answers."""
+        self.owners.lives(unit)
+        self._ask_soon()
+
+    def silent(self, worker: str) -> None:
+        """A worker is down."""
+        self.owners.silent(worker)
+
+    def dispatched(self, dispatch: Dispatch, arrive: Arrive) -> None:
+        """A turn was sent."""
+        unit = unit_of(dispatch.decision.worker)
+        if unit is None or dispatch.session is None:
+            return
+        parent = None if arrive.parent is None else scoped_to_model(arrive.parent, arrive.model)
+        self.owners.runs_at(dispatch.session, unit, parent=parent)
+        self._ask_soon()
+
+    def reported(self, dispatch: Dispatch, unit: RoutingUnit, extent: Extent) -> None:
+        """A worker holds the prompt of this turn."""
+        if dispatch.session is not None:
+            self.owners.stands_on(dispatch.session, unit, extent)
+            self._ask_soon()
+
+    def ended(self, dispatch: Dispatch) -> None:
+        """The session of this turn is over."""
+        if dispatch.session is not None:
+            self.owners.ends(dispatch.session)
+            self._ask_soon()
+
+    async def look_up(self, session: SessionId) -> None:
+        """Ask who owns it, for a moment."""
+        requests = [FindSession(session)]
+        try:
+            async with asyncio.timeout(LOOK_UP_S):
+                outcomes = await self._execute(requests)
+        except TimeoutError:
+            self.owners.answers["too_slow"] += 1
+            return
+        self._hear(requests, outcomes)
+
+    # ---- the batch in flight
+
+    async def run(self) -> None:
+        """Renew leases until cancelled; clean up in a directory that is ours alone."""
+        while True:
+            self._ask_soon()
+            if not self.is_shared:
+                self._directory.sweep(SWEEP_RECORDS)
+            await asyncio.sleep(TICK_S)
+
+    def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        self._directory.close()
+
+    def _ask_soon(self) -> None:
+        if self._asking is None or self._asking.done():
+            self._asking = self._loop.create_task(self._ask())
+
+    async def _ask(self) -> None:
+        while requests := self.owners.due(self._loop.time()):
+            self._hear(requests, await self._execute(requests))
+
+    async def _execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        if self._thread is None:
+            return self._directory.execute(requests)
+        return await self._loop.run_in_executor(self._thread, self._directory.execute, requests)
+
+    def _hear(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
+        for news in self.owners.answered(requests, outcomes):
+            self._tell(news)

@@ -1,0 +1,136 @@
+"""A worker's word about itself, as header lines on its answers, its refusals and its /health.
+
+Owns the names of those headers. A worker that sends none is served all the same; a value that is
+no number is taken as not sent: a bad stamp may cost a cache hit, never a request.
+
+| header x-ownerserve- | is |
+|---|---|
+| incarnation, rank | which life of which data-parallel rank speaks |
+| as-of, pending-prefill-tokens, running, waiting, kv-bytes-free, kv-bytes-total | its load, dated |
+| extent | PREFIX_HASH:TOKENS, what the device holds of this prompt once it is computed |
+| mode, cached-tokens, prompt-tokens | what came of the prompt |
+| refusal | admission said no, and why |
+| model | on /health: what it serves |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ownerserve.kv.ids import Incarnation, PrefixHash, WorkerId
+from ownerserve.kv.messages import RoutingUnit, WorkerStatus
+from ownerserve.router.messages import Label
+
+PREFIX = b"x-ownerserve-"
+
+_HASH_DIGITS = 64
+
+
+class WorkerRefusal(Label):
+    """Why a worker would not take a turn; a metric label."""
+
+    TOO_LONG = "too_long"
+    QUEUE_FULL = "queue_full"
+    NO_ROOM = "no_room"
+    DRAINING = "draining"
+    UNKNOWN_SESSION = "unknown_session"
+    STALE_VERSION = "stale_version"
+    STATE_GONE = "state_gone"
+    SESSION_IS_RUNNING = "session_is_running"
+    UNKNOWN_RESERVATION = "unknown_reservation"
+    MALFORMED = "malformed"
+    ENGINE_BUSY = "engine_busy"
+    ENGINE_DEAD = "engine_dead"
+    ENGINE_STUCK = "engine_stuck"
+    WRONG_TARGET = "wrong_target"
+    """The turn was meant for another worker, or for another life of this one."""
+    OTHER = "other"
+
+
+_BY_STATUS = {
+    429: WorkerRefusal.QUEUE_FULL,
+    503: WorkerRefusal.ENGINE_BUSY,
+    529: WorkerRefusal.ENGINE_BUSY,
+}
+
+
+def refusal_of(status: int, headers: Mapping[bytes, bytes]) -> WorkerRefusal | None:
+    """Why the worker's admission said no; None when it did not.
+
+    Ours name the reason; of other engines the status alone says it.
+    """
+    if status < 400:
+        return None
+    told = headers.get(b"refusal")
+    if told is None:
+        return _BY_STATUS.get(status)
+    try:
+        return WorkerRefusal(told.decode("latin-1"))
+    except ValueError:
+        return WorkerRefusal.OTHER
+
+
+class Extent(msgspec.Struct, frozen=True, gc=False):
+    """Tokens [0, tokens) of the chain that ends in `prefix_hash`."""
+
+    prefix_hash: PrefixHash
+    tokens: int
+
+
+class Stamp(msgspec.Struct, frozen=True, gc=False):
+    """What an answer's head says of its worker."""
+
+    unit: RoutingUnit
+    status: WorkerStatus | None
+    extent: Extent | None
+
+
+def read_stamp(worker: WorkerId, headers: Mapping[bytes, bytes]) -> Stamp | None:
+    """None without an incarnation: then nothing can be said of whom the rest speaks."""
+    incarnation = number(headers, b"incarnation")
+    if incarnation is None:
+        return None
+    unit = RoutingUnit(worker, number(headers, b"rank") or 0, Incarnation(incarnation))
+    return Stamp(unit, _status(unit, headers), _extent(headers.get(b"extent")))
+
+
+def number(headers: Mapping[bytes, bytes], name: bytes) -> int | None:
+    """The header as a natural number."""
+    value = headers.get(name)
+    return int(value) if value is not None and value.isdigit() and len(value) < 20 else None
+
+
+def target_of(unit: RoutingUnit) -> bytes:
+    """The worker that a turn is meant for, as x-ownerserve-target says it."""
+    return b"%b/%d/%d" % (unit.worker.encode(), unit.dp_rank, unit.incarnation)
+
+
+def _status(unit: RoutingUnit, headers: Mapping[bytes, bytes]) -> WorkerStatus | None:
+    try:
+        as_of = float(headers.get(b"as-of", b""))
+    except ValueError:
+        return None
+    pending = number(headers, b"pending-prefill-tokens")
+    if pending is None:
+        return None
+    return WorkerStatus(
+        unit=unit,
+        as_of=as_of,
+        pending_prefill_tokens=pending,
+        running_sequences=number(headers, b"running") or 0,
+        waiting_sequences=number(headers, b"waiting") or 0,
+        kv_bytes_free=number(headers, b"kv-bytes-free") or 0,
+        kv_bytes_total=number(headers, b"kv-bytes-total") or 0,
+    )
+
+
+def _extent(value: bytes | None) -> Extent | None:
+    digest, _, tokens = (value or b"").partition(b":")
+    if len(digest) != _HASH_DIGITS or not tokens.isdigit() or len(tokens) > 12:
+        return None
+    try:
+        return Extent(PrefixHash(bytes.fromhex(digest.decode("ascii"))), int(tokens))
+    except ValueError:
+        return None

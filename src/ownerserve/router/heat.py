@@ -1,0 +1,80 @@
+"""When a session leaves a busy owner: EAR's trigger, target and brakes (seed 002 §4.3, §6).
+
+A session at its owner, when a turn of it arrives:
+
+| state | holds when | then |
+|---|---|---|
+| calm | the pressure there is <= T_hot, or <= hot_ratio x the target's | stays |
+| cooling | it is hot, and the session moved less than T_cool ago | stays |
+| stuck | it is hot, but nobody with room for the context is less busy | stays |
+| leaving | otherwise | moves to the least busy worker with room |
+
+Pressure is measured by what is observable: for EAR pending prefill tokens, as time at the worker's
+own rate; for OwnerServe also the sequences that decode there (policies/ownerserve.py).
+What brakes: the session's own pending work does not make its owner hot for it (a giant session
+would flee from itself), the target must be less busy by the relative term too (a fleet that is hot
+everywhere keeps still), and after a move the session stays for T_cool (O(lifetime / T_cool) moves).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import TypeAlias
+
+from ownerserve.router.candidates import Candidates
+from ownerserve.router.request import Request
+from ownerserve.router.settings import Settings
+from ownerserve.router.worker import Worker
+
+TARGETS = 4
+"""How many of the least loaded are looked at for one with room."""
+
+
+class Heat(Enum):
+    """A session's state at its owner."""
+
+    CALM = "calm"
+    COOLING = "cooling"
+    STUCK = "stuck"
+    LEAVING = "leaving"
+
+
+Pressure: TypeAlias = Callable[[Request, Worker, Candidates], float]
+"""What leaving the worker could spare a turn, in ms."""
+
+
+def wait_ms(request: Request, worker: Worker, fleet: Candidates) -> float:
+    """EAR's pressure: how long others' pending prefill keeps the turn waiting there."""
+    pending = worker.pending_tokens
+    if pending <= 0 or not request.own_pending_tokens or worker is not request.owner:
+        return worker.queue_ms
+    return worker.queue_ms * max(pending - request.own_pending_tokens, 0) / pending
+
+
+def heat(
+    request: Request, owner: Worker, *, fleet: Candidates, settings: Settings, pressure: Pressure
+) -> tuple[Heat, Worker | None]:
+    """The session's state, and the worker to leave for when it is LEAVING."""
+    pressure_ms = pressure(request, owner, fleet)
+    if pressure_ms <= settings.hot_ms:
+        return Heat.CALM, None
+    target = least_with_room(request, owner, fleet)
+    if target is None:
+        return Heat.STUCK, None
+    if pressure_ms <= settings.hot_ratio * pressure(request, target, fleet):
+        return Heat.CALM, None
+    if request.since_move_s < settings.cool_s:
+        return Heat.COOLING, None
+    return Heat.LEAVING, target
+
+
+def least_with_room(request: Request, owner: Worker | None, fleet: Candidates) -> Worker | None:
+    """The least loaded worker but `owner` whose free memory takes the whole context."""
+    tokens = request.prompt_tokens + request.output_tokens
+    for worker in fleet.least(TARGETS):
+        if worker is owner:
+            continue
+        if worker.kv_bytes_free >= tokens * worker.speed.kv_bytes_per_token:
+            return worker
+    return None

@@ -1,0 +1,112 @@
+"""How the dated copy of extents and owners follows what is told. Owns the names of prefixes.
+
+Told by workers (turn reports, inventories) and by the directory, in any order and late: nothing
+here is trusted beyond an estimate, and what names an earlier life of a worker is ignored.
+"""
+
+from __future__ import annotations
+
+from ownerserve.plan.inputs import Tier
+from ownerserve.router.extents import Prefix, PrefixIndex
+from ownerserve.router.fleet import Fleet
+from ownerserve.router.messages import (
+    NOTED,
+    Arrive,
+    Claimed,
+    Gone,
+    Migrated,
+    Noted,
+    Reported,
+)
+from ownerserve.router.questions import scoped_to_model
+from ownerserve.router.sessions import Session, SessionTable
+
+
+class Knowledge:
+    """Applies Reported, Gone, Claimed and Migrated, and forks sessions."""
+
+    def __init__(self, fleet: Fleet, sessions: SessionTable) -> None:
+        self._fleet = fleet
+        self._sessions = sessions
+        self._prefixes = PrefixIndex()
+
+    def fork(self, child: Session, arrive: Arrive) -> None:
+        """A new session begins like its parent: it stands on the parent's prefix (rule 3)."""
+        assert arrive.parent is not None
+        name = self._sessions.resolve(scoped_to_model(arrive.parent, arrive.model))
+        parent = self._sessions.get(name)
+        if parent is None or parent is child:
+            return
+        child.bytes_per_token = parent.bytes_per_token
+        child.output_tokens = parent.output_tokens
+        prefix = parent.prefix or parent.stem
+        if prefix is None:
+            return  # its first turn still runs
+        tokens = parent.known_tokens
+        if arrive.shared_bytes is not None:
+            tokens = min(tokens, int(arrive.shared_bytes / parent.bytes_per_token))
+        if tokens > 0:
+            child.fork(prefix, tokens)
+
+    def reported(self, event: Reported, now_s: float) -> Noted:
+        """A holder says what it holds."""
+        prefix = self._prefixes.get(event.prefix_hash)
+        if prefix is None and event.session is not None:
+            prefix = self._adopt(event)
+        if prefix is None:
+            return NOTED  # no session here stands on it
+        if event.unit is None:
+            prefix.hold(None, event.tier, event.tokens)
+            return NOTED
+        worker = self._fleet.find(event.unit)
+        if worker is not None:
+            prefix.hold(worker, event.tier, event.tokens)
+        return NOTED
+
+    def gone(self, event: Gone, now_s: float) -> Noted:
+        """A holder dropped it."""
+        prefix = self._prefixes.get(event.prefix_hash)
+        worker = None if event.unit is None else self._fleet.find(event.unit)
+        if prefix is not None and (event.unit is None or worker is not None):
+            prefix.drop(worker, event.tier)
+        return NOTED
+
+    def claimed(self, event: Claimed, now_s: float) -> Noted:
+        """The directory's word on an owner, unless a later one was heard."""
+        session = self._sessions.touch(self._sessions.resolve(event.session), now_s)
+        worker = self._fleet.find(event.unit)
+        if worker is None or (session.epoch is not None and event.epoch < session.epoch):
+            return NOTED
+        session.epoch = event.epoch
+        self._sessions.bind(session, worker)
+        worker.refresh()
+        return NOTED
+
+    def migrated(self, event: Migrated, now_s: float) -> Noted:
+        """The session's state and ownership are at the target, the source has released its own."""
+        session = self._sessions.get(self._sessions.resolve(event.session))
+        worker = self._fleet.find(event.target)
+        if session is None or worker is None:
+            return NOTED
+        source = session.live_owner
+        if session.prefix is not None:
+            if source is not None:
+                session.prefix.drop(source, Tier.DEVICE)
+            session.prefix.hold(worker, Tier.DEVICE, event.tokens)
+        session.moved_at_s = now_s
+        self._sessions.bind(session, worker)
+        worker.refresh()
+        return NOTED
+
+    def _adopt(self, event: Reported) -> Prefix | None:
+        """The prefix of the session that stands on it, which has this hash from now on."""
+        assert event.session is not None
+        session = self._sessions.get(self._sessions.resolve(event.session))
+        if session is None:
+            return None
+        if session.prefix is None:
+            session.prefix = Prefix()
+        if session.prefix.refs > 1 and event.tokens != session.prefix.tokens:
+            return None  # shared and sealed: the next turn gives the session one of its own
+        self._prefixes.name(session.prefix, event.prefix_hash)
+        return session.prefix

@@ -1,0 +1,75 @@
+"""EAR: affinity by default, and a move when the owner is hot.
+
+Source: seed 002 §4. A cold start goes where least is pending; every later turn to the session's
+owner; when others' work there passes T_hot, the session moves to the least loaded worker with room
+(heat.py). Decided by observable load, never by predicted transfer times (seed 002 §4.3.2).
+"""
+
+from __future__ import annotations
+
+from ownerserve.kv.messages import PlacementAction
+from ownerserve.router.candidates import Candidates
+from ownerserve.router.costs import Pricer
+from ownerserve.router.deciding import bring_to, run_at, start_at
+from ownerserve.router.decision import Decision, Move
+from ownerserve.router.heat import Heat, heat, wait_ms
+from ownerserve.router.messages import Reason
+from ownerserve.router.request import Request
+from ownerserve.router.settings import DEFAULTS, Settings
+from ownerserve.router.starts import start
+from ownerserve.router.ways import peer_copy, stored_copy
+from ownerserve.router.worker import Worker
+
+_STAYS = {
+    Heat.CALM: Reason.OWNER,
+    Heat.COOLING: Reason.HOT_COOLING,
+    Heat.STUCK: Reason.HOT_NO_TARGET,
+}
+
+
+class Ear:
+    """Keeps no state: when a session moved is the session's."""
+
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
+        self._settings = settings
+        self._pricer = Pricer(settings)
+
+    def decide(self, request: Request, fleet: Candidates) -> Decision:
+        owner = request.owner
+        if owner is None:
+            if request.copies:
+                return start(request, fleet, pricer=self._pricer, settings=self._settings)
+            return start_at(request, fleet.least_one())
+        state, target = heat(request, owner, fleet=fleet, settings=self._settings, pressure=wait_ms)
+        if target is None:
+            return run_at(request, owner, _STAYS[state])
+        return move(request, owner, target, fleet=fleet)
+
+
+def move(request: Request, owner: Worker, target: Worker, *, fleet: Candidates) -> Decision:
+    """Leave `owner` for `target`: migrate; else fetch, load or compute anew, and want it migrated.
+
+    Computing a long context anew can take longer than any queue: then the turn stays, with the
+    wish, which whoever performs migrations may grant in the next tool gap.
+    """
+    actions = target.profile.actions
+    peer, stored = peer_copy(request, target), stored_copy(request, target)
+    wanted = Move(owner, target, request.known_tokens)
+    reason = Reason.HOT_OWNER
+    if peer is not None and peer.worker is owner and _MIGRATION in actions:
+        return bring_to(request, target, reason, action=_MIGRATION, source=peer)
+    if peer is not None and _FETCH in actions:
+        return bring_to(request, target, reason, action=_FETCH, source=peer, wanted=wanted)
+    if stored is not None and _RESTORE in actions:
+        return bring_to(request, target, reason, action=_RESTORE, source=stored, wanted=wanted)
+    held, kept = request.cached_on(target), request.cached_on(owner)
+    anew_ms = target.speed.prefill.ms(request.prompt_tokens - held, held)
+    stay_ms = owner.speed.prefill.ms(request.prompt_tokens - kept, kept)
+    if target.queue_ms + anew_ms < wait_ms(request, owner, fleet) + stay_ms:
+        return run_at(request, target, reason, wanted=wanted)
+    return run_at(request, owner, Reason.HOT_NO_TARGET, wanted=wanted)
+
+
+_MIGRATION = PlacementAction.STATE_MIGRATION
+_FETCH = PlacementAction.ARTIFACT_FETCH
+_RESTORE = PlacementAction.TAIL_RECOMPUTE

@@ -1,0 +1,31 @@
+"""KV-aware linear: cached share less relative load, one weight each.
+
+Source: the "kvcache-aware + load-balance" baseline of seed 002 §5.1; production-stack's
+`loadaware` is the same form, match / len - beta x relative load (research/routers.md §1).
+Looks at every worker.
+"""
+
+from __future__ import annotations
+
+from ownerserve.router.candidates import Candidates
+from ownerserve.router.deciding import run_at
+from ownerserve.router.decision import Decision
+from ownerserve.router.messages import Reason
+from ownerserve.router.request import Request
+from ownerserve.router.worker import Worker
+
+LOAD_WEIGHT = 1.0
+
+
+class KvAware:
+    """argmax cached / prompt - LOAD_WEIGHT x pending / most pending. Keeps no state."""
+
+    def decide(self, request: Request, fleet: Candidates) -> Decision:
+        most = max(max(worker.pending_tokens for worker in fleet), request.prompt_tokens)
+
+        def cost(worker: Worker) -> tuple[float, int, int]:
+            share = request.cached_on(worker) / request.prompt_tokens
+            load = worker.pending_tokens / most
+            return LOAD_WEIGHT * load - share, worker.bound_sessions + worker.batch, worker.order
+
+        return run_at(request, min(fleet, key=cost), Reason.SCORE)

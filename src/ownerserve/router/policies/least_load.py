@@ -1,0 +1,20 @@
+"""Least load: where least is pending, blind to sessions.
+
+Source: the load-only policies of SGLang's and vLLM's routers (research/routers.md §1: least load,
+power of two); here over all workers, by queue time.
+"""
+
+from __future__ import annotations
+
+from ownerserve.router.candidates import Candidates
+from ownerserve.router.deciding import run_at
+from ownerserve.router.decision import Decision
+from ownerserve.router.messages import Reason
+from ownerserve.router.request import Request
+
+
+class LeastLoad:
+    """The first in the order of load. Keeps no state."""
+
+    def decide(self, request: Request, fleet: Candidates) -> Decision:
+        return run_at(request, fleet.least_one(), Reason.LEAST_LOAD)

@@ -1,0 +1,33 @@
+"""Prefix-aware, multi-owner: the least loaded of all who hold the prefix, unless load is uneven.
+
+Source: seed 000 §3.8 (prefix cache hits, copies wherever they arise); the gate is that of
+SGLang's and vLLM's cache_aware routers (research/routers.md §1): when the most and the least loaded
+lie apart by an absolute and a relative amount, the least loaded gets it, cold if need be.
+"""
+
+from __future__ import annotations
+
+from ownerserve.router.candidates import Candidates
+from ownerserve.router.deciding import run_at, start_at
+from ownerserve.router.decision import Decision
+from ownerserve.router.messages import Reason
+from ownerserve.router.request import Request
+
+APART_REQUESTS = 32
+APART_RATIO = 1.5
+MATCH_SHARE = 0.5
+
+
+class MultiOwner:
+    """Keeps no state. Looks at every worker's batch."""
+
+    def decide(self, request: Request, fleet: Candidates) -> Decision:
+        batches = [worker.batch for worker in fleet]
+        low, high = min(batches), max(batches)
+        needed = MATCH_SHARE * request.prompt_tokens
+        holders = [w for w in request.holders(fleet) if request.cached_on(w) > needed]
+        if not holders:
+            return start_at(request, fleet.least_one())
+        if high - low > APART_REQUESTS and high > APART_RATIO * low:
+            return run_at(request, fleet.least_one(), Reason.HOT_OWNER)
+        return run_at(request, min(holders, key=lambda w: (w.queue_ms, w.order)), Reason.CACHED)

@@ -1,0 +1,97 @@
+"""OwnerServe: one owner for each session, and the cheapest way to run each turn (PD-hybrid).
+
+Source: seed 000 §3.5-3.6. A short turn at a calm owner runs there: all that a move could save is
+less than T_hot, which is what a move costs (derive.py). Any other turn is priced over all placement
+actions that its class is offered (costs.py, turns.py), at the owner and, when the session may leave
+(heat.py: EAR's states and brakes), at those who hold its prefix and at the target; the least total
+wins. Without an owner, the holders and the k least loaded are priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ownerserve.kv.messages import PlacementAction
+from ownerserve.router.candidates import Candidates
+from ownerserve.router.costs import Pricer
+from ownerserve.router.deciding import take
+from ownerserve.router.decision import Decision, Move, Option
+from ownerserve.router.heat import Heat, heat, wait_ms
+from ownerserve.router.messages import Reason
+from ownerserve.router.request import Request
+from ownerserve.router.settings import DEFAULTS, Settings
+from ownerserve.router.starts import few, rank, start
+from ownerserve.router.turns import TurnClass
+from ownerserve.router.ways import peer_copy
+from ownerserve.router.worker import Worker
+
+_SHORT = (TurnClass.SMALL_INCREMENT, TurnClass.DECODE_CONTINUATION)
+
+
+class OwnerServe:
+    """Keeps no state of its own."""
+
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
+        self._settings = settings
+        self._pricer = Pricer(settings)
+
+    def decide(self, request: Request, fleet: Candidates) -> Decision:
+        owner = request.owner
+        if owner is None:
+            return start(request, fleet, pricer=self._pricer, settings=self._settings)
+        state, target = heat(
+            request, owner, fleet=fleet, settings=self._settings, pressure=self.pressure_ms
+        )
+        if state is Heat.CALM and request.turn in _SHORT:
+            return take(self._pricer.local(request, owner), Reason.OWNER)
+        workers: Iterable[Worker] = (owner,)
+        if target is not None:
+            workers = (owner, *request.holders(fleet), target)
+        elif state is Heat.CALM and request.turn is TurnClass.COLD_RESUME:
+            workers = few(request, fleet, count=self._settings.candidates)
+        ranked = rank(request, workers, pricer=self._pricer, fleet=fleet)
+        best = ranked[0]
+        reason = _STAYS[state]
+        if best.worker is not owner:
+            reason = Reason.CHEAPEST if target is None else Reason.HOT_OWNER
+        return take(best, reason, ranked=ranked, wanted=self._wish(request, owner, target, best))
+
+    def pressure_ms(self, request: Request, worker: Worker, fleet: Candidates) -> float:
+        """All that leaving can save: the queue, and what a larger batch than elsewhere costs.
+
+        Each sequence more is delayed by the turn's prefill and makes its answer's steps slower.
+        """
+        waits_ms = wait_ms(request, worker, fleet)
+        excess = worker.batch - fleet.mean_batch
+        if excess <= 0.0:
+            return waits_ms
+        speed, known = worker.speed, request.known_tokens
+        prefill_ms = speed.prefill.ms(request.prompt_tokens - known, known)
+        slower_ms = request.output_tokens * speed.step_ms_per_sequence
+        return waits_ms + excess * (self._settings.interference * prefill_ms + slower_ms)
+
+    def _wish(
+        self, request: Request, owner: Worker, target: Worker | None, best: Option
+    ) -> Move | None:
+        """A migration that should follow the turn, or that would have been cheaper."""
+        if best.worker is not owner:
+            is_moved = best.action is PlacementAction.STATE_MIGRATION
+            tokens = request.known_tokens
+            return None if is_moved or not tokens else Move(owner, best.worker, tokens)
+        source = None if target is None else peer_copy(request, target)
+        if target is None or source is None or source.worker is not owner:
+            return None
+        moving = self._pricer.bring(
+            request, target, action=PlacementAction.STATE_MIGRATION, source=source
+        )
+        return (
+            Move(owner, target, request.known_tokens) if moving.total_ms < best.total_ms else None
+        )
+
+
+_STAYS = {
+    Heat.CALM: Reason.OWNER,
+    Heat.COOLING: Reason.HOT_COOLING,
+    Heat.STUCK: Reason.HOT_NO_TARGET,
+    Heat.LEAVING: Reason.CHEAPEST,
+}

@@ -1,0 +1,27 @@
+"""Program TTL: a session keeps its place over a tool call, for so long and no longer.
+
+Source: vllm-router 0.1.17's program scheduling (research/routers.md §1 and §2.6: TTL over tool
+calls); its request pool is the worker's admission here.
+"""
+
+from __future__ import annotations
+
+from ownerserve.router.candidates import Candidates
+from ownerserve.router.deciding import run_at, start_at
+from ownerserve.router.decision import Decision
+from ownerserve.router.messages import Reason
+from ownerserve.router.request import Request
+
+TTL_S = 120.0
+
+
+class ProgramTtl:
+    """Keeps no state: the place is the session's owner, its age the session's idle time."""
+
+    def decide(self, request: Request, fleet: Candidates) -> Decision:
+        owner = request.owner
+        if owner is None:
+            return start_at(request, fleet.least_one())
+        if request.idle_s > TTL_S:
+            return run_at(request, fleet.least_one(), Reason.EXPIRED)
+        return run_at(request, owner, Reason.OWNER)

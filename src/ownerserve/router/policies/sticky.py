@@ -1,0 +1,23 @@
+"""Sticky: a session stays where it is, however busy; a new one starts where least is pending.
+
+Source: seed 002 §3.3 and §4.2 (its pillar 1 alone). Ties of load are broken by who is bound
+already: without that, every session of an idle fleet starts on the first worker (measured at two
+routers, 100 % of 64 sessions on one of four engines: research/routers.md §4).
+"""
+
+from __future__ import annotations
+
+from ownerserve.router.candidates import Candidates
+from ownerserve.router.deciding import run_at, start_at
+from ownerserve.router.decision import Decision
+from ownerserve.router.messages import Reason
+from ownerserve.router.request import Request
+
+
+class Sticky:
+    """The owner when it is a candidate, else the least loaded. Keeps no state."""
+
+    def decide(self, request: Request, fleet: Candidates) -> Decision:
+        if request.owner is not None:
+            return run_at(request, request.owner, Reason.OWNER)
+        return start_at(request, fleet.least_one())

@@ -1,0 +1,34 @@
+"""TTFT-gated affinity: the holder, unless it answers so much later that a cold prefill is due.
+
+Source: llm-d's prefix affinity filter with a TTFT gate (research/routers.md §1): when the predicted
+penalty for staying passes the limit, stickiness is broken and the prefix is computed elsewhere.
+"""
+
+from __future__ import annotations
+
+from ownerserve.router.candidates import Candidates
+from ownerserve.router.deciding import run_at, start_at
+from ownerserve.router.decision import Decision
+from ownerserve.router.messages import Reason
+from ownerserve.router.request import Request
+from ownerserve.router.worker import Worker
+
+PENALTY_MS_MAX = 5000.0
+
+
+class TtftGate:
+    """Keeps no state."""
+
+    def decide(self, request: Request, fleet: Candidates) -> Decision:
+        least = fleet.least_one()
+        owner = request.owner
+        if owner is None:
+            return start_at(request, least)
+        if _ttft_ms(request, owner) - _ttft_ms(request, least) > PENALTY_MS_MAX:
+            return run_at(request, least, Reason.HOT_OWNER)
+        return run_at(request, owner, Reason.OWNER)
+
+
+def _ttft_ms(request: Request, worker: Worker) -> float:
+    cached = request.cached_on(worker)
+    return worker.queue_ms + worker.speed.prefill.ms(request.prompt_tokens - cached, cached)

@@ -1,0 +1,78 @@
+"""What a worker tells a router: its life, its load, what it will hold, and for whom a turn is."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import msgspec
+
+from ownerserve.engines.hf.answering import (
+    ApiError,
+    check_target,
+    error_response,
+    extent_header,
+    load_headers,
+)
+from ownerserve.engines.hf.status import WorkerStatus
+from ownerserve.kv.ids import WorkerId
+from ownerserve.kv.prefix import hash_prefix, pack
+from ownerserve.router.gateway.stamps import (
+    PREFIX,
+    WorkerRefusal,
+    read_stamp,
+    refusal_of,
+    target_of,
+)
+
+LIFE = 1_700_000_000_123_456_789
+STATUS = WorkerStatus(
+    as_of_s=1234.5, incarnation=LIFE, model="tiny-v4", block_tokens=16, sequence_tokens=4096,
+    waiting=2, running=3, pending_prefill_tokens=700, sessions=1, free_slots={}, slots={},
+    slot_bytes={}, evictable_blocks=4, kv_bytes_free=60, kv_bytes_total=100, steps=9,
+)  # fmt: skip
+
+
+def as_heard(headers: dict[str, str]) -> dict[bytes, bytes]:
+    """Through the gateway's own reading of names."""
+    return {
+        name.encode()[len(PREFIX) :]: value.encode()
+        for name, value in headers.items()
+        if name.encode().startswith(PREFIX)
+    }
+
+
+def test_a_gateway_reads_what_a_worker_writes() -> None:
+    prompt = list(range(100))
+    headers = {**load_headers(STATUS), **extent_header(prompt, 16)}
+    stamp = read_stamp(WorkerId("w"), as_heard(headers))
+    assert stamp is not None
+    assert stamp.unit.incarnation == LIFE
+    assert stamp.status is not None
+    assert stamp.status.as_of == 1234.5
+    assert (stamp.status.running_sequences, stamp.status.waiting_sequences) == (3, 2)
+    assert (stamp.status.kv_bytes_free, stamp.status.kv_bytes_total) == (60, 100)
+    assert stamp.extent is not None
+    assert stamp.extent.tokens == 96
+    assert stamp.extent.prefix_hash == hash_prefix(pack(prompt), 16)[-1]
+
+
+def test_a_prompt_shorter_than_a_block_leaves_nothing_to_find() -> None:
+    assert extent_header([1, 2, 3], 16) == {}
+
+
+def test_a_worker_takes_what_is_meant_for_its_life_and_nothing_else() -> None:
+    """Seed 003, v2: two counters drifted apart, and sessions ended on workers that had none."""
+    stamp = read_stamp(WorkerId("10.0.0.1:80"), as_heard(load_headers(STATUS)))
+    assert stamp is not None
+    check_target(None, LIFE)
+    check_target(target_of(stamp.unit).decode(), LIFE)
+    for wrong in (f"w/1/{LIFE}", f"w/0/{LIFE + 1}", str(LIFE), "", "w/0/"):
+        with pytest.raises(ApiError) as caught:
+            check_target(wrong, LIFE)
+        answer = error_response(caught.value)
+        assert msgspec.json.decode(answer.body)["error"]["code"] == "wrong_target"
+        heard = as_heard(dict(answer.headers))
+        assert refusal_of(answer.status_code, heard) is WorkerRefusal.WRONG_TARGET

@@ -1,0 +1,121 @@
+"""The cost function term by term, worked out by hand for round speeds (fleets.SPEED)."""
+
+from __future__ import annotations
+
+import pytest
+from fleets import ABLE, GIB, SPEED, fleet_of, load, on, owned, request, status
+
+from ownerserve.kv.messages import PlacementAction
+from ownerserve.plan.inputs import Tier
+from ownerserve.router.costs import Pricer
+from ownerserve.router.derive import CLAUDE_CODE, derive
+from ownerserve.router.profile import DEFAULT_SPEED, Profile
+from ownerserve.router.settings import Settings
+from ownerserve.router.worker import Worker
+
+FREE = Settings(memory_ms_per_gib=0.0, duplicate_ms_per_gib=0.0, interference=0.0)
+WEIGHED = Settings(memory_ms_per_gib=100.0, duplicate_ms_per_gib=10.0, interference=0.5)
+
+
+def pair(profile: Profile = ABLE) -> tuple[Worker, Worker]:
+    one, two = fleet_of(profile, profile)
+    return one, two
+
+
+def test_queue_and_compute_at_the_owner() -> None:
+    owner, _ = pair()
+    load(owner, pending=3000)
+    option = Pricer(FREE).local(owned(owner, context=10_000, new=500), owner)
+    assert option.queue_ms == pytest.approx(30.0)  # 3,000 tokens at 100 a ms
+    assert option.compute_ms == pytest.approx(5.0 + 100.0)  # 500 tokens, 100 steps of 1 ms
+    assert option.total_ms == pytest.approx(135.0)
+
+
+def test_a_fetch_pays_the_network_and_a_restore_the_tier() -> None:
+    owner, other = pair()
+    turn = owned(owner, context=10_000, new=500)
+    fetched = Pricer(FREE).bring(
+        turn, other, action=PlacementAction.ARTIFACT_FETCH, source=turn.copies[0]
+    )
+    assert fetched.network_ms == pytest.approx(10_000 * 1000 / 5e6)
+    assert (fetched.restore_ms, fetched.compute_ms) == (0.0, pytest.approx(105.0))
+    disk = on(other, 10_000, Tier.DISK)
+    restored = Pricer(FREE).bring(turn, other, action=PlacementAction.TAIL_RECOMPUTE, source=disk)
+    assert restored.restore_ms == pytest.approx(10_000 * 1000 / 1e6)
+    assert restored.network_ms == 0.0
+
+
+def test_a_restore_computes_the_replay_again_and_only_once() -> None:
+    replaying = Profile(speed=type(SPEED)(
+        prefill=SPEED.prefill, step_ms=1.0, step_ms_per_sequence=0.0, media=SPEED.media,
+        kv_bytes_per_token=1000.0, replay_tokens=2000,
+    ), actions=ABLE.actions)  # fmt: skip
+    owner, other = pair(replaying)
+    turn = owned(owner, context=10_000, new=500)
+    option = Pricer(FREE).bring(
+        turn, other, action=PlacementAction.ARTIFACT_FETCH, source=turn.copies[0]
+    )
+    assert option.restore_ms == pytest.approx(20.0)
+    assert option.compute_ms == pytest.approx(105.0)
+
+
+def test_memory_counts_what_is_newly_taken_as_far_as_it_is_full() -> None:
+    owner, other = pair()
+    for worker in (owner, other):
+        worker.stamp(status(worker.id, 1.0, free=25 * GIB), 1.0)  # half full
+    turn = owned(owner, context=10_000, new=500)
+    pricer = Pricer(WEIGHED)
+    at_owner = pricer.local(turn, owner)
+    assert at_owner.memory_ms == pytest.approx(100.0 * 600 * 1000 / GIB * 0.5)
+    assert at_owner.duplicate_ms == 0.0
+    elsewhere = pricer.local(turn, other)
+    assert elsewhere.memory_ms == pytest.approx(100.0 * 10_600 * 1000 / GIB * 0.5)
+
+
+def test_duplicates_are_priced_apart_and_a_migration_leaves_none() -> None:
+    owner, other = pair()
+    owner.stamp(status("w0", 1.0, free=0), 1.0)  # full
+    turn = owned(owner, context=10_000, new=500)
+    pricer, source = Pricer(WEIGHED), turn.copies[0]
+    fetched, migrated = (
+        pricer.bring(turn, other, action=action, source=source)
+        for action in (PlacementAction.ARTIFACT_FETCH, PlacementAction.STATE_MIGRATION)
+    )
+    assert fetched.duplicate_ms == pytest.approx(10.0 * 10_000 * 1000 / GIB)
+    assert migrated.duplicate_ms == 0.0
+    assert fetched.total_ms - migrated.total_ms == pytest.approx(fetched.duplicate_ms)
+
+
+def test_interference_is_the_prefills_time_for_each_who_decodes() -> None:
+    owner, _ = pair()
+    load(owner, sequences=4)
+    option = Pricer(WEIGHED).local(owned(owner, context=10_000, new=500), owner)
+    assert option.interference_ms == pytest.approx(0.5 * 5.0 * 4)
+
+
+def test_prefill_apart_spares_the_decoding_worker() -> None:
+    decode, prefill = pair()
+    load(decode, pending=5000, sequences=10)
+    option = Pricer(WEIGHED).apart(request(20_000), decode, prefill)
+    assert (option.queue_ms, option.interference_ms) == (0.0, 0.0)
+    assert option.network_ms == pytest.approx(20_000 * 1000 / 5e6)
+    on_the_spot = Pricer(WEIGHED).local(request(20_000), decode)
+    assert on_the_spot.interference_ms == pytest.approx(0.5 * 200.0 * 11)
+    assert option.total_ms < on_the_spot.total_ms
+
+
+def test_the_defaults_come_out_of_the_procedure() -> None:
+    derived, defaults = derive(DEFAULT_SPEED, CLAUDE_CODE, spilled_to=Tier.DISK), Settings()
+    for name in Settings.__struct_fields__:
+        assert getattr(derived, name) == pytest.approx(getattr(defaults, name), rel=0.01), name
+
+
+def test_the_procedure_follows_the_hardware() -> None:
+    quick = type(DEFAULT_SPEED)(
+        prefill=DEFAULT_SPEED.prefill.scaled(0.001), step_ms=6.0, step_ms_per_sequence=1.0,
+        media=DEFAULT_SPEED.media, kv_bytes_per_token=98304.0,
+    )  # fmt: skip
+    slow, fast = (derive(one, spilled_to=Tier.DISK) for one in (DEFAULT_SPEED, quick))
+    assert fast.hot_ms < slow.hot_ms  # computing anew has become the cheaper move
+    assert fast.memory_ms_per_gib < slow.memory_ms_per_gib
+    assert fast.interference < slow.interference

@@ -1,0 +1,205 @@
+"""The router's copy of who holds what: forks, restarts, lost owners, what is told from outside."""
+
+from __future__ import annotations
+
+import pytest
+from fleets import ABLE, dispatched, raise_up, served, unit
+
+from ownerserve.kv.epoch import Epoch, Term
+from ownerserve.kv.ids import PrefixHash, SessionId, WorkerId
+from ownerserve.kv.messages import PlacementAction
+from ownerserve.plan.inputs import Tier
+from ownerserve.router.messages import (
+    Arrive,
+    Claimed,
+    Done,
+    Down,
+    Gone,
+    Migrated,
+    Reason,
+    Refusal,
+    Refuse,
+    Reported,
+    SessionEnd,
+    Stamped,
+    WorkerDown,
+)
+from ownerserve.router.policies import make_policy
+from ownerserve.router.profile import Profile
+from ownerserve.router.state import RouterState
+from ownerserve.router.usage import Usage
+
+HASH = PrefixHash(b"h" * 32)
+PARENT = SessionId("parent")
+
+
+@pytest.fixture(params=["ear", "ownerserve"])
+def state(request: pytest.FixtureRequest) -> RouterState:
+    state = RouterState(make_policy(request.param))
+    raise_up(state, "w0", "w1", "w2")
+    return state
+
+
+def busy(state: RouterState, name: str, now: float, *, pending: int = 10**6, life: int = 1) -> None:
+    from fleets import status
+
+    state.handle(Stamped(status(name, now, pending=pending, incarnation=life)), now)
+
+
+def test_a_fork_starts_where_the_shared_prefix_lies(state: RouterState) -> None:
+    first = served(state, "parent", 1.0, tokens=50_000)
+    fork = dispatched(state, "child", 3.0, prompt_bytes=4 * 50_500, parent=PARENT)
+    assert (fork.worker, fork.reason) == (first.worker, Reason.FORK)
+    assert fork.decision.cached_tokens == 50_010
+    assert fork.prefill_tokens == 490
+
+
+def test_only_the_shared_part_of_a_parent_counts(state: RouterState) -> None:
+    served(state, "parent", 1.0, tokens=50_000)
+    fork = dispatched(
+        state, "child", 3.0, prompt_bytes=4 * 50_000, parent=PARENT, shared_bytes=4 * 20_000
+    )
+    assert fork.decision.cached_tokens == 20_000
+
+
+def test_a_hot_prefix_gets_a_read_only_replica_that_later_forks_use(state: RouterState) -> None:
+    home = served(state, "parent", 1.0, tokens=50_000).worker
+    busy(state, home, 3.0)
+    replica = served(state, "child-1", 3.1, tokens=50_500, parent=PARENT)
+    assert replica.worker != home
+    assert (replica.reason, replica.decision.action) == (
+        Reason.REPLICA, PlacementAction.ARTIFACT_FETCH,
+    )  # fmt: skip
+    for other in {"w0", "w1", "w2"} - {home, replica.worker}:
+        busy(state, other, 5.0)
+    again = dispatched(state, "child-2", 5.1, prompt_bytes=4 * 50_500, parent=PARENT)
+    assert (again.worker, again.reason) == (replica.worker, Reason.FORK)
+    assert again.decision.cached_tokens == 50_010
+
+
+def test_forks_are_copy_on_write(state: RouterState) -> None:
+    served(state, "parent", 1.0, tokens=50_000)
+    served(state, "child", 3.0, tokens=60_000, parent=PARENT)
+    # Neither sees what the other added.
+    parent = dispatched(state, "parent", 5.0, prompt_bytes=4 * 51_000)
+    assert parent.decision.cached_tokens == 50_010
+    state.handle(Done(parent.receipt, Usage(51_000, 10, 0)), 6.0)
+    child = dispatched(state, "child", 7.0, prompt_bytes=4 * 61_000)
+    assert child.decision.cached_tokens == 60_010
+    state.handle(Done(child.receipt, Usage(61_000, 10, 0)), 8.0)
+    state.handle(SessionEnd(PARENT), 9.0)
+    state.check()
+
+
+def test_a_restart_drops_what_was_volatile_at_once(state: RouterState) -> None:
+    owner = served(state, "s", 1.0, tokens=50_000).worker
+    busy(state, owner, 3.0, pending=0, life=2)  # the stamp of a new life is the first to tell
+    turn = dispatched(state, "s", 4.0, prompt_bytes=4 * 50_500)
+    assert (turn.reason, turn.decision.cached_tokens) == (Reason.OWNER_LOST, 0)
+    state.check()
+
+
+def test_a_blip_of_the_same_life_loses_nothing(state: RouterState) -> None:
+    owner = served(state, "s", 1.0, tokens=50_000).worker
+    state.handle(WorkerDown(owner, Down.UNHEALTHY), 2.0)
+    raise_up(state, owner)
+    assert dispatched(state, "s", 3.0, prompt_bytes=4 * 50_500).reason is Reason.OWNER
+
+
+def test_a_restarted_owners_disk_brings_the_session_back(state: RouterState) -> None:
+    owner = served(state, "s", 1.0, tokens=50_000).worker
+    state.handle(Reported(unit(owner), Tier.DISK, HASH, 50_000, SessionId("s")), 2.0)
+    raise_up(state, owner, life=2)
+    turn = dispatched(state, "s", 3.0, prompt_bytes=4 * 50_500)
+    assert (turn.worker, turn.reason) == (owner, Reason.RECOVERED)
+    assert turn.decision.action is PlacementAction.TAIL_RECOMPUTE
+    assert turn.decision.cached_tokens == 50_000
+
+
+def test_a_lost_owners_session_comes_back_from_the_shared_store(state: RouterState) -> None:
+    owner = served(state, "s", 1.0, tokens=50_000).worker
+    state.handle(Reported(unit(owner), Tier.DISK, HASH, 50_000, SessionId("s")), 2.0)
+    state.handle(Reported(None, Tier.REMOTE, HASH, 49_000), 2.0)
+    state.handle(WorkerDown(owner, Down.UNREACHABLE), 3.0)
+    turn = dispatched(state, "s", 4.0, prompt_bytes=4 * 50_500)
+    assert turn.worker != owner
+    assert (turn.reason, turn.decision.action) == (
+        Reason.RECOVERED, PlacementAction.TAIL_RECOMPUTE,
+    )  # fmt: skip
+    assert turn.decision.cached_tokens == 49_000
+
+
+def test_without_any_copy_it_starts_from_the_token_log(state: RouterState) -> None:
+    owner = served(state, "s", 1.0, tokens=50_000).worker
+    state.handle(Reported(None, Tier.REMOTE, HASH, 49_000, SessionId("s")), 2.0)
+    state.handle(Gone(None, Tier.REMOTE, HASH), 2.5)
+    state.handle(WorkerDown(owner, Down.UNREACHABLE), 3.0)
+    turn = dispatched(state, "s", 4.0, prompt_bytes=4 * 50_500)
+    assert (turn.reason, turn.prefill_tokens) == (Reason.OWNER_LOST, 50_500)
+
+
+def test_what_an_earlier_life_reports_is_ignored(state: RouterState) -> None:
+    owner = served(state, "s", 1.0, tokens=50_000).worker
+    raise_up(state, owner, life=2)
+    state.handle(Reported(unit(owner, 1), Tier.DEVICE, HASH, 50_000, SessionId("s")), 2.0)
+    assert dispatched(state, "s", 3.0, prompt_bytes=4 * 50_500).decision.cached_tokens == 0
+
+
+def test_the_directorys_word_binds_unless_it_is_older(state: RouterState) -> None:
+    owner = served(state, "s", 1.0, tokens=50_000).worker
+    other = min({"w0", "w1", "w2"} - {owner})
+    early, late = (Epoch(Term(1, 0), counter) for counter in (1, 2))
+    state.handle(Claimed(SessionId("s"), unit(other), late), 3.0)
+    state.handle(Claimed(SessionId("s"), unit(owner), early), 4.0)
+    state.check()
+    assert dispatched(state, "s", 5.0, prompt_bytes=4 * 50_500).worker == other
+
+
+def test_after_a_migration_the_target_is_owner_and_holder(state: RouterState) -> None:
+    owner = served(state, "s", 1.0, tokens=50_000).worker
+    other = min({"w0", "w1", "w2"} - {owner})
+    state.handle(Migrated(SessionId("s"), unit(other), 50_000), 3.0)
+    state.check()
+    turn = dispatched(state, "s", 4.0, prompt_bytes=4 * 50_500)
+    assert (turn.worker, turn.decision.cached_tokens) == (other, 50_000)
+
+
+def test_models_and_adapters_have_candidates_of_their_own() -> None:
+    state = RouterState(make_policy("ownerserve"))
+    raise_up(state, "big", profile=Profile(model="big"))
+    raise_up(state, "small", profile=Profile(model="small", adapters=frozenset({"tuned"})))
+    for model, worker in (("big", "big"), ("small", "small"), ("tuned", "small")):
+        assert dispatched(state, "s", 1.0, model=model).worker == worker
+    assert state.handle(Arrive(SessionId("s"), 10, model="other"), 2.0) == Refuse(
+        Refusal.NO_SUCH_MODEL
+    )
+    raise_up(state, "any", profile=Profile())
+    assert dispatched(state, "s", 3.0, model="other").worker == "any"
+    assert dispatched(state, "t", 3.0, model="big").worker in ("big", "any")
+    state.check()
+
+
+def test_state_does_not_move_between_unlike_specs() -> None:
+    state = RouterState(make_policy("ear"))
+    raise_up(state, "fp8", profile=Profile(spec_digest="fp8", actions=ABLE.actions))
+    owner = served(state, "s", 1.0, tokens=50_000).worker
+    raise_up(state, "bf16", profile=Profile(spec_digest="bf16", actions=ABLE.actions))
+    busy(state, owner, 3.0)
+    turn = dispatched(state, "s", 4.0, prompt_bytes=4 * 50_500)
+    assert turn.decision.action is PlacementAction.COLOCATED_PREFILL
+    assert turn.decision.source is None
+
+
+def test_ranks_of_a_worker_are_owners_of_their_own() -> None:
+    from ownerserve.kv.ids import Incarnation
+    from ownerserve.router.messages import WorkerUp
+
+    state = RouterState(make_policy("sticky"))
+    for rank in (0, 1):
+        state.handle(WorkerUp(WorkerId("w"), rank, Incarnation(1)), 0.0)
+    ranks = {session: served(state, session, 1.0, tokens=1000).dp_rank for session in ("a", "b")}
+    assert sorted(ranks.values()) == [0, 1]
+    for session, rank in ranks.items():
+        assert dispatched(state, session, 3.0).dp_rank == rank
+    state.handle(WorkerDown(WorkerId("w"), Down.UNREACHABLE), 4.0)
+    assert state.handle(Arrive(SessionId("a"), 10), 5.0) == Refuse(Refusal.NO_WORKER)

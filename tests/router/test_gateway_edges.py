@@ -1,0 +1,361 @@
+"""The gateway beside its workers' word: stamps, refusals, receipts, sessions without a key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from ownerserve.directory.embedded import EmbeddedDirectory
+from ownerserve.directory.messages import Outcome, Refusal, Refused, Request
+from ownerserve.directory.terms import TermFile
+from ownerserve.kv.clock import ManualClock
+from ownerserve.node.admission import Refusal as NodeRefusal
+from ownerserve.router.gateway.admin import admin_app
+from ownerserve.router.gateway.config import Address, Config
+from ownerserve.router.gateway.health import HealthMonitor
+from ownerserve.router.gateway.service import Gateway
+from ownerserve.router.gateway.stamps import WorkerRefusal
+
+Play = Callable[..., None]
+World = Any  # conftest.World; a test module can't import its conftest
+
+LIFE = 1_700_000_000_000_000_000
+HASH = "ab" * 32
+
+
+def stamped(life: int = LIFE, *, as_of: float = 1.0, **more: object) -> dict[str, str]:
+    """A worker's headers."""
+    load = {"incarnation": life, "rank": 0, "as-of": as_of, "pending-prefill-tokens": 0}
+    return {f"x-ownerserve-{name}": str(value) for name, value in (load | more).items()}
+
+
+def conversation(task: str, *, turns: int = 1) -> bytes:
+    messages = [{"role": "system", "content": "You are an agent. " * 200}]
+    messages += [{"role": "user", "content": f"{task} {turn} " * 80} for turn in range(turns)]
+    return json.dumps({"model": "m", "messages": messages}).encode()
+
+
+async def admin(world: World, path: str) -> httpx.Response:
+    transport = httpx.ASGITransport(admin_app(world.gateway))
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
+        return await client.get(path)
+
+
+def test_agents_without_a_key_stay_where_they_are(play: Play) -> None:
+    """sgl-project/sglang#34513: they share a system prompt and must not share a worker for it."""
+
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        homes = {}
+        for turns in (1, 2, 3):
+            for task in ("fix", "test", "read", "plan"):
+                answer = await client.post("/v1/chat/completions", conversation(task, turns=turns))
+                homes.setdefault(task, set()).add(answer["x-ownerserve-worker"])
+                if turns > 1:
+                    assert answer["x-ownerserve-reason"] == "owner"
+        assert all(len(workers) == 1 for workers in homes.values())
+        status = (await admin(world, "/status")).json()
+        assert (status["sessions"], status["content_sessions"]) == (4, 4)
+        decided = (await admin(world, "/ownerserve/decisions?last=1")).json()["decisions"][0]
+        assert "/content/" in decided["session"]
+
+    play(scenario, policy="sticky")
+
+
+def test_a_session_can_say_that_it_ends(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        for name in ("x-ownerserve-session-final", "x-dynamo-session-final"):
+            await client.post("/v1/chat/completions", conversation("a"))
+            await client.post("/v1/chat/completions", conversation("a", turns=2), **{name: "true"})
+            assert len(world.gateway.state.sessions) == 0
+            assert len(world.gateway.asking.chain) == 0
+
+    play(scenario, engines=1)
+
+
+def test_a_refusal_leads_to_the_next_worker_and_takes_nothing_from_the_first(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        first = await client.post("/v1/chat/completions", x__session__id="a")
+        owner = world.engine_of(first)
+        owner.refuses = (503, "no_room")
+        second = await client.post("/v1/chat/completions", x__session__id="a")
+        assert second.status == 200
+        assert second["x-ownerserve-worker"] != first["x-ownerserve-worker"]
+        assert second["x-ownerserve-reason"] == "retry_other_worker"
+        assert len(world.gateway.state.fleet.up) == 2
+        metrics = (await admin(world, "/metrics")).text
+        assert 'ownerserve_pressure_total{kind="refused",reason="no_room"} 1.0' in metrics
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [((429, ""), "queue_full"), ((409, "wrong_target"), "wrong_target"), ((429, "new"), "other")],
+)
+def test_when_all_refuse_the_client_hears_429_why_and_when(
+    play: Play, answer: tuple[int, str], code: str
+) -> None:
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        for engine in world.engines:
+            engine.refuses = answer
+        told = await client.post("/v1/chat/completions", x__session__id="a")
+        assert told.status == 429
+        assert told["retry-after"] == "1"
+        assert json.loads(told.body)["error"]["code"] == code
+        for engine in world.engines:
+            engine.refuses = None
+        assert (await client.post("/v1/chat/completions", x__session__id="a")).status == 200
+        metrics = (await admin(world, "/metrics")).text
+        assert f'ownerserve_pressure_total{{kind="refused",reason="{code}"}} 2.0' in metrics
+        assert f'ownerserve_pressure_total{{kind="error",reason="{code}"}} 1.0' in metrics
+
+    play(scenario)
+
+
+def test_a_clients_own_mistake_is_no_refusal(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client, (engine,) = await world.client(), world.engines
+        engine.refuses = (400, "")
+        assert (await client.post("/v1/chat/completions")).status == 400
+        assert not world.gateway.observer.pressure
+
+    play(scenario, engines=1)
+
+
+def test_every_reason_of_a_nodes_admission_is_a_label_here() -> None:
+    assert {reason.value for reason in NodeRefusal} <= {reason.value for reason in WorkerRefusal}
+
+
+def test_the_worker_is_told_for_whom_a_turn_is_meant(play: Play) -> None:
+    """Seed 003, v2: two that counted on their own sent a session to where it was not."""
+
+    async def scenario(world: World) -> None:
+        client, (engine,) = await world.client(), world.engines
+        engine.says = stamped()
+        await client.post("/v1/chat/completions", x__ownerserve__target="forged/0/1")
+        await client.post("/v1/chat/completions")
+        heads = [head for head, _ in engine.seen]
+        assert b"target" not in heads[0]  # nothing was known of its lives yet
+        target = f"x-ownerserve-target: 127.0.0.1:{engine.port}/0/{LIFE}\r\n"
+        assert target.encode() in heads[1]
+
+    play(scenario, engines=1, health_interval_s=10.0)
+
+
+def test_stamps_are_the_workers_load_also_when_it_idles(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        (engine,), (worker,) = world.engines, world.gateway.state.fleet
+        busy = {"pending-prefill-tokens": 5000, "running": 3, "waiting": 4, "model": "tiny"}
+        engine.says = stamped(as_of=2.0, **busy, **{"kv-bytes-free": 25, "kv-bytes-total": 100})
+        async with asyncio.timeout(3):
+            while worker.incarnation is None:
+                await asyncio.sleep(0.01)
+        assert (worker.pending_tokens, worker.batch) == (5000, 7)
+        assert worker.occupancy == pytest.approx(0.75)
+        assert worker.profile.model == "tiny"
+
+    play(scenario, engines=1, health_interval_s=0.05)
+
+
+def test_a_restart_is_seen_on_the_first_answer_and_what_was_held_is_gone(play: Play) -> None:
+    """llm-d-router#2853, aibrix#2287: an index that credits a cache which a restart has emptied."""
+
+    async def scenario(world: World) -> None:
+        client, (engine,) = await world.client(), world.engines
+        engine.says = stamped(extent=f"{HASH}:64")
+        body = conversation("a")
+        for _ in range(2):
+            answer = await client.post("/v1/chat/completions", body, x__session__id="a")
+        assert int(answer["x-ownerserve-expected-cached-tokens"] or 0) > 0
+        engine.says = stamped(LIFE + 1, as_of=9.0)
+        await client.post("/v1/chat/completions", body, x__session__id="b")
+        lost = await client.post("/v1/chat/completions", body, x__session__id="a")
+        assert lost["x-ownerserve-expected-cached-tokens"] == "0"
+        assert lost["x-ownerserve-reason"] == "owner_lost"
+
+    play(scenario, engines=1, health_interval_s=10.0)
+
+
+def test_receipts_are_compared_with_what_the_engine_found(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client, (engine,) = await world.client(), world.engines
+        body = conversation("a")
+        engine.cached_tokens = 0
+        first = await client.post("/v1/chat/completions", body, x__session__id="a")
+        assert first["x-ownerserve-turn"] == "small_increment"
+        assert first["x-ownerserve-action"] == "colocated_prefill"
+        second = await client.post("/v1/chat/completions", body, x__session__id="a")
+        expected = int(second["x-ownerserve-expected-cached-tokens"] or 0)
+        observer = world.gateway.observer
+        assert expected > 1000
+        assert (observer.zero_hits, observer.receipt_error_tokens.sum) == (1, expected)
+        engine.cached_tokens = expected - 7
+        await client.post("/v1/chat/completions", body, x__session__id="a")
+        metrics = (await admin(world, "/metrics")).text
+        assert "ownerserve_zero_hits_total 1.0" in metrics
+        assert 'ownerserve_receipt_error_tokens_bucket{le="16.0"} 2.0' in metrics
+        engine.cached_tokens = None  # an engine that does not count says nothing
+        await client.post("/v1/chat/completions", body, x__session__id="a")
+        assert observer.zero_hits == 1
+
+    play(scenario, engines=1)
+
+
+def test_a_price_is_told_for_each_way(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        answer = await client.post("/v1/chat/completions", conversation("a"), x__session__id="a")
+        priced = (answer["x-ownerserve-priced"] or "").split(", ")
+        assert len(priced) == 2
+        assert all(one.startswith("colocated_prefill@127.0.0.1:") for one in priced)
+        decided = (await admin(world, "/decisions?last=1")).json()["decisions"][0]
+        assert decided["action"] == "colocated_prefill"
+        for way in decided["priced"]:
+            assert way["total_ms"] == pytest.approx(sum(way["terms_ms"].values()), abs=0.01)
+            assert way["terms_ms"]["compute"] > 0
+
+    play(scenario, policy="ownerserve")
+
+
+def test_a_fleet_of_several_models_sends_each_request_to_its_own(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        for engine, model in zip(world.engines, ("tiny-a", "tiny-b"), strict=True):
+            engine.says = stamped(model=model)
+        async with asyncio.timeout(3):
+            while not world.gateway.asking.serves_many:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+        for model, engine in (("tiny-a", 0), ("tiny-b", 1)) * 2:
+            answer = await client.post(
+                "/v1/chat/completions", json.dumps({"model": model}).encode(), x__session__id="a"
+            )
+            assert world.engine_of(answer) is world.engines[engine]
+        unknown = await client.post("/v1/chat/completions", b'{"model": "gpt-9"}')
+        assert unknown.status == 404
+        assert json.loads(unknown.body)["error"]["code"] == "no_such_model"
+
+    play(scenario, health_interval_s=0.05)
+
+
+# ---- the directory
+
+
+class Unreachable:
+    """A directory that is lost."""
+
+    asked = 0
+
+    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        self.asked += len(requests)
+        return [Refused(Refusal.UNREACHABLE) for _ in requests]
+
+    def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def further(world: World, directory: Any, *, gateways: int) -> AsyncIterator[list[Any]]:
+    """Clients of further gateways over the same engines, at one directory."""
+    addresses = tuple(Address("127.0.0.1", engine.port) for engine in world.engines)
+    made = [Gateway(Config(workers=addresses), directory) for _ in range(gateways)]
+    clients = []
+    try:
+        for gateway in made:
+            await gateway.start()
+            streams = await asyncio.open_connection("127.0.0.1", gateway.port)
+            clients.append(type(await world.client())(*streams))
+        yield clients
+        for gateway in made:
+            gateway.state.check()
+    finally:
+        for client in clients:
+            client.hang_up()
+        for gateway in made:
+            await gateway.stop()
+
+
+def test_two_gateways_of_one_directory_agree_on_a_sessions_owner(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        for number, engine in enumerate(world.engines):
+            engine.says = stamped(LIFE + number)
+        directory = EmbeddedDirectory(ManualClock(), TermFile(), opens_in_s=0.0)
+        async with further(world, directory, gateways=2) as (one, two):
+            homes = {}
+            for name in "abcdef":
+                answer = await one.post("/v1/chat/completions", x__session__id=name)
+                homes[name] = answer["x-ownerserve-worker"]
+            await asyncio.sleep(0.05)
+            for name in reversed(homes):
+                answer = await two.post("/v1/chat/completions", x__session__id=name)
+                assert (name, answer["x-ownerserve-worker"]) == (name, homes[name])
+                assert answer["x-ownerserve-reason"] != "new_session"
+
+    play(scenario, engines=3)
+
+
+def test_a_lost_directory_costs_nobody_a_turn(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        (engine,) = world.engines
+        engine.says = stamped()
+        lost = Unreachable()
+        async with further(world, lost, gateways=1) as (client,):
+            for reason in ("new_session", "owner", "owner"):
+                answer = await client.post("/v1/chat/completions", x__session__id="a")
+                assert (answer.status, answer["x-ownerserve-reason"]) == (200, reason)
+        assert lost.asked > 0
+
+    play(scenario, engines=1)
+
+
+def test_a_keyless_request_that_is_sent_again_is_no_other_session(play: Play) -> None:
+    """Its twin has ended: it is a retry. A twin that still runs makes it another sample."""
+
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        for _ in range(3):
+            await client.post("/v1/chat/completions", conversation("a"))
+        (engine,) = world.engines
+        engine.refuses = (400, "")
+        await client.post("/v1/chat/completions", conversation("a"))
+        engine.refuses = (429, "no_room")
+        await client.post("/v1/chat/completions", conversation("a"))
+        engine.refuses = None
+        await client.post("/v1/chat/completions", conversation("a"))
+        assert len(world.gateway.asking.chain) == 1
+
+    play(scenario, engines=1)
+
+
+def test_the_embedded_directory_follows_the_turns(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client, (engine,) = await world.client(), world.engines
+        engine.says = stamped(extent=f"{HASH}:64")
+        await client.post("/v1/chat/completions", x__session__id="a")  # tells of the life
+        world.gateway._heard(next(iter((await _probe(world))[:1])))
+        for _ in range(2):
+            await client.post("/v1/chat/completions", x__session__id="a")
+            await asyncio.sleep(0.01)
+        owners = world.gateway.owners.owners
+        (grant,) = owners.grants.values()
+        assert grant.unit.incarnation == LIFE
+        assert owners.answers["granted"] >= 1
+        assert owners.answers["advanced"] >= 1
+        status = (await admin(world, "/status")).json()
+        assert status["directory"]["sessions_owned"] == 1
+
+    play(scenario, engines=1, health_interval_s=10.0)
+
+
+async def _probe(world: World) -> list[Any]:
+    (address,) = world.gateway.config.workers
+    return await HealthMonitor(address, world.gateway.config, tell=print).probe()
