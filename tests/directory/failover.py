@@ -152,6 +152,15 @@ class Pair:
         """The former primary follows the new one."""
         self._follow()
 
+    def settle(self) -> None:
+        """Until the replica has all that the primary has, the term above all."""
+        client = redis.Redis(
+            host=self.primary.host, port=self.primary.port, single_connection_client=True
+        )
+        client.incr("settled")
+        _until(lambda: int(client.wait(1, 1000)) >= 1, 20)
+        client.close()
+
     def stop(self) -> None:
         for server in self.servers:
             server.stop()
@@ -168,7 +177,7 @@ class Pair:
         client.replicaof(self.primary.host, self.primary.port)
         _until(lambda: client.info("replication").get("master_link_status") == "up", 20)
         _until(lambda: self.primary.client().info("replication")["connected_slaves"] >= 1, 20)
-        _until(lambda: self.primary.client().wait(1, 500) >= 1, 20)
+        self.settle()
 
 
 class Round:
@@ -188,6 +197,7 @@ class Round:
         pair = self._pair
         with self._directory(pair.primary) as old:
             self._grants(old, "before")
+            pair.settle()
             pair.replica.freeze()
             self._grants(old, "unheard")
         dead = pair.primary
@@ -203,6 +213,7 @@ class Round:
         old_server = pair.primary
         with self._directory(old_server) as old:
             self._grants(old, "before")
+            pair.settle()
             old_server.freeze()
             self._fail_over()
             old_server.thaw()
@@ -216,6 +227,7 @@ class Round:
         one, other = pair.sites.pair
         with self._directory(pair.primary) as old:
             self._grants(old, "before")
+            pair.settle()
             one.cut_off(other)
             other.cut_off(one)
             self._grants(old, "alone")
@@ -238,18 +250,19 @@ class Round:
         began_s = time.monotonic()
         self._pair.promote()
         with self._directory(self._pair.primary, min_replicas=0) as new:
-            self._grants(new, "first", grants=1)
+            _until(lambda: self._grants(new, "first", grants=1) > 0, 20)
             self._ledger.restored_s.append(time.monotonic() - began_s)
             self._grants(new, "after")
 
     def _grants(
         self, directory: ValkeyDirectory, what: str, *, grants: int = GRANTS, after: bool = True
-    ) -> None:
+    ) -> int:
         """Bind sessions; `after`: this side comes after all before, so its epochs must be higher
-        (the other one's late ones need not be)."""
+        (the other one's late ones need not be). How many were granted."""
         ledger = self._ledger
         highest = ledger.highest
-        server = self._pair.servers[0 if directory is None else self._place(directory)]
+        server = self._pair.servers[self._place(directory)]
+        known = len(ledger.epochs)
         names = [SessionId(f"{self._number}/{what}/{n}") for n in range(grants)]
         requests = [ask.Bind(name, self._unit, seen=highest if after else None) for name in names]
         for outcome in directory.execute([ask.Register(self._unit), *requests])[1:]:
@@ -262,10 +275,11 @@ class Round:
                 ledger.out_of_order += 1
             with contextlib.suppress(redis.exceptions.RedisError):
                 ledger.control[server.client(0.5).incr(CONTROL)] += 1
+        return len(ledger.epochs) - known
 
     def _place(self, directory: ValkeyDirectory) -> int:
-        port = (directory._source.addresses[0][0], directory._source.addresses[0][1])
-        return [(one.host, one.port) for one in self._pair.servers].index(port)
+        address = directory._source.addresses[0]
+        return [(one.host, one.port) for one in self._pair.servers].index(address)
 
     @contextlib.contextmanager
     def _directory(self, server: Server, min_replicas: int | None = None) -> Any:
@@ -316,7 +330,7 @@ def _sentinel_round(home: Path, ledger: Ledger, number: int) -> None:
     try:
         for port, _ in watchers:
             client = redis.Redis(port=port)
-            _until(lambda client=client: _sees_all(client), 30)  # type: ignore[misc]
+            _until(lambda client=client: _sees_all(client), 120)  # type: ignore[misc]
         url = "sentinel://" + ",".join(f"127.0.0.1:{port}" for port, _ in watchers) + "/directory"
         options = ValkeyOptions(lease_s=LEASE_S, timeout_s=0.5, wait_s=0.1)
         directory = ValkeyDirectory(parse_source(url), options)

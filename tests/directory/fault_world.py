@@ -31,7 +31,9 @@ from ownerserve.kv.messages import RoutingUnit
 
 LEASE_S = 2.0
 HEAL_S = 16.0
-SETTLE_S = 2 * LEASE_S + 2.0  # two leases, and the retries of asks and turns
+# One lease of rebuilding; one more where a directory without its term file finds out only then
+# that its term is too low; and the retries of asks and turns on the way.
+SETTLE_S = 2 * LEASE_S + 3.0
 RETRY_S = 0.4
 TICK_S = 0.1
 
@@ -171,6 +173,13 @@ class Process:
             chosen = rng.choice(mine)
             self.send(self.owner.hand_over(chosen, rng.choice(others), self.world.net.now_s))
 
+    def end(self) -> None:
+        """Give a session up, as after a long idle time; its clients come back all the same."""
+        mine = sorted(self.owner.grants)
+        if mine:
+            chosen = self.world.net.rng.choice(mine)
+            self.send(self.owner.end(chosen, self.world.net.now_s))
+
     def keep_prefixes(self) -> None:
         """Claim, copy, drop, release, advance: at once, as an owner on the same host would."""
         world, rng, now_s = self.world, self.world.net.rng, self.world.net.now_s
@@ -284,6 +293,8 @@ class World:
     def _forget(self) -> None:
         """The directory's process died with its memory."""
         rng, now_s = self.net.rng, self.net.now_s
+        if now_s >= HEAL_S - 0.5:
+            return
         self.oracle.forget()
         self.away_until_s = min(HEAL_S, now_s + rng.uniform(0.0, 3.0))
         self.state = DirectoryState(
@@ -344,7 +355,7 @@ class World:
             return
         self.net.after(rng.uniform(0.1, 2.0), self._fault)
         victim = rng.choice(self.processes)
-        match rng.randrange(9):
+        match rng.randrange(10):
             case 0 if not victim.dead:
                 self._kill(victim)
                 self.net.after(rng.uniform(0.0, 3.0), partial(self._replace, victim))
@@ -356,6 +367,10 @@ class World:
                 self._replace(victim)
             case 4 | 8:
                 self._forget()
+                if rng.random() < 0.5:  # and again, before all have told it who they are
+                    self.net.after(rng.uniform(0.5, 2 * LEASE_S), self._forget)
+            case 9 if not victim.dead and not victim.paused:
+                victim.end()
             case 5 | 6 | 7 if not victim.dead and not victim.paused:
                 victim.hand_over()
 

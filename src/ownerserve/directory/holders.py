@@ -36,7 +36,7 @@ from ownerserve.directory.records import (
     unit_key,
     with_location,
 )
-from ownerserve.directory.rules import Kind, Tier
+from ownerserve.directory.rules import Kind, Kinds, Tier
 from ownerserve.kv.messages import RoutingUnit
 
 
@@ -67,7 +67,8 @@ def publish(records: Records, ask: Publish, at: Moment) -> Decision:
     why = checks.standing(holder_of(records, ask.unit), ask.unit, at.now_s)
     if why is not None:
         return refuse(why)
-    if any(extent.kinds & Kind.TAIL for extent in ask.extents):
+    tail = int(Kind.TAIL)
+    if any(extent.kinds & tail for extent in ask.extents):
         return refuse(Refusal.SESSION_LOCAL)
     draft = Draft(records)
     places = _Places(ask.unit)
@@ -96,7 +97,7 @@ class _Places:
         self.unit = unit
         self._known: dict[tuple[int, int], tuple[Location]] = {}
 
-    def only(self, tier: Tier, kinds: Kind) -> tuple[Location]:
+    def only(self, tier: Tier, kinds: Kinds) -> tuple[Location]:
         key = (tier, kinds)
         found = self._known.get(key)
         if found is None:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from ownerserve.directory.rules import Kind, Tier
+from ownerserve.directory.rules import Kinds, Tier
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import RoutingUnit
@@ -65,7 +65,7 @@ class HeldExtent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prefix_hash: PrefixHash
     tokens: int
     tier: Tier
-    kinds: Kind
+    kinds: Kinds
     group: str = ""
     epoch: Epoch | None = None
 
@@ -151,7 +151,7 @@ class ClaimOwner(msgspec.Struct, frozen=True, tag="claim_owner"):
     tokens: int
     unit: RoutingUnit
     tier: Tier
-    kinds: Kind
+    kinds: Kinds
     group: str = ""
     seen: Epoch | None = None
 
@@ -170,7 +170,7 @@ class ReplicateReadonly(msgspec.Struct, frozen=True, tag="replicate_readonly"):
     prefix_hash: PrefixHash
     target: RoutingUnit | None
     tier: Tier
-    kinds: Kind
+    kinds: Kinds
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop"):
@@ -185,7 +185,7 @@ class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
     """The longest of `candidates` of which someone alive holds all of `kinds`."""
 
     candidates: tuple[PrefixHash, ...]
-    kinds: Kind = Kind(0)
+    kinds: Kinds = 0
 
 
 class FindGroup(msgspec.Struct, frozen=True, tag="find_group"):
@@ -289,7 +289,7 @@ class Found(msgspec.Struct, frozen=True, tag="found"):
     tokens: int
     owner: RoutingUnit | None
     epoch: Epoch | None
-    locations: tuple[tuple[RoutingUnit | None, Tier, Kind], ...]
+    locations: tuple[tuple[RoutingUnit | None, Tier, Kinds], ...]
     refs: int
     last_access_s: float
     group: str

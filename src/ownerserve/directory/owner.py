@@ -95,7 +95,8 @@ class OwnerState:
         self._renew_at_s = float("-inf")
         self._number = 0
         self._asks: dict[int, Ask] = {}
-        self._carried: dict[SessionId, Grant] = {}  # waiting to be adopted
+        # Waiting to be adopted, each with the end of the lease that covered it.
+        self._carried: dict[SessionId, tuple[Grant, float]] = {}
         self._holders: dict[SessionId, RoutingUnit] = {}
 
     # ---- what the engine asks
@@ -166,7 +167,7 @@ class OwnerState:
             case Register() | RenewLease() if isinstance(outcome, Leased):
                 return self._leased(ask, outcome, now_s)
             case Publish() if isinstance(outcome, Published):
-                self._adopted(outcome)
+                self._adopted(outcome, now_s)
             case Bind(session_id):
                 self._bound(session_id, outcome)
             case Transfer() as request:
@@ -197,10 +198,16 @@ class OwnerState:
         """Each ask is answered once."""
         return self._asks.pop(number, None)
 
-    def _carry(self) -> dict[SessionId, Grant]:
+    def _carry(self) -> None:
         """Grants of a directory that forgot us wait: the new lease does not cover them yet."""
-        carried, self.grants = self.grants, {}
-        return carried
+        until_s = self._lease_until_s
+        self._carried.update({name: (one, until_s) for name, one in self.grants.items()})
+        self.grants.clear()
+
+    def _is_still_ours(self, until_s: float, now_s: float) -> bool:
+        """Until the lease of before ends, no directory without memory makes another owner; after
+        it one may have, and have been forgotten too."""
+        return now_s < until_s
 
     # ---- transitions
 
@@ -208,19 +215,22 @@ class OwnerState:
         self._lease_until_s = self._lease_end(ask, outcome.lease_s, now_s)
         self._renew_at_s = ask.sent_s + outcome.lease_s / RENEW_AT
         self.phase = Phase.LIVE
-        if not self._carried:
-            return []
         held = tuple(
             HeldSession(name, one.version, one.prefix_hash, one.tokens, one.epoch)
-            for name, one in self._carried.items()
+            for name, (one, until_s) in self._carried.items()
+            if self._is_still_ours(until_s, now_s)
         )
+        if not held:
+            self._carried.clear()
+            return []
         return [self._ask(Publish(self.unit, sessions=held, seen=self.seen), now_s)]
 
-    def _adopted(self, outcome: Published) -> None:
+    def _adopted(self, outcome: Published, now_s: float) -> None:
+        carried, self._carried = self._carried, {}
         for session_id in outcome.adopted:
-            if session_id in self._carried:
-                self.grants[session_id] = self._carried[session_id]
-        self._carried = {}
+            grant, until_s = carried.get(session_id, (None, 0.0))
+            if grant is not None and self._is_still_ours(until_s, now_s):
+                self.grants[session_id] = grant
 
     def _bound(self, session_id: SessionId, outcome: Outcome) -> None:
         if isinstance(outcome, HeldBy):
@@ -250,7 +260,7 @@ class OwnerState:
             self.phase = Phase.SUPERSEDED
             return []
         if reason is Refusal.UNKNOWN_HOLDER:
-            self._carried.update(self._carry())
+            self._carry()
             self._asks.clear()
         else:
             self._void()

@@ -142,7 +142,7 @@ def lookup(records: Records, ask: Lookup, at: Moment) -> Decision:
         if prefix is None:
             continue
         copies = live_copies(records, prefix, at.now_s)
-        held = Kind(0)
+        held = 0
         for place in copies:
             held |= place.kinds
         if not copies or ask.kinds & ~held:

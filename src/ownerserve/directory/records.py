@@ -19,7 +19,7 @@ from typing import NewType, Protocol, TypeAlias
 
 import msgspec
 
-from ownerserve.directory.rules import Kind, Tier
+from ownerserve.directory.rules import Kinds, Tier
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
@@ -53,7 +53,7 @@ class Location(msgspec.Struct, frozen=True, array_like=True):
 
     unit: RoutingUnit | None
     tier: Tier
-    kinds: Kind
+    kinds: Kinds
 
 
 class Prefix(msgspec.Struct, frozen=True, array_like=True, tag="p", gc=False):

@@ -38,6 +38,10 @@ class Kind(IntFlag):
     TAIL = 8
 
 
+Kinds: TypeAlias = int
+"""Bits of `Kind`: a plain integer, for there are as many as there are extents."""
+
+
 class Authority(StrEnum):
     """Whose word counts."""
 
@@ -99,7 +103,7 @@ def kind_of(role: Role) -> Kind:
     return _KIND_OF_ROLE[role]
 
 
-def may_replicate(kinds: Kind, tier: Tier) -> bool:
+def may_replicate(kinds: Kinds, tier: Tier) -> bool:
     """May a copy of all these kinds stand in `tier` of one who is not their authority?"""
     return all(tier in rule.replica_tiers for kind, rule in RULES.items() if kind & kinds)
 

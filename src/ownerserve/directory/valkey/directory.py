@@ -27,6 +27,7 @@ from ownerserve.directory.state import SWEEP_IDLE_S
 from ownerserve.directory.sweep import sweep
 from ownerserve.directory.valkey.primary import Source, find_primary
 from ownerserve.directory.valkey.records import (
+    NAMESPACE,
     PROVISIONAL,
     Batch,
     Fetched,
@@ -42,9 +43,7 @@ from ownerserve.kv.errors import InvalidInput, PeerLost
 log = logging.getLogger("ownerserve.directory")
 
 ROUNDS = 16
-NAMESPACE = b"ownerserve:"
 META = NAMESPACE + b"term"
-_NONE = (0, 0, 0)
 
 
 class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,8 +85,7 @@ class ValkeyDirectory:
         self._source = source
         self._options = options or ValkeyOptions()
         self._client: Any = None
-        self._begin: Any = None
-        self._commit: Any = None
+        self._scripts: tuple[str, str] = ("", "")
         self._cursor = 0
         self._is_lost = False
 
@@ -111,7 +109,7 @@ class ValkeyDirectory:
         options = self._options
         try:
             self._connect()
-            reply = self._begin(keys=[META], args=[*_NONE, _nonce(), self._grace_us(), ""])
+            reply = self._began(self._client, None)
             keys = int(self._client.dbsize())
         except (RedisError, PeerLost) as error:
             self._lost(error)
@@ -148,7 +146,7 @@ class ValkeyDirectory:
         """Raises PeerLost when the primary can't be reached."""
         try:
             self._connect()
-            self._begin(keys=[META], args=[*_NONE, _nonce(), self._grace_us(), "forget"])
+            self._began(self._client, None, how="forget")
             for name in self._client.scan_iter(match=NAMESPACE + b"?:*", count=10_000):
                 self._client.unlink(name)
         except RedisError as error:
@@ -218,11 +216,8 @@ class ValkeyDirectory:
     ) -> list[_Job]:
         term = at.epoch.term
         pipe = self._client.pipeline(transaction=False)
-        self._commit(
-            keys=[META, *(NAMESPACE + key for key in batch.keys)],
-            args=[term.ordinal, term.nonce, *batch.arguments],
-            client=pipe,
-        )
+        arguments = (term.ordinal, term.nonce, batch.encoded())
+        pipe.execute_command("EVALSHA", self._scripts[1], 1, META, *arguments)
         if self._options.min_replicas:
             pipe.wait(self._options.min_replicas, int(self._options.wait_s * 1000))
         counters, *waited = pipe.execute()
@@ -244,13 +239,12 @@ class ValkeyDirectory:
 
     def _fetch(self, fetched: Fetched, wanted: set[Key], seen: Epoch | None) -> Moment:
         keys = list(wanted)
-        floor = (seen.term.ordinal, seen.term.nonce, seen.counter) if seen else _NONE
-        reply = self._begin(
-            keys=[META, *(NAMESPACE + key for key in keys)],
-            args=[*floor, _nonce(), self._grace_us(), ""],
-        )
-        now_us, ordinal, nonce, _counter, open_us = reply[:5]
-        fetched.add(keys, reply[5:])
+        pipe = self._client.pipeline(transaction=False)
+        self._began(pipe, seen)
+        if keys:
+            pipe.mget([NAMESPACE + key for key in keys])
+        (now_us, ordinal, nonce, _counter, open_us), *values = pipe.execute()
+        fetched.add(keys, values[0] if values else ())
         return Moment(
             now_us / 1e6,
             self._options.lease_s,
@@ -258,14 +252,18 @@ class ValkeyDirectory:
             Epoch(Term(ordinal, nonce), PROVISIONAL),
         )
 
+    def _began(self, to: Any, seen: Epoch | None, *, how: str = "") -> Any:
+        floor = (seen.term.ordinal, seen.term.nonce, seen.counter) if seen else (0, 0, 0)
+        arguments = (*floor, _nonce(), self._grace_us(), how)
+        return to.execute_command("EVALSHA", self._scripts[0], 1, META, *arguments)
+
     # ---- the connection
 
     def _connect(self) -> None:
         if self._client is None:
             client = find_primary(self._source, META, timeout_s=self._options.timeout_s)
             self._client = client
-            self._begin = client.register_script(BEGIN)
-            self._commit = client.register_script(COMMIT)
+            self._scripts = (client.script_load(BEGIN), client.script_load(COMMIT))
 
     def _lost(self, error: Exception) -> None:
         level = logging.DEBUG if self._is_lost else logging.WARNING  # once an outage

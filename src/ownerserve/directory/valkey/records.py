@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from struct import Struct
 
 from msgspec.structs import replace
 
@@ -26,6 +27,7 @@ from ownerserve.kv.epoch import Epoch
 COUNTER_BYTES = 8
 PROVISIONAL = 1 << 40
 """A counter that is encoded in nine bytes, whose last eight the script writes."""
+NAMESPACE = b"ownerserve:"
 KEEP, SET, DELETE, MINT = range(4)
 ABSENT = b""
 
@@ -63,43 +65,48 @@ class Fetched:
         return found
 
 
+_DECISION = Struct(">BI")
+_ITEM = Struct(">BIII")
+
+
 class Batch:
     """Decisions of one round, as the commit script takes them."""
 
-    __slots__ = ("_index", "arguments", "keys")
+    __slots__ = ("_parts", "_touched")
 
     def __init__(self) -> None:
-        self.keys: list[Key] = []
-        self._index: dict[Key, int] = {}
-        self.arguments: list[int | bytes] = []
+        self._parts: list[bytes] = []
+        self._touched: set[Key] = set()
 
     def touches(self, keys: Iterable[Key]) -> bool:
         """Does an earlier decision of this round change what was read of these?"""
-        return not self._index.keys().isdisjoint(keys)
+        return not self._touched.isdisjoint(keys)
 
     def add(self, decision: Decision, fetched: Fetched, epoch: Epoch) -> None:
         """The decision stands if all it rests on is still as in `fetched`."""
-        arguments = self.arguments
-        arguments += (int(decision.minted), len(decision.guards) + len(decision.writes))
+        items = len(decision.guards) + len(decision.writes)
+        self._parts.append(_DECISION.pack(decision.minted, items))
         for key in decision.guards:
-            arguments += (self._at(key), KEEP, fetched.raw[key], b"")
+            self._item(KEEP, key, fetched.raw[key], b"")
         for key, record in decision.writes:
             before = fetched.raw[key]
             if record is None:
-                arguments += (self._at(key), DELETE, before, b"")
+                self._item(DELETE, key, before, b"")
                 continue
             value = encode_record(record)
             if isinstance(record, Session | Prefix) and record.epoch is epoch:
-                arguments += (self._at(key), MINT, before, value[:-COUNTER_BYTES])
+                self._item(MINT, key, before, value[:-COUNTER_BYTES])
             else:
-                arguments += (self._at(key), SET, before, value)
+                self._item(SET, key, before, value)
 
-    def _at(self, key: Key) -> int:
-        index = self._index.get(key)
-        if index is None:
-            self.keys.append(key)
-            index = self._index[key] = len(self.keys)
-        return index
+    def encoded(self) -> bytes:
+        return b"".join(self._parts)
+
+    def _item(self, action: int, key: Key, before: bytes, value: bytes) -> None:
+        self._touched.add(key)
+        name = NAMESPACE + key
+        head = _ITEM.pack(action, len(name), len(before), len(value))
+        self._parts += (head, name, before, value)
 
 
 def with_counter(outcome: Outcome, epoch: Epoch) -> Outcome:

@@ -19,9 +19,10 @@ end
 local function text(number) return string.format('%.0f', number) end
 """
 
-# KEYS: meta, then keys to read
+# KEYS: meta. The records are read after it, by MGET in the same trip: what changes in between is
+# found when the decision is committed.
 # ARGV: ordinal, nonce, counter of the highest epoch seen; a fresh nonce; grace us; 'forget' or ''
-# gives: now us, ordinal, nonce, counter, open-at us, values...
+# gives: now us, ordinal, nonce, counter, open-at us
 BEGIN = (
     _REPLID
     + """
@@ -41,15 +42,14 @@ if not meta[1] or behind or ARGV[6] == 'forget' or meta[4] ~= here then
   redis.call('HSET', KEYS[1], 'ordinal', text(ordinal), 'nonce', text(nonce), 'counter', '0',
     'replid', here, 'open_us', text(open))
 end
-local answer = {now, ordinal, nonce, counter, open}
-for i = 2, #KEYS do answer[i + 4] = redis.call('GET', KEYS[i]) end
-return answer
+return {now, ordinal, nonce, counter, open}
 """
 )
 
-# KEYS: meta, then every key named below
-# ARGV: ordinal, nonce, then for each decision: mints, items, and four for each item:
-#   the key's number after meta, action, what is expected ('': absent), value
+# KEYS: meta
+# ARGV: ordinal, nonce, decisions in one string, big endian and unaligned:
+#   decision: mints u8, items u32;  item: action u8, then three lengths u32 and as many bytes:
+#   key, what is expected there ('': absent), value
 #   action 0 leaves it, 1 sets it, 2 deletes it, 3 sets it with the new counter behind it
 # gives: for each decision the counter it used (0: none), -1 where a record had changed;
 #   nothing at all when the term is another
@@ -58,26 +58,44 @@ COMMIT = (
     + """
 local meta = redis.call('HMGET', KEYS[1], 'ordinal', 'nonce', 'replid')
 if meta[1] ~= ARGV[1] or meta[2] ~= ARGV[2] or meta[3] ~= replid() then return {} end
-local answer, at = {}, 3
-while ARGV[at] do
-  local first, last = at + 2, at + 2 + 4 * tonumber(ARGV[at + 1]) - 1
-  local counter = 0
-  for i = first, last, 4 do
-    if (redis.call('GET', KEYS[ARGV[i] + 1]) or '') ~= ARGV[i + 2] then counter = -1 break end
+local CHUNK = 1000
+local text, at, answer = ARGV[3], 1, {}
+local function field(length)
+  at = at + length
+  return string.sub(text, at - length, at - 1)
+end
+while at <= #text do
+  local mints, count, counter, sets = 0, 0, 0, {}
+  mints, count, at = struct.unpack('>BI4', text, at)
+  local actions, keys, expected, values = {}, {}, {}, {}
+  for i = 1, count do
+    local k, e, v
+    actions[i], k, e, v, at = struct.unpack('>BI4I4I4', text, at)
+    keys[i], expected[i], values[i] = field(k), field(e), field(v)
+  end
+  for start = 1, count, CHUNK do
+    local now = redis.call('MGET', unpack(keys, start, math.min(start + CHUNK - 1, count)))
+    for i = 1, #now do
+      if (now[i] or '') ~= expected[start + i - 1] then counter = -1 break end
+    end
+    if counter < 0 then break end
   end
   if counter == 0 then
-    if ARGV[at] == '1' then counter = redis.call('HINCRBY', KEYS[1], 'counter', 1) end
-    for i = first, last, 4 do
-      local key, action = KEYS[ARGV[i] + 1], ARGV[i + 1]
-      if action == '1' then redis.call('SET', key, ARGV[i + 3])
-      elseif action == '2' then redis.call('DEL', key)
-      elseif action == '3' then
-        redis.call('SET', key, ARGV[i + 3] .. struct.pack('>I8', counter))
+    if mints == 1 then counter = redis.call('HINCRBY', KEYS[1], 'counter', 1) end
+    for i = 1, count do
+      if actions[i] == 2 then redis.call('DEL', keys[i]) end
+      if actions[i] == 3 then values[i] = values[i] .. struct.pack('>I8', counter) end
+      if actions[i] == 1 or actions[i] == 3 then
+        sets[#sets + 1] = keys[i]
+        sets[#sets + 1] = values[i]
+      end
+      if #sets >= CHUNK or (i == count and #sets > 0) then
+        redis.call('MSET', unpack(sets))
+        sets = {}
       end
     end
   end
   answer[#answer + 1] = counter
-  at = last + 1
 end
 redis.call('HINCRBY', KEYS[1], 'commits', 1)
 return answer
