@@ -22,7 +22,7 @@ LIMITS = {"file": 500, "function": 60, "class": 12, "constructor": 6}
 # "kind path[:name]" -> (size allowed, reason)
 EXCEPTIONS: dict[str, tuple[int, str]] = {
     "class src/ownerserve/engines/vllm/connector.py:OwnerServeConnector": (
-        25,
+        27,
         "vLLM's interface: a method for each of its hooks, each one call",
     ),
     "class src/ownerserve/store/disk_core.py:DiskCore": (

@@ -57,7 +57,7 @@ def main(folder: Path) -> None:
     desk.open(store)
     desk.arrived("one", 300)
     desk.arrived("two", 50)
-    desk.stepped({"one": 100}, free_tokens=700, total_tokens=800)
+    desk.stepped({"one": 200}, free_tokens=700, total_tokens=800)
     report["status"] = ask("/ownerserve/status")
     report["admit"] = ask("/ownerserve/admit", {"tokens": 500})
     report["too long"] = ask("/ownerserve/admit", {"tokens": 1001})

@@ -198,6 +198,6 @@ def test_an_unknown_attention_is_refused_by_name() -> None:
 
 def test_the_block_is_a_multiple_of_every_groups() -> None:
     config = specs.Config([specs.dense(0, block=48), specs.sliding(1, block=32)])
-    assert vllm_shape.describe(config).payload.block_tokens == 192
+    assert vllm_shape.describe(config).payload.block_tokens == 96
     with pytest.raises(InvalidInput, match="multiple of 96"):
         vllm_shape.describe(config, block_tokens=128)

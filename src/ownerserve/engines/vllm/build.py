@@ -10,14 +10,19 @@ from uuid import uuid4
 import msgspec
 
 from ownerserve.engines.vllm import compat, identity, shape
+from ownerserve.engines.vllm.around import Around
 from ownerserve.engines.vllm.codec import Codec
+from ownerserve.engines.vllm.desk import Desk, limits_of
 from ownerserve.engines.vllm.device import EngineDevice
+from ownerserve.engines.vllm.events import Residency
 from ownerserve.engines.vllm.lookup import Lookup
 from ownerserve.engines.vllm.measure import Measuring
-from ownerserve.engines.vllm.scheduler import Around, SchedulerSide
+from ownerserve.engines.vllm.outside import Outside
+from ownerserve.engines.vllm.scheduler import SchedulerSide
 from ownerserve.engines.vllm.settings import Settings, decode
 from ownerserve.engines.vllm.soft import SoftReferences
 from ownerserve.engines.vllm.streams import stream_of
+from ownerserve.engines.vllm.tenants import Tenants
 from ownerserve.engines.vllm.worker import WorkerSide
 from ownerserve.kv.artifacts import Identity
 from ownerserve.kv.errors import InvalidInput
@@ -42,6 +47,9 @@ log = logging.getLogger("vllm.ownerserve")
 
 POLICY_OF: dict[str, type[CheckpointPolicy]] = {"turn-end": TurnEnd, "full": Full, "zero": Zero}
 
+
+RECORD_TOKENS = 1024
+LEAST_RECORD_BLOCKS = 8
 
 ALWAYS = Defaults(
     "restores = always",
@@ -71,6 +79,8 @@ class Parts:
         self.world = int(parallel.tensor_parallel_size)
         self.shape = shape.describe(kv_cache_config, block_tokens=self.settings.block_tokens)
         self.layout = self.shape.layout()
+        by_length = max(LEAST_RECORD_BLOCKS, RECORD_TOKENS // self.layout.block_tokens)
+        self.record_blocks = self.settings.record_blocks or by_length
 
     @cached_property
     def identity(self) -> Identity:
@@ -96,7 +106,10 @@ class Parts:
     def state(self, name: Identity) -> GuestState:
         """A node whose records bear `name`."""
         settings = self.settings
-        names = RecordNames(name, self.layout, engine=FORMAT, blocks=settings.record_blocks)
+        parts = {section.name: section.parts for section in self.shape.payload.sections}
+        names = RecordNames(
+            name, self.layout, engine=FORMAT, blocks=self.record_blocks, parts=parts
+        )
         saves = Saves(
             names,
             policy=POLICY_OF[settings.checkpoints](),
@@ -104,7 +117,7 @@ class Parts:
             in_flight_bytes=settings.copy_bytes,
         )
         node = NodeSettings(
-            record_blocks=settings.record_blocks,
+            record_blocks=self.record_blocks,
             restore_deadline_s=settings.restore_deadline_s,
             attempts=1,  # vLLM frees a failed load's blocks: a second try would queue again
         )
@@ -147,11 +160,41 @@ def scheduler_side(parts: Parts) -> SchedulerSide:
     around = Around(
         lookup=Lookup(parts.settings.directory(rank=0, world=parts.world)),
         soft=SoftReferences(parts.settings.soft_reference),
-        measuring=Measuring(parts.calibration if parts.settings.restores == "by-cost" else None),
+        measuring=Measuring(
+            parts.calibration if parts.settings.restores == "by-cost" else None,
+            least_tokens=parts.layout.block_tokens,
+        ),
+        outside=outside(parts),
+        tenants=Tenants.of(parts.settings.directory(rank=0, world=1)),
         workers=parts.world,
         bypassed=why,
     )
     return SchedulerSide(parts.state(parts.identity), parts.device, parts.shape, around)
+
+
+def outside(parts: Parts) -> Outside:
+    """The desk, and events where vLLM publishes them."""
+    layout, ranges = parts.layout, parts.layout.range_names
+    events = getattr(parts.config, "kv_events_config", None)
+    follows = events is not None and events.enable_kv_cache_events
+    slot_bytes = {component.name: component.slot_bytes for component in layout.components}
+    token_bytes = sum(slot_bytes[name] for name in ranges) // layout.block_tokens
+    return Outside(
+        opened(Desk(limits_of(parts.config, token_bytes)), parts.settings),
+        Residency() if follows and ranges else None,
+        component=ranges[0] if ranges else "",
+        groups=parts.shape.group_tokens,
+    )
+
+
+def opened(desk: Desk, settings: Settings) -> Desk | None:
+    """A desk that answers; None where its address can't be left in the store."""
+    try:
+        desk.open(settings.directory(rank=0, world=1))
+    except OSError as error:
+        log.warning("%s; /ownerserve/* has no answers", error)
+        return None
+    return desk
 
 
 def worker_side(parts: Parts, kv_caches: dict[str, Any]) -> WorkerSide:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,8 +101,7 @@ class Codec:
         """The inverse. SpecMismatch when `data` has another length."""
         if len(data) != self.size(place):
             raise SpecMismatch(f"{len(data)} bytes for {self.size(place)} of {place.component}")
-        # Only read, but torch has no read-only tensors and warns of read-only memory.
-        units = torch.frombuffer(_writable(data), dtype=torch.uint8).view(self._units(place), -1)
+        units = _readable(data).view(self._units(place), -1)
         for piece, (view, at), rows in self._pairs(place, units):
             if rows is None:
                 for first, block, count in _runs(at):
@@ -234,8 +234,18 @@ def _torch_dtype(part: PayloadPart) -> torch.dtype:
     return dtype
 
 
-def _writable(data: memoryview) -> memoryview | bytearray:
-    return bytearray(data) if data.readonly else data
+class _Unlocked:
+    """An array that torch takes although its memory is read-only: torch has no such tensors."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._array = np.frombuffer(data, np.uint8)
+        address, _ = self._array.__array_interface__["data"]
+        self.__array_interface__ = {**self._array.__array_interface__, "data": (address, False)}
+
+
+def _readable(data: memoryview) -> Tensor:
+    """`data` as bytes, not copied. They belong to the store: nobody may write into them."""
+    return torch.from_numpy(np.asarray(_Unlocked(data)))
 
 
 def _shape_of(cache: Any) -> str:

@@ -78,6 +78,10 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         if self._worker is not None:
             self._worker.load(self._orders())
 
+    def has_connector_metadata(self) -> bool:
+        """Asked once a layer: whether the two hooks below are to be called. Never."""
+        return False
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a load is whole before its request runs."""
 
@@ -145,7 +149,12 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def has_pending_push_work(self) -> bool:
         """Steps go on while blocks are held for a copy; such a step waits, it does not spin."""
-        return self._scheduler is not None and len(self._scheduler.holds) > 0
+        side = self._scheduler
+        return side is not None and (len(side.holds) > 0 or side.outside.is_waiting())
+
+    def take_events(self) -> list[Any]:
+        """KV events of what stands in the store."""
+        return self._safely(self._side.outside.events, [])
 
     def reset_cache(self) -> bool:
         """The weights may be others from now on: what is stored is not for them."""

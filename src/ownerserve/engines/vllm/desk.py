@@ -49,7 +49,8 @@ class Desk:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._incarnation = Incarnation(time.time_ns())
+        incarnation = Incarnation(time.time_ns())
+        self._unit = RoutingUnit(WorkerId(limits.model), limits.dp_rank, incarnation)
         self._waiting: dict[str, int] = {}
         self._running: dict[str, int] = {}
         self._status = self._dated(pending=0, free_tokens=0, total_tokens=0)
@@ -79,13 +80,12 @@ class Desk:
         """A request is here and waits."""
         self._waiting[request_id] = tokens
 
-    def stepped(self, scheduled: dict[str, int], *, free_tokens: int, total_tokens: int) -> None:
-        """A step runs `scheduled` tokens of each request; the pool has so much room."""
-        for request_id, tokens in scheduled.items():
-            left = self._waiting.pop(request_id, None)
-            if left is None:
-                left = self._running.get(request_id, 0)
-            self._running[request_id] = max(0, left - tokens)
+    def stepped(self, left: dict[str, int], *, free_tokens: int, total_tokens: int) -> None:
+        """A step runs these requests, and leaves so many prompt tokens of each to compute; the
+        pool has so much room."""
+        for request_id, tokens in left.items():
+            self._waiting.pop(request_id, None)
+            self._running[request_id] = tokens
         pending = sum(self._waiting.values()) + sum(self._running.values())
         self._status = self._dated(
             pending=pending, free_tokens=free_tokens, total_tokens=total_tokens
@@ -140,9 +140,8 @@ class Desk:
 
     def _dated(self, *, pending: int, free_tokens: int, total_tokens: int) -> WorkerStatus:
         limits = self._limits
-        unit = RoutingUnit(WorkerId(limits.model), limits.dp_rank, self._incarnation)
         return WorkerStatus(
-            unit=unit,
+            unit=self._unit,
             as_of=time.time(),
             pending_prefill_tokens=pending,
             running_sequences=len(self._running),

@@ -92,6 +92,11 @@ class Residency:
                 _tell(event, ownership=OWNERSHIP)
                 self._events.append(event)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a record is being written."""
+        return bool(self._pending)
+
     def take(self) -> list[Any]:
         """Events since the last call."""
         events, self._events = self._events, []

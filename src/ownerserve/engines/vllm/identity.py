@@ -142,7 +142,6 @@ def why_bypassed(request: Any) -> str | None:
         "lora": request.lora_request is not None,
         "multimodal": bool(request.mm_features),
         "embeddings": getattr(request, "prompt_embeds", None) is not None,
-        "cache_salt": bool(request.cache_salt),
         "pooling": request.pooling_params is not None,
         "streaming": bool(getattr(request, "resumable", False)),
         "handed_over": bool(params.get("do_remote_prefill") or params.get("do_remote_decode")),

@@ -62,7 +62,7 @@ class Lookup:
             snapshot = self._open()
             if snapshot is None:
                 return Found(find.errand, {})
-            inside = _inside(snapshot, find.boundaries)
+            inside = _inside(snapshot, find)
             ids = [*snapshot.find(find.ids), *(item.meta.id for item in inside)]
             return Found(find.errand, dict.fromkeys(ids, Tier.DISK), inside)
         except Exception:
@@ -80,9 +80,11 @@ class Lookup:
         return self._snapshot
 
 
-def _inside(snapshot: StoreSnapshot, boundaries: Iterable[bytes]) -> tuple[Inside, ...]:
-    """Records that hold the first of `boundaries` that any holds: a branch shares their front."""
-    for digest in boundaries:
-        if found := snapshot.at_boundary(digest):
-            return tuple(Inside(meta, units, digest) for meta, units in found)
+def _inside(snapshot: StoreSnapshot, find: Find) -> tuple[Inside, ...]:
+    """The tenant's records that hold the first boundary that any of them holds: a branch shares
+    their front."""
+    for digest in find.boundaries:
+        at = snapshot.at_boundary(digest)
+        if own := [(meta, units) for meta, units in at if meta.tenant == find.tenant]:
+            return tuple(Inside(meta, units, digest) for meta, units in own)
     return ()

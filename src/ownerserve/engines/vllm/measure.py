@@ -27,15 +27,17 @@ class Prompt(msgspec.Struct, eq=False):
 class Measuring:
     """`calibration` None: prices are given, and nothing is measured."""
 
-    def __init__(self, calibration: Calibration | None) -> None:
+    def __init__(self, calibration: Calibration | None, *, least_tokens: int = 1) -> None:
+        """Prompts of which fewer than `least_tokens` are computed decide nothing: not measured."""
         self._calibration = calibration
+        self._least_tokens = least_tokens
         self._prompts: dict[TurnId, Prompt] = {}
 
     def computing(
         self, turn_id: TurnId, start: int, end: int, *, prompt: int, others: int, now: float
     ) -> None:
         """A step computes [start, end) of a turn, beside `others`."""
-        if start < prompt and turn_id not in self._prompts:
+        if prompt - start >= self._least_tokens and turn_id not in self._prompts:
             self._prompts[turn_id] = Prompt(start, prompt, now)
         running = self._prompts.get(turn_id)
         if running is not None:

@@ -59,6 +59,7 @@ class Brought(msgspec.Struct, frozen=True):
     """A load is over. `ids` are the records written, in order; none when it failed by `reason`."""
 
     errand: int
+    request_id: str
     ids: tuple[bytes, ...] = ()
     reason: str = ""
     failed_id: bytes = b""

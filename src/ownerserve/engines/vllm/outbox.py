@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from ownerserve.engines.vllm.orders import Load, Orders, Save
+from ownerserve.engines.vllm.orders import Brought, Load, Orders, Save
 
 
 class Outbox:
@@ -56,6 +56,7 @@ class Tally:
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._said: Counter[tuple[str, int]] = Counter()
+        self._failed: dict[int, Brought] = {}
 
     def complete(self, what: str, errands: Iterable[int]) -> Iterator[int]:
         """Of `errands`, those that the last of the workers has now reported."""
@@ -64,3 +65,11 @@ class Tally:
             if self._said[what, errand] >= self._workers:
                 del self._said[what, errand]
                 yield errand
+
+    def over(self, brought: Brought) -> Brought | None:
+        """A load when every worker has answered: failed when one of them failed; else None."""
+        if brought.reason:
+            self._failed[brought.errand] = brought
+        if not any(self.complete("brought", (brought.errand,))):
+            return None
+        return self._failed.pop(brought.errand, brought)

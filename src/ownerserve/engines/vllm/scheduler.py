@@ -19,19 +19,15 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
-
 from ownerserve.engines.vllm import compat
+from ownerserve.engines.vllm.around import Around
 from ownerserve.engines.vllm.counting import Counting
 from ownerserve.engines.vllm.device import EngineDevice, Holds
 from ownerserve.engines.vllm.identity import why_bypassed
-from ownerserve.engines.vllm.lookup import Lookup
-from ownerserve.engines.vllm.measure import Measuring
 from ownerserve.engines.vllm.orders import Brought, Load, Orders, Report, Save, Tables
 from ownerserve.engines.vllm.outbox import Outbox, Tally
 from ownerserve.engines.vllm.places import Places
 from ownerserve.engines.vllm.shape import StateShape
-from ownerserve.engines.vllm.soft import SoftReferences
 from ownerserve.engines.vllm.turn import MAX_IN_FLIGHT, Turn
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
@@ -63,17 +59,6 @@ from ownerserve.store.model import MissReason
 log = logging.getLogger("vllm.ownerserve")
 
 
-class Around(msgspec.Struct, frozen=True):
-    """What a scheduler's side works with. `bypassed`: why no state of this engine has an identity;
-    None when it has."""
-
-    lookup: Lookup
-    soft: SoftReferences
-    measuring: Measuring
-    workers: int
-    bypassed: str | None = None
-
-
 class SchedulerSide:
     """One for each engine core; called on its thread."""
 
@@ -83,6 +68,7 @@ class SchedulerSide:
         self.state = state
         self.holds = Holds()
         self.outbox = Outbox()
+        self.outside = around.outside
         self._counts: Counter[str] = Counter()
         self.counting = Counting(
             {
@@ -98,9 +84,9 @@ class SchedulerSide:
         self._lookup = around.lookup
         self._soft = around.soft
         self._measuring = around.measuring
+        self._tenants = around.tenants
         self._bypassed = around.bypassed
         self._tally = Tally(around.workers)
-        self._failed: dict[int, Brought] = {}
         self._turns: dict[TurnId, Turn] = {}
         self._manager: Any = None
         self._pool: Any = None
@@ -110,17 +96,20 @@ class SchedulerSide:
         self._pool, self._manager = pool, manager
         self.holds.bind(pool)
         self._soft.bind(pool, self._group_tokens)
+        self.outside.bind(pool)
 
     # -- hooks ---------------------------------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
         """A new request: look for its state."""
         self._soft.resumed(_session(request), _now())
+        self.outside.arrived(request)
         reason = self._bypassed or why_bypassed(request)
-        if reason is not None:
-            self._counts[f"bypassed_{reason}"] += 1
+        tenant = self._tenants.salt(request.cache_salt)
+        if reason is not None or tenant is None:
+            self._counts[f"bypassed_{reason or 'cache_salt'}"] += 1
             return
-        self._turns[TurnId(request.request_id)] = Turn(request)
+        self._turns[TurnId(request.request_id)] = Turn(request, tenant)
         self._look(request)
 
     def matched(self, request: Any, hit: int) -> tuple[int | None, bool]:
@@ -171,6 +160,8 @@ class SchedulerSide:
             turn = self._turns.get(TurnId(request_id))
             if turn is not None:
                 self._computing(turn, count, output)
+        for session in self.outside.stepped(scheduled):
+            self._soft.released(session)
         if scheduled:  # the next step takes about as much
             self._make_room(sum(scheduled.values()), asking=None)
         return self.outbox.take(is_idle=not scheduled)
@@ -183,8 +174,10 @@ class SchedulerSide:
                 self.holds.release(errand)
             for errand in self._tally.complete("kept", report.kept):
                 self._perform(self.state.handle(Kept(errand), now))
+                self.outside.kept(errand)
             for errand in self._tally.complete("not_kept", report.not_kept):
                 self.holds.release(errand)
+                self.outside.not_kept(errand)
                 self._perform(self.state.handle(NotKept(errand), now))
             for brought in report.brought:
                 self._brought(brought, now)
@@ -193,7 +186,9 @@ class SchedulerSide:
 
     def finished(self, request: Any, tables: Tables) -> None:
         """A request is over, or was given up: keep what is computed beyond doubt."""
+        self.outside.gone(request.request_id)
         if request.status.name != "FINISHED_ABORTED":
+            self._measuring.stepped(_now())  # its last step may have ended the prompt
             self._soft.finished(_session(request), tuple(map(list, tables)), _now())
         turn_id = TurnId(request.request_id)
         turn = self._turns.pop(turn_id, None)
@@ -251,27 +246,34 @@ class SchedulerSide:
         self.holds.release_all()
         self._measuring.close()
         self._lookup.close()
+        self.outside.close()
 
     # -- events --------------------------------------------------------------------------------
 
     def _look(self, request: Any) -> None:
         session, tokens = _session(request), pack(request.all_token_ids)
-        event = Arrived(TurnId(request.request_id), SessionId(session) if session else None, tokens)
-        self._device.forget(event.turn_id)
-        self._measuring.forget(event.turn_id)
-        self._turns[event.turn_id].end = 0
+        turn_id = TurnId(request.request_id)
+        turn = self._turns[turn_id]
+        event = Arrived(
+            turn_id, SessionId(session) if session else None, tokens, tenant=turn.tenant
+        )
+        self._device.forget(turn_id)
+        self._measuring.forget(turn_id)
+        turn.end = 0
         self._perform(self.state.handle(event, _now()))
 
     def _make_room(self, tokens: int, *, asking: str | None) -> None:
         """So many tokens are about to get blocks: idle sessions' go last."""
-        blocks = sum(-(-tokens // size) + 1 for size in self._group_tokens)
-        self._soft.make_room(blocks, _now(), asking=asking)
+        if len(self._soft):
+            blocks = sum(-(-tokens // size) + 1 for size in self._group_tokens)
+            self._soft.make_room(blocks, _now(), asking=asking)
 
     def _poll(self) -> None:
         now = _now()
         for found in self._lookup.poll():
             self._perform(self.state.handle(found, now))
-        self._perform(self.state.handle(Tick(), now))
+        if len(self.state.restores):
+            self._perform(self.state.handle(Tick(), now))
 
     def _computing(self, turn: Turn, count: int, output: Any) -> None:
         request, block = turn.request, self._block
@@ -300,19 +302,19 @@ class SchedulerSide:
         return pack(turn.request.all_token_ids[known:end])
 
     def _brought(self, brought: Brought, now: float) -> None:
-        """A load is over when every worker said so; it failed when one of them did."""
-        if brought.reason:
-            self._failed[brought.errand] = brought
-        if not any(self._tally.complete("brought", (brought.errand,))):
+        over = self._tally.over(brought)
+        if over is None:
             return
-        self.outbox.bringing.discard(brought.errand)
-        failed = self._failed.pop(brought.errand, None)
-        if failed is not None:
-            reason = MissReason(failed.reason)
-            event: NotFetched | Filled = NotFetched(brought.errand, reason, failed.failed_id)
+        errand = over.errand
+        self.outbox.bringing.discard(errand)
+        if over.reason:
+            reason = MissReason(over.reason)
+            event: NotFetched | Filled = NotFetched(errand, reason, over.failed_id)
+            if (turn := self._turns.get(TurnId(over.request_id))) is not None:
+                self.outside.missed(turn.request, turn.offer)
         else:
-            event = Filled(brought.errand, brought.ids)
-            self._measuring.loaded(brought)
+            event = Filled(errand, over.ids)
+            self._measuring.loaded(over)
         self._perform(self.state.handle(event, now))
 
     # -- effects -------------------------------------------------------------------------------
@@ -368,6 +370,7 @@ class SchedulerSide:
             self.state.handle(NotKept(copy.errand), _now())
             return
         self.holds.hold(copy.errand, (place,))
+        self.outside.ordered(copy.errand, turn.request, copy.meta)
         self.outbox.save(Save(copy.errand, copy.meta, place))
 
     def _pin(self, turn: Turn, position: int) -> None:

@@ -43,8 +43,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     restore_deadline_s  after that a turn computes instead of waiting for the store
     restores            `by-cost`: load or compute, whichever is priced lower by what was measured;
                         `always`: load whatever is stored
-    record_blocks       blocks of B tokens a range record spans: the grain at which branches share
-    block_tokens        B; 0: the least multiple of vLLM's blocks from 128 on
+    record_blocks       most blocks of B tokens in a range record; 0: as many as span 1,024 tokens
+    block_tokens        B; 0: the least multiple of vLLM's blocks from 32 on
     checkpoints         which boundaries of a prompt get window and recurrent state
     copy_bytes          most bytes of KV that are held in the pool until they are copied
     readers             threads that read, verify and write back
@@ -55,7 +55,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host_cache_bytes: int = 0
     restore_deadline_s: float = 5.0
     restores: str = "by-cost"
-    record_blocks: int = 8
+    record_blocks: int = 0
     block_tokens: int = 0
     checkpoints: str = "turn-end"
     copy_bytes: int = 256 * MIB
@@ -66,10 +66,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if not self.store:
             raise InvalidInput("store", "is empty", "name a directory")
-        for field in ("record_blocks", "copy_bytes", "readers"):
+        for field in ("copy_bytes", "readers"):
             if getattr(self, field) < 1:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")
-        for field in ("host_cache_bytes", "block_tokens", "restore_deadline_s"):
+        for field in ("host_cache_bytes", "block_tokens", "record_blocks", "restore_deadline_s"):
             if getattr(self, field) < 0:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 0 or more")
         for field, known in (("checkpoints", POLICIES), ("restores", RESTORES)):

@@ -32,7 +32,8 @@ from ownerserve.kv.payload import (
 from ownerserve.kv.specs import Extent
 from ownerserve.plan.inputs import ModelState
 
-LEAST_BLOCK_TOKENS = 128
+LEAST_BLOCK_TOKENS = 32
+"""Below that, hashing costs more than the tokens that a finer boundary saves."""
 KIND_OF = {
     "FullAttentionSpec": "full_attention",
     "SlidingWindowSpec": "sliding_attention",
@@ -182,7 +183,7 @@ def _layers(kv_cache_config: Any) -> list[_Layer]:
 
 
 def _block_tokens(layers: Sequence[_Layer], asked: int) -> int:
-    """B: what vLLM can resume at, and no shorter than pays for a record's bookkeeping."""
+    """B: what vLLM can resume at, and no shorter than pays for its hash."""
     least = math.lcm(*(int(layer.spec.block_size) for layer in layers))
     recurrent = any(layer.kind == "linear_attention" for layer in layers)
     if asked % least or (recurrent and asked not in (0, least)):

@@ -83,6 +83,10 @@ class SoftReferences:
         """`moved`, `given_up`, `expired`, `over_limit`, `lost`: blocks so far."""
         return self._ledger.counts if self._ledger is not None else Counter()
 
+    def __len__(self) -> int:
+        """Blocks that idle sessions wish for."""
+        return 0 if self._ledger is None else len(self._ledger)
+
     def bind(self, pool: Pool, group_block_tokens: Sequence[int] = ()) -> None:
         """Use this pool. `group_block_tokens`: tokens a block of each KV cache group spans."""
         self._pool = pool

@@ -15,10 +15,12 @@ MAX_IN_FLIGHT = 64
 class Turn(msgspec.Struct, eq=False):
     """A request whose state has an identity here.
 
-    `partial` are blocks that hold a window only in part: vLLM must not take them for whole ones.
+    `tenant` is empty for state that all may share. `partial` are blocks that hold a window only in
+    part: vLLM must not take them for whole ones.
     """
 
     request: Any
+    tenant: bytes
     preemptions: int = 0
     hit: int = 0
     offer: int = 0

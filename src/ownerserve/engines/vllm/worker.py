@@ -103,7 +103,8 @@ class WorkerSide:
     def results(self, orders: Orders | None) -> tuple[set[str], set[str]]:
         """Requests whose load is over, and those of them whose load has failed."""
         with self._changed:
-            if orders is not None and orders.is_idle and not self._has_news():
+            busy = self._loading or self._saving
+            if orders is not None and orders.is_idle and busy and not self._has_news():
                 self._changed.wait(IDLE_WAIT_S)
             received, self._received = self._received, set()
             failed, self._failed = self._failed, set()
@@ -193,10 +194,13 @@ class WorkerSide:
         self._received.add(load.request_id)
         if loading.reason:
             self._failed.add(load.request_id)
-            brought = Brought(load.errand, reason=loading.reason, failed_id=loading.failed_id)
+            brought = Brought(
+                load.errand, load.request_id, reason=loading.reason, failed_id=loading.failed_id
+            )
         else:
             brought = Brought(
                 load.errand,
+                load.request_id,
                 ids=tuple(want.id for want in load.wants),
                 bytes=sum(self._codec.size(place) for place in load.places),
                 ms=(time.monotonic() - loading.began_s) * 1e3,

@@ -1,0 +1,24 @@
+"""Who works beside the scheduler's side: each owns one thing that is no decision about a turn."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ownerserve.engines.vllm.lookup import Lookup
+from ownerserve.engines.vllm.measure import Measuring
+from ownerserve.engines.vllm.outside import Outside
+from ownerserve.engines.vllm.soft import SoftReferences
+from ownerserve.engines.vllm.tenants import Tenants
+
+
+class Around(msgspec.Struct, frozen=True):
+    """What a scheduler's side works with. `bypassed`: why no state of this engine has an identity;
+    None when it has."""
+
+    lookup: Lookup
+    soft: SoftReferences
+    measuring: Measuring
+    outside: Outside
+    tenants: Tenants
+    workers: int
+    bypassed: str | None = None

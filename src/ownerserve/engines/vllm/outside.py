@@ -1,0 +1,111 @@
+"""What is told beyond the engine: its load, at the desk; what stands in the store, as KV events.
+
+Owns the requests that are here; the desk and the events own the rest. Called on the scheduler's
+thread; either half may be absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ownerserve.engines.vllm.desk import Desk
+from ownerserve.engines.vllm.events import Residency, Span, span_of
+from ownerserve.store.model import Meta
+
+
+class Outside:
+    """`desk` None: nobody can ask; `residency` None: events are not enabled."""
+
+    def __init__(
+        self,
+        desk: Desk | None,
+        residency: Residency | None,
+        *,
+        component: str,
+        groups: Sequence[int],
+    ) -> None:
+        """`component`: whose records stand for a prefix; `groups`: tokens of a block, by group."""
+        self._desk = desk
+        self._residency = residency
+        self._component = component
+        self._blocks_per_token = sum(1 / size for size in groups)
+        self._pool: Any = None
+        self._requests: dict[str, Any] = {}
+
+    def bind(self, pool: Any) -> None:
+        """vLLM's block pool."""
+        self._pool = pool
+
+    # -- load ----------------------------------------------------------------------------------
+
+    def arrived(self, request: Any) -> None:
+        """A request is here, ours or not."""
+        if self._desk is not None:
+            self._requests[request.request_id] = request
+            self._desk.arrived(request.request_id, request.num_tokens)
+
+    def stepped(self, scheduled: Mapping[str, int]) -> Sequence[str]:
+        """A step computes so many tokens of each; sessions that went elsewhere since the last."""
+        desk, pool = self._desk, self._pool
+        if desk is None or pool is None:
+            return ()
+        left = {
+            request_id: max(0, request.num_prompt_tokens - request.num_computed_tokens - count)
+            for request_id, count in scheduled.items()
+            if (request := self._requests.get(request_id)) is not None
+        }
+        desk.stepped(
+            left,
+            free_tokens=self._tokens(pool.get_num_free_blocks()),
+            total_tokens=self._tokens(pool.num_gpu_blocks - 1),
+        )
+        return desk.released()
+
+    def gone(self, request_id: str) -> None:
+        """It ended, however."""
+        if self._desk is not None and self._requests.pop(request_id, None) is not None:
+            self._desk.gone(request_id)
+
+    def _tokens(self, blocks: int) -> int:
+        """What `blocks` hold of a sequence that needs a block of every group for its tokens."""
+        return int(blocks / self._blocks_per_token)
+
+    # -- the store -----------------------------------------------------------------------------
+
+    def ordered(self, errand: int, request: Any, meta: Meta) -> None:
+        """A record is being written."""
+        if self._residency is not None and meta.component == self._component:
+            span = self._span(request, meta.first_token, meta.end_token)
+            self._residency.ordered(errand, span)
+
+    def kept(self, errand: int) -> None:
+        """It is READY."""
+        if self._residency is not None:
+            self._residency.kept(errand)
+
+    def not_kept(self, errand: int) -> None:
+        """It was given up."""
+        if self._residency is not None:
+            self._residency.not_kept(errand)
+
+    def missed(self, request: Any, end: int) -> None:
+        """Its first `end` tokens are not stored after all: what was told of them is void."""
+        if self._residency is not None and (span := self._span(request, 0, end)) is not None:
+            self._residency.lost(span)
+
+    def is_waiting(self) -> bool:
+        """Whether an event is still to come of what is being written."""
+        return self._residency is not None and self._residency.is_waiting
+
+    def events(self) -> list[Any]:
+        """KV events since the last call."""
+        return self._residency.take() if self._residency is not None else []
+
+    def close(self) -> None:
+        """Nobody is answered any more."""
+        if self._desk is not None:
+            self._desk.close()
+
+    def _span(self, request: Any, start: int, end: int) -> Span | None:
+        return span_of(request, start, end, hash_block_tokens=self._pool.hash_block_size)
