@@ -18,12 +18,11 @@ from typing import Any
 
 import msgspec
 import torch
+from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 from wire import Answer, Ask, Boot, Reply, receive, send
-
-from vllm import SamplingParams
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",

@@ -77,9 +77,8 @@ def cpu_key_order(spec: Any) -> Sequence[int] | None:
 
     if not current_platform.is_cpu():
         return None
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
     from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     tokens, dim, dtype = spec.block_size, spec.head_size, spec.dtype
     isa = _get_attn_isa(dtype, tokens, dim)
