@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from ownerserve.node.rpc.messages import (  # noqa: E402
     StatusIs,
 )
 from ownerserve.node.settings import NodeSettings  # noqa: E402
+from ownerserve.store.aio import Load, ReadQueue  # noqa: E402
 from ownerserve.store.segment import Segment  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -267,7 +269,12 @@ def test_a_failing_medium_does_not_hurt_the_engine(
     def broken(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
+    def unreadable(_: ReadQueue, loads: Sequence[Load]) -> Iterator[tuple[int, int]]:
+        yield from ((index, -errno.EIO) for index in range(len(loads)))
+
     monkeypatch.setattr(Segment, call, broken)
+    if call == "read":
+        monkeypatch.setattr(ReadQueue, "run", unreadable)
     two = second_turn(rig, one)
     outcome = "miss" if call == "read" else "loaded"
     assert metric(rig, f'ownerserve_restores_total{{outcome="{outcome}"}}') == 1
