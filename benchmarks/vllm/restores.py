@@ -7,7 +7,9 @@ The same prompts go through each contender. Measured at the engine:
     evicted    TTFT after the engine's pool was emptied; the contender's host memory is warm
     restart    TTFT in a fresh engine process; disk (lmcache: its server's DRAM)
 
-A rate is bytes over the time a restore adds to the floor: what a user gets, lookup included.
+A rate is bytes over the time a restore adds to the floor: what a user gets, lookup included. Beside
+it stands what the store alone gives: the same records read and verified, by as many threads in
+bites of the same size, with no engine in the process.
 Storing: what it adds to a cold prefill of vLLM alone, and the time from the answer until all is
 stored (the engine idle, nothing more on its way to disk).
 """
@@ -15,6 +17,8 @@ stored (the engine idle, nothing more on its way to disk).
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -23,7 +27,13 @@ import tiny
 from contenders import Contender
 from fleet import VllmWorker
 
+from ownerserve.node.backing import open_backing
+from ownerserve.store.model import Hit, Want
+from ownerserve.store.snapshot import StoreSnapshot
+
 SETTLE_S = 60.0
+BITE_BYTES, READERS = 16 << 20, 2
+"""As the worker reads: engines.vllm.worker.BATCH_BYTES, settings.readers."""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -55,6 +65,7 @@ class Measured(msgspec.Struct):
     store_s: float
     store_cpu_s: float
     retrieve_cpu_s: float
+    store_alone_mb_s: float = 0.0
 
     def retrieve_mb_s(self, ttft_ms: float, floor_ms: float) -> float:
         """Restored bytes over what the restore added to the floor."""
@@ -101,7 +112,9 @@ def measure(contender: Contender, case: Case, model: Path) -> Measured:
         cpu_s.append(worker.ask("usage")["cpu_s"] - before)
         _settle(worker)
     worker.kill()
+    store = contender.data / "store"
     return Measured(
+        store_alone_mb_s=store_alone_mb_s(store) if store.exists() else 0.0,
         cold_ms=median(a.ttft_s for a in cold) * 1e3,
         resident_ms=median(a.ttft_s for a in resident) * 1e3,
         evicted_ms=median(a.ttft_s for a in evicted) * 1e3,
@@ -113,6 +126,44 @@ def measure(contender: Contender, case: Case, model: Path) -> Measured:
         store_cpu_s=median(store_cpu_s),
         retrieve_cpu_s=median(cpu_s),
     )
+
+
+def store_alone_mb_s(store: Path, *, repeats: int = 3) -> float:
+    """What our store gives of all it holds, read and verified: 10^6 bytes a second."""
+    backing = open_backing(store, 0)
+    assert backing is not None
+    bites = list(_bites(store))
+    total = sum(size for _, size in bites)
+
+    def read(bite: tuple[list[Want], int]) -> None:
+        outcome = backing.tiers.read(bite[0])
+        assert isinstance(outcome, Hit), outcome
+
+    rates = []
+    with ThreadPoolExecutor(READERS) as readers:
+        for _ in range(repeats):
+            start = time.monotonic()
+            for _ in readers.map(read, bites):
+                pass
+            rates.append(total / 1e6 / (time.monotonic() - start))
+    backing.close()
+    return median(rates)
+
+
+def _bites(store: Path) -> Iterator[tuple[list[Want], int]]:
+    """All records in the order they were written, in bites, with the bytes of each."""
+    snapshot = StoreSnapshot(store)
+    wants: list[Want] = []
+    held = 0
+    for entry in snapshot.entries():
+        if held and held + entry.payload_bytes > BITE_BYTES:
+            yield wants, held
+            wants, held = [], 0
+        wants.append(Want(entry.meta.id))
+        held += entry.payload_bytes
+    if held:
+        yield wants, held
+    snapshot.close()
 
 
 def _stored(worker: VllmWorker, contender: Contender) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from ownerserve.cache.outcomes import (
 from ownerserve.cache.pressure import Checkpoint, Dropped, Spill, Watermarks
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash, TurnId
-from ownerserve.kv.prefix import hash_prefix
+from ownerserve.kv.prefix import HashedPrefix, hash_prefix
 
 
 def arrive(driver: Driver, tokens: bytes, points: tuple[int, ...] = ()) -> Reserved:
@@ -57,6 +57,21 @@ def test_a_wrong_prefix_hash_never_gets_slots() -> None:
     driver = Driver()
     other = Arrival(blocks_of(1), hash_prefix(blocks_of(2), B)[-1], b"digest")
     assert driver.cache.ingest.reserve(other, 0.0) == Refused(Reason.PREFIX_MISMATCH)
+
+
+def test_what_was_hashed_here_is_not_hashed_again_and_vouches_for_its_own_tokens_only() -> None:
+    """Invariant 4: whoever passes a hashed prefix of other tokens gains nothing."""
+    driver = Driver()
+    hashed = HashedPrefix(B)
+    hashed.grow(blocks_of(1, 2, 3))
+    right = Arrival(blocks_of(1, 2), hashed.digests[1], b"digest", hashed=hashed)
+    assert isinstance(driver.cache.ingest.reserve(right, 0.0), Reserved)
+    longer = Arrival(blocks_of(1, 2), hashed.digests[2], b"digest", hashed=hashed)
+    other = Arrival(blocks_of(4), hashed.digests[0], b"digest", hashed=hashed)
+    for wrong in (longer, other):
+        assert driver.cache.ingest.reserve(wrong, 0.0) == Refused(Reason.PREFIX_MISMATCH)
+    honest = Arrival(blocks_of(4), hash_prefix(blocks_of(4), B)[-1], b"digest", hashed=hashed)
+    assert isinstance(driver.cache.ingest.reserve(honest, 0.0), Reserved)
     ragged = Arrival(blocks_of(1, tail=1), PrefixHash(b""), b"digest")
     with pytest.raises(InvalidInput, match="whole blocks"):
         driver.cache.ingest.reserve(ragged, 0.0)

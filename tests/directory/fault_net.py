@@ -33,7 +33,7 @@ class Net:
         heapq.heappush(self._heap, (when_s, next(self._order), action))
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
-        self.at(self.now_s + delay_s, action)
+        heapq.heappush(self._heap, (self.now_s + delay_s, next(self._order), action))
 
     def send(self, action: Callable[[], None]) -> None:
         """Deliver `action` perhaps once, perhaps twice, perhaps never."""
@@ -47,8 +47,9 @@ class Net:
 
     def run(self, until_s: float, each: Callable[[], None]) -> None:
         """Every event in order; `each` looks at the world after it."""
-        while self._heap and self._heap[0][0] <= until_s:
-            self.now_s, _, action = heapq.heappop(self._heap)
+        heap, pop = self._heap, heapq.heappop
+        while heap and heap[0][0] <= until_s:
+            self.now_s, _, action = pop(heap)
             action()
             each()
         self.now_s = until_s

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fault_net import Violation
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.records import Prefix, Session, prefix_of, session_of
 from ownerserve.directory.state import DirectoryState
 from ownerserve.kv.epoch import Epoch
-from ownerserve.kv.ids import PrefixHash
+from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import RoutingUnit
 
 
@@ -21,6 +23,7 @@ class Oracle:
         self._lease_until: dict[RoutingUnit, float] = {}
         self._life: dict[object, int] = {}  # the latest that this memory has registered
         self._ever: dict[object, int] = {}  # the latest that any memory has
+        self._known: set[SessionId] = set()  # what this memory has made an owner of
         self.copies: set[tuple[PrefixHash, RoutingUnit]] = set()
         self.lost: set[tuple[PrefixHash, RoutingUnit]] = set()  # by a crash
 
@@ -28,6 +31,7 @@ class Oracle:
         """The directory lost its memory: it can't know who was alive before."""
         self._life.clear()
         self._lease_until.clear()
+        self._known.clear()
 
     def is_superseded(self, unit: RoutingUnit) -> bool:
         """A later life of it has registered: it may believe otherwise until the fence stops it."""
@@ -48,14 +52,23 @@ class Oracle:
         now_s: float,
         *,
         record: Prefix | Session | None,
+        is_open: Callable[[], bool],
     ) -> None:
         match request, outcome:
             case (ask.Register() | ask.RenewLease(), ask.Leased()):
                 self._alive(request.unit, now_s)
             case (ask.Bind(), ask.Bound()):
                 self._once(outcome.epoch, request.session_id, request.unit)
+                self._known.add(request.session_id)
             case (ask.Transfer(), ask.Bound()):
+                if outcome.epoch not in self._granted:
+                    self._lives(request.target, now_s)
                 self._once(outcome.epoch, request.session_id, request.target)
+                self._known.add(request.session_id)
+            case (ask.EndSession(), ask.Ended()):
+                self._known.discard(request.session_id)
+            case (ask.Publish(), ask.Published()) if outcome.adopted:
+                self._adopted(outcome, is_open)
             case (ask.ClaimOwner(), ask.Granted()):
                 self._once(outcome.epoch, request.prefix_hash, request.unit)
             case (ask.Release(), ask.Released()):
@@ -81,6 +94,19 @@ class Oracle:
         self._life[place] = unit.incarnation
         self._ever[place] = max(self._ever.get(place, 0), unit.incarnation)
         self._lease_until[unit] = now_s + self._lease_s
+
+    def _lives(self, unit: RoutingUnit, now_s: float) -> None:
+        """A session is handed to one who is there."""
+        is_later = self._life.get((unit.worker, unit.dp_rank), 0) > unit.incarnation
+        if is_later or self._lease_until.get(unit, 0.0) <= now_s:
+            raise Violation(f"a session was handed to {unit}, which is not there")
+
+    def _adopted(self, outcome: ask.Published, is_open: Callable[[], bool]) -> None:
+        """Once new owners are made, a late report makes none: there may have been one since."""
+        for session_id in outcome.adopted:
+            if session_id not in self._known and is_open():
+                raise Violation(f"{session_id} has an owner by a report that came too late")
+            self._known.add(session_id)
 
     def _not_last(self, request: ask.Drop, now_s: float) -> None:
         """Someone else has it, or had it and is not known to be dead."""

@@ -1,14 +1,14 @@
 """One fault schedule: a directory, workers, clients, and everything that can go wrong with them.
 
-    client --turn--> worker --write under its epoch--> journal
-                       |  Bind, Transfer, RenewLease, Publish ...
-                       v
+    client --turn--> router --turn--> worker --write under its epoch--> journal
+                       |  FindSession    |  Bind, Transfer, RenewLease, Publish ...
+                       v                 v
                     directory          may be away, or come back without memory
 
 Faults until `heal_s`: messages lost, doubled, delayed; workers killed and born again, paused past
 their lease, paused while their next life starts (a zombie); sessions handed over while turns run;
-the directory amnesiac, with its term file or without. Then all is well, and within two leases
-every request must be done.
+routers killed; clients that go past them to any worker; the directory amnesiac, with its term file
+or without. Then all is well, and within two leases every request must be done.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from itertools import count
 
 from fault_net import Journal, Net, Violation
 from fault_oracle import Oracle
+from fault_router import Router
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.decide import seen_of
@@ -28,17 +29,24 @@ from ownerserve.directory.state import DirectoryState
 from ownerserve.kv.epoch import Stale, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.router.messages import Failure, Receipt
 
 LEASE_S = 2.0
 HEAL_S = 16.0
 # One lease of rebuilding; one more where a directory without its term file finds out only then
 # that its term is too low; and the retries of asks and turns on the way.
 SETTLE_S = 2 * LEASE_S + 3.0
+# What is under way when the clients fall silent ends within the routers' patience.
+REST_S = 1.5
 RETRY_S = 0.4
-TICK_S = 0.1
+TICK_S = 0.2
+PARKED_MAX = 8
 
 
 Client = tuple[SessionId, int]
+Caller = tuple[Router, Receipt, RoutingUnit]
+"""The router that sent a turn, its receipt, and the life that it was meant for."""
+Turn = tuple[Client, str, Caller | None]
 
 
 class Process:
@@ -54,7 +62,10 @@ class Process:
         self._opened: dict[SessionId, Grant] = {}
         self._busy: dict[SessionId, str] = {}  # the request that is being served
         self._queue: dict[str, Client] = {}
+        self._parked: list[Turn] = []  # until the directory has answered
+        self._callers: dict[str, list[Caller]] = {}
         self._length: dict[SessionId, int] = {}
+        self._next_tick = partial(self.deliver, partial(self._tick))
         self._tick()
 
     def deliver(self, action: partial[None]) -> None:
@@ -64,6 +75,7 @@ class Process:
         if self.paused:
             self._inbox.append(action)
         else:
+            self.world.touched.append(self)
             action()
 
     def pause(self, for_s: float) -> None:
@@ -72,6 +84,7 @@ class Process:
 
     def _resume(self) -> None:
         self.paused = False
+        self.world.touched.append(self)
         inbox, self._inbox = self._inbox, []
         for action in inbox:
             self.deliver(action)
@@ -79,7 +92,7 @@ class Process:
     def _tick(self) -> None:
         if self.dead:
             return
-        self.world.net.after(TICK_S, partial(self.deliver, partial(self._tick)))
+        self.world.net.after(TICK_S, self._next_tick)
         self.send(self.owner.tick(self.world.net.now_s))
 
     def send(self, asks: Asks) -> None:
@@ -88,15 +101,35 @@ class Process:
 
     def answered(self, number: int, outcome: ask.Outcome) -> None:
         self.send(self.owner.answered(number, outcome, self.world.net.now_s))
+        parked, self._parked = self._parked, []
+        for client, request, caller in parked:
+            if isinstance(self.owner.may_serve(client[0], self.world.net.now_s), Grant):
+                self.turn(client, request, caller)
+            elif caller is not None:
+                self._refuse(caller)
 
-    def turn(self, client: Client, request: str) -> None:
+    @property
+    def waiting(self) -> int:
+        """Turns that are here and not done."""
+        return len(self._busy) + len(self._queue)
+
+    def turn(self, client: Client, request: str, caller: Caller | None) -> None:
         """Serve it, or try to become its owner. The client asks again until it hears."""
         session_id = client[0]
         now_s = self.world.net.now_s
+        if caller is not None and caller[2] != self.unit:
+            self._refuse(caller)
+            return
         grant = self.owner.may_serve(session_id, now_s)
         if not isinstance(grant, Grant):
             self.send(self.owner.want(session_id, now_s))
+            if caller is not None and grant.holder not in (None, self.unit):
+                self._refuse(caller)
+            elif len(self._parked) < PARKED_MAX:
+                self._parked.append((client, request, caller))
             return
+        if caller is not None:
+            self._callers.setdefault(request, []).append(caller)
         journal = self.world.journals[session_id]
         opened = self._opened.get(session_id)
         if opened is None or opened.epoch != grant.epoch:
@@ -111,9 +144,14 @@ class Process:
             self._queue[request] = client
             return
         self._busy[session_id] = request
+        for router, receipt, _ in self._callers.get(request, ()):
+            self.world.net.send(partial(router.begun, receipt))
         compute_s = self.world.net.rng.uniform(0.0, 0.3)
         done = partial(self._computed, client, request, grant)
         self.world.net.after(compute_s, partial(self.deliver, partial(done)))
+
+    def _refuse(self, caller: Caller) -> None:
+        self.world.net.send(partial(caller[0].failed, caller[1], Failure.REFUSED))
 
     def _computed(self, client: Client, request: str, grant: Grant) -> None:
         session_id = client[0]
@@ -150,6 +188,8 @@ class Process:
             if self.owner.grants.get(session_id) == grant:
                 self.owner.fenced(session_id, outcome)
             return
+        for router, receipt, _ in self._callers.pop(request, ()):
+            self.world.net.send(partial(router.answered, receipt, 1000 + 25 * length))
         self.world.net.send(partial(self.world.done, client, request))
         if self._is_open(session_id, grant):
             self._length[session_id] = max(self._length[session_id], length)
@@ -161,7 +201,7 @@ class Process:
         for request, client in list(self._queue.items()):
             if client[0] == session_id:
                 del self._queue[request]
-                self.turn(client, request)
+                self.turn(client, request, None)
                 return
 
     def hand_over(self) -> None:
@@ -228,12 +268,20 @@ class World:
         self.finished: dict[Client, int] = dict.fromkeys(self.clients, 0)
         self._requests = count()
         self._lives = count(1)
-        self._has_term_file = rng.random() < 0.5
+        self.has_term_file = rng.random() < 0.5
         self._ordinal = 0
         self.away_until_s = 0.0
+        self.zombies: list[Process] = []
+        self.touched: list[Process] = []
+        """Whose state the present event may have changed: what `_look` must look at."""
         self.state = DirectoryState(self.new_term(None), lease_s=LEASE_S, open_at_s=0.0)
         self.workers = [WorkerId(f"w{number}") for number in range(rng.randrange(2, 5))]
         self.processes = [self._born(worker) for worker in self.workers]
+        self.routers = [Router(self, rng) for _ in range(rng.randrange(1, 3))]
+        self.settled_s = 0.0
+        """How long after healing the last client had its first answer."""
+        self._waits: set[Client] = set()
+        self._rests = False
         for client in self.clients:
             self._new_request(client)
         self.net.after(rng.uniform(0.2, 1.5), self._fault)
@@ -243,18 +291,21 @@ class World:
         """Faults, then health; raises Violation."""
         self.net.run(HEAL_S, self._look)
         self._heal()
-        before = dict(self.finished)
+        self._waits = set(self.clients)
         self.net.run(HEAL_S + SETTLE_S, self._look)
         self.state.check()
-        for client in self.clients:
-            if self.finished[client] <= before[client]:
-                raise Violation(f"{self.open[client]} is not done two leases after healing")
+        for client in self._waits:
+            raise Violation(f"{self.open[client]} is not done two leases after healing")
+        self._rests = True
+        self.net.run(HEAL_S + SETTLE_S + REST_S, self._look)
+        for router in self.routers:
+            router.at_rest()
 
     # ---- the directory
 
     def new_term(self, above: Term | None) -> Term:
         """As `TermFile` does it, with this schedule's numbers."""
-        floor = max(self._ordinal if self._has_term_file else 0, above.ordinal if above else 0)
+        floor = max(self._ordinal if self.has_term_file else 0, above.ordinal if above else 0)
         self._ordinal = floor + 1
         return Term(floor + 1, self.net.rng.randrange(1 << 40))
 
@@ -266,8 +317,11 @@ class World:
             self.state.start_term(self.new_term(seen.term), open_at_s=now_s + LEASE_S)
         record = self.oracle.before(self.state, request)
         outcome = self.state.handle(request, now_s)
-        self.oracle.after(request, outcome, now_s, record=record)
+        self.oracle.after(request, outcome, now_s, record=record, is_open=self._is_open)
         return outcome
+
+    def _is_open(self) -> bool:
+        return self.net.now_s >= self.state.open_at_s
 
     def asked(self, process: Process, number: int, request: ask.Request) -> None:
         if self.net.now_s < self.away_until_s:
@@ -309,27 +363,28 @@ class World:
         self._try(client, self.open[client])
 
     def _try(self, client: Client, request: str) -> None:
-        """A router: to the owner when the directory tells, else to anyone."""
-        if self.open[client] != request:
+        """Through a router; now and then past it, to anyone."""
+        if self.open[client] != request or self._rests:
             return
+        rng = self.net.rng
         self.net.after(RETRY_S, partial(self._try, client, request))
-        alive = [one for one in self.processes if not one.dead]
-        if not alive:
+        if rng.random() < 0.8:
+            self.net.send(partial(rng.choice(self.routers).take, client, request))
             return
-        session_id = client[0]
-        chosen = self.net.rng.choice(alive)
-        if self.net.now_s >= self.away_until_s and self.net.rng.random() < 0.8:
-            known = self.state.handle(ask.FindSession(session_id), self.net.now_s)
-            if isinstance(known, ask.SessionIs) and known.owner_live:
-                chosen = next((one for one in alive if one.unit == known.owner), chosen)
-        turn = partial(chosen.turn, client, request)
-        self.net.send(partial(chosen.deliver, turn))
+        alive = [one for one in self.processes if not one.dead]
+        if alive:
+            chosen = rng.choice(alive)
+            turn = partial(chosen.turn, client, request, None)
+            self.net.send(partial(chosen.deliver, turn))
 
     def done(self, client: Client, request: str) -> None:
         if request not in self.journals[client[0]].done:
             raise Violation(f"{request} was acknowledged and is not in the journal")
         if self.open[client] == request:
             self.finished[client] += 1
+            if client in self._waits:
+                self._waits.discard(client)
+                self.settled_s = self.net.now_s - HEAL_S
             pause_s = self.net.rng.uniform(0.0, 1.0) if self.net.now_s < HEAL_S else 0.05
             self.open[client] = ""
             self.net.after(pause_s, partial(self._new_request, client))
@@ -355,7 +410,7 @@ class World:
             return
         self.net.after(rng.uniform(0.1, 2.0), self._fault)
         victim = rng.choice(self.processes)
-        match rng.randrange(10):
+        match rng.randrange(11):
             case 0 if not victim.dead:
                 self._kill(victim)
                 self.net.after(rng.uniform(0.0, 3.0), partial(self._replace, victim))
@@ -369,20 +424,20 @@ class World:
                 self._forget()
                 if rng.random() < 0.5:  # and again, before all have told it who they are
                     self.net.after(rng.uniform(0.5, 2 * LEASE_S), self._forget)
+            case 10:
+                lost = rng.randrange(len(self.routers))
+                self.routers[lost].dead = True
+                self.routers[lost] = Router(self, rng)
             case 9 if not victim.dead and not victim.paused:
-                victim.end()
+                victim.deliver(partial(victim.end))
             case 5 | 6 | 7 if not victim.dead and not victim.paused:
-                victim.hand_over()
+                victim.deliver(partial(victim.hand_over))
 
     def _work(self) -> None:
         self.net.after(self.net.rng.uniform(0.05, 0.3), self._work)
         chosen = self.net.rng.choice(self.processes)
         if self.net.now_s >= self.away_until_s and not chosen.dead and not chosen.paused:
             chosen.keep_prefixes()
-
-    @property
-    def zombies(self) -> list[Process]:
-        return self.__dict__.setdefault("_zombies", [])
 
     def _heal(self) -> None:
         for process in (*self.processes, *self.zombies):
@@ -395,23 +450,38 @@ class World:
     # ---- what must hold after every event
 
     def _look(self) -> None:
-        """At most one life says that it may serve a session. (Writes: `Journal`, for all lives.)"""
-        now_s = self.net.now_s
-        serving: dict[SessionId, RoutingUnit] = {}
-        for process in (*self.processes, *self.zombies):
-            if process.dead or process.paused or self.oracle.is_superseded(process.unit):
-                continue
+        """At most one life says that it may serve a session. (Writes: `Journal`, for all lives.)
+
+        A life begins to serve by an event of its own only: it is held against all others then.
+        """
+        while self.touched:
+            process = self.touched.pop()
             for name in process.owner.grants:
-                if isinstance(process.owner.may_serve(name, now_s), Grant):
-                    other = serving.setdefault(name, process.unit)
-                    if other != process.unit:
-                        raise Violation(f"{name} is served by {other} and by {process.unit}")
+                if self._serves(process, name):
+                    self._look_for_another(process, name)
+
+    def _serves(self, process: Process, session_id: SessionId) -> bool:
+        return (
+            not process.dead
+            and not process.paused
+            and isinstance(process.owner.may_serve(session_id, self.net.now_s), Grant)
+            and not self.oracle.is_superseded(process.unit)
+        )
+
+    def _look_for_another(self, process: Process, session_id: SessionId) -> None:
+        for other in (*self.processes, *self.zombies):
+            if other is process or session_id not in other.owner.grants:
+                continue
+            if self._serves(other, session_id):
+                raise Violation(f"{session_id} is served by {other.unit} and by {process.unit}")
 
 
-def play(seed: int) -> None:
+def play(seed: int) -> World:
     """One schedule; an error names its seed."""
     try:
-        World(seed).play()
+        world = World(seed)
+        world.play()
     except BaseException as error:
         error.add_note(f"fault schedule {seed}")
         raise
+    return world

@@ -21,6 +21,11 @@ from ownerserve.directory import checks
 from ownerserve.directory.owner import Ask, OwnerState
 from ownerserve.kv.epoch import Admitted, Fence, Term
 from ownerserve.kv.errors import InvariantViolated
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.router import fleet, knowledge
+from ownerserve.router.candidates import Candidates
+from ownerserve.router.fleet import Fleet
+from ownerserve.router.worker import Worker
 
 
 def yes(*_: object) -> bool:
@@ -37,6 +42,10 @@ def from_receipt(owner: OwnerState, _ask: Ask, lease_s: float, now_s: float) -> 
 
 def nothing(*_: object) -> None:
     return None
+
+
+def any_life(known: Fleet, unit: RoutingUnit) -> Worker | None:
+    return known._workers.get((unit.worker, unit.dp_rank))
 
 
 def every_answer(owner: OwnerState, number: int) -> Ask | None:
@@ -113,6 +122,13 @@ MUTATIONS = (
         Instead(OwnerState, "_is_still_ours", yes),
         Instead(OwnerState, "_void_if_over", nothing),
     ),
+    without(Instead(checks, "target_lives", yes)),
+    # The router's
+    without(Instead(fleet, "_is_former_life", no)),
+    without(Instead(knowledge, "_is_earlier", no)),
+    without(Instead(Fleet, "find", any_life)),
+    without(Instead(Candidates, "without", lambda candidates, tried: candidates)),
+    without(Instead(Worker, "take", nothing)),
     without(Instead(Fence, "admit", lambda fence, epoch: Admitted())),
     without(Instead(fault_world.World, "new_term", same_term)),
 )

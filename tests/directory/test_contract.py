@@ -339,6 +339,13 @@ def test_a_later_epoch_than_ours_starts_a_term_above_it(world: World) -> None:
     assert bound.epoch > above > before
 
 
+def test_a_routers_question_tells_of_a_later_epoch_too(world: World) -> None:
+    world.join(A)
+    term = world.ask(ask.Bind(S1, A)).epoch.term
+    world.ask(ask.FindSession(S1, seen=Epoch(Term(term.ordinal + 7, 5), 99)))
+    assert world.directory.status().term.ordinal == term.ordinal + 8  # type: ignore[union-attr]
+
+
 def test_without_memory_workers_words_count_until_old_leases_are_over(world: World) -> None:
     world.join(A, B)
     world.ask(ask.ClaimOwner(P1, 512, A, Tier.DEVICE, MAIN))

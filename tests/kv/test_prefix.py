@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.prefix import DOMAIN, PrefixChain, RunChain, hash_prefix, pack, unpack
+from ownerserve.kv.prefix import (
+    DOMAIN,
+    HashedPrefix,
+    PrefixChain,
+    RunChain,
+    hash_prefix,
+    pack,
+    unpack,
+)
 
 FEW = settings(max_examples=30)
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=200)
@@ -72,7 +80,7 @@ def test_block_sizes_have_apart_domains():
     assert PrefixChain(16).tip() != PrefixChain(32).tip()
 
 
-@pytest.mark.parametrize("block_tokens", [0, 15, 4097])
+@pytest.mark.parametrize("block_tokens", [-1, 0, 4097])
 def test_block_size_is_checked(block_tokens):
     with pytest.raises(InvalidInput, match="block_tokens"):
         PrefixChain(block_tokens)
@@ -130,3 +138,31 @@ class TestRunChain:
     def test_positions_are_checked(self):
         with pytest.raises(InvalidInput, match="blocks"):
             self.of([1, 2]).at(3)
+
+
+@FEW
+@given(tokens=TOKENS, more=TOKENS, other=TOKENS, block=st.sampled_from([1, 2, 16]))
+def test_a_hashed_prefix_answers_for_what_it_has_hashed_and_nothing_else(
+    tokens, more, other, block
+):
+    hashed = HashedPrefix(block)
+    assert hashed.grow(pack(tokens)) and hashed.grow(pack(tokens + more))
+    whole = pack(tokens + more)
+    assert hashed.digests == list(hash_prefix(whole, block))
+    for blocks in range(len(hashed.digests) + 1):
+        part = whole[: blocks * block * 4]
+        assert hashed.digest_of(part) == (hashed.digests[blocks - 1] if blocks else None)
+    assert hashed.digest_of(whole + b"1") is None
+    begins = pack(other)[: len(other) // block * block * 4].startswith(hashed.tokens)
+    before = list(hashed.digests)
+    assert hashed.grow(pack(other)) is begins
+    if not begins:
+        assert hashed.digests == before, "unchanged"
+
+
+def test_a_fork_of_a_hashed_prefix_goes_its_own_way():
+    hashed = HashedPrefix(16)
+    hashed.grow(pack(range(40)))
+    twin = hashed.fork()
+    twin.extend(pack(range(7, 30)))
+    assert len(hashed.digests) == 2 and len(twin.digests) == 3

@@ -14,14 +14,15 @@ from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.kv.units import MIB
 from ownerserve.node.backing import Backing, ListedPart, NodeTiers, open_backing
+from ownerserve.node.media import open_remote, write_policy
 from ownerserve.node.records import Cell, Inside, RecordNames
 from ownerserve.node.upkeep import Upkeep
 from ownerserve.plan.inputs import Tier as Medium
 from ownerserve.store.disk import DiskOptions, DiskTier
 from ownerserve.store.memory import MemoryTier
-from ownerserve.store.model import Meta, Stored
+from ownerserve.store.model import Hit, Meta, Stored, Want
 from ownerserve.store.policy import KindLimits, Limits, by_utility, split
-from ownerserve.store.tier import Reservation
+from ownerserve.store.tier import Reservation, put
 
 NAMES = RecordNames(IDENTITY, LAYOUT, engine="toy/1", blocks=4)
 DIGESTS = hash_prefix(pack(range(16 * B)), B)
@@ -77,6 +78,93 @@ def test_a_branch_finds_the_record_it_shares_in_part(tmp_path: Path) -> None:
     assert NAMES.shared_cell(inside, branch) == Cell(4, 6)
     assert tiers.nearest(found) == {ids[0]: Medium.DISK, whole.id: Medium.DISK}
     assert tiers.look([], tuple(hash_prefix(pack(range(700, 700 + B)), B))) == {}
+    tiers.close()
+
+
+def test_a_branch_is_found_in_host_memory_where_there_is_no_disk() -> None:
+    clock = ManualClock(1000.0)
+    tiers = NodeTiers([MemoryTier(clock, split(MIB))])
+    whole = NAMES.range_meta("main", Cell(4, 8), DIGESTS)
+    write(tiers, whole)
+    branch = hash_prefix(pack([*range(6 * B), *range(900, 900 + 3 * B)]), B)
+    part = tiers.look([], tuple(reversed(branch)))[whole.id]
+    assert isinstance(part, ListedPart) and (part.units, part.boundary) == (2, branch[5])
+    tiers.remove([whole.id])
+    assert tiers.look([], tuple(reversed(branch))) == {}
+    tiers.close()
+
+
+def test_the_deepest_boundary_wins_in_whatever_tier_it_is(tmp_path: Path) -> None:
+    clock = ManualClock(1000.0)
+    memory, disk = MemoryTier(clock, split(MIB)), DiskTier(tmp_path, clock)
+    short, long = (NAMES.range_meta("main", Cell(0, n), DIGESTS) for n in (3, 4))
+    for tier, meta in ((memory, short), (disk, long)):
+        assert isinstance(put(tier, meta, bytes(32 * meta.units)), Stored)
+    tiers = NodeTiers([memory, disk])
+    branch = hash_prefix(pack([*range(3 * B), *range(900, 900 + 3 * B)]), B)
+    found = tiers.look([], tuple(reversed(branch)))
+    assert {id_: part.units for id_, part in found.items() if isinstance(part, ListedPart)} == {
+        short.id: 3,
+        long.id: 3,
+    }
+    assert tiers.nearest(found) == {short.id: Medium.HOST, long.id: Medium.DISK}
+    tiers.close()
+
+
+@pytest.mark.parametrize("medium", ["memory", "disk"])
+def test_a_branch_of_another_tenant_is_neither_found_nor_in_the_way(
+    tmp_path: Path, medium: str
+) -> None:
+    """The other tenant shares more of the prefix; its record must not hide one's own."""
+    clock = ManualClock(1000.0)
+    tier = MemoryTier(clock, split(MIB)) if medium == "memory" else DiskTier(tmp_path, clock)
+    tiers = NodeTiers([tier])
+    mine, other = (NAMES.of(bytes([n]) * 32) for n in (1, 2))
+    own, foreign = mine.range_meta("main", Cell(0, 4), DIGESTS), Cell(4, 8)
+    write(tiers, own)
+    write(tiers, other.range_meta("main", foreign, DIGESTS))
+    branch = hash_prefix(pack([*range(6 * B), *range(900, 900 + 3 * B)]), B)
+    deepest_first = tuple(reversed(branch))
+    assert set(tiers.look([], deepest_first, tenant=mine.tenant)) == {own.id}
+    assert tiers.look([], deepest_first) == {}, "what belongs to nobody"
+    assert tiers.look([], deepest_first, tenant=bytes([3]) * 32) == {}
+    tiers.close()
+
+
+def test_what_one_node_keeps_in_a_shared_directory_another_finds_there(tmp_path: Path) -> None:
+    shared = str(tmp_path / "shared")
+    meta = NAMES.range_meta("main", Cell(0, 4), DIGESTS)
+    one = open_backing(tmp_path / "one", MIB, remote=shared)
+    assert one is not None
+    write(one.tiers, meta)
+    assert one.tiers.nearest([meta.id]) == {meta.id: Medium.HOST}
+    one.close()
+    two = open_backing(tmp_path / "two", MIB, remote=shared)
+    assert two is not None
+    assert set(two.tiers.look([meta.id], ())) == {meta.id}
+    assert two.tiers.nearest([meta.id]) == {meta.id: Medium.REMOTE}
+    hit = two.tiers.read([Want(meta.id)])
+    assert isinstance(hit, Hit) and hit.parts[0].data == bytes(32 * meta.units)
+    assert two.tiers.timings[0].tier is Medium.REMOTE
+    two.close()
+
+
+def test_written_through_to_disk_what_makes_room_goes_to_the_shared_directory(
+    tmp_path: Path,
+) -> None:
+    clock = ManualClock(1000.0)
+    limits = Limits(KindLimits(20_000, None), KindLimits(20_000, None))
+    disk = DiskTier(tmp_path / "own", clock, options=DiskOptions(limits=limits))
+    remote = open_remote(str(tmp_path / "shared"), clock)
+    tiers = NodeTiers([disk, remote], write_policy("write-through:disk", ("disk", "remote")))
+    metas = [NAMES.range_meta("main", Cell(4 * n, 4 * n + 4), DIGESTS) for n in range(4)]
+    for meta in metas:
+        write(tiers, meta)
+        clock.advance(1.0)
+    assert len(disk.find([meta.id for meta in metas])) == 2
+    assert tiers.settle() == 2
+    assert len(remote.find([meta.id for meta in metas])) == 2
+    assert len(tiers.find([meta.id for meta in metas])) == 4
     tiers.close()
 
 

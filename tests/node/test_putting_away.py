@@ -18,6 +18,7 @@ from ownerserve.node.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.swa.adaptive import Adaptive
 from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan
+from ownerserve.store.model import meta_of
 
 LONG = list(range(10 * B + 5))
 COSTS = CostModel(PRICES)
@@ -217,21 +218,55 @@ def test_a_cold_prompt_asks_for_its_first_cells_only() -> None:
     assert driver.reports[turn].outcome is RestoreOutcome.NOTHING_STORED
 
 
-def test_a_long_session_is_found_in_two_looks() -> None:
+def test_a_long_session_is_found_with_one_id_a_cell() -> None:
+    """Cells of 4 blocks: every end of the first 4, then whole cells, then the newest points."""
     driver = NodeDriver(blocks=300)
     tokens = list(range(200 * B + 5))
     driver.turn(tokens)
     driver.idle()
     driver.forget_device()
     turn = driver.arrive([*tokens, 1])
-    first = driver.pending.popleft()
-    driver.answer(first)
-    [second] = driver.pending
-    assert isinstance(first, Find) and isinstance(second, Find)
-    assert not set(first.ids) & set(second.ids)
-    assert len(first.ids) + len(second.ids) == 200 * 4
+    looks = []
+    while isinstance(driver.pending[0], Find):
+        looks.append(driver.pending[0])
+        driver.answer(driver.pending.popleft())
+    assert [len(look.ids) for look in looks] == [16 * 4, 46 * 2, 64 * 2]
+    assert len({id_ for look in looks for id_ in look.ids}) == 16 * 4 + 46 * 2 + 64 * 2
     driver.settle()
     assert driver.run(turn).restored == 200 * B
+    driver.check()
+
+
+def test_a_point_far_back_is_found_when_no_newer_one_is_there() -> None:
+    driver = NodeDriver(blocks=300)
+    tokens = list(range(200 * B + 5))
+    driver.turn(tokens[: 50 * B])
+    driver.idle()
+    driver.turn(tokens)
+    driver.idle()
+    names, digests = names_of(driver), hash_prefix(pack(tokens), B)
+    for depth in (199, 200):
+        driver.stored.pop(names.point_id("swa", depth, digests), None)
+    driver.forget_device()
+    turn = driver.arrive([*tokens, 1])
+    driver.settle()
+    assert driver.reports[turn].outcome is RestoreOutcome.LOADED
+    begun = driver.run(turn)
+    assert (begun.restored, begun.write_floor) != (0, 0)
+    driver.check()
+
+
+def test_a_branch_deep_in_a_stored_session_finds_the_cell_it_shares() -> None:
+    driver = NodeDriver(blocks=300)
+    tokens = list(range(200 * B + 5))
+    driver.turn(tokens)
+    driver.idle()
+    driver.forget_device()
+    shared = 101 * B + 3
+    turn = driver.arrive([*tokens[:shared], *range(9000, 9000 + B)], session="other")
+    driver.settle()
+    assert driver.reports[turn].outcome is RestoreOutcome.LOADED
+    assert driver.run(turn).write_floor == 101 * B
     driver.check()
 
 
@@ -264,3 +299,26 @@ def test_a_record_of_other_weights_is_not_shared() -> None:
     assert names.shared_cell(Inside(renamed, 2, digests[1]), digests) is None
     assert names.shared_cell(Inside(meta, 2, PrefixHash(bytes(32))), digests) is None
     assert names.shared_cell(Inside(meta, 11, digests[1]), digests) is None
+
+
+def test_a_record_says_what_its_key_says() -> None:
+    """Metadata made from a component's template is that of the artifact itself."""
+    driver = NodeDriver()
+    names, digests = names_of(driver), hash_prefix(pack(LONG), B)
+    made = names.range_meta("index", Cell(4, 7), digests)
+    key = RangeKey(digests[6], 4 * B, 7 * B, "index")
+    wanted = meta_of(names.identity, key, tenant=names.tenant, units=3)
+    inner = b"".join(digests[4:6])
+    descriptor = names.descriptor("index")
+    assert made == msgspec.structs.replace(wanted, descriptor=descriptor, boundaries=inner)
+    point = PointKey(digests[6], 7 * B, "swa")
+    wanted = meta_of(names.identity, point, tenant=names.tenant)
+    descriptor = names.descriptor("swa")
+    assert names.point_meta("swa", 7, digests) == msgspec.structs.replace(
+        wanted, descriptor=descriptor
+    )
+    cells = list(names.cells(10))
+    ids = {
+        names.range_id(name, cell, digests): cell for cell in cells for name in ("main", "index")
+    }
+    assert names.range_ids(cells, digests) == ids

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ownerserve.kv.errors import InvariantViolated
-from ownerserve.kv.ids import SessionId, WorkerId
+from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.router.messages import (
     Aborted,
     Arrive,
@@ -57,6 +57,33 @@ def turn(state: RouterState, session: SessionId | None = S, *, prompt_bytes: int
     state.handle(Done(dispatch.receipt, Usage(prompt_bytes // 2, 10, 0)), 3.0)
     state.check()
     return dispatch
+
+
+def test_retries_leave_nothing_behind() -> None:
+    """Each is decided over what is left of the fleet: a snapshot that no worker goes on telling."""
+    state = fleet(3)
+    before = [len(worker.watchers) for worker in state.fleet]
+    for number in range(20):
+        dispatch = arrive(state, SessionId(f"s{number}"))
+        again = state.handle(Failed(dispatch.receipt, Failure.CLOSED), 1.0)
+        assert isinstance(again, Dispatch)
+        assert again.worker != dispatch.worker
+        state.handle(Done(again.receipt), 1.0)
+        state.check()
+    assert [len(worker.watchers) for worker in state.fleet] == before
+
+
+def test_a_late_word_of_a_former_life_changes_nothing() -> None:
+    state = fleet(2)
+    for incarnation in (4, 5):
+        state.handle(WorkerUp(W[0], 0, Incarnation(incarnation)), 0.0)
+    worker = state.fleet[W[0]]
+    life = worker.life
+    state.handle(WorkerUp(W[0], 0, Incarnation(4)), 1.0)
+    assert (worker.incarnation, worker.life) == (5, life)
+    state.handle(WorkerDown(W[0], Down.UNHEALTHY), 2.0)
+    state.handle(WorkerUp(W[0], 0, Incarnation(4)), 3.0)
+    assert not worker.up
 
 
 def test_turns_of_a_session_stay_on_their_worker() -> None:

@@ -259,6 +259,16 @@ def test_short_write_is_finished(open_disk, samples, monkeypatch):
     assert samples.read(tier, 1) == [samples.payload(1, 100_000)]
 
 
+def test_a_store_is_made_by_writes_that_take_one_byte_each(tmp_path, monkeypatch, clock):
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:1]))
+    DiskTier(tmp_path / "new", clock).close()
+    monkeypatch.undo()
+    tier = DiskTier(tmp_path / "new", clock)
+    assert len(tier.core.home.master_key()) == 32
+    tier.close()
+
+
 def test_read_error_is_a_miss_and_no_quarantine(open_disk, samples, monkeypatch):
     tier = open_disk()
     put(tier, samples.meta(1), samples.payload(1))

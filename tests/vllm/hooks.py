@@ -6,6 +6,10 @@ Never used to make a connector pass: only to break what it restored, or to look.
 from __future__ import annotations
 
 import gc
+import inspect
+import time
+import types
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,3 +84,145 @@ def count_preemptions(worker: Any) -> None:
 
 def preemptions(worker: Any) -> int:
     return int(worker.preemptions)
+
+
+def time_hooks(worker: Any) -> None:
+    """From here on, add up what the connector's hooks take, on both sides: `hook_cpu_ms`."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    worker.hook_ns, worker.hook_calls, worker.inside = Counter(), Counter(), False
+    sides = [worker.scheduler.connector]
+    sides += [get_kv_transfer_group()] if has_kv_transfer_group() else []
+    for side in filter(None, sides):
+        for name in dir(type(side)):
+            attribute = inspect.getattr_static(type(side), name)
+            if not name.startswith("_") and inspect.isfunction(attribute):
+                setattr(side, name, _timed(worker, name, getattr(side, name)))
+
+
+def _timed(worker: Any, name: str, hook: Any) -> Any:
+    def timed(*arguments: Any, **options: Any) -> Any:
+        if worker.inside:  # a hook that calls another
+            return hook(*arguments, **options)
+        worker.inside = True
+        start = time.thread_time_ns()
+        try:
+            return hook(*arguments, **options)
+        finally:
+            worker.hook_ns[name] += time.thread_time_ns() - start
+            worker.hook_calls[name] += 1
+            worker.inside = False
+
+    return timed
+
+
+def hook_cpu_ms(worker: Any) -> dict[str, float]:
+    """CPU of the engine's thread inside each hook since `time_hooks`, less what timing costs."""
+    start = time.thread_time_ns()
+    for _ in range(1000):
+        time.thread_time_ns()
+    clock_ns = (time.thread_time_ns() - start) / 1000
+    spent = {
+        name: (ns - clock_ns * worker.hook_calls[name]) / 1e6 for name, ns in worker.hook_ns.items()
+    }
+    worker.hook_ns.clear()
+    worker.hook_calls.clear()
+    return spent
+
+
+def why_bypassed(worker: Any) -> dict[str, str | None]:
+    """What our connector says of vLLM's own requests of each kind."""
+    from vllm import PoolingParams, SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.v1.request import Request
+
+    from ownerserve.engines.vllm.identity import why_bypassed
+
+    image = MultiModalFeatureSpec(
+        data=None,
+        modality="image",
+        identifier="i",
+        mm_position=PlaceholderRange(offset=0, length=2),
+        mm_hash="h",
+    )
+    remote = SamplingParams(extra_args={"kv_transfer_params": {"do_remote_prefill": True}})
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "lora": {"lora_request": LoRARequest("adapter", 1, "/adapter")},
+        "multimodal": {"mm_features": [image]},
+        "embeddings": {"prompt_embeds": torch.zeros(3, 4), "prompt_token_ids": None},
+        "pooling": {"pooling_params": PoolingParams(), "sampling_params": None},
+        "streaming": {"resumable": True},
+        "handed_over": {"sampling_params": remote},
+    }
+    found = {}
+    for kind, fields in kinds.items():
+        own = {"prompt_token_ids": [1, 2, 3], "sampling_params": SamplingParams(), **fields}
+        own = {"pooling_params": None, **own}
+        found[kind] = why_bypassed(Request(request_id=kind, **own))
+    return found
+
+
+def drafts(worker: Any) -> dict[str, int]:
+    """Tokens drafted since `count_drafts`, and how many of them were right."""
+    return dict(worker.drafts)
+
+
+def count_drafts(worker: Any) -> None:
+    """Count drafted and accepted tokens from here on."""
+    worker.drafts = Counter()
+    scheduler = worker.scheduler
+    update = scheduler.update_from_output
+
+    def counted(scheduler_output: Any, model_runner_output: Any) -> Any:
+        proposed = scheduler_output.scheduled_spec_decode_tokens
+        for request_id, tokens in proposed.items():
+            at = model_runner_output.req_id_to_index.get(request_id)
+            if at is not None and (sampled := model_runner_output.sampled_token_ids[at]):
+                worker.drafts["drafted"] += len(tokens)
+                worker.drafts["accepted"] += len(sampled) - 1
+        return update(scheduler_output, model_runner_output)
+
+    scheduler.update_from_output = counted
+
+
+def play_policy(worker: Any, *, ours: str) -> dict[str, Any]:
+    """What of a session of 4 chunks is left in a room for 10 after a prompt of 9 that nobody
+    continues: the session was stored by one request and used by another."""
+    from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
+    from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
+
+    module = "ownerserve.engines.vllm.offload_policy"
+    policy = CachePolicyFactory.get_cache_policy_cls(ours, module)(10)
+    context = types.SimpleNamespace(get_offload_key_position=lambda key: key[1])
+
+    def request(keys: list[bytes]) -> None:
+        reused = {key for key in keys if policy.get(key) is not None}
+        fresh = [key for key in keys if key not in reused]
+        room = 10 - sum(policy.get(key) is not None for key in everything)
+        if len(fresh) > room:
+            evicted = policy.evict(len(fresh) - room, set(keys))
+            assert evicted is not None and len(evicted) == len(fresh) - room
+        for number, key in enumerate(fresh):
+            chunk = ChunkStatus(number)
+            policy.insert(key, chunk)
+            chunk.ref_cnt = 0
+            policy.mark_evictable(key)
+        policy.on_request_finished([keys], set(fresh), reused, context)
+
+    session = [bytes((1, at)) for at in range(4)]
+    scan = [bytes((2, at)) for at in range(9)]
+    everything = session + scan
+    request(session)
+    request(session)
+    request(scan[:6])
+    for at in range(6, 9):
+        request(scan[at : at + 1])
+    pinned = policy.get(session[0])
+    if pinned is not None:
+        pinned.ref_cnt = 1
+        policy.mark_non_evictable(session[0])
+    refused = policy.evict(10, set())
+    left = [key[1] for key in session if policy.get(key) is not None]
+    return {"session": left, "refused": refused is None}

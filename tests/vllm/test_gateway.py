@@ -1,4 +1,5 @@
-"""Real `vllm serve`, the gateway in front, and the `openai` client in an agent's loop with SSE."""
+"""Real `vllm serve`: the gateway in front and the `openai` client in an agent's loop with SSE; our
+routes on its own port."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,8 +34,11 @@ FLAGS += ["--enable-prompt-tokens-details"]
 
 
 @contextmanager
-def serve(model: Path, connector: dict[str, Any], log: Path) -> Iterator[str]:
-    """The real OpenAI server as an operator starts it; yields its URL."""
+def serve(
+    model: Path, connector: dict[str, Any], log: Path, *, installed: Path | None = None
+) -> Iterator[str]:
+    """The real OpenAI server as an operator starts it; yields its URL. `installed`: a folder with
+    our distribution, whose plug-ins are allowed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -43,8 +48,10 @@ def serve(model: Path, connector: dict[str, Any], log: Path) -> Iterator[str]:
     command = [str(vllm_python()), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--host", "127.0.0.1", "--port", str(port), *FLAGS]
     command += ["--kv-transfer-config", config]
+    path = [ROOT / "src", *([installed] if installed else [])]
     settings = {
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        **({"VLLM_PLUGINS": "ownerserve"} if installed else {}),
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
@@ -138,3 +145,39 @@ def test_an_agents_loop_goes_on_over_a_restart_of_its_worker(
             after, hits = talk(url, turns=4)
         assert hits[0] >= 256, "the first turn is restored from the store, in another process"
     assert after == before
+
+
+def distribution(folder: Path) -> Path:
+    """What `pip install ownerserve` leaves behind of entry points; the folder to look in."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = folder / f"ownerserve-{project['version']}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Name: ownerserve\nVersion: {project['version']}\n")
+    group = "vllm.endpoint_plugins"
+    lines = [f"{name} = {value}" for name, value in project["entry-points"][group].items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
+    return folder
+
+
+def test_our_routes_answer_on_vllms_own_port(rig: Rig, store: Path, tmp_path: Path) -> None:
+    """Through the whole server: its plug-in loader, the engine core in another process, back."""
+    model, installed = rig.checkpoint("qwen3"), distribution(tmp_path / "site")
+    connector = connectors.ours(store)
+    with serve(model, connector, tmp_path / "vllm.log", installed=installed) as url:
+        texts, _ = talk(url, turns=2)
+        assert all(texts)
+        with httpx.Client(base_url=f"{url}/ownerserve", timeout=30) as desk:
+            load = desk.get("/status").json()
+            assert load["unit"][0] == "tiny"
+            assert load["kv_bytes_total"] > load["kv_bytes_free"] / 2 > 0
+            assert (load["running_sequences"], load["waiting_sequences"]) == (0, 0)
+            assert time.time() - load["as_of"] < SERVE_S
+            admitted = desk.post("/admit", json={"tokens": 1000, "session_id": "agent-1"})
+            assert (admitted.status_code, admitted.json()["type"]) == (200, "admit")
+            refused = desk.post("/admit", json={"tokens": 5000, "session_id": "agent-1"})
+            assert (refused.status_code, refused.json()["reason"]) == (429, "too_long")
+            released = desk.post("/release", json={"session_id": "agent-1"})
+            assert (released.status_code, released.json()["type"]) == (200, "released")
+            assert desk.post("/release", json={"session": "agent-1"}).status_code == 400
+        again, _ = talk(url, turns=2)
+        assert again == texts

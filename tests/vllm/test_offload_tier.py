@@ -9,12 +9,16 @@ import connectors
 import oracle
 import pytest
 import tiny
+from fleet import vllm_version
 from rig import Rig, settle
 
 from ownerserve.store.disk import DiskTier
 from ownerserve.store.wallclock import WallClock
 
 pytestmark = pytest.mark.vllm
+TESTED = pytest.mark.skipif(
+    vllm_version() < (0, 32), reason="vLLM calls this interface experimental; we follow 0.32's"
+)
 
 
 def over_our_store(store: Path, weights: str = "") -> dict[str, Any]:
@@ -74,3 +78,34 @@ def test_other_weights_find_nothing(rig: Rig, store: Path) -> None:
     before.shutdown()
     after = rig.worker("qwen3", over_our_store(store, weights="revision 2"))
     assert after.generate(prompt).cached == 0
+
+
+@TESTED
+def test_a_prompt_that_nobody_continues_does_not_push_out_a_session(rig: Rig) -> None:
+    """Our order for vLLM's host memory beside its own, which is the control."""
+    worker = rig.worker("qwen3", connectors.none())
+    ours = worker.hook("play_policy", ours="SessionPolicy")
+    assert ours == {"session": [0, 1, 2, 3], "refused": True}
+    assert worker.hook("play_policy", ours="lru")["session"] != [0, 1, 2, 3]
+
+
+@TESTED
+def test_an_engine_serves_with_our_order(rig: Rig, store: Path) -> None:
+    """Host memory for 24 chunks of 128 tokens: it evicts, and what it evicted is in the store."""
+    arguments = over_our_store(store)
+    extra = arguments["kv_transfer_config"]["kv_connector_extra_config"]
+    extra["eviction_policy"] = "SessionPolicy"
+    extra["cache_policy_module_path"] = "ownerserve.engines.vllm.offload_policy"
+    worker = rig.worker("qwen3", arguments)
+    chunk_bytes = 128 * worker.hook("fill_kv_bytes")
+    worker.shutdown()
+    extra["cpu_bytes_to_use"] = 24 * chunk_bytes
+    worker = rig.worker("qwen3", arguments)
+    prompts = [tiny.prompt(900, seed=541 + n) for n in range(6)]
+    for prompt in prompts:
+        worker.generate(prompt)
+        settle(worker, blocks_free=False)
+    worker.ask("reset")
+    back = worker.generate(prompts[0])
+    assert back.cached >= 768
+    oracle.assert_same("qwen3", rig.cold("qwen3", prompts[0]), back)

@@ -143,6 +143,11 @@ ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
 """What a family needs of vLLM beside the harness's defaults."""
 
 
+RUNS_FROM: Mapping[str, tuple[int, ...]] = {"gptoss": (0, 31)}
+"""The first vLLM whose CPU build runs a family at all: 0.30's attention sinks take bfloat16 only
+(`expected scalar type BFloat16 but found Float`)."""
+
+
 def write_checkpoint(family: str, folder: Path, *, seed: int = 0) -> Path:
     """config.json, safetensors and tokenizer of a tiny model, float32; returns the folder."""
     model = random_model(FAMILIES[family](), seed=seed)

@@ -31,7 +31,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for the engine. Temperature 0 unless a seed is given."""
+    """A request for the engine, at temperature 0. `lora`: folder of an adapter."""
 
     id: str
     tokens: list[int]
@@ -40,6 +40,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""
     priority: int = 0
     salt: str = ""
+    lora: str = ""
     kv: dict[str, Any] = {}
 
 

@@ -21,6 +21,7 @@ import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 from wire import Answer, Ask, Boot, Reply, receive, send
 
@@ -177,6 +178,8 @@ class Worker:
         options: dict[str, Any] = {"priority": request.priority}
         if request.session:
             options["session_id"] = request.session
+        if request.lora:
+            options["lora_request"] = LoRARequest(request.lora, 1, request.lora)
         self._asked[request.id] = (time.perf_counter(), None)
         self.engine.add_request(request.id, prompt, parameters, **options)
 

@@ -92,8 +92,8 @@ class Evictor:
     def segment_floor(self, node: Node) -> int:
         """Where the run of blocks that share the last stop's fate begins."""
         stops = node.stops
-        floor = node.floor
-        return max(floor, stops[-2].depth) if len(stops) > 1 else floor
+        floor = node.pinned if node.pinned > node.branch_top else node.branch_top
+        return stops[-2].depth if len(stops) > 1 and stops[-2].depth > floor else floor
 
     def restorable_before(self, stop: Stop) -> int:
         """Depth to go on from if `stop` goes; its own depth when it is no restorable point."""
@@ -141,7 +141,8 @@ class Evictor:
         while exposed:
             node = exposed.pop()
             node.is_exposed = False
-            if not node.is_live or node.end <= node.floor:
+            floor = node.pinned if node.pinned > node.branch_top else node.branch_top
+            if not node.is_live or node.start + len(node.blocks) <= floor:
                 continue
             present = self._tail_key(node)
             if node.queued is None or present < node.queued:

@@ -321,9 +321,8 @@ class HeteroCache:
         self._move_lock(run, node, depth)
 
     def _move_lock(self, run: Running, node: Node, depth: int) -> None:
-        lock = self.tree.lock(node, depth)  # the new one before the old goes (invariant 5)
-        self.tree.unlock(run.lock)
-        run.lock, run.sealed = lock, depth
+        self.tree.relock(run.lock, node, depth)
+        run.sealed = depth
 
     def snapshot(self, turn_id: TurnId, now: float) -> tuple[Effect, ...]:
         """Keep the point state of the present position, which must be a boundary.

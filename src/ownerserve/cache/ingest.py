@@ -22,6 +22,7 @@ from ownerserve.cache.outcomes import Arrival, Inserted, NoRoom, Reason, Refused
 from ownerserve.cache.rooms import Rooms
 from ownerserve.cache.tree import PrefixTree
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.prefix import hash_prefix
 
 
@@ -58,7 +59,7 @@ class Ingest:
                 raise InvalidInput(
                     "points", f"{position} is no boundary", f"use multiples of {self._block}"
                 )
-        if hash_prefix(arrival.tokens, self._block)[-1] != arrival.prefix_hash:
+        if self._digest(arrival) != arrival.prefix_hash:
             return Refused(Reason.PREFIX_MISMATCH)
         node, depth = self._tree.walk(arrival.tokens, total)
         lock = self._tree.lock(node, depth)
@@ -77,6 +78,11 @@ class Ingest:
         self._tickets += 1
         self._pending[self._tickets] = Pending(arrival, lock, blocks, points)
         return Reserved(self._tickets, depth * self._block, tuple(blocks), points)
+
+    def _digest(self, arrival: Arrival) -> PrefixHash:
+        """Of the arrival's tokens, as this side computed it: before, or now."""
+        known = arrival.hashed.digest_of(arrival.tokens) if arrival.hashed is not None else None
+        return known or hash_prefix(arrival.tokens, self._block)[-1]
 
     def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | Refused:
         """The bytes are written and `digest` was computed over them here."""

@@ -12,7 +12,7 @@ import msgspec
 
 from ownerserve.cache.effects import Effect
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
-from ownerserve.kv.prefix import Packed
+from ownerserve.kv.prefix import HashedPrefix, Packed
 
 DEFAULT_TTL_S = 300.0
 """How long an idle session keeps its soft reference: 7 % of the gaps between turns are longer."""
@@ -155,13 +155,15 @@ class Arrival(msgspec.Struct, frozen=True):
     """State from outside for the prefix `tokens` (whole blocks), with point state at `points`.
 
     `prefix_hash` is the chain digest of `tokens`; `digest` that of the bytes, as the producer
-    signed them. Commit compares it with what was read at this side (invariant 4).
+    signed them. Commit compares it with what was read at this side (invariant 4). `hashed`, when
+    this side has hashed the tokens before, spares it to do so again.
     """
 
     tokens: Packed
     prefix_hash: PrefixHash
     digest: bytes
     points: tuple[int, ...] = ()
+    hashed: HashedPrefix | None = None
 
 
 class Reserved(msgspec.Struct, frozen=True):

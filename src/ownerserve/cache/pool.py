@@ -9,23 +9,20 @@ class SlotPool:
     """`capacity` slots, numbered from 0. A bump pointer for slots never used, a list for returned
     ones: a pool of millions costs nothing until it is filled."""
 
-    __slots__ = ("_freed", "_next", "capacity", "name")
+    __slots__ = ("_freed", "_next", "capacity", "free", "name")
 
     def __init__(self, name: str, capacity: int) -> None:
         if capacity < 0:
             raise InvalidInput(f"slots[{name}]", f"{capacity} is negative", "use 0 or more")
         self.name = name
         self.capacity = capacity
+        self.free = capacity
         self._next = 0
         self._freed: list[int] = []
 
     @property
-    def free(self) -> int:
-        return self.capacity - self._next + len(self._freed)
-
-    @property
     def used(self) -> int:
-        return self._next - len(self._freed)
+        return self.capacity - self.free
 
     def take(self, count: int) -> list[int]:
         """`count` slots, returned ones first. Raises CapacityExceeded and takes none."""
@@ -36,6 +33,7 @@ class SlotPool:
                 return []
             taken = freed[-count:]
             del freed[-count:]
+            self.free -= count
             return taken
         fresh = count - have
         if self._next + fresh > self.capacity:
@@ -44,11 +42,13 @@ class SlotPool:
         freed.clear()
         taken.extend(range(self._next, self._next + fresh))
         self._next += fresh
+        self.free -= count
         return taken
 
     def give(self, slots: list[int]) -> None:
         """Return slots. Who gives must own them; invariant 1 finds a double return."""
-        self._freed.extend(slots)
+        self._freed += slots
+        self.free += len(slots)
 
     def free_slots(self) -> list[int]:
         """Every free slot by number: for checks, O(capacity)."""

@@ -125,11 +125,11 @@ class Pressure:
     @property
     def is_due(self) -> bool:
         """Whether `relieve` would find a pool short, and anything new to do about it."""
-        low, rooms = self.watermarks.low, self._rooms
-        for pool in (rooms.blocks, *rooms.points):
-            if pool.free < low * pool.capacity:
-                return self._levels() != self._stuck
-        return False
+        low, rooms = self._watermarks.low, self._rooms
+        is_short = rooms.blocks.free < low * rooms.blocks.capacity
+        for pool in rooms.points:
+            is_short = is_short or pool.free < low * pool.capacity
+        return is_short and self._levels() != self._stuck
 
     @property
     def are_blocks_short(self) -> bool:

@@ -50,6 +50,7 @@ class Rooms:
         self.points = [SlotPool(name, slots[name]) for name in layout.point_names]
         self.states = SlotPool(STATE_POOL, state_slots)
         self._evictor = evictor
+        self._tree = evictor.tree
         self._counters = counters
         self._block_tokens = layout.block_tokens
         self._block_bytes = sum(
@@ -60,8 +61,13 @@ class Rooms:
 
     def evictable_blocks(self) -> int:
         """Blocks of the tree under no lock: all of them can go, leaf by leaf."""
-        tree = self._evictor.tree
+        tree = self._tree
         return tree.blocks - tree.protected
+
+    def obtainable_blocks(self) -> int:
+        """Free ones, and those that can be evicted."""
+        tree = self._tree
+        return self.blocks.free + tree.blocks - tree.protected
 
     def take_blocks(self, count: int) -> list[int] | NoRoom:
         """`count` range blocks; evicts what is missing, or takes and evicts nothing."""

@@ -105,6 +105,8 @@ class TailBook(msgspec.Struct):
     @classmethod
     def at(cls, tails: Sequence[Tail], position: int) -> TailBook:
         """The book of a sequence restored at a boundary: every window is closed."""
+        if not tails:
+            return cls(position=position)
         entries = {}
         for tail in tails:
             entries[tail.name], rest = divmod(position, tail.period)

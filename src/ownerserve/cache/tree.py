@@ -20,9 +20,6 @@ from ownerserve.cache.node import Node, Receipt, Stop
 from ownerserve.cache.session import Session
 from ownerserve.kv.errors import InvariantViolated
 
-CHUNK_BYTES = 1 << 17
-"""First look for a mismatch in steps of this size: each is one memcmp."""
-
 SHED_BLOCKS = 32
 """A dead tail up to this long moves out, so that the interval goes on growing in place. Agents
 drop a little of each output from the next prompt; hanging a branch each time would leave a path
@@ -39,6 +36,11 @@ class Freed(msgspec.Struct):
     blocks: list[int]
     points: list[list[int]]
     points_lost: int = 0
+
+
+def _part(keys: memoryview, first: int, same: int, step: int, size: int) -> memoryview:
+    """`step` blocks of `keys` behind the first `same` ones from byte `first` on."""
+    return keys[first + same * size : first + (same + step) * size]
 
 
 class PrefixTree:
@@ -69,43 +71,41 @@ class PrefixTree:
         size = self.block_bytes
         limit = min(limit, skip + len(tokens) // size)
         while depth < limit:
-            if depth < node.end:
-                depth += self._common(node, depth, tokens, at=(depth - skip) * size, limit=limit)
+            end = node.start + len(node.blocks)
+            if depth < end:
+                count = (limit if limit < end else end) - depth
+                depth += self._common(node, depth, tokens, at=(depth - skip) * size, count=count)
                 if depth >= limit:
                     break
             hanging = node.branches.get(depth)
+            if not hanging:
+                break
             at = (depth - skip) * size
-            child = hanging.get(tokens[at : at + size]) if hanging else None
+            child = hanging.get(tokens[at : at + size])
             if child is None:
                 break
             node = child
         return node, depth
 
-    def _common(self, node: Node, depth: int, tokens: bytes, *, at: int, limit: int) -> int:
-        """Blocks of `node` from `depth` on that equal `tokens` from byte `at` on."""
+    def _common(self, node: Node, depth: int, tokens: bytes, *, at: int, count: int) -> int:
+        """How many of `count` blocks of `node` from `depth` on equal `tokens` from byte `at` on.
+
+        One memcmp when all do. Else from the front in steps of 1, 2, 4 .. blocks to the step that
+        differs, and halving that: sequences part early, or at the end of what they share.
+        """
         size = self.block_bytes
         first = (depth - node.start) * size
-        total = (min(limit, node.end) - depth) * size
         with memoryview(node.keys) as keys:
-            done = 0
-            while done < total:
-                step = min(CHUNK_BYTES - CHUNK_BYTES % size or size, total - done)
-                with keys[first + done : first + done + step] as chunk:
-                    if tokens.startswith(chunk, at + done):
-                        done += step
-                        continue
-                low, high = 0, step // size  # the first `low` blocks are equal, `high` are not
-                while high - low > 1:
-                    middle = (low + high) // 2
-                    span = middle - low
-                    begin = done + low * size
-                    with keys[first + begin : first + begin + span * size] as part:
-                        if tokens.startswith(part, at + begin):
-                            low = middle
-                        else:
-                            high = middle
-                return done // size + low
-        return total // size
+            if tokens.startswith(keys[first : first + count * size], at):
+                return count
+            same, step = 0, 1
+            while tokens.startswith(_part(keys, first, same, step, size), at + same * size):
+                same, step = same + step, 2 * step
+            while step > 1:
+                step //= 2
+                if tokens.startswith(_part(keys, first, same, step, size), at + same * size):
+                    same += step
+        return same
 
     # -- growing -------------------------------------------------------------------------------
 
@@ -122,7 +122,8 @@ class PrefixTree:
         spares: list[int] = []
         while at < count:
             if depth < node.end:
-                same = self._common(node, depth, keys, at=at * size, limit=depth + count - at)
+                both = min(count - at, node.end - depth)
+                same = self._common(node, depth, keys, at=at * size, count=both)
                 if same:
                     spares += blocks[at : at + same]
                     first = depth - node.start
@@ -245,6 +246,14 @@ class PrefixTree:
         receipt.spend()
         self._unpin(receipt.node, receipt.depth)
         self.expose(receipt.node)
+
+    def relock(self, receipt: Receipt, node: Node, depth: int) -> None:
+        """Move a lock to another place; what it kept before is free no earlier (invariant 5)."""
+        self._pin(node, depth)
+        before, receipt.node = receipt.node, node
+        self._unpin(before, receipt.depth)
+        receipt.depth = depth
+        self.expose(before)
 
     def _pin(self, node: Node, depth: int) -> None:
         while node.parent is not None:

@@ -17,6 +17,7 @@ from ownerserve.router.gateway.config import Config, parse_worker
 from ownerserve.router.gateway.service import Gateway
 from ownerserve.router.policies import POLICIES, make_policy
 from ownerserve.router.profile import DEFAULT_SPEED, Speed
+from ownerserve.router.seats import SeatSettings
 from ownerserve.router.settings import DEFAULTS
 
 
@@ -79,6 +80,13 @@ def _policies() -> str:
     metavar="SECONDS",
     help="T_cool: how long a session that moved for load's sake stays.",
 )
+@click.option(
+    "--seats",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SHARE",
+    help="Hold a new session's first turn while the sessions at work fill this share of the"
+    " workers' memory for state (0.9, where more come than fit). Default: all are let in.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of both ports.")
 @click.option("--port", default=0, show_default=True, help="Data port; 0 takes a free one.")
 @click.option("--admin-port", default=0, show_default=True, help="Admin port; 0 takes a free one.")
@@ -102,6 +110,7 @@ def command(
     token_ms: float | None,
     hot_ms: float,
     cool_s: float,
+    seats: float | None,
     host: str,
     port: int,
     admin_port: int,
@@ -131,6 +140,7 @@ def command(
         admin_port=admin_port,
         drain_timeout_s=drain_timeout_s,
         settings=replace(DEFAULTS, hot_ms=hot_ms, cool_s=cool_s),
+        seats=None if seats is None else SeatSettings(share=seats),
         speed=DEFAULT_SPEED if token_ms is None else _speed(token_ms),
     )
     shared = None if directory is None else _open_directory(directory)

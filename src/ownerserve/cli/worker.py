@@ -84,6 +84,17 @@ if TYPE_CHECKING:
     help="Host memory for state that left the device (above the store, when there is one).",
 )
 @click.option(
+    "--remote",
+    metavar="DIR|s3://BUCKET/PREFIX",
+    help="Medium below these that many workers share: what one has kept, another restores.",
+)
+@click.option(
+    "--write",
+    metavar="POLICY",
+    help="Where a copy is written first: write-through[:TIER] (kept is durable there; the default,"
+    " to the lowest), write-back[:TIER] or on-eviction. TIER: memory, disk, remote.",
+)
+@click.option(
     "--spill-after",
     metavar="SECONDS",
     type=click.FloatRange(min=0),
@@ -219,6 +230,7 @@ def _options(flags: dict[str, object]) -> WorkerOptions:
     from ownerserve.cache.pressure import Watermarks
     from ownerserve.engines.hf.build import WorkerOptions
     from ownerserve.kv.descriptor import TailForm
+    from ownerserve.node.media import DEFAULT_WRITE
     from ownerserve.node.settings import NodeSettings
 
     store, spill_after = flags["store"], flags["spill_after"]
@@ -237,6 +249,8 @@ def _options(flags: dict[str, object]) -> WorkerOptions:
         hca_tail=TailForm.ONLINE if flags["hca_tail"] == "online" else TailForm.RAW_ROWS,
         store=store if isinstance(store, Path) else None,
         host_cache_bytes=parse_bytes(str(flags["host_cache"]), field="host-cache"),
+        remote=None if flags["remote"] is None else str(flags["remote"]),
+        write=DEFAULT_WRITE if flags["write"] is None else str(flags["write"]),
         node=NodeSettings(spill_after_s=None if spill_after is None else float(str(spill_after))),
         watermarks=Watermarks(low, high),
         checkpoints=str(flags["checkpoints"]),
@@ -273,4 +287,6 @@ def _report(url: str, worker: Worker, options: WorkerOptions) -> dict[str, objec
         "sequence_tokens": worker.facts.sequence_tokens,
         "store": None if options.store is None else str(options.store),
         "host_cache_bytes": options.host_cache_bytes,
+        "remote": options.remote,
+        "write": options.write,
     }

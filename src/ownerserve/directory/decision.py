@@ -25,7 +25,7 @@ class Moment(msgspec.Struct, frozen=True, gc=False):
     epoch: Epoch
 
 
-class Decision(msgspec.Struct, frozen=True):
+class Decision(msgspec.Struct, frozen=True, gc=False):
     """`guards` were only read, but the decision stands or falls with them."""
 
     outcome: Outcome

@@ -29,6 +29,7 @@ from ownerserve.directory.records import (
     Records,
     Session,
     holder_of,
+    prefix_at,
     prefix_key,
     prefix_of,
     session_key,
@@ -73,8 +74,8 @@ def publish(records: Records, ask: Publish, at: Moment) -> Decision:
     draft = Draft(records)
     places = _Places(ask.unit)
     for extent in ask.extents:
-        known = prefix_of(draft, extent.prefix_hash)
-        draft.put(prefix_key(extent.prefix_hash), _with_extent(known, extent, places, at))
+        key = prefix_key(extent.prefix_hash)
+        draft.put(key, _with_extent(prefix_at(draft, key), extent, places, at))
     for prefix_hash, tier in ask.gone:
         held = prefix_of(draft, prefix_hash)
         if held is not None:

@@ -46,7 +46,7 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
     seen: Epoch | None = None
 
 
-class RenewLease(msgspec.Struct, frozen=True, tag="renew_lease"):
+class RenewLease(msgspec.Struct, frozen=True, tag="renew_lease", gc=False):
     """One lease covers all that a unit owns: a heartbeat costs one message, not one an extent."""
 
     unit: RoutingUnit
@@ -93,7 +93,7 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
 # ---- requests: sessions
 
 
-class Bind(msgspec.Struct, frozen=True, tag="bind"):
+class Bind(msgspec.Struct, frozen=True, tag="bind", gc=False):
     """`unit` wants to own the session. `parent`: it is a fork and stands on the parent's prefix."""
 
     session_id: SessionId
@@ -102,7 +102,7 @@ class Bind(msgspec.Struct, frozen=True, tag="bind"):
     seen: Epoch | None = None
 
 
-class Transfer(msgspec.Struct, frozen=True, tag="transfer"):
+class Transfer(msgspec.Struct, frozen=True, tag="transfer", gc=False):
     """Compare and set: the owner, if it is still `source` at `epoch` and `version`, is `target`.
 
     Only the source may ask, after it stopped serving the session.
@@ -116,7 +116,7 @@ class Transfer(msgspec.Struct, frozen=True, tag="transfer"):
     seen: Epoch | None = None
 
 
-class Advance(msgspec.Struct, frozen=True, tag="advance"):
+class Advance(msgspec.Struct, frozen=True, tag="advance", gc=False):
     """A turn ended: the session stands on `prefix_hash` now, which was claimed before."""
 
     session_id: SessionId
@@ -127,7 +127,7 @@ class Advance(msgspec.Struct, frozen=True, tag="advance"):
     tokens: int
 
 
-class EndSession(msgspec.Struct, frozen=True, tag="end_session"):
+class EndSession(msgspec.Struct, frozen=True, tag="end_session", gc=False):
     """The session is over, or idle for too long."""
 
     session_id: SessionId
@@ -136,15 +136,16 @@ class EndSession(msgspec.Struct, frozen=True, tag="end_session"):
 
 
 class FindSession(msgspec.Struct, frozen=True, tag="find_session"):
-    """Who owns it?"""
+    """Who owns it? A router may have `seen` a later epoch than the directory remembers."""
 
     session_id: SessionId
+    seen: Epoch | None = None
 
 
 # ---- requests: prefixes
 
 
-class ClaimOwner(msgspec.Struct, frozen=True, tag="claim_owner"):
+class ClaimOwner(msgspec.Struct, frozen=True, tag="claim_owner", gc=False):
     """`unit` holds a sealed prefix and takes on last-copy duty."""
 
     prefix_hash: PrefixHash
@@ -231,7 +232,7 @@ class SessionIs(msgspec.Struct, frozen=True, tag="session_is"):
     owner_live: bool
 
 
-class Bound(msgspec.Struct, frozen=True, tag="bound"):
+class Bound(msgspec.Struct, frozen=True, tag="bound", gc=False):
     """The session is the asker's (or, after a transfer, the target's) under `epoch`."""
 
     epoch: Epoch
@@ -254,7 +255,7 @@ class Conflict(msgspec.Struct, frozen=True, tag="conflict"):
     current: SessionIs
 
 
-class Advanced(msgspec.Struct, frozen=True, tag="advanced"):
+class Advanced(msgspec.Struct, frozen=True, tag="advanced", gc=False):
     version: int
 
 
@@ -262,7 +263,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """The directory has forgotten the session."""
 
 
-class Granted(msgspec.Struct, frozen=True, tag="granted"):
+class Granted(msgspec.Struct, frozen=True, tag="granted", gc=False):
     """Last-copy duty is the asker's under `epoch`."""
 
     epoch: Epoch

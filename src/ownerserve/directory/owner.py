@@ -145,11 +145,12 @@ class OwnerState:
         self._void_if_over(now_s)
         due = [ask for ask in self._asks.values() if now_s - ask.sent_s >= ASK_AGAIN_S]
         asks = [self._ask_again(ask, now_s) for ask in due]
-        if self.phase is Phase.SUPERSEDED or self._is_asking(Register) or self._is_asking(Publish):
+        asking = {type(ask.request) for ask in self._asks.values()}
+        if self.phase is Phase.SUPERSEDED or Register in asking or Publish in asking:
             return asks
         if self.phase is Phase.JOINING:
             asks.append(self._ask(Register(self.unit, self.seen), now_s))
-        elif now_s >= self._renew_at_s and not self._is_asking(RenewLease):
+        elif now_s >= self._renew_at_s and RenewLease not in asking:
             asks.append(self._ask(RenewLease(self.unit, self.seen), now_s))
         return asks
 
@@ -284,9 +285,6 @@ class OwnerState:
         counted from its own attempt, so answers of earlier attempts are not waited for."""
         del self._asks[ask.number]
         return self._ask(_updated(ask.request, self.seen), now_s)
-
-    def _is_asking(self, kind: type) -> bool:
-        return any(isinstance(ask.request, kind) for ask in self._asks.values())
 
     def _is_binding(self, session_id: SessionId) -> bool:
         return any(

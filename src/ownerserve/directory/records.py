@@ -37,7 +37,7 @@ class Holder(msgspec.Struct, frozen=True, array_like=True, tag="w"):
     lease_until_s: float
 
 
-class Session(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+class Session(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
     """`version` grows with every change; `prefix_hash` is the tip, None before the first seal."""
 
     owner: RoutingUnit
@@ -48,7 +48,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     epoch: Epoch
 
 
-class Location(msgspec.Struct, frozen=True, array_like=True):
+class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A copy. `unit` None: the shared remote tier, which every worker reads (and verifies)."""
 
     unit: RoutingUnit | None
@@ -117,7 +117,12 @@ def session_of(records: Records, session_id: SessionId) -> Session | None:
 
 
 def prefix_of(records: Records, prefix_hash: PrefixHash) -> Prefix | None:
-    found = records.get(prefix_key(prefix_hash))
+    return prefix_at(records, prefix_key(prefix_hash))
+
+
+def prefix_at(records: Records, key: Key) -> Prefix | None:
+    """The prefix under `key`, for who writes it too and needs the key anyway."""
+    found = records.get(key)
     assert found is None or isinstance(found, Prefix)
     return found
 

@@ -59,7 +59,8 @@ class DirectoryState:
 
     def is_behind(self, request: Request) -> bool:
         """Must a new term be started before this request is answered?"""
-        return checks.is_behind(self.issued(), seen_of(request))
+        seen = seen_of(request)
+        return seen is not None and checks.is_behind(self.issued(), seen)
 
     def start_term(self, term: Term, *, open_at_s: float) -> None:
         """Go on under a later term; what is known stays, new owners wait."""

@@ -16,21 +16,27 @@ def sweep(records: Records, key: Key, at: Moment, *, idle_s: float) -> Decision:
     copies of former lives, and of units silent for as long, go from a prefix, and a prefix without
     copies or forks goes whole."""
     record = records.get(key)
-    draft = Draft(records)
     if isinstance(record, Session):
+        if record.last_access_s + idle_s >= at.now_s:
+            return _NOTHING  # as a rule
         lives = checks.owner_lives(holder_of(records, record.owner), record.owner, at.now_s)
-        if not lives and record.last_access_s + idle_s < at.now_s:
+        if not lives:
+            draft = Draft(records)
             forget_session(draft, key, record)
             return draft.decided(Ended())
     elif isinstance(record, Prefix):
-        kept = tuple(
+        kept = [
             place
             for place in record.locations
             if place.unit is None
             or checks.copy_counts(holder_of(records, place.unit), place.unit, at.now_s - idle_s)
-        )
+        ]
         if len(kept) < len(record.locations) or not (kept or record.refs):
-            fresh = replace(record, locations=kept)
+            fresh = replace(record, locations=tuple(kept))
+            draft = Draft(records)
             draft.put(key, fresh if kept or record.refs else None)
             return draft.decided(Ended())
-    return Decision(Miss())
+    return _NOTHING
+
+
+_NOTHING = Decision(Miss())

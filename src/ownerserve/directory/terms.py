@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ownerserve.kv.epoch import NONCE_LIMIT, Term
-from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.errors import UNREADABLE, InvalidInput
 
 FILE_NAME = "directory.term"
 
@@ -45,7 +45,7 @@ class TermFile:
             return None
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=Term)
-        except (msgspec.MsgspecError, InvalidInput) as error:
+        except (*UNREADABLE, InvalidInput) as error:
             mend = "remove it if no worker of this fleet is running, else restore it"
             raise InvalidInput(str(self._path), f"is no term ({error})", mend) from error
 

@@ -162,9 +162,16 @@ class ArtifactIds:
 
     def range(self, prefix_hash: PrefixHash, start: int, end: int) -> ArtifactId:
         """As of RangeKey(prefix_hash, start, end, component)."""
+        return self.at(prefix_hash, self.place(start, end))
+
+    def place(self, start: int, end: int) -> bytes:
+        """What the ids of [start, end) have in common, whatever the prefix: for `at`."""
         key = self._before_range + start.to_bytes(8, "little") + _EIGHT + end.to_bytes(8, "little")
-        whole = self._head + prefix_hash + key + self._component
-        return ArtifactId(hashlib.sha256(whole).digest())
+        return key + self._component
+
+    def at(self, prefix_hash: PrefixHash, place: bytes) -> ArtifactId:
+        """The range artifact of that prefix at a `place`."""
+        return ArtifactId(hashlib.sha256(self._head + prefix_hash + place).digest())
 
     def point(self, prefix_hash: PrefixHash, position: int) -> ArtifactId:
         """As of PointKey(prefix_hash, position, component)."""

@@ -19,7 +19,7 @@ NONCE_LIMIT = 1 << 48
 """Both stay exact in JSON and in Lua, whose numbers are doubles."""
 
 
-class Term(msgspec.Struct, frozen=True, order=True, array_like=True):
+class Term(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One memory of a directory. `ordinal` grows; `nonce` is random and tells twins apart."""
 
     ordinal: int
@@ -30,7 +30,7 @@ class Term(msgspec.Struct, frozen=True, order=True, array_like=True):
             raise InvalidInput("term", f"({self.ordinal}, {self.nonce})", "use 48-bit numbers")
 
 
-class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True):
+class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One grant of ownership. Compares by term, then by counter."""
 
     term: Term

@@ -6,6 +6,11 @@ these at the boundary where they enter; `assert` is kept for our own bugs.
 
 from __future__ import annotations
 
+import msgspec
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes from outside: damaged text and deep nests are no MsgspecError."""
+
 
 class OwnerServeError(Exception):
     """Base of all errors that a caller can be expected to handle."""
@@ -22,6 +27,10 @@ class InvalidInput(OwnerServeError):
         self.field = field
         self.problem = problem
         self.mend = mend
+
+    def __reduce__(self) -> tuple[type[InvalidInput], tuple[str, str, str]]:
+        """So that it crosses from a process of a sweep: Exception's own has one argument."""
+        return type(self), (self.field, self.problem, self.mend)
 
 
 class SpecMismatch(OwnerServeError):

@@ -61,7 +61,7 @@ class Reason(StrEnum):
     ENGINE_ERROR = "engine_error"
 
 
-class RoutingUnit(msgspec.Struct, frozen=True, array_like=True):
+class RoutingUnit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Who can serve: one data-parallel rank in one life of a worker; each has its own cache."""
 
     worker: WorkerId
@@ -97,7 +97,7 @@ class TurnReport(msgspec.Struct, frozen=True):
     reason: Reason | None = None
 
 
-class WorkerStatus(msgspec.Struct, frozen=True):
+class WorkerStatus(msgspec.Struct, frozen=True, gc=False):
     """A worker's load as it stamps it on every answer; `as_of` is on the worker's own clock."""
 
     unit: RoutingUnit

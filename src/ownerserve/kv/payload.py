@@ -10,6 +10,7 @@ A stored record is one unit of bytes for each slot of one component:
     mla        latent         [layers, B, rank + rope dim]
     conv       columns        [layers, channels, kernel - 1]   oldest first
     recurrent  state          [layers, heads, key dim, value dim]
+    csa_main, csa_index, csa_overlap, hca: DeepSeek-V4's, as engines.hf.states shapes them
 
 Rows that no token has reached are zero. Engines translate between this and their own pages; two
 that agree on `payload_digest` (and on the rest of an Identity) read each other's records.
@@ -31,10 +32,15 @@ FORMAT = "payload/1"
 PART_ALIGN_BYTES = 16
 
 DENSE, WINDOW, MLA, CONV, RECURRENT = "dense", "swa", "mla", "conv", "recurrent"
+CSA_MAIN, CSA_INDEX, CSA_OVERLAP, HCA = "csa_main", "csa_index", "csa_overlap", "hca"
 EXTENT_OF = {
     DENSE: Extent.RANGE,
     MLA: Extent.RANGE,
+    CSA_MAIN: Extent.RANGE,
+    CSA_INDEX: Extent.RANGE,
+    HCA: Extent.RANGE,
     WINDOW: Extent.POINT,
+    CSA_OVERLAP: Extent.POINT,
     CONV: Extent.POINT,
     RECURRENT: Extent.POINT,
 }

@@ -1,7 +1,8 @@
-"""The store under a node: host memory over disk, behind tickets. Wiring and timing only.
+"""The store under a node: host memory over disk over a shared medium, behind tickets. Wiring and
+timing only.
 
-What is written is durable below when it is "kept", and a copy stays in host memory, from where it
-comes back fastest: the store's placement does that.
+Unless told otherwise, what is written is durable below when it is "kept", and a copy stays in host
+memory, from where it comes back fastest: the store's placement does that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ownerserve.kv.units import GIB
+from ownerserve.node.media import DEFAULT_WRITE, open_remote, write_policy
 from ownerserve.node.upkeep import Upkeep
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.plan.inputs import Tier as Medium
@@ -22,12 +24,12 @@ from ownerserve.store.buffers import BufferPool, Landing
 from ownerserve.store.disk import DiskOptions, DiskTier, StoreUnavailable
 from ownerserve.store.disk_core import listed
 from ownerserve.store.header import CHUNK
-from ownerserve.store.index import Entry, IndexFailed
+from ownerserve.store.index import IndexFailed
 from ownerserve.store.memory import MemoryTier
-from ownerserve.store.model import Hit, Listed, ReadOutcome, Want
+from ownerserve.store.model import SHARED, Hit, Listed, ReadOutcome, Want
 from ownerserve.store.model import WriteOutcome as Outcome
 from ownerserve.store.pinned import CudaHost, PinnedMemory
-from ownerserve.store.placement import Placement, WriteThrough
+from ownerserve.store.placement import Placement, WritePolicy, WriteThrough
 from ownerserve.store.policy import by_utility, split
 from ownerserve.store.service import StoreService
 from ownerserve.store.tier import Reservation, Tier
@@ -46,12 +48,21 @@ class ListedPart(Listed, frozen=True):
     units: int = 0
 
 
-def _part(entry: Entry, units: int, boundary: bytes) -> ListedPart:
-    return ListedPart(**msgspec.structs.asdict(listed(entry)), boundary=boundary, units=units)
+def _part(record: Listed, units: int, boundary: bytes) -> ListedPart:
+    return ListedPart(**msgspec.structs.asdict(record), boundary=boundary, units=units)
+
+
+def _at_boundary(tier: Tier, digest: bytes) -> list[tuple[Listed, int]]:
+    """Records of a tier that hold `digest` at a unit's end. A shared medium can't be asked so."""
+    if isinstance(tier, MemoryTier):
+        return tier.at_boundary(digest)
+    if isinstance(tier, DiskTier):
+        return [(listed(entry), units) for entry, units in tier.core.index.at_boundary(digest)]
+    return []
 
 
 class NodeTiers(TieredStore):
-    """Written through to the lowest tier, so that "kept" means durable; read from the fastest.
+    """Written as `write` says (None: through to the lowest tier), read from the fastest.
 
     Times every read in the thread that makes it, so that a busy engine does not look like a slow
     disk. `timings` is filled by reading threads and emptied by the node's. `worth_ms` is filled by
@@ -59,8 +70,8 @@ class NodeTiers(TieredStore):
     stored is priced at once, before anything can be evicted for it.
     """
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
-        super().__init__(tiers, Placement(write=WriteThrough(len(tiers) - 1)))
+    def __init__(self, tiers: Sequence[Tier], write: WritePolicy | None = None) -> None:
+        super().__init__(tiers, Placement(write=write or WriteThrough(len(tiers) - 1)))
         self.timings: deque[Loaded] = deque(maxlen=256)
         self.worth_ms: dict[bytes, float] = {}
 
@@ -73,21 +84,26 @@ class NodeTiers(TieredStore):
             self.price(priced)
         return outcomes
 
-    def look(self, ids: Sequence[bytes], boundaries: Sequence[bytes]) -> Mapping[bytes, Listed]:
-        """What any tier has of `ids`, and the records that hold the first of `boundaries` that any
-        record on disk holds. Both are hints."""
-        return {**self._inside(boundaries), **self.find(ids)}
+    def look(
+        self, ids: Sequence[bytes], boundaries: Sequence[bytes], *, tenant: bytes = SHARED
+    ) -> Mapping[bytes, Listed]:
+        """What any tier has of `ids`, and `tenant`'s records that hold the first of `boundaries`
+        that any of them holds, in host memory or on disk. Both are hints."""
+        return {**self._inside(boundaries, tenant), **self.find(ids)}
 
-    def _inside(self, boundaries: Sequence[bytes]) -> dict[bytes, Listed]:
-        for tier in self.tiers:
-            if not isinstance(tier, DiskTier):
-                continue
-            try:
-                for digest in boundaries:
-                    if found := tier.core.index.at_boundary(digest):
-                        return {entry.meta.id: _part(entry, n, digest) for entry, n in found}
-            except IndexFailed as error:
-                log.warning("%s: branches are not looked for", error)
+    def _inside(self, boundaries: Sequence[bytes], tenant: bytes) -> dict[bytes, Listed]:
+        try:
+            for digest in boundaries:
+                found = {
+                    record.meta.id: _part(record, units, digest)
+                    for tier in reversed(self.tiers)  # what the fastest says stands
+                    for record, units in _at_boundary(tier, digest)
+                    if record.meta.tenant == tenant
+                }
+                if found:
+                    return dict(found)
+        except IndexFailed as error:
+            log.warning("%s: branches are not looked for", error)
         return {}
 
     def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
@@ -103,12 +119,12 @@ class NodeTiers(TieredStore):
         return outcome
 
     def nearest(self, found: Iterable[bytes]) -> dict[bytes, Medium]:
-        """Where each of `found`, which are all somewhere, is nearest. Asks host memory only."""
-        top, *below = self.tiers
-        ids = tuple(found)
-        lower = MEDIUM_OF[below[-1].name] if below else MEDIUM_OF[top.name]
-        near = dict.fromkeys(top.find(ids), MEDIUM_OF[top.name]) if below else {}
-        return {id_: near.get(id_, lower) for id_ in ids}
+        """Where each of `found`, which are all somewhere, is nearest. Does not ask the lowest."""
+        *upper, lowest = self.tiers
+        near = dict.fromkeys(found, MEDIUM_OF[lowest.name])
+        for tier in reversed(upper):
+            near.update(dict.fromkeys(tier.find(tuple(near)), MEDIUM_OF[tier.name]))
+        return near
 
     def media(self, ids: Sequence[bytes]) -> dict[bytes, Medium]:
         """The fastest medium that has each id."""
@@ -124,8 +140,10 @@ class NodeTiers(TieredStore):
 class Backing:
     """An open store and its threads. Close it once, after the node."""
 
-    def __init__(self, tiers: Sequence[Tier], *, upkeep_s: float = 0.0) -> None:
-        self.tiers = NodeTiers(tiers)
+    def __init__(
+        self, tiers: Sequence[Tier], *, write: WritePolicy | None = None, upkeep_s: float = 0.0
+    ) -> None:
+        self.tiers = NodeTiers(tiers, write)
         self.upkeep = Upkeep(tiers, upkeep_s)
         self.service = StoreService(self.tiers, WallClock())
         self.upkeep.start()
@@ -141,24 +159,36 @@ def open_backing(
     directory: Path | None,
     host_bytes: int,
     *,
+    remote: str | None = None,
+    write: str = DEFAULT_WRITE,
     upkeep_s: float = 0.0,
     cuda: CudaHost | None = None,
 ) -> Backing | None:
-    """Host memory of `host_bytes` (0: none) over the store at `directory` (None: none), tidied
-    every `upkeep_s` seconds (0: never). `cuda`: the runtime that page-locks the host memory.
+    """Host memory of `host_bytes` (0: none) over the store at `directory` (None: none) over the
+    shared medium `remote` (None: none), written as `write` says, tidied every `upkeep_s` seconds
+    (0: never). `cuda`: the runtime that page-locks the host memory. `media` has the words.
 
     A medium that does not let the store be opened is one warning: the worker serves without it.
     Raises InvalidInput for what the operator can mend (another writer, another format).
     """
+    write_policy(write)  # before anything is opened
     clock = WallClock()
     tiers: list[Tier] = []
     if host_bytes:
         memory = None if cuda is None else PinnedMemory(cuda)
         pool = BufferPool(2 * (host_bytes + CHUNK), max(host_bytes, GIB // 4), memory=memory)
         tiers.append(MemoryTier(clock, split(host_bytes), landing=pool, order=by_utility))
-    if directory is not None:
+    openers = (
+        lambda: directory and DiskTier(directory, clock, options=DiskOptions()),
+        lambda: remote and open_remote(remote, clock),
+    )
+    for opener in openers:
         try:
-            tiers.append(DiskTier(directory, clock, options=DiskOptions()))
-        except StoreUnavailable as error:
+            if tier := opener():
+                tiers.append(tier)
+        except (StoreUnavailable, OSError) as error:
             log.warning("%s; serving without it", error)
-    return Backing(tiers, upkeep_s=upkeep_s) if tiers else None
+    if not tiers:
+        return None
+    policy = write_policy(write, [tier.name for tier in tiers])
+    return Backing(tiers, write=policy, upkeep_s=upkeep_s)

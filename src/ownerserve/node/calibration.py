@@ -49,19 +49,31 @@ class Calibration:
 
     def save_if_due(self, now: float) -> None:
         """Write the file when something was learnt and the last time is long ago."""
-        if self._observed and now - self._saved_s >= SAVE_EVERY_S:
-            self._saved_s = now
-            self.save()
+        if (data := self.due(now)) is not None:
+            self.write(data)
+
+    def due(self, now: float) -> bytes | None:
+        """What `save_if_due` would write now, for who must not write here; None: nothing."""
+        if self._path is None or not self._observed or now - self._saved_s < SAVE_EVERY_S:
+            return None
+        self._saved_s, self._observed = now, 0
+        return self.model.dump()
 
     def save(self) -> None:
-        """Write the file, all or nothing. A failure costs what was learnt, and is logged."""
-        if self._path is None or not self._observed:
+        """Write what was learnt since the last time."""
+        if self._path is not None and self._observed:
+            self._observed = 0
+            self.write(self.model.dump())
+
+    def write(self, data: bytes) -> None:
+        """Write the file, all or nothing; on any thread. A failure costs what was learnt since the
+        last time, and is logged."""
+        if self._path is None:
             return
         partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            partial.write_bytes(self.model.dump())
+            partial.write_bytes(data)
             partial.replace(self._path)
-            self._observed = 0
         except OSError as error:
             log.warning("costs were not saved: %s", error)
 

@@ -1,7 +1,7 @@
 """Prefix digests of sessions: a turn hashes only what it adds to the session's last one.
 
 Owns the digests of the sessions seen last. A prompt that does not go on from its session's tokens
-(a branch, a compaction) is hashed from the start.
+(a branch, a compaction) is hashed from where the two part.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
-import msgspec
-
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.prefix import Packed, PrefixChain, hash_prefix
+from ownerserve.kv.prefix import HashedPrefix, Packed, hash_prefix
 from ownerserve.node.records import Digests
 
 SESSIONS = 256
@@ -22,14 +20,7 @@ SESSIONS = 256
 class Hashes(Protocol):
     """Who knows the digests of a prompt."""
 
-    def digests(self, tokens: Packed, session_id: SessionId | None) -> Digests: ...
-
-
-class _Known(msgspec.Struct):
-    """`tokens` are whole blocks; `chain` has hashed just them."""
-
-    tokens: Packed
-    chain: PrefixChain
+    def hashed(self, tokens: Packed, session_id: SessionId | None) -> HashedPrefix: ...
 
 
 class Chains:
@@ -38,7 +29,7 @@ class Chains:
     def __init__(self, block_tokens: int, *, block_bytes: int) -> None:
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
-        self._known: OrderedDict[SessionId, _Known] = OrderedDict()
+        self._known: OrderedDict[SessionId, HashedPrefix] = OrderedDict()
 
     def tokens(self, session_id: SessionId) -> Packed:
         """Whole blocks of the session as last seen; empty when it was forgotten."""
@@ -55,26 +46,22 @@ class Chains:
         for session_id in session_ids:
             known = self._known.get(session_id)
             if known is not None and known.tokens.startswith(tokens):
-                return known.chain.digests[: len(tokens) // self._block_bytes]
+                return known.digests[: len(tokens) // self._block_bytes]
         return hash_prefix(tokens, self._block_tokens)
 
     def digests(self, tokens: Packed, session_id: SessionId | None) -> Digests:
         """Digests of all full blocks of `tokens`. The result is not to be changed or kept."""
-        return self._chain(tokens, session_id).digests
+        return self.hashed(tokens, session_id).digests
 
-    def fork(self, tokens: Packed, session_id: SessionId | None) -> PrefixChain:
-        """A chain of the full blocks of `tokens`, for the caller to keep and grow."""
-        return self._chain(tokens, session_id).fork()
-
-    def _chain(self, tokens: Packed, session_id: SessionId | None) -> PrefixChain:
-        whole = tokens[: len(tokens) - len(tokens) % self._block_bytes]
+    def hashed(self, tokens: Packed, session_id: SessionId | None) -> HashedPrefix:
+        """The full blocks of `tokens` with their digests. It grows with its session."""
         known = self._known.pop(session_id, None) if session_id is not None else None
-        if known is None or not whole.startswith(known.tokens):
-            known = _Known(b"", PrefixChain(self._block_tokens))
-        known.chain.extend(whole[len(known.tokens) :])
-        known.tokens = whole
+        if known is None:
+            known = HashedPrefix(self._block_tokens)
+        if not known.grow(tokens):
+            known = known.branch(tokens)
         if session_id is not None:
             self._known[session_id] = known
             if len(self._known) > SESSIONS:
                 self._known.popitem(last=False)
-        return known.chain
+        return known

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from itertools import count
 
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.prefix import TOKEN_BYTES, Packed, PrefixChain
+from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
 from ownerserve.node.chains import Chains
 from ownerserve.node.device import Device
 from ownerserve.node.events import (
@@ -35,7 +35,7 @@ from ownerserve.node.events import (
     RestoreReport,
     Tick,
 )
-from ownerserve.node.records import Digests, RecordNames
+from ownerserve.node.records import RecordNames
 from ownerserve.node.restores import Restores
 from ownerserve.node.saves import Saves
 from ownerserve.node.settings import NodeSettings
@@ -44,14 +44,13 @@ from ownerserve.plan.restore import Planner
 
 
 class _Hashed:
-    """Digests that were made already."""
+    """What was hashed already."""
 
-    def __init__(self, chain: PrefixChain) -> None:
-        self._chain = chain
+    def __init__(self, prefix: HashedPrefix) -> None:
+        self._prefix = prefix
 
-    def digests(self, tokens: Packed, session_id: SessionId | None) -> Digests:
-        # A copy: the chain goes on growing with the turn's output.
-        return tuple(self._chain.digests)
+    def hashed(self, tokens: Packed, session_id: SessionId | None) -> HashedPrefix:
+        return self._prefix
 
 
 class GuestState:
@@ -134,14 +133,14 @@ class GuestState:
         return self.restores.reports.pop(turn_id, None)
 
     def _arrived(self, event: Arrived, now: float) -> Iterable[Effect]:
-        chain = self._chains.fork(event.tokens, event.session_id)
+        prefix = self._chains.hashed(event.tokens, event.session_id)
         errand = self._next_errand()
         if event.turn_id in self.saves:
             self.saves.again(event.turn_id)
         else:
             prompt = len(event.tokens) // TOKEN_BYTES
-            self.saves.arrived(event.turn_id, chain, prompt=prompt, tenant=event.tenant)
-        effects = list(self.restores.arrived(event, _Hashed(chain), errand=errand, now=now))
+            self.saves.arrived(event.turn_id, prefix.fork(), prompt=prompt, tenant=event.tenant)
+        effects = list(self.restores.arrived(event, _Hashed(prefix), errand=errand, now=now))
         if any(isinstance(effect, Find) for effect in effects):
             self._looking[errand] = event.turn_id
         return effects

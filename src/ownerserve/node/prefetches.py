@@ -8,19 +8,21 @@ evicted for it: what may not be needed takes only room that is free.
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush
+
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import DEFAULT_TTL_S
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.node.chains import Chains
 from ownerserve.node.events import Arrived
-from ownerserve.node.settings import NodeSettings
+from ownerserve.node.gaps import Gaps
 from ownerserve.plan.cost.model import CostModel
-from ownerserve.plan.gaps import GapCosts, GapStats, can_prefetch, prefetch_after_s
+from ownerserve.plan.gaps import can_prefetch
 from ownerserve.plan.inputs import Abilities, ModelState, Tier
 
-SHARES = (0.1, 0.25, 0.5, 0.75)
 LOOK_AGAIN_S = 1.0
+SMALL_QUEUE = 64
 ANY_TOKEN = bytes(TOKEN_BYTES)
 """Stands for whatever the next turn adds: a restore leaves at least one token to compute."""
 
@@ -36,25 +38,35 @@ class Prefetches:
         *,
         model: ModelState,
         abilities: Abilities,
-        settings: NodeSettings,
+        gaps: Gaps,
     ) -> None:
         self._cache = cache
         self._chains = chains
         self._costs = costs
         self._model = model
-        self._settings = settings
+        self._gaps = gaps
         self._is_able = can_prefetch(abilities)
         self._due: dict[SessionId, tuple[float, float]] = {}  # (idle since, look at)
+        self._queue: list[tuple[float, SessionId]] = []  # of _due; entries may be out of date
         self._under_way: set[TurnId] = set()
 
-    def ended(self, session_id: SessionId, gaps: GapStats | None, now: float) -> None:
+    def ended(self, session_id: SessionId, now: float) -> None:
         """The session is idle; its state may be gone before it comes back."""
         self._due.pop(session_id, None)
-        if not self._is_able or gaps is None:
+        session = self._cache.sessions.get(session_id)
+        if not self._is_able or session is None:
             return
-        after_s = self._best_instant(session_id, gaps)
+        count = round(self._model.range_bytes_per_token * session.tokens) + self._model.point_bytes
+        after_s = self._gaps.prefetch_after_s(session_id, self._costs.load(Tier.DISK, count).ms)
         if after_s is not None:
-            self._due[session_id] = (now, now + after_s)
+            self._wait(session_id, now, now + after_s)
+
+    def _wait(self, session_id: SessionId, since_s: float, due_s: float) -> None:
+        self._due[session_id] = (since_s, due_s)
+        heappush(self._queue, (due_s, session_id))
+        if len(self._queue) > 2 * len(self._due) + SMALL_QUEUE:
+            self._queue = [(at_s, name) for name, (_, at_s) in self._due.items()]
+            heapify(self._queue)
 
     def resumed(self, session_id: SessionId) -> None:
         """The session is back by itself."""
@@ -63,13 +75,14 @@ class Prefetches:
     def due(self, now: float) -> list[Arrived]:
         """Restores to begin now, as turns that nobody will run."""
         wishes = []
-        for session_id in [s for s, (_, due_s) in self._due.items() if due_s <= now]:
-            since_s, due_s = self._due.pop(session_id)
+        while (due_s := self.next_due()) is not None and due_s <= now:
+            _, session_id = heappop(self._queue)
+            since_s, _ = self._due.pop(session_id)
             tokens = self._missing(session_id)
             if tokens is None:  # all there: look again, ever more rarely
                 later_s = now + max(due_s - since_s, LOOK_AGAIN_S)
                 if later_s < since_s + DEFAULT_TTL_S:
-                    self._due[session_id] = (since_s, later_s)
+                    self._wait(session_id, since_s, later_s)
             else:
                 turn_id = TurnId(f"prefetch/{session_id}")
                 self._under_way.add(turn_id)
@@ -85,17 +98,10 @@ class Prefetches:
 
     def next_due(self) -> float | None:
         """When `due` has something to do."""
-        return min((due_s for _, due_s in self._due.values()), default=None)
-
-    def _best_instant(self, session_id: SessionId, gaps: GapStats) -> float | None:
-        """Seconds after the turn's end; None when loading on demand is as good."""
-        session = self._cache.sessions.get(session_id)
-        if session is None:
-            return None
-        count = round(self._model.range_bytes_per_token * session.tokens) + self._model.point_bytes
-        load_ms = self._costs.load(Tier.DISK, count).ms
-        costs = GapCosts(hold_ms_per_s=self._settings.hold_ms_per_s, spill_ms=0.0, load_ms=load_ms)
-        return prefetch_after_s(gaps.gap(), costs, SHARES)
+        queue, due = self._queue, self._due
+        while queue and due.get(queue[0][1], (0.0, -1.0))[1] != queue[0][0]:
+            heappop(queue)
+        return queue[0][0] if queue else None
 
     def _missing(self, session_id: SessionId) -> Packed | None:
         """What to fetch: the session's tokens, when something of them is gone and fits."""

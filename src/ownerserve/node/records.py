@@ -13,12 +13,12 @@ twice a turn. Every component has its own record; the payload is a unit of bytes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from ownerserve.cache.layout import Layout
-from ownerserve.kv.artifacts import ArtifactIds, Identity, PointKey, RangeKey
+from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.kv.artifacts import ArtifactIds, ArtifactKey, Identity, PointKey, RangeKey
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.node.layouts import Parts, descriptors
 from ownerserve.store.model import ID_BYTES, SHARED, Kind, Meta, meta_of
@@ -57,14 +57,17 @@ class RecordNames:
         """`engine` names the byte layout of a slot, and its version; `blocks` are those of a
         record; `parts` the arrays in a slot, without which no other layout can be converted."""
         self.layout = layout
+        self.range_names, self.point_names = layout.range_names, layout.point_names
         self.identity = identity
         self.blocks = blocks
         self._descriptors = descriptors(layout, parts or {}, form=engine)
         self._engine = engine
         digest = identity.digest()
         self._ids = {c.name: ArtifactIds(digest, c.name) for c in layout.components}
+        self._places: dict[str, list[bytes]] = {name: [] for name in self.range_names}
         self.tenant = identity.tenant_salt if any(identity.tenant_salt) else SHARED
         self._slot_bytes = {c.name: c.slot_bytes for c in layout.components}
+        self._metas = {c.name: self._meta(c) for c in layout.components}
 
     def descriptor(self, component: str) -> bytes:
         """How a record of the component lies, as its header says it."""
@@ -99,6 +102,26 @@ class RecordNames:
         hashed = digests[cell.end - 1]
         return self._ids[component].range(hashed, cell.first * block, cell.end * block)
 
+    def range_ids(self, cells: Iterable[Cell], digests: Digests) -> dict[bytes, Cell]:
+        """Every range component's id of each cell, as `range_id` makes them."""
+        grid, ids = self.blocks, dict[bytes, Cell]()
+        for cell in cells:
+            for name in self.range_names:
+                if cell.end - cell.first == grid:
+                    place = self._place(name, cell.first // grid)
+                    ids[self._ids[name].at(digests[cell.end - 1], place)] = cell
+                else:
+                    ids[self.range_id(name, cell, digests)] = cell
+        return ids
+
+    def _place(self, component: str, number: int) -> bytes:
+        """What the ids of all prefixes' whole cells of that number have in common."""
+        places, tokens = self._places[component], self.blocks * self.layout.block_tokens
+        while len(places) <= number:
+            start = len(places) * tokens
+            places.append(self._ids[component].place(start, start + tokens))
+        return places[number]
+
     def point_id(self, component: str, depth: int, digests: Digests) -> bytes:
         return self._ids[component].point(digests[depth - 1], depth * self.layout.block_tokens)
 
@@ -118,25 +141,37 @@ class RecordNames:
         return Cell(first, depth)
 
     def range_meta(self, component: str, cell: Cell, digests: Digests) -> Meta:
-        units = cell.end - cell.first
-        key = self._range_key(component, cell, digests)
-        meta = meta_of(self.identity, key, tenant=self.tenant, units=units)
+        units, block = cell.end - cell.first, self.layout.block_tokens
         inner = b"".join(digests[cell.first : cell.end - 1])
         assert len(inner) == (units - 1) * ID_BYTES
-        descriptor = self._descriptors[component]
-        return msgspec.structs.replace(meta, descriptor=descriptor, boundaries=inner)
+        return msgspec.structs.replace(
+            self._metas[component],
+            id=self.range_id(component, cell, digests),
+            prefix_hash=digests[cell.end - 1],
+            first_token=cell.first * block,
+            end_token=cell.end * block,
+            units=units,
+            boundaries=inner,
+        )
 
     def point_meta(self, component: str, depth: int, digests: Digests) -> Meta:
-        key = self._point_key(component, depth, digests)
+        position = depth * self.layout.block_tokens
+        return msgspec.structs.replace(
+            self._metas[component],
+            id=self.point_id(component, depth, digests),
+            prefix_hash=digests[depth - 1],
+            first_token=position,
+            end_token=position,
+        )
+
+    def _meta(self, component: Component) -> Meta:
+        """What all records of a component say of themselves."""
+        nowhere = PrefixHash(bytes(ID_BYTES))
+        key: ArtifactKey = PointKey(nowhere, 1, component.name)
+        if component.extent is Extent.RANGE:
+            key = RangeKey(nowhere, 0, 1, component.name)
         meta = meta_of(self.identity, key, tenant=self.tenant)
-        return msgspec.structs.replace(meta, descriptor=self._descriptors[component])
-
-    def _range_key(self, component: str, cell: Cell, digests: Digests) -> RangeKey:
-        block = self.layout.block_tokens
-        return RangeKey(digests[cell.end - 1], cell.first * block, cell.end * block, component)
-
-    def _point_key(self, component: str, depth: int, digests: Digests) -> PointKey:
-        return PointKey(digests[depth - 1], depth * self.layout.block_tokens, component)
+        return msgspec.structs.replace(meta, descriptor=self._descriptors[component.name])
 
 
 def is_range(meta: Meta) -> bool:

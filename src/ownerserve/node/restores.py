@@ -37,7 +37,7 @@ from ownerserve.cache.outcomes import (
     Resume,
 )
 from ownerserve.kv.ids import TurnId
-from ownerserve.kv.prefix import TOKEN_BYTES, Packed
+from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
 from ownerserve.node import survey
 from ownerserve.node.chains import Hashes
 from ownerserve.node.device import Device, Later
@@ -70,6 +70,10 @@ from ownerserve.store.model import MissReason
 
 FIRST_CELLS = 4
 """Cells that a restore asks for at first."""
+LAST_POINTS = 64
+"""How many depths before the end of what is stored are asked for point state at first: a session's
+last turn ended there. All others are asked for only when nothing is."""
+NONE = range(0)
 NOBODY = TurnId("")
 NOTHING_KNOWN = Match(0, ())
 
@@ -84,18 +88,41 @@ class Phase(StrEnum):
     FILLING = "filling"
 
 
+class Look(StrEnum):
+    """What a wish in LOOKING has asked for last. A cold prompt takes the first look alone, a long
+    one up to four, each of some hundred ids and not of thousands.
+
+        range    resident | NEAR: every end | FAR: whole cells ........... | EDGE: every end | cap
+        points                        NEAR ]                          EDGE ]  POINTS: the others
+    """
+
+    NEAR = "near"
+    FAR = "far"
+    EDGE = "edge"
+    POINTS = "points"
+
+
 class Wish(msgspec.Struct, eq=False):
-    """A turn that waits for state. Owned by `Restores` until its `Start`."""
+    """A turn that waits for state. Owned by `Restores` until its `Start`.
+
+    In blocks: the device has range state up to `resident` and a point at `complete`; up to `cap`
+    may be restored, up to `upto` every end was asked for, and in `unasked` no point was.
+    """
 
     event: Arrived
     names: RecordNames
     digests: Digests
     arrived_s: float
     deadline_s: float
+    hashed: HashedPrefix | None = None
     phase: Phase = Phase.LOOKING
+    look: Look = Look.NEAR
     errand: Errand = 0
+    resident: int = 0
+    complete: int = 0
     cap: int = 0
     upto: int = 0
+    unasked: tuple[range, ...] = ()
     asked: dict[bytes, survey.Sought] = {}
     found: dict[bytes, Tier] = {}
     bad: set[bytes] = set()
@@ -146,6 +173,8 @@ class Restores:
         count = len(tokens) // TOKEN_BYTES
         if isinstance(match, Later) or not match.range_tokens or count < 2:
             return None
+        if not self._names.point_names or not match.points[0].lacks:
+            return None  # nothing resident lies behind the deepest complete point
         nothing = survey.NOTHING_HELD
         way = self._plan(self._names, match, nothing, tokens=count, backlog=Backlog()).chosen
         if way.position == 0 or survey.is_loading(way):
@@ -178,48 +207,93 @@ class Restores:
         if isinstance(match, Later):
             match = NOTHING_KNOWN
         complete = next((p.position for p in match.points if not p.lacks), 0) // self._block
-        if not self._names.layout.point_names:
+        if not self._names.point_names:
             complete = min(cap, match.range_tokens // self._block)
         deadline_s = now + self._settings.restore_deadline_s
         names = self._names.of(event.tenant)
         if complete >= cap:
             wish = Wish(event, names, (), now, deadline_s)
             return [self._start(wish, RestoreOutcome.RESIDENT, now)]
-        digests = chains.digests(event.tokens, event.session_id)
-        wish = Wish(event, names, digests, now, deadline_s, errand=errand, bad=set())
-        resident = min(cap, match.range_tokens // self._block)
+        hashed = chains.hashed(event.tokens, event.session_id)
+        wish = Wish(event, names, hashed.digests, now, deadline_s, hashed=hashed, bad=set())
+        wish.resident = min(cap, match.range_tokens // self._block)
+        wish.complete, wish.cap = complete, cap
         # Nothing can be used behind a gap: a long prompt asks for its first cells, and for the
         # rest when those are there. A cold one so costs some ids and not thousands.
         grid = self._names.blocks
-        wish.cap = cap
-        wish.upto = min(cap, (resident // grid + FIRST_CELLS) * grid)
+        wish.upto = min(cap, (wish.resident // grid + FIRST_CELLS) * grid)
         self._wishes[event.turn_id] = wish
-        ranges, points = range(resident, wish.upto), range(complete, wish.upto)
-        return [self._look(wish, errand, ranges=ranges, points=points)]
+        ends = range(wish.resident, wish.upto)
+        return [self._ask(wish, errand, ends=ends, points=self._last(wish, complete))]
 
-    def _look(self, wish: Wish, errand: Errand, *, ranges: range, points: range) -> Find:
-        """Ask for what ends behind the blocks of `ranges` and `points`."""
-        ends, depths = (range(r.start + 1, r.stop + 1) for r in (ranges, points))
-        asked = survey.sought(wish.names, wish.digests, ranges=ends, points=depths)
+    def _last(self, wish: Wish, start: int) -> range:
+        """The last depths in (start, upto] to ask for points; the others wait."""
+        first = max(start, wish.upto - LAST_POINTS)
+        wish.unasked += (range(start + 1, first + 1),)
+        return range(first + 1, wish.upto + 1)
+
+    def _ask(
+        self,
+        wish: Wish,
+        errand: Errand,
+        *,
+        ends: range = NONE,
+        points: Iterable[int] = (),
+        cells: range = NONE,
+    ) -> Find:
+        """Ask for range records that end behind each block of `ends`, or at a depth of `cells`, and
+        for point state at the depths `points`."""
+        depths = (*range(ends.start + 1, ends.stop + 1), *cells)
+        asked = survey.sought(wish.names, wish.digests, ranges=depths, points=points)
         wish.asked.update(asked)
         wish.errand = errand
         self._by_errand[errand] = wish
-        boundaries = tuple(reversed(wish.digests[ranges.start : ranges.stop]))
+        boundaries = tuple(reversed(wish.digests[ends.start : ends.stop]))
         tenant = wish.names.tenant
         return Find(errand, tuple(asked), wish.deadline_s, boundaries, tenant)
 
     def found(self, event: Found, *, errand: Errand, now: float) -> Iterable[Effect]:
-        """The catalogue has answered; decide, and read what the plan wants."""
+        """The catalogue has answered: ask on, or decide, and read what the plan wants."""
         wish = self._answered(event.errand, Phase.LOOKING)
         if wish is None:
             return ()
         wish.found.update(event.held)
         wish.asked.update(survey.sought_inside(wish.names, wish.digests, event.inside))
-        upto, wish.upto = wish.upto, wish.cap
-        if upto < wish.cap and self._is_whole(wish, upto):
-            rest = range(upto, wish.cap)
-            return [self._look(wish, errand, ranges=rest, points=rest)]
-        return self._decide(wish, errand=errand, now=now)
+        find = self._look_on(wish, errand)
+        return self._decide(wish, errand=errand, now=now) if find is None else [find]
+
+    def _look_on(self, wish: Wish, errand: Errand) -> Find | None:
+        """The next look, as far as one can still find anything; see `Look`."""
+        grid = self._names.blocks
+        stored = survey.held(wish.names, wish.asked, wish.found)
+        ends = {cell.end for cell, _ in stored.cells}
+        if wish.look is Look.NEAR:
+            goes_on = wish.upto < wish.cap and wish.upto in ends
+            wish.look = Look.FAR if goes_on else Look.EDGE
+            cells = range(wish.upto + grid, wish.cap + 1, grid)
+            if goes_on and cells:
+                return self._ask(wish, errand, cells=cells)
+        if wish.look is Look.FAR:
+            wish.look, before, edge = Look.EDGE, wish.upto, wish.upto
+            while edge + grid in ends:
+                edge += grid
+            wish.upto = min(wish.cap, edge + grid - 1)
+            points = self._last(wish, before)
+            if self._names.point_names or edge < wish.upto:
+                return self._ask(wish, errand, ends=range(edge, wish.upto), points=points)
+        if wish.look is Look.EDGE:
+            wish.look = Look.POINTS
+            depths = [depth for gap in wish.unasked for depth in gap]
+            if depths and self._lacks_point(wish, stored):
+                return self._ask(wish, errand, points=depths)
+        return None
+
+    def _lacks_point(self, wish: Wish, stored: survey.Held) -> bool:
+        """Whether there is range state to go on from, and no point of the store's to do it at."""
+        wanted = len(self._names.point_names)
+        if not wanted or any(len(parts) == wanted for parts in stored.points.values()):
+            return False
+        return bool(stored.cells) or wish.resident > wish.complete
 
     def asked(self, turn_id: TurnId, *, now: float) -> Iterable[Effect]:
         """The engine has a place for the turn and says what it has: plan, and offer."""
@@ -299,11 +373,6 @@ class Restores:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _is_whole(self, wish: Wish, upto: int) -> bool:
-        """Whether the store has all of the cell that ends at depth `upto`."""
-        stored = survey.held(wish.names, wish.asked, wish.found)
-        return any(cell.end == upto for cell, _ in stored.cells)
-
     def _answered(self, errand: Errand, *phases: Phase) -> Wish | None:
         """The wish that waits for this answer; None for a late, foreign or repeated one."""
         wish = self._by_errand.get(errand)
@@ -352,6 +421,7 @@ class Restores:
             prefix_hash=wish.digests[way.position // self._block - 1],
             digest=signature(reading.want.id for reading in wish.readings),
             points=tuple({r.end * self._block for r in wish.readings if r.is_point}),
+            hashed=wish.hashed,
         )
         reserved = self._device.reserve(wish.event.turn_id, wish.arrival, now)
         if isinstance(reserved, Reserved):

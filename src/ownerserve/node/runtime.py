@@ -154,9 +154,9 @@ class NodeRuntime:
             match effect:
                 case Start(turn_id):
                     started.append(turn_id)
-                case Find(errand, ids, deadline_s, boundaries):
+                case Find(errand, ids, deadline_s, boundaries, tenant):
                     until_s = time.time() + deadline_s - now  # the store's clock is the wall's
-                    look = partial(self._backing.tiers.look, ids, boundaries)
+                    look = partial(self._backing.tiers.look, ids, boundaries, tenant=tenant)
                     ticket = self._store.submit_look(look, deadline_s=until_s)
                     self._asked[errand] = (ticket, effect)
                 case Fetch(errand, wants, deadline_s):

@@ -28,8 +28,7 @@ from ownerserve.node.events import Copy, Effect, Errand, Find, Found
 from ownerserve.node.gaps import Gaps
 from ownerserve.node.records import Cell, Digests, RecordNames
 from ownerserve.node.settings import NodeSettings
-from ownerserve.node.worth import Worth
-from ownerserve.plan.inputs import RestoreQuery
+from ownerserve.node.worth import Valued, Worth
 
 FIND_DEADLINE_S = 5.0
 SESSIONS_KEPT = 4096
@@ -58,7 +57,7 @@ class Batch(msgspec.Struct, eq=False):
     pieces: deque[Cell]
     missing: dict[bytes, Cell]
     unstored: Counter[int]
-    worth: RestoreQuery
+    worth: Valued
 
 
 class Spills:
@@ -163,6 +162,8 @@ class Spills:
             cell = batch.missing.pop(id_, None)
             if cell is not None:
                 self._stored(batch, cell)
+        wanted = set(batch.missing.values())
+        batch.pieces = deque(piece for piece in batch.pieces if piece in wanted)
         self._copying.append(batch)
         return True
 
@@ -240,22 +241,20 @@ class Spills:
         tokens = paths.tokens(session.node, 0, session.depth, block_bytes=tree.block_bytes)
         digests = self._chains.digests(tokens, session_id)
         worth = self._worth.session(session.depth, idle.points)
-        if self._worth.is_low(worth):
+        if worth.is_low:
             self.counts["low_utility"] += 1
             return None
-        layout, missing, unstored = self._names.layout, dict[bytes, Cell](), Counter[int]()
-        pieces = deque(self._names.cells(session.depth))
-        for cell in pieces:
-            for name in layout.range_names:
-                missing[self._names.range_id(name, cell, digests)] = cell
+        names, unstored = self._names, Counter[int]()
+        pieces = deque(names.cells(session.depth))
+        missing = names.range_ids(pieces, digests)
         # The newest first: it is what the next turn most likely goes on from.
         for depth in sorted(idle.points, reverse=True):
-            if layout.point_names and depth <= session.depth:
+            if names.point_names and depth <= session.depth:
                 cell = Cell(depth, depth)
                 pieces.append(cell)
-                unstored[depth] = len(layout.point_names)
-                for name in layout.point_names:
-                    missing[self._names.point_id(name, depth, digests)] = cell
+                unstored[depth] = len(names.point_names)
+                for name in names.point_names:
+                    missing[names.point_id(name, depth, digests)] = cell
         return Batch(session_id, tokens, digests, pieces, missing, unstored, worth)
 
     def _copies(
@@ -275,7 +274,7 @@ class Spills:
                     yield Copy(next_errand(), meta, name, (slot,), cost_ms)
             return
         slots: tuple[int, ...] | None = None
-        for name in names.layout.range_names:
+        for name in names.range_names:
             if names.range_id(name, piece, batch.digests) in missing:
                 if slots is None:  # all range components fill in lock-step: one row for all
                     slots = tuple(paths.row(node, piece.end)[piece.first :])
@@ -285,7 +284,7 @@ class Spills:
 
     def _point_slots(self, node: Node, depth: int) -> dict[str, int]:
         """Slots of the complete point state at `depth`; none when something of it is gone."""
-        names = self._names.layout.point_names
+        names = self._names.point_names
         stop = paths.complete_stop(node, depth)
         if stop is None or stop.depth != depth or stop.slots is None:
             self.counts["point_gone"] += 1

@@ -95,7 +95,7 @@ class NodeState:
             costs,
             model=planner.model,
             abilities=planner.abilities,
-            settings=settings,
+            gaps=self.gaps,
         )
         self._names = names
         self._repriced_s = -REPRICE_S
@@ -231,7 +231,7 @@ class NodeState:
             points = self.checkpoints.ended(span)
             ends = frozenset(at // block for at in span.turn_ends())
             self.spills.ended(session_id, points=points, ends=ends, now=now)
-            self.prefetches.ended(session_id, self.gaps.known(session_id), now)
+            self.prefetches.ended(session_id, now)
 
     def _next_errand(self) -> int:
         return next(self._errands)

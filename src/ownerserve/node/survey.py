@@ -47,18 +47,18 @@ NOTHING_HELD = Held((), {})
 
 
 def sought(
-    names: RecordNames, digests: Digests, *, ranges: range, points: range
+    names: RecordNames, digests: Digests, *, ranges: Iterable[int], points: Iterable[int]
 ) -> dict[bytes, Sought]:
     """Ids worth asking for, and what each would be: range records that end at a depth of `ranges`
     and point state at those of `points`."""
     asked: dict[bytes, Sought] = {}
     for end in ranges:
         cell = names.cell_ending_at(end)
-        for name in names.layout.range_names:
+        for name in names.range_names:
             asked[names.range_id(name, cell, digests)] = Sought(name, cell)
-    for depth in points:
+    for depth in points if names.point_names else ():
         point = Cell(depth, depth)
-        for name in names.layout.point_names:
+        for name in names.point_names:
             asked[names.point_id(name, depth, digests)] = Sought(name, point)
     return asked
 
@@ -91,7 +91,7 @@ def held(
             ranges.setdefault(what.cell, {})[what.component] = Stored(id_, tier)
     longest: dict[int, Cell] = {}
     for cell, parts in ranges.items():
-        if len(parts) == len(names.layout.range_names):
+        if len(parts) == len(names.range_names):
             before = longest.get(cell.first)
             if before is None or before.end < cell.end:
                 longest[cell.first] = cell

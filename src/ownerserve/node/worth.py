@@ -10,6 +10,7 @@ losing one of them is losing all.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import ceil
 
 import msgspec
 
@@ -23,6 +24,30 @@ KEPT_IN = Tier.DISK
 """Records are priced as loads from there: it is where they are when it matters."""
 
 
+KNOTS = 8
+"""A session's cells are priced at so many depths, and between them by a straight line: the price
+of a long session's cells is smooth, and a plan for each of them costs more than it tells."""
+
+
+class Valued(msgspec.Struct, eq=False):
+    """A session of `depth` blocks, as its next turn would ask if all of it were in the store.
+
+    `having_ms` is what that turn takes; the dicts hold what was priced so far, in ms by depth.
+    """
+
+    query: RestoreQuery
+    depth: int
+    having_ms: float
+    benefit_ms: float
+    ranges: dict[int, float] = msgspec.field(default_factory=dict)
+    points: dict[int, float] = msgspec.field(default_factory=dict)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether nothing of it is worth a record: computing it anew is as good."""
+        return self.benefit_ms < DROP_BELOW_MS
+
+
 class Worth:
     """Prices records. Holds no state but where prices come from."""
 
@@ -34,8 +59,8 @@ class Worth:
         self._range_bytes = sum(sizes(name) for name in layout.range_names)
         self._point_bytes = sum(sizes(name) for name in layout.point_names)
 
-    def session(self, depth: int, points: Iterable[int]) -> RestoreQuery:
-        """The session's next turn, as it would ask if all of [0, depth) were in the store."""
+    def session(self, depth: int, points: Iterable[int]) -> Valued:
+        """A session of `depth` blocks with point state at `points`, at the present prices."""
         block = self._names.layout.block_tokens
         span = Span(0, depth * block, (Piece(KEPT_IN, depth * self._range_bytes),))
         stored = (Piece(KEPT_IN, self._point_bytes),) if self._point_bytes else ()
@@ -44,32 +69,66 @@ class Worth:
         kept.setdefault(depth, Point(depth * block, lacks=lacking))
         held = tuple(kept[at] for at in sorted(kept, reverse=True))
         tokens = depth * block + 1
-        return RestoreQuery(tokens=tokens, spans=(span,), points=held, known_tokens=tokens - 1)
+        query = RestoreQuery(tokens=tokens, spans=(span,), points=held, known_tokens=tokens - 1)
+        plan = self._planner.plan(query, self._costs.prices())
+        return Valued(query, depth, plan.chosen.terms.total_ms, plan.reuse_benefit_ms)
 
     def load_ms(self, depth: int) -> float:
         """What bringing back [0, depth) and one point takes."""
         count = depth * self._range_bytes + self._point_bytes
         return self._costs.load(KEPT_IN, count).ms
 
-    def is_low(self, query: RestoreQuery) -> bool:
-        """Whether nothing of the session is worth a record: computing it anew is as good."""
-        plan = self._planner.plan(query, self._costs.prices())
-        return plan.reuse_benefit_ms < DROP_BELOW_MS
-
-    def cost_ms(self, query: RestoreQuery, piece: Cell, component: str) -> float:
+    def cost_ms(self, session: Valued, piece: Cell, component: str) -> float:
         """What a hit costs more without this record of the session; a piece without blocks is the
         point state at its end."""
-        block, prices = self._names.layout.block_tokens, self._costs.prices()
         if piece.first == piece.end:
-            position = piece.end * block
-            benefit = point_benefit(self._planner, query, prices, position=position)
-            whole = self._point_bytes
+            lost_ms, whole = self._point_ms(session, piece.end), self._point_bytes
         else:
-            start = piece.first * block
-            query = self._with_boundary(query, start)
-            benefit = range_benefit(self._planner, query, prices, start=start)
-            whole = self._range_bytes
-        return max(0.0, benefit.ms) * self._names.slot_bytes(component) / max(whole, 1)
+            lost_ms, whole = self._range_ms(session, piece.first), self._range_bytes
+        return lost_ms * self._names.slot_bytes(component) / max(whole, 1)
+
+    def _point_ms(self, session: Valued, depth: int) -> float:
+        known = session.points.get(depth)
+        if known is None:
+            known = session.points[depth] = max(
+                0.0,
+                point_benefit(
+                    self._planner,
+                    session.query,
+                    self._costs.prices(),
+                    position=depth * self._names.layout.block_tokens,
+                    having_ms=session.having_ms,
+                ).ms,
+            )
+        return known
+
+    def _range_ms(self, session: Valued, first: int) -> float:
+        """Between the knots around `first`; behind the last cell there is nothing to lose."""
+        grid = self._names.blocks
+        step = ceil(session.depth / (KNOTS * grid)) * grid
+        low = first // step * step
+        at_low = self._knot_ms(session, low)
+        if first == low:
+            return at_low
+        high = min(low + step, session.depth)
+        at_high = self._knot_ms(session, high) if high < session.depth else 0.0
+        return at_low + (at_high - at_low) * (first - low) / (high - low)
+
+    def _knot_ms(self, session: Valued, first: int) -> float:
+        known = session.ranges.get(first)
+        if known is None:
+            start = first * self._names.layout.block_tokens
+            known = session.ranges[first] = max(
+                0.0,
+                range_benefit(
+                    self._planner,
+                    self._with_boundary(session.query, start),
+                    self._costs.prices(),
+                    start=start,
+                    having_ms=session.having_ms,
+                ).ms,
+            )
+        return known
 
     def _with_boundary(self, query: RestoreQuery, position: int) -> RestoreQuery:
         """The query with `position` among its points: up to there range state would be left."""

@@ -41,9 +41,17 @@ class Benefit(msgspec.Struct, frozen=True):
 
 
 def point_benefit(
-    planner: Planner, query: RestoreQuery, prices: Prices, *, position: int
+    planner: Planner,
+    query: RestoreQuery,
+    prices: Prices,
+    *,
+    position: int,
+    having_ms: float | None = None,
 ) -> Benefit:
-    """What the point state at `position` saves the turn `query`, against its next best way."""
+    """What the point state at `position` saves the turn `query`, against its next best way.
+
+    `having_ms`: what `query` takes, where that was planned before.
+    """
     kept = next((point for point in query.points if point.position == position), None)
     if kept is None:
         return Benefit(0.0, 0)
@@ -51,23 +59,30 @@ def point_benefit(
     points = tuple(lacking if point is kept else point for point in query.points)
     without = msgspec.structs.replace(query, points=points)
     size = sum(piece.bytes for piece in kept.pieces) or planner.model.point_bytes
-    return Benefit(_saved_ms(planner, query, without, prices=prices), size)
+    having_ms = total_ms(planner, query, prices) if having_ms is None else having_ms
+    return Benefit(total_ms(planner, without, prices) - having_ms, size)
 
 
-def range_benefit(planner: Planner, query: RestoreQuery, prices: Prices, *, start: int) -> Benefit:
+def range_benefit(
+    planner: Planner,
+    query: RestoreQuery,
+    prices: Prices,
+    *,
+    start: int,
+    having_ms: float | None = None,
+) -> Benefit:
     """What the range state from `start` on saves the turn `query`, against its next best way."""
     spans = _cut(query.spans, start)
     without = msgspec.structs.replace(query, spans=spans)
     end = query.spans[-1].end if query.spans else start
     size = round(planner.model.range_bytes_per_token * max(0, end - start))
-    return Benefit(_saved_ms(planner, query, without, prices=prices), size)
+    having_ms = total_ms(planner, query, prices) if having_ms is None else having_ms
+    return Benefit(total_ms(planner, without, prices) - having_ms, size)
 
 
-def _saved_ms(
-    planner: Planner, having: RestoreQuery, without: RestoreQuery, *, prices: Prices
-) -> float:
-    without_ms = planner.plan(without, prices).chosen.terms.total_ms
-    return without_ms - planner.plan(having, prices).chosen.terms.total_ms
+def total_ms(planner: Planner, query: RestoreQuery, prices: Prices) -> float:
+    """What the best way of `query` takes."""
+    return planner.plan(query, prices).chosen.terms.total_ms
 
 
 def _cut(spans: Sequence[Span], at: int) -> tuple[Span, ...]:

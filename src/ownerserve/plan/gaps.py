@@ -74,6 +74,11 @@ class Gap(msgspec.Struct, frozen=True):
             until.append(half + half * erf(x - shift) + t * share)
         return beyond, until
 
+    def rounded(self) -> Gap:
+        """To a tenth of a logarithm: costs are flat around the best instants, and gaps that are
+        nearly alike have one plan."""
+        return Gap(round(self.mu, 1), max(round(self.sigma, 1), MIN_SIGMA))
+
     def quantile(self, share: float) -> float:
         """The gap that `share` of all gaps stay below."""
         return exp(self.mu + self.sigma * _NORMAL.inv_cdf(share))

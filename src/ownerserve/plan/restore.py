@@ -57,7 +57,7 @@ class Planner:
         """The way to take."""
         search = _Search(self, query, prices)
         way = search.best()
-        pricer = self._pricer(query, prices)
+        pricer = self._pricer(query, prices, search.carrier)
         if prices.untrusted:
             rivals = self._rivals(way, query, prices)
             if len(rivals) > 1:
@@ -70,7 +70,7 @@ class Planner:
         """The same plan with every alternative priced and every omission explained. Slow."""
         carrier = Carrier(prices, self.abilities, query)
         covered = RangeLoads(query.spans, carrier).covered
-        pricer = self._pricer(query, prices)
+        pricer = self._pricer(query, prices, carrier)
         priced: list[Priced] = []
         omitted: list[NotOffered] = []
         for way in open_ways(
@@ -83,8 +83,8 @@ class Planner:
         priced.sort(key=lambda p: p.terms.total_ms)
         return Explanation(self.plan(query, prices), tuple(priced), tuple(omitted))
 
-    def _pricer(self, query: RestoreQuery, prices: Prices) -> Pricer:
-        return Pricer(self.model, self.abilities, query=query, prices=prices)
+    def _pricer(self, query: RestoreQuery, prices: Prices, carrier: Carrier) -> Pricer:
+        return Pricer(self.model, self.abilities, query=query, prices=prices, carrier=carrier)
 
     def _rivals(self, way: Way, query: RestoreQuery, prices: Prices) -> list[Way]:
         """`way`, and whatever would win if an untrusted estimate were off by its own error."""
@@ -110,8 +110,8 @@ class _Search:
     def __init__(self, planner: Planner, query: RestoreQuery, prices: Prices) -> None:
         model, abilities = planner.model, planner.abilities
         self._model, self._query, self._prices = model, query, prices
-        self._carrier = Carrier(prices, abilities, query)
-        self._loads = RangeLoads(query.spans, self._carrier)
+        self.carrier = Carrier(prices, abilities, query)
+        self._loads = RangeLoads(query.spans, self.carrier)
         self._stages = planner.stages
         self._queue_ms = prices.queue_ms(query.backlog)
         self._load_from_ms = 0.0 if abilities.can_reserve else self._queue_ms
@@ -157,11 +157,11 @@ class _Search:
         """The load of a point's state: most points of a query lie alike, and are priced once."""
         pieces = point.pieces
         if len(pieces) != 1 or pieces[0].ready_ms > 0.0:
-            return self._carrier.point_ms(pieces)
+            return self.carrier.point_ms(pieces)
         key = (pieces[0].tier, pieces[0].bytes)
         ms = self._points_ms.get(key)
         if ms is None:
-            ms = self._points_ms[key] = self._carrier.point_ms(pieces)
+            ms = self._points_ms[key] = self.carrier.point_ms(pieces)
         return ms
 
     def _balanced(self, first: int) -> int:

@@ -68,17 +68,24 @@ class Pricer:
     """Prices single ways in full, for one engine, query and moment."""
 
     def __init__(
-        self, model: ModelState, abilities: Abilities, *, query: RestoreQuery, prices: Prices
+        self,
+        model: ModelState,
+        abilities: Abilities,
+        *,
+        query: RestoreQuery,
+        prices: Prices,
+        carrier: Carrier,
     ) -> None:
+        """`carrier` is of the same prices, abilities and query."""
         self._model = model
         self._query = query
         self._prices = prices
-        self._carrier = Carrier(prices, abilities, query)
+        self._carrier = carrier
         self._stages = stages(model, abilities)
         self.queue_ms = prices.queue_ms(query.backlog)
         self.load_from_ms = 0.0 if abilities.can_reserve else self.queue_ms
 
-    def _terms(self, way: Way, freight: Freight) -> Terms:
+    def _terms(self, way: Way, freight: Freight, hbm_bytes: int) -> Terms:
         """The price by term (picture: plan.outcome).
 
         With a load of l ms in S stages beside c ms of compute, stage i of compute waits for stage i
@@ -96,7 +103,7 @@ class Pricer:
             begin - self.queue_ms,
             compute,
             max(0.0, end - begin - compute),
-            self._query.hbm_ms_per_gib * self._new_hbm_bytes(way, freight.moved_bytes) / GIB,
+            self._query.hbm_ms_per_gib * hbm_bytes / GIB,
             max(0.0, load - exposed),
         )
 
@@ -109,7 +116,8 @@ class Pricer:
     def priced(self, way: Way) -> Priced:
         """`way` with its terms and its steps in order."""
         freight = freight_until(self._query.spans, way.position)
-        range_bytes = moved = freight.moved_bytes
+        moved = freight.moved_bytes
+        hbm_bytes = self._new_hbm_bytes(way, moved)
         at = None
         steps = self._loads(way)
         if way.checkpoint is not None:
@@ -121,11 +129,11 @@ class Pricer:
             way.start,
             at,
             way.exactness,
-            self._terms(way, freight),
+            self._terms(way, freight, hbm_bytes),
             tuple(steps),
             self._query.tokens - way.start,
             moved,
-            self._new_hbm_bytes(way, range_bytes),
+            hbm_bytes,
         )
 
     def _loads(self, way: Way) -> list[Step]:

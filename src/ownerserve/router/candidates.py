@@ -15,7 +15,7 @@ unless most of them have changed since the last one.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.router.profile import Role
@@ -39,17 +39,24 @@ class _Order:
         self._key_of: dict[int, int] = {}
 
     def add(self, worker: Worker) -> None:
-        self.by_order[worker.order] = worker
-        self._key_of[worker.order] = key = _key(worker)
-        insort(self._keys, key)
+        self.place(worker)
         worker.watchers += (self.watch,)
-        self.watch.sequences += worker.batch
+
+    def place(self, worker: Worker) -> None:
+        """It stands here as it is now; without `add`, later changes of its load are not heard."""
+        self.by_order[worker.order] = worker
+        self.watch.changed.add(worker)
+        batch = worker.batch  # read apart: it may count what has changed since
+        self.watch.counted += batch
 
     def discard(self, worker: Worker) -> None:
         if self.by_order.pop(worker.order, None) is not None:
-            del self._keys[bisect_left(self._keys, self._key_of.pop(worker.order))]
+            key = self._key_of.pop(worker.order, None)
+            if key is not None:
+                del self._keys[bisect_left(self._keys, key)]
+            batch = worker.batch
             self.watch.changed.discard(worker)
-            self.watch.sequences -= worker.batch
+            self.watch.counted -= batch
             worker.watchers = tuple(one for one in worker.watchers if one is not self.watch)
 
     def keys(self) -> list[int]:
@@ -63,9 +70,10 @@ class _Order:
             keys[:] = sorted(key_of.values())
         else:
             for worker in changed:
-                old, new = key_of[worker.order], _key(worker)
+                old, new = key_of.get(worker.order), _key(worker)
                 if new != old:
-                    del keys[bisect_left(keys, old)]
+                    if old is not None:
+                        del keys[bisect_left(keys, old)]
                     insort(keys, new)
                     key_of[worker.order] = new
         changed.clear()
@@ -96,15 +104,17 @@ class Candidates:
     def __init__(self, workers: Iterable[Worker] = ()) -> None:
         self._serving = _Order()
         self._prefill = _Order()
-        self._stable: tuple[Worker, ...] = ()
+        self._stable: tuple[Worker, ...] | None = None
         for worker in workers:
             self.add(worker)
 
     def __iter__(self) -> Iterator[Worker]:
+        if self._stable is None:  # as for a fleet that grows: sorted once, not for each that joins
+            self._stable = tuple(worker for _, worker in sorted(self._serving.by_order.items()))
         return iter(self._stable)
 
     def __len__(self) -> int:
-        return len(self._stable)
+        return len(self._serving.by_order)
 
     def __contains__(self, worker: Worker) -> bool:
         return self._serving.by_order.get(worker.order) is worker
@@ -112,7 +122,8 @@ class Candidates:
     @property
     def mean_batch(self) -> float:
         """Sequences at each worker that runs turns."""
-        return self._serving.watch.sequences / len(self._stable)
+        serving = self._serving
+        return serving.watch.sequences / len(serving.by_order)
 
     def least(self, count: int) -> list[Worker]:
         """The `count` least loaded of those that run turns, least first."""
@@ -127,6 +138,11 @@ class Candidates:
         """The `count` least loaded of those that prefill for others, least first."""
         return self._prefill.least(count)
 
+    def least_prefill_one(self) -> Worker | None:
+        """The least loaded of those, if there are any."""
+        prefill = self._prefill
+        return prefill.by_order[prefill.keys()[0] & _ORDER] if prefill.by_order else None
+
     def can_prefill(self, worker: Worker) -> bool:
         """Whether it is one of those that prefill for others."""
         return self._prefill.by_order.get(worker.order) is worker
@@ -136,8 +152,12 @@ class Candidates:
         return [worker for _, worker in sorted(self._prefill.by_order.items())]
 
     def without(self, tried: Collection[Worker]) -> Candidates:
-        """The same but `tried`. A snapshot: it does not follow later changes."""
-        return Candidates(worker for worker in self.everyone() if worker not in tried)
+        """The same but `tried`. A snapshot: no worker knows it, it follows no later change."""
+        others = Candidates()
+        for worker in self.everyone():
+            if worker not in tried:
+                others._admit(worker, _Order.place)
+        return others
 
     def everyone(self) -> set[Worker]:
         """Those that run turns and those that prefill for others."""
@@ -147,23 +167,24 @@ class Candidates:
 
     def add(self, worker: Worker) -> None:
         """`worker` is up."""
-        role = worker.profile.role
-        if role is not Role.PREFILL:
-            self._serving.add(worker)
-        if role is not Role.DECODE:
-            self._prefill.add(worker)
-        self._restable()
+        self._admit(worker, _Order.add)
+        self._stable = None
 
     def discard(self, worker: Worker) -> None:
         """`worker` is no candidate any more."""
         self._serving.discard(worker)
         self._prefill.discard(worker)
-        self._restable()
+        self._stable = None
 
     def check(self) -> None:
         """Raise InvariantViolated unless the orders are those of the keys."""
         self._serving.check()
         self._prefill.check()
 
-    def _restable(self) -> None:
-        self._stable = tuple(worker for _, worker in sorted(self._serving.by_order.items()))
+    def _admit(self, worker: Worker, how: Callable[[_Order, Worker], None]) -> None:
+        """Into the orders of what its role says that it does."""
+        role = worker.profile.role
+        if role is not Role.PREFILL:
+            how(self._serving, worker)
+        if role is not Role.DECODE:
+            how(self._prefill, worker)

@@ -26,7 +26,7 @@ chunks an octave, for sessions that only begin alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -186,7 +186,10 @@ class ContentChain:
                 continue
             at = _start_of(chunk)
             begin = content.start + at
-            for offset in sorted(set(mark.offsets), reverse=True):
+            offsets: Iterable[int] = mark.offsets
+            if len(mark.offsets) > 1:
+                offsets = sorted(set(offsets), reverse=True)
+            for offset in offsets:
                 if begin + offset > content.end:
                     continue
                 tip = self._tips.get(_tip_key(data, begin, offset, chunk=hashes[chunk]))

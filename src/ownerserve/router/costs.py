@@ -40,16 +40,17 @@ class Pricer:
     def local(self, request: Request, worker: Worker) -> Option:
         """Compute there whatever its device does not hold."""
         cached = request.cached_on(worker)
-        is_going_on = cached > 0 and request.turn is TurnClass.DECODE_CONTINUATION
+        is_going_on = cached > 0 and request.turn is _CONTINUATION
         action = _DECODE if is_going_on else _COLOCATED
-        return self._price(request, worker, action, cached, None)
+        return self._price(request, worker, action, cached, cached, None)
 
     def bring(
         self, request: Request, worker: Worker, *, action: PlacementAction, source: Copy
     ) -> Option:
         """Bring the state from `source` to `worker`, compute the rest there."""
-        tokens = min(source.tokens, request.known_tokens)
-        return self._price(request, worker, action, tokens, source)
+        tokens, known_tokens = source.tokens, request.known_tokens
+        cached = tokens if tokens < known_tokens else known_tokens
+        return self._price(request, worker, action, cached, request.cached_on(worker), source)
 
     def apart(self, request: Request, worker: Worker, prefill: Worker) -> Option:
         """Prefill at `prefill`, send what `worker` lacks there, decode at `worker`."""
@@ -61,12 +62,11 @@ class Pricer:
         there = worker.speed
         step_ms = there.step_ms + there.step_ms_per_sequence * (worker.batch + 1)
         compute_ms = prefill_ms + request.output_tokens * step_ms
-        network_ms = speed.media[Tier.PEER].ms((prompt - held) * speed.kv_bytes_per_token)
+        network_ms = speed.media[_PEER].ms((prompt - held) * speed.kv_bytes_per_token)
         taken_tokens = prompt - held + request.output_tokens
         memory_ms = self._lambda * taken_tokens * there.kv_bytes_per_token * worker.occupancy
         # The prefilling worker keeps what it computed until it needs the room.
-        kept = Copy(prefill, prefill.life, Tier.DEVICE, prompt)
-        duplicate_ms = self._duplicate_ms(prompt - lent, kept)
+        duplicate_ms = self._held_twice_ms(prompt - lent, prefill)
         interference_ms = self._mu * prefill_ms * prefill.batch
         return Option(
             _REMOTE, worker, lent, queue_ms, compute_ms, network_ms, 0.0, memory_ms, duplicate_ms,
@@ -80,35 +80,37 @@ class Pricer:
         worker: Worker,
         action: PlacementAction,
         cached: int,
+        held: int,
         source: Copy | None,
     ) -> Option:
-        speed = worker.speed
-        prefill_ms = speed.prefill.ms(request.prompt_tokens - cached, cached)
-        batch = worker.batch
-        step_ms = speed.step_ms + speed.step_ms_per_sequence * (batch + 1)
-        compute_ms = prefill_ms + request.output_tokens * step_ms
-        queue_ms = worker.queue_ms
-        network_ms = restore_ms = 0.0
-        held = cached
+        """`held` of the `cached` tokens are there, the others come from `source`."""
+        speed, batch, queue_ms = worker.speed, worker.batch, worker.queue_ms
+        token_bytes, answer_tokens = speed.kv_bytes_per_token, request.output_tokens
+        prompt_tokens, occupancy = request.prompt_tokens, worker.occupancy
+        prefill_ms = speed.prefill.ms(prompt_tokens - cached, cached)
+        compute_ms = prefill_ms + answer_tokens * (
+            speed.step_ms + speed.step_ms_per_sequence * (batch + 1)
+        )
+        network_ms = restore_ms = memory_ms = duplicate_ms = 0.0
         if source is not None:
-            held = request.cached_on(worker)
-            moved_bytes = (cached - held) * speed.kv_bytes_per_token
-            restore_ms = speed.prefill.ms(min(speed.replay_tokens, cached), cached)
-            prefill_ms += restore_ms
+            moved_bytes = (cached - held) * token_bytes
+            if speed.replay_tokens:
+                restore_ms = speed.prefill.ms(min(speed.replay_tokens, cached), cached)
+                prefill_ms += restore_ms
             holder = source.worker or worker
-            if source.tier is not Tier.DEVICE:
+            if source.tier is not _DEVICE:
                 restore_ms += holder.speed.media[source.tier].ms(moved_bytes)
             if holder is not worker:
-                network_ms = speed.media[Tier.PEER].ms(moved_bytes)
-        taken_tokens = request.prompt_tokens - held + request.output_tokens
-        memory_ms = self._lambda * taken_tokens * speed.kv_bytes_per_token * worker.occupancy
-        duplicate_ms = 0.0
+                network_ms = speed.media[_PEER].ms(moved_bytes)
+        if occupancy:
+            taken_tokens = prompt_tokens - held + answer_tokens
+            memory_ms = self._lambda * taken_tokens * token_bytes * occupancy
         if action is not _MIGRATION:
+            known_tokens = request.known_tokens
             for copy in request.copies:
                 if copy.worker is not worker:
-                    twice_ms = self._duplicate_ms(
-                        min(copy.tokens, request.known_tokens) - held, copy
-                    )
+                    tokens = copy.tokens if copy.tokens < known_tokens else known_tokens
+                    twice_ms = self._duplicate_ms(tokens - held, copy)
                     if twice_ms > duplicate_ms:
                         duplicate_ms = twice_ms
         interference_ms = self._mu * prefill_ms * batch
@@ -122,11 +124,16 @@ class Pricer:
     def _duplicate_ms(self, tokens: int, copy: Copy) -> float:
         """Of so many tokens that `copy` holds too."""
         holder = copy.worker
-        if tokens <= 0 or holder is None or copy.tier is not Tier.DEVICE:
+        if tokens <= 0 or holder is None or copy.tier is not _DEVICE:
             return 0.0
+        return self._held_twice_ms(tokens, holder)
+
+    def _held_twice_ms(self, tokens: int, holder: Worker) -> float:
         return self._delta * tokens * holder.speed.kv_bytes_per_token * holder.occupancy
 
 
+_CONTINUATION = TurnClass.DECODE_CONTINUATION
+_DEVICE, _PEER = Tier.DEVICE, Tier.PEER
 _DECODE = PlacementAction.DECODE_CONTINUATION
 _COLOCATED = PlacementAction.COLOCATED_PREFILL
 _REMOTE = PlacementAction.REMOTE_PREFILL

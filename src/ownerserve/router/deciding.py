@@ -65,13 +65,13 @@ def take(
     option: Option,
     reason: Reason,
     *,
-    ranked: Sequence[Option] = (),
+    ranked: Sequence[Option],
     wanted: Move | None = None,
 ) -> Decision:
     """The decision for `option`, the best of `ranked`, for `reason`."""
     return Decision(
         option.worker, option.action, reason, option.cached_tokens, option.prefill, option.source,
-        option.moved_tokens, wanted, tuple(ranked) or (option,),
+        option.moved_tokens, wanted, tuple(ranked),
     )  # fmt: skip
 
 

@@ -69,6 +69,8 @@ class Fleet:
         if known is None:
             known = Worker(event.worker, len(self._workers), dp_rank=event.dp_rank)
             self._workers[place] = known
+        if _is_former_life(event, known):
+            return  # a late word: it says nothing of the present one
         if _is_another_life(event, known):
             known.begin_life(event.incarnation)
         elif event.incarnation is not None:
@@ -111,6 +113,12 @@ class Fleet:
     def _leave(self, worker: Worker) -> None:
         for pool in (self._all, self._nameless, *self._by_model.values()):
             pool.discard(worker)
+
+
+def _is_former_life(event: WorkerUp, known: Worker) -> bool:
+    if event.incarnation is None or known.incarnation is None:
+        return False
+    return event.incarnation < known.incarnation
 
 
 def _is_another_life(event: WorkerUp, known: Worker) -> bool:

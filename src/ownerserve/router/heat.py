@@ -40,6 +40,9 @@ class Heat(Enum):
     LEAVING = "leaving"
 
 
+_CALM, _COOLING, _STUCK, _LEAVING = Heat
+_IS_CALM: tuple[Heat, Worker | None] = (_CALM, None)
+
 Pressure: TypeAlias = Callable[[Request, Worker, Candidates], float]
 """What leaving the worker could spare a turn, in ms."""
 
@@ -58,23 +61,28 @@ def heat(
     """The session's state, and the worker to leave for when it is LEAVING."""
     pressure_ms = pressure(request, owner, fleet)
     if pressure_ms <= settings.hot_ms:
-        return Heat.CALM, None
+        return _IS_CALM
     target = least_with_room(request, owner, fleet)
     if target is None:
-        return Heat.STUCK, None
+        return _STUCK, None
     if pressure_ms <= settings.hot_ratio * pressure(request, target, fleet):
-        return Heat.CALM, None
+        return _IS_CALM
     if request.since_move_s < settings.cool_s:
-        return Heat.COOLING, None
-    return Heat.LEAVING, target
+        return _COOLING, None
+    return _LEAVING, target
 
 
 def least_with_room(request: Request, owner: Worker | None, fleet: Candidates) -> Worker | None:
     """The least loaded worker but `owner` whose free memory takes the whole context."""
     tokens = request.prompt_tokens + request.output_tokens
+    least = fleet.least_one()
+    if least is not owner and _has_room(least, tokens):
+        return least  # as a rule: the others need not be listed
     for worker in fleet.least(TARGETS):
-        if worker is owner:
-            continue
-        if worker.kv_bytes_free >= tokens * worker.speed.kv_bytes_per_token:
+        if worker is not owner and _has_room(worker, tokens):
             return worker
     return None
+
+
+def _has_room(worker: Worker, tokens: int) -> bool:
+    return worker.kv_bytes_free >= tokens * worker.speed.kv_bytes_per_token

@@ -32,6 +32,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.content_chain import Content, root_of
 from ownerserve.router.scan import BodyFields
@@ -219,5 +220,5 @@ def _metadata_session(raw: bytes | None) -> str | None:
             return None
         match = _METADATA_SESSION.search(user)
         return match[1] if match else _METADATA_USER.decode(user).session_id
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None  # someone else's metadata

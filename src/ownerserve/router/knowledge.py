@@ -6,6 +6,7 @@ here is trusted beyond an estimate, and what names an earlier life of a worker i
 
 from __future__ import annotations
 
+from ownerserve.kv.epoch import Epoch
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.extents import Prefix, PrefixIndex
 from ownerserve.router.fleet import Fleet
@@ -75,7 +76,7 @@ class Knowledge:
         """The directory's word on an owner, unless a later one was heard."""
         session = self._sessions.touch(self._sessions.resolve(event.session), now_s)
         worker = self._fleet.find(event.unit)
-        if worker is None or (session.epoch is not None and event.epoch < session.epoch):
+        if worker is None or _is_earlier(session, event.epoch):
             return NOTED
         session.epoch = event.epoch
         self._sessions.bind(session, worker)
@@ -110,3 +111,8 @@ class Knowledge:
             return None  # shared and sealed: the next turn gives the session one of its own
         self._prefixes.name(session.prefix, event.prefix_hash)
         return session.prefix
+
+
+def _is_earlier(session: Session, epoch: Epoch) -> bool:
+    """A later owner is known: this word on a former one was long on its way."""
+    return session.epoch is not None and epoch < session.epoch

@@ -11,6 +11,9 @@ from ownerserve.router.extents import Copy
 from ownerserve.router.turns import TurnClass
 from ownerserve.router.worker import Worker
 
+_DEVICE = Tier.DEVICE
+"""An enum's member costs a look-up in its class each time: not on this path."""
+
 
 class Request(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A request as a policy sees it. Every token count is the router's estimate."""
@@ -41,12 +44,16 @@ class Request(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         """Tokens of the prompt that lie on `worker`'s device, so that they cost it nothing."""
         tokens = 0
         for copy in self.copies:
-            if copy.worker is worker and copy.tier is Tier.DEVICE and copy.tokens > tokens:
+            if copy.worker is worker and copy.tier is _DEVICE and copy.tokens > tokens:
                 tokens = copy.tokens
         return tokens if tokens < self.known_tokens else self.known_tokens if tokens else 0
 
     def holders(self, fleet: Candidates) -> list[Worker]:
         """Candidates that hold the beginning of the prompt, in whatever tier."""
+        copies = self.copies
+        if len(copies) == 1:  # as for most turns
+            worker = copies[0].worker
+            return [] if worker is None or worker not in fleet else [worker]
         return [worker for worker in self._holding() if worker in fleet]
 
     def prefill_holders(self, fleet: Candidates) -> list[Worker]:

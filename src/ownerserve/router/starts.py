@@ -32,11 +32,9 @@ def rank(
     request: Request, workers: Iterable[Worker], *, pricer: Pricer, fleet: Candidates
 ) -> list[Option]:
     """All ways at `workers`, the cheapest first; of equal ones, the earlier worker's."""
-    options = [
-        option
-        for worker in dict.fromkeys(workers)
-        for option in ways_at(request, worker, pricer=pricer, fleet=fleet)
-    ]
+    options: list[Option] = []
+    for worker in dict.fromkeys(workers):
+        options += ways_at(request, worker, pricer=pricer, fleet=fleet)
     options.sort(key=_BY_TOTAL)
     return options
 

@@ -53,14 +53,17 @@ def classify(
     `is_cold`: the session was away for long, or its owner is gone.
     """
     if known_tokens == 0:
-        is_long = new_tokens >= limits.long_tokens
-        return TurnClass.NEW_LONG_PREFIX if is_long else TurnClass.SMALL_INCREMENT
+        return _NEW_LONG if new_tokens >= limits.long_tokens else _SMALL
     if turns == 0:
-        return TurnClass.FORKED_ROLLOUT
+        return _FORKED
     if is_cold:
-        return TurnClass.COLD_RESUME
+        return _COLD
     if new_tokens >= limits.long_tokens:
-        return TurnClass.LONG_TOOL_OUTPUT
-    if new_tokens <= limits.continuation_tokens:
-        return TurnClass.DECODE_CONTINUATION
-    return TurnClass.SMALL_INCREMENT
+        return _LONG_OUTPUT
+    return _CONTINUATION if new_tokens <= limits.continuation_tokens else _SMALL
+
+
+# Looked up once: an enum's member takes as long to find as the rest of `classify`.
+_NEW_LONG, _SMALL = TurnClass.NEW_LONG_PREFIX, TurnClass.SMALL_INCREMENT
+_LONG_OUTPUT, _CONTINUATION = TurnClass.LONG_TOOL_OUTPUT, TurnClass.DECODE_CONTINUATION
+_FORKED, _COLD = TurnClass.FORKED_ROLLOUT, TurnClass.COLD_RESUME

@@ -4,7 +4,8 @@ known copies allow. The only place that asks what a worker can do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
 
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.plan.inputs import Tier
@@ -13,44 +14,62 @@ from ownerserve.router.costs import Pricer
 from ownerserve.router.decision import Option
 from ownerserve.router.extents import Copy
 from ownerserve.router.request import Request
-from ownerserve.router.turns import STRATEGIES
+from ownerserve.router.turns import STRATEGIES, TurnClass
 from ownerserve.router.worker import Worker
 
-_BRINGING = (PlacementAction.STATE_MIGRATION, PlacementAction.ARTIFACT_FETCH)
+_APART = PlacementAction.REMOTE_PREFILL
+_RESTORE = PlacementAction.TAIL_RECOMPUTE
+_MIGRATION = PlacementAction.STATE_MIGRATION
+_BRINGING = (_MIGRATION, PlacementAction.ARTIFACT_FETCH)
+_DEVICE = Tier.DEVICE
 
 
-def ways_at(
-    request: Request, worker: Worker, *, pricer: Pricer, fleet: Candidates
-) -> Iterator[Option]:
+class _Offer(NamedTuple):
+    """What a worker can do for a class of turns. `brings`: the ways from a peer, the first best."""
+
+    apart: bool
+    restores: bool
+    brings: tuple[PlacementAction, ...]
+
+
+@cache
+def _offer(turn: TurnClass, actions: frozenset[PlacementAction]) -> _Offer:
+    """One for each class of turns and kind of worker: both are few."""
+    able = actions.intersection(STRATEGIES[turn])
+    return _Offer(_APART in able, _RESTORE in able, tuple(one for one in _BRINGING if one in able))
+
+
+def ways_at(request: Request, worker: Worker, *, pricer: Pricer, fleet: Candidates) -> list[Option]:
     """Every way to run the turn at `worker`: on the spot always, the others where they apply."""
-    yield pricer.local(request, worker)
-    offered, actions = STRATEGIES[request.turn], worker.profile.actions
-    if PlacementAction.REMOTE_PREFILL in offered and PlacementAction.REMOTE_PREFILL in actions:
-        for prefill in fleet.least_prefill(1):
-            if prefill is not worker and shares_state(prefill, worker):
-                yield pricer.apart(request, worker, prefill)
-    if not request.copies or request.spec_digest != worker.profile.spec_digest:
-        return
+    ways = [pricer.local(request, worker)]
+    profile = worker.profile
+    offer = _offer(request.turn, profile.actions)
+    if offer.apart:
+        prefill = fleet.least_prefill_one()
+        if prefill is not None and prefill is not worker and shares_state(prefill, worker):
+            ways.append(pricer.apart(request, worker, prefill))
+    if not request.copies or request.spec_digest != profile.spec_digest:
+        return ways
     held = request.cached_on(worker)
-    if PlacementAction.TAIL_RECOMPUTE in offered and PlacementAction.TAIL_RECOMPUTE in actions:
+    if offer.restores:
         stored = stored_copy(request, worker)
         if stored is not None and stored.tokens > held:
-            yield pricer.bring(
-                request, worker, action=PlacementAction.TAIL_RECOMPUTE, source=stored
-            )
-    peer = peer_copy(request, worker)
-    if peer is not None and peer.tokens > held:
-        for action in _BRINGING:
-            if action in offered and action in actions and _may(action, request, peer):
-                yield pricer.bring(request, worker, action=action, source=peer)
-                return  # a migration costs what a fetch costs, and leaves no second copy
+            ways.append(pricer.bring(request, worker, action=_RESTORE, source=stored))
+    if offer.brings:
+        peer = peer_copy(request, worker)
+        if peer is not None and peer.tokens > held:
+            for action in offer.brings:
+                if _may(action, request, peer):
+                    ways.append(pricer.bring(request, worker, action=action, source=peer))
+                    break  # a migration costs what a fetch costs, and leaves no second copy
+    return ways
 
 
 def stored_copy(request: Request, worker: Worker) -> Copy | None:
     """The longest copy that `worker` can load by itself: its own tiers, or the shared store."""
     found = None
     for copy in request.copies:
-        is_own = copy.worker is worker and copy.tier is not Tier.DEVICE
+        is_own = copy.worker is worker and copy.tier is not _DEVICE
         if (is_own or copy.worker is None) and (found is None or copy.tokens > found.tokens):
             found = copy
     return found
@@ -77,4 +96,4 @@ def shares_state(one: Worker, other: Worker) -> bool:
 
 def _may(action: PlacementAction, request: Request, peer: Copy) -> bool:
     """Only its owner's state migrates: what others hold read-only is fetched."""
-    return action is not PlacementAction.STATE_MIGRATION or peer.worker is request.owner
+    return action is not _MIGRATION or peer.worker is request.owner

@@ -46,11 +46,19 @@ class Load(msgspec.Struct, gc=False):
 class Watch:
     """What an order is told by the workers that stand in it: who changed, how many run in all."""
 
-    __slots__ = ("changed", "sequences")
+    __slots__ = ("changed", "counted")
 
     def __init__(self) -> None:
         self.changed: set[Worker] = set()
-        self.sequences = 0
+        self.counted = 0
+        """Sequences at all of them, by each one's last estimate."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences at all of them now."""
+        for worker in self.changed:
+            worker._estimate()
+        return self.counted
 
 
 class Worker:
@@ -58,30 +66,32 @@ class Worker:
 
     `requests`, `pending_prefill_tokens`, `held_tokens` are this router's own dispatches.
     `pending_tokens`, `queue_ms`, `batch`, `kv_bytes_free`, `occupancy` are the present estimate of
-    everybody's; `refresh` makes them anew after every change.
+    everybody's. A change (`refresh`) marks them old, who asks next has them made anew: a turn
+    changes its worker's load six times, and is decided once.
     """
 
     __slots__ = (
+        "_batch",
         "_clock_s",
         "_delta_batch",
         "_delta_held",
         "_delta_pending",
+        "_is_old",
+        "_kv_bytes_free",
+        "_occupancy",
+        "_pending_tokens",
+        "_queue_ms",
         "_recent",
         "_stamp",
-        "batch",
         "bound_sessions",
         "dp_rank",
         "held_tokens",
         "id",
         "incarnation",
-        "kv_bytes_free",
         "life",
-        "occupancy",
         "order",
         "pending_prefill_tokens",
-        "pending_tokens",
         "profile",
-        "queue_ms",
         "requests",
         "speed",
         "up",
@@ -102,12 +112,11 @@ class Worker:
         """Who must know that its load has changed: the orders it stands in (candidates.py)."""
         self.bound_sessions = 0
         self.requests = self.pending_prefill_tokens = self.held_tokens = 0
-        self.pending_tokens = self.batch = 0
-        self.queue_ms = 0.0
-        self.kv_bytes_free = float("inf")
-        """Free or evictable device memory for state; infinite where nothing is known."""
-        self.occupancy = 0.0
-        """Share of the device memory for state that is in use; 0 where nothing is known."""
+        self._is_old = False
+        self._pending_tokens = self._batch = 0
+        self._queue_ms = 0.0
+        self._kv_bytes_free = float("inf")
+        self._occupancy = 0.0
         self._recent: deque[Load] = deque(maxlen=RECENT_MAX)
         self._stamp: WorkerStatus | None = None
         self._clock_s = float("inf")
@@ -178,30 +187,74 @@ class Worker:
         self.refresh()
 
     def refresh(self) -> None:
-        """Recompute the estimates, and say so to the orders that it stands in."""
+        """Its load has changed: say so to the orders that it stands in."""
+        if not self._is_old:
+            self._is_old = True
+            for watch in self.watchers:
+                watch.changed.add(self)
+
+    def _estimate(self) -> None:
+        """Make the estimates anew, if they are old."""
+        if not self._is_old:
+            return
+        self._is_old = False
         stamp = self._stamp
         pending, batch = self._delta_pending, self._delta_batch
         if stamp is not None:
             pending += stamp.pending_prefill_tokens
             batch += stamp.running_sequences + stamp.waiting_sequences
-        self.pending_tokens = pending = pending if pending > 0 else 0
+        self._pending_tokens = pending = pending if pending > 0 else 0
         batch = batch if batch > 0 else 0
-        more, self.batch = batch - self.batch, batch
+        more, self._batch = batch - self._batch, batch
         prefill = self.speed.prefill
         token_ms = prefill.b_ms
         if self.requests:
             token_ms += prefill.c_ms * (self.held_tokens / self.requests)
-        self.queue_ms = pending * token_ms
+        self._queue_ms = pending * token_ms
         total = free = self.profile.kv_bytes_total
         if stamp is not None:
             total, free = stamp.kv_bytes_total, stamp.kv_bytes_free
         if total:
             left = free - self._delta_held * self.speed.kv_bytes_per_token
-            self.kv_bytes_free = left = 0.0 if left < 0.0 else left if left < total else total
-            self.occupancy = 1.0 - left / total
+            self._kv_bytes_free = left = 0.0 if left < 0.0 else left if left < total else total
+            self._occupancy = 1.0 - left / total
         for watch in self.watchers:
-            watch.changed.add(self)
-            watch.sequences += more
+            watch.counted += more
+
+    @property
+    def pending_tokens(self) -> int:
+        """Prefill that stands before a new request."""
+        if self._is_old:
+            self._estimate()
+        return self._pending_tokens
+
+    @property
+    def queue_ms(self) -> float:
+        """How long that takes."""
+        if self._is_old:
+            self._estimate()
+        return self._queue_ms
+
+    @property
+    def batch(self) -> int:
+        """Sequences that run or wait there."""
+        if self._is_old:
+            self._estimate()
+        return self._batch
+
+    @property
+    def kv_bytes_free(self) -> float:
+        """Free or evictable device memory for state; infinite where nothing is known."""
+        if self._is_old:
+            self._estimate()
+        return self._kv_bytes_free
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the device memory for state that is in use; 0 where nothing is known."""
+        if self._is_old:
+            self._estimate()
+        return self._occupancy
 
     def _forget_stamps(self) -> None:
         self._stamp = None

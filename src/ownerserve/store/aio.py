@@ -100,20 +100,21 @@ class ReadQueue:
             return
         air: dict[int, int] = {}
         following = 0
+        landed: list[tuple[int, int]] = []
         try:
-            while following < len(loads) or air:
+            while following < len(loads) or air or landed:
                 batch = _batch(loads, following, air)
                 taken = context.send(batch) if batch else 0
                 air.update((tag, len(load.into)) for tag, load in batch[:taken])
                 following += taken
-                if not air:  # the kernel takes none, now or ever: do one by hand
-                    following += 1
-                    yield following - 1, one(loads[following - 1])
+                yield from landed  # while those just sent are on their way
+                if not air and following < len(loads):
+                    following += 1  # the kernel takes none, now or ever: do one by hand
+                    landed = [(following - 1, one(loads[following - 1]))]
                     continue
-                landed = context.reap()
+                landed = context.reap() if air else []
                 for tag, _ in landed:
                     del air[tag]
-                yield from landed
         finally:
             self._settle(context, air)
 

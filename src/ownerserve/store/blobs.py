@@ -6,6 +6,7 @@ FileExistsError) and Backpressure, nothing else.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -78,7 +79,10 @@ class DirectoryBlobs:
             with temporary.open("xb", buffering=0) as file:
                 done = 0
                 while done < len(data):
-                    done += file.write(data[done:])
+                    count = file.write(data[done:])
+                    if not count:
+                        raise OSError(errno.EIO, "short write", str(temporary))
+                    done += count
                 os.fdatasync(file.fileno())
             publish(temporary, path)
             sync_directory(path.parent)

@@ -10,12 +10,15 @@ import ctypes
 import mmap
 import weakref
 from collections import defaultdict
+from contextlib import suppress
 from threading import Lock
 from typing import Any, Protocol
 
 from ownerserve.kv.errors import CapacityExceeded
-from ownerserve.kv.units import GIB
+from ownerserve.kv.units import GIB, MIB
 from ownerserve.store.header import BLOCK
+
+HUGE_PAGE = 2 * MIB
 
 
 class Landing(Protocol):
@@ -44,10 +47,15 @@ class Memory(Protocol):
 
 
 class AnonymousMemory:
-    """Pageable memory of this process."""
+    """Pageable memory of this process, of huge pages where the size allows: a direct read must find
+    and pin every page that it lands in."""
 
     def map(self, size: int) -> mmap.mmap:
-        return mmap.mmap(-1, size)
+        memory = mmap.mmap(-1, size)
+        if size >= HUGE_PAGE:
+            with suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
 
     def unmap(self, memory: mmap.mmap) -> None:
         """Nothing but the mapping."""

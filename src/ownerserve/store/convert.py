@@ -20,6 +20,8 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
+from ownerserve.kv.errors import UNREADABLE
+
 FORM = "kv-layout/1"
 
 
@@ -100,7 +102,7 @@ def decode(descriptor: bytes) -> Layout | None:
     """The layout that a header's descriptor states; None for another form of description."""
     try:
         layout = msgspec.msgpack.decode(descriptor, type=Layout)
-    except (msgspec.MsgspecError, RecursionError):
+    except UNREADABLE:
         return None
     return layout if layout.form == FORM else None
 

@@ -82,11 +82,12 @@ def buffers(items: Sequence[Item]) -> Iterator[tuple[int, list[Item]]]:
     """Items in the order they lie on disk, placed in buffers: (bytes of the buffer, its items)."""
     size, group = 0, list[Item]()
     for item in sorted(items, key=_lie) if len(items) > 1 else items:
-        if group and size + item.size > BUFFER_BYTES:
+        length = item.size
+        if group and size + length > BUFFER_BYTES:
             yield size, group
             size, group = 0, []
         item.place = size
-        size += item.size
+        size += length
         group.append(item)
     yield size, group
 

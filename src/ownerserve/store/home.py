@@ -9,6 +9,7 @@ DIR/index.sqlite the index, made again from the segments when lost
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -140,12 +141,21 @@ def _refuse_foreign(directory: Path) -> None:
         )
 
 
+def _write_all(fd: int, data: bytes, path: Path) -> None:
+    left = data
+    while left:
+        count = os.write(fd, left)
+        if count <= 0:
+            raise OSError(errno.EIO, "short write", str(path))
+        left = left[count:]
+
+
 def _write_once(path: Path, data: bytes) -> None:
     """`data` durably under `path`, or nothing there."""
     temporary = path.with_suffix(".tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, data)
+        _write_all(fd, data, path)
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from ownerserve.kv.errors import OwnerServeError
-from ownerserve.store.model import ID_BYTES, Kind, Meta, Usage
+from ownerserve.kv.errors import UNREADABLE, OwnerServeError
+from ownerserve.store.model import Kind, Meta, Usage, unit_ends
 
 SCHEMA_VERSION = 2
 HOT_ENTRIES = 1 << 17
@@ -319,16 +319,10 @@ def mapped() -> Iterator[None]:
     """SQLite's errors, and those of rows that make no sense, as ours."""
     try:
         yield
-    except (sqlite3.Error, msgspec.MsgspecError) as error:
+    except (sqlite3.Error, *UNREADABLE) as error:
         raise IndexFailed(f"index: {error}") from error
 
 
 def boundary_rows(entry: Entry) -> Iterator[tuple[bytes, int, int]]:
-    """(hash, sequence, unit) of each unit end, for a record that lists them; the last is its own.
-
-    Others are found by id alone and cost no row here.
-    """
-    meta = entry.meta
-    ends = meta.boundaries + meta.prefix_hash
-    for unit in range(meta.units if meta.boundaries else 0):
-        yield ends[unit * ID_BYTES : (unit + 1) * ID_BYTES], entry.sequence, unit + 1
+    """(hash, sequence, unit) of each unit end that costs a row here."""
+    return ((digest, entry.sequence, unit) for digest, unit in unit_ends(entry.meta))

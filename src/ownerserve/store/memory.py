@@ -35,6 +35,7 @@ from ownerserve.store.model import (
     Usage,
     Want,
     WriteOutcome,
+    unit_ends,
 )
 from ownerserve.store.policy import Limits, Order, by_age
 from ownerserve.store.seal import SealKind, Xxh3Seal
@@ -82,6 +83,7 @@ class MemoryTier:
         self._order = order
         self.on_evict: OnEvict | None = None
         self._held: dict[Kind, OrderedDict[bytes, Held]] = {kind: OrderedDict() for kind in Kind}
+        self._boundaries: dict[bytes, dict[bytes, int]] = {}  # hash -> id -> units up to there
         self._standing: dict[tuple[bytes, Kind], Usage] = {}
         self._ledger = Ledger(limits, self._standing)
         self._lock = RLock()
@@ -95,6 +97,13 @@ class MemoryTier:
         with self._lock:
             found = {id_: self._get(id_) for id_ in ids}
             return {id_: held.listed() for id_, held in found.items() if held is not None}
+
+    def at_boundary(self, prefix_hash: bytes) -> list[tuple[Listed, int]]:
+        """Records that have `prefix_hash` at a unit's end: (record, units up to there)."""
+        with self._lock:
+            units_of = self._boundaries.get(prefix_hash, {})
+            found = [(self._get(id_), units) for id_, units in units_of.items()]
+            return [(held.listed(), units) for held, units in found if held is not None]
 
     def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
         """All wants verified, or a miss. `landing` is not used: the bytes are in memory already."""
@@ -196,6 +205,8 @@ class MemoryTier:
             with self._lock:
                 self._ledger.release(reserved)
                 self._held[meta.kind][meta.id] = Held(header, payload, now_s)
+                for digest, units in unit_ends(meta):
+                    self._boundaries.setdefault(digest, {})[meta.id] = units
                 self._count(meta, len(payload), 1)
             self.counters["stored"] += 1
             outcomes.append(Stored(meta.id, len(payload)))
@@ -218,8 +229,15 @@ class MemoryTier:
                 gone = held.pop(id_, None)
                 if gone is not None:
                     self._count(gone.header.meta, -len(gone.payload), -1)
+                    self._forget_boundaries(gone.header.meta)
                     return 1
         return 0
+
+    def _forget_boundaries(self, meta: Meta) -> None:
+        for digest, _ in unit_ends(meta):
+            del self._boundaries[digest][meta.id]
+            if not self._boundaries[digest]:
+                del self._boundaries[digest]
 
     def remove(self, ids: Sequence[bytes]) -> int:
         """Records gone, of those that were there."""
@@ -276,4 +294,5 @@ class MemoryTier:
         with self._lock:
             for held in self._held.values():
                 held.clear()
+            self._boundaries.clear()
             self._standing.clear()

@@ -5,6 +5,7 @@ Pure data. Nothing here knows how or where bytes are kept.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
@@ -89,6 +90,16 @@ class Meta(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise InvalidInput("units", f"{self.units}", f"use 1 to {MAX_UNITS}")
         if self.boundaries and len(self.boundaries) != (self.units - 1) * ID_BYTES:
             raise InvalidInput("boundaries", f"{len(self.boundaries)} bytes", "one per inner unit")
+
+
+def unit_ends(meta: Meta) -> Iterator[tuple[bytes, int]]:
+    """(prefix hash, units up to it) of each unit end, for a record that lists them.
+
+    Others are found by id alone. The last end is the record's own.
+    """
+    ends = meta.boundaries + meta.prefix_hash
+    for unit in range(meta.units if meta.boundaries else 0):
+        yield ends[unit * ID_BYTES : (unit + 1) * ID_BYTES], unit + 1
 
 
 def meta_of(

@@ -34,7 +34,7 @@ def expand(runs: Runs) -> Iterator[int]:
 
 def blocks(runs: Runs) -> int:
     """Blocks covered."""
-    return sum(count for _, count in runs)
+    return sum([count for _, count in runs])
 
 
 def take(runs: Runs, count: int) -> Runs:

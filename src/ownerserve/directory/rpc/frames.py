@@ -15,7 +15,7 @@ import msgspec
 
 from ownerserve.directory.messages import Outcome, Request
 from ownerserve.directory.port import DirectoryStatus
-from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.errors import UNREADABLE, InvalidInput
 
 VERSION = 1
 OLDEST = 1
@@ -90,7 +90,7 @@ def decode_answer(data: bytes) -> Answer:
 def _opened(data: bytes, decoder: msgspec.msgpack.Decoder[_Frame[T]]) -> T:
     try:
         frame = decoder.decode(data)
-    except (msgspec.MsgspecError, InvalidInput) as error:
+    except (*UNREADABLE, InvalidInput) as error:
         raise InvalidInput("rpc", str(error), f"send [version, message] of {VERSION}") from error
     if not OLDEST <= frame.version <= VERSION:
         problem = f"version {frame.version}"

@@ -66,7 +66,8 @@ class Fetched:
 
 
 _DECISION = Struct(">BI")
-_ITEM = Struct(">BIII")
+_pack_item = Struct(">BIII").pack
+_WITH_EPOCH = (Session, Prefix)
 
 
 class Batch:
@@ -88,13 +89,14 @@ class Batch:
         self._parts.append(_DECISION.pack(decision.minted, items))
         for key in decision.guards:
             self._item(KEEP, key, fetched.raw[key], b"")
+        raw = fetched.raw
         for key, record in decision.writes:
-            before = fetched.raw[key]
+            before = raw[key]
             if record is None:
                 self._item(DELETE, key, before, b"")
                 continue
             value = encode_record(record)
-            if isinstance(record, Session | Prefix) and record.epoch is epoch:
+            if isinstance(record, _WITH_EPOCH) and record.epoch is epoch:
                 self._item(MINT, key, before, value[:-COUNTER_BYTES])
             else:
                 self._item(SET, key, before, value)
@@ -105,7 +107,7 @@ class Batch:
     def _item(self, action: int, key: Key, before: bytes, value: bytes) -> None:
         self._touched.add(key)
         name = NAMESPACE + key
-        head = _ITEM.pack(action, len(name), len(before), len(value))
+        head = _pack_item(action, len(name), len(before), len(value))
         self._parts += (head, name, before, value)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import torch
 
+from ownerserve.cache.budget import PoolSizes, share_memory
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.pressure import Watermarks
-from ownerserve.engines.hf.budget import PoolSizes, share_memory
 from ownerserve.engines.hf.checkpoint import Checkpoint, load_checkpoint
 from ownerserve.engines.hf.codec import Codec
 from ownerserve.engines.hf.engine import Engine
@@ -29,6 +29,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.node.backing import open_backing
 from ownerserve.node.calibration import Calibration
 from ownerserve.node.checkpoints import policy_of
+from ownerserve.node.media import DEFAULT_WRITE
 from ownerserve.node.records import RecordNames
 from ownerserve.node.runtime import NodeRuntime
 from ownerserve.node.settings import NodeSettings
@@ -43,8 +44,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is made from. `block_tokens` and `chunk_tokens` None: the model's default.
     `checkpoints` names a policy (node.checkpoints); `store_upkeep_s` 0: never.
 
-    With a `store` (a directory) or a host cache it has a node; without, it keeps state on the
-    device only.
+    With a `store` (a directory), a host cache or a shared medium (`remote`) it has a node, which
+    writes to them as `write` says (node.media); without, it keeps state on the device only.
     """
 
     model: str
@@ -58,6 +59,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     hca_tail: TailForm = TailForm.RAW_ROWS
     store: Path | None = None
     host_cache_bytes: int = 0
+    remote: str | None = None
+    write: str = DEFAULT_WRITE
     node: NodeSettings = NodeSettings()
     watermarks: Watermarks = Watermarks()
     checkpoints: str = "turn-end"
@@ -119,7 +122,14 @@ def build_node(
     upkeep_s = options.store_upkeep_s
     on_cuda = options.device.startswith("cuda")
     cuda = torch.cuda.cudart() if on_cuda else None  # type: ignore[no-untyped-call]
-    backing = open_backing(options.store, options.host_cache_bytes, upkeep_s=upkeep_s, cuda=cuda)
+    backing = open_backing(
+        options.store,
+        options.host_cache_bytes,
+        remote=options.remote,
+        write=options.write,
+        upkeep_s=upkeep_s,
+        cuda=cuda,
+    )
     if backing is None:
         return None
     identity, port = identity_of(checkpoint, runner), HfPort(runner)

@@ -21,12 +21,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A model ready for a Runner, and how to speak to it. `eos_ids` end an answer."""
+    """A model ready for a Runner, and how to speak to it. `eos_ids` end an answer; `folder` is
+    where its weights were read, None when they were drawn."""
 
     name: str
     model: Any
     tokenizer: Any
     eos_ids: frozenset[int]
+    folder: Path | None = None
 
 
 def load_checkpoint(
@@ -84,7 +86,8 @@ def _load_folder(folder: Path, *, device: str, dtype: torch.dtype | None) -> Che
         raise InvalidInput("model", f"{folder}: {error}", "mend the checkpoint folder") from error
     if config.model_type == "deepseek_v4":
         _unify_dtype(model)
-    return _checkpoint(folder.name, model.to(device).eval(), tokenizer)
+    loaded = _checkpoint(folder.name, model.to(device).eval(), tokenizer)
+    return msgspec.structs.replace(loaded, folder=folder)
 
 
 def _check_family(config_file: Path) -> None:

@@ -18,6 +18,7 @@ from ownerserve.engines.hf.checkpoint import Checkpoint
 from ownerserve.engines.hf.runner import Runner
 from ownerserve.kv.artifacts import SALT_BYTES, Identity, Numerics
 from ownerserve.kv.payload import FORMAT
+from ownerserve.node.weights import weight_files_digest
 from ownerserve.plan.inputs import FULL_ABILITIES, Abilities, Overlap
 
 SLOT_FORMAT = FORMAT
@@ -45,13 +46,16 @@ class HfPort:
 
 
 def identity_of(checkpoint: Checkpoint, runner: Runner) -> Identity:
-    """What a worker's state is called. Reads every weight once: as long as loading took."""
-    config = checkpoint.model.config
+    """What a worker's state is called. Reads every weight once: as long as loading took.
+
+    Weights that were read from files are named by them, as other engines name them too.
+    """
+    config, folder = checkpoint.model.config, checkpoint.folder
     rope = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None)
     quantization = getattr(config, "quantization_config", None)
     return Identity(
         model_id=str(config.model_type),
-        weights=weights_digest(checkpoint.model),
+        weights=weight_files_digest(folder) if folder else weights_digest(checkpoint.model),
         tokenizer=tokenizer_digest(checkpoint.tokenizer),
         spec_digest=runner.spec_digest(),
         numerics=Numerics(

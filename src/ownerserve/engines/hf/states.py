@@ -12,7 +12,6 @@ is the least it needs: W-1 window rows, k-1 convolution columns, m-1 waiting row
 
 from __future__ import annotations
 
-import hashlib
 import math
 from enum import StrEnum
 from typing import Any
@@ -24,7 +23,7 @@ from ownerserve.cache.layout import Component, Extent, Layout
 from ownerserve.cache.tails import Tail
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.payload import PayloadPart
+from ownerserve.kv.payload import PayloadPart, PayloadSection, payload_digest
 from ownerserve.plan.inputs import ModelState
 
 PART_ALIGN_BYTES = 16
@@ -174,14 +173,14 @@ class ModelStates(msgspec.Struct, frozen=True):
         Not the tails: at a boundary they are empty, so workers that hold them in another form
         keep the same state and may exchange it.
         """
-        sections = [
-            [s.name, [[p.name, list(p.shape), str(p.dtype)] for p in s.parts]]
-            for s in (*self.range_sections, *self.point_sections)
-        ]
-        kinds = [layer.kind.value for layer in self.layers]
-        facts = [kinds, sections, self.block_tokens, self.window_tokens]
-        rates = [self.csa_rate, self.hca_rate]
-        return hashlib.sha256(msgspec.json.encode([facts, rates])).digest()
+        sections = [PayloadSection(name, parts) for name, parts in self.payload_parts().items()]
+        return payload_digest(
+            [layer.kind.value for layer in self.layers],
+            sections,
+            block_tokens=self.block_tokens,
+            window_tokens=self.window_tokens,
+            rates=(self.csa_rate, self.hca_rate),
+        )
 
     def layout(self) -> Layout:
         """The same facts as the cache needs them."""

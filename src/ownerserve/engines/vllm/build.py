@@ -21,7 +21,7 @@ from ownerserve.engines.vllm.outside import Outside
 from ownerserve.engines.vllm.scheduler import SchedulerSide
 from ownerserve.engines.vllm.settings import Settings, decode
 from ownerserve.engines.vllm.soft import SoftReferences
-from ownerserve.engines.vllm.streams import stream_of
+from ownerserve.engines.vllm.streams import host_runtime, stream_of
 from ownerserve.engines.vllm.tenants import Tenants
 from ownerserve.engines.vllm.worker import WorkerSide
 from ownerserve.kv.artifacts import Identity
@@ -157,11 +157,13 @@ def scheduler_side(parts: Parts) -> SchedulerSide:
         log.warning("state is neither kept nor restored: %s", why)
     components = ", ".join(parts.shape.components)
     log.info("OwnerServe: blocks of %d tokens, %s", parts.layout.block_tokens, components)
+    lookup = Lookup(parts.settings.directory(rank=0, world=parts.world))
     around = Around(
-        lookup=Lookup(parts.settings.directory(rank=0, world=parts.world)),
+        lookup=lookup,
         soft=SoftReferences(parts.settings.soft_reference),
         measuring=Measuring(
             parts.calibration if parts.settings.restores == "by-cost" else None,
+            lookup.later,
             least_tokens=parts.layout.block_tokens,
         ),
         outside=outside(parts),
@@ -228,5 +230,6 @@ def worker_side(parts: Parts, kv_caches: dict[str, Any]) -> WorkerSide:
         transposed=[name for name, swapped in lies_swapped.items() if swapped],
     )
     directory = parts.settings.directory(rank=rank, world=parts.world)
-    backing = open_backing(directory, parts.settings.host_cache_bytes)
+    cache_bytes, cuda = parts.settings.host_cache_bytes, host_runtime(device)
+    backing = open_backing(directory, cache_bytes, cuda=cuda)
     return WorkerSide(backing, codec, stream_of(device), readers=parts.settings.readers)

@@ -60,6 +60,7 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._parts = parts
         self._scheduler = scheduler_side(parts) if role is KVConnectorRole.SCHEDULER else None
         self._worker: Any = None
+        self._saved: Orders | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -89,8 +90,7 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         """Nothing: saves are a step's, so that full CUDA graphs stay."""
 
     def wait_for_save(self) -> None:
-        if self._worker is not None:
-            self._worker.save(self._orders())
+        self._save(self._orders())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received, failed = self._results()
@@ -105,7 +105,18 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return metadata.orders if isinstance(metadata, StepOrders) else Orders()
 
     def _results(self) -> tuple[set[str], set[str]]:
-        return self._worker.results(self._orders()) if self._worker is not None else (set(), set())
+        if self._worker is None:
+            return set(), set()
+        orders = self._orders()
+        self._save(orders)  # vLLM 0.30 has no `wait_for_save` in a step that computes nothing
+        results: tuple[set[str], set[str]] = self._worker.results(orders)
+        return results
+
+    def _save(self, orders: Orders) -> None:
+        """A step's saves, once."""
+        if self._worker is not None and orders is not self._saved:
+            self._saved = orders
+            self._worker.save(orders)
 
     # -- scheduler -----------------------------------------------------------------------------
 
@@ -174,7 +185,7 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         """A mistake of ours must not end the engine: it goes on as if it had no connector."""
         try:
             return call()
-        except Exception:
+        except Exception:  # the root of every hook of the scheduler's
             log.exception("OwnerServe is switched off; please report this")
             self._side.switch_off()
             return instead
@@ -182,7 +193,8 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     # -- both ----------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> OwnerServeStats | None:
-        return OwnerServeStats.taken(self._scheduler) if self._scheduler is not None else None
+        side = self._scheduler
+        return self._safely(lambda: OwnerServeStats.taken(side), None) if side is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OwnerServeStats:

@@ -12,8 +12,12 @@ class Counting:
     def __init__(self, sources: Mapping[str, Callable[[], Mapping[str, int]]]) -> None:
         """`sources`: a prefix, and who counts what stands under it."""
         self._sources = sources
-        self._told: Counter[str] = Counter()
-        self._told_events = 0
+        self._told: dict[str, dict[str, int]] = {prefix: {} for prefix in sources}
+        self._stirred = False
+
+    def stir(self) -> None:
+        """Something may have been counted."""
+        self._stirred = True
 
     def totals(self) -> Counter[str]:
         """Since the start."""
@@ -22,12 +26,15 @@ class Counting:
             totals.update({f"{prefix}{name}": number for name, number in source().items()})
         return totals
 
-    def take(self) -> Counter[str]:
-        """Since the last call. Asked every step, and mostly nothing was counted: that is cheap."""
-        events = sum(sum(source().values()) for source in self._sources.values())
-        if events == self._told_events:
-            return Counter()
-        self._told_events = events
-        totals = self.totals()
-        taken, self._told = totals - self._told, totals
+    def take(self) -> dict[str, int]:
+        """Since the last call. Asked every step; most steps stir nothing, and cost nothing."""
+        taken: dict[str, int] = {}
+        if self._stirred:
+            self._stirred = False
+            for prefix, source in self._sources.items():
+                told = self._told[prefix]
+                for name, number in source().items():
+                    if number != (before := told.get(name, 0)):
+                        told[name] = number
+                        taken[prefix + name] = number - before
         return taken

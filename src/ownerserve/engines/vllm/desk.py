@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -44,6 +44,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """KV bytes of one more token, over all groups."""
 
 
+class Told(msgspec.Struct, frozen=True, gc=False):
+    """What the hooks told last; `as_of` in seconds since 1970."""
+
+    as_of: float
+    pending_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    free_tokens: int = 0
+    total_tokens: int = 0
+
+
 class Desk:
     """`arrived`, `stepped`, `gone` on the scheduler's thread; the rest on any."""
 
@@ -53,7 +64,8 @@ class Desk:
         self._unit = RoutingUnit(WorkerId(limits.model), limits.dp_rank, incarnation)
         self._waiting: dict[str, int] = {}
         self._running: dict[str, int] = {}
-        self._status = self._dated(pending=0, free_tokens=0, total_tokens=0)
+        self._pending_tokens = 0
+        self._told = Told(time.time())
         self._released: SimpleQueue[SessionId] = SimpleQueue()
         self._server: RpcServer | None = None
         self._address_file: Path | None = None
@@ -78,32 +90,39 @@ class Desk:
 
     def arrived(self, request_id: str, tokens: int) -> None:
         """A request is here and waits."""
+        self.gone(request_id)
         self._waiting[request_id] = tokens
+        self._pending_tokens += tokens
 
     def stepped(self, left: dict[str, int], *, free_tokens: int, total_tokens: int) -> None:
         """A step runs these requests, and leaves so many prompt tokens of each to compute; the
         pool has so much room."""
+        running, waiting = self._running, self._waiting
         for request_id, tokens in left.items():
-            self._waiting.pop(request_id, None)
-            self._running[request_id] = tokens
-        pending = sum(self._waiting.values()) + sum(self._running.values())
-        self._status = self._dated(
-            pending=pending, free_tokens=free_tokens, total_tokens=total_tokens
+            before = running.get(request_id)
+            if before is None:
+                before = waiting.pop(request_id, 0)
+            running[request_id] = tokens
+            self._pending_tokens += tokens - before
+        self._told = Told(
+            time.time(),
+            self._pending_tokens,
+            len(running),
+            len(waiting),
+            free_tokens,
+            total_tokens,
         )
 
     def gone(self, request_id: str) -> None:
         """A request ended, however."""
-        self._waiting.pop(request_id, None)
-        self._running.pop(request_id, None)
+        self._pending_tokens -= self._waiting.pop(request_id, 0) + self._running.pop(request_id, 0)
 
     def released(self) -> list[SessionId]:
         """Sessions that went elsewhere since the last call."""
-        sessions = []
-        while True:
-            try:
-                sessions.append(self._released.get_nowait())
-            except Empty:
-                return sessions
+        sessions: list[SessionId] = []
+        while not self._released.empty():  # nobody else takes from it
+            sessions.append(self._released.get_nowait())
+        return sessions
 
     # -- asked from outside --------------------------------------------------------------------
 
@@ -116,7 +135,7 @@ class Desk:
     def _answer(self, request: Request) -> Answer:
         match request:
             case Status():
-                return StatusIs(self._status)
+                return StatusIs(self._status())
             case Probe(wanted):
                 return self._probe(wanted)
             case ReleaseSession(session_id):
@@ -129,7 +148,7 @@ class Desk:
         """vLLM's queue takes what fits its length; a version of a session it does not know."""
         if not isinstance(wanted, Seed):
             return Reject(Refusal.UNKNOWN_SESSION)
-        status, limits = self._status, self._limits
+        status, limits = self._status(), self._limits
         if wanted.tokens > limits.sequence_tokens:
             return Reject(Refusal.TOO_LONG)
         if status.waiting_sequences >= limits.max_waiting:
@@ -138,16 +157,17 @@ class Desk:
             return Reject(Refusal.NO_ROOM)
         return Admit(resident_tokens=0, ahead_prefill_tokens=status.pending_prefill_tokens)
 
-    def _dated(self, *, pending: int, free_tokens: int, total_tokens: int) -> WorkerStatus:
-        limits = self._limits
+    def _status(self) -> WorkerStatus:
+        """Of the last step. Made here and not in it: steps are many, questions few."""
+        told, limits = self._told, self._limits
         return WorkerStatus(
             unit=self._unit,
-            as_of=time.time(),
-            pending_prefill_tokens=pending,
-            running_sequences=len(self._running),
-            waiting_sequences=len(self._waiting),
-            kv_bytes_free=free_tokens * limits.token_bytes,
-            kv_bytes_total=total_tokens * limits.token_bytes,
+            as_of=told.as_of,
+            pending_prefill_tokens=told.pending_tokens,
+            running_sequences=told.running,
+            waiting_sequences=told.waiting,
+            kv_bytes_free=told.free_tokens * limits.token_bytes,
+            kv_bytes_total=told.total_tokens * limits.token_bytes,
         )
 
 

@@ -7,24 +7,14 @@ Weights are named by what the checkpoint's files hold, never by a path.
 from __future__ import annotations
 
 import hashlib
-import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from xxhash import xxh3_128
 
 from ownerserve.kv.artifacts import SALT_BYTES, Identity, Numerics
-from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.payload import Payload
-
-log = logging.getLogger("vllm.ownerserve")
-
-WEIGHTS_DOMAIN = b"ownerserve/weight-files/1"
-CHUNK_BYTES = 8 << 20
-DIGEST_HEX = 64
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+from ownerserve.node.weights import weight_files_digest
 
 
 def identity_of(vllm_config: Any, payload: Payload, *, weights: str, cache: Path) -> Identity:
@@ -53,23 +43,7 @@ def weights_of(vllm_config: Any, *, cache: Path) -> str:
     """A digest of the checkpoint's weight files; of its seed where vLLM makes the weights up."""
     if str(vllm_config.load_config.load_format) == "dummy":
         return "vllm dummy weights"
-    folder = _folder(vllm_config.model_config)
-    files = next((found for glob in WEIGHT_FILES if (found := sorted(folder.glob(glob)))), [])
-    if not files:
-        raise InvalidInput(
-            "weights", f"{folder} has no weight files", "set kv_connector_extra_config.weights"
-        )
-    known = _read_cache(cache)
-    digest = hashlib.sha256(WEIGHTS_DOMAIN)
-    seen: dict[str, str] = {}
-    for file in files:
-        stat = file.stat()
-        key = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-        seen[key] = known.get(key) or _file_digest(file)
-        digest.update(f"{file.name} {stat.st_size} {seen[key]}\n".encode())
-    if seen.keys() - known.keys():
-        _write_cache(cache, {**known, **seen})
-    return digest.hexdigest()
+    return weight_files_digest(_folder(vllm_config.model_config), cache=cache)
 
 
 def _folder(model: Any) -> Path:
@@ -79,33 +53,6 @@ def _folder(model: Any) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-
-
-def _file_digest(file: Path) -> str:
-    # The hub's cache calls large files by their SHA-256: nothing to read.
-    name = file.resolve().name
-    if len(name) == DIGEST_HEX and file.is_symlink():
-        return name
-    digest = xxh3_128()
-    with file.open("rb") as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _read_cache(path: Path) -> Mapping[str, str]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
-    except (OSError, msgspec.DecodeError):
-        return {}
-
-
-def _write_cache(path: Path, known: Mapping[str, str]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.encode(known))
-    except OSError as error:
-        log.info("digests of weight files are not remembered: %s", error)
 
 
 def tokenizer_digest(model: Any) -> str:

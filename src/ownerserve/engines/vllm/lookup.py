@@ -10,9 +10,10 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Thread
+from typing import TypeAlias
 
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.node.events import Find, Found
@@ -24,6 +25,8 @@ log = logging.getLogger("vllm.ownerserve")
 
 OPEN_AGAIN_S = 1.0
 
+Chore: TypeAlias = Callable[[], None]
+
 
 class Lookup:
     """One thread; `submit` and `poll` return at once."""
@@ -32,7 +35,7 @@ class Lookup:
         self._directory = directory
         self._snapshot: StoreSnapshot | None = None
         self._tried_s = -OPEN_AGAIN_S
-        self._asked: queue.SimpleQueue[Find | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Find | Chore | None] = queue.SimpleQueue()
         self._found: deque[Found] = deque()
         self._thread = Thread(target=self._run, name="ownerserve-lookup", daemon=True)
         self._thread.start()
@@ -40,6 +43,15 @@ class Lookup:
     def submit(self, find: Find) -> None:
         """Every `find` gets one answer."""
         self._asked.put(find)
+
+    def later(self, chore: Chore) -> None:
+        """Do this on the thread, after what was asked: a scheduler's hook writes no file."""
+        self._asked.put(chore)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether `poll` has any."""
+        return bool(self._found)
 
     def poll(self) -> Iterable[Found]:
         """The answers since the last call."""
@@ -52,22 +64,24 @@ class Lookup:
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        while (find := self._asked.get()) is not None:
-            self._found.append(self._answer(find))
+        while (asked := self._asked.get()) is not None:
+            try:
+                answer = self._answer(asked) if isinstance(asked, Find) else asked()
+            except Exception:  # the root of this thread; a turn that is not answered would wait
+                log.exception("%s failed", asked)
+                answer = Found(asked.errand, {}) if isinstance(asked, Find) else None
+            if answer is not None:
+                self._found.append(answer)
         if self._snapshot is not None:
             self._snapshot.close()
 
     def _answer(self, find: Find) -> Found:
-        try:
-            snapshot = self._open()
-            if snapshot is None:
-                return Found(find.errand, {})
-            inside = _inside(snapshot, find)
-            ids = [*snapshot.find(find.ids), *(item.meta.id for item in inside)]
-            return Found(find.errand, dict.fromkeys(ids, Tier.DISK), inside)
-        except Exception:
-            log.exception("lookup %d failed", find.errand)  # a turn without an answer computes
+        snapshot = self._open()
+        if snapshot is None:
             return Found(find.errand, {})
+        inside = _inside(snapshot, find)
+        ids = [*snapshot.find(find.ids), *(item.meta.id for item in inside)]
+        return Found(find.errand, dict.fromkeys(ids, Tier.DISK), inside)
 
     def _open(self) -> StoreSnapshot | None:
         """The store may not be there yet: its writer makes it."""

@@ -5,6 +5,10 @@ A prompt is measured whole, and only when nothing ran beside any of its steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
 import msgspec
 
 from ownerserve.engines.vllm.orders import Brought
@@ -12,6 +16,8 @@ from ownerserve.kv.ids import TurnId
 from ownerserve.node.calibration import Calibration
 from ownerserve.plan.cost.events import Loaded, Prefilled
 from ownerserve.plan.inputs import Tier
+
+Later: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 class Prompt(msgspec.Struct, eq=False):
@@ -27,9 +33,15 @@ class Prompt(msgspec.Struct, eq=False):
 class Measuring:
     """`calibration` None: prices are given, and nothing is measured."""
 
-    def __init__(self, calibration: Calibration | None, *, least_tokens: int = 1) -> None:
-        """Prompts of which fewer than `least_tokens` are computed decide nothing: not measured."""
+    def __init__(
+        self, calibration: Calibration | None, later: Later, *, least_tokens: int = 1
+    ) -> None:
+        """Prompts of which fewer than `least_tokens` are computed decide nothing: not measured.
+
+        `later` does something on another thread: what was learnt is written there.
+        """
         self._calibration = calibration
+        self._later = later
         self._least_tokens = least_tokens
         self._prompts: dict[TurnId, Prompt] = {}
 
@@ -52,8 +64,9 @@ class Measuring:
             if at.is_alone and self._calibration is not None:
                 took_ms = (now - at.began_s) * 1e3
                 self._calibration.observe((Prefilled(at.tokens - at.start, at.start, took_ms),))
-        if self._calibration is not None:
-            self._calibration.save_if_due(now)
+        calibration = self._calibration
+        if calibration is not None and (data := calibration.due(now)) is not None:
+            self._later(partial(calibration.write, data))
 
     def loaded(self, brought: Brought) -> None:
         """A load is done. The planner is told of one store, so this is one tier's time."""

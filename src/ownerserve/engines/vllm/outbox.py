@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from ownerserve.engines.vllm.orders import Brought, Load, Orders, Save
 
+NOTHING, NOTHING_YET = Orders(), Orders(is_idle=True)
+
 
 class Outbox:
     """The orders of the step being built, and the loads that are not answered."""
@@ -39,6 +41,8 @@ class Outbox:
 
     def take(self, *, is_idle: bool) -> Orders:
         """What was ordered since the last call."""
+        if not (self._loads or self._saves or self._drops or self._failures):
+            return NOTHING_YET if is_idle else NOTHING
         orders = Orders(
             loads=tuple(self._loads),
             saves=tuple(self._saves),

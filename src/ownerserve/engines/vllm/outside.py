@@ -31,7 +31,8 @@ class Outside:
         self._component = component
         self._blocks_per_token = sum(1 / size for size in groups)
         self._pool: Any = None
-        self._requests: dict[str, Any] = {}
+        self._filling: dict[str, Any] = {}
+        """Requests of whose prompt something is still to be computed."""
 
     def bind(self, pool: Any) -> None:
         """vLLM's block pool."""
@@ -40,9 +41,9 @@ class Outside:
     # -- load ----------------------------------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
-        """A request is here, ours or not."""
+        """A request is here and waits, ours or not; also one that lost its blocks."""
         if self._desk is not None:
-            self._requests[request.request_id] = request
+            self._filling[request.request_id] = request
             self._desk.arrived(request.request_id, request.num_tokens)
 
     def stepped(self, scheduled: Mapping[str, int]) -> Sequence[str]:
@@ -50,11 +51,13 @@ class Outside:
         desk, pool = self._desk, self._pool
         if desk is None or pool is None:
             return ()
-        left = {
-            request_id: max(0, request.num_prompt_tokens - request.num_computed_tokens - count)
-            for request_id, count in scheduled.items()
-            if (request := self._requests.get(request_id)) is not None
-        }
+        left = {}
+        for request_id in scheduled.keys() & self._filling.keys():  # most decode: as few as can be
+            request = self._filling[request_id]
+            computed = request.num_computed_tokens + scheduled[request_id]
+            left[request_id] = max(0, request.num_prompt_tokens - computed)
+            if not left[request_id]:
+                del self._filling[request_id]
         desk.stepped(
             left,
             free_tokens=self._tokens(pool.get_num_free_blocks()),
@@ -64,7 +67,8 @@ class Outside:
 
     def gone(self, request_id: str) -> None:
         """It ended, however."""
-        if self._desk is not None and self._requests.pop(request_id, None) is not None:
+        if self._desk is not None:
+            self._filling.pop(request_id, None)
             self._desk.gone(request_id)
 
     def _tokens(self, blocks: int) -> int:

@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ownerserve.engines.vllm.desk import ADDRESS_FILE
+from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import SessionId
 from ownerserve.node.admission import Reject, Seed
 from ownerserve.node.rpc.messages import Answer, Probe, ReleaseSession, Status, StatusIs
@@ -70,14 +71,14 @@ class OwnerServeEndpoints:
     async def admit(self, request: Request) -> Response:
         try:
             body = msgspec.json.decode(await request.body(), type=AdmitBody)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             return _json(400, {"error": f'{error}; send {{"tokens": 1200, "session_id": "s"}}'})
         return await self._asked(Probe(Seed(body.tokens, body.session_id)))
 
     async def release(self, request: Request) -> Response:
         try:
             body = msgspec.json.decode(await request.body(), type=ReleaseBody)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             return _json(400, {"error": f'{error}; send {{"session_id": "s"}}'})
         return await self._asked(ReleaseSession(body.session_id))
 

@@ -28,7 +28,7 @@ from ownerserve.engines.vllm.orders import Brought, Load, Orders, Report, Save, 
 from ownerserve.engines.vllm.outbox import Outbox, Tally
 from ownerserve.engines.vllm.places import Places
 from ownerserve.engines.vllm.shape import StateShape
-from ownerserve.engines.vllm.turn import MAX_IN_FLIGHT, Turn
+from ownerserve.engines.vllm.turn import MAX_IN_FLIGHT, Turn, session_of
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
 from ownerserve.node.events import (
@@ -102,7 +102,8 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """A new request: look for its state."""
-        self._soft.resumed(_session(request), _now())
+        self.counting.stir()
+        self._soft.resumed(session_of(request), _now())
         self.outside.arrived(request)
         reason = self._bypassed or why_bypassed(request)
         tenant = self._tenants.salt(request.cache_salt)
@@ -116,12 +117,13 @@ class SchedulerSide:
         """How much beyond `hit` will be brought; None: not known yet."""
         turn_id = TurnId(request.request_id)
         turn = self._turns.get(turn_id)
-        self._make_room(request.num_tokens - hit, asking=_session(request))
+        self._make_room(request.num_tokens - hit, asking=session_of(request))
         if turn is None:
             return 0, False
         self._poll()
         if request.num_preemptions != turn.preemptions:
             turn.preemptions = request.num_preemptions
+            self.outside.arrived(request)
             self._look(request)
         turn.hit, turn.offer, turn.partial = hit, 0, set()
         self._device.heard(turn_id, hit)
@@ -132,6 +134,7 @@ class SchedulerSide:
 
     def placed(self, request: Any, tables: Tables, tokens: int) -> None:
         """The request has blocks; `tokens` beyond the hit are to be brought into them."""
+        self.counting.stir()
         turn_id = TurnId(request.request_id)
         turn = self._turns.get(turn_id)
         if turn is None:
@@ -170,6 +173,7 @@ class SchedulerSide:
         """What the workers did."""
         now = _now()
         if report is not None and not report.is_empty:
+            self.counting.stir()
             for errand in self._tally.complete("copied", report.copied):
                 self.holds.release(errand)
             for errand in self._tally.complete("kept", report.kept):
@@ -186,10 +190,11 @@ class SchedulerSide:
 
     def finished(self, request: Any, tables: Tables) -> None:
         """A request is over, or was given up: keep what is computed beyond doubt."""
+        self.counting.stir()
         self.outside.gone(request.request_id)
         if request.status.name != "FINISHED_ABORTED":
             self._measuring.stepped(_now())  # its last step may have ended the prompt
-            self._soft.finished(_session(request), tuple(map(list, tables)), _now())
+            self._soft.finished(session_of(request), tuple(map(list, tables)), _now())
         turn_id = TurnId(request.request_id)
         turn = self._turns.pop(turn_id, None)
         if turn is None:
@@ -226,6 +231,7 @@ class SchedulerSide:
         """No request is ours any more; what is being loaded fails, what is held is released when
         it is copied."""
         self._counts["switched_off"] += 1
+        self.counting.stir()
         self._bypassed = "switched_off"
         self.outbox.give_up_loads()
         self._turns.clear()
@@ -251,7 +257,7 @@ class SchedulerSide:
     # -- events --------------------------------------------------------------------------------
 
     def _look(self, request: Any) -> None:
-        session, tokens = _session(request), pack(request.all_token_ids)
+        session, tokens = session_of(request), pack(request.all_token_ids)
         turn_id = TurnId(request.request_id)
         turn = self._turns[turn_id]
         event = Arrived(
@@ -265,14 +271,15 @@ class SchedulerSide:
     def _make_room(self, tokens: int, *, asking: str | None) -> None:
         """So many tokens are about to get blocks: idle sessions' go last."""
         if len(self._soft):
+            self.counting.stir()
             blocks = sum(-(-tokens // size) + 1 for size in self._group_tokens)
             self._soft.make_room(blocks, _now(), asking=asking)
 
     def _poll(self) -> None:
-        now = _now()
-        for found in self._lookup.poll():
-            self._perform(self.state.handle(found, now))
-        if len(self.state.restores):
+        if self._lookup.has_answers or len(self.state.restores):
+            now = _now()
+            for found in self._lookup.poll():
+                self._perform(self.state.handle(found, now))
             self._perform(self.state.handle(Tick(), now))
 
     def _computing(self, turn: Turn, count: int, output: Any) -> None:
@@ -285,13 +292,15 @@ class SchedulerSide:
         end = min(start + count, request.num_tokens)
         prompt = request.num_prompt_tokens
         turn_id = TurnId(request.request_id)
-        others = len(output.num_scheduled_tokens) - 1
-        self._measuring.computing(turn_id, start, end, prompt=prompt, others=others, now=_now())
+        if start < prompt:
+            others = len(output.num_scheduled_tokens) - 1
+            self._measuring.computing(turn_id, start, end, prompt=prompt, others=others, now=_now())
         turn.end = end
         turn.partial = set()
         if end // block == start // block and not start < prompt <= end:
             return
         turn.tables = compat.block_tables(output, self._manager, request.request_id)
+        self.counting.stir()
         event = Computing(turn_id, start, end, self._added(turn, end))
         self._perform(self.state.handle(event, _now()), turn)
 
@@ -322,6 +331,7 @@ class SchedulerSide:
     def _perform(self, effects: Iterable[Effect], turn: Turn | None = None) -> None:
         """Do what the node wants; `turn` is the one whose step or end it is about."""
         for effect in effects:
+            self.counting.stir()
             match effect:
                 case Find():
                     self._lookup.submit(effect)
@@ -382,10 +392,6 @@ class SchedulerSide:
         """Blocks that were filled in part lose their hash: they may not serve another hit."""
         if turn.partial:
             self._pool.evict_blocks(turn.partial)
-
-
-def _session(request: Any) -> str | None:
-    return getattr(request, "session_id", None) or None
 
 
 def _now() -> float:

@@ -212,18 +212,37 @@ def _parts(name: str, layers: Sequence[_Layer], block: int) -> tuple[PayloadPart
 def _shapes(name: str, spec: Any, block: int) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     if name in (CONV, RECURRENT):
         return _delta_shapes(name, spec)
+    _check_plain(spec)
     dtype = _dtype(spec.dtype)
     if name == MLA:
         return (("latent", (block, int(spec.head_size)), dtype),)
-    mode = getattr(getattr(spec, "kv_quant_mode", None), "value", 0)
     value_size = getattr(spec, "head_size_v", spec.head_size) or spec.head_size
-    if mode or value_size != spec.head_size:
-        raise InvalidInput(
-            "kv cache", "packed or uneven keys and values", "use an unquantised KV cache"
-        )
+    if value_size != spec.head_size:
+        raise InvalidInput("kv cache", "uneven keys and values", "serve this model without us")
     rows = block if name == DENSE else int(spec.sliding_window) - 1
     shape = (rows, int(spec.num_kv_heads), int(spec.head_size))
     return (("keys", shape, dtype), ("values", shape, dtype))
+
+
+def _check_plain(spec: Any) -> None:
+    """Refuse pages that hold more or less than one row a token of plain numbers: scales beside
+    quantised values, several tokens in one state (DeepSeek-V4), an indexer's keys (V3.2)."""
+    role = getattr(getattr(spec, "cache_role", None), "name", "SPARSE")
+    reasons = {
+        "quantised with scales": getattr(getattr(spec, "kv_quant_mode", None), "value", 0),
+        "packed": getattr(spec, "state_content_bytes", None) is not None,
+        "packed by version": getattr(spec, "model_version", None),
+        "an fp8 latent with scales": "ds_mla" in str(getattr(spec, "cache_dtype_str", "")),
+        "compressed": getattr(spec, "tokens_per_state", 1) != 1,
+        "an indexer's": role != "SPARSE",
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise InvalidInput(
+                "kv cache",
+                f"pages of {type(spec).__name__} are {reason}: no canonical payload",
+                "use an unquantised KV cache, or serve this model without OwnerServe's connector",
+            )
 
 
 def _delta_shapes(name: str, spec: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:

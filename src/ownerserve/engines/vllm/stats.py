@@ -20,7 +20,7 @@ class OwnerServeStats(KVConnectorStats):  # type: ignore[misc]
     @classmethod
     def taken(cls, side: SchedulerSide) -> OwnerServeStats | None:
         counts = side.counting.take()
-        return cls(data=dict(counts)) if counts else None
+        return cls(data=counts) if counts else None
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}

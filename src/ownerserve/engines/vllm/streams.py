@@ -54,6 +54,11 @@ class CudaStream:
         done.synchronize()
 
 
+def host_runtime(device: torch.device) -> Any:
+    """What page-locks the host memory that is copied to `device`; None where nothing needs it."""
+    return torch.cuda.cudart() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
 def stream_of(device: torch.device) -> Stream:
     """The stream for caches on `device`."""
     return CudaStream(device) if device.type == "cuda" else HostStream()

@@ -27,3 +27,8 @@ class Turn(msgspec.Struct, eq=False):
     end: int = 0
     tables: Tables = ()
     partial: set[int] = msgspec.field(default_factory=set)
+
+
+def session_of(request: Any) -> str | None:
+    """The name that the client gave its session."""
+    return getattr(request, "session_id", None) or None

@@ -39,6 +39,9 @@ IDLE_WAIT_S = 0.001
 """How long a step that computes nothing waits for a completion, instead of spinning."""
 
 
+NO_REPORT = Report()
+
+
 class Loading(msgspec.Struct, eq=False):
     """A load under way; `left` batches are not done. Guarded by the worker's condition."""
 
@@ -63,7 +66,9 @@ class WorkerSide:
         self._stream = stream
         self._changed = Condition()
         self._loading: dict[int, Loading] = {}
-        self._saving = 0
+        self._uncopied: set[int] = set()
+        self._unsaved: set[int] = set()
+        self._saver_is_over = False
         self._done: list[Brought] = []
         self._copied: list[int] = []
         self._kept: list[int] = []
@@ -80,6 +85,8 @@ class WorkerSide:
 
     def load(self, orders: Orders) -> None:
         """Begin the step's loads; give up those that nobody waits for."""
+        if not (orders.loads or orders.drops or orders.failures):
+            return
         for load in orders.loads:
             self._begin(load)
         with self._changed:
@@ -96,14 +103,21 @@ class WorkerSide:
             return
         ready = self._stream.mark()
         with self._changed:
-            self._saving += len(orders.saves)
+            errands = [save.errand for save in orders.saves]
+            self._uncopied.update(errands)
+            self._unsaved.update(errands)
+            if self._saver_is_over:
+                self._give_up_saves()
+                return
         for save in orders.saves:
             self._saves.put((save, ready))
 
     def results(self, orders: Orders | None) -> tuple[set[str], set[str]]:
         """Requests whose load is over, and those of them whose load has failed."""
+        if not (self._loading or self._unsaved or self._received):
+            return set(), set()
         with self._changed:
-            busy = self._loading or self._saving
+            busy = self._loading or self._unsaved
             if orders is not None and orders.is_idle and busy and not self._has_news():
                 self._changed.wait(IDLE_WAIT_S)
             received, self._received = self._received, set()
@@ -112,6 +126,8 @@ class WorkerSide:
 
     def report(self) -> Report:
         """What was done since the last report."""
+        if not (self._done or self._copied or self._kept or self._not_kept):
+            return NO_REPORT
         with self._changed:
             report = Report(
                 brought=tuple(self._done),
@@ -123,11 +139,6 @@ class WorkerSide:
             self._done, self._copied, self._kept, self._not_kept = [], [], [], []
             self._stored_bytes = 0
         return report
-
-    def flush(self) -> None:
-        """Wait until no save reads blocks any more: the engine is about to overwrite them."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._saving, timeout=30)
 
     def close(self) -> None:
         """Finish what is under way and let another writer in."""
@@ -156,12 +167,12 @@ class WorkerSide:
             self._readers.submit(self._bring, loading, first, end, ready)
 
     def _bring(self, loading: Loading, first: int, end: int, ready: Any) -> None:
-        """One batch. The root of a thread: whatever goes wrong is this load's failure."""
+        """One batch."""
         reason: str = ""
         failed_id = b""
         try:
             reason, failed_id = self._read(loading, first, end, ready)
-        except Exception as error:
+        except Exception as error:  # the root of a reader's work: it is this load's failure
             if not isinstance(error, OwnerServeError):
                 log.exception("load %s failed", loading.load.request_id)
             reason = MissReason.IO_ERROR
@@ -190,8 +201,8 @@ class WorkerSide:
 
     def _over(self, loading: Loading) -> None:
         load = loading.load
-        del self._loading[load.errand]
         self._received.add(load.request_id)
+        del self._loading[load.errand]
         if loading.reason:
             self._failed.add(load.request_id)
             brought = Brought(
@@ -210,6 +221,23 @@ class WorkerSide:
     # -- saves ---------------------------------------------------------------------------------
 
     def _save_all(self) -> None:
+        try:
+            self._save_until_closed()
+        except Exception:  # the root of this thread: the engine goes on, and stores nothing more
+            log.exception("OwnerServe saves nothing any more; please report this")
+            with self._changed:
+                self._saver_is_over = True
+                self._give_up_saves()
+
+    def _give_up_saves(self) -> None:
+        """Blocks go back to the engine. The caller has the condition."""
+        self._copied += self._uncopied
+        self._not_kept += self._unsaved
+        self._uncopied.clear()
+        self._unsaved.clear()
+        self._changed.notify_all()
+
+    def _save_until_closed(self) -> None:
         while (item := self._saves.get()) is not None:
             filled: list[tuple[Save, Reservation]] = []
             while True:
@@ -227,14 +255,14 @@ class WorkerSide:
         kept = False
         try:
             kept = self._reserve(save, ready, filled)
-        except Exception as error:
-            if not isinstance(error, OwnerServeError):
-                log.exception("save of %s failed", save.meta.component)
+        except (OwnerServeError, OSError, RuntimeError) as error:  # torch raises RuntimeError
+            log.warning("save of %s failed: %s", save.meta.component, error)
         waits = bool(filled) and filled[-1][0] is save
         with self._changed:
-            self._saving -= 1
+            self._uncopied.discard(save.errand)
             self._copied.append(save.errand)
             if not waits:
+                self._unsaved.discard(save.errand)
                 (self._kept if kept else self._not_kept).append(save.errand)
             self._changed.notify_all()
 
@@ -261,8 +289,8 @@ class WorkerSide:
         try:
             outcomes = self._tiers.commit([reserved for _, reserved in filled])
             self._tiers.settle()
-        except Exception:
-            log.exception("commit failed")
+        except (OwnerServeError, OSError) as error:
+            log.warning("commit of %d records failed: %s", len(filled), error)
             not_kept = [save.errand for save, _ in filled]
         else:
             for (save, _), outcome in zip(filled, outcomes, strict=True):
@@ -270,6 +298,7 @@ class WorkerSide:
                 (kept if stands else not_kept).append(save.errand)
                 count += outcome.stored_bytes if isinstance(outcome, Stored) else 0
         with self._changed:
+            self._unsaved.difference_update(kept, not_kept)
             self._kept += kept
             self._not_kept += not_kept
             self._stored_bytes += count

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import WorkerStatus
 from ownerserve.node.admission import Admit, Committed, Reject, Released, Reserved, Wanted
@@ -97,7 +97,7 @@ def decode_answer(data: bytes) -> Answer:
 def _opened(data: bytes, decoder: msgspec.msgpack.Decoder[_Frame[T]]) -> T:
     try:
         frame = decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise InvalidInput("rpc", str(error), f"send [version, message] of {VERSION}") from error
     if not OLDEST <= frame.version <= VERSION:
         problem = f"version {frame.version}"

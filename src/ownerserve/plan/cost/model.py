@@ -10,7 +10,7 @@ from math import exp, log
 
 import msgspec
 
-from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.plan.cost.compute import Coefficients, ComputeFit
 from ownerserve.plan.cost.estimate import TRUST_MIN_SAMPLES, ErrorTrack, Estimate, Source
 from ownerserve.plan.cost.events import Loaded, Observation, Prefilled, Replayed, Waited
@@ -139,7 +139,7 @@ class CostModel:
         field, mend = "cost model", "delete the file; it is measured anew"
         try:
             state = msgspec.json.decode(document, type=_State)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise InvalidInput(field, str(error), mend) from error
         if state.version != VERSION:
             problem = f"version {state.version}, this build reads {VERSION}"

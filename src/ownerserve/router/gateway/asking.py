@@ -31,10 +31,12 @@ from ownerserve.router.scan import NO_FIELDS, BodyFields, scan
 
 
 class Asked(msgspec.Struct, frozen=True, gc=False):
-    """A request as the router needs it."""
+    """A request as the router needs it. `named_parent`: what a header says; `arrive.parent` is
+    whose bytes it shares."""
 
     identity: Identity
     arrive: Arrive
+    named_parent: SessionId | None = None
 
 
 class Asking:
@@ -57,12 +59,12 @@ class Asking:
         identity = identify(head.special, NO_FIELDS, tenant=tenant)
         named = identity.session
         if named is not None and not self.serves_many and self._is_known(named, None):
-            return Asked(identity, Arrive(named, len(body)))
+            return Asked(identity, Arrive(named, len(body)), identity.parent)
         fields = _scan_if_it_tells(head, body, is_named=named is not None)
         if named is None:
             identity = identify(head.special, fields, tenant=tenant)
         model = fields.text("model") if self.serves_many else None
-        shared_bytes = 0
+        shared_bytes, named_parent = 0, identity.parent
         if identity.session is None or not self._is_known(identity.session, model):
             identity, shared_bytes = self._by_content(identity, fields, head=head)
         return Asked(
@@ -75,6 +77,7 @@ class Asking:
                 parent=identity.parent if shared_bytes else None,
                 shared_bytes=shared_bytes or None,
             ),
+            named_parent,
         )
 
     def ended(self, identity: Identity) -> None:

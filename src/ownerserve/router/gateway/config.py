@@ -10,6 +10,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import WorkerId
 from ownerserve.kv.units import KIB, MIB
 from ownerserve.router.profile import DEFAULT_SPEED, Speed
+from ownerserve.router.seats import SeatSettings
 from ownerserve.router.settings import DEFAULTS, Settings
 
 
@@ -46,6 +47,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     health_timeout_s: float = 3.0
     decisions_kept: int = 1000
     settings: Settings = DEFAULTS
+    seats: SeatSettings | None = None
+    """How many sessions may run at once; None: all that come."""
     speed: Speed = DEFAULT_SPEED
     """Of the workers, which do not say theirs."""
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ownerserve.directory.messages import FindSession, Outcome, Request
+from ownerserve.directory.messages import Outcome, Request
 from ownerserve.directory.port import Directory
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
@@ -80,7 +80,7 @@ class DirectoryLink:
 
     async def look_up(self, session: SessionId) -> None:
         """Ask who owns it, for a moment."""
-        requests = [FindSession(session)]
+        requests = [self.owners.question(session)]
         try:
             async with asyncio.timeout(LOOK_UP_S):
                 outcomes = await self._execute(requests)

@@ -40,6 +40,7 @@ from ownerserve.router.messages import (
     SessionEnd,
     Stamped,
 )
+from ownerserve.router.seats import Ticket
 from ownerserve.router.usage import TAIL_BYTES, scan_response_id, scan_usage
 
 if TYPE_CHECKING:
@@ -60,9 +61,12 @@ class Exchange:
         "_dispatch",
         "_gateway",
         "_head",
+        "_is_inside",
         "_receipt",
         "_refusal",
         "_started_s",
+        "_ticket",
+        "_tokens",
         "_upstream",
         "request",
         "request_id",
@@ -82,6 +86,9 @@ class Exchange:
         self._upstream: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._started_s = gateway.now()
+        self._ticket: Ticket | None = None
+        self._is_inside = False
+        self._tokens = 0
         self._dechunk = False
         self._alias: str | None = None
 
@@ -95,7 +102,7 @@ class Exchange:
             return
         name = gateway.stranger(asked.arrive)
         if name is None:
-            self._follow(gateway.state.handle(asked.arrive, self._started_s))
+            self._take_seat()
         else:
             self._connecting = asyncio.get_running_loop().create_task(self._look_up(name))
 
@@ -103,6 +110,8 @@ class Exchange:
         """The client hung up: so do we, and the engine can stop."""
         if self._connecting is not None:
             self._connecting.cancel()
+        if self._ticket is not None:
+            self._gateway.lobby.leave(self._ticket)
         if self._upstream is not None:
             self._upstream.abort()
         if self._receipt is not None:
@@ -119,6 +128,17 @@ class Exchange:
             self._upstream.resume()
 
     # Sending
+
+    def _take_seat(self) -> None:
+        """A new session may have to wait until the fleet has room for it."""
+        assert self._asked is not None
+        self._ticket = self._gateway.lobby.enter(self._asked, self._decide)
+
+    def _decide(self) -> None:
+        gateway, asked = self._gateway, self._asked
+        assert asked is not None
+        self._ticket, self._is_inside = None, True
+        self._follow(gateway.state.handle(asked.arrive, gateway.now()))
 
     def _follow(self, outcome: Dispatch | Refuse) -> None:
         gateway, asked = self._gateway, self._asked
@@ -147,7 +167,7 @@ class Exchange:
         assert asked is not None
         await gateway.owners.look_up(session)
         self._connecting = None
-        self._follow(gateway.state.handle(asked.arrive, gateway.now()))
+        self._take_seat()
 
     async def _connect(self) -> None:
         assert self._dispatch is not None
@@ -219,6 +239,7 @@ class Exchange:
         assert self._head is not None
         now = gateway.now()
         usage = scan_usage(tail)
+        self._tokens = 0 if usage is None else usage.prompt_tokens + usage.output_tokens
         alias = self._alias and response_alias(self.request.head.tenant, self._alias)
         gateway.state.handle(Done(self._take_receipt(), usage, alias or None), now)
         gateway.observer.finished(now - self._started_s, usage)
@@ -227,6 +248,7 @@ class Exchange:
         if asked.identity.final and asked.arrive.session is not None:
             gateway.state.handle(SessionEnd(asked.arrive.session, asked.arrive.model), now)
             gateway.asking.chain.forget(asked.arrive.session)
+            gateway.lobby.over(asked.arrive)
             gateway.owners.ended(dispatch)
         self._client.answer_complete()
 
@@ -272,6 +294,9 @@ class Exchange:
         """Nothing of the turn runs any more."""
         if self._asked is not None:
             self._gateway.asking.ended(self._asked.identity)
+            if self._is_inside:
+                self._is_inside = False
+                self._gateway.lobby.ended(self._asked.arrive, self._tokens)
 
     def _take_receipt(self) -> Receipt:
         receipt, self._receipt = self._receipt, None

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import httptools
 import msgspec
 
+from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import Incarnation
 from ownerserve.kv.units import KIB
 from ownerserve.router.gateway.config import Address, Config
@@ -116,7 +117,7 @@ class HealthMonitor:
         answer = await self._ask(b"/v1/models")
         try:
             models = msgspec.json.decode(answer.body, type=_Models) if answer.body else _Models()
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             models = _Models()
         names = [model.id for model in models.data] if answer.status == 200 else []
         return self._profile_of(names or [""], total)

@@ -77,6 +77,11 @@ class GatewayCollector(Collector):
         yield GaugeMetricFamily(
             "ownerserve_live", "Dispatches not ended.", value=self._gateway.state.live
         )
+        yield GaugeMetricFamily(
+            "ownerserve_sessions_waiting",
+            "New sessions that wait for a seat.",
+            value=self._gateway.lobby.waiting,
+        )
         for attribute, name, text, label in _BY_LABEL:
             family = CounterMetricFamily(name, text, labels=[label])
             for key, value in getattr(account, attribute).items():

@@ -15,7 +15,8 @@ go by the last view, and what was wished is wished again by the next turn.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
 import msgspec
 
@@ -54,14 +55,16 @@ class _Wish(msgspec.Struct, gc=False):
 class Owners:
     """Grants and wishes of one gateway."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, renew_s: float = RENEW_S) -> None:
+        """`renew_s` between renewals: a fifth of the directory's lease."""
+        self._renew_s = renew_s
         self.answers: Counter[str] = Counter()
         """Outcomes by name, refusals by reason: metric labels."""
         self.grants: dict[SessionId, Grant] = {}
         self._seen: Epoch | None = None
         self._lives: dict[tuple[str, int], RoutingUnit] = {}
-        self._registered: set[RoutingUnit] = set()
-        self._register_at_s: dict[RoutingUnit, float] = {}
+        self._to_register: dict[RoutingUnit, float] = {}
+        """Lives whose lease the directory has not confirmed, and when each is asked for next."""
         self._wishes: dict[SessionId, _Wish] = {}
         self._renew_at_s = 0.0
 
@@ -72,16 +75,14 @@ class Owners:
         known = self._lives.get((unit.worker, unit.dp_rank))
         if known is None or unit.incarnation > known.incarnation:
             if known is not None:
-                self._registered.discard(known)
-                self._register_at_s.pop(known, None)
+                self._to_register.pop(known, None)
             self._lives[unit.worker, unit.dp_rank] = unit
+            self._to_register[unit] = 0.0
 
     def silent(self, worker: str) -> None:
         """A worker is down: its leases are not renewed any more."""
         for place in [place for place in self._lives if place[0] == worker]:
-            unit = self._lives.pop(place)
-            self._registered.discard(unit)
-            self._register_at_s.pop(unit, None)
+            self._to_register.pop(self._lives.pop(place), None)
 
     def runs_at(
         self, session: SessionId, unit: RoutingUnit, *, parent: SessionId | None = None
@@ -104,18 +105,23 @@ class Owners:
 
     # ---- to the directory and back
 
+    def question(self, session: SessionId) -> ask.FindSession:
+        """Who owns it? With what the directory may have forgotten."""
+        return ask.FindSession(session, self._seen)
+
     def due(self, now_s: float) -> list[ask.Request]:
         """What to ask now."""
-        units = list(self._lives.values())
         requests: list[ask.Request] = []
-        for unit in units:
-            if unit not in self._registered and now_s >= self._register_at_s.get(unit, 0.0):
-                self._register_at_s[unit] = now_s + RENEW_S
+        for unit, at_s in self._to_register.items():
+            if now_s >= at_s:
+                self._to_register[unit] = now_s + RENEW_S
                 requests.append(ask.Register(unit, self._seen))
         if now_s >= self._renew_at_s:
-            self._renew_at_s = now_s + RENEW_S
+            self._renew_at_s = now_s + self._renew_s
             requests += [
-                ask.RenewLease(unit, self._seen) for unit in units if unit in self._registered
+                ask.RenewLease(unit, self._seen)
+                for unit in self._lives.values()
+                if unit not in self._to_register
             ]
         wishes, self._wishes = self._wishes, {}
         for session, wish in wishes.items():
@@ -128,9 +134,13 @@ class Owners:
         """Take in the answers; what the router must hear of them."""
         news: list[Claimed] = []
         for request, outcome in zip(requests, outcomes, strict=True):
-            told = outcome.reason if isinstance(outcome, ask.Refused) else type(outcome).__name__
-            self.answers[str(told).lower()] += 1
-            claimed = self._take(request, outcome)
+            if isinstance(outcome, ask.Refused):
+                self.answers[outcome.reason.lower()] += 1
+                self._refused(request, outcome)
+                continue
+            self.answers[_NAMES[type(outcome)]] += 1
+            take = _TAKES.get((type(request), type(outcome)))
+            claimed = None if take is None else take(self, request, outcome)
             if claimed is not None:
                 news.append(claimed)
         return news
@@ -159,33 +169,51 @@ class Owners:
             ),
         ]
 
-    def _take(self, request: ask.Request, outcome: ask.Outcome) -> Claimed | None:
-        match request, outcome:
-            case ask.Register(unit), ask.Leased():
-                self._registered.add(unit)
-            case _, ask.Refused(ask.Refusal.UNKNOWN_HOLDER | ask.Refusal.LEASE_LAPSED):
-                self._registered.clear()  # it has forgotten us, or we slept: all anew
-                self._register_at_s.clear()
-                self.grants.clear()
-            case ask.Bind(session, unit), ask.Bound(epoch, version):
-                return self._granted(session, Grant(unit, epoch, version))
-            case ask.Transfer(session, _, unit), ask.Bound(epoch, version):
-                return self._granted(session, Grant(unit, epoch, version))
-            case ask.Bind(session), ask.HeldBy(owner, epoch):
-                return Claimed(session, owner, epoch)
-            case ask.FindSession(session), ask.SessionIs() as found if found.owner_live:
-                return self._granted(session, Grant(found.owner, found.epoch, found.version))
-            case ask.Transfer(session) | ask.Advance(session), ask.Conflict(current):
-                return self._granted(session, Grant(current.owner, current.epoch, current.version))
-            case ask.Transfer(session) | ask.Advance(session), ask.Refused(
-                ask.Refusal.UNKNOWN_SESSION
-            ):
-                self.grants.pop(session, None)
-            case ask.Advance(session, unit, epoch), ask.Advanced(version):
-                self._keep(session, Grant(unit, epoch, version))
-            case ask.ClaimOwner(), ask.Granted(epoch):
-                self._seen = later(self._seen, epoch)
-        return None
+    # One for each pair of a request and its answer that changes what is known.
+
+    def _leased(self, request: ask.Register, _outcome: ask.Leased) -> None:
+        self._to_register.pop(request.unit, None)
+
+    def _forgotten(self) -> None:
+        """The directory has forgotten us, or we slept: all anew."""
+        self._to_register = dict.fromkeys(self._lives.values(), 0.0)
+        self.grants.clear()
+
+    def _refused(self, request: ask.Request, outcome: ask.Refused) -> None:
+        if outcome.reason in _FORGOT_US:
+            self._forgotten()
+        elif isinstance(request, ask.Transfer | ask.Advance) and (
+            outcome.reason is ask.Refusal.UNKNOWN_SESSION
+        ):
+            self.grants.pop(request.session_id, None)
+
+    def _bound(self, request: ask.Bind, outcome: ask.Bound) -> Claimed:
+        return self._granted(
+            request.session_id, Grant(request.unit, outcome.epoch, outcome.version)
+        )
+
+    def _moved(self, request: ask.Transfer, outcome: ask.Bound) -> Claimed:
+        return self._granted(
+            request.session_id, Grant(request.target, outcome.epoch, outcome.version)
+        )
+
+    def _held(self, request: ask.Bind, outcome: ask.HeldBy) -> Claimed:
+        return Claimed(request.session_id, outcome.owner, outcome.epoch)
+
+    def _found(self, request: ask.FindSession, found: ask.SessionIs) -> Claimed | None:
+        if not found.owner_live:
+            return None
+        return self._granted(request.session_id, Grant(found.owner, found.epoch, found.version))
+
+    def _conflict(self, request: ask.Transfer | ask.Advance, outcome: ask.Conflict) -> Claimed:
+        now = outcome.current
+        return self._granted(request.session_id, Grant(now.owner, now.epoch, now.version))
+
+    def _advanced(self, request: ask.Advance, outcome: ask.Advanced) -> None:
+        self._keep(request.session_id, Grant(request.unit, request.epoch, outcome.version))
+
+    def _has_duty(self, _request: ask.ClaimOwner, outcome: ask.Granted) -> None:
+        self._seen = later(self._seen, outcome.epoch)
 
     def _granted(self, session: SessionId, grant: Grant) -> Claimed:
         self._seen = later(self._seen, grant.epoch)
@@ -197,3 +225,19 @@ class Owners:
         while len(self.grants) >= SESSIONS_MAX:
             del self.grants[next(iter(self.grants))]
         self.grants[session] = grant
+
+
+_FORGOT_US = (ask.Refusal.UNKNOWN_HOLDER, ask.Refusal.LEASE_LAPSED)
+
+_TAKES: dict[tuple[type, type], Callable[[Owners, Any, Any], Claimed | None]] = {
+    (ask.Register, ask.Leased): Owners._leased,
+    (ask.Bind, ask.Bound): Owners._bound,
+    (ask.Transfer, ask.Bound): Owners._moved,
+    (ask.Bind, ask.HeldBy): Owners._held,
+    (ask.FindSession, ask.SessionIs): Owners._found,
+    (ask.Transfer, ask.Conflict): Owners._conflict,
+    (ask.Advance, ask.Conflict): Owners._conflict,
+    (ask.Advance, ask.Advanced): Owners._advanced,
+    (ask.ClaimOwner, ask.Granted): Owners._has_duty,
+}
+_NAMES: dict[type, str] = {kind: kind.__name__.lower() for kind in get_args(ask.Outcome)}

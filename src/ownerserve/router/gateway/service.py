@@ -21,11 +21,13 @@ from ownerserve.router.gateway.client import ClientConnection
 from ownerserve.router.gateway.config import Config
 from ownerserve.router.gateway.directory_link import DirectoryLink
 from ownerserve.router.gateway.health import HealthMonitor, News
+from ownerserve.router.gateway.lobby import Lobby
 from ownerserve.router.gateway.observe import Observer
 from ownerserve.router.gateway.pool import WorkerPool
 from ownerserve.router.messages import Arrive, Claimed, Drain, Stamped, WorkerDown, WorkerUp
 from ownerserve.router.policies import POLICIES, make_policy
 from ownerserve.router.questions import scoped_to_model
+from ownerserve.router.seats import Seats
 from ownerserve.router.state import RouterState
 
 SWEEP_INTERVAL_S = 5.0
@@ -64,6 +66,8 @@ class Gateway:
         self.draining = False
         loop = asyncio.get_running_loop()
         self.now = loop.time
+        seats = None if config.seats is None else Seats(self.state.fleet, config.seats)
+        self.lobby = Lobby(seats, self.now)
         self.asking = Asking(is_known=self._is_known)
         self.owners = DirectoryLink(
             directory or EmbeddedDirectory(_LoopClock(), TermFile(), opens_in_s=0.0),
@@ -114,6 +118,7 @@ class Gateway:
         """Take no more; wait for what is live, at most `drain_timeout_s`; then close all."""
         self.draining = True
         self.state.handle(Drain(), self.now())
+        self.lobby.let_all_in()
         assert self._server is not None
         self._server.close()
         deadline_s = self.now() + self.config.drain_timeout_s
@@ -163,3 +168,4 @@ class Gateway:
             now = self.now()
             for client in list(self.clients):
                 client.expire(now)
+            self.lobby.look()

@@ -25,6 +25,9 @@ from ownerserve.router.turns import TurnClass
 from ownerserve.router.ways import peer_copy
 from ownerserve.router.worker import Worker
 
+_CALM, _COLD = Heat.CALM, TurnClass.COLD_RESUME
+_OWNER, _CHEAPEST, _HOT_OWNER = Reason.OWNER, Reason.CHEAPEST, Reason.HOT_OWNER
+_MIGRATION = PlacementAction.STATE_MIGRATION
 _SHORT = (TurnClass.SMALL_INCREMENT, TurnClass.DECODE_CONTINUATION)
 
 
@@ -42,18 +45,19 @@ class OwnerServe:
         state, target = heat(
             request, owner, fleet=fleet, settings=self._settings, pressure=self.pressure_ms
         )
-        if state is Heat.CALM and request.turn in _SHORT:
-            return take(self._pricer.local(request, owner), Reason.OWNER)
+        if state is _CALM and request.turn in _SHORT:
+            option = self._pricer.local(request, owner)
+            return take(option, _OWNER, ranked=(option,))
         workers: Iterable[Worker] = (owner,)
         if target is not None:
             workers = (owner, *request.holders(fleet), target)
-        elif state is Heat.CALM and request.turn is TurnClass.COLD_RESUME:
+        elif state is _CALM and request.turn is _COLD:
             workers = few(request, fleet, count=self._settings.candidates)
         ranked = rank(request, workers, pricer=self._pricer, fleet=fleet)
         best = ranked[0]
         reason = _STAYS[state]
         if best.worker is not owner:
-            reason = Reason.CHEAPEST if target is None else Reason.HOT_OWNER
+            reason = _CHEAPEST if target is None else _HOT_OWNER
         return take(best, reason, ranked=ranked, wanted=self._wish(request, owner, target, best))
 
     def pressure_ms(self, request: Request, worker: Worker, fleet: Candidates) -> float:
@@ -75,15 +79,13 @@ class OwnerServe:
     ) -> Move | None:
         """A migration that should follow the turn, or that would have been cheaper."""
         if best.worker is not owner:
-            is_moved = best.action is PlacementAction.STATE_MIGRATION
+            is_moved = best.action is _MIGRATION
             tokens = request.known_tokens
             return None if is_moved or not tokens else Move(owner, best.worker, tokens)
         source = None if target is None else peer_copy(request, target)
         if target is None or source is None or source.worker is not owner:
             return None
-        moving = self._pricer.bring(
-            request, target, action=PlacementAction.STATE_MIGRATION, source=source
-        )
+        moving = self._pricer.bring(request, target, action=_MIGRATION, source=source)
         return (
             Move(owner, target, request.known_tokens) if moving.total_ms < best.total_ms else None
         )

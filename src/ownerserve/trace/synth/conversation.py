@@ -77,6 +77,20 @@ SWE = Profile(
     window=60_000,
     output_s=0.004,
 )
+SWE_LONG = Profile(
+    # SWE-bench runs as seed 003 tells of them: 4,449 requests of 52 sessions, 58 to 150 turns each
+    # where it names some, first prompts about 12k tokens, later ones 50k to 100k. What a turn adds
+    # follows from these; answers and tools are assumed.
+    turns=Quantiles(20, 25, 45, 60, 85, 112, 130, 149, 150, 150),
+    first_user=Quantiles(4000, 5000, 6500, 7500, 8000, 9000, 10000, 12000, 13000, 14000),
+    added=Quantiles(15, 20, 40, 100, 250, 700, 1600, 5000, 8000, 9000),
+    output=Quantiles(20, 40, 60, 80, 110, 180, 400, 1500, 3000, 4000),
+    think_s=Quantiles(0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 6.0, 30.0, 60.0, 90.0),
+    stop="tool_use",
+    window=100_000,
+    output_s=0.006,
+    head=4096,
+)
 LONGDOC = Profile(
     # Assumed: a few questions by different people on each of a few documents.
     turns=Quantiles(1, 1, 1, 2, 3, 5, 8, 15, 20, 20),

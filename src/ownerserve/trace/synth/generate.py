@@ -12,7 +12,14 @@ import numpy as np
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.trace.model import Session, Trace
 from ownerserve.trace.synth.coding_agent import CodingAgent
-from ownerserve.trace.synth.conversation import CHAT, LONGDOC, SWE, THINKING, Conversations
+from ownerserve.trace.synth.conversation import (
+    CHAT,
+    LONGDOC,
+    SWE,
+    SWE_LONG,
+    THINKING,
+    Conversations,
+)
 from ownerserve.trace.synth.options import Options, Plan, stream
 from ownerserve.trace.synth.rollouts import Rollouts
 
@@ -43,6 +50,10 @@ WORKLOADS: dict[str, Workload] = {
     "swe": Workload(
         "SWE-like multi-turn tasks with fast tools, as mini-swe-agent runs",
         partial(Conversations, SWE),
+    ),
+    "swe-long": Workload(
+        "SWE-bench runs of the length seed 003 tells of: about 85 turns, contexts to 100k",
+        partial(Conversations, SWE_LONG),
     ),
     "rollouts": Workload("8 forked samples of one task prefix, each in its tool loop", Rollouts),
     "longdoc": Workload(

@@ -1,0 +1,63 @@
+"""What a node keeps its state in beside its device, and where a write goes: the operator's words.
+
+Reads them and opens a shared medium; holds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ownerserve.kv.clock import Clock
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.store.blobs import Blobs, DirectoryBlobs
+from ownerserve.store.placement import OnEviction, WriteBack, WritePolicy, WriteThrough
+from ownerserve.store.remote import RemoteTier
+from ownerserve.store.s3 import S3Blobs
+from ownerserve.store.seal import Keys
+
+TIERS = ("memory", "disk", "remote")
+"""Fastest first."""
+DEFAULT_WRITE = "write-through"
+
+
+def write_policy(text: str, tiers: Sequence[str] = TIERS) -> WritePolicy:
+    """`on-eviction`, `write-back[:TIER]` or `write-through[:TIER]` over `tiers`, fastest first.
+
+    Without a tier, and where neither it nor a lower one is there, the lowest is meant. Raises
+    InvalidInput for other words.
+    """
+    name, colon, tier = text.partition(":")
+    if colon and tier not in TIERS:
+        raise InvalidInput("write", f"{text!r} names no tier", f"use {', '.join(TIERS)}")
+    floor = TIERS.index(tier or TIERS[-1])
+    lowest = max(len(tiers) - 1, 0)
+    level = next((n for n, here in enumerate(tiers) if TIERS.index(here) >= floor), lowest)
+    match name:
+        case "write-through":
+            return WriteThrough(level)
+        case "write-back":
+            return WriteBack(level)
+        case "on-eviction" if not colon:
+            return OnEviction()
+    mend = "use on-eviction, write-back[:TIER] or write-through[:TIER]"
+    raise InvalidInput("write", f"{text!r} is no way to write", mend)
+
+
+def open_remote(where: str, clock: Clock) -> RemoteTier:
+    """The shared medium at a directory or `s3://BUCKET/PREFIX`.
+
+    It has no key, so it keeps what belongs to no tenant and refuses the rest. Raises InvalidInput
+    for what names no medium, OSError for a directory that can't be used.
+    """
+    return RemoteTier("remote", _blobs(where), clock=clock, keys=Keys())
+
+
+def _blobs(where: str) -> Blobs:
+    scheme, found, rest = where.partition("://")
+    if not found:
+        return DirectoryBlobs(Path(where))
+    bucket, _, prefix = rest.partition("/")
+    if scheme != "s3" or not bucket:
+        raise InvalidInput("remote", f"{where!r}", "name a directory or s3://BUCKET/PREFIX")
+    return S3Blobs(bucket, prefix)

@@ -1,0 +1,1 @@
+"""Figures of the evaluation: each a function from plain data to a matplotlib Figure."""

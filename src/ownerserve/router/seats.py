@@ -1,0 +1,235 @@
+"""Seats: how many sessions may run at once. A session that would not fit waits; a turn never does.
+
+Above the memory of the fleet every policy thrashes: each turn finds its state evicted, computes it
+again (seconds instead of tenths) and evicts another's (seed 003's capacity cliff). So the *first*
+turn of a new session waits, in order, until the contexts of the sessions inside leave room for it.
+Later turns, sub-agents and forks of sessions inside are never held.
+
+    ask -> Enter                       its session is inside, or there is room for one more
+        `> Wait(ticket) -> due         room has come, or its patience is over: `ask` is not repeated
+                        `> leave       the client hung up
+
+A session is inside while a turn of it runs and for `idle_s` after; an idle one that comes back
+later finds its state gone or not, and is let in either way: it was promised service. Where the
+memory of one worker is not known there is no limit.
+
+Owns who is inside and who waits. Pure: time comes as `now_s`, tokens are the router's estimates.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from math import inf
+from typing import NewType, TypeAlias
+
+import msgspec
+
+from ownerserve.kv.errors import InvalidInput, InvariantViolated
+from ownerserve.kv.ids import SessionId
+from ownerserve.router.fleet import Fleet
+from ownerserve.router.sessions import SESSIONS_MAX
+
+Ticket = NewType("Ticket", int)
+
+PROMISES_MAX = 1 << 17
+"""Sessions that are remembered as let in once; of more, those unseen for longest are forgotten."""
+
+
+class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """share            of the fleet's memory for state, in tokens, that sessions inside may fill
+    growth_tokens       by how much a new session is expected to grow beyond its first prompt
+    idle_s              an idle session's seat is free after this
+    patience_s          a session is let in after this, room or not; inf: it waits while its
+                        client does. It always comes to its turn: idle sessions lose their seats
+    """
+
+    share: float = 0.9
+    growth_tokens: int = 40_000
+    idle_s: float = 300.0
+    patience_s: float = inf
+
+    def __post_init__(self) -> None:
+        for field in ("share", "idle_s", "patience_s"):
+            if getattr(self, field) <= 0:
+                raise InvalidInput(field, f"{getattr(self, field)}", "use more than 0")
+
+
+class Enter(msgspec.Struct, frozen=True):
+    """Go on: decide where the turn runs."""
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """Not yet. `due` will name the ticket."""
+
+    ticket: Ticket
+
+
+Answer: TypeAlias = Enter | Wait
+ENTER = Enter()
+
+
+class _Inside(msgspec.Struct, gc=False):
+    tokens: int
+    seen_s: float
+    live: int
+
+
+class _Waiting(msgspec.Struct, gc=False):
+    ticket: Ticket
+    session: SessionId
+    tokens: int
+    until_s: float
+
+
+class Seats:
+    """Of one router. `ask` before every turn of a session, `ended` after it."""
+
+    def __init__(self, fleet: Fleet, settings: SeatSettings | None = None) -> None:
+        self.settings = settings or SeatSettings()
+        self.impatient = 0
+        """Sessions that were let in without room."""
+        self._fleet = fleet
+        self._inside: OrderedDict[SessionId, _Inside] = OrderedDict()  # least recently seen first
+        self._served: OrderedDict[SessionId, None] = OrderedDict()  # let in once, not over
+        self._promised: OrderedDict[SessionId, None] = OrderedDict()  # ever let in, not over
+        self._held_tokens = 0
+        self._waiting: deque[_Waiting] = deque()
+        self._issued = 0
+
+    @property
+    def waiting(self) -> int:
+        """Sessions that wait."""
+        return len(self._waiting)
+
+    def ask(
+        self, session: SessionId, tokens: int, *, parent: SessionId | None, now_s: float
+    ) -> Answer:
+        """A turn of `tokens` prompt tokens is here. `parent`: whose sub-agent or fork it is."""
+        if session in self._promised or parent in self._promised:
+            self._enter(session, tokens, now_s)
+            return ENTER
+        tokens += self.settings.growth_tokens
+        self._expire(now_s)
+        if not self._waiting and self._has_room(tokens):
+            self._enter(session, tokens, now_s)
+            return ENTER
+        self._issued += 1
+        ticket = Ticket(self._issued)
+        until_s = now_s + self.settings.patience_s
+        self._waiting.append(_Waiting(ticket, session, tokens, until_s))
+        return Wait(ticket)
+
+    def ended(self, session: SessionId, tokens: int, now_s: float) -> None:
+        """A turn is over, well or not; the session's context is `tokens` now (0: as before)."""
+        known = self._inside.get(session)
+        if known is None:
+            return
+        known.live -= 1
+        known.seen_s = now_s
+        if tokens > known.tokens:
+            self._held_tokens += tokens - known.tokens
+            known.tokens = tokens
+        self._inside.move_to_end(session)
+
+    def over(self, session: SessionId) -> None:
+        """The session is over."""
+        self._promised.pop(session, None)
+        self._stand_up(session)
+
+    def leave(self, ticket: Ticket) -> None:
+        """The client hung up while it waited. One that does not wait any more is no error."""
+        self._waiting = deque(one for one in self._waiting if one.ticket != ticket)
+
+    def due(self, now_s: float) -> list[Ticket]:
+        """Who may enter now, in the order of arrival."""
+        if not self._waiting:
+            return []
+        self._expire(now_s)
+        found: list[Ticket] = []
+        while self._waiting:
+            first = self._waiting[0]
+            has_room = self._has_room(first.tokens)
+            if not has_room and now_s < first.until_s:
+                break
+            self.impatient += not has_room
+            self._waiting.popleft()
+            self._enter(first.session, first.tokens, now_s)
+            found.append(first.ticket)
+        return found
+
+    def next_due_s(self) -> float | None:
+        """When time alone may let somebody in: a seat goes cold, or patience ends."""
+        if not self._waiting:
+            return None
+        until_s = self._waiting[0].until_s
+        for known in self._inside.values():
+            if not known.live:
+                return min(until_s, known.seen_s + self.settings.idle_s)
+        return until_s if until_s < inf else None
+
+    def _enter(self, session: SessionId, tokens: int, now_s: float) -> None:
+        self._served[session] = None
+        self._served.move_to_end(session)
+        if len(self._served) > SESSIONS_MAX:
+            self._served.popitem(last=False)
+        known = self._inside.get(session)
+        if known is None:
+            known = self._inside[session] = _Inside(0, now_s, 0)
+        self._promised[session] = None
+        self._promised.move_to_end(session)
+        if len(self._promised) > PROMISES_MAX:
+            self._promised.popitem(last=False)
+        known.live += 1
+        known.seen_s = now_s
+        if tokens > known.tokens:
+            self._held_tokens += tokens - known.tokens
+            known.tokens = tokens
+        self._inside.move_to_end(session)
+
+    def _free(self, session: SessionId) -> None:
+        known = self._inside.pop(session, None)
+        if known is not None:
+            self._held_tokens -= known.tokens
+
+    def _has_room(self, tokens: int) -> bool:
+        """Also when nobody is inside: one session is always let in."""
+        if not self._inside:
+            return True
+        capacity = self._capacity_tokens()
+        return capacity is None or self._held_tokens + tokens <= capacity
+
+    def _capacity_tokens(self) -> float | None:
+        total = 0.0
+        for worker in self._fleet.up:
+            profile = worker.profile
+            if not profile.kv_bytes_total:
+                return None
+            total += profile.kv_bytes_total / profile.speed.kv_bytes_per_token
+        return total * self.settings.share
+
+    def _expire(self, now_s: float) -> None:
+        """Free the seats of sessions that were away for too long."""
+        before_s = now_s - self.settings.idle_s
+        while self._inside:
+            session, known = next(iter(self._inside.items()))
+            if known.seen_s > before_s:
+                return
+            if known.live:
+                known.seen_s = now_s
+                self._inside.move_to_end(session)
+            else:
+                self._stand_up(session)
+
+    def _stand_up(self, session: SessionId) -> None:
+        """Its seat is free; what was promised to it stands."""
+        known = self._inside.pop(session, None)
+        if known is not None:
+            self._held_tokens -= known.tokens
+
+    def check(self) -> None:
+        """Raise InvariantViolated unless the sum is that of who is inside."""
+        held = sum(known.tokens for known in self._inside.values())
+        if held != self._held_tokens:
+            raise InvariantViolated(f"3: seats hold {held} tokens, counted {self._held_tokens}")
+        if any(known.live < 0 for known in self._inside.values()):
+            raise InvariantViolated("3: a session inside ended more turns than it began")

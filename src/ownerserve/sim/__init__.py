@@ -1,0 +1,1 @@
+"""The simulator: production decisions on a heap clock, with modelled engines and media."""

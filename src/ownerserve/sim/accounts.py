@@ -1,0 +1,154 @@
+"""The books of a simulated fleet: each turn's row, what lies on two devices, who has moved.
+
+Owns what outlives a turn: by whom each conversation was served, and up to where it was computed.
+Of workers it changes one thing: a session that has moved is released at its source. Must never
+decide anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listed
+
+import msgspec
+
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import ExecutionMode
+from ownerserve.router.messages import Dispatch
+from ownerserve.sim.metrics.counters import Counters, Migration
+from ownerserve.sim.metrics.rows import NO_WORKER, Finished
+from ownerserve.sim.sequence import Sequence
+from ownerserve.sim.turns import Turn
+from ownerserve.sim.worker import Worker
+
+
+class Live(msgspec.Struct, gc=False, eq=False):
+    """A turn between its release and its end, at one attempt."""
+
+    turn: Turn
+    row: Finished
+    dispatch: Dispatch
+    worker: Worker
+    sequence: Sequence
+    has_begun: bool = False
+    mode: ExecutionMode | None = None
+    brought_bytes: int = 0
+    decided_s: float = 0.0
+
+
+class Conversation(msgspec.Struct, gc=False):
+    """What outlives a turn: who served it, and up to which token it was computed once."""
+
+    served_by: set[int]
+    tokens: int = 0
+
+
+class Accounts:
+    """See the module. `hot_ms`: T_hot, which tells an avoidable duplicate from a needed one."""
+
+    def __init__(self, workers: Listed[Worker], counters: Counters, *, hot_ms: float) -> None:
+        self._workers = workers
+        self._counters = counters
+        self._hot_ms = hot_ms
+        self._conversations: dict[SessionId, Conversation] = {}
+
+    def served(self, live: Live, now: float) -> None:
+        """The row of a turn that is complete, and what it leaves on devices."""
+        self._fill(live, now)
+        if live.mode is ExecutionMode.MIGRATE:
+            self._moved(live, now)
+        self._place(live)
+
+    def ended(self, conversation: SessionId) -> None:
+        """No later turn of it will come."""
+        self._conversations.pop(conversation, None)
+
+    def _fill(self, live: Live, now: float) -> None:
+        row, sequence, turn = live.row, live.sequence, live.turn
+        is_apart = live.mode is ExecutionMode.REMOTE_PREFILL
+        row.worker = live.worker.index
+        row.preemptions = sequence.preempted
+        row.started_s = max(row.routed_s, row.started_s if is_apart else sequence.begun_s)
+        row.first_token_s, row.done_s = sequence.first_token_s, now
+        row.output_tokens = turn.output_tokens
+        row.computed_tokens += sequence.computed_tokens
+        if not is_apart:
+            row.cached_tokens = sequence.restored_tokens
+        from_elsewhere = live.brought_bytes + sequence.loaded_bytes
+        row.restored_tokens = min(
+            row.cached_tokens,
+            round(from_elsewhere / live.worker.unit_bytes * sequence.unit_tokens),
+        )
+        row.restore_load_ms += sequence.load_s * 1000.0
+        # Attention left out: replays are short, and their tokens' share of a step is what delays.
+        prefill = live.dispatch.decision.worker.speed.prefill
+        row.restore_recompute_ms = sequence.replayed_tokens * prefill.b_ms
+        if sequence.loaded_bytes and live.mode is None:
+            live.mode = ExecutionMode.FETCH
+        row.mode = live.mode or self._mode(turn, row.cached_tokens)
+
+    def _mode(self, turn: Turn, cached_tokens: int) -> ExecutionMode:
+        """Of a turn for which nothing was brought. Half of what was computed once is the line
+        between going on and starting over."""
+        known = self._conversations.get(turn.name)
+        if known is None:
+            return ExecutionMode.SEED if cached_tokens else ExecutionMode.COLD_PREFILL
+        if 2 * cached_tokens >= min(known.tokens, turn.prompt_tokens):
+            return ExecutionMode.DIRECT_APPEND
+        return ExecutionMode.RESEED
+
+    def _place(self, live: Live) -> None:
+        """What the turn placed on devices, and what of it lies on two."""
+        turn, row, here = live.turn, live.row, live.worker
+        known = self._conversations.get(turn.name)
+        if known is None:
+            known = self._conversations[turn.name] = Conversation(set())
+        unit_bytes, unit = here.unit_bytes, live.sequence.unit_tokens
+        fresh_tokens = turn.prompt_tokens + turn.output_tokens - 1 - row.cached_tokens
+        row.placed_bytes = (
+            round(fresh_tokens / unit * unit_bytes)
+            + live.brought_bytes
+            + live.sequence.loaded_bytes
+        )
+        if row.prefill_worker != NO_WORKER:
+            known.served_by.add(row.prefill_worker)
+        before_units = self._before(live)
+        for index in sorted(known.served_by - {here.index}):
+            units = self._workers[index].resident_units(turn.prompt)
+            if not units:
+                known.served_by.discard(index)
+            count = min(round((units - before_units) * unit_bytes), row.placed_bytes)
+            row.duplicate_bytes = max(row.duplicate_bytes, count)
+        if row.duplicate_bytes and row.owner_wait_ms <= self._hot_ms:
+            row.avoidable_bytes = row.duplicate_bytes
+        known.served_by.add(here.index)
+        known.tokens = turn.prompt_tokens + turn.output_tokens - 1
+
+    @staticmethod
+    def _before(live: Live) -> int:
+        """Units of the prompt that lay on this device before the turn."""
+        row, unit = live.row, live.sequence.unit_tokens
+        if live.mode is not ExecutionMode.REMOTE_PREFILL:
+            return (row.cached_tokens - row.restored_tokens) // unit
+        brought_units = round(live.brought_bytes / live.worker.unit_bytes)
+        return max(0, live.turn.prompt_tokens // unit - brought_units)
+
+    def _moved(self, live: Live, now: float) -> None:
+        """The session has moved: the source keeps nothing for it."""
+        source = live.dispatch.decision.source
+        assert source is not None and source.worker is not None, "a migration comes from somewhere"
+        holder = self._workers[source.worker.order]
+        if holder.cache.sessions.get(live.turn.name) is not None:  # else it has expired there
+            holder.cache.sessions.release(live.turn.name)
+        known = self._conversations.get(live.turn.name)
+        if known is not None:
+            known.served_by.discard(holder.index)
+        moved = Migration(
+            session=live.turn.session,
+            conversation=live.turn.name,
+            source=holder.index,
+            target=live.worker.index,
+            decided_s=live.decided_s,
+            done_s=now,
+            bytes=live.brought_bytes,
+        )
+        self._counters.migrations.append(moved)

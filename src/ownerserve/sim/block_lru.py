@@ -1,0 +1,33 @@
+"""vLLM's eviction order on our tree: blocks by when the last turn that read them ended.
+
+HeteroCache's "lru" goes by restorable points: a turn that goes on from one makes that one young,
+and those before it on the path age on their own. vLLM frees all blocks of a turn at its end, the
+deepest first, so all of a path is as young as the last turn on it. For baselines and validation.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ownerserve.cache import paths
+from ownerserve.cache.node import Stop
+from ownerserve.cache.policies.base import Candidate, Heat, Key, Policy
+
+
+class BlockLru(Policy):
+    """Owns the count of touches, which orders turns that end at one instant. O(stops of the path)
+    a touch."""
+
+    name: ClassVar[str] = "block-lru"
+
+    def __init__(self) -> None:
+        self._touches = 0.0
+
+    def key(self, candidate: Candidate) -> Key:
+        return (candidate.heat.inflation,)
+
+    def touched(self, heat: Heat) -> None:
+        assert isinstance(heat, Stop), "the tree's own"
+        self._touches += 1.0
+        for stop in paths.stops_above(heat.node, heat.depth):
+            stop.inflation = self._touches

@@ -1,0 +1,198 @@
+"""Put a simulated fleet together from its Setup. Wiring only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.policies import POLICIES as ORDERS
+from ownerserve.cache.policies.base import Policy as Order
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.geometry import Geometry
+from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.registry import build as spec_of
+from ownerserve.kv.registry.source import find_config, read_config
+from ownerserve.kv.specs import ModelSpec
+from ownerserve.plan.cost.load import Medium
+from ownerserve.plan.inputs import Tier
+from ownerserve.router.derive import derive
+from ownerserve.router.policies import Policy, make_policy
+from ownerserve.router.profile import EVERY_ACTION, EVERY_ENGINE, Profile, Role, Speed
+from ownerserve.router.seats import Seats
+from ownerserve.router.settings import Settings
+from ownerserve.router.state import RouterState
+from ownerserve.sim.engine import Engine, Limits, NodeHooks
+from ownerserve.sim.fleet import Fleet
+from ownerserve.sim.heap import Heap
+from ownerserve.sim.injector import Injector
+from ownerserve.sim.layout import slots_for, unit_model
+from ownerserve.sim.lobby import Lobby
+from ownerserve.sim.media import duplex
+from ownerserve.sim.nodes import NodeMaker
+from ownerserve.sim.oracle.horizon import Foresight, NextUse
+from ownerserve.sim.oracle.infinite import FreeTransfer
+from ownerserve.sim.ownership import Ownership
+from ownerserve.sim.pace import Pace, load_pace, load_pace_file
+from ownerserve.sim.setup import Links, Setup
+from ownerserve.sim.transfers import Transfers
+from ownerserve.sim.worker import Machine, Node, Worker
+from ownerserve.sim.workload import Workload
+
+MOVING = EVERY_ACTION - EVERY_ENGINE
+
+
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a baseline of the evaluation has of its own, made where production's would be. None:
+    what Setup says.
+
+    policy     where turns run
+    spec       another state of the same model: every layer dense, say
+    order      eviction on the device
+    node       what brings and keeps a worker's state
+    transfers  between workers
+    """
+
+    policy: Callable[[Settings], Policy] | None = None
+    spec: Callable[[ModelSpec], ModelSpec] | None = None
+    order: Callable[[], Order] | None = None
+    node: Callable[[Worker, HeteroCache], Node] | None = None
+    transfers: Callable[[Heap, float], Transfers] | None = None
+
+
+PRODUCTION = Parts()
+
+
+class Built(msgspec.Struct, frozen=True):
+    """A fleet that has not begun, and what is needed to read its result."""
+
+    heap: Heap
+    fleet: Fleet
+    pace: Pace
+    settings: Settings
+    nodes: NodeMaker
+
+
+def pace_of(name: str) -> Pace:
+    """`model@gpu` of a shipped pace, or the path of a file."""
+    if name.endswith(".json"):
+        return load_pace_file(Path(name))
+    model, at, gpu = name.partition("@")
+    if not at:
+        raise InvalidInput("pace", f"{name!r}", "write MODEL@GPU, or a path that ends in .json")
+    return load_pace(model, gpu)
+
+
+def geometry_of(pace: Pace) -> Geometry:
+    """The state of the pace's model."""
+    return Geometry.of(spec_of(read_config(find_config(pace.config))))
+
+
+def settings_of(setup: Setup, speed: Speed) -> Settings:
+    """T_hot, T_cool and the prices by the procedure of router.derive, where not set by hand."""
+    spilled_to = Tier.HOST if setup.tiers.host_bytes else Tier.DISK
+    settings = derive(speed, spilled_to=spilled_to)
+    given = {"hot_ms": setup.hot_ms, "cool_s": setup.cool_s}
+    return msgspec.structs.replace(settings, **{k: v for k, v in given.items() if v is not None})
+
+
+def build(workload: Workload, setup: Setup, parts: Parts = PRODUCTION) -> Built:
+    """Everything in place at time 0; nothing has happened."""
+    heap, pace = Heap(), pace_of(setup.pace)
+    geometry = geometry_of(pace)
+    if parts.spec is not None:
+        geometry = Geometry.of(parts.spec(geometry.spec))
+    model = unit_model(geometry, workload.block_tokens)
+    speed = speed_of(pace, geometry, setup.links)
+    settings = settings_of(setup, speed)
+    router = RouterState(_policy(setup, settings, parts), settings=settings)
+    make_transfers = parts.transfers or _transfers
+    transfers = make_transfers(heap, setup.transfer_s)
+    fleet = Fleet(heap, workload, router, transfers=transfers, hot_ms=settings.hot_ms)
+    fleet.ownership = Ownership(heap, router.handle, delay_s=setup.directory_ms / 1000.0)
+    if setup.oracle == "horizon":
+        fleet.foresight = Foresight(workload).priority
+    nodes = NodeMaker(setup, pace, model)
+    if setup.seats is not None:
+        fleet.lobby = Lobby(heap, Seats(router.fleet, setup.seats))
+    make = _machines(setup, pace, nodes, parts)
+    for index in range(setup.workers):
+        nic = duplex(f"w{index} nic", _medium(setup.links.nic_gb_s, setup.links.nic_ms))
+        worker = Worker(
+            index, heap, make, nic=nic, unit_tokens=workload.block_tokens, listener=fleet
+        )
+        fleet.join(worker, _profile(setup, worker, pace, speed), heap.now)
+    Injector(heap, fleet, nodes.disks).plan(setup.faults)
+    return Built(heap, fleet, pace, settings, nodes)
+
+
+def _policy(setup: Setup, settings: Settings, parts: Parts) -> Policy:
+    if setup.oracle == "infinite":
+        return FreeTransfer()
+    return parts.policy(settings) if parts.policy else make_policy(setup.policy, settings)
+
+
+def _transfers(heap: Heap, timeout_s: float) -> Transfers:
+    return Transfers(heap, timeout_s=timeout_s)
+
+
+def _medium(gb_s: float, latency_ms: float) -> Medium:
+    return Medium(latency_ms, gb_s * 1e6)
+
+
+def speed_of(pace: Pace, geometry: Geometry, links: Links) -> Speed:
+    """What the router is told of such a worker."""
+    media = {
+        Tier.HOST: _medium(links.pcie_gb_s, 0.05),
+        Tier.DISK: _medium(links.disk_gb_s, links.disk_ms),
+        Tier.PEER: _medium(links.nic_gb_s, links.nic_ms),
+        Tier.REMOTE: _medium(links.remote_gb_s, links.remote_ms),
+    }
+    return msgspec.structs.replace(pace.speed(geometry), media=media)
+
+
+def _profile(setup: Setup, worker: Worker, pace: Pace, speed: Speed) -> Profile:
+    role = Role.HYBRID
+    if setup.prefill_workers:
+        role = Role.PREFILL if worker.index < setup.prefill_workers else Role.DECODE
+    return Profile(
+        model=pace.model,
+        spec_digest=pace.name,
+        role=role,
+        speed=speed,
+        actions=EVERY_ENGINE | MOVING - {PlacementAction.TAIL_RECOMPUTE}
+        if not setup.tiers.any
+        else EVERY_ACTION,
+        kv_bytes_total=worker.kv_bytes_total,
+    )
+
+
+def _machines(
+    setup: Setup, pace: Pace, nodes: NodeMaker, parts: Parts
+) -> Callable[[Worker], Machine]:
+    """How each life of a worker is made."""
+    order = NextUse if setup.oracle == "horizon" else parts.order
+    order = order or ORDERS.get(setup.cache_policy)
+    if order is None:
+        known = ", ".join(sorted(ORDERS))
+        raise InvalidInput("cache_policy", f"{setup.cache_policy!r}", f"use one of {known}")
+    limits, model = Limits(setup.step_tokens, setup.running), nodes.model
+    sizes = slots_for(model.layout, setup.kv_bytes or pace.kv_bytes_total, setup.running)
+    make_node = parts.node or nodes.node
+
+    def make(worker: Worker) -> Machine:
+        cache = HeteroCache(model.layout, sizes.slots, sizes.state_slots, order())
+        node = make_node(worker, cache)
+        engine = Engine(
+            cache,
+            pace,
+            limits,
+            unit_tokens=model.unit_tokens,
+            longest_fold=setup.longest_fold,
+            hooks=NodeHooks(node.resume, node.checkpoints),
+        )
+        return Machine(cache, engine, node)
+
+    return make

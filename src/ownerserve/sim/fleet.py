@@ -1,0 +1,398 @@
+"""A simulated fleet: one router, its workers, a workload, and a directory, on one heap.
+
+Owns the turns that are live. Every choice is RouterState's; what is chosen is performed here with
+modelled workers and transfers, and what comes of it goes back as the events a gateway would send.
+
+    released -> Arrive -> Dispatch -> (bring | prefill elsewhere) -> worker -> FirstByte -> Done
+                   |                      ^                             |          `-----> Broken
+                   `----> Refuse          `----- another attempt <--- Failed
+
+Every released turn ends in exactly one row: served, refused or failed (invariant 3; `check`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ownerserve.kv.errors import InvariantViolated
+from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import ExecutionMode, PlacementAction, Reason
+from ownerserve.plan.inputs import Tier
+from ownerserve.router.gateway.stamps import Extent
+from ownerserve.router.messages import (
+    Arrive,
+    Broken,
+    Dispatch,
+    Done,
+    Down,
+    Failed,
+    Failure,
+    FirstByte,
+    Refuse,
+    Reported,
+    WorkerDown,
+    WorkerUp,
+)
+from ownerserve.router.profile import Profile
+from ownerserve.router.state import RouterState
+from ownerserve.router.usage import Usage
+from ownerserve.router.worker import Worker as Unit
+from ownerserve.sim import gauge
+from ownerserve.sim.accounts import Accounts, Live
+from ownerserve.sim.heap import Heap
+from ownerserve.sim.lobby import Lobby
+from ownerserve.sim.metrics.counters import Counters
+from ownerserve.sim.metrics.rows import NO_WORKER, Finished, Rows
+from ownerserve.sim.ownership import Ownership, prefix_name
+from ownerserve.sim.sequence import Sequence, sequence_of
+from ownerserve.sim.transfers import Brought, Landing, Transfers
+from ownerserve.sim.turns import Turn
+from ownerserve.sim.worker import Worker
+from ownerserve.sim.workload import Workload
+
+FOR_EVER_S = 1e15
+"""With foresight a soft reference lasts until its conversation has gone on."""
+
+BYTES_PER_TOKEN = 4
+"""Of a request's body; the router learns each session's own ratio from what was counted."""
+
+_BRINGING = frozenset(
+    {
+        PlacementAction.ARTIFACT_FETCH,
+        PlacementAction.STATE_MIGRATION,
+        PlacementAction.TAIL_RECOMPUTE,
+    }
+)
+
+
+class Fleet:
+    """See the module. Wired by `build`; `run` lets all of the workload happen."""
+
+    def __init__(
+        self,
+        heap: Heap,
+        workload: Workload,
+        router: RouterState,
+        *,
+        transfers: Transfers,
+        hot_ms: float,
+    ) -> None:
+        self.rows = Rows()
+        self.counters = Counters()
+        self.workers: list[Worker] = []
+        self.ownership: Ownership | None = None
+        self.lobby = Lobby(heap, None)
+        self.foresight: Callable[[Turn, float], int] | None = None
+        """An oracle's word on what a turn's state is worth keeping for; nobody else has it."""
+        self.router = router
+        self._heap = heap
+        self._workload = workload
+        self._transfers = transfers
+        self._accounts = Accounts(self.workers, self.counters, hot_ms=hot_ms)
+        self._live: dict[TurnId, Live] = {}
+        self._apart: dict[TurnId, Live] = {}
+        self._coming = 0  # releases on the heap
+
+    @property
+    def live(self) -> int:
+        """Turns between release and end."""
+        return len(self._live)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a turn is live or will be released."""
+        return self._coming > 0 or bool(self._live) or len(self.lobby) > 0
+
+    def join(self, worker: Worker, profile: Profile | None, now: float) -> None:
+        """A worker is up. `profile` None: as in its former life."""
+        if worker.index == len(self.workers):
+            self.workers.append(worker)
+        up = WorkerUp(worker.name, incarnation=worker.incarnation, profile=profile)
+        self.router.handle(up, now)
+        if self.ownership is not None:
+            self.ownership.lives(worker.unit, now)
+
+    def down(self, worker: Worker, now: float) -> None:
+        """A worker dies. Its connections break, so the gateway knows at once: what it had not
+        begun to answer is tried elsewhere, what it had begun has failed."""
+        self.router.handle(WorkerDown(worker.name, Down.UNREACHABLE), now)
+        if self.ownership is not None:
+            self.ownership.silent(worker.unit)
+        worker.crash(now)
+        self._transfers.room_at(worker, now)  # nobody waits for room at the dead
+
+    def back(self, worker: Worker, now: float) -> None:
+        """It is up again, in its next life."""
+        worker.rise()
+        self.join(worker, None, now)
+
+    def begin(self) -> None:
+        """Release what is known at the start."""
+        self._release_all(self._workload.first(self._heap.now))
+
+    # -- a turn's way in ------------------------------------------------------------------------
+
+    def _release_all(self, releases: list[tuple[float, Any]]) -> None:
+        self._coming += len(releases)
+        for when_s, key in releases:
+            self._heap.at(max(when_s, self._heap.now), partial(self._release, key))
+
+    def _release(self, key: Any, now: float) -> None:
+        self._coming -= 1
+        turn = self._workload.turn(key, now)
+        self.counters.turns_released += 1
+        self.lobby.enter(turn, self._arrive, now)
+
+    def _arrive(self, turn: Turn, now: float) -> None:
+        row = Finished(
+            number=turn.number,
+            session=turn.session,
+            position=turn.position,
+            arrived_s=turn.arrived_s,
+            prompt_tokens=turn.prompt_tokens,
+            wanted_tokens=turn.output_tokens,
+        )
+        row.routed_s = now
+        arrive = Arrive(
+            session=turn.name,
+            prompt_bytes=turn.prompt_tokens * BYTES_PER_TOKEN,
+            parent=turn.parent,
+            shared_bytes=turn.shared_tokens * BYTES_PER_TOKEN if turn.parent else None,
+        )
+        owner = self._owner(turn.name)
+        if owner is not None:
+            row.owner, row.owner_wait_ms = owner.order, owner.queue_ms
+        outcome = self.router.handle(arrive, now)
+        if isinstance(outcome, Refuse):
+            self._refused(turn, row, now)
+            return
+        live = Live(turn, row, outcome, self._at(outcome), self._sequence(turn))
+        self._live[live.sequence.turn_id] = live
+        if owner is None:
+            row.owner_wait_ms = outcome.decision.worker.queue_ms
+        self._place(live, now)
+
+    def _owner(self, session: SessionId) -> Unit | None:
+        known = self.router.sessions.get(session)
+        return None if known is None else known.live_owner
+
+    def _at(self, dispatch: Dispatch) -> Worker:
+        return self.workers[dispatch.decision.worker.order]
+
+    def _sequence(self, turn: Turn) -> Sequence:
+        sequence = sequence_of(turn, self._workload.block_tokens)
+        if self.foresight is not None:
+            self._forget_elsewhere(turn)
+            sequence.priority = self.foresight(turn, self._heap.now)
+            sequence.ttl_s = FOR_EVER_S
+        return sequence
+
+    def _forget_elsewhere(self, turn: Turn) -> None:
+        """Who knows the future also knows where a session does not come back to: the turn renews
+        the reference where it runs."""
+        for worker in self.workers:
+            session = worker.cache.sessions.get(turn.name)
+            if session is not None and not session.running:
+                worker.cache.sessions.release(turn.name)
+
+    def _place(self, live: Live, now: float) -> None:
+        """Perform the decision."""
+        decision, turn = live.dispatch.decision, live.turn
+        live.decided_s = live.row.routed_s = now
+        live.row.action = decision.action
+        if self.ownership is not None:
+            self.ownership.runs_at(turn.name, live.worker.unit, parent=turn.parent, now=now)
+        source = None if decision.source is None else decision.source.worker
+        if decision.prefill is not None:
+            prefiller = self.workers[decision.prefill.order]
+            live.row.prefill_worker = prefiller.index
+            part = _prefill_of(live.sequence)
+            self._apart[part.turn_id] = live
+            prefiller.submit(part, now)
+        elif decision.action in _BRINGING and source is not None and source is not decision.worker:
+            holder = self.workers[source.order]
+            then = partial(self._brought, live)
+            self._transfers.bring(holder, live.worker, live.sequence.prompt, then=then, now=now)
+        else:
+            live.worker.submit(live.sequence, now)
+
+    def _brought(self, live: Live, brought: Brought, now: float) -> None:
+        """A transfer for this turn is over, well or not: what landed is in the cache."""
+        if brought.landing is Landing.LOST:
+            self._lost(live, now, reason=Reason.ENGINE_ERROR)
+            return
+        self._waited(live, brought, now)
+        if brought.landing is Landing.LANDED:
+            moved = live.dispatch.decision.action is PlacementAction.STATE_MIGRATION
+            live.mode = ExecutionMode.MIGRATE if moved else ExecutionMode.FETCH
+        live.worker.submit(live.sequence, now)
+
+    @staticmethod
+    def _waited(live: Live, brought: Brought, now: float) -> None:
+        row = live.row
+        row.restore_queue_ms += brought.waited_s * 1000.0
+        row.restore_load_ms += (now - live.decided_s - brought.waited_s) * 1000.0
+        row.network_bytes += brought.bytes
+        if brought.landing is Landing.LANDED:
+            live.brought_bytes = brought.bytes
+
+    # -- what workers say -----------------------------------------------------------------------
+
+    def began(self, sequence: Sequence, now: float) -> None:
+        """First token: the prefill is over."""
+        live = self._live.get(sequence.turn_id)
+        if live is None:
+            return  # the prefill part of a turn that decodes elsewhere
+        live.has_begun = True
+        status = gauge.status(live.worker, now)
+        self.router.handle(FirstByte(live.dispatch.receipt, status), now)
+        self._report(live, now)
+
+    def _report(self, live: Live, now: float) -> None:
+        """Where the prompt's state is now, as a worker stamps it on its answer."""
+        session, full = live.dispatch.session, live.turn.prompt_tokens // live.sequence.unit_tokens
+        if session is None or not full:
+            return
+        name = prefix_name(live.sequence.units[full * 4 - 4 : full * 4])
+        extent = Extent(name, full * live.sequence.unit_tokens)
+        unit = live.worker.unit
+        self.router.handle(Reported(unit, Tier.DEVICE, name, extent.tokens, session), now)
+        if self.ownership is not None:
+            self.ownership.stands_on(session, unit, extent, now=now)
+
+    def served(self, sequence: Sequence, now: float) -> None:
+        """A turn is complete, or its prefill part is."""
+        live = self._apart.pop(sequence.turn_id, None)
+        if live is not None:
+            self._prefilled(live, sequence, now)
+            return
+        live = self._live.pop(sequence.turn_id)
+        turn, row = live.turn, live.row
+        self._accounts.served(live, now)
+        usage = Usage(turn.prompt_tokens, turn.output_tokens, row.cached_tokens)
+        done = Done(live.dispatch.receipt, usage, status=gauge.status(live.worker, now))
+        self.router.handle(done, now)
+        self.rows.add(row)
+        self._over(turn, self._workload.finished(turn, now), now)
+        self._transfers.room_at(live.worker, now)
+
+    def _prefilled(self, live: Live, part: Sequence, now: float) -> None:
+        """The prompt is computed elsewhere: bring it, then decode."""
+        prefiller = self.workers[live.row.prefill_worker]
+        live.decided_s = now
+        live.row.started_s = part.begun_s
+        live.row.computed_tokens += part.computed_tokens
+        live.row.cached_tokens = part.restored_tokens
+        live.sequence.landed_tokens = live.turn.prompt_tokens
+        live.mode = ExecutionMode.REMOTE_PREFILL
+        then = partial(self._sent, live)
+        self._transfers.bring(prefiller, live.worker, live.sequence.prompt, then=then, now=now)
+        self._transfers.room_at(prefiller, now)
+
+    def _sent(self, live: Live, brought: Brought, now: float) -> None:
+        """What was computed elsewhere has come, or has not: then it is computed here."""
+        if brought.landing is Landing.LOST:
+            self._lost(live, now, reason=Reason.ENGINE_ERROR)
+            return
+        if brought.landing is Landing.NO_ROOM:
+            self._lost(live, now, reason=Reason.NO_ROOM)
+            return
+        self._waited(live, brought, now)
+        if brought.landing in (Landing.LATE, Landing.SOURCE_LOST):
+            live.sequence.landed_tokens, live.mode = 0, None
+            live.row.prefill_worker = NO_WORKER
+        live.worker.submit(live.sequence, now)
+
+    def lost(self, sequence: Sequence, now: float) -> None:
+        """A worker can't run it, ever; or has died with it."""
+        live = self._apart.pop(sequence.turn_id, None)
+        if live is not None:
+            where = self.workers[live.row.prefill_worker]
+        else:
+            live = self._live[sequence.turn_id]
+            where = live.worker
+        self._lost(live, now, reason=Reason.TOO_LONG if where.is_up else Reason.ENGINE_ERROR)
+        self._transfers.room_at(where, now)
+
+    def _lost(self, live: Live, now: float, *, reason: Reason) -> None:
+        """Try another worker while nothing has reached the client; else the turn has failed."""
+        turn, row, receipt = live.turn, live.row, live.dispatch.receipt
+        del self._live[live.sequence.turn_id]
+        outcome: Dispatch | Refuse | None = None
+        if reason is Reason.TOO_LONG:  # a client's error: nobody else is asked
+            self.router.handle(Done(receipt), now)
+        elif live.has_begun:
+            self.router.handle(Broken(receipt), now)
+        else:
+            died = reason is Reason.ENGINE_ERROR
+            failure = Failure.CLOSED if died else Failure.REFUSED
+            outcome = self.router.handle(Failed(receipt, failure), now)
+        if isinstance(outcome, Dispatch):
+            again = Live(turn, row, outcome, self._at(outcome), self._sequence(turn))
+            row.attempts, row.prefill_worker = outcome.attempt, NO_WORKER
+            self._live[again.sequence.turn_id] = again
+            self._place(again, now)
+            return
+        row.worker, row.mode, row.reason = live.worker.index, ExecutionMode.FAILED, reason
+        if live.has_begun:
+            row.started_s = max(row.started_s, live.sequence.begun_s)
+            row.first_token_s = live.sequence.first_token_s
+        self._close(turn, row, now)
+
+    def _refused(self, turn: Turn, row: Finished, now: float) -> None:
+        row.mode, row.reason = ExecutionMode.REFUSED, Reason.OVERLOADED
+        self._close(turn, row, now)
+
+    def _close(self, turn: Turn, row: Finished, now: float) -> None:
+        """A turn that was not served: its times after the last one known are its end."""
+        row.started_s = max(row.started_s, row.routed_s)
+        row.first_token_s = max(row.first_token_s, row.started_s)
+        row.done_s = now
+        self.rows.add(row)
+        self._over(turn, self._workload.failed(turn, now), now)
+
+    def _over(self, turn: Turn, releases: list[tuple[float, Any]], now: float) -> None:
+        if self._workload.ended > len(self.counters.completed):
+            self.counters.completed.append(turn.session)
+        if turn.is_last:
+            self._accounts.ended(turn.name)
+            if self.ownership is not None:
+                self.ownership.ends(turn.name, now)
+        self.lobby.ended(turn, now)
+        self._release_all(releases)
+        if not self.is_busy:
+            self._heap.stop()
+
+    def tally(self) -> None:
+        """Bring the counters of all workers together, once, at the end."""
+        counters = self.counters
+        counters.sessions_released = self._workload.sessions
+        for worker in self.workers:
+            gauge.tally(worker, counters)
+
+    def check(self) -> None:
+        """Raise InvariantViolated unless nothing was lost and everybody's books are whole."""
+        released, ended, live = self.counters.turns_released, len(self.rows), len(self._live)
+        if released != ended + live:
+            raise InvariantViolated(f"invariant 3: {released} released, {ended} ended, {live} live")
+        if self.router.live != live:
+            raise InvariantViolated(f"invariant 3: {live} live, the router has {self.router.live}")
+        if not all(other.sequence.turn_id in self._live for other in self._apart.values()):
+            raise InvariantViolated("invariant 3: a prompt is computed for a turn that has ended")
+        self.router.check()
+        for worker in self.workers:
+            worker.check()
+        if self.ownership is not None:
+            self.ownership.state.check()
+
+
+def _prefill_of(sequence: Sequence) -> Sequence:
+    """The same prompt, for a worker that only computes it."""
+    turn = msgspec.structs.replace(sequence.turn, output_tokens=1, output=b"")
+    part = sequence_of(turn, sequence.unit_tokens)
+    part.turn_id = TurnId(f"{sequence.turn_id}p")
+    return part

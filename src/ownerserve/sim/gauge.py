@@ -1,0 +1,54 @@
+"""A modelled worker read from outside: its stamp, its memory, what it did. Changes nothing."""
+
+from __future__ import annotations
+
+from ownerserve.kv.messages import WorkerStatus
+from ownerserve.sim.metrics.counters import Counters
+from ownerserve.sim.metrics.samples import WorkerSample
+from ownerserve.sim.worker import Worker
+
+
+def status(worker: Worker, now: float) -> WorkerStatus:
+    """The stamp on an answer. What can be evicted counts as free: a new turn could have it."""
+    machine, restoring = worker.machine, worker.restoring
+    engine = machine.engine
+    return WorkerStatus(
+        unit=worker.unit,
+        as_of=now,
+        pending_prefill_tokens=pending_tokens(worker) if restoring else engine.pending_tokens,
+        running_sequences=engine.running,
+        waiting_sequences=engine.waiting + len(restoring),
+        kv_bytes_free=machine.cache.rooms.obtainable_blocks() * worker.block_bytes,
+        kv_bytes_total=worker.kv_bytes_total,
+    )
+
+
+def pending_tokens(worker: Worker) -> int:
+    """Prompt tokens that are there and not computed."""
+    restoring = sum([sequence.pending_tokens for sequence in worker.restoring.values()])
+    return worker.machine.engine.pending_tokens + restoring
+
+
+def sample(worker: Worker) -> WorkerSample:
+    """Its load now."""
+    engine, blocks = worker.machine.engine, worker.machine.cache.rooms.blocks
+    return WorkerSample(
+        pending_prefill_tokens=pending_tokens(worker),
+        running_sequences=engine.running,
+        hbm_used_bytes=(blocks.capacity - blocks.free) * worker.block_bytes,
+        busy_s=sum([machine.engine.counts.busy_ms for machine in worker.lives]) / 1000.0,
+    )
+
+
+def tally(worker: Worker, counters: Counters) -> None:
+    """Add what all its lives did."""
+    for machine in worker.lives:
+        counts, cache = machine.engine.counts, machine.cache.counters
+        counters.steps += counts.steps
+        counters.preemptions += counts.preemptions
+        counters.decode_alone_ms += counts.decoding_ms - counts.interfered_ms
+        counters.decode_stall_ms += counts.interfered_ms
+        counters.evictions += cache.evictions
+        counters.evicted_tokens += cache.evicted_tokens * worker.unit_tokens
+        counters.evicted_blocks += cache.evicted_tokens // machine.cache.layout.block_tokens
+        counters.wanted_tokens += cache.wanted_tokens * worker.unit_tokens

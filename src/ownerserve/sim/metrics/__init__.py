@@ -1,0 +1,1 @@
+"""What a simulated run did: rows a turn, counters, samples over time, and their summary."""

@@ -1,0 +1,49 @@
+"""What is counted over a whole run, and the moves of sessions. Must never hold a time series."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Migration(msgspec.Struct, frozen=True, gc=False):
+    """One move of a conversation's state and ownership, as it ended (`completed` 0: given up).
+    `conversation` tells a session's agents apart ("s12/a3")."""
+
+    session: int
+    conversation: str
+    source: int
+    target: int
+    decided_s: float
+    done_s: float
+    bytes: int
+    completed: int = 1
+
+
+class Counters(msgspec.Struct):
+    """Sums over all workers and the whole run; the fleet adds to it.
+
+    `steps` engine iterations. Decode interference: over all steps, `decode_alone_ms` adds (time of
+    the step had it carried no prefill) x (sequences decoding in it), `decode_stall_ms` adds (actual
+    time - that) x (sequences decoding in it). `ssd_new_bytes`: payload that was not yet on the SSD
+    tier; `ssd_written_bytes`: what its device wrote (headers, rewrites, compaction included).
+    `turns_released` and `sessions_released` of the workload; `completed`: the sessions (by index)
+    whose last turn ended, whatever its outcome.
+    """
+
+    steps: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    evicted_blocks: int = 0
+    evicted_tokens: int = 0
+    wanted_tokens: int = 0
+    decode_alone_ms: float = 0.0
+    decode_stall_ms: float = 0.0
+    ssd_new_bytes: int = 0
+    ssd_written_bytes: int = 0
+    ssd_read_bytes: int = 0
+    host_written_bytes: int = 0
+    turns_released: int = 0
+    sessions_released: int = 0
+    completed: list[int] = []
+    replicas: int = 0
+    migrations: list[Migration] = []

@@ -1,0 +1,67 @@
+"""Migrations: how often, how long, were they right, did they repeat (seed 002 §5.6)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ownerserve.sim.metrics.counters import Migration
+from ownerserve.sim.metrics.spreads import Metric, ratio, spread
+
+
+def migration_metrics(
+    table: NDArray[Any],
+    migrations: Sequence[Migration],
+    *,
+    hot_ms: float,
+    cool_s: float,
+    next_turns: int,
+) -> dict[str, Metric]:
+    """Of the completed ones, but for `given_up`. `table`: every turn of the run."""
+    done = [move for move in migrations if move.completed]
+    took = np.array([(move.done_s - move.decided_s) * 1e3 for move in done])
+    return {
+        "count": len(done),
+        "given_up": len(migrations) - len(done),
+        "rate": ratio(len(done), len(table)),
+        "mean_ms": float(took.mean()) if done else None,
+        "ms": spread(took),
+        "bytes": sum(move.bytes for move in done),
+        "accuracy": _accuracy(table, done, hot_ms=hot_ms, next_turns=next_turns),
+        "thrash_rate": _thrash_rate(done, cool_s),
+    }
+
+
+def _accuracy(
+    table: NDArray[Any], done: Sequence[Migration], *, hot_ms: float, next_turns: int
+) -> float | None:
+    """Of the moves that a turn followed, the share whose target was not hot for any of the next
+    `next_turns` turns that the session sent there."""
+    movers = {move.session for move in done}
+    moved = table[np.isin(table["session"], sorted(movers))]
+    moved = moved[np.lexsort((moved["arrived_s"], moved["session"]))]
+    right = judged = 0
+    for move in done:
+        first, last = np.searchsorted(moved["session"], [move.session, move.session + 1])
+        own = moved[first:last]
+        own = own[(own["arrived_s"] >= move.done_s) & (own["owner"] == move.target)][:next_turns]
+        judged += len(own) > 0
+        right += len(own) > 0 and bool((own["owner_wait_ms"] <= hot_ms).all())
+    return ratio(right, judged)
+
+
+def _thrash_rate(done: Sequence[Migration], cool_s: float) -> float | None:
+    """Of the conversations that moved, the share that moved again within the cool-down."""
+    times: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    for move in done:
+        times[move.session, move.conversation].append(move.decided_s)
+    again = sum(
+        any(later - earlier < cool_s for earlier, later in pairwise(at))
+        for at in map(sorted, times.values())
+    )
+    return ratio(again, len(times))

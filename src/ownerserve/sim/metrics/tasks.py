@@ -1,0 +1,91 @@
+"""What a session as a whole took: its task time, what of it was waiting for tools, its outcome.
+
+A session's time is cut in two without overlap: *LLM* while at least one of its turns is in the
+system, *tool* while none is. Sub-agents of one session therefore never count twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ownerserve.sim.metrics.rows import SERVED
+from ownerserve.sim.metrics.samples import Samples
+
+Floats = NDArray[np.float64]
+
+
+class Gaps(NamedTuple):
+    """Times in which a session had no turn in the system; `worker` served the turn before."""
+
+    from_s: Floats
+    until_s: Floats
+    worker: NDArray[np.int64]
+
+
+class Tasks(NamedTuple):
+    """A row a session, in order of its index. `good`: every turn was served whole."""
+
+    session: NDArray[np.int64]
+    from_s: Floats
+    until_s: Floats
+    tool_s: Floats
+    retry_s: Floats
+    good: NDArray[np.bool_]
+    gaps: Gaps
+
+    @property
+    def e2e_s(self) -> Floats:
+        """First arrival to last end."""
+        return self.until_s - self.from_s
+
+
+def tasks(table: NDArray[Any]) -> Tasks:
+    """Of the turns in `table`; a session that still runs is as long as what ended of it."""
+    rows = table[np.lexsort((table["arrived_s"], table["session"]))]
+    sessions, starts = np.unique(rows["session"], return_index=True)
+    if not len(sessions):
+        none, nobody = np.zeros(0), np.zeros(0, np.int64)
+        gaps = Gaps(none, none, nobody)
+        return Tasks(nobody, none, none, none, none, np.zeros(0, np.bool_), gaps)
+    found = [_gaps(own) for own in np.split(rows, starts[1:])]
+    tool_s = np.array([float((gap.until_s - gap.from_s).sum()) for gap in found])
+    retried = np.where(rows["attempts"] > 1, rows["routed_s"] - rows["arrived_s"], 0.0)
+    whole = np.isin(rows["mode"], SERVED) & (rows["output_tokens"] >= rows["wanted_tokens"])
+    return Tasks(
+        sessions.astype(np.int64),
+        rows["arrived_s"][starts],
+        np.maximum.reduceat(rows["done_s"], starts),
+        tool_s,
+        np.add.reduceat(retried, starts),
+        np.logical_and.reduceat(whole, starts),
+        Gaps(*(np.concatenate(part) for part in zip(*found, strict=True))),
+    )
+
+
+def _gaps(rows: NDArray[Any]) -> Gaps:
+    """Of one session, its turns in order of arrival."""
+    latest = np.maximum.accumulate(rows["done_s"])
+    idle = np.flatnonzero(rows["arrived_s"][1:] > latest[:-1])
+    # The first turn that reaches that maximum is the one that ended last before the gap.
+    before = np.searchsorted(latest, latest[idle])
+    return Gaps(latest[idle], rows["arrived_s"][idle + 1], rows["worker"][before])
+
+
+def tool_idle_utilisation(gaps: Gaps, samples: Samples) -> float | None:
+    """Of the time that sessions spend in tool gaps, the share in which the worker that holds their
+    state computed for others. None without gaps or samples."""
+    times, busy = samples.times_s(), samples.column("busy_s")
+    known = gaps.worker >= 0
+    total = float((gaps.until_s - gaps.from_s)[known].sum())
+    if len(times) < 2 or not total:
+        return None
+    used = 0.0
+    for worker in np.unique(gaps.worker[known]):
+        here = gaps.worker == worker
+        course = busy[:, worker]
+        spent = np.interp(gaps.until_s[here], times, course)
+        used += float((spent - np.interp(gaps.from_s[here], times, course)).sum())
+    return used / total

@@ -1,0 +1,103 @@
+"""Run a simulated fleet to its end, and say what came of it.
+
+Owns the loop around the heap: samples, progress, the result. The same workload and setup give the
+same bytes (invariant 8): nothing here depends on the machine it runs on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from ownerserve.sim import gauge
+from ownerserve.sim.build import PRODUCTION, Built, Parts, build
+from ownerserve.sim.fleet import Fleet
+from ownerserve.sim.heap import Heap
+from ownerserve.sim.metrics.counters import Counters
+from ownerserve.sim.metrics.rows import Rows
+from ownerserve.sim.metrics.samples import Samples
+from ownerserve.sim.metrics.spreads import Metric
+from ownerserve.sim.metrics.summary import Run, summarise
+from ownerserve.sim.setup import Setup
+from ownerserve.sim.workload import Workload
+from ownerserve.trace.model import Trace
+
+Progress = Callable[[int, int], None]
+"""Turns ended, turns in all."""
+REPORT_EVERY = 256
+MOST_SAMPLES = 1024
+"""Of load over a run's time: enough for a heat map; a trace of days is sampled less often."""
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What a run says: `metrics` in plain data, the rows, samples and counts behind them."""
+
+    setup: Setup
+    metrics: dict[str, Metric]
+    rows: Rows
+    samples: Samples
+    counters: Counters
+
+
+def simulate(
+    trace: Trace, setup: Setup, progress: Progress | None = None, *, parts: Parts = PRODUCTION
+) -> Result:
+    """All of `trace` on the fleet of `setup`; `parts` replace some of production's."""
+    workload = Workload.of(trace, setup.shape)
+    built = build(workload, setup, parts)
+    samples = Samples(setup.workers, setup.sample_s, most=MOST_SAMPLES)
+    _sample(built.heap, built.fleet, samples, built.heap.now)
+    built.fleet.begin()
+    _run(built, workload.requests, progress)
+    _note(built.fleet, samples, built.heap.now)
+    return finish(built, setup, samples, trace)
+
+
+def finish(built: Built, setup: Setup, samples: Samples, trace: Trace) -> Result:
+    """The result of a fleet whose workload is over."""
+    fleet = built.fleet
+    fleet.tally()
+    built.nodes.tally(fleet.counters)
+    run = Run(
+        gpus=setup.workers * built.pace.gpus,
+        workers=setup.workers,
+        hot_ms=built.settings.hot_ms,
+        cool_s=built.settings.cool_s,
+        trace_span_s=trace_span_s(trace),
+    )
+    metrics = summarise(fleet.rows, fleet.counters, samples, run)
+    return Result(setup, metrics, fleet.rows, samples, fleet.counters)
+
+
+def trace_span_s(trace: Trace) -> float:
+    """From the first start to the last recorded end; 0 where starts were not recorded."""
+    if trace.arrivals != "recorded":
+        return 0.0
+    ends = [
+        session.start_s + request.start_s + (request.api_s or 0.0)
+        for session in trace.sessions
+        for request in session.requests[-1:]
+    ]
+    starts = [session.start_s for session in trace.sessions if session.requests]
+    return max(ends) - min(starts) if ends else 0.0
+
+
+def _run(built: Built, total: int, progress: Progress | None) -> None:
+    heap, fleet = built.heap, built.fleet
+    while fleet.is_busy:
+        heap.run_some(REPORT_EVERY)
+        if progress is not None:
+            progress(len(fleet.rows), total)
+
+
+def _sample(heap: Heap, fleet: Fleet, samples: Samples, now: float) -> None:
+    """Note every worker's load, and again after the period, for as long as the run goes on: the
+    fleet stops the heap with its last turn."""
+    _note(fleet, samples, now)
+    heap.at(now + samples.period_s, partial(_sample, heap, fleet, samples))
+
+
+def _note(fleet: Fleet, samples: Samples, now: float) -> None:
+    samples.add(now, [gauge.sample(worker) for worker in fleet.workers])

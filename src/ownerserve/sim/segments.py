@@ -1,0 +1,81 @@
+"""An SSD's log: where records lie, what a removal leaves behind, what compaction writes again.
+
+    append ── | seg 0: full, 20 % alive | seg 1: full | seg 2: open ── |
+               `── a pass copies what is alive to the end, and drops it
+
+The rules are the store's own (segment size, `reclaim.SPARSE_SHARE`): what a real drive would have
+been written for the same records. Owns sizes only; must never know what a record is.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ownerserve.store.home import DEFAULT_SEGMENT_BYTES
+from ownerserve.store.reclaim import SPARSE_SHARE
+
+
+class Segment(msgspec.Struct, eq=False):
+    """One file: bytes appended so far, and the records in it that are alive."""
+
+    number: int
+    size_bytes: int = 0
+    live_bytes: int = 0
+    alive: dict[bytes, int] = msgspec.field(default_factory=dict)
+
+
+class Segments:
+    """All segments of one drive. `written_bytes` counts compaction too."""
+
+    def __init__(self, segment_bytes: int = DEFAULT_SEGMENT_BYTES) -> None:
+        self.appended_bytes = 0
+        self.compacted_bytes = 0
+        self._segment_bytes = segment_bytes
+        self._open = Segment(0)
+        self._full: dict[int, Segment] = {}  # by number
+        self._where: dict[bytes, Segment] = {}
+
+    @property
+    def written_bytes(self) -> int:
+        return self.appended_bytes + self.compacted_bytes
+
+    @property
+    def occupied_bytes(self) -> int:
+        """What the files take, holes included."""
+        return self._open.size_bytes + sum(s.size_bytes for s in self._full.values())
+
+    def append(self, id_: bytes, count: int) -> None:
+        """A record was written."""
+        self.appended_bytes += count
+        self._place(id_, count)
+
+    def _place(self, id_: bytes, count: int) -> None:
+        last = self._open
+        if last.size_bytes and last.size_bytes + count > self._segment_bytes:
+            if last.live_bytes:
+                self._full[last.number] = last
+            last = self._open = Segment(last.number + 1)
+        last.size_bytes += count
+        last.live_bytes += count
+        last.alive[id_] = count
+        self._where[id_] = last
+
+    def remove(self, id_: bytes) -> None:
+        """A record is gone: a hole, or a whole file less."""
+        segment = self._where.pop(id_)
+        segment.live_bytes -= segment.alive.pop(id_)
+        if not segment.live_bytes:
+            self._full.pop(segment.number, None)
+
+    def compact(self) -> int:
+        """One pass over sparse segments, emptiest first; returns the bytes written again."""
+        sparse = [s for s in self._full.values() if s.live_bytes < SPARSE_SHARE * s.size_bytes]
+        if len(sparse) < 2:  # one alone would only be moved
+            return 0
+        before = self.compacted_bytes
+        for segment in sorted(sparse, key=lambda s: s.live_bytes):
+            del self._full[segment.number]
+            for id_, count in segment.alive.items():
+                self.compacted_bytes += count
+                self._place(id_, count)
+        return self.compacted_bytes - before

@@ -1,0 +1,1 @@
+"""The evaluation: each claim of the seeds as an experiment, one small file each."""

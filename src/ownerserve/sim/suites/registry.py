@@ -1,0 +1,37 @@
+"""The experiments of each suite, in the order of the report.
+
+Every module of this folder that has an `EXPERIMENTS` list is part of the suite `seeds`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.sim import suites
+from ownerserve.sim.suites.base import Experiment
+
+SUITES = ("seeds",)
+
+
+@cache
+def experiments() -> tuple[Experiment, ...]:
+    """All, ordered by module name, then as the module lists them."""
+    found: list[Experiment] = []
+    for module in sorted(pkgutil.iter_modules(suites.__path__), key=lambda module: module.name):
+        loaded = importlib.import_module(f"{suites.__name__}.{module.name}")
+        found += getattr(loaded, "EXPERIMENTS", ())
+    return tuple(found)
+
+
+def chosen(suite: str, only: tuple[str, ...] = ()) -> tuple[Experiment, ...]:
+    """Those of `suite`, or the ones named. Raises InvalidInput for a name that is none."""
+    if suite not in SUITES:
+        raise InvalidInput("--suite", f"{suite!r} is unknown", f"use {', '.join(SUITES)}")
+    by_name = {experiment.name: experiment for experiment in experiments()}
+    for name in only:
+        if name not in by_name:
+            raise InvalidInput("--only", f"{name!r} is unknown", f"use {', '.join(by_name)}")
+    return tuple(by_name[name] for name in (only or by_name))

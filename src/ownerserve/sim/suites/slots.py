@@ -1,0 +1,272 @@
+"""Baselines that the seeds replace: a session's state is one slot, and goes as one.
+
+Owns three parts (sim.build.Parts) that no policy of production has: the worker of seed 001 that
+frees a whole session at once, and the transfers and the router of seed 003. They use production's
+cache; what they do with it is what those seeds tell of SGLang's sessions. Never used by a fleet
+that is not called a baseline.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar, Literal
+
+import msgspec
+
+from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.policies.session_reference import SessionReference
+from ownerserve.cache.session import Session
+from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.prefix import TOKEN_BYTES, Packed
+from ownerserve.node.events import Arrived, Ended, Event, Gone
+from ownerserve.router.candidates import Candidates
+from ownerserve.router.deciding import run_at, split_over, start_at
+from ownerserve.router.decision import Decision
+from ownerserve.router.messages import Reason
+from ownerserve.router.policies.static_pd import prefillers
+from ownerserve.router.request import Request
+from ownerserve.router.worker import Worker as Unit
+from ownerserve.sim.heap import Heap
+from ownerserve.sim.nodeport import DeviceOnly, Started, ToCheckpoint
+from ownerserve.sim.transfers import Brought, Then, Transfers
+from ownerserve.sim.worker import Worker
+
+ANSWER_BLOCKS = 8
+"""Kept free for each turn's answer."""
+
+# -- seed 001: the worker ----------------------------------------------------------------------
+
+
+class SlotOrder(SessionReference):
+    """An idle session keeps its lock, as in pinned-slot; once released it goes first."""
+
+    name: ClassVar[str] = "session-slot"
+    pins_idle_sessions: ClassVar[bool] = True
+
+
+class SlotNode(DeviceOnly):
+    """Makes room by releasing idle sessions whole, the least recent first (seed 001 §1.1:
+    `release_session`). Without that a pool full of idle slots refuses every turn."""
+
+    def __init__(
+        self,
+        cache: HeteroCache,
+        *,
+        started: Started,
+        checkpoint: ToCheckpoint | None = None,
+    ) -> None:
+        super().__init__(cache, started=started, checkpoint=checkpoint)
+        self._cache = cache
+        self._wanted: dict[TurnId, tuple[SessionId | None, Packed]] = {}
+
+    def handle(self, event: Event, now: float) -> None:
+        """A turn that arrives needs room for all of its prompt."""
+        if isinstance(event, Arrived):
+            self._wanted[event.turn_id] = event.session_id, event.tokens
+            self._make_room()
+        elif isinstance(event, Ended | Gone):
+            self._wanted.pop(event.turn_id, None)
+        super().handle(event, now)
+
+    def look(self, now: float) -> None:
+        """After a step: the next turn in the queue may lack room still."""
+        self._make_room()
+        super().look(now)
+
+    def _make_room(self) -> None:
+        cache = self._cache
+        head, needed = self._largest()
+        needed += ANSWER_BLOCKS * (1 + len(cache.running))
+        while (short := needed - cache.rooms.blocks.free - cache.rooms.evictable_blocks()) > 0:
+            victim = self._least_recent(head)
+            if victim is None:
+                return
+            free_session(cache, victim, short_blocks=short)
+
+    def _largest(self) -> tuple[SessionId | None, int]:
+        """The waiting turn that lacks most, and the blocks that it lacks."""
+        cache, size = self._cache, self._cache.layout.block_tokens
+        session, most = None, 0
+        for turn_id, (name, prompt) in self._wanted.items():
+            if turn_id not in cache.running:
+                lacking = len(prompt) // TOKEN_BYTES
+                slot = cache.sessions.get(name) if name is not None else None
+                if slot is not None and slot.pin is not None:
+                    lacking -= cache.match(prompt).range_tokens
+                if lacking >= most:
+                    session, most = name, lacking
+        return session, -(-most // size)
+
+    def _least_recent(self, head: SessionId | None) -> Session | None:
+        waiting = {session for session, _ in self._wanted.values()}
+        idle = [
+            session
+            for session in self._cache.sessions.all()
+            if session.pin is not None and not session.running and session.session_id != head
+        ]
+        return min(idle, key=lambda one: (one.session_id in waiting, one.last_s), default=None)
+
+
+def free_session(cache: HeteroCache, session: Session, *, short_blocks: int) -> None:
+    """All that only this session holds goes at once, though `short_blocks` would do."""
+    node, depth = session.node, session.depth
+    cache.sessions.release(session.session_id)
+    if node is None:
+        return
+    own = min(depth - node.floor, cache.rooms.evictable_blocks())
+    if own > 0:
+        cache.rooms.evict_blocks(own)
+        spare = max(0, own - max(0, short_blocks))
+        cache.counters.wanted_tokens -= spare * cache.layout.block_tokens
+
+
+def slot_node(worker: Worker, cache: HeteroCache) -> SlotNode:
+    """The node part of a worker whose sessions are slots."""
+    return SlotNode(cache, started=worker.started, checkpoint=worker.checkpoint)
+
+
+# -- seed 003: transfers -----------------------------------------------------------------------
+
+Backup = Literal["keep", "release-after-transfer"]
+"""What a prefill worker does with a session's state once it was sent."""
+
+
+class PdTransfers(Transfers):
+    """At most `in_flight` at once (0: no limit); the source's copy is kept, or released."""
+
+    def __init__(self, heap: Heap, *, timeout_s: float, in_flight: int, backup: Backup) -> None:
+        super().__init__(heap, timeout_s=timeout_s)
+        self._limit = in_flight
+        self._backup = backup
+        self._open = 0
+        self._queued: deque[tuple[Worker, Worker, Packed, Then, float]] = deque()
+        self._clock = heap
+
+    def bring(
+        self, source: Worker, target: Worker, prompt: Packed, *, then: Then, now: float
+    ) -> None:
+        """As of the base; waits for its turn first."""
+        if self._limit and self._open >= self._limit:
+            self._queued.append((source, target, prompt, then, now))
+            return
+        self._begin(source, target, prompt, then=then, asked_s=now, now=now)
+
+    def _begin(
+        self,
+        source: Worker,
+        target: Worker,
+        prompt: Packed,
+        *,
+        then: Then,
+        asked_s: float,
+        now: float,
+    ) -> None:
+        self._open += 1
+        over = partial(self._over, source, prompt, then, now - asked_s)
+        super().bring(source, target, prompt, then=over, now=now)
+
+    def _over(
+        self,
+        source: Worker,
+        prompt: Packed,
+        then: Then,
+        queued_s: float,
+        brought: Brought,
+        now: float,
+    ) -> None:
+        self._open -= 1
+        if self._backup == "release-after-transfer":
+            _forget(source.cache, prompt)
+        waited_s = brought.waited_s + queued_s
+        then(msgspec.structs.replace(brought, waited_s=waited_s), now)
+        if self._queued:
+            source, target, prompt, then, asked_s = self._queued.popleft()
+            begin = partial(self._begin, source, target, prompt, then=then, asked_s=asked_s)
+            self._clock.at(now, lambda at_s: begin(now=at_s))
+
+
+def _forget(cache: HeteroCache, prompt: Packed) -> None:
+    """Release the session that stands on `prompt`, and what it alone holds."""
+    for session in cache.sessions.all():
+        node = session.node
+        if node is None or session.running:
+            continue
+        found, depth = cache.tree.walk(prompt, session.depth)
+        if depth == session.depth and found is node:
+            free_session(cache, session, short_blocks=session.depth)
+            return
+
+
+def pd_transfers(in_flight: int, backup: Backup) -> Callable[[Heap, float], Transfers]:
+    """The transfers part."""
+    return lambda heap, timeout_s: PdTransfers(
+        heap, timeout_s=timeout_s, in_flight=in_flight, backup=backup
+    )
+
+
+# -- seed 003: the router ----------------------------------------------------------------------
+
+DIRECT_MOST_TOKENS = 8192
+"""What a turn may add to be appended at D itself; a larger one is prefilled on P and sent again."""
+
+
+class SlotRouter:
+    """Sessions take slots on D workers, first come first served, and keep them.
+
+    A turn whose session has a slot is appended there (the fast path). Else a slot is taken on the
+    D worker with the fewest, if one is left, and the prompt is prefilled on P and sent; without
+    one the turn falls back to plain PD and leaves nothing behind. `slots`: the hard cap of v3 and
+    v4. None: the worker's word decides (v5): a slot wherever the prompt fits its free memory.
+    """
+
+    def __init__(self, slots: int | None) -> None:
+        self._slots = slots
+        self._home: dict[SessionId, int] = {}
+        self._taken: dict[int, int] = {}
+
+    def decide(self, request: Request, fleet: Candidates) -> Decision:
+        home = self._home_of(request, fleet)
+        if home is not None:
+            added = request.prompt_tokens - request.cached_on(home)
+            if added <= DIRECT_MOST_TOKENS:
+                return run_at(request, home, Reason.OWNER)
+            return self._split(request, fleet, home)
+        worker = self._slot(request, fleet)
+        if worker is None:
+            return self._split(request, fleet, fleet.least_one())
+        if request.session is not None:
+            self._home[request.session] = worker.order
+            self._taken[worker.order] = self._taken.get(worker.order, 0) + 1
+        return self._split(request, fleet, worker)
+
+    def _home_of(self, request: Request, fleet: Candidates) -> Unit | None:
+        if request.session is None:
+            return None
+        order = self._home.get(request.session)
+        home = next((worker for worker in fleet if worker.order == order), None)
+        if home is None or self._slots is not None or request.cached_on(home):
+            return home
+        # The worker let the session go: its slot is free for whoever asks first.
+        del self._home[request.session]
+        self._taken[home.order] -= 1
+        return None
+
+    def _slot(self, request: Request, fleet: Candidates) -> Unit | None:
+        """The D worker with the fewest sessions, if it takes one more."""
+        worker = min(fleet, key=lambda one: (self._taken.get(one.order, 0), one.order))
+        if self._slots is not None:
+            return worker if self._taken.get(worker.order, 0) < self._slots else None
+        need = request.prompt_tokens * worker.profile.speed.kv_bytes_per_token
+        roomy = [one for one in fleet if one.kv_bytes_free >= need]
+        return max(roomy, key=lambda one: (one.kv_bytes_free, -one.order), default=None)
+
+    def _split(self, request: Request, fleet: Candidates, worker: Unit) -> Decision:
+        """Prefill on the P worker that holds most of it, else the least loaded; send what lacks."""
+        able = prefillers(worker, [*request.prefill_holders(fleet), *fleet.least_prefill(2)])
+        if not able:
+            return start_at(request, worker)
+        prefill = max(able, key=request.cached_on)
+        lacking = request.prompt_tokens - request.cached_on(worker)
+        return split_over(request, worker, prefill, moved_tokens=lacking)

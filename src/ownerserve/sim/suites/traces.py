@@ -1,0 +1,82 @@
+"""Which trace stands for a role: the shared one where it is to be had, else a generated one.
+
+Owns the roles. A stand-in is made by trace.synth and is named as such in every verdict.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.sim.suites.base import Origin, Scale
+from ownerserve.trace.model import Trace
+from ownerserve.trace.read import read_trace
+from ownerserve.trace.synth.generate import generate
+from ownerserve.trace.synth.options import Options
+
+QUICK_SESSIONS = 12
+QUICK_INPUT_TOKENS = 60_000
+
+
+class Role(msgspec.Struct, frozen=True):
+    """`path` in --traces, "" for a role that is always generated; else the stand-in's workload."""
+
+    path: str
+    workload: str
+    options: Options
+
+
+ROLES = {
+    "claude_code": Role(
+        "claude-code-weka/sessions.jsonl.zst", "coding-agent", Options(sessions=300)
+    ),
+    "mooncake_conversation": Role(
+        "mooncake-fast25/conversation_trace.jsonl.zst",
+        "chat",
+        Options(sessions=4000, arrivals_per_s=1.2, block_tokens=512),
+    ),
+    "mooncake_synthetic": Role(
+        "mooncake-fast25/synthetic_trace.jsonl.zst",
+        "longdoc",
+        Options(sessions=800, arrivals_per_s=0.5, block_tokens=512),
+    ),
+    "miniswe": Role("lmcache-agent/miniswe.jsonl.zst", "swe", Options(sessions=20)),
+    "taubench": Role("lmcache-agent/taubench.jsonl.zst", "chat", Options(sessions=40)),
+    "coding_agent": Role("", "coding-agent", Options(sessions=120)),
+    "swe": Role("", "swe", Options(sessions=200)),
+    "swe_long": Role("", "swe-long", Options(sessions=52, arrivals_per_s=1.0)),
+    "rollouts": Role("", "rollouts", Options(sessions=24)),
+    "longdoc": Role("", "longdoc", Options(sessions=200)),
+}
+"""What an experiment may name as its trace."""
+
+
+def find(role: str, folder: Path | None, scale: Scale) -> tuple[Trace, Origin]:
+    """The trace for `role`. Quick: always a small generated one, so that it takes a second.
+
+    Raises InvalidInput for an unknown role or a file that is broken.
+    """
+    if role not in ROLES:
+        raise InvalidInput("trace", f"{role!r} is unknown", f"use {', '.join(ROLES)}")
+    told = ROLES[role]
+    path = folder / told.path if folder is not None and told.path else None
+    if scale is Scale.FULL and path is not None and path.exists():
+        trace, is_generated = read_trace(path), False
+    else:
+        trace, is_generated = generate(told.workload, _sized(told.options, scale)), True
+    return trace, Origin(
+        role,
+        len(trace.sessions),
+        trace.request_count,
+        is_generated,
+    )
+
+
+def _sized(options: Options, scale: Scale) -> Options:
+    if scale is Scale.FULL:
+        return options
+    return msgspec.structs.replace(
+        options, sessions=QUICK_SESSIONS, max_input_tokens=QUICK_INPUT_TOKENS
+    )

@@ -1,0 +1,185 @@
+"""Workload: which turn is released when, and what it asks for.
+
+Owns the progress of the trace. Pure: time comes in as `now`, releases go out as data; a caller's
+clock performs them. Never knows where a turn runs.
+
+    first(now) -> releases          (when_s, key), ...
+    turn(key, now) -> Turn          at when_s: built only now
+    finished(turn, now) -> releases what this one's end sets free
+"""
+
+from __future__ import annotations
+
+from typing import NewType
+from weakref import WeakValueDictionary
+
+from ownerserve.sim.turns import Turn
+from ownerserve.sim.workload.cast import Part, cast
+from ownerserve.sim.workload.course import Course, roots
+from ownerserve.sim.workload.live import Live
+from ownerserve.sim.workload.shape import Capped, Open, Shape
+from ownerserve.sim.workload.unit_ids import UnitIds
+from ownerserve.trace.model import Session, Trace
+
+Key = NewType("Key", int)
+"""A turn that has not been built: its session's number and its position in it."""
+
+_POSITION_BITS = 32
+_POSITION = (1 << _POSITION_BITS) - 1
+
+
+class Workload:
+    """A trace, driven. Turns are released once each; a session's state lives while it runs."""
+
+    def __init__(self, trace: Trace, shape: Shape, parts: list[Part]) -> None:
+        self._trace = trace
+        self._shape = shape
+        self._parts = parts
+        self._ids = UnitIds(trace, parts, shape)
+        self._live: dict[int, Live] = {}
+        self._courses: WeakValueDictionary[tuple[int, int], Course] = WeakValueDictionary()
+        self._origin_s = 0.0
+        self._released = 0
+        self._started = 0
+        self.block_tokens = self._ids.unit_tokens
+        """Tokens of a unit."""
+        self.sessions = len(parts)
+        self.requests = sum(part.turns for part in parts)
+        self.ended = 0
+        """Sessions whose turns are all done."""
+        self.failed_sessions: set[int] = set()
+        """Sessions with at least one failed turn."""
+
+    @classmethod
+    def of(cls, trace: Trace, shape: Shape) -> Workload:
+        """The workload of a trace in a shape. Raises InvalidInput for a shape that can't be."""
+        shape.check()
+        return cls(trace, shape, cast(trace, shape))
+
+    def requests_in(self, session: int) -> int:
+        """How many turns session `session` has."""
+        return self._parts[session].turns
+
+    def input_tokens_in(self, session: int) -> int:
+        """Prompt tokens of all turns of a session."""
+        part = self._parts[session]
+        requests = self._trace.sessions[part.source].requests[: part.turns]
+        return sum(request.input_tokens for request in requests)
+
+    def first(self, now: float = 0.0) -> list[tuple[float, Key]]:
+        """The releases known at the start, for a run that begins at `now`."""
+        self._origin_s = now
+        if isinstance(self._shape.mode, Open):
+            return self._all_recorded()
+        if isinstance(self._shape.mode, Capped):
+            releases: list[tuple[float, Key]] = []
+            for _ in range(min(self._shape.mode.lanes, self.sessions)):
+                releases += self._next_session(now)
+            return releases
+        return [
+            release
+            for number, part in enumerate(self._parts)
+            for release in self._begin(number, now + part.start_s)
+        ]
+
+    def turn(self, key: Key, now: float) -> Turn:
+        """Build the turn of a release, at its time."""
+        number, position = key >> _POSITION_BITS, key & _POSITION
+        live = self._live.get(number) or self._open(number)
+        request = live.course.requests[position]
+        content = live.content(position, self._shape.output_reuse)
+        fork = live.fork(position, self.block_tokens)
+        turn = Turn(
+            number=self._released,
+            session=number,
+            name=live.name(position),
+            position=position,
+            arrived_s=now,
+            prompt=content.prompt,
+            prompt_tokens=request.input_tokens or 1,
+            output_tokens=request.output_tokens or 1,
+            output=content.output,
+            parent=fork.parent if fork else None,
+            shared_tokens=fork.shared_tokens if fork else 0,
+            is_last=not live.course.following[position],
+        )
+        self._released += 1
+        return turn
+
+    def finished(self, turn: Turn, now: float) -> list[tuple[float, Key]]:
+        """What the end of a turn releases, and when: the turns that waited for it last, after
+        their think time; in capped mode also the session that takes an ended one's lane.
+        """
+        number = turn.session
+        live = self._live[number]
+        freed = live.finish(turn.position)
+        releases: list[tuple[float, Key]] = []
+        if not isinstance(self._shape.mode, Open):
+            scale = self._shape.tool_scale
+            releases = [(now + scale * live.course.delay_s(p), _key(number, p)) for p in freed]
+        if not live.undone:
+            del self._live[number]
+            self.ended += 1
+            if isinstance(self._shape.mode, Capped):
+                releases += self._next_session(now)
+        return releases
+
+    def failed(self, turn: Turn, now: float) -> list[tuple[float, Key]]:
+        """As `finished`: its successors still run, but the session is marked as failed."""
+        self.failed_sessions.add(turn.session)
+        return self.finished(turn, now)
+
+    def next_release_s(self, turn: Turn, now: float) -> float | None:
+        """When its conversation's next turn is released if this one ends at `now`: for oracles.
+
+        What else the next turn waits for is taken to last as long as it was recorded. None after a
+        conversation's last turn.
+        """
+        live = self._live.get(turn.session)
+        if turn.is_last or live is None:
+            return None
+        following = live.course.following[turn.position]
+        if isinstance(self._shape.mode, Open):
+            return self._recorded_s(turn.session, live.course.requests[following].start_s)
+        return now + self._shape.tool_scale * live.course.away_s(turn.position)
+
+    def _session(self, number: int) -> Session:
+        return self._trace.sessions[self._parts[number].source]
+
+    def _open(self, number: int) -> Live:
+        part = self._parts[number]
+        course = self._courses.get((part.source, part.turns))
+        if course is None:
+            course = Course(self._session(number), part.turns, self.block_tokens)
+            self._courses[part.source, part.turns] = course
+        live = Live(number, course, self._ids.of_session(number, part))
+        self._live[number] = live
+        return live
+
+    def _begin(self, number: int, start_s: float) -> list[tuple[float, Key]]:
+        """Release what waits for nothing, at its offset in the session."""
+        session, scale = self._session(number), self._shape.tool_scale
+        return [
+            (start_s + scale * session.requests[position].start_s, _key(number, position))
+            for position in roots(session, self._parts[number].turns)
+        ]
+
+    def _next_session(self, now: float) -> list[tuple[float, Key]]:
+        if self._started == self.sessions:
+            return []
+        self._started += 1
+        return self._begin(self._started - 1, now)
+
+    def _all_recorded(self) -> list[tuple[float, Key]]:
+        return [
+            (self._recorded_s(number, request.start_s), _key(number, position))
+            for number, part in enumerate(self._parts)
+            for position, request in enumerate(self._session(number).requests[: part.turns])
+        ]
+
+    def _recorded_s(self, number: int, offset_s: float) -> float:
+        return self._origin_s + self._parts[number].start_s + self._shape.time_scale * offset_s
+
+
+def _key(number: int, position: int) -> Key:
+    return Key(number << _POSITION_BITS | position)

@@ -1,0 +1,108 @@
+"""Workers that share a medium: what one has kept, another restores. As an operator runs them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from engine_rig import TOLERANCE, reference, text  # noqa: E402
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+PROMPT = text(500, seed=4)
+WAIT_S = 180.0
+
+
+@contextmanager
+def worker(home: Path, *flags: str) -> Iterator[httpx.Client]:
+    """`ownerserve worker` of the tiny V4 with `flags`, stopped as Ctrl-C stops it."""
+    home.mkdir()
+    ready, log = home / "url", home / "log"
+    command = [sys.executable, "-m", "ownerserve.cli.main", "worker", "--port", "0"]
+    command += ["--ready-file", str(ready), "--spill-after", "0.02", *flags]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=output
+        )
+    try:
+        until = time.monotonic() + WAIT_S
+        while not ready.exists():
+            assert process.poll() is None and time.monotonic() < until, log.read_text()
+            time.sleep(0.02)
+        with httpx.Client(base_url=ready.read_text().strip(), timeout=WAIT_S) as http:
+            yield http
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(WAIT_S)
+
+
+def complete(http: httpx.Client, prompt: list[int]) -> tuple[dict[str, Any], httpx.Headers]:
+    body = {
+        "prompt": prompt,
+        "max_tokens": 8,
+        "temperature": 0,
+        "logprobs": 1,
+        "session_id": "s",
+        "return_token_ids": True,
+    }
+    answer = http.post("/v1/completions", json=body).raise_for_status()
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice, answer.headers
+
+
+def kept(http: httpx.Client) -> float:
+    """Records in the store so far."""
+    lines = http.get("/metrics").text.splitlines()
+    start = 'ownerserve_spill_records_total{outcome="kept"}'
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+
+
+def wait_until_kept(http: httpx.Client) -> None:
+    until, before = time.monotonic() + WAIT_S, -1.0
+    while not 0 < (now := kept(http)) == before:
+        assert time.monotonic() < until, "nothing was kept"
+        before = now
+        time.sleep(0.5)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ("--store", "store", "--host-cache", "16MiB"),
+        ("--host-cache", "16MiB", "--write", "write-back"),
+    ],
+    ids=["written-through", "written-back"],
+)
+def test_a_second_worker_goes_on_from_what_the_first_has_kept(
+    tmp_path: Path, own: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = ("--remote", str(tmp_path / "shared"))
+    monkeypatch.chdir(tmp_path)
+    with worker(tmp_path / "one", *shared, *own) as http:
+        first, _ = complete(http, PROMPT)
+        wait_until_kept(http)
+    prompt = [*PROMPT, *first["token_ids"], *text(40, seed=9)]
+    with worker(tmp_path / "two", *shared) as http:
+        second, headers = complete(http, prompt)
+    assert headers["x-ownerserve-mode"] == "fetch"
+    assert int(headers["x-ownerserve-cached-tokens"]) > 400
+    truth = reference("tiny-v4", prompt, second["token_ids"])
+    found = second["logprobs"]["token_logprobs"]
+    worst = max(
+        abs(float(row[token]) - value)
+        for row, token, value in zip(truth, second["token_ids"], found, strict=True)
+    )
+    assert worst < TOLERANCE

@@ -1,0 +1,154 @@
+"""The worker side's threads: whatever goes wrong, blocks go back and the engine goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ownerserve.engines.vllm.orders import Load, Orders, Place, Report, Save
+from ownerserve.engines.vllm.streams import HostStream
+from ownerserve.engines.vllm.worker import WorkerSide
+from ownerserve.kv.errors import SpecMismatch
+from ownerserve.node.backing import open_backing
+from ownerserve.store.model import Kind, Meta, Want
+
+pytestmark = pytest.mark.engine
+
+WAIT_S = 10.0
+SIZE = 4096
+PLACE = Place("dense", ((1,),), 0, 32)
+
+
+class Pages:
+    """A codec over nothing; `fault` is called where bytes would be read or written."""
+
+    def __init__(self) -> None:
+        self.fault: Callable[[], None] = lambda: None
+        self.written: list[bytes] = []
+
+    def size(self, place: Place) -> int:
+        return SIZE
+
+    def read(self, place: Place, into: memoryview) -> None:
+        self.fault()
+        into[:] = b"k" * SIZE
+
+    def write(self, place: Place, data: memoryview) -> None:
+        self.fault()
+        self.written.append(bytes(data))
+
+
+def failing(error: Exception) -> Callable[[], None]:
+    def fault() -> None:
+        raise error
+
+    return fault
+
+
+def meta(number: int) -> Meta:
+    return Meta(
+        id=number.to_bytes(32, "big"),
+        kind=Kind.RANGE,
+        component="dense",
+        prefix_hash=number.to_bytes(32, "big"),
+        first_token=0,
+        end_token=32,
+    )
+
+
+def save(worker: WorkerSide, *numbers: int) -> None:
+    worker.save(Orders(saves=tuple(Save(number, meta(number), PLACE) for number in numbers)))
+
+
+def until(worker: WorkerSide, done: Callable[[Report], bool]) -> Report:
+    """Reports joined until `done` with them."""
+    report, deadline = Report(), time.monotonic() + WAIT_S
+    while not done(report):
+        assert time.monotonic() < deadline, report
+        worker.results(Orders(is_idle=True))
+        report = report.joined(worker.report())
+    return report
+
+
+@pytest.fixture
+def pages() -> Pages:
+    return Pages()
+
+
+@pytest.fixture
+def worker(tmp_path: Path, pages: Pages) -> Any:
+    codec: Any = pages
+    side = WorkerSide(open_backing(tmp_path, 0), codec, HostStream(), readers=2)
+    yield side
+    side.close()
+
+
+def test_what_is_saved_is_brought(worker: WorkerSide, pages: Pages) -> None:
+    save(worker, 1, 2, 3)
+    report = until(worker, lambda r: len(r.kept) == 3)
+    assert sorted(report.copied) == [1, 2, 3] and not report.not_kept
+    wants = tuple(Want(meta(number).id) for number in (1, 2))
+    worker.load(Orders(loads=(Load("r", 9, wants, (PLACE, PLACE), WAIT_S),)))
+    report = until(worker, lambda r: bool(r.brought))
+    assert report.brought[0].reason == ""
+    assert pages.written == [b"k" * SIZE] * 2
+
+
+@pytest.mark.parametrize("error", [SpecMismatch("other"), RuntimeError("torch"), OSError(5, "io")])
+def test_a_copy_that_fails_is_one_save_less(
+    worker: WorkerSide, pages: Pages, error: Exception
+) -> None:
+    pages.fault = failing(error)
+    save(worker, 1)
+    report = until(worker, lambda r: bool(r.not_kept))
+    assert (report.copied, report.not_kept) == ((1,), (1,))
+    pages.fault = lambda: None
+    save(worker, 2)
+    assert until(worker, lambda r: bool(r.kept)).kept == (2,)
+
+
+def test_a_mistake_of_ours_ends_saving_and_gives_every_block_back(
+    worker: WorkerSide, pages: Pages
+) -> None:
+    """Nobody waits for a save that will never be made, and loads go on."""
+    save(worker, 1)
+    until(worker, lambda r: bool(r.kept))
+    pages.fault = failing(AttributeError("a bug"))
+    save(worker, 2, 3)
+    report = until(worker, lambda r: len(r.not_kept) == 2)
+    assert sorted(report.copied) == [2, 3]
+    pages.fault = lambda: None
+    save(worker, 4)
+    report = until(worker, lambda r: bool(r.not_kept))
+    assert (report.copied, report.not_kept) == ((4,), (4,))
+    worker.load(Orders(loads=(Load("r", 9, (Want(meta(1).id),), (PLACE,), WAIT_S),)))
+    assert until(worker, lambda r: bool(r.brought)).brought[0].reason == ""
+
+
+def test_a_mistake_of_ours_in_a_load_is_that_loads_failure(
+    worker: WorkerSide, pages: Pages
+) -> None:
+    save(worker, 1)
+    until(worker, lambda r: bool(r.kept))
+    pages.fault = failing(AttributeError("a bug"))
+    worker.load(Orders(loads=(Load("r", 9, (Want(meta(1).id),), (PLACE,), WAIT_S),)))
+    received: set[str] = set()
+    failed: set[str] = set()
+    deadline = time.monotonic() + WAIT_S
+    while not received:
+        assert time.monotonic() < deadline
+        one, other = worker.results(Orders(is_idle=True))
+        received, failed = received | one, failed | other
+    assert (received, failed) == ({"r"}, {"r"})
+    assert worker.report().brought[0].reason
+
+
+def test_reports_join() -> None:
+    one = Report(copied=(1,), stored_bytes=3)
+    both = one.joined(msgspec.structs.replace(one, copied=(2,)))
+    assert (both.copied, both.stored_bytes) == ((1, 2), 6)

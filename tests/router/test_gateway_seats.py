@@ -1,0 +1,99 @@
+"""A gateway with seats, on real sockets: a new session waits, and is let in, or hangs up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from ownerserve.router.messages import WorkerUp
+from ownerserve.router.profile import Profile
+from ownerserve.router.seats import SeatSettings
+
+Play = Callable[..., None]
+World = Any  # conftest.World; a test module can't import its conftest
+
+SEATS = SeatSettings(share=1.0, growth_tokens=0, idle_s=60.0, patience_s=60.0)
+CHAT = "/v1/chat/completions"
+ONE = b'{"messages":"' + b"x" * 3000 + b'"}'
+OTHER = b'{"messages":"' + b"y" * 3000 + b'"}'
+"""750 tokens each, and nothing in common: what begins alike counts as a fork."""
+
+
+def small(world: World) -> None:
+    """The worker says that it has room for 1,000 tokens."""
+    gateway = world.gateway
+    (worker,) = gateway.state.fleet.up
+    speed = gateway.config.speed
+    profile = Profile(speed=speed, kv_bytes_total=int(1000 * speed.kv_bytes_per_token))
+    gateway.state.handle(WorkerUp(worker.id, profile=profile), gateway.now())
+
+
+async def waiting(world: World, count: int) -> None:
+    async with asyncio.timeout(2):
+        while world.gateway.lobby.waiting != count:
+            await asyncio.sleep(0.001)
+
+
+def test_a_new_session_waits_until_another_is_over(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        small(world)
+        first, second = await world.client(), await world.client()
+        assert (await first.post(CHAT, ONE, x__session__id="a")).status == 200
+        answer = asyncio.ensure_future(second.post(CHAT, OTHER, x__session__id="b"))
+        await waiting(world, 1)
+        assert (await first.post(CHAT, ONE, x__session__id="a")).status == 200, "a goes on"
+        assert not answer.done()
+        ended = await first.post(CHAT, ONE, x__session__id="a", x__ownerserve__session__final="1")
+        assert ended.status == 200
+        assert (await answer).status == 200
+        assert world.gateway.lobby.waiting == 0
+        world.gateway.lobby.seats.check()
+
+    play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
+
+
+def test_a_sub_agent_that_its_client_names_does_not_wait(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        small(world)
+        client = await world.client()
+        await client.post(CHAT, ONE, x__session__id="a")
+        names = {"x-session-id": "b", "x-parent-session-id": "a"}
+        child = await client.post(
+            CHAT, OTHER, **{k.replace("-", "__"): v for k, v in names.items()}
+        )
+        assert child.status == 200
+
+    play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
+
+
+def test_who_hangs_up_while_waiting_is_forgotten(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        small(world)
+        first, second = await world.client(), await world.client()
+        await first.post(CHAT, ONE, x__session__id="a")
+        second.writer.write(
+            b"POST %b HTTP/1.1\r\nHost: t\r\nx-session-id: b\r\nContent-Length: %d\r\n\r\n%b"
+            % (CHAT.encode(), len(OTHER), OTHER)
+        )
+        await waiting(world, 1)
+        second.hang_up()
+        await waiting(world, 0)
+        assert len(world.engines[0].seen) == 1
+        assert world.gateway.state.account.received == 1
+
+    play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
+
+
+def test_a_gateway_that_drains_refuses_those_who_wait(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        small(world)
+        first, second = await world.client(), await world.client()
+        await first.post(CHAT, ONE, x__session__id="a")
+        answer = asyncio.ensure_future(second.post(CHAT, OTHER, x__session__id="b"))
+        await waiting(world, 1)
+        draining = asyncio.ensure_future(world.gateway.drain())
+        assert (await answer).status == 503
+        await draining
+
+    play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)

@@ -1,0 +1,202 @@
+"""Seats: who may begin, who waits, and in which order. A turn of a session inside never waits."""
+
+from __future__ import annotations
+
+import pytest
+from fleets import PLAIN, fleet_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import SessionId
+from ownerserve.router.profile import Profile
+from ownerserve.router.seats import ENTER, Enter, Seats, SeatSettings, Wait
+
+KNOWN = Profile(speed=PLAIN.speed, kv_bytes_total=100_000_000)
+"""100,000 tokens of 1,000 bytes."""
+RULES = SeatSettings(share=1.0, growth_tokens=10_000, idle_s=60.0, patience_s=600.0)
+
+
+def s(name: str) -> SessionId:
+    return SessionId(name)
+
+
+def seats(*profiles: Profile, rules: SeatSettings = RULES) -> Seats:
+    return Seats(fleet_of(*(profiles or (KNOWN,))), rules)
+
+
+def test_sessions_are_let_in_until_their_contexts_fill_the_fleet() -> None:
+    room = seats(KNOWN, KNOWN)
+    for number in range(4):
+        assert room.ask(s(f"{number}"), 40_000, parent=None, now_s=0.0) == ENTER
+    answer = room.ask(s("late"), 40_000, parent=None, now_s=1.0)
+    assert isinstance(answer, Wait)
+    assert room.due(2.0) == []
+    room.ended(s("0"), 45_000, 3.0)
+    assert room.due(3.0) == []  # it is idle, and keeps its seat
+    room.over(s("0"))
+    assert room.due(4.0) == [answer.ticket]
+    room.check()
+
+
+def test_later_turns_and_sub_agents_never_wait() -> None:
+    room = seats()
+    assert room.ask(s("a"), 95_000, parent=None, now_s=0.0) == ENTER  # alone: always
+    assert isinstance(room.ask(s("b"), 1_000, parent=None, now_s=0.0), Wait)
+    assert room.ask(s("a"), 300_000, parent=None, now_s=1.0) == ENTER
+    assert room.ask(s("a/sub"), 50_000, parent=s("a"), now_s=1.0) == ENTER
+    room.check()
+
+
+def test_they_wait_in_order_and_a_small_one_does_not_overtake() -> None:
+    room = seats()
+    room.ask(s("a"), 80_000, parent=None, now_s=0.0)
+    big = room.ask(s("big"), 70_000, parent=None, now_s=1.0)
+    small = room.ask(s("small"), 1_000, parent=None, now_s=2.0)
+    assert isinstance(big, Wait) and isinstance(small, Wait)
+    room.over(s("a"))
+    assert room.due(3.0) == [big.ticket, small.ticket]
+
+
+def test_an_idle_session_loses_its_seat_and_a_running_one_does_not() -> None:
+    room = seats()
+    room.ask(s("idle"), 80_000, parent=None, now_s=0.0)
+    room.ended(s("idle"), 80_000, 5.0)
+    waits = room.ask(s("new"), 20_000, parent=None, now_s=10.0)
+    assert isinstance(waits, Wait)
+    assert room.next_due_s() == 65.0
+    assert room.due(64.9) == []
+    assert room.due(65.1) == [waits.ticket]
+    late = room.ask(s("later"), 90_000, parent=None, now_s=70.0)
+    assert isinstance(late, Wait)
+    assert room.due(500.0) == []  # `new` still runs its turn
+    room.check()
+
+
+def test_who_was_let_in_once_comes_back_at_once() -> None:
+    room = seats()
+    room.ask(s("a"), 80_000, parent=None, now_s=0.0)
+    room.ended(s("a"), 80_000, 5.0)
+    assert room.ask(s("b"), 70_000, parent=None, now_s=100.0) == ENTER  # a's seat went cold
+    assert room.ask(s("a"), 81_000, parent=None, now_s=101.0) == ENTER
+    assert room.ask(s("a/sub"), 30_000, parent=s("a"), now_s=102.0) == ENTER
+    assert isinstance(room.ask(s("c"), 1_000, parent=None, now_s=103.0), Wait)
+    room.over(s("a"))
+    assert isinstance(room.ask(s("a"), 80_000, parent=None, now_s=104.0), Wait)  # a new one
+    room.check()
+
+
+def test_a_session_that_was_served_before_is_let_in_again() -> None:
+    room = seats()
+    room.ask(s("a"), 80_000, parent=None, now_s=0.0)
+    room.ended(s("a"), 80_000, 1.0)
+    room.ask(s("b"), 80_000, parent=None, now_s=100.0)  # a has lost its seat
+    assert room.ask(s("a"), 81_000, parent=None, now_s=101.0) == ENTER
+    room.over(s("a"))
+    assert isinstance(room.ask(s("a"), 1_000, parent=None, now_s=102.0), Wait), "a new one"
+    room.check()
+
+
+def test_patience_ends_and_is_counted() -> None:
+    room = seats()
+    room.ask(s("a"), 95_000, parent=None, now_s=0.0)
+    waits = room.ask(s("b"), 50_000, parent=None, now_s=1.0)
+    assert isinstance(waits, Wait)
+    assert room.next_due_s() == 601.0
+    assert room.due(601.0) == [waits.ticket]
+    assert room.impatient == 1
+
+
+def test_who_hangs_up_leaves_the_queue() -> None:
+    room = seats()
+    room.ask(s("a"), 95_000, parent=None, now_s=0.0)
+    first = room.ask(s("b"), 50_000, parent=None, now_s=1.0)
+    second = room.ask(s("c"), 50_000, parent=None, now_s=1.0)
+    assert isinstance(first, Wait) and isinstance(second, Wait)
+    room.leave(first.ticket)
+    room.leave(first.ticket)
+    room.over(s("a"))
+    assert room.due(2.0) == [second.ticket]
+
+
+def test_without_a_word_on_memory_there_is_no_limit() -> None:
+    room = seats(KNOWN, PLAIN)
+    answers = [room.ask(s(f"{n}"), 90_000, parent=None, now_s=0.0) for n in range(9)]
+    assert all(isinstance(answer, Enter) for answer in answers)
+
+
+@pytest.mark.parametrize("field", ["share", "idle_s", "patience_s"])
+def test_a_setting_out_of_range_is_named(field: str) -> None:
+    with pytest.raises(InvalidInput, match=field):
+        SeatSettings(**{field: 0.0})
+
+
+class SeatsPlay(RuleBasedStateMachine):
+    """Turns come and end in any order; nobody is let in beyond the room but by the rules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room = seats()
+        self.now = 0.0
+        self.waiting: dict[int, str] = {}
+        self.order: list[int] = []
+        self.live: dict[str, int] = {}
+        self.count = 0
+
+    @rule(tokens=st.integers(1, 60_000))
+    def a_session_comes(self, tokens: int) -> None:
+        self.count += 1
+        name = f"n{self.count}"
+        answer = self.room.ask(s(name), tokens, parent=None, now_s=self.now)
+        if isinstance(answer, Wait):
+            self.waiting[answer.ticket] = name
+            self.order.append(answer.ticket)
+        else:
+            assert not self.waiting, "nobody overtakes"
+            self.live[name] = 1
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), tokens=st.integers(0, 90_000))
+    def a_turn_ends(self, data: st.DataObject, tokens: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        self.live[name] -= 1
+        if not self.live[name]:
+            del self.live[name]
+        self.room.ended(s(name), tokens, self.now)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def a_turn_follows(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        assert self.room.ask(s(name), 10, parent=None, now_s=self.now) == ENTER
+        self.live[name] += 1
+
+    @rule(passed_s=st.floats(0.0, 400.0))
+    def time_passes(self, passed_s: float) -> None:
+        self.now += passed_s
+        for ticket in self.room.due(self.now):
+            assert self.order.pop(0) == ticket, "first come, first served"
+            self.live[self.waiting.pop(ticket)] = 1
+
+    @precondition(lambda self: self.order)
+    @rule(data=st.data())
+    def one_hangs_up(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(self.order))
+        self.order.remove(ticket)
+        del self.waiting[ticket]
+        self.room.leave(ticket)  # type: ignore[arg-type]
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.room.check()
+        assert self.room.waiting == len(self.waiting)
+
+    def teardown(self) -> None:
+        self.now += 10 * RULES.patience_s
+        tickets = self.room.due(self.now)
+        assert tickets == self.order, "nobody waits for ever"
+
+
+SeatsPlay.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSeatsPlay = SeatsPlay.TestCase

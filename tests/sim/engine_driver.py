@@ -1,0 +1,148 @@
+"""An engine with round numbers: 4 tokens a unit, a step takes 10 ms + 1 a token + 1 a decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.pressure import Watermarks
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.prefix import pack
+from ownerserve.plan.cost.load import Medium
+from ownerserve.sim.engine import FOLD_MAX, Engine, Limits, NodeHooks
+from ownerserve.sim.heap import Heap
+from ownerserve.sim.media import duplex
+from ownerserve.sim.nodeport import DeviceOnly
+from ownerserve.sim.pace import Pace
+from ownerserve.sim.sequence import Sequence, sequence_of
+from ownerserve.sim.turns import Turn
+from ownerserve.sim.worker import Machine, Worker
+
+U = 4
+RANGE = Component("kv", Extent.RANGE, 64, 64)
+STATE = Component("state", Extent.POINT, 1024, 1024)
+PLAIN = Layout(1, (RANGE,), 0)
+LIMITS = Limits(64, 8)
+HYBRID = Layout(2, (RANGE, STATE), 0)
+
+
+def pace(**changes: float) -> Pace:
+    """10 ms + 1 ms a computed token + 1 ms a decode, unless changed."""
+    times = {"a_ms": 10.0, "b_ms": 1.0, "c_ms": 0.0, "d_ms": 0.0, "e_ms": 1.0, **changes}
+    return Pace(
+        name="round",
+        model="round",
+        gpu="none",
+        gpus=1,
+        engine="none",
+        config="none",
+        fit_error=0.0,
+        source="by hand",
+        error_note="",
+        kv_bytes_total=1,
+        **times,
+    )
+
+
+def turn(number: int, ids: list[int], tokens: int, output: int, *, session: str = "") -> Turn:
+    """A turn of `tokens` prompt tokens whose units are `ids`, those of its answer included."""
+    units = -(-tokens // U)
+    full = (tokens + output - 1) // U
+    assert len(ids) >= max(units, full), "name every unit that becomes full"
+    return Turn(
+        number=number,
+        session=number,
+        name=SessionId(session or f"s{number}"),
+        position=0,
+        arrived_s=0.0,
+        prompt=pack(ids[:units]),
+        prompt_tokens=tokens,
+        output_tokens=output,
+        output=pack(ids[units:full]),
+    )
+
+
+def own_ids(number: int) -> list[int]:
+    """Units that nobody else has."""
+    return list(range(1000 * number + 1, 1000 * number + 200))
+
+
+def make_engine(
+    *,
+    blocks: int = 100,
+    layout: Layout = PLAIN,
+    limits: Limits = LIMITS,
+    fold: int = FOLD_MAX,
+    **times: float,
+) -> Engine:
+    cache = HeteroCache(layout, {c.name: blocks for c in layout.components}, limits.running)
+    cache.pressure.watermarks = Watermarks(low=0.0)  # room is made on demand alone
+    hooks = NodeHooks(lambda tokens: None, lambda start, end: frozenset())
+    return Engine(cache, pace(**times), limits, unit_tokens=U, longest_fold=fold, hooks=hooks)
+
+
+class EngineDriver:
+    """Runs one engine to its end. `steps` are the durations of what it did, in ms."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.now = 0.0
+        self.steps: list[float] = []
+        self.done: list[tuple[str, float]] = []
+        self.failed: list[str] = []
+
+    def arrive(self, turn: Turn, *, landed: int = 0) -> Sequence:
+        sequence = sequence_of(turn, U)
+        sequence.landed_tokens = landed
+        self.engine.arrive(sequence)
+        return sequence
+
+    def step(self) -> bool:
+        took_s = self.engine.start(self.now)
+        self.failed += [sequence.turn_id for sequence in self.engine.failed()]
+        if took_s is None:
+            return False
+        self.steps.append(round(took_s * 1000.0, 6))
+        self.now += took_s
+        ended = self.engine.end(self.now)
+        self.done += [(s.turn_id, round(self.now * 1000.0, 6)) for s in ended.done]
+        self.engine.check()
+        return True
+
+    def run(self) -> None:
+        while self.step():
+            assert len(self.steps) < 10_000, "it never ends"
+
+
+class WorkerDriver:
+    """One worker on a heap; it hears what its listener would."""
+
+    def __init__(self, make: Callable[[], Engine]) -> None:
+        self.heap = Heap()
+        self.began_s: dict[str, float] = {}
+        self.served_s: dict[str, float] = {}
+        self.lost_s: dict[str, float] = {}
+        self.sequences: dict[str, Sequence] = {}
+
+        def machine(worker: Worker) -> Machine:
+            engine = make()
+            node = DeviceOnly(engine._cache, started=worker.started, checkpoint=worker.checkpoint)
+            return Machine(engine._cache, engine, node)
+
+        nic = duplex("nic", Medium(1.0, 1000.0))
+        self.worker = Worker(0, self.heap, machine, nic=nic, unit_tokens=U, listener=self)
+
+    def began(self, sequence: Sequence, now: float) -> None:
+        self.began_s[sequence.turn_id] = now
+
+    def served(self, sequence: Sequence, now: float) -> None:
+        self.served_s[sequence.turn_id] = now
+
+    def lost(self, sequence: Sequence, now: float) -> None:
+        self.lost_s[sequence.turn_id] = now
+
+    def submit(self, turn: Turn, at_s: float) -> None:
+        sequence = sequence_of(turn, U)
+        self.sequences[sequence.turn_id] = sequence
+        self.heap.at(at_s, lambda now: self.worker.submit(sequence, now))

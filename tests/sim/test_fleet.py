@@ -1,0 +1,91 @@
+"""A fleet from release to row, under every policy: nothing is lost, nothing is owned twice."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from fleet_driver import MIB, agents, ready, run, setup
+
+from ownerserve.kv.messages import ExecutionMode
+from ownerserve.router.policies import POLICIES
+from ownerserve.sim.metrics.rows import MODES, SERVED
+from ownerserve.sim.setup import Tiers
+from ownerserve.sim.workload import Capped, Shape
+
+TRACE = agents()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_turn_ends_in_one_row_whatever_the_policy(policy: str) -> None:
+    fleet = run(ready(TRACE, setup(policy)), check_every=97)
+    table = fleet.rows.table()
+    assert sorted(table["number"]) == list(range(TRACE.request_count))
+    assert np.isin(table["mode"], SERVED).all()
+    times = [table[f"{name}_s"] for name in ("arrived", "routed", "started", "first_token", "done")]
+    for before, after in pairwise(times):
+        assert (before <= after + 1e-9).all()
+    assert (table["cached_tokens"] + table["computed_tokens"] >= table["prompt_tokens"]).all()
+    assert (table["cached_tokens"] < table["prompt_tokens"]).all()
+    assert (table["output_tokens"] == table["wanted_tokens"]).all()
+    assert (table["duplicate_bytes"] <= table["placed_bytes"]).all()
+    assert len(fleet.counters.completed) == len(TRACE.sessions)
+
+
+def test_one_idle_worker_by_hand() -> None:
+    """TTFT of the first turn is one step; of the second, a step over what is new."""
+    trace = agents(1, 2)
+    wanted = setup("least_load", workers=1, kv_bytes=0)
+    built = ready(trace, wanted)
+    fleet = run(built)
+    table, pace = fleet.rows.table(), built.pace
+    first, second = trace.sessions[0].requests
+    ttft_ms = (table["first_token_s"] - table["arrived_s"]) * 1e3
+    n = first.input_tokens
+    assert ttft_ms[0] == pytest.approx(pace.step_ms(n, n * n / 2, 0, 0))
+    decode_ms = sum(pace.step_ms(0, 0.0, n + i, 1) for i in range(first.output_tokens - 1))
+    assert (table["done_s"][0] - table["first_token_s"][0]) * 1e3 == pytest.approx(decode_ms)
+    cached = n // 64 * 64  # the full units of the first prompt; its answer is told apart by ids
+    assert table["cached_tokens"][1] >= cached
+    cached, new = table["cached_tokens"][1], second.input_tokens - table["cached_tokens"][1]
+    assert ttft_ms[1] == pytest.approx(pace.step_ms(new, new * (cached + new / 2), 0, 0))
+    assert table["arrived_s"][1] == pytest.approx(table["done_s"][0] + (second.think_s or 0.0))
+
+
+def test_a_split_turn_pays_the_network_for_what_the_decoder_lacks() -> None:
+    fleet = run(ready(TRACE, setup("static_pd_delta")))
+    table = fleet.rows.table()
+    apart = table[table["mode"] == MODES.index(ExecutionMode.REMOTE_PREFILL)]
+    assert len(apart) == len(table)
+    assert (apart["prefill_worker"] < 2).all() and (apart["worker"] >= 2).all()
+    assert apart["network_bytes"].sum() > 0
+    unit_bytes = fleet.workers[0].unit_bytes
+    assert (apart["network_bytes"] <= apart["prompt_tokens"] / 64 * unit_bytes + 1).all()
+
+
+def test_a_device_that_is_too_small_preempts_and_serves_all() -> None:
+    crowded = setup("least_load", workers=1, kv_bytes=900 * MIB, shape=Shape(mode=Capped(8)))
+    trace = agents(8, 3, most_output=400)
+    fleet = run(ready(trace, crowded))
+    fleet.tally()
+    assert fleet.counters.preemptions > 0
+    assert np.isin(fleet.rows.table()["mode"], SERVED).all()
+
+
+def test_a_prompt_longer_than_the_device_fails_once_and_its_session_goes_on() -> None:
+    tiny = setup("ear", workers=2, kv_bytes=500 * MIB)
+    fleet = run(ready(agents(2, 6), tiny))
+    table = fleet.rows.table()
+    failed = table[table["mode"] == MODES.index(ExecutionMode.FAILED)]
+    assert 0 < len(failed) < len(table) and (failed["attempts"] == 1).all()
+    assert (failed["prompt_tokens"] > 500 * MIB / fleet.workers[0].unit_bytes * 64 - 64).all()
+
+
+def test_with_tiers_a_session_comes_back_from_below() -> None:
+    small = setup("sticky", workers=1, kv_bytes=1000 * MIB, tiers=Tiers(host_bytes=64 << 30))
+    fleet = run(ready(agents(6, 6), small), check_every=211)
+    table = fleet.rows.table()
+    assert (table["restored_tokens"] > 0).any()
+    fetched = table[table["mode"] == MODES.index(ExecutionMode.FETCH)]
+    assert len(fetched) and (fetched["restore_load_ms"] > 0).all()
