@@ -119,6 +119,11 @@ def want(meta: Meta, first: int = 0, end: int | None = None) -> Want:
     return Want(meta.id, first, end, descriptor=NAMES.descriptor("dense"))
 
 
+def test_a_tenants_records_describe_themselves_as_well() -> None:
+    theirs = NAMES.of(b"t" * 32)
+    assert theirs.descriptor("dense") == NAMES.descriptor("dense")
+
+
 def test_what_a_worker_writes_it_reads_back_as_it_lies(tiers: NodeTiers) -> None:
     meta = written_as(NAMES.descriptor("dense"))
     write(tiers, meta, canonical())

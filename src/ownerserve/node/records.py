@@ -60,6 +60,7 @@ class RecordNames:
         self.range_names, self.point_names = layout.range_names, layout.point_names
         self.identity = identity
         self.blocks = blocks
+        self._parts = parts
         self._descriptors = descriptors(layout, parts or {}, form=engine)
         self._engine = engine
         digest = identity.digest()
@@ -78,7 +79,9 @@ class RecordNames:
         if not tenant:
             return self
         identity = msgspec.structs.replace(self.identity, tenant_salt=tenant)
-        return RecordNames(identity, self.layout, engine=self._engine, blocks=self.blocks)
+        return RecordNames(
+            identity, self.layout, engine=self._engine, blocks=self.blocks, parts=self._parts
+        )
 
     def slot_bytes(self, component: str) -> int:
         """Bytes of one unit of a component's record."""
