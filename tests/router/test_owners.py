@@ -128,6 +128,21 @@ def test_a_directory_that_forgot_is_told_again() -> None:
     assert [news.unit for news in one.settle()] == [unit("w1")]
 
 
+def test_what_a_rebuilding_directory_put_off_is_asked_again_without_a_turn() -> None:
+    (one,) = sides()
+    one.owners.lives(unit("w1"))
+    one.settle()
+    one.directory.forget()
+    one.owners.runs_at(A, unit("w1"))
+    assert one.settle() == []
+    news: list[Claimed] = []
+    for _ in range(8):
+        one.clock.advance(RENEW_S)
+        news += one.settle()
+    assert [(claimed.session, claimed.unit) for claimed in news] == [(A, unit("w1"))]
+    assert one.owners.answers["rebuilding"] > 0
+
+
 def test_an_unreachable_directory_is_not_asked_in_a_loop() -> None:
     owners = Owners()
     owners.lives(unit("w1"))

@@ -23,8 +23,9 @@ from servers import Server, find_binary
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 WAIT_S = 180.0
-BOUND_S = 5.0
-"""Until what a gateway was told has reached the directory: it asks off the request path."""
+BOUND_S = 30.0
+"""Until a session is bound: off the request path, and an empty directory first waits one lease
+(5 s), because it cannot know whether it is new or has forgotten."""
 
 
 @contextmanager

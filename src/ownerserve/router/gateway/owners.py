@@ -8,8 +8,9 @@ copy. What another gateway decided comes back as `Claimed`; RouterState then fol
     wish ── requests ──> directory ── outcomes ──> Claimed events, grants
 
 Wishes wait until the answers to the last batch are in, the newest of each session alone: a request
-is made from what is known when it is sent. A directory that does not answer changes nothing: turns
-go by the last view, and what was wished is wished again by the next turn.
+is made from what is known when it is sent. A directory that says "not yet" (it is rebuilding, or
+others changed the same record) is asked again with the next renewal. One that does not answer
+changes nothing: turns go by the last view, and what was wished is wished again by the next turn.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Owners:
         self._to_register: dict[RoutingUnit, float] = {}
         """Lives whose lease the directory has not confirmed, and when each is asked for next."""
         self._wishes: dict[SessionId, _Wish] = {}
+        self._not_yet: dict[SessionId, _Wish] = {}
+        """Wishes that the directory put off, until the next renewal."""
         self._renew_at_s = 0.0
 
     # ---- what the gateway sees
@@ -123,6 +126,7 @@ class Owners:
                 for unit in self._lives.values()
                 if unit not in self._to_register
             ]
+            self._wishes, self._not_yet = self._not_yet | self._wishes, {}
         wishes, self._wishes = self._wishes, {}
         for session, wish in wishes.items():
             requests += self._requests(session, wish)
@@ -182,10 +186,24 @@ class Owners:
     def _refused(self, request: ask.Request, outcome: ask.Refused) -> None:
         if outcome.reason in _FORGOT_US:
             self._forgotten()
+            self._put_off(request)
+        elif outcome.reason in _NOT_YET:
+            self._put_off(request)
         elif isinstance(request, ask.Transfer | ask.Advance) and (
             outcome.reason is ask.Refusal.UNKNOWN_SESSION
         ):
             self.grants.pop(request.session_id, None)
+
+    def _put_off(self, request: ask.Request) -> None:
+        """Keep what was wished, if the worker that it names still answers."""
+        if isinstance(request, ask.Bind):
+            wish = _Wish(request.unit, request.parent)
+        elif isinstance(request, ask.Transfer):
+            wish = _Wish(request.target)
+        else:
+            return
+        if self._lives.get((wish.unit.worker, wish.unit.dp_rank)) == wish.unit:
+            self._not_yet[request.session_id] = wish
 
     def _bound(self, request: ask.Bind, outcome: ask.Bound) -> Claimed:
         return self._granted(
@@ -228,6 +246,7 @@ class Owners:
 
 
 _FORGOT_US = (ask.Refusal.UNKNOWN_HOLDER, ask.Refusal.LEASE_LAPSED)
+_NOT_YET = (ask.Refusal.REBUILDING, ask.Refusal.CONTENDED, ask.Refusal.NOT_REPLICATED)
 
 _TAKES: dict[tuple[type, type], Callable[[Owners, Any, Any], Claimed | None]] = {
     (ask.Register, ask.Leased): Owners._leased,
