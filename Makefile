@@ -67,15 +67,12 @@ bench-decide: setup ## what a routing decision costs, and memory for each sessio
 bench-vllm: setup $(VLLM) $(LMCACHE) ## ours beside vLLM's own tiers and LMCache, in one run, on the CPU
 	$(BIN)/python benchmarks/run.py vllm_bench
 
-bench-sim: setup $(DYNAMO) ## the simulator's speed, in turns with Dynamo's replay
-	$(BIN)/python benchmarks/sim_bench.py
-
 validate-sim: setup $(DYNAMO) $(VLLM) ## the simulator against measured vLLM, real engines and Dynamo
 	$(BIN)/python benchmarks/sim/validate_truth.py
 	$(BIN)/python benchmarks/sim/validate_engines.py
 	$(BIN)/python benchmarks/sim/validate_dynamo.py
 
-bench-sim: setup ## the simulator's speed, beside Dynamo's replay where it is installed
+bench-sim: setup $(DYNAMO) ## the simulator's speed, beside Dynamo's replay
 	$(BIN)/python benchmarks/run.py sim_bench
 
 TRACES ?= ../shared/traces
