@@ -176,7 +176,7 @@ def _verdicts(claims: Sequence[Claim], anchors: dict[str, str]) -> list[str]:
         return []
     counts = Counter(claim.verdict for claim in claims)
     tallies = (f"{_badge(verdict)} {counts[verdict]}" for verdict in Verdict if counts[verdict])
-    headings = ("claim", "source", "verdict", "number", "trace", "command")
+    headings = ("claim", "source", "verdict", "number and command", "trace")
     return [
         '<section id="verdicts">',
         "<h2>Verdicts</h2>",
@@ -199,9 +199,8 @@ def _claim(claim: Claim, anchors: dict[str, str]) -> str:
         text,
         escape(claim.source),
         _badge(claim.verdict),
-        _inline(claim.number),
+        f"{_inline(claim.number)}<br><code>{escape(claim.command)}</code>",
         escape(claim.trace),
-        f"<code>{escape(claim.command)}</code>",
     )
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
