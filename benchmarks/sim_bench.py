@@ -37,7 +37,7 @@ import dynamo_side  # noqa: E402
 from ownerserve.kv.errors import InvalidInput  # noqa: E402
 from ownerserve.sim.run import simulate  # noqa: E402
 from ownerserve.sim.setup import Setup  # noqa: E402
-from ownerserve.sim.sweep import settled_heap  # noqa: E402
+from ownerserve.sim.pool import settled_heap  # noqa: E402
 from ownerserve.sim.workload import Capped, Open, Sample, Shape  # noqa: E402
 from ownerserve.trace.read import read_trace  # noqa: E402
 from result import Row, larger_is_better, report  # noqa: E402

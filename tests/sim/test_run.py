@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from fleet_driver import agents, setup
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.sim.metrics.summary import digest
+from ownerserve.sim.pool import PARTS, run_tasks
 from ownerserve.sim.run import Result, simulate
 from ownerserve.sim.setup import Setup
 from ownerserve.sim.sweep import Jobs, run_all
 
 TRACE = agents()
+TWO = partial(run_tasks, processes=2)
 TELL = """
 import sys; sys.path.insert(0, sys.argv[1])
 from hashlib import sha256
@@ -64,21 +67,24 @@ def test_how_many_run_at_once_changes_nothing() -> None:
     setups = {name: setup(name) for name in ("ear", "least_load", "ownerserve")}
     jobs = Jobs(TRACE, setups, turns)
     told: list[int] = []
-    alone = {out.name: out.kept for out in run_all(jobs, processes=1, progress=told.append)}
-    assert sum(told) == 3 * TRACE.request_count
-    apart = {out.name: out.kept for out in run_all(jobs, processes=2)}
+    alone = {
+        out.name: out.kept
+        for out in run_all(jobs, runner=partial(run_tasks, processes=1), progress=told.append)
+    }
+    assert sum(told) == 3 * PARTS
+    apart = {out.name: out.kept for out in run_all(jobs, runner=TWO)}
     assert alone == apart and set(alone) == set(setups)
 
 
 def test_a_failure_in_a_process_is_raised_here() -> None:
     setups = {name: setup("ear", pace=name) for name in ("no-such@h200", "nor-this@h200")}
     with pytest.raises(InvalidInput, match="none is shipped"):
-        list(run_all(Jobs(TRACE, setups, turns), processes=2))
+        list(run_all(Jobs(TRACE, setups, turns), runner=TWO))
 
 
 def test_closing_the_iterator_ends_the_processes() -> None:
     setups = {str(n): setup("ear") for n in range(6)}
-    found = run_all(Jobs(agents(20, 10), setups, turns), processes=2)
+    found = run_all(Jobs(agents(20, 10), setups, turns), runner=TWO)
     next(found)
     found.close()  # type: ignore[attr-defined]
     import multiprocessing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,9 @@ def _evaluate(which: list[Experiment], out: Path, processes: int = 1) -> Any:
     work = work_of(which, Scale.QUICK)
     traces = traces_of(work, None)
     told: list[float] = []
-    concluded = run_work(work, traces, processes=processes, progress=told.append)
+    concluded = run_work(
+        work, traces, runner=partial(run_tasks, processes=processes), progress=told.append
+    )
     origins = {role: origin for role, (_, origin) in traces.items()}
     report = publish(concluded, out, origins=origins, command="ownerserve evaluate --quick")
     return work, report, sum(told)

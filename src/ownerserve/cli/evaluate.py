@@ -17,7 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ownerserve.cli.output import console_for, json_option, write_json
+from ownerserve.cli.runners import runner_of, runner_options
 from ownerserve.report.page import SIGNS, Verdict
+from ownerserve.sim.pool import Runner
 from ownerserve.sim.suites.base import Scale
 from ownerserve.sim.suites.publish import Report, publish
 from ownerserve.sim.suites.registry import SUITES, chosen
@@ -45,7 +47,7 @@ COLOURS = {Verdict.HOLDS: "green", Verdict.IN_RANGE: "yellow", Verdict.FAILS: "r
 @click.option("--only", default="", metavar="NAME,...", help="These experiments alone.")
 @click.option("--list", "lists", is_flag=True, help="List the experiments and leave.")
 @click.option("--quick", is_flag=True, help="Tiny generated traces: that it works, no evidence.")
-@click.option("--jobs", type=int, default=0, help="Runs at once.  [one a core]")
+@runner_options
 @json_option
 def command(
     suite: str, *, traces: Path | None, out: Path, json_target: str | None, **given: Any
@@ -77,7 +79,8 @@ def command(
     with console.status("reading traces"):
         loaded = traces_of(work, traces)
     told = "ownerserve evaluate --quick" if given["quick"] else "ownerserve evaluate --traces DIR"
-    report = _run(work, loaded, out, told=told, processes=given["jobs"], console=console)
+    runner = runner_of(given["jobs"], given["ray"])
+    report = _run(work, loaded, out, told=told, runner=runner, console=console)
     console.print(_verdicts(report))
     for failed in report.failures:
         console.print(f"[red]failed[/red] {failed.name}: {escape(failed.error)}", highlight=False)
@@ -94,14 +97,14 @@ def _interrupted(*_: object) -> None:
 
 
 def _run(
-    work: Work, loaded: Traces, out: Path, *, told: str, processes: int, console: Console
+    work: Work, loaded: Traces, out: Path, *, told: str, runner: Runner, console: Console
 ) -> Report:
     origins = {role: origin for role, (_, origin) in loaded.items()}
     total = len(work.runs) + len(work.measurements)
     with _progress(console, total) as advance:
-        concluded = run_work(work, loaded, processes=processes, progress=advance)
+        concluded = run_work(work, loaded, runner=runner, progress=advance)
     with console.status("drawing"):
-        return publish(concluded, out, origins=origins, command=told, processes=processes)
+        return publish(concluded, out, origins=origins, command=told)
 
 
 def _verdicts(report: Report) -> Table:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ownerserve.cli.output import console_for, json_option, write_json
+from ownerserve.cli.runners import runner_of, runner_options
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import parse_bytes
 from ownerserve.report.simulate_table import (
@@ -27,6 +28,7 @@ from ownerserve.sim.engine import FOLD_MAX
 from ownerserve.sim.faults import Fault, read_faults
 from ownerserve.sim.metrics.summary import digest
 from ownerserve.sim.pace import paces
+from ownerserve.sim.pool import PARTS
 from ownerserve.sim.setup import PD, Links, Setup, Tiers
 from ownerserve.sim.sweep import Jobs, metrics_of, run_all
 from ownerserve.sim.workload import (
@@ -120,7 +122,7 @@ DEFAULT_POLICIES = "round_robin,least_load,lmetric,sticky,ear,ownerserve"
     help="Decode steps in one event at most; 1 simulates every step.  [no limit: same results]",
 )
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--jobs", type=int, default=0, help="Runs at once.  [one a core]")
+@runner_options
 @click.option("--details", is_flag=True, help="Every metric, and latencies by execution mode.")
 @json_option
 def command(
@@ -241,9 +243,9 @@ def _simulate(
     found: dict[str, dict[str, Any]] = {}
     cpu_s, turns = 0.0, 0
     jobs = Jobs(trace, setups, metrics_of)
-    total = trace.request_count * len(setups)
-    with _progress(console, f"{len(setups)} policies", total) as advance:
-        for outcome in run_all(jobs, processes=given["jobs"], progress=advance):
+    runner = runner_of(given["jobs"], given["ray"])
+    with _progress(console, f"{len(setups)} policies", PARTS * len(setups)) as advance:
+        for outcome in run_all(jobs, runner=runner, progress=advance):
             found[outcome.name] = outcome.kept
             cpu_s, turns = cpu_s + outcome.cpu_s, turns + outcome.turns
     ordered = {name: found[name] for name in setups}
@@ -260,7 +262,7 @@ def _simulate(
 
 @contextmanager
 def _progress(console: Console, what: str, total: int) -> Iterator[Any]:
-    """A bar in turns; nothing when no terminal looks on."""
+    """A bar; nothing when no terminal looks on."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal

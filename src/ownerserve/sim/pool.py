@@ -1,11 +1,13 @@
 """Tasks side by side on this machine's cores.
 
 Owns the processes. Tasks are inherited by fork, so nothing is sent to them but their names; what
-they answer is sent back. An exception of a task is its answer: the others go on.
+they answer is sent back. An exception of a task is its answer: the others go on. What a task
+answers does not depend on where it runs, so how many run at once changes nothing but the time.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -13,11 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from multiprocessing.managers import ValueProxy
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
-
-from ownerserve.sim.sweep import settled_heap
 
 PARTS = 1000
 """A task's progress is told in so many parts, whatever it counts."""
@@ -37,6 +37,16 @@ class Ended(msgspec.Struct, frozen=True):
     error: BaseException | None = None
 
 
+class Runner(Protocol):
+    """Where tasks run: `run_tasks` on this machine, `cluster.RayRunner` on many."""
+
+    def __call__(
+        self, tasks: Mapping[str, Task], *, progress: Callable[[int], None] | None = None
+    ) -> Iterator[Ended]:
+        """Every task's end, in the order of ending. `progress` hears of parts done, PARTS a task.
+        Ctrl-C, or closing the iterator, ends what runs."""
+
+
 _TASKS: Mapping[str, Task] = {}
 
 
@@ -46,16 +56,58 @@ def run_tasks(
     processes: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[Ended]:
-    """Every task's end, in the order of ending. `processes` 0: one a core. `progress` hears of
-    parts done, PARTS a task. Ctrl-C, or closing the iterator, ends the processes.
-    """
-    global _TASKS
+    """A Runner: at most `processes` at once, 0 for one a core; one alone runs in this process."""
     count = min(processes or os.cpu_count() or 1, len(tasks))
-    if not count:
-        return
+    if "fork" not in multiprocessing.get_all_start_methods():
+        count = min(count, 1)  # without it each process would need the tasks, and all they hold
+    with settled_heap():
+        if count > 1:
+            yield from _run_apart(tasks, count, progress)
+        else:
+            yield from _run_here(tasks, progress)
+
+
+class settled_heap:
+    """While it stands, the collector does not walk what was there before: traces are millions of
+    objects that no run ever frees."""
+
+    def __enter__(self) -> None:
+        gc.collect()
+        gc.freeze()
+        self._before = gc.get_threshold()
+        gc.set_threshold(100_000, 50, 50)
+
+    def __exit__(self, *_: object) -> None:
+        gc.set_threshold(*self._before)
+        gc.unfreeze()
+
+
+def _run_here(tasks: Mapping[str, Task], progress: Callable[[int], None] | None) -> Iterator[Ended]:
+    for name, task in tasks.items():
+        told = 0
+
+        def tell(done: int, total: int) -> None:
+            nonlocal told
+            here = PARTS * done // max(total, 1)
+            if progress is not None:
+                progress(here - told)
+            told = here
+
+        try:
+            ended = Ended(name, task(tell))
+            tell(1, 1)
+        except Exception as error:  # noqa: BLE001 - the root of a task: it is its answer
+            ended = Ended(name, error=error)
+        yield ended
+
+
+def _run_apart(
+    tasks: Mapping[str, Task], count: int, progress: Callable[[int], None] | None
+) -> Iterator[Ended]:
+    global _TASKS
     _TASKS = tasks
     context = multiprocessing.get_context("fork")
-    with settled_heap(), context.Manager() as manager:
+    with context.Manager() as manager:
         parts, lock = manager.Value("q", 0), manager.Lock()
         pool = ProcessPoolExecutor(count, mp_context=context, initializer=_deaf)
         told = 0

@@ -66,16 +66,16 @@ def publish(
     *,
     origins: Mapping[str, Origin],
     command: str,
-    processes: int = 0,
 ) -> Report:
-    """Write everything below `out`, which is made. `command`: how this was started, but --only."""
+    """Write everything below `out`, which is made, drawing on all cores. `command`: how this was
+    started, but --only."""
     out.mkdir(parents=True, exist_ok=True)
     tasks = {
         one.experiment.name: partial(_conclude, one, out, command)
         for one in concluded
         if not one.error
     }
-    ended = {end.name: end for end in run_tasks(tasks, processes=processes)}
+    ended = {end.name: end for end in run_tasks(tasks)}
     published = []
     for one in concluded:
         end = ended.get(one.experiment.name)

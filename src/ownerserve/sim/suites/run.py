@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from ownerserve.sim.pool import PARTS, Ended, Told, run_tasks
+from ownerserve.sim.pool import PARTS, Ended, Runner, Told, run_tasks
 from ownerserve.sim.run import simulate
 from ownerserve.sim.setup import Setup
 from ownerserve.sim.suites.base import Experiment, Job, Measurement, Origin, Results, Scale
@@ -76,7 +76,7 @@ def run_work(
     work: Work,
     traces: Traces,
     *,
-    processes: int = 0,
+    runner: Runner = run_tasks,
     progress: Callable[[float], None] | None = None,
 ) -> list[Concluded]:
     """Run everything; `progress` hears of runs done, in fractions."""
@@ -92,7 +92,7 @@ def run_work(
         tasks[f"measurement {at:04}"] = partial(_measure, measurement, trace)
     ends: dict[str, Ended] = {}
     told = None if progress is None else lambda parts: progress(parts / PARTS)
-    for ended in run_tasks(tasks, processes=processes, progress=told):
+    for ended in runner(tasks, progress=told):
         ends[ended.name] = ended
     by_run = {key: ends[f"run {at:04}"] for at, (key, _) in enumerate(runs)}
     by_measurement = {job: ends[f"measurement {at:04}"] for at, job in enumerate(measurements)}
