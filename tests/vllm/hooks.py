@@ -6,6 +6,7 @@ Never used to make a connector pass: only to break what it restored, or to look.
 from __future__ import annotations
 
 import gc
+import hashlib
 import inspect
 import time
 import types
@@ -50,6 +51,55 @@ def _tensors(worker: Any, layers: list[str]) -> Iterator[torch.Tensor]:
     for layer in layers:
         caches = context[layer].kv_cache
         yield from caches if isinstance(caches, (list, tuple)) else [caches]
+
+
+def watch_pages(worker: Any, *, tokens: int) -> None:
+    """From here on, digests of what every layer reads of a request's blocks before `tokens`, taken
+    when the request ends: `pages`."""
+    manager = worker.scheduler.kv_cache_manager
+    free = manager.free
+    worker.pages = {}
+
+    def watched(request: Any, *arguments: Any, **options: Any) -> Any:
+        tables = manager.get_block_ids(request.request_id)
+        worker.pages[request.request_id] = _digests(worker, tables, tokens)
+        return free(request, *arguments, **options)
+
+    manager.free = watched
+
+
+def pages(worker: Any) -> dict[str, dict[str, list[str]]]:
+    """By request, then by layer: a digest for each block, "" where the engine has let it go."""
+    return dict(worker.pages)
+
+
+def _digests(worker: Any, tables: Any, tokens: int) -> dict[str, list[str]]:
+    """Straight from the allocation, by the places that vLLM gave its layers; no padding."""
+    config = worker.core.model_executor.driver_worker.worker.model_runner.kv_cache_config
+    table, held, memory = {}, {}, None
+    for group, blocks in zip(config.kv_cache_groups, tables, strict=True):
+        spec = group.kv_cache_spec
+        for name in group.layer_names:
+            own = getattr(spec, "kv_cache_specs", {}).get(name, spec)
+            table[name] = blocks[: tokens // own.block_size]
+            held[name] = own.real_page_size_bytes
+            for tensor in _tensors(worker, [name]):
+                memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                memory.set_(tensor.untyped_storage())
+    found: dict[str, list[str]] = {}
+    for place in config.kv_cache_tensors:
+        for index, name in enumerate(place.layers):
+            starts = [
+                place.offset + index * place.layer_stride + block * place.block_stride
+                for block in table[name]
+            ]
+            found[name] = [
+                hashlib.sha256(memory[at : at + held[name]].cpu().numpy().tobytes()).hexdigest()
+                if block
+                else ""
+                for at, block in zip(starts, table[name], strict=True)
+            ]
+    return found
 
 
 def fill_kv_bytes(worker: Any) -> int:

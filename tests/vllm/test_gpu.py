@@ -1,4 +1,4 @@
-"""What the CPU build can't show: CUDA streams and graphs, TP > 1 on devices, packed pages.
+"""What the CPU build can't show: CUDA streams and graphs, TP > 1 on devices, packed V4 blocks.
 
 These need a vLLM environment with CUDA (OWNERSERVE_VLLM_VENV) and are skipped without a device:
 `pytest -m "vllm and gpu" tests/vllm/test_gpu.py`. They have not run yet: docs/vllm.md says so.
@@ -6,6 +6,7 @@ These need a vLLM environment with CUDA (OWNERSERVE_VLLM_VENV) and are skipped w
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -16,8 +17,11 @@ import connectors
 import oracle
 import pytest
 import tiny
-from fleet import WorkerFailed, vllm_python
+from fleet import ROOT, vllm_python
+from pages import assert_same_pages, byte_runs
 from rig import Rig, next_turn, settle
+
+from ownerserve.engines.hf.tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, byte_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.gpu]
 
@@ -26,6 +30,65 @@ PLAIN: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": False}
 """CUDA graphs on, as an operator has them."""
 TOLERANCE = 0.1
 """bfloat16; as for the bfloat16 family on the CPU. The corruption control has to be beyond it."""
+
+
+V4: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "vocab_size": VOCAB_SIZE,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "num_hidden_layers": 4,
+    "compress_ratios": [0, 4, 128, 4],
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_lora_rank": 1024,
+    "o_groups": 8,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "sliding_window": 128,
+    "max_position_embeddings": 65_536,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 10_000.0,
+    "compress_rope_theta": 160_000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 65_536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "hc_mult": 4,
+    "hc_eps": 1e-6,
+    "hc_sinkhorn_iters": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 2048,
+    "num_hash_layers": 0,
+    "norm_topk_prob": True,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "expert_dtype": "fp4",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+}
+"""As published for V4-Flash where its kernels care; few layers, few experts, a small vocabulary."""
 
 
 @pytest.fixture(scope="module")
@@ -142,16 +205,79 @@ def test_two_ranks_restore_their_shards_or_nothing(rig: Rig, devices: int, store
     settle(last)
 
 
-def test_a_packed_layout_is_refused_by_name_at_start(rig: Rig, store: Path) -> None:
-    """fp8 with scales inside the page, as DeepSeek-V4 packs its latents: no canonical payload."""
-    with pytest.raises(WorkerFailed, match="no canonical payload"):
-        rig.worker("qwen3", connectors.ours(store), kv_cache_dtype="fp8_per_token_head", **PLAIN)
+def test_quantised_pages_are_restored_as_they_lie(rig: Rig, store: Path) -> None:
+    """fp8 with a scale for each head of each token inside the page: no canonical payload."""
+    engine = {**PLAIN, "kv_cache_dtype": "fp8_per_token_head"}
+    first, second, other = byte_runs(rig, store, "qwen3", B, **engine)
+    assert_same_pages(first, second)
+    assert all(first[name] != other[name] for name in first)
 
 
-def test_deepseek_v4_is_refused_by_name_at_start(rig: Rig, store: Path) -> None:
-    """No tiny V4 that vLLM takes can be drawn (docs/evidence/w4-vllm.md): a real one is needed."""
-    model = os.environ.get("OWNERSERVE_V4_MODEL")
-    if not model:
-        pytest.skip("set OWNERSERVE_V4_MODEL to a DeepSeek-V4 checkpoint")
-    with pytest.raises(WorkerFailed, match="no canonical payload"):
-        rig.worker("qwen3", connectors.ours(store), model=model, dtype="auto")
+def play_packed(folder: Path, *models: str) -> dict[str, Any]:
+    """The scenarios of packed blocks and of streams, without an engine."""
+    plays = ROOT / "tests" / "engines" / "vllm"
+    path = os.pathsep.join((str(ROOT / "src"), str(plays)))
+    run = subprocess.run(
+        [str(vllm_python()), str(plays / "packed_child.py"), str(folder), *models],
+        env={**os.environ, "PYTHONPATH": path, "PACKED_DEVICE": "cuda"},
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    report: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return report
+
+
+@pytest.mark.parametrize("model", ["v4", "v4 plain rows", "v3.2"])
+def test_packed_blocks_and_streams_on_a_device(tmp_path: Path, model: str) -> None:
+    """vLLM's own packing of its own specs, in the device's memory, through our stream and pinned
+    host memory; and work that the engine has queued comes before our copies."""
+    found = play_packed(tmp_path, model)[model]
+    assert found["same_for_the_scheduler"] and found["device"] == "cuda"
+
+
+@pytest.fixture
+def v4_engine(tmp_path: Path) -> dict[str, Any]:
+    """A DeepSeek-V4 of four layers in the real one's dimensions, its weights made up by vLLM; or
+    the checkpoint at OWNERSERVE_V4_MODEL."""
+    common = {
+        "dtype": "auto",
+        "enforce_eager": False,
+        "block_size": 256,
+        "kv_cache_dtype": "fp8",
+        "num_gpu_blocks_override": 4096,  # a compressor keeps four tokens in a block
+    }
+    if model := os.environ.get("OWNERSERVE_V4_MODEL"):
+        return {**common, "model": model}
+    byte_tokenizer().save_pretrained(tmp_path / "v4")
+    (tmp_path / "v4" / "config.json").write_text(json.dumps(V4))
+    made_up = {"load_format": "dummy", "tokenizer_mode": "hf", "model": str(tmp_path / "v4")}
+    return {**common, **made_up}
+
+
+def test_deepseek_v4s_blocks_come_back_byte_by_byte(
+    rig: Rig, v4_engine: dict[str, Any], store: Path
+) -> None:
+    """Made-up weights say nothing by their answers; the bytes of every layer's pages do."""
+    first, second, other = byte_runs(rig, store, "deepseek4", 256, **v4_engine)
+    assert any("compressor" in name for name in first)
+    assert any("swa_cache" in name for name in first)
+    assert_same_pages(first, second)
+    assert any(first[name][-1] != other[name][-1] for name in first)
+
+
+def test_deepseek_v4_on_two_ranks(
+    rig: Rig, devices: int, v4_engine: dict[str, Any], store: Path
+) -> None:
+    """Its caches are the same on every rank; each keeps its own copy, and a load needs both."""
+    if devices < 2:
+        pytest.skip("tensor parallelism over two ranks needs two CUDA devices")
+    engine = {**v4_engine, "tensor_parallel_size": 2}
+    prompt = tiny.prompt(1028, seed=105)
+    worker = rig.worker("deepseek4", connectors.ours(store), **engine)
+    worker.generate(prompt, max_tokens=1)
+    settle(worker)
+    worker.shutdown()
+    after = rig.worker("deepseek4", connectors.ours(store), **engine)
+    assert after.generate(prompt, max_tokens=1).cached == 1024

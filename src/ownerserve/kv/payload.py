@@ -11,6 +11,7 @@ A stored record is one unit of bytes for each slot of one component:
     conv       columns        [layers, channels, kernel - 1]   oldest first
     recurrent  state          [layers, heads, key dim, value dim]
     csa_main, csa_index, csa_overlap, hca: DeepSeek-V4's, as engines.hf.states shapes them
+    pages, window_pages            [rows, blocks, bytes]   one engine's own bytes, for it alone
 
 Rows that no token has reached are zero. Engines translate between this and their own pages; two
 that agree on `payload_digest` (and on the rest of an Identity) read each other's records.
@@ -33,16 +34,19 @@ PART_ALIGN_BYTES = 16
 
 DENSE, WINDOW, MLA, CONV, RECURRENT = "dense", "swa", "mla", "conv", "recurrent"
 CSA_MAIN, CSA_INDEX, CSA_OVERLAP, HCA = "csa_main", "csa_index", "csa_overlap", "hca"
+PAGES, WINDOW_PAGES = "pages", "window_pages"
 EXTENT_OF = {
     DENSE: Extent.RANGE,
     MLA: Extent.RANGE,
     CSA_MAIN: Extent.RANGE,
     CSA_INDEX: Extent.RANGE,
     HCA: Extent.RANGE,
+    PAGES: Extent.RANGE,
     WINDOW: Extent.POINT,
     CSA_OVERLAP: Extent.POINT,
     CONV: Extent.POINT,
     RECURRENT: Extent.POINT,
+    WINDOW_PAGES: Extent.POINT,
 }
 ITEM_BYTES = {
     "float64": 8,

@@ -11,7 +11,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from ownerserve.kv.artifacts import ArtifactKey, Exact, Identity, PointKey, RangeKey, artifact_id
+from ownerserve.kv.artifacts import (
+    ArtifactKey,
+    Exact,
+    Identity,
+    Numerics,
+    PointKey,
+    RangeKey,
+    artifact_id,
+)
 from ownerserve.kv.errors import InvalidInput
 
 ID_BYTES = 32
@@ -125,10 +133,17 @@ def meta_of(
         first_token=first,
         end_token=end,
         tenant=tenant,
-        precision=identity.numerics.quantization or identity.numerics.dtype,
+        precision=_label(identity.numerics),
         exactness="exact" if isinstance(exact, Exact) else f"approximate/{exact.kind}",
         units=units,
     )
+
+
+def _label(numerics: Numerics) -> str:
+    """What a listing shows of them, as far as a header has room; the id says all."""
+    quantization, dtype = numerics.quantization, numerics.dtype
+    label = quantization if 0 < len(quantization.encode()) <= MAX_PRECISION else dtype
+    return label.encode()[:MAX_PRECISION].decode(errors="ignore")
 
 
 class Want(msgspec.Struct, frozen=True, gc=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,11 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 
 @dataclass
+class SlidingWindowMLASpec(SlidingWindowSpec):
+    head_size_v: int | None = 0
+
+
+@dataclass
 class ChunkedLocalAttentionSpec(FullAttentionSpec):
     pass
 
@@ -39,10 +44,54 @@ class Group:
 
 
 @dataclass
+class KVCacheTensor:
+    layers: list[str]
+    layer_stride: int
+    block_stride: int
+    offset: int = 0
+
+
+@dataclass
 class Config:
     kv_cache_groups: list[Group]
     num_blocks: int = 64
-    extra: dict[str, Any] = field(default_factory=dict)
+    kv_cache_tensors: list[KVCacheTensor] = field(default_factory=list)
+
+
+class Cached(NamedTuple):
+    """One layer's cache: `held` bytes a block, in a page of `page` bytes."""
+
+    name: str
+    held: int
+    page: int
+
+
+def packed_config(groups: list[tuple[list[Cached], Any]], *, blocks: int = 96) -> Config:
+    """Groups packed block-outermost, as vLLM does: pages side by side from byte 0 of a block."""
+    stride = max(sum(cached.page for cached in cacheds) for cacheds, _ in groups)
+    tensors = []
+    for cacheds, _ in groups:
+        offset = 0
+        for cached in cacheds:
+            tensors.append(KVCacheTensor([cached.name], cached.page, stride, offset))
+            offset += cached.page
+    own = [Group([cached.name for cached in cacheds], spec) for cacheds, spec in groups]
+    return Config(own, blocks, tensors)
+
+
+def packed_views(config: Config, held: dict[str, int]) -> dict[str, torch.Tensor]:
+    """Every layer's view [blocks, 1, 1, bytes] of one allocation."""
+    stride = config.kv_cache_tensors[0].block_stride
+    memory = torch.zeros(stride * config.num_blocks, dtype=torch.uint8)
+    return {
+        name: memory.as_strided(
+            (config.num_blocks, 1, 1, held[name]),
+            (tensor.block_stride, held[name], held[name], 1),
+            tensor.offset,
+        )
+        for tensor in config.kv_cache_tensors
+        for name in tensor.layers
+    }
 
 
 def layers(*numbers: int) -> list[str]:

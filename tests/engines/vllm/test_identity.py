@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import specs
+import torch
 
 from ownerserve.engines.vllm import shape
 from ownerserve.engines.vllm.identity import why_bypassed, why_not
@@ -95,6 +96,8 @@ def test_weights_are_named_by_their_files_and_not_by_their_folder(tmp_path: Path
 
 PACKED: dict[str, dict[str, Any]] = {
     "compressed": {"tokens_per_state": 4},
+    "bytes": {"dtype": torch.uint8},
+    "uneven": {"head_size_v": 64},
     "packed": {"state_content_bytes": 584},
     "packed by version": {"model_version": "deepseek_v4"},
     "fp8 latent": {"cache_dtype_str": "fp8_ds_mla"},
@@ -104,11 +107,14 @@ PACKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", PACKED.values(), ids=PACKED)
-def test_packed_pages_are_refused_by_name(fields: dict[str, Any]) -> None:
+def test_packed_pages_are_never_taken_for_plain_rows(fields: dict[str, Any]) -> None:
     """DeepSeek-V4's and V3.2's, and quantised ones: read as plain rows they would be wrong KV."""
     spec = specs.MLAAttentionSpec(64, 1, 576)
+    plain = specs.packed_config([([specs.Cached("layers.0", 64, 64)], spec)])
+    assert set(shape.describe(plain).components) == {"mla"}
     for name, value in fields.items():
         setattr(spec, name, value)
+    assert set(shape.describe(plain).components) == {"pages"}
     config = specs.Config([specs.Group(specs.layers(0), spec)])
-    with pytest.raises(InvalidInput, match="MLAAttentionSpec"):
+    with pytest.raises(InvalidInput, match="no place for"):
         shape.describe(config)

@@ -77,7 +77,11 @@ class Parts:
         self.config = vllm_config
         self.kv_cache_config = kv_cache_config
         self.world = int(parallel.tensor_parallel_size)
-        self.shape = shape.describe(kv_cache_config, block_tokens=self.settings.block_tokens)
+        self.shape = shape.describe(
+            kv_cache_config,
+            block_tokens=self.settings.block_tokens,
+            packed_by=compat.packed_by(vllm_config),
+        )
         self.layout = self.shape.layout()
         by_length = max(LEAST_RECORD_BLOCKS, RECORD_TOKENS // self.layout.block_tokens)
         self.record_blocks = self.settings.record_blocks or by_length

@@ -3,8 +3,9 @@
     page of a layer   [blocks, heads, tokens, keys | values]       logical, whatever lies beneath
     on a CPU          [blocks, heads, keys of all tokens, then values], keys in the kernel's order
     payload           kv.payload: [layers, tokens, heads, dim], keys and values apart
+    pages as bytes    rows of `packed`, [blocks, bytes of the pages that touch]
 
-Every layer gets strided views of its page once; a copy is then plain tensor copies.
+Every layer, or row, gets strided views of its page once; a copy is then plain tensor copies.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor
 
 from ownerserve.engines.vllm.orders import Place
+from ownerserve.engines.vllm.packed import Row
 from ownerserve.engines.vllm.shape import ComponentMap, StateShape
 from ownerserve.kv.errors import InvalidInput, SpecMismatch
-from ownerserve.kv.payload import CONV, DENSE, MLA, RECURRENT, WINDOW, PayloadPart
+from ownerserve.kv.payload import CONV, MLA, RECURRENT, WINDOW, WINDOW_PAGES, PayloadPart
+from ownerserve.kv.specs import Extent
 
 Piece = tuple[Tensor, tuple[Tensor, Any], Any]
 """A piece of the payload; the view it is of, with blocks or rows in it; rows of the piece."""
@@ -31,11 +34,12 @@ LATENT_DIMS = 3
 
 class Series(msgspec.Struct, frozen=True):
     """One part of one layer as [blocks, tiles, rows, ...]: token t of a block is row t % rows of
-    tile t // rows."""
+    tile t // rows. `holes`: bytes of the last axis that belong to no layer."""
 
     view: Tensor
     group: int
     block_tokens: int
+    holes: tuple[slice, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -64,6 +68,11 @@ class Codec:
         self._transposed = transposed
         self._parts: dict[str, tuple[tuple[Series, ...], ...]] = {}
         for name, at in shape.components.items():
+            if at.rows:
+                self._parts[name] = tuple(
+                    tuple(self._row(name, row, caches) for row in rows) for rows in at.rows
+                )
+                continue
             layers = [self._series(name, caches[layer.name], layer.group) for layer in at.layers]
             # By part, then by layer: as a unit lies.
             self._parts[name] = tuple(zip(*layers, strict=True))
@@ -81,6 +90,26 @@ class Codec:
             return _state(cache, at, group, offset=offset, is_swapped=name in self._transposed)
         return _attention(cache, at, group, order=self._key_orders[name])
 
+    def _row(self, name: str, row: Row, caches: Mapping[str, Any]) -> Series:
+        holes, at = [], 0
+        for page in row.pages:
+            held = _held_bytes(caches[page.layer], page.layer, page.offset, self._num_blocks)
+            if held > page.bytes:
+                raise InvalidInput(
+                    "kv cache",
+                    f"a page of {page.layer} is not in one piece",
+                    "set VLLM_KV_CACHE_LAYOUT=LBHNC, or use an unquantised KV cache",
+                )
+            if held < page.bytes:
+                holes.append(slice(at + held, at + page.bytes))
+            at += page.bytes
+        first = caches[row.pages[0].layer]
+        memory = torch.empty(0, dtype=torch.uint8, device=first.device)
+        memory.set_(first.untyped_storage())
+        view = memory.as_strided((self._num_blocks, 1, 1, at), (row.stride, at, at, 1), row.offset)
+        block_tokens = self._shape.components[name].block_tokens[row.group]
+        return Series(view, row.group, block_tokens, tuple(holes))
+
     def size(self, place: Place) -> int:
         """Bytes of a place's payload."""
         return self._units(place) * self._shape.components[place.component].section.unit_bytes
@@ -96,6 +125,8 @@ class Codec:
                     piece[first : first + count].copy_(view[block : block + count])
             else:
                 piece[rows] = view[at].to(piece.device)
+        if self._shape.components[place.component].rows:
+            self._fill_holes(place, units)
 
     def write(self, place: Place, data: memoryview) -> None:
         """The inverse. SpecMismatch when `data` has another length."""
@@ -114,21 +145,34 @@ class Codec:
     # -- parts ---------------------------------------------------------------------------------
 
     def _units(self, place: Place) -> int:
-        if place.component in (DENSE, MLA):
+        if self._shape.components[place.component].section.extent is Extent.RANGE:
             return (place.end - place.start) // self._shape.payload.block_tokens
         return 1
 
     def _has_gaps(self, place: Place) -> bool:
         """Whether something of the unit is not written: padding, or rows of a short window."""
-        section = self._shape.components[place.component].section
+        at = self._shape.components[place.component]
         short = place.component == WINDOW and (
             place.end - place.start < self._shape.payload.window_tokens - 1
         )
-        return short or section.unit_bytes != section.payload_bytes
+        short |= any(place.end < reach for reach in at.reaches)
+        return short or at.section.unit_bytes != at.section.payload_bytes
+
+    def _fill_holes(self, place: Place, units: Tensor) -> None:
+        """Zeros where a block holds bytes of no layer of its group: what is left there of its
+        former holders is nobody's to keep."""
+        for piece, series in self._typed(place, units):
+            for hole in series.holes:
+                piece[..., hole].zero_()
 
     def _pairs(self, place: Place, units: Tensor) -> Iterator[Piece]:
         """For every part and layer: its piece of the payload, where that lies, and, when rows are
         addressed one by one, which rows of the piece."""
+        for piece, series in self._typed(place, units):
+            yield from self._pieces(place, piece, series)
+
+    def _typed(self, place: Place, units: Tensor) -> Iterator[tuple[Tensor, Series]]:
+        """Every part's every layer: its piece of the payload, [units, ...], and where it lies."""
         section = self._shape.components[place.component].section
         offset = 0
         for part, layers in zip(section.parts, self._parts[place.component], strict=True):
@@ -136,12 +180,15 @@ class Codec:
             offset += part.padded_bytes
             typed = data.view(_torch_dtype(part)).view(len(units), *part.shape)
             for layer, series in enumerate(layers):
-                yield from self._pieces(place, typed[:, layer], series)
+                yield typed[:, layer], series
 
     def _pieces(self, place: Place, piece: Tensor, series: Series) -> Iterator[Piece]:
         ids = place.blocks[series.group]
         if place.component in (CONV, RECURRENT):
             yield piece, (series.view[:, 0, 0], ids), None
+        elif place.component == WINDOW_PAGES:
+            # The last block before the boundary is the last of the unit, however few there are.
+            yield piece[0, piece.shape[1] - len(ids) :], (series.view[:, 0, 0], ids), None
         elif place.component == WINDOW:
             positions = torch.arange(place.start, place.end)
             inside = positions - place.start // series.block_tokens * series.block_tokens
@@ -161,12 +208,30 @@ class Codec:
                 yield blocks[unit], (series.view, ids[unit * count : (unit + 1) * count]), None
 
 
+def _held_bytes(cache: Any, layer: str, offset: int, blocks: int) -> int:
+    """Bytes of a block from `offset` on that a layer's view [blocks, ...] covers."""
+    ok = isinstance(cache, Tensor) and cache.shape[0] % blocks == 0
+    item = cache.element_size() if ok else 0
+    if not ok or cache.storage_offset() * item != offset:
+        raise InvalidInput("kv cache", f"{layer} lies elsewhere", "report this to OwnerServe")
+    kernel_blocks = cache.shape[0] // blocks  # vLLM may have cut a block of one dense page
+    lengths = (kernel_blocks, *cache.shape[1:])
+    axes = zip(lengths, cache.stride(), strict=True)
+    return int(item * (1 + sum((length - 1) * stride for length, stride in axes)))
+
+
+def _check_type(cache: Tensor, part: PayloadPart) -> None:
+    if cache.dtype != _torch_dtype(part):
+        raise InvalidInput("kv cache", f"page of {cache.dtype}", f"expected {part.dtype}")
+
+
 def _attention(
     cache: Tensor, at: ComponentMap, group: int, *, order: Sequence[int] | None
 ) -> tuple[Series, Series]:
     """Keys and values of one layer's page."""
     num_blocks, tokens = cache.shape[0], at.block_tokens[group]
     heads, dim = at.section.parts[0].shape[-2:]
+    _check_type(cache, at.section.parts[0])
     if cache.shape[1:] != (heads, tokens, 2 * dim):
         raise InvalidInput(
             "kv cache", f"page of {_shape_of(cache)}", f"expected [{heads}, {tokens}, {2 * dim}]"
@@ -198,6 +263,7 @@ def _latent(cache: Tensor, at: ComponentMap, group: int) -> tuple[Series]:
     """The one part of a latent page, [blocks, 1, tokens, dim] or [blocks, tokens, dim]."""
     page = cache if cache.dim() == LATENT_DIMS else cache[:, 0]
     tokens, dim = at.block_tokens[group], at.section.parts[0].shape[-1]
+    _check_type(cache, at.section.parts[0])
     if page.shape[1:] != (tokens, dim):
         raise InvalidInput("kv cache", f"page {_shape_of(page)}", f"expected [{tokens}, {dim}]")
     return (Series(page.unsqueeze(1), group, tokens),)

@@ -24,6 +24,28 @@ def layer_specs(group: Any) -> Iterator[tuple[str, Any]]:
         yield name, inner[name] if inner is not None else spec
 
 
+def group_spec(group: Any) -> Any:
+    """The spec that a scheduler has of a KV cache group: of unlike layers, the first one's."""
+    return next(spec for _, spec in layer_specs(group))
+
+
+def packed_by(vllm_config: Any) -> str:
+    """Whose bytes a page without a canonical payload holds: the version of vLLM, the device's, and
+    the settings by which its kernels choose what they write."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    attention = getattr(vllm_config, "attention_config", None)
+    settings = ("backend", "backend_per_kind", "indexer_kv_dtype")
+    facts = (
+        vllm.__version__,
+        current_platform.device_type,
+        current_platform.get_device_capability(),
+        *(getattr(attention, name, None) for name in settings),
+    )
+    return " ".join(map(str, facts))
+
+
 def layer_index(name: str) -> int:
     """The number in model.layers.3.self_attn.attn."""
     numbers = [int(word) for word in name.split(".") if word.isdecimal()]

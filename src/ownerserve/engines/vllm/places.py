@@ -11,7 +11,7 @@ import msgspec
 
 from ownerserve.engines.vllm.orders import Place, Tables
 from ownerserve.engines.vllm.shape import StateShape
-from ownerserve.kv.payload import WINDOW
+from ownerserve.kv.payload import WINDOW, WINDOW_PAGES
 from ownerserve.node.events import Copy, Filling
 
 NOT_OURS = -1
@@ -46,7 +46,7 @@ class Places:
         name = filling.component
         if name in self._points:
             start, end = self._shape.span(name, filling.slots[0])
-            start = max(start, hit) if name == WINDOW else start
+            start = max(start, hit) if name in (WINDOW, WINDOW_PAGES) else start
             return self._shape.place(name, tables, start, end)
         place = self._range(name, tables, filling.slots)
         sizes = self._shape.components[name].block_tokens

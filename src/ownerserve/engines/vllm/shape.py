@@ -1,10 +1,11 @@
 """What vLLM keeps for a model, as components: from its KV cache groups to the canonical payload.
 
-    component   kv.payload's sections: dense, swa, mla, conv, recurrent
+    component   kv.payload's sections: dense, swa, mla, conv, recurrent; pages, window_pages
     group       vLLM's: layers that share a block table. One component may be in several of them
 
-Owns the translation; an attention that has no canonical payload is refused by name. Torch-free:
-reads specs by attribute.
+Owns the translation. Attention whose pages have no canonical payload is kept as bytes (`packed`);
+kinds of state that can't be restored are refused by name. Torch-free: reads specs by attribute,
+and of a group only what scheduler and workers both have, so that both come to the same shape.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from typing import Any
 import msgspec
 
 from ownerserve.cache.layout import Component, Layout
-from ownerserve.engines.vllm import compat
+from ownerserve.engines.vllm import compat, packed
 from ownerserve.engines.vllm.orders import Place
+from ownerserve.engines.vllm.packed import Page, Row
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.payload import (
     CONV,
     DENSE,
     MLA,
+    PAGES,
     RECURRENT,
     WINDOW,
+    WINDOW_PAGES,
     Payload,
     PayloadPart,
     PayloadSection,
@@ -38,6 +42,7 @@ KIND_OF = {
     "FullAttentionSpec": "full_attention",
     "SlidingWindowSpec": "sliding_attention",
     "MLAAttentionSpec": "mla_attention",
+    "SlidingWindowMLASpec": "sliding_mla",
     "MambaSpec": "linear_attention",
 }
 SECTIONS_OF = {
@@ -46,6 +51,13 @@ SECTIONS_OF = {
     "mla_attention": (MLA,),
     "linear_attention": (CONV, RECURRENT),
 }
+PAGES_OF = {
+    "full_attention": PAGES,
+    "mla_attention": PAGES,
+    "sliding_attention": WINDOW_PAGES,
+    "sliding_mla": WINDOW_PAGES,
+}
+"""Where the bytes of pages go that have no canonical payload."""
 DELTA_STATES = 2
 """A gated delta net keeps a convolution state and a recurrent one."""
 
@@ -58,12 +70,23 @@ class LayerAt(msgspec.Struct, frozen=True):
 
 
 class ComponentMap(msgspec.Struct, frozen=True):
-    """A component's layers in model order. `groups` are vLLM's group ids, `block_tokens` theirs."""
+    """A component's layers in model order. `groups` are vLLM's group ids, `block_tokens` theirs.
+
+    Of pages kept as bytes: `rows`, for each part of the section; `reaches`: tokens before a
+    boundary that each group's blocks are kept of.
+    """
 
     section: PayloadSection
     groups: tuple[int, ...]
     block_tokens: tuple[int, ...]
-    layers: tuple[LayerAt, ...]
+    layers: tuple[LayerAt, ...] = ()
+    rows: tuple[tuple[Row, ...], ...] = ()
+    reaches: tuple[int, ...] = ()
+
+    def firsts(self, start: int, end: int) -> list[int]:
+        """For each group: its first block with something of [start, end)."""
+        starts = [max(start, end - reach) for reach in self.reaches] or [start] * len(self.groups)
+        return [at // size for at, size in zip(starts, self.block_tokens, strict=True)]
 
 
 class StateShape(msgspec.Struct, frozen=True):
@@ -108,23 +131,28 @@ class StateShape(msgspec.Struct, frozen=True):
         """Tokens that a point at `position` keeps rows of."""
         if component == WINDOW:
             return max(0, position - self.payload.window_tokens + 1), position
+        if component == WINDOW_PAGES:
+            return max(0, position - max(self.components[component].reaches)), position
         return position - 1, position
 
     def place(self, component: str, tables: Sequence[Sequence[int]], start: int, end: int) -> Place:
         """Where tokens [start, end) lie, given a request's block tables."""
         at = self.components[component]
         blocks = tuple(
-            tuple(tables[group][start // size : -(-end // size)])
-            for group, size in zip(at.groups, at.block_tokens, strict=True)
+            tuple(tables[group][first : -(-end // size)])
+            for group, size, first in zip(
+                at.groups, at.block_tokens, at.firsts(start, end), strict=True
+            )
         )
         return Place(component, blocks, start, end)
 
     def is_there(self, place: Place) -> bool:
         """Whether every block of a place is there: 0 is vLLM's null block."""
-        sizes = self.components[place.component].block_tokens
+        at = self.components[place.component]
+        firsts = at.firsts(place.start, place.end)
         return all(
-            0 not in ids and len(ids) == -(-place.end // size) - place.start // size
-            for ids, size in zip(place.blocks, sizes, strict=True)
+            0 not in ids and len(ids) == -(-place.end // size) - first
+            for ids, size, first in zip(place.blocks, at.block_tokens, firsts, strict=True)
         )
 
 
@@ -136,12 +164,55 @@ class _Layer(msgspec.Struct, frozen=True):
     spec: Any
 
 
-def describe(kv_cache_config: Any, *, block_tokens: int = 0) -> StateShape:
-    """The state of the model that vLLM's KV cache groups describe."""
-    layers = sorted(_layers(kv_cache_config), key=lambda layer: layer.index)
-    if not layers:
+class _Group(msgspec.Struct, frozen=True):
+    index: int
+    kind: str
+    spec: Any
+    names: tuple[str, ...]
+    is_packed: bool
+
+    @property
+    def block_tokens(self) -> int:
+        return int(self.spec.block_size)
+
+    def layers(self) -> list[_Layer]:
+        return [
+            _Layer(compat.layer_index(name), name, self.index, self.kind, self.spec)
+            for name in self.names
+        ]
+
+
+def describe(kv_cache_config: Any, *, block_tokens: int = 0, packed_by: str = "") -> StateShape:
+    """The state of the model that vLLM's KV cache groups describe.
+
+    `packed_by` names whose bytes are in pages without a canonical payload (compat.packed_by).
+    """
+    pages = packed.pages_of(kv_cache_config)
+    groups = _groups(kv_cache_config, pages)
+    if not groups:
         raise InvalidInput("model", "keeps no KV", "serve it without a KV connector")
-    block = _block_tokens(layers, block_tokens)
+    block = _block_tokens(groups, block_tokens)
+    plain = [layer for group in groups if not group.is_packed for layer in group.layers()]
+    layers = sorted(plain, key=lambda layer: layer.index)
+    components = _canonical(layers, block)
+    opaque = [group for group in groups if group.is_packed]
+    for name in dict.fromkeys(PAGES_OF[group.kind] for group in opaque):
+        own = [group for group in opaque if PAGES_OF[group.kind] == name]
+        components[name] = _packed(name, own, pages, block)
+    windows = {int(layer.spec.sliding_window) for layer in layers if layer.kind[:7] == "sliding"}
+    if len(windows) > 1:
+        raise InvalidInput("sliding_window", f"{sorted(windows)}", "one length is supported")
+    meanings = [packed.meaning(g.spec, g.names, packed_by=packed_by) for g in opaque]
+    payload = Payload(
+        block_tokens=block,
+        kinds=(*(layer.kind for layer in layers), *meanings),
+        sections=tuple(at.section for at in components.values()),
+        window_tokens=max(windows, default=0),
+    )
+    return StateShape(payload, components, tuple(group.block_tokens for group in groups))
+
+
+def _canonical(layers: Sequence[_Layer], block: int) -> dict[str, ComponentMap]:
     names = dict.fromkeys(name for layer in layers for name in SECTIONS_OF[layer.kind])
     components = {}
     for name in names:
@@ -154,38 +225,59 @@ def describe(kv_cache_config: Any, *, block_tokens: int = 0) -> StateShape:
             block_tokens=tuple(sizes[group] for group in groups),
             layers=tuple(LayerAt(layer.name, groups.index(layer.group)) for layer in own),
         )
-    windows = {int(layer.spec.sliding_window) for layer in layers if layer.kind[:7] == "sliding"}
-    if len(windows) > 1:
-        raise InvalidInput("sliding_window", f"{sorted(windows)}", "one length is supported")
-    payload = Payload(
-        block_tokens=block,
-        kinds=tuple(layer.kind for layer in layers),
-        sections=tuple(at.section for at in components.values()),
-        window_tokens=max(windows, default=0),
+    return components
+
+
+def _packed(
+    name: str, groups: Sequence[_Group], pages: dict[str, Page], block: int
+) -> ComponentMap:
+    """Rows of equal shape are one part. Whole blocks: those of a unit, or a window's last ones."""
+    reaches = []
+    by_shape: dict[tuple[int, int], list[Row]] = {}
+    for index, group in enumerate(groups):
+        size, reach = group.block_tokens, block
+        if name == WINDOW_PAGES:
+            reach = -(-(int(group.spec.sliding_window) - 1) // size) * size
+            reaches.append(reach)
+        for row in packed.rows_of(pages, group.names, group=index, blocks=reach // size):
+            by_shape.setdefault((row.blocks, row.bytes), []).append(row)
+    parts = tuple(
+        PayloadPart(f"rows{number}", (len(rows), *shape), "uint8")
+        for number, (shape, rows) in enumerate(by_shape.items())
     )
-    group_tokens = {layer.group: int(layer.spec.block_size) for layer in layers}
-    return StateShape(payload, components, tuple(group_tokens[g] for g in sorted(group_tokens)))
+    return ComponentMap(
+        section=PayloadSection(name, parts),
+        groups=tuple(group.index for group in groups),
+        block_tokens=tuple(group.block_tokens for group in groups),
+        rows=tuple(map(tuple, by_shape.values())),
+        reaches=tuple(reaches),
+    )
 
 
-def _layers(kv_cache_config: Any) -> list[_Layer]:
+def _groups(kv_cache_config: Any, pages: dict[str, Page]) -> list[_Group]:
     found = []
-    for group, at in enumerate(kv_cache_config.kv_cache_groups):
-        for name, spec in compat.layer_specs(at):
-            kind = KIND_OF.get(type(spec).__name__)
-            if kind is None:
-                raise InvalidInput(
-                    "kv cache",
-                    f"{type(spec).__name__} of {name} has no canonical payload",
-                    "serve this model without OwnerServe's connector",
-                )
-            found.append(_Layer(compat.layer_index(name), name, group, kind, spec))
+    for index, at in enumerate(kv_cache_config.kv_cache_groups):
+        if not at.layer_names:
+            continue
+        spec, names = compat.group_spec(at), tuple(at.layer_names)
+        kind = KIND_OF.get(type(spec).__name__)
+        reason = f"{type(spec).__name__} of {names[0]} has no canonical payload"
+        if getattr(spec, "bounded_replay", False):
+            reason, kind = f"{names[0]} is rebuilt by computing its window again", None
+        elif getattr(at, "host_resident", False):
+            reason, kind = f"{names[0]} is in host memory (HiSparse)", None
+        if kind is None:
+            raise InvalidInput("kv cache", reason, "serve this model without this connector")
+        mixed = packed.is_mixed(pages, names)
+        is_packed = kind in PAGES_OF and (mixed or not _is_plain(kind, spec))
+        found.append(_Group(index, kind, spec, names, is_packed))
     return found
 
 
-def _block_tokens(layers: Sequence[_Layer], asked: int) -> int:
+def _block_tokens(groups: Sequence[_Group], asked: int) -> int:
     """B: what vLLM can resume at, and no shorter than pays for its hash."""
-    least = math.lcm(*(int(layer.spec.block_size) for layer in layers))
-    recurrent = any(layer.kind == "linear_attention" for layer in layers)
+    least = math.lcm(*(group.block_tokens for group in groups))
+    recurrent = any(group.kind == "linear_attention" for group in groups)
     if asked % least or (recurrent and asked not in (0, least)):
         raise InvalidInput(
             "block_tokens",
@@ -212,37 +304,30 @@ def _parts(name: str, layers: Sequence[_Layer], block: int) -> tuple[PayloadPart
 def _shapes(name: str, spec: Any, block: int) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     if name in (CONV, RECURRENT):
         return _delta_shapes(name, spec)
-    _check_plain(spec)
     dtype = _dtype(spec.dtype)
     if name == MLA:
         return (("latent", (block, int(spec.head_size)), dtype),)
-    value_size = getattr(spec, "head_size_v", spec.head_size) or spec.head_size
-    if value_size != spec.head_size:
-        raise InvalidInput("kv cache", "uneven keys and values", "serve this model without us")
     rows = block if name == DENSE else int(spec.sliding_window) - 1
     shape = (rows, int(spec.num_kv_heads), int(spec.head_size))
     return (("keys", shape, dtype), ("values", shape, dtype))
 
 
-def _check_plain(spec: Any) -> None:
-    """Refuse pages that hold more or less than one row a token of plain numbers: scales beside
-    quantised values, several tokens in one state (DeepSeek-V4), an indexer's keys (V3.2)."""
-    role = getattr(getattr(spec, "cache_role", None), "name", "SPARSE")
-    reasons = {
-        "quantised with scales": getattr(getattr(spec, "kv_quant_mode", None), "value", 0),
-        "packed": getattr(spec, "state_content_bytes", None) is not None,
-        "packed by version": getattr(spec, "model_version", None),
-        "an fp8 latent with scales": "ds_mla" in str(getattr(spec, "cache_dtype_str", "")),
-        "compressed": getattr(spec, "tokens_per_state", 1) != 1,
-        "an indexer's": role != "SPARSE",
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise InvalidInput(
-                "kv cache",
-                f"pages of {type(spec).__name__} are {reason}: no canonical payload",
-                "use an unquantised KV cache, or serve this model without OwnerServe's connector",
-            )
+def _is_plain(kind: str, spec: Any) -> bool:
+    """Whether a page holds one row a token of plain numbers, and nothing else: no scales beside
+    quantised values, several tokens in one state (DeepSeek-V4), an indexer's keys (V3.2), or keys
+    and values of two lengths."""
+    value_size = getattr(spec, "head_size_v", spec.head_size) or spec.head_size
+    return (
+        kind != "sliding_mla"
+        and not getattr(getattr(spec, "kv_quant_mode", None), "value", 0)
+        and getattr(spec, "state_content_bytes", None) is None
+        and not getattr(spec, "model_version", None)
+        and "ds_mla" not in str(getattr(spec, "cache_dtype_str", ""))
+        and getattr(spec, "tokens_per_state", 1) == 1
+        and getattr(getattr(spec, "cache_role", None), "name", "SPARSE") == "SPARSE"
+        and _dtype(spec.dtype) not in ("uint8", "int8")
+        and value_size == spec.head_size
+    )
 
 
 def _delta_shapes(name: str, spec: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:

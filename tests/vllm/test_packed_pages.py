@@ -1,0 +1,95 @@
+"""A cache that vLLM quantises has no canonical payload: its pages are kept as they lie.
+
+fp8 keys and values are what the CPU build runs of that kind. DeepSeek-V4's packed blocks go the
+same way, over vLLM's own allocation, in tests/engines/vllm/test_packed.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import connectors
+import oracle
+import pytest
+import tiny
+from fleet import VllmWorker
+from pages import assert_same_pages, byte_runs
+from rig import Rig, next_turn, settle
+
+from ownerserve.store.snapshot import StoreSnapshot
+
+pytestmark = pytest.mark.vllm
+
+B = 32
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8", "dtype": "bfloat16"}
+TOLERANCE = 0.1
+"""bfloat16; the control below is beyond it."""
+
+
+def cold(rig: Rig, family: str) -> VllmWorker:
+    """An engine with the same cache and no reuse of any kind."""
+    return rig.worker(family, {"enable_prefix_caching": False}, **FP8)
+
+
+def components(store: Path) -> set[str]:
+    snapshot = StoreSnapshot(store)
+    found = {entry.meta.component for entry in snapshot.entries()}
+    snapshot.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "kept"), [("qwen3", {"pages"}), ("gemma3", {"pages", "window_pages"})]
+)
+def test_quantised_pages_come_back_after_a_restart(
+    rig: Rig, family: str, kept: set[str], store: Path
+) -> None:
+    prompt = tiny.prompt(500, seed=201)
+    before = rig.worker(family, connectors.ours(store), **FP8)
+    answer = before.generate(prompt, session="s", max_tokens=40)
+    settle(before)
+    before.shutdown()
+    after = rig.worker(family, connectors.ours(store), **FP8)
+    restored = after.generate(prompt)
+    assert restored.cached == 499 // B * B
+    following = next_turn(prompt, answer, seed=1)
+    again = after.generate(following, session="s")
+    assert again.cached >= 540 // B * B
+    settle(after)
+    after.shutdown()
+    assert components(store) == kept
+    truth = cold(rig, family)
+    assert oracle.judge(truth.generate(prompt), restored).worst <= TOLERANCE
+    assert oracle.judge(truth.generate(following), again).worst <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_spoilt_page_shows(rig: Rig, family: str, store: Path) -> None:
+    """The control of the test above."""
+    prompt = tiny.prompt(500, seed=202)
+    worker = rig.worker(family, connectors.ours(store), **FP8)
+    worker.generate(prompt)
+    settle(worker)
+    worker.ask("reset")
+    worker.hook("corrupt_restored", value=90)
+    spoilt = worker.generate(prompt)
+    assert spoilt.cached > 0
+    assert oracle.judge(cold(rig, family).generate(prompt), spoilt).worst > TOLERANCE
+
+
+def test_every_page_is_what_the_engine_computed(rig: Rig, store: Path) -> None:
+    """Byte for byte, in vLLM's own memory; and a prompt that differs differs in every layer."""
+    first, second, other = byte_runs(rig, store, "gemma3", B, **FP8)
+    assert_same_pages(first, second)
+    assert all(first[name][0] != other[name][0] for name in first if first[name][0])
+
+
+def test_plain_and_quantised_pages_are_strangers(rig: Rig, store: Path) -> None:
+    prompt = tiny.prompt(300, seed=203)
+    plain = rig.worker("qwen3", connectors.ours(store), dtype="bfloat16")
+    plain.generate(prompt)
+    settle(plain)
+    plain.shutdown()
+    quantised = rig.worker("qwen3", connectors.ours(store), **FP8)
+    assert quantised.generate(prompt).cached == 0
