@@ -58,6 +58,14 @@ def model() -> StateShape:
     return vllm_shape.describe(config, block_tokens=64)
 
 
+def test_a_window_takes_no_more_blocks_than_it_and_a_step_need() -> None:
+    shape = model()
+    assert shape.group_windows == (W, 0)
+    short, whole = 4 * BS, 1000 * BS
+    assert shape.blocks_for(short, step_tokens=2 * W) == 2 * (4 + 1)
+    assert shape.blocks_for(whole, step_tokens=2 * W) == (-(-3 * W // BS) + 1) + (1000 + 1)
+
+
 def codec_and_caches(order: list[int] | None) -> tuple[Codec, dict[str, Any]]:
     caches = {
         name: paged(order, number, TABLES[number % 2], 256)

@@ -13,7 +13,7 @@ from ownerserve.engines.vllm.tenants import Tenants
 
 class Around(msgspec.Struct, frozen=True):
     """What a scheduler's side works with. `bypassed`: why no state of this engine has an identity;
-    None when it has."""
+    None when it has. `step_tokens`: most that one step computes."""
 
     lookup: Lookup
     soft: SoftReferences
@@ -21,4 +21,5 @@ class Around(msgspec.Struct, frozen=True):
     outside: Outside
     tenants: Tenants
     workers: int
+    step_tokens: int
     bypassed: str | None = None

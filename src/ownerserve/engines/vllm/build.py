@@ -173,6 +173,7 @@ def scheduler_side(parts: Parts) -> SchedulerSide:
         outside=outside(parts),
         tenants=Tenants.of(parts.settings.directory(rank=0, world=1)),
         workers=parts.world,
+        step_tokens=int(parts.config.scheduler_config.max_num_batched_tokens),
         bypassed=why,
     )
     return SchedulerSide(parts.state(parts.identity), parts.device, parts.shape, around)

@@ -80,7 +80,7 @@ class SchedulerSide:
         self._device = device
         self._places = Places(shape)
         self._block = shape.payload.block_tokens
-        self._group_tokens = shape.group_tokens
+        self._shape, self._step_tokens = shape, around.step_tokens
         self._lookup = around.lookup
         self._soft = around.soft
         self._measuring = around.measuring
@@ -95,7 +95,7 @@ class SchedulerSide:
         """vLLM's block pool, and the manager of its block tables where it has one to give."""
         self._pool, self._manager = pool, manager
         self.holds.bind(pool)
-        self._soft.bind(pool, self._group_tokens)
+        self._soft.bind(pool, self._shape.group_tokens)
         self.outside.bind(pool)
 
     # -- hooks ---------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class SchedulerSide:
         """So many tokens are about to get blocks: idle sessions' go last."""
         if len(self._soft):
             self.counting.stir()
-            blocks = sum(-(-tokens // size) + 1 for size in self._group_tokens)
+            blocks = self._shape.blocks_for(tokens, step_tokens=self._step_tokens)
             self._soft.make_room(blocks, _now(), asking=asking)
 
     def _poll(self) -> None:

@@ -96,6 +96,8 @@ class StateShape(msgspec.Struct, frozen=True):
     components: dict[str, ComponentMap]
     group_tokens: tuple[int, ...]
     """Tokens that a block of each KV group spans."""
+    group_windows: tuple[int, ...]
+    """Tokens back that each KV group is read; 0: all of them."""
 
     def layout(self) -> Layout:
         """As cache and node need it."""
@@ -126,6 +128,14 @@ class StateShape(msgspec.Struct, frozen=True):
     def is_recurrent(self) -> bool:
         """Whether some state is overwritten by the next token."""
         return RECURRENT in self.components
+
+    def blocks_for(self, tokens: int, *, step_tokens: int) -> int:
+        """Blocks that so many more tokens of a request take at most, in steps of `step_tokens`:
+        what a window has passed is freed between them."""
+        return sum(
+            -(-(min(tokens, window + step_tokens) if window else tokens) // size) + 1
+            for size, window in zip(self.group_tokens, self.group_windows, strict=True)
+        )
 
     def span(self, component: str, position: int) -> tuple[int, int]:
         """Tokens that a point at `position` keeps rows of."""
@@ -209,7 +219,12 @@ def describe(kv_cache_config: Any, *, block_tokens: int = 0, packed_by: str = ""
         sections=tuple(at.section for at in components.values()),
         window_tokens=max(windows, default=0),
     )
-    return StateShape(payload, components, tuple(group.block_tokens for group in groups))
+    return StateShape(
+        payload,
+        components,
+        group_tokens=tuple(group.block_tokens for group in groups),
+        group_windows=tuple(int(getattr(g.spec, "sliding_window", 0) or 0) for g in groups),
+    )
 
 
 def _canonical(layers: Sequence[_Layer], block: int) -> dict[str, ComponentMap]:
