@@ -1,12 +1,12 @@
 """How fast the simulator is: requests a CPU second, in turns with Dynamo's replay on one machine.
 
     python benchmarks/sim_bench.py [--only mooncake,claude-code,fleet] [--rounds 3]
-    python benchmarks/sim_bench.py --only million          10^6 turns on 1,000 workers: minutes
+    python benchmarks/sim_bench.py --scale 1000000         so many turns on 1,000 workers: minutes
 
     mooncake      conversation trace as recorded, 8 engines, 512-token blocks, beside Dynamo
     claude-code   all 570 sessions, closed loop, 64 at once, 64-token blocks, 8 engines
     fleet         50,000 turns of drawn sessions on 1,000 engines, 8,000 at once
-    million       the same, 10^6 turns
+    scale-N       the same, N turns (--scale N): one run, with its course on the screen
 
 Each run is a process of its own: CPU seconds of user and system, peak memory of all of it. Rates
 are of the replay; reading the trace is counted beside it, and for Dynamo in it. Medians of rounds.
@@ -35,15 +35,16 @@ sys.path.insert(0, str(HERE / "sim"))
 import dynamo_side  # noqa: E402
 
 from ownerserve.kv.errors import InvalidInput  # noqa: E402
+from ownerserve.sim.pool import settled_heap  # noqa: E402
 from ownerserve.sim.run import simulate  # noqa: E402
 from ownerserve.sim.setup import Setup  # noqa: E402
-from ownerserve.sim.pool import settled_heap  # noqa: E402
 from ownerserve.sim.workload import Capped, Open, Sample, Shape  # noqa: E402
 from ownerserve.trace.read import read_trace  # noqa: E402
 from result import Row, larger_is_better, report  # noqa: E402
 
 TRACES = ROOT.parent / "shared" / "traces"
 CLAUDE_CODE = "claude-code-weka/sessions.jsonl.zst"
+COURSE_TURNS = 50_000
 TURNS_A_SESSION = 64.4
 """Of the Claude-Code trace: how many sessions make so many turns."""
 POLICIES = ("ownerserve", "dynamo", "round_robin")
@@ -79,7 +80,7 @@ def case_of(name: str) -> Case:
         return Case(dynamo_side.MOONCAKE, Setup(policy=policy, workers=8, shape=shape))
     if kind == "claude-code":
         return Case(CLAUDE_CODE, Setup(policy=policy, shape=Shape(mode=Capped(64))))
-    turns = {"fleet": 50_000, "million": 1_000_000}[kind]
+    turns = 50_000 if kind == "fleet" else int(kind.removeprefix("scale-"))
     sessions = Sample(round(turns / TURNS_A_SESSION))
     shape = Shape(mode=Capped(8_000), sessions=sessions)
     return Case(CLAUDE_CODE, Setup(policy=policy, workers=1_000, shape=shape))
@@ -88,6 +89,25 @@ def case_of(name: str) -> Case:
 def cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
+
+
+class Course:
+    """Says on the way what turns cost and what is held: whether cost stays as it is."""
+
+    def __init__(self) -> None:
+        self._told, self._cpu_s = 0, cpu_s()
+
+    def __call__(self, ended: int, total: int) -> None:
+        if ended < self._told + COURSE_TURNS:
+            return
+        each_us = (cpu_s() - self._cpu_s) / (ended - self._told) * 1e6
+        peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(
+            f"{ended:,} of {total:,}: {each_us:.0f} us a turn, peak {peak_mb:.0f} MB",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._told, self._cpu_s = ended, cpu_s()
 
 
 def measure(name: str, traces: Path) -> Run:
@@ -99,7 +119,7 @@ def measure(name: str, traces: Path) -> Run:
     gc.collect()
     with settled_heap():
         before = cpu_s()
-        result = simulate(trace, case.setup)
+        result = simulate(trace, case.setup, Course() if name.startswith("scale-") else None)
         replay_s = cpu_s() - before
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return Run(len(result.rows), replay_s, read_s, peak_mb)
@@ -109,7 +129,7 @@ def apart(name: str, traces: Path) -> Run:
     """Run the case in a process of its own."""
     command = [sys.executable, str(HERE / "sim_bench.py"), "--one", name, "--traces", str(traces)]
     started = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     run = msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Run)
     print(
         f"{name}: {run.requests:,} requests, {run.replay_cpu_s:.2f} CPU s + "
@@ -165,14 +185,14 @@ def mooncake(traces: Path, rounds: int) -> list[Row]:
 GOALS = {
     "claude-code": (">= 5,000", "<= 15", "<= 400"),
     "fleet": ("", "", ""),
-    "million": ("", "<= 200", "<= 2,000"),
+    "scale-1000000": ("", "<= 200", "<= 2,000"),
 }
 
 
 def alone(kind: str, traces: Path, rounds: int) -> list[Row]:
     """A case that nothing comparable runs."""
     runs = [apart(kind, traces) for _ in range(rounds)]
-    rate, seconds, memory = GOALS[kind]
+    rate, seconds, memory = GOALS.get(kind, ("", "", ""))
     whole_s = median(run.replay_cpu_s + run.read_cpu_s for run in runs)
     return [
         Row(f"{kind}: replay", "requests/CPU s", median(run.rate for run in runs), goal=rate),
@@ -186,19 +206,22 @@ def main() -> None:
     parser.add_argument("--only", default="mooncake,claude-code,fleet")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--traces", type=Path, default=TRACES)
+    parser.add_argument("--scale", type=int, metavar="TURNS", help="one run of so many turns")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         print(msgspec.json.encode(measure(given.one, given.traces)).decode())
+        return
+    if given.scale:
+        report("sim_bench_scale", alone(f"scale-{given.scale}", given.traces, 1), others={})
         return
     rows: list[Row] = []
     for kind in given.only.split(","):
         if kind == "mooncake":
             rows += mooncake(given.traces, given.rounds)
         else:
-            rows += alone(kind, given.traces, 1 if kind == "million" else given.rounds)
-    name = "sim_bench_million" if given.only == "million" else "sim_bench"
-    report(name, rows, others={"ai-dynamo-runtime": "1.6.1"})
+            rows += alone(kind, given.traces, given.rounds)
+    report("sim_bench", rows, others={"ai-dynamo-runtime": "1.6.1"})
 
 
 if __name__ == "__main__":

@@ -31,3 +31,13 @@ def test_too_many_is_an_error_and_takes_none() -> None:
     assert pool.used == 1
     with pytest.raises(InvalidInput, match=r"slots\[kv\]"):
         SlotPool("kv", -1)
+
+
+def test_one_slot_is_taken_and_given_as_a_list_of_one_would_be() -> None:
+    pool = SlotPool("state", 2)
+    first, second = pool.take_one(), pool.take_one()
+    assert (first, second, pool.free) == (0, 1, 0)
+    with pytest.raises(CapacityExceeded, match="a slot wanted, 0 free"):
+        pool.take_one()
+    pool.give_one(first)
+    assert (pool.take_one(), pool.free) == (first, 0)

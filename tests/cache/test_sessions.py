@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from cache_driver import DENSE, B, Driver, blocks_of
 
-from ownerserve.cache.outcomes import Append, Begun, Reason, Refused
+from ownerserve.cache.outcomes import DEFAULT_TTL_S, Append, Begun, Reason, Refused
 from ownerserve.cache.policies.session_reference import SessionReference
+from ownerserve.cache.sessions import FORGET_CHECK_S
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 
@@ -163,6 +164,35 @@ def test_a_session_of_which_nothing_is_left_is_forgotten() -> None:
     driver.now = 301.0
     driver.cache.sessions.expire(driver.now)
     assert len(driver.cache.sessions) == 0
+
+
+def test_an_expired_session_is_remembered_for_a_while_behind_its_last_block() -> None:
+    """Nobody looks at it while it is resident; the tree says when it is not."""
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2), session="a")
+    driver.now = 10_000.0
+    driver.cache.sessions.expire(driver.now)
+    driver.evict(2)
+    driver.cache.sessions.expire(driver.now)
+    assert len(driver.cache.sessions) == 1, "it is told from a new one if it comes back now"
+    driver.now += FORGET_CHECK_S - 1.0
+    driver.cache.sessions.expire(driver.now)
+    assert len(driver.cache.sessions) == 1
+    driver.now += 1.0
+    driver.cache.sessions.expire(driver.now)
+    assert len(driver.cache.sessions) == 0
+
+
+def test_each_turn_puts_its_sessions_end_off() -> None:
+    driver = Driver()
+    for number in range(5):
+        driver.now = 100.0 * number
+        driver.turn(str(number), blocks_of(1, 2), session="a")
+    driver.cache.sessions.expire(400.0 + DEFAULT_TTL_S - 1.0)
+    session = driver.cache.sessions.get(A)
+    assert session is not None and session.is_referenced
+    driver.cache.sessions.expire(400.0 + DEFAULT_TTL_S)
+    assert not session.is_referenced
 
 
 def test_reseeds_are_counted() -> None:

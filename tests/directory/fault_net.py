@@ -6,14 +6,40 @@ import heapq
 import random
 from collections.abc import Callable
 from itertools import count
+from typing import NamedTuple, TypeVar
 
 from ownerserve.kv.epoch import Admitted, Epoch, Fence, FenceOutcome, Stale
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.prefix import Packed, pack
+
+STEM_TOKENS, FOLD_TOKENS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 8, 16, 5
+STEM = pack(range(STEM_TOKENS))
+FOLDED = 6
+WORDS = 1_000_000
+
+FASTEST_S = 0.001
+HEALTHY_S = 0.005
+STUCK_S = 4.0
+STORM_LOSS = 0.7
+
+T = TypeVar("T")
 
 
 class Violation(AssertionError):
     """A safety or liveness property does not hold."""
+
+
+class DoubleOwner(Violation):
+    """Two own at once what one may own, or one epoch is two owners'."""
+
+
+class LostRequest(Violation):
+    """A request vanished: acknowledged and not served, or let in and never started."""
+
+
+class Late(Violation):
+    """All is well for two leases and more, and a client still waits."""
 
 
 class Net:
@@ -26,6 +52,12 @@ class Net:
         self.loss = rng.choice((0.0, 0.05, 0.2, 0.4))
         self.doubling = rng.choice((0.0, 0.1, 0.3))
         self.slowest_s = rng.choice((0.02, 0.3, 1.5))
+        self.stuck = rng.choice((0.0, 0.0, 0.03))
+        """Share of messages that come up to `STUCK_S` later, when nobody thinks of them."""
+        self.storm_until_s = 0.0
+        self.latest_s = FASTEST_S + self.slowest_s + (STUCK_S if self.stuck else 0.0)
+        """How long a message may be under way."""
+        self.events = self.lost = self.doubled = self.delayed = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
 
@@ -38,21 +70,42 @@ class Net:
     def send(self, action: Callable[[], None]) -> None:
         """Deliver `action` perhaps once, perhaps twice, perhaps never."""
         if self.now_s >= self.heal_s:
-            self.after(0.005, action)
+            heapq.heappush(self._heap, (self.now_s + HEALTHY_S, next(self._order), action))
             return
-        if self.rng.random() < self.loss:
+        draw = self.rng.random
+        if draw() < (self.loss if self.now_s >= self.storm_until_s else STORM_LOSS):
+            self.lost += 1
             return
-        for _ in range(1 + (self.rng.random() < self.doubling)):
-            self.after(self.rng.uniform(0.001, self.slowest_s), action)
+        when_s = self.now_s + FASTEST_S + self.slowest_s * draw()
+        if self.stuck and draw() < self.stuck:
+            self.delayed += 1
+            when_s += STUCK_S * draw()
+        heapq.heappush(self._heap, (when_s, next(self._order), action))
+        if draw() < self.doubling:
+            self.doubled += 1
+            when_s = self.now_s + FASTEST_S + self.slowest_s * draw()
+            heapq.heappush(self._heap, (when_s, next(self._order), action))
 
-    def run(self, until_s: float, each: Callable[[], None]) -> None:
-        """Every event in order; `each` looks at the world after it."""
-        heap, pop = self._heap, heapq.heappop
-        while heap and heap[0][0] <= until_s:
-            self.now_s, _, action = pop(heap)
-            action()
-            each()
+    def run(self, until_s: float, touched: list[T], look: Callable[[], None]) -> None:
+        """Every event in order; when one has `touched` anything, `look` at it."""
+        heap, pop, events = self._heap, heapq.heappop, 0
+        try:
+            while heap and heap[0][0] <= until_s:
+                self.now_s, _, action = pop(heap)
+                events += 1
+                action()
+                if touched:
+                    look()
+        finally:
+            self.events += events
         self.now_s = until_s
+
+
+class Said(NamedTuple):
+    """A turn's tokens: what was said before with the new question, and the answer to come."""
+
+    prompt: Packed
+    output: Packed
 
 
 class Journal:
@@ -63,6 +116,30 @@ class Journal:
         self.fence = Fence()
         self.done: list[str] = []
         self._writer: dict[Epoch, RoutingUnit] = {}
+        self._words: dict[str, Said] = {}
+
+    def said(self, position: int, request: str) -> Said:
+        """The conversation up to `position`, with `request` as its next turn.
+
+        Sessions begin alike, and what was said is folded into a few tokens every `FOLDED` turns.
+        """
+        first = position // FOLDED * FOLDED
+        name = int(self.session_id[1:])
+        parts = [STEM, pack(range(1000 * name + first, 1000 * name + first + FOLD_TOKENS))]
+        for before in self.done[first:position]:
+            parts += self._of(before)
+        prompt, output = self._of(request)
+        return Said(b"".join((*parts, prompt)), output)
+
+    def _of(self, request: str) -> Said:
+        """The words of one turn alone, made from its number."""
+        known = self._words.get(request)
+        if known is None:
+            start = WORDS + 64 * int(request.rsplit("/", 1)[-1])
+            middle = start + PROMPT_TOKENS
+            output = pack(range(middle, middle + OUTPUT_TOKENS))
+            known = self._words[request] = Said(pack(range(start, middle)), output)
+        return known
 
     def open(self, unit: RoutingUnit, epoch: Epoch) -> FenceOutcome:
         """A new owner reads what was done; from here on its predecessors can't write."""
@@ -86,4 +163,4 @@ class Journal:
 
     def _note(self, unit: RoutingUnit, epoch: Epoch) -> None:
         if self._writer.setdefault(epoch, unit) != unit:
-            raise Violation(f"{self.session_id}: {epoch} is {self._writer[epoch]}'s and {unit}'s")
+            raise DoubleOwner(f"{self.session_id}: {epoch} is {self._writer[epoch]}'s and {unit}'s")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fault_net import Violation
+from fault_net import DoubleOwner, Violation
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.records import Prefix, Session, prefix_of, session_of
@@ -85,7 +85,7 @@ class Oracle:
     def _once(self, epoch: Epoch, what: object, unit: RoutingUnit) -> None:
         known = self._granted.setdefault(epoch, (what, unit))
         if known != (what, unit):
-            raise Violation(f"{epoch} was issued for {known} and for {(what, unit)}")
+            raise DoubleOwner(f"{epoch} was issued for {known} and for {(what, unit)}")
 
     def _alive(self, unit: RoutingUnit, now_s: float) -> None:
         place = (unit.worker, unit.dp_rank)

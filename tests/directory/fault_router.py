@@ -8,7 +8,7 @@
 It dies too: the next one knows nothing, and the clients ask it again. What must hold after every
 event: each request that came in has one end, or is under way (invariant 3); each dispatch ends
 once (invariant 5); nobody is tried twice for one request; the router follows no earlier epoch and
-no former life. `RouterState.check()` looks at the books twice a second.
+no former life. `RouterState.check()` looks at the books every other second.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ from ownerserve.router.state import RouterState
 from ownerserve.router.usage import Usage
 
 if TYPE_CHECKING:
-    from fault_world import Client, Process, World
+    from fault_process import Client, Process
+    from fault_world import World
 
-PROBE_S = 0.5
+PROBE_S = 0.7
 SILENT_PROBES = 3
 FIRST_BYTE_S = 0.4
 REST_OF_ANSWER_S = 0.8
@@ -74,6 +75,7 @@ class Router:
         self.state = RouterState(make_policy(rng.choice(POLICIES)))
         self.calls: dict[Receipt, Call] = {}
         self._came = 0
+        self._probes = 0
         self._ended = 0
         self._silent: dict[WorkerId, int] = dict.fromkeys(world.workers, 0)
         self._lifes: dict[WorkerId, Incarnation] = {}
@@ -91,6 +93,7 @@ class Router:
             for receipt, call in list(self.calls.items()):
                 if call.client == client:
                     self._end(Aborted(receipt))
+                    self.world.net.send(partial(self._hang_up, receipt, call))
         known = self.state.sessions.get(client[0])
         if known is None or self.world.net.rng.random() < 0.2:
             self.look_up(client[0])
@@ -128,8 +131,12 @@ class Router:
         if process is None or process.dead:
             self.world.net.send(partial(self.failed, receipt, Failure.CONNECT))
         else:
-            turn = partial(process.turn, call.client, call.request, (self, receipt, target))
-            process.deliver(turn)
+            process.deliver(process.turn, call.client, call.request, (self, receipt, target))
+
+    def _hang_up(self, receipt: Receipt, call: Call) -> None:
+        for process in self.world.processes:
+            if process.unit.worker == call.tried[-1]:
+                process.deliver(process.hung_up, call.request, (self, receipt))
 
     # ---- what workers answer: perhaps twice, perhaps after it no longer counts
 
@@ -155,7 +162,8 @@ class Router:
         if call is None or call.has_begun or self.dead:
             return
         del self.calls[receipt]
-        self.look_up(call.client[0])
+        if self.world.net.rng.random() < 0.5:
+            self.look_up(call.client[0])
         self._go(call, Failed(receipt, failure))
 
     def _no_byte(self, receipt: Receipt) -> None:
@@ -215,7 +223,9 @@ class Router:
         if self.dead:
             return
         self.world.net.after(PROBE_S, self._probe)
-        self._look_closely()
+        self._probes += 1
+        if self._probes % 3 == 0:
+            self._look_closely()
         for worker in self.world.workers:
             self._silent[worker] += 1
             if self._silent[worker] == SILENT_PROBES:
@@ -225,7 +235,7 @@ class Router:
     def _probed(self, worker: WorkerId) -> None:
         for process in self.world.processes:
             if process.unit.worker == worker:
-                process.deliver(partial(self._answer_probe, process))
+                process.deliver(self._answer_probe, process)
 
     def _answer_probe(self, process: Process) -> None:
         pending, now_s = 1000 * process.waiting, self.world.net.now_s

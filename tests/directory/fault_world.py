@@ -1,6 +1,6 @@
 """One fault schedule: a directory, workers, clients, and everything that can go wrong with them.
 
-    client --turn--> router --turn--> worker --write under its epoch--> journal
+    client --turn--> router --turn--> worker [owner, node] --write under its epoch--> journal
                        |  FindSession    |  Bind, Transfer, RenewLease, Publish ...
                        v                 v
                     directory          may be away, or come back without memory
@@ -8,28 +8,30 @@
 Faults until `heal_s`: messages lost, doubled, delayed; workers killed and born again, paused past
 their lease, paused while their next life starts (a zombie); sessions handed over while turns run;
 routers killed; clients that go past them to any worker; the directory amnesiac, with its term file
-or without. Then all is well, and within two leases every request must be done.
+or without, and the network with it; devices emptied, stores that lose records. Then all is well,
+and within two leases every request must be done.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from functools import partial
 from itertools import count
 
-from fault_net import Journal, Net, Violation
+from fault_net import DoubleOwner, Journal, Late, LostRequest, Net, Violation
+from fault_node import Bad, Below, Store
 from fault_oracle import Oracle
+from fault_process import RETRY_S, Client, Process
 from fault_router import Router
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.decide import seen_of
-from ownerserve.directory.owner import Asks, Grant, OwnerState
-from ownerserve.directory.rules import Kind, Tier
+from ownerserve.directory.owner import Grant
 from ownerserve.directory.state import DirectoryState
-from ownerserve.kv.epoch import Stale, Term
+from ownerserve.kv.epoch import Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.router.messages import Failure, Receipt
 
 LEASE_S = 2.0
 HEAL_S = 16.0
@@ -38,218 +40,8 @@ HEAL_S = 16.0
 SETTLE_S = 2 * LEASE_S + 3.0
 # What is under way when the clients fall silent ends within the routers' patience.
 REST_S = 1.5
-RETRY_S = 0.4
-TICK_S = 0.2
-PARKED_MAX = 8
-
-
-Client = tuple[SessionId, int]
-Caller = tuple[Router, Receipt, RoutingUnit]
-"""The router that sent a turn, its receipt, and the life that it was meant for."""
-Turn = tuple[Client, str, Caller | None]
-
-
-class Process:
-    """One life of a worker. `paused` lives do nothing; what comes for them waits."""
-
-    def __init__(self, world: World, unit: RoutingUnit) -> None:
-        self.world = world
-        self.unit = unit
-        self.owner = OwnerState(unit)
-        self.dead = False
-        self.paused = False
-        self._inbox: list[partial[None]] = []
-        self._opened: dict[SessionId, Grant] = {}
-        self._busy: dict[SessionId, str] = {}  # the request that is being served
-        self._queue: dict[str, Client] = {}
-        self._parked: list[Turn] = []  # until the directory has answered
-        self._callers: dict[str, list[Caller]] = {}
-        self._length: dict[SessionId, int] = {}
-        self._next_tick = partial(self.deliver, partial(self._tick))
-        self._tick()
-
-    def deliver(self, action: partial[None]) -> None:
-        """Run what arrived, now or after the pause."""
-        if self.dead:
-            return
-        if self.paused:
-            self._inbox.append(action)
-        else:
-            self.world.touched.append(self)
-            action()
-
-    def pause(self, for_s: float) -> None:
-        self.paused = True
-        self.world.net.after(for_s, self._resume)
-
-    def _resume(self) -> None:
-        self.paused = False
-        self.world.touched.append(self)
-        inbox, self._inbox = self._inbox, []
-        for action in inbox:
-            self.deliver(action)
-
-    def _tick(self) -> None:
-        if self.dead:
-            return
-        self.world.net.after(TICK_S, self._next_tick)
-        self.send(self.owner.tick(self.world.net.now_s))
-
-    def send(self, asks: Asks) -> None:
-        for one in asks:
-            self.world.net.send(partial(self.world.asked, self, one.number, one.request))
-
-    def answered(self, number: int, outcome: ask.Outcome) -> None:
-        self.send(self.owner.answered(number, outcome, self.world.net.now_s))
-        parked, self._parked = self._parked, []
-        for client, request, caller in parked:
-            if isinstance(self.owner.may_serve(client[0], self.world.net.now_s), Grant):
-                self.turn(client, request, caller)
-            elif caller is not None:
-                self._refuse(caller)
-
-    @property
-    def waiting(self) -> int:
-        """Turns that are here and not done."""
-        return len(self._busy) + len(self._queue)
-
-    def turn(self, client: Client, request: str, caller: Caller | None) -> None:
-        """Serve it, or try to become its owner. The client asks again until it hears."""
-        session_id = client[0]
-        now_s = self.world.net.now_s
-        if caller is not None and caller[2] != self.unit:
-            self._refuse(caller)
-            return
-        grant = self.owner.may_serve(session_id, now_s)
-        if not isinstance(grant, Grant):
-            self.send(self.owner.want(session_id, now_s))
-            if caller is not None and grant.holder not in (None, self.unit):
-                self._refuse(caller)
-            elif len(self._parked) < PARKED_MAX:
-                self._parked.append((client, request, caller))
-            return
-        if caller is not None:
-            self._callers.setdefault(request, []).append(caller)
-        journal = self.world.journals[session_id]
-        opened = self._opened.get(session_id)
-        if opened is None or opened.epoch != grant.epoch:
-            outcome = journal.open(self.unit, grant.epoch)
-            if isinstance(outcome, Stale):
-                self.owner.fenced(session_id, outcome)
-                return
-            self._opened[session_id] = grant
-            self._length[session_id] = len(journal.done)
-            self._busy.pop(session_id, None)
-        if session_id in self._busy:
-            self._queue[request] = client
-            return
-        self._busy[session_id] = request
-        for router, receipt, _ in self._callers.get(request, ()):
-            self.world.net.send(partial(router.begun, receipt))
-        compute_s = self.world.net.rng.uniform(0.0, 0.3)
-        done = partial(self._computed, client, request, grant)
-        self.world.net.after(compute_s, partial(self.deliver, partial(done)))
-
-    def _refuse(self, caller: Caller) -> None:
-        self.world.net.send(partial(caller[0].failed, caller[1], Failure.REFUSED))
-
-    def _computed(self, client: Client, request: str, grant: Grant) -> None:
-        session_id = client[0]
-        if not self._is_open(session_id, grant):
-            return
-        now = self.owner.may_serve(session_id, self.world.net.now_s)
-        if isinstance(now, Grant) and now.epoch == grant.epoch:
-            position = self._length[session_id]
-            self.world.net.send(partial(self._write, client, request, grant, position))
-        # Until its outcome is known, or a new epoch makes it void, nothing else is written.
-        again = partial(self._computed_again, client, request, grant)
-        self.world.net.after(RETRY_S, partial(self.deliver, again))
-
-    def _is_open(self, session_id: SessionId, grant: Grant) -> bool:
-        opened = self._opened.get(session_id)
-        return opened is not None and opened.epoch == grant.epoch
-
-    def _computed_again(self, client: Client, request: str, grant: Grant) -> None:
-        if self._busy.get(client[0]) == request:
-            self._computed(client, request, grant)
-
-    def _write(self, client: Client, request: str, grant: Grant, position: int) -> None:
-        journal = self.world.journals[client[0]]
-        outcome = journal.write(self.unit, grant.epoch, position, request)
-        length = len(journal.done)
-        answer = partial(self._written, client, request, grant, outcome, length)
-        self.world.net.send(partial(self.deliver, partial(answer)))
-
-    def _written(
-        self, client: Client, request: str, grant: Grant, outcome: object, length: int
-    ) -> None:
-        session_id = client[0]
-        if isinstance(outcome, Stale):
-            if self.owner.grants.get(session_id) == grant:
-                self.owner.fenced(session_id, outcome)
-            return
-        for router, receipt, _ in self._callers.pop(request, ()):
-            self.world.net.send(partial(router.answered, receipt, 1000 + 25 * length))
-        self.world.net.send(partial(self.world.done, client, request))
-        if self._is_open(session_id, grant):
-            self._length[session_id] = max(self._length[session_id], length)
-            if self._busy.get(session_id) == request:
-                del self._busy[session_id]
-                self._next(session_id)
-
-    def _next(self, session_id: SessionId) -> None:
-        for request, client in list(self._queue.items()):
-            if client[0] == session_id:
-                del self._queue[request]
-                self.turn(client, request, None)
-                return
-
-    def hand_over(self) -> None:
-        """A migration: some session to some other life that is there (or was)."""
-        mine = sorted(self.owner.grants)
-        others = [one.unit for one in self.world.processes if one is not self]
-        if mine and others:
-            rng = self.world.net.rng
-            chosen = rng.choice(mine)
-            self.send(self.owner.hand_over(chosen, rng.choice(others), self.world.net.now_s))
-
-    def end(self) -> None:
-        """Give a session up, as after a long idle time; its clients come back all the same."""
-        mine = sorted(self.owner.grants)
-        if mine:
-            chosen = self.world.net.rng.choice(mine)
-            self.send(self.owner.end(chosen, self.world.net.now_s))
-
-    def keep_prefixes(self) -> None:
-        """Claim, copy, drop, release, advance: at once, as an owner on the same host would."""
-        world, rng, now_s = self.world, self.world.net.rng, self.world.net.now_s
-        session_id = rng.choice(world.sessions)
-        tokens = 1 + int(now_s) // 2 * 2 + rng.randrange(3)
-        prefix_hash = PrefixHash(f"{session_id}/{tokens}".encode())
-        oracle = world.oracle
-        has = (prefix_hash, self.unit) in oracle.copies
-        grant = self.owner.may_serve(session_id, now_s)
-        place = (self.unit, Tier.DEVICE, Kind.DENSE)
-        if not has:
-            oracle.copies.add((prefix_hash, self.unit))
-            claim = ask.ClaimOwner(prefix_hash, tokens, *place, seen=self.owner.seen)
-            outcome = world.ask_now(claim)
-            if isinstance(outcome, ask.HeldBy):
-                world.ask_now(ask.ReplicateReadonly(prefix_hash, *place))
-            elif isinstance(outcome, ask.Granted):
-                self.duties[prefix_hash] = outcome
-        elif isinstance(grant, Grant) and rng.random() < 0.6:
-            world.advance(self, session_id, grant, prefix_hash, tokens)
-        elif rng.random() < 0.3 and prefix_hash in self.duties:
-            world.ask_now(ask.Release(prefix_hash, self.unit, self.duties[prefix_hash].epoch))
-        else:
-            if isinstance(world.ask_now(ask.Drop(prefix_hash, *place[:2])), ask.Dropped):
-                oracle.copies.discard((prefix_hash, self.unit))
-                self.duties.pop(prefix_hash, None)
-
-    @property
-    def duties(self) -> dict[PrefixHash, ask.Granted]:
-        return self.world.duties.setdefault(self.unit, {})
+PAUSE_S = 0.5
+"""Between two turns of a client, once all is well."""
 
 
 class World:
@@ -272,9 +64,19 @@ class World:
         self._ordinal = 0
         self.away_until_s = 0.0
         self.zombies: list[Process] = []
+        self.counts: Counter[str] = Counter()
+        """Faults by kind."""
         self.touched: list[Process] = []
-        """Whose state the present event may have changed: what `_look` must look at."""
+        """Who may have begun to serve by the present event: what `_look` must look at."""
         self.state = DirectoryState(self.new_term(None), lease_s=LEASE_S, open_at_s=0.0)
+        self.bad = Bad(
+            lost=rng.choice((0.0, 0.1, 0.4)),
+            doubled=rng.choice((0.0, 0.2)),
+            failed=rng.choice((0.0, 0.05, 0.3)),
+            slowest_s=rng.choice((0.01, 0.2, 0.8)),
+        )
+        self.below = rng.choice(list(Below))
+        self._stores: dict[WorkerId | None, Store] = {}
         self.workers = [WorkerId(f"w{number}") for number in range(rng.randrange(2, 5))]
         self.processes = [self._born(worker) for worker in self.workers]
         self.routers = [Router(self, rng) for _ in range(rng.randrange(1, 3))]
@@ -284,22 +86,31 @@ class World:
         self._rests = False
         for client in self.clients:
             self._new_request(client)
-        self.net.after(rng.uniform(0.2, 1.5), self._fault)
+        self.net.after(rng.uniform(0.2, 1.4), self._fault)
         self.net.after(0.3, self._work)
 
     def play(self) -> None:
         """Faults, then health; raises Violation."""
-        self.net.run(HEAL_S, self._look)
+        self.net.run(HEAL_S, self.touched, self._look)
         self._heal()
         self._waits = set(self.clients)
-        self.net.run(HEAL_S + SETTLE_S, self._look)
+        until_s = HEAL_S + LEASE_S  # whatever was owned by a lost memory is over by then
+        self.net.run(until_s, self.touched, self._look)
+        while self._waits and until_s < HEAL_S + SETTLE_S:
+            until_s += 0.25
+            self.net.run(until_s, self.touched, self._look)
         self.state.check()
         for client in self._waits:
-            raise Violation(f"{self.open[client]} is not done two leases after healing")
+            raise Late(f"{self.open[client]} is not done two leases after healing")
         self._rests = True
-        self.net.run(HEAL_S + SETTLE_S + REST_S, self._look)
+        rest_s = max(until_s, HEAL_S + self.net.latest_s) + REST_S
+        self.net.run(rest_s, self.touched, self._look)
         for router in self.routers:
             router.at_rest()
+        for process in (*self.processes, *self.zombies):
+            if not process.dead:
+                process.node.at_rest()
+                self.counts.update(process.node.counts)
 
     # ---- the directory
 
@@ -318,7 +129,19 @@ class World:
         record = self.oracle.before(self.state, request)
         outcome = self.state.handle(request, now_s)
         self.oracle.after(request, outcome, now_s, record=record, is_open=self._is_open)
+        if isinstance(request, ask.Register) and isinstance(outcome, ask.Leased):
+            self._look_at_claims(request.unit)
         return outcome
+
+    def _look_at_claims(self, unit: RoutingUnit) -> None:
+        """A new life is there: what a former one held in memory is offered to nobody any more."""
+        for prefix_hash in {name for name, _ in self.oracle.copies | self.oracle.lost}:
+            found = self.state.handle(ask.Lookup((prefix_hash,)), self.net.now_s)
+            if isinstance(found, ask.Found) and any(
+                place is not None and place.worker == unit.worker and place != unit
+                for place, _, _ in found.locations
+            ):
+                raise Violation(f"{prefix_hash!r} is offered by a life of before {unit}")
 
     def _is_open(self) -> bool:
         return self.net.now_s >= self.state.open_at_s
@@ -327,8 +150,7 @@ class World:
         if self.net.now_s < self.away_until_s:
             return
         outcome = self.ask_now(request)
-        answer = partial(process.answered, number, outcome)
-        self.net.send(partial(process.deliver, answer))
+        self.net.send(partial(process.deliver, process.answered, number, outcome))
 
     def advance(
         self, process: Process, session_id: SessionId, grant: Grant, tip: PrefixHash, tokens: int
@@ -349,8 +171,12 @@ class World:
         rng, now_s = self.net.rng, self.net.now_s
         if now_s >= HEAL_S - 0.5:
             return
+        self.counts["amnesias"] += 1
+        if rng.random() < 0.25:  # what took it down took the network too
+            self.net.storm_until_s = now_s + rng.uniform(0.5, 1.2) * LEASE_S
         self.oracle.forget()
-        self.away_until_s = min(HEAL_S, now_s + rng.uniform(0.0, 3.0))
+        away_s = rng.choice((0.3, 3.0))  # started again at once, or after a while
+        self.away_until_s = min(HEAL_S, now_s + rng.uniform(0.0, away_s))
         self.state = DirectoryState(
             self.new_term(None), lease_s=LEASE_S, open_at_s=self.away_until_s + LEASE_S
         )
@@ -374,22 +200,33 @@ class World:
         alive = [one for one in self.processes if not one.dead]
         if alive:
             chosen = rng.choice(alive)
-            turn = partial(chosen.turn, client, request, None)
-            self.net.send(partial(chosen.deliver, turn))
+            self.net.send(partial(chosen.deliver, chosen.turn, client, request, None))
 
     def done(self, client: Client, request: str) -> None:
         if request not in self.journals[client[0]].done:
-            raise Violation(f"{request} was acknowledged and is not in the journal")
+            raise LostRequest(f"{request} was acknowledged and is not in the journal")
         if self.open[client] == request:
             self.finished[client] += 1
             if client in self._waits:
                 self._waits.discard(client)
                 self.settled_s = self.net.now_s - HEAL_S
-            pause_s = self.net.rng.uniform(0.0, 1.0) if self.net.now_s < HEAL_S else 0.05
+            pause_s = self._idle_s() if self.net.now_s < HEAL_S else PAUSE_S
             self.open[client] = ""
             self.net.after(pause_s, partial(self._new_request, client))
 
+    def _idle_s(self) -> float:
+        """Between two turns of a client: a tool runs, mostly for a moment."""
+        rng = self.net.rng
+        return rng.uniform(0.0, 1.0 if rng.random() < 0.8 else 6.0)
+
     # ---- what goes wrong
+
+    def store_of(self, worker: WorkerId) -> Store:
+        """What a new life finds below: its disk or all workers' as it was, or new host memory."""
+        if self.below is Below.HOST:
+            return Store()
+        whose = worker if self.below is Below.DISK else None
+        return self._stores.setdefault(whose, Store())
 
     def _born(self, worker: WorkerId) -> Process:
         return Process(self, RoutingUnit(worker, 0, Incarnation(next(self._lives))))
@@ -399,6 +236,9 @@ class World:
         self.processes.append(self._born(old.unit.worker))
 
     def _kill(self, process: Process) -> None:
+        process.node.check()
+        self.counts.update(process.node.counts)
+        self.counts["turns that died"] += len(process.node.jobs)
         process.dead = True
         gone = {one for one in self.oracle.copies if one[1] == process.unit}
         self.oracle.copies -= gone
@@ -408,15 +248,18 @@ class World:
         rng = self.net.rng
         if self.net.now_s >= HEAL_S - 0.5:
             return
-        self.net.after(rng.uniform(0.1, 2.0), self._fault)
+        self.net.after(rng.uniform(0.1, 1.6), self._fault)
         victim = rng.choice(self.processes)
-        match rng.randrange(11):
+        match rng.randrange(14):
             case 0 if not victim.dead:
+                self.counts["kills"] += 1
                 self._kill(victim)
                 self.net.after(rng.uniform(0.0, 3.0), partial(self._replace, victim))
             case 1 | 2 if not victim.dead and not victim.paused:
+                self.counts["pauses"] += 1
                 victim.pause(rng.uniform(0.2, 2.5 * LEASE_S))
             case 3 if not victim.dead and not victim.paused:
+                self.counts["zombies"] += 1
                 self.zombies.append(victim)
                 victim.pause(rng.uniform(0.2, LEASE_S))
                 self._replace(victim)
@@ -425,13 +268,21 @@ class World:
                 if rng.random() < 0.5:  # and again, before all have told it who they are
                     self.net.after(rng.uniform(0.5, 2 * LEASE_S), self._forget)
             case 10:
+                self.counts["routers killed"] += 1
                 lost = rng.randrange(len(self.routers))
                 self.routers[lost].dead = True
                 self.routers[lost] = Router(self, rng)
             case 9 if not victim.dead and not victim.paused:
-                victim.deliver(partial(victim.end))
+                self.counts["ends"] += 1
+                victim.deliver(victim.end)
             case 5 | 6 | 7 if not victim.dead and not victim.paused:
-                victim.deliver(partial(victim.hand_over))
+                self.counts["hand-overs"] += 1
+                victim.deliver(victim.hand_over)
+
+            case 11 | 12 if not victim.dead and not victim.paused:
+                victim.node.press()
+            case 13 if not victim.dead:
+                victim.node.lose_record()
 
     def _work(self) -> None:
         self.net.after(self.net.rng.uniform(0.05, 0.3), self._work)
@@ -473,7 +324,7 @@ class World:
             if other is process or session_id not in other.owner.grants:
                 continue
             if self._serves(other, session_id):
-                raise Violation(f"{session_id} is served by {other.unit} and by {process.unit}")
+                raise DoubleOwner(f"{session_id} is served by {other.unit} and by {process.unit}")
 
 
 def play(seed: int) -> World:

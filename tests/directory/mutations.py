@@ -20,8 +20,14 @@ from fault_world import World, play
 from ownerserve.directory import checks
 from ownerserve.directory.owner import Ask, OwnerState
 from ownerserve.kv.epoch import Admitted, Fence, Term
-from ownerserve.kv.errors import InvariantViolated
+from ownerserve.kv.errors import OwnerServeError
+from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.prefix import HashedPrefix, Packed
+from ownerserve.node import survey
+from ownerserve.node.chains import Chains
+from ownerserve.node.device import OwnDevice
+from ownerserve.node.restores import Phase, Restores, Wish
 from ownerserve.router import fleet, knowledge
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.fleet import Fleet
@@ -74,6 +80,45 @@ def same_term(_world: World, above: Term | None) -> Term:
     return Term(above.ordinal + 1 if above else 1, 1)
 
 
+def never_due(*_: object) -> list[object]:
+    return []
+
+
+def any_answer(restores: Restores, errand: int, *_: Phase) -> Wish | None:
+    """Also one that came twice, or for what was done since."""
+    return restores._by_errand.get(errand)
+
+
+def session_goes_on(chains: Chains, tokens: Packed, session_id: SessionId | None) -> HashedPrefix:
+    """Without a look whether the prompt begins with what the session had before."""
+    known = chains._known.get(session_id) if session_id is not None else None
+    if known is None:
+        return hashed(chains, tokens, session_id)
+    count = len(known.tokens)
+    known.grow(known.tokens + tokens[count:])
+    return known
+
+
+def abort_only(device: OwnDevice, ticket: int) -> None:
+    device._cache.ingest.abort(ticket)
+
+
+def parts_of_sets(names: Any, asked: Any, found: Any, *, without: Any = frozenset()) -> survey.Held:
+    """Cells of which one component is there count as if all were."""
+    whole = held(names, asked, found, without=without)
+    ranges: dict[Any, dict[str, survey.Stored]] = {}
+    for id_, tier in found.items():
+        what = asked.get(id_)
+        if what is not None and id_ not in without and what.cell.first != what.cell.end:
+            ranges.setdefault(what.cell, {})[what.component] = survey.Stored(id_, tier)
+    longest = {cell.first: cell for cell in sorted(ranges, key=lambda cell: cell.end)}
+    cells = tuple((cell, ranges[cell]) for _, cell in sorted(longest.items()))
+    return survey.Held(cells, whole.points)
+
+
+hashed, held = Chains.hashed, survey.held
+
+
 class Instead(NamedTuple):
     """Check `name` of `where`, replaced."""
 
@@ -96,9 +141,11 @@ def without(*missing: Instead) -> Mutation:
 MUTATIONS = (
     without(Instead(checks, "incarnation_advances", yes)),
     without(Instead(checks, "is_current", yes)),
+    without(Instead(checks, "is_same_memory", yes)),
     without(Instead(checks, "owner_lives", no)),
     without(Instead(checks, "copy_counts", yes)),
     without(Instead(checks, "may_issue", yes)),
+    without(Instead(checks, "may_adopt", yes)),
     without(Instead(checks, "owns", yes)),
     without(Instead(checks, "is_news", yes)),
     without(Instead(checks, "version_matches", yes)),
@@ -131,6 +178,14 @@ MUTATIONS = (
     without(Instead(Worker, "take", nothing)),
     without(Instead(Fence, "admit", lambda fence, epoch: Admitted())),
     without(Instead(fault_world.World, "new_term", same_term)),
+    # The node's
+    without(Instead(Restores, "overdue", never_due)),
+    without(Instead(Restores, "gone", never_due)),
+    without(Instead(Restores, "_give_up_slots", nothing)),
+    without(Instead(Restores, "_answered", any_answer)),
+    without(Instead(Chains, "hashed", session_goes_on)),
+    without(Instead(OwnDevice, "abort", abort_only)),
+    without(Instead(survey, "held", parts_of_sets)),
 )
 
 
@@ -151,7 +206,7 @@ def first_caught(mutation: Mutation, seeds: int) -> Caught | None:
         for seed in range(seeds):
             try:
                 play(seed)
-            except (AssertionError, InvariantViolated) as error:
+            except (AssertionError, OwnerServeError, LookupError) as error:
                 return Caught(seed, str(error))
     return None
 

@@ -192,6 +192,18 @@ def test_a_former_life_that_came_first_after_amnesia_gives_way(world: World) -> 
     assert refused(world.ask(ask.RenewLease(unit("a", 1))), Refusal.STALE_INCARNATION)
 
 
+def test_a_memory_that_knows_a_unit_by_a_late_message_renews_nothing(world: World) -> None:
+    """It knows nothing of what the unit owns: that is reported first (schedule 141)."""
+    before = world.ask(ask.Register(A))
+    world.directory.forget()
+    world.join(A)  # sent before, twice
+    assert refused(world.ask(ask.RenewLease(A, None, before.memory)), Refusal.UNKNOWN_HOLDER)
+    again = world.ask(ask.Register(A))
+    assert again.memory != before.memory
+    renewed = world.ask(ask.RenewLease(A, None, again.memory))
+    assert isinstance(renewed, ask.Leased) and renewed.memory == again.memory
+
+
 def test_ranks_of_a_worker_are_apart(world: World) -> None:
     other = unit("a", 1, rank=1)
     world.join(A, other)

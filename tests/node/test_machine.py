@@ -18,7 +18,11 @@ from ownerserve.node.settings import NodeSettings
 from ownerserve.store.model import MissReason
 
 SETTINGS = NodeSettings(
-    record_blocks=2, spill_after_s=0.5, restore_deadline_s=3.0, copy_bytes_a_tick=128
+    record_blocks=2,
+    spill_after_s=0.5,
+    restore_deadline_s=3.0,
+    room_wait_s=2.0,
+    copy_bytes_a_tick=128,
 )
 
 
@@ -58,7 +62,8 @@ class NodeMachine(RuleBasedStateMachine):
         while self.driver.pending:
             asked = self.driver.pending.popleft()
             (self.driver.answer if works else self.driver.fail)(asked)
-        self.run_one(turn_id)
+        if turn_id in self.driver.started:  # else it waits for the room of those that are
+            self.run_one(turn_id)
 
     @precondition(lambda self: self.driver.pending)
     @rule(data=st.data(), works=st.sampled_from([True, True, True, False]))
@@ -124,8 +129,9 @@ class NodeMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """The store never answers again: deadlines alone must let every turn start."""
-        self.driver.now += SETTINGS.restore_deadline_s
-        self.driver.handle(Tick())
+        for deadline_s in (SETTINGS.room_wait_s, SETTINGS.restore_deadline_s):
+            self.driver.now += deadline_s
+            self.driver.handle(Tick())
         assert set(self.driver.started) == set(self.driver.waiting)
         for turn_id in list(self.driver.started):
             self.run_one(turn_id)

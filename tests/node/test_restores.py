@@ -5,6 +5,7 @@ from __future__ import annotations
 from node_driver import B, NodeDriver
 
 from ownerserve.cache.outcomes import Begun, Turn
+from ownerserve.kv.ids import TurnId
 from ownerserve.node.events import (
     Copy,
     Fetch,
@@ -19,6 +20,7 @@ from ownerserve.node.settings import NodeSettings
 from ownerserve.plan.inputs import Tier
 
 LONG = list(range(10 * B + 5))
+SHORT_WAIT = NodeSettings(record_blocks=4, spill_after_s=1.0, room_wait_s=20.0)
 
 
 def stored_session(driver: NodeDriver, tokens: list[int] = LONG) -> None:
@@ -141,17 +143,80 @@ def test_a_late_answer_changes_nothing() -> None:
     driver.check()
 
 
-def test_no_room_for_a_restore_starts_without() -> None:
+def test_a_restore_waits_for_room_and_is_made_then() -> None:
     driver = NodeDriver(blocks=16)
     stored_session(driver)
+    blocker = blocked(driver)
+    turn, later = driver.arrive(LONG), driver.arrive([1, 2], session=None)
+    driver.idle(1.0)
+    assert not driver.pending and turn not in driver.started
+    assert later not in driver.started, "nobody passes who waits"
+    driver.cache.abort(blocker, driver.now)
+    driver.handle(Gone(blocker))
+    driver.idle(0.0)
+    assert driver.reports[turn].outcome is RestoreOutcome.LOADED
+    assert driver.started == [turn, later] or driver.started == [later, turn]
+    assert driver.run(turn).restored == 10 * B
+    driver.check()
+
+
+def blocked(driver: NodeDriver) -> TurnId:
+    """A running turn that holds 12 of 16 blocks."""
     blocker = driver.arrive([*range(700, 700 + 12 * B)], session=None)
     driver.settle()
-    event = driver.waiting[blocker]
+    driver.started.remove(blocker)
+    event = driver.waiting.pop(blocker)
     assert isinstance(driver.cache.begin(Turn(blocker, None, event.tokens), 0.0), Begun)
     assert driver.cache.reserve(blocker, 12 * B, 0.0) == ()
+    return blocker
+
+
+def test_one_who_has_waited_long_enough_starts_without() -> None:
+    driver = NodeDriver(blocks=16, settings=SHORT_WAIT)
+    stored_session(driver)
+    blocked(driver)
     turn = driver.arrive(LONG)
-    driver.settle()
+    driver.idle(SHORT_WAIT.room_wait_s)
     assert driver.reports[turn].outcome is RestoreOutcome.NO_ROOM
+
+
+def test_what_was_brought_stays_until_its_turn_begins() -> None:
+    """Idle sessions go before it, though they have ended since."""
+    driver = NodeDriver(blocks=32)
+    stored_session(driver)
+    turn = driver.arrive([*LONG, 1])
+    driver.settle()
+    assert driver.reports[turn].outcome is RestoreOutcome.LOADED
+    driver.now += 1.0
+    driver.turn([*range(700, 700 + 12 * B)], session="other")
+    driver.cache.rooms.evict_blocks(12)
+    assert driver.run(turn).restored == 10 * B
+    assert not driver.cache.sessions.expected
+    driver.check()
+
+
+def test_what_is_resident_of_a_turn_in_line_stays() -> None:
+    driver = NodeDriver(blocks=16, settings=SHORT_WAIT)
+    driver.turn(LONG[: 3 * B], session=None)
+    driver.now += 1.0
+    driver.turn([*range(400, 400 + B)], session=None)
+    turn = driver.arrive([*LONG[: 3 * B], *range(900, 900 + 12 * B)], session=None)
+    driver.settle()
+    assert driver.started == [turn]
+    driver.cache.rooms.evict_blocks(1)
+    assert driver.cache.match(driver.waiting[turn].tokens).range_tokens == 3 * B
+    driver.handle(Gone(turn))
+    driver.cache.rooms.evict_blocks(1)
+    assert driver.cache.match(driver.waiting[turn].tokens).range_tokens == 2 * B
+
+
+def test_a_prefetch_gives_way_to_who_waits_for_room() -> None:
+    driver = NodeDriver(blocks=16, settings=SHORT_WAIT)
+    stored_session(driver)
+    blocked(driver)
+    driver.arrive(LONG)
+    driver.idle(1.0)
+    assert not any(isinstance(asked, Fetch) for asked in driver.pending)
 
 
 def test_two_turns_of_one_prefix_leave_one_copy() -> None:

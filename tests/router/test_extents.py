@@ -9,6 +9,7 @@ from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.plan.inputs import Tier
+from ownerserve.router.extents import CLEAN_MIN, Prefix, PrefixIndex
 from ownerserve.router.messages import (
     Arrive,
     Claimed,
@@ -203,3 +204,23 @@ def test_ranks_of_a_worker_are_owners_of_their_own() -> None:
         assert dispatched(state, session, 3.0).dp_rank == rank
     state.handle(WorkerDown(WorkerId("w"), Down.UNREACHABLE), 4.0)
     assert state.handle(Arrive(SessionId("a"), 10), 5.0) == Refuse(Refusal.NO_WORKER)
+
+
+def test_names_of_prefixes_that_nobody_stands_on_do_not_pile_up() -> None:
+    index, kept = PrefixIndex(), Prefix()
+    index.name(kept, HASH)
+    for number in range(3 * CLEAN_MIN):
+        left = Prefix()
+        index.name(left, PrefixHash(number.to_bytes(32, "big")))
+        left.refs = 0
+        assert index.get(PrefixHash(number.to_bytes(32, "big"))) is None
+    assert len(index) <= CLEAN_MIN
+    assert index.get(HASH) is kept
+
+
+def test_a_prefix_has_one_name_at_a_time() -> None:
+    index, prefix = PrefixIndex(), Prefix()
+    later = PrefixHash(b"l" * 32)
+    index.name(prefix, HASH)
+    index.name(prefix, later)
+    assert index.get(HASH) is None and index.get(later) is prefix

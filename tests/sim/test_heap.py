@@ -55,6 +55,28 @@ def test_stop_leaves_the_rest_for_the_next_run() -> None:
     assert heap.now == 3.0
 
 
+@given(st.lists(st.integers(0, 5), max_size=20), st.lists(st.integers(0, 5), max_size=20))
+def test_what_it_begins_with_happens_as_if_asked_for_first(far: list[int], near: list[int]) -> None:
+    heard: list[list[tuple[float, str]]] = [[], []]
+    heaps = [Heap(), Heap()]
+
+    def call(log: list[tuple[float, str]], name: str, now: float) -> None:
+        log.append((now, name))
+
+    calls = [[(float(at), partial(call, log, f"far {n}")) for n, at in enumerate(far)]
+             for log in heard]  # fmt: skip
+    heaps[0].begin_with(calls[0])
+    for when_s, far_call in calls[1]:
+        heaps[1].at(when_s, far_call)
+    for heap, log in zip(heaps, heard, strict=True):
+        for number, at in enumerate(near):
+            heap.at(float(at), partial(call, log, f"near {number}"))
+        heap.run(until_s=2.0)
+        heap.run()
+    assert heard[0] == heard[1] and len(heard[0]) == len(far) + len(near)
+    assert heaps[0].next_s() is None
+
+
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=30), st.integers(1, 7))
 def test_run_some_in_parts_is_run_at_once(wanted: list[tuple[float, bool]], count: int) -> None:
     heard: list[list[tuple[float, int]]] = [[], []]

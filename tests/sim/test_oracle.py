@@ -10,9 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ownerserve.cache.node import Stop
+from ownerserve.cache.session import Session
+from ownerserve.cache.tree import PrefixTree
+from ownerserve.kv.ids import SessionId
 from ownerserve.kv.units import GIB
 from ownerserve.sim.oracle.belady import Access, bound
-from ownerserve.sim.oracle.horizon import LATEST_MS, NEVER_AGAIN, NextUse, horizon
+from ownerserve.sim.oracle.horizon import NOW, PARTS, NextUse, horizon
 from ownerserve.sim.oracle.infinite import infinite
 from ownerserve.sim.run import simulate
 from ownerserve.sim.setup import Setup
@@ -87,25 +91,34 @@ def test_an_infinite_fleet_caches_what_can_be_cached(setup: Setup) -> None:
     assert best["ttft_ms"]["mean"] <= limited["ttft_ms"]["mean"]
 
 
-def test_foresight_is_told_to_the_caches_and_changes_what_goes(setup: Setup) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_who_knows_the_future_caches_more(setup: Setup, workers: int) -> None:
     trace = generate("swe", Options(sessions=12, seed=3))
-    tight = msgspec.structs.replace(setup, workers=1, kv_bytes=4 * GIB)
+    tight = msgspec.structs.replace(setup, workers=workers, kv_bytes=4 * GIB // workers)
     plain, known = simulate(trace, tight).metrics, simulate(trace, horizon(tight)).metrics
     assert plain["pressure"]["evictions"] > 0
-    assert known["cached_token_share"] != plain["cached_token_share"]
+    assert known["cached_token_share"] > plain["cached_token_share"]
     assert simulate(trace, horizon(tight)).metrics == known
 
 
-def test_what_nobody_stands_on_goes_first_then_what_is_wanted_last() -> None:
-    order = NextUse()
-    soon, late = (LATEST_MS - at_ms for at_ms in (1_000, 90_000))
-    dead, never, last, next_ = (
-        order.key(candidate(refs, priority))
-        for refs, priority in ((0, soon), (1, NEVER_AGAIN), (1, late), (1, soon))
+@pytest.mark.parametrize("part", sorted(PARTS))
+def test_every_part_of_it_can_be_had_alone(setup: Setup, part: Any) -> None:
+    trace = generate("swe", Options(sessions=6, seed=3))
+    tight = msgspec.structs.replace(setup, kv_bytes=4 * GIB, oracle=part)
+    assert simulate(trace, tight).metrics["success_rate"] == 1.0
+
+
+def test_what_nobody_comes_back_to_goes_first_then_what_is_wanted_last() -> None:
+    order = NextUse({"soon": 1.0, "late": 90.0, "here": NOW})
+    dead, never, late, both, here = (
+        order.key(stop(*names))
+        for names in ((), ("never",), ("late",), ("late", "soon"), ("late", "here"))
     )
-    assert max(dead, never) < last < next_
+    assert dead == never < late < both < here
 
 
-def candidate(refs: int, priority: int) -> Any:
-    """What an order sees, as far as this one looks."""
-    return SimpleNamespace(heat=SimpleNamespace(refs=refs, priority=priority))
+def stop(*names: str) -> Any:
+    """What an order sees: a place in the tree at which these conversations stand."""
+    heat = Stop(node=PrefixTree(4).root, depth=1, last_s=0.0, born_s=0.0)
+    heat.anchors = {name: Session(session_id=SessionId(name), generation=1) for name in names}
+    return SimpleNamespace(heat=heat)

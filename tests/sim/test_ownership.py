@@ -7,7 +7,8 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.router.gateway.stamps import Extent
 from ownerserve.router.messages import Claimed
 from ownerserve.sim.heap import Heap
-from ownerserve.sim.ownership import LEASE_S, Ownership, prefix_name
+from ownerserve.sim.ownership import LEASE_S, Ownership
+from ownerserve.sim.turns import prefix_name
 
 W0 = RoutingUnit(WorkerId("w0"), 0, Incarnation(1))
 W1 = RoutingUnit(WorkerId("w1"), 0, Incarnation(1))

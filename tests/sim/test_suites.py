@@ -220,10 +220,13 @@ def test_the_command_lists_and_runs_one(tmp_path: Path) -> None:
 
 
 def _goal(rates: dict[str, list[float]], p95: dict[str, list[float]], **ours: float) -> Results:
-    """Everybody like "other" but who is named; a number for each of GOAL_LANES."""
+    """Everybody like "other" but who is named, the oracle like ours; a number for each of
+    GOAL_LANES."""
     kept = {}
+    for told in (rates, p95):
+        told.setdefault(goal.ORACLE, told.get(goal.SEATED, told["other"]))
     for at_, lanes in enumerate(goal.GOAL_LANES):
-        for policy in goal.POLICIES:
+        for policy in (*goal.POLICIES, goal.ORACLE):
             kept[f"{policy} at {lanes}"] = {
                 "tasks_per_gpu_hour": rates.get(policy, rates["other"])[at_],
                 "turn_p95_s": p95.get(policy, p95["other"])[at_],
@@ -248,7 +251,7 @@ def test_the_goal_holds_when_ours_is_level_below_and_ahead_above() -> None:
     p95 = {"other": [10.0, 20.0, 99.0, 300.0], "ownerserve + seats": [10.0, 20.1, 40.0, 40.0]}
     results = _goal(rates, p95)
     assert goal.knee(results, goal.BASELINES, goal.GOAL_LANES) == goal.GOAL_LANES[1]
-    assert _goal_verdicts(results) == [Verdict.HOLDS] * 4
+    assert _goal_verdicts(results) == [Verdict.HOLDS] * 5
 
 
 def test_one_baseline_that_is_better_above_the_knee_is_told() -> None:
@@ -269,6 +272,17 @@ def test_duplicates_and_network_are_judged_at_every_load() -> None:
     assert _goal_verdicts(_goal(rates, p95, duplicates=0.06))[2] is Verdict.FAILS
     assert _goal_verdicts(_goal(rates, p95, network=150.0))[3] is Verdict.FAILS
     assert _goal_verdicts(_goal(rates, p95))[1] is Verdict.FAILS  # level is not ahead
+
+
+def test_the_distance_to_the_oracle_is_judged_by_work_and_by_latency() -> None:
+    rates, p95 = {"other": LINEAR}, {"other": [10.0, 20.0, 99.0, 300.0]}
+    near = {goal.ORACLE: [9.1, 18.2, 90.0, 273.0]}
+    far = {goal.ORACLE: [9.0, 10.0, 60.0, 100.0]}
+    assert _goal_verdicts(_goal(rates, {**p95, **near}))[4] is Verdict.HOLDS
+    assert _goal_verdicts(_goal(rates, {**p95, **far}))[4] is Verdict.IN_RANGE
+    most = {goal.ORACLE: [2.0, 6.0, 6.0, 5.0]}
+    told = goal._verdicts(_goal({**rates, **most}, {**p95, **far}))[4]
+    assert told.verdict is Verdict.FAILS and "-50.0%" in told.number
 
 
 def test_the_window_ends_with_half_of_the_turns() -> None:

@@ -174,3 +174,18 @@ def test_an_idle_engine_whose_queue_starved_goes_on_when_a_transfer_has_landed()
     worker = pair.workers[1]
     assert not worker.machine.engine.everyone() and pair.held(2, 10) == 10
     assert worker.machine.engine.counts.prefill_tokens == 40
+
+
+def test_what_is_in_host_memory_is_sent_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    source, target = (worker.machine.node for worker in pair.workers)
+    monkeypatch.setattr(source, "stored_units", lambda prompt: 6)
+    pair.bring(1, 10)
+    pair.heap.run()
+    [(_, brought)] = pair.heard
+    assert (brought.landing, brought.units) == (Landing.LANDED, 6)
+    assert pair.held(1, 10) == 6
+    monkeypatch.setattr(target, "stored_units", lambda prompt: 6)
+    pair.bring(2, 10)
+    pair.heap.run()
+    assert pair.heard[-1][1].landing is Landing.NOTHING_TO_BRING, "it brings its own back itself"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ownerserve.cache import paths
 from ownerserve.cache.node import ABSENT, Node
 from ownerserve.cache.pool import SlotPool
+from ownerserve.cache.sessions import MORE_EXPECTED
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.prefix import TOKEN_BYTES
 
@@ -137,7 +138,7 @@ def check_sessions(cache: HeteroCache, nodes: list[Node]) -> None:
         name: stop for node in nodes for stop in node.stops for name in (stop.anchors or {})
     }
     running = Counter(id(run.session) for run in cache.running.values() if run.session)
-    for session in cache.sessions.all():
+    for session in (*cache.sessions.all(), *cache.sessions.expected.values()):
         stop = anchored.pop(session.session_id, None)
         require(stop is session.stop, 6, "a session stands at a stop that is not in the tree")
         if stop is not None and session.row is not None:
@@ -145,10 +146,13 @@ def check_sessions(cache: HeteroCache, nodes: list[Node]) -> None:
             require(session.row[: stop.depth] == path, 6, "a session's row left its path")
         require(session.running == running[id(session)], 6, "running turns are miscounted")
         require(session.depth <= session.sealed, 6, "more is resident than was sealed")
+    expected = list(cache.sessions.expected.values())
     require(not anchored, 6, f"frontiers of forgotten sessions: {list(anchored)[:5]}")
     for node in nodes:
         for stop in node.stops:
-            live = sum(session.is_referenced for session in (stop.anchors or {}).values())
+            standing = (stop.anchors or {}).values()
+            live = sum(session.is_referenced for session in standing)
+            live += MORE_EXPECTED * sum(session in expected for session in standing)
             require(stop.refs == live, 6, f"{stop.refs} soft references counted, {live} live")
 
 

@@ -27,43 +27,20 @@ class Tail:
     """The candidate a policy sees: the blocks of an interval behind its last but one stop, or the
     point state of a stop. One object is re-used for all questions."""
 
-    __slots__ = ("_evictor", "heat", "is_point")
+    __slots__ = (
+        "freed_bytes", "heat", "is_backed", "is_point", "lost_tokens", "position",
+        "trimmed_tokens",
+    )  # fmt: skip
 
-    def __init__(self, evictor: Evictor) -> None:
-        self._evictor = evictor
-        self.heat: Stop = Stop(node=evictor.tree.root, depth=0, last_s=0.0, born_s=0.0)
-        self.is_point = False
-
-    @property
-    def position(self) -> int:
-        return self.heat.depth * self._evictor.block_tokens
-
-    @property
-    def trimmed_tokens(self) -> int:
-        return self.heat.trimmed * self._evictor.block_tokens
-
-    @property
-    def is_backed(self) -> bool:
-        """Spills copy point state only."""
-        return self.is_point and bool(self.heat.backed)
-
-    @property
-    def lost_tokens(self) -> int:
-        """Tokens from the last restorable point before this one; none if this is not one."""
-        stop = self.heat
-        return (stop.depth - self._evictor.restorable_before(stop)) * self._evictor.block_tokens
-
-    @property
-    def freed_bytes(self) -> int:
-        """A point's slots; for a tail those and the blocks back to the stop before."""
-        stop, evictor = self.heat, self._evictor
-        point = 0
-        for slot, size in zip(stop.slots or (), evictor.point_bytes, strict=False):
-            point += size if slot != ABSENT else 0
-        if self.is_point:
-            return point or 1
-        blocks = stop.depth - evictor.segment_floor(stop.node)
-        return point + blocks * evictor.block_bytes or 1
+    heat: Stop
+    is_point: bool
+    position: int
+    trimmed_tokens: int
+    is_backed: bool
+    lost_tokens: int
+    """Tokens from the last restorable point before this one; none if this is not one."""
+    freed_bytes: int
+    """A point's slots; for a tail those and the blocks back to the stop before."""
 
 
 class Evictor:
@@ -81,7 +58,7 @@ class Evictor:
         self._tails_limit = SMALL_HEAP
         self._points_limit = [SMALL_HEAP] * len(self.point_bytes)
         self._pushes = 0
-        self._view = Tail(self)
+        self._view = Tail()
 
     def reprice(self, prices: Prices) -> None:
         """Order by measured costs from now on."""
@@ -108,8 +85,7 @@ class Evictor:
 
     def evict_blocks(self, need: int) -> Freed:
         """Free exactly `need` blocks. The caller has seen that so many are evictable."""
-        heap, tree, policy, view = self._tails, self.tree, self.policy, self._view
-        view.is_point = False
+        heap, tree, policy = self._tails, self.tree, self.policy
         freed = Freed([], [])
         while need:
             if tree.exposed:
@@ -122,8 +98,7 @@ class Evictor:
                     node.queued = None
                 heappop(heap)
                 continue
-            view.heat = stops[-1]
-            present = policy.key(view)
+            present = self._tail_key(stops[-1], node)
             if present > key:
                 node.queued = present
                 heapreplace(heap, (present, self._next(), node))
@@ -144,7 +119,7 @@ class Evictor:
             floor = node.pinned if node.pinned > node.branch_top else node.branch_top
             if not node.is_live or node.start + len(node.blocks) <= floor:
                 continue
-            present = self._tail_key(node)
+            present = self._tail_key(node.stops[-1], node)
             if node.queued is None or present < node.queued:
                 node.queued = present
                 heappush(heap, (present, self._next(), node))
@@ -153,10 +128,27 @@ class Evictor:
             heapify(heap)
             self._tails_limit = 2 * len(heap) + SMALL_HEAP
 
-    def _tail_key(self, node: Node) -> Key:
-        view = self._view
-        view.heat, view.is_point = node.stops[-1], False
+    def _tail_key(self, stop: Stop, node: Node) -> Key:
+        """Of the blocks of `node` behind its last but one stop; `stop` is its last."""
+        view, tokens, depth = self._view, self.block_tokens, stop.depth
+        blocks = depth - self.segment_floor(node)
+        view.heat, view.is_point, view.is_backed = stop, False, False
+        view.position, view.trimmed_tokens = depth * tokens, stop.trimmed * tokens
+        freed = blocks * self.block_bytes
+        if self.point_bytes:
+            view.lost_tokens = (depth - self.restorable_before(stop)) * tokens
+            freed += self._held_bytes(stop)
+        else:
+            view.lost_tokens = blocks * tokens
+        view.freed_bytes = freed or 1
         return self.policy.key(view)
+
+    def _held_bytes(self, stop: Stop) -> int:
+        """Of point state there."""
+        held = 0
+        for slot, size in zip(stop.slots or (), self.point_bytes, strict=False):
+            held += size if slot != ABSENT else 0
+        return held
 
     def _next(self) -> int:
         self._pushes += 1
@@ -244,8 +236,7 @@ class Evictor:
         gone[index] = stop.slots[index]
         freed = Freed([], [gone], int(lost))
         if lost:
-            self._view.heat, self._view.is_point = stop, True
-            self.policy.evicted(self.policy.key(self._view))
+            self.policy.evicted(self._lost_key(stop))
         stop.slots[index] = ABSENT
         if all(slot == ABSENT for slot in stop.slots):
             stop.slots = None
@@ -257,6 +248,13 @@ class Evictor:
 
     def _point_key(self, stop: Stop) -> Key:
         """Incomplete point state first: alone it restores nothing."""
-        view = self._view
-        view.heat, view.is_point = stop, True
-        return (float(stop.is_complete), *self.policy.key(view))
+        return (float(stop.is_complete), *self._lost_key(stop))
+
+    def _lost_key(self, stop: Stop) -> Key:
+        """The policy's, of point state by itself."""
+        view, tokens, depth = self._view, self.block_tokens, stop.depth
+        view.heat, view.is_point, view.is_backed = stop, True, bool(stop.backed)
+        view.position, view.trimmed_tokens = depth * tokens, stop.trimmed * tokens
+        view.lost_tokens = (depth - self.restorable_before(stop)) * tokens
+        view.freed_bytes = self._held_bytes(stop) or 1
+        return self.policy.key(view)

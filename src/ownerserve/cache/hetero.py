@@ -113,7 +113,13 @@ class HeteroCache:
         if refusal is not None:
             return refusal
         node, depth = self.tree.walk(turn.tokens, (known - 1) // self._block)
-        place = self._place(node, depth, resume)
+        place: Place | None
+        if resume is not None:
+            place = restorable.chosen(
+                node, depth, resume, names=self._point_names, block_tokens=self._block
+            )
+        else:
+            place = restorable.deepest(node, depth, names=self._point_names)
         if place is None:
             return self._refuse(Reason.POINT_GONE)
         name = turn.session_id
@@ -158,13 +164,6 @@ class HeteroCache:
         prompt_at = first * self._block
         return self._open(whole, session, prompt_at=prompt_at, node=node, place=place, now=now)
 
-    def _place(self, node: Node, depth: int, resume: Resume | None) -> Place | None:
-        if resume is None:
-            return restorable.deepest(node, depth, names=self._point_names)
-        return restorable.chosen(
-            node, depth, resume, names=self._point_names, block_tokens=self._block
-        )
-
     def _refusal(self, turn_id: TurnId, known: int) -> Refused | None:
         if turn_id in self.running:
             return self._refuse(Reason.TURN_IS_LIVE)
@@ -189,43 +188,29 @@ class HeteroCache:
         now: float,
     ) -> Begun:
         stop, floor = place.stop, place.floor
-        node = paths.locate(node, floor)
+        if floor <= node.start:
+            node = paths.locate(node, floor)
         if stop is not None:
             stop.last_s, stop.trimmed = now, 0
             stop.uses += 1
             self.policy.touched(stop)
         lock = self.tree.lock(node, floor)
         row = self._row(session, node, floor)
-        [state] = self.rooms.states.take(1)
+        state = self.rooms.states.take_one()
         self._order += 1
         known = prompt_at + len(turn.tokens) // TOKEN_BYTES
         restored = place.start * self._block
-        run = Running(
-            turn_id=turn.turn_id,
-            session=session,
-            order=self._order,
-            begun_s=now,
-            restored=restored,
-            expected=self._expected(session, known),
-            priority=turn.priority,
-            ttl_s=turn.ttl_s,
-            prompt=turn.tokens,
-            prompt_at=prompt_at,
-            prompt_end=known,
-            position=restored,
-            sealed=floor,
-            row=row,
-            table=Table(
-                dict.fromkeys(self._range_names, row),
-                state,
-                TailBook.at(self.layout.tails, restored),
-            ),
-            lock=lock,
-            tail=bytearray(),
-        )
-        self.running[turn.turn_id] = run
+        expected = 0
         if session is not None:
             session.running += 1
+            expected = self._expected(session, known)
+        tails = TailBook.at(self.layout.tails, restored)
+        table = Table(dict.fromkeys(self._range_names, row), state, tails)
+        run = Running(  # by position, in the order of its docstring's fields: a third faster
+            turn.turn_id, session, self._order, now, restored, expected, turn.priority, turn.ttl_s,
+            turn.tokens, prompt_at, known, restored, floor, row, table, lock, bytearray(),
+        )  # fmt: skip
+        self.running[turn.turn_id] = run
         self._count(run, 1)
         effect: Effect
         if stop is not None:
@@ -238,19 +223,20 @@ class HeteroCache:
 
     def _row(self, session: Session | None, node: Node, depth: int) -> list[int]:
         """Slots of the shared blocks: the session's own row when nobody else has it."""
-        row = session.row if session is not None and session.node is node else None
-        if session is None or row is None:
+        stop = None if session is None else session.stop
+        if session is None or stop is None or session.row is None or stop.node is not node:
             return paths.row(node, depth)
-        session.row = None
-        del row[min(depth, session.depth) :]
+        row, session.row = session.row, None
+        del row[depth if depth < stop.depth else stop.depth :]
         row += node.blocks[len(row) - node.start : depth - node.start]
         return row
 
-    def _expected(self, session: Session | None, known: int) -> int:
+    def _expected(self, session: Session, known: int) -> int:
         """Tokens of the prompt that the session had computed before and could be restored."""
-        if session is None or not session.version:
+        if not session.version:
             return 0
-        return min(session.sealed, (known - 1) // self._block) * self._block
+        most = (known - 1) // self._block
+        return (session.sealed if session.sealed < most else most) * self._block
 
     def _count(self, run: Running, sign: int) -> None:
         """Count a turn that opens; -1 takes it back when it ends before it computed anything."""
@@ -266,7 +252,7 @@ class HeteroCache:
 
     def reserve(self, turn_id: TurnId, upto: int, now: float) -> tuple[Effect, ...] | NoRoom:
         """Range slots for all tokens before position `upto`. Evicts as needed; all or nothing."""
-        run = self._run(turn_id)
+        run = self.running.get(turn_id) or self._run(turn_id)
         missing = -(-upto // self._block) - len(run.row)
         if missing > 0:
             taken = self.rooms.take_blocks(missing)
@@ -280,7 +266,7 @@ class HeteroCache:
 
         Raises InvalidInput when they contradict the prompt or have no reserved slots.
         """
-        run = self._run(turn_id)
+        run = self.running.get(turn_id) or self._run(turn_id)
         before = run.position
         after = before + len(tokens) // TOKEN_BYTES
         if before < run.prompt_end:
@@ -294,34 +280,35 @@ class HeteroCache:
         if after > len(run.row) * self._block:
             raise InvalidInput("tokens", f"reach {after}", "reserve before computing")
         run.position = after
-        run.table.tails.advance(after - before)
+        tails = run.table.tails
+        if tails.tails:
+            tails.advance(after - before)
+        else:
+            tails.position = after
         first = run.sealed * self._block
         if before < first:  # a replay: these blocks are sealed already
             tokens = tokens[(first - before) * TOKEN_BYTES :]
-        run.tail += tokens
-        if len(run.tail) >= self.tree.block_bytes:
-            self._seal(run)
+        size = self.tree.block_bytes
+        if len(run.tail) + len(tokens) < size:
+            run.tail += tokens
+            return
+        if run.tail:
+            tokens = bytes(run.tail) + tokens
+            run.tail.clear()
+        full = len(tokens) - len(tokens) % size
+        run.tail += tokens[full:]
+        self._seal(run, tokens[:full])
 
-    def _seal(self, run: Running) -> None:
-        """Put the full blocks of the tail into the tree and move the lock behind them."""
-        tree, tail = self.tree, run.tail
-        whole = len(tail) // tree.block_bytes
-        keys = bytes(tail)
-        unsealed = len(tail) - whole * tree.block_bytes
-        if unsealed:
-            keys, run.tail = keys[:-unsealed], tail[-unsealed:]
-        else:
-            run.tail = bytearray()
+    def _seal(self, run: Running, keys: Packed) -> None:
+        """Put full blocks, which follow what is sealed, into the tree and move the lock behind."""
+        tree, whole = self.tree, len(keys) // self.tree.block_bytes
         blocks = run.row[run.sealed : run.sealed + whole]
         node, depth, spares = tree.extend(run.lock.node, run.sealed, keys, blocks)
         if spares:
             run.row[run.sealed : depth] = blocks
             self.rooms.blocks.give(spares)
             self.counters.duplicate_blocks += len(spares)
-        self._move_lock(run, node, depth)
-
-    def _move_lock(self, run: Running, node: Node, depth: int) -> None:
-        self.tree.relock(run.lock, node, depth)
+        tree.relock(run.lock, node, depth)
         run.sealed = depth
 
     def snapshot(self, turn_id: TurnId, now: float) -> tuple[Effect, ...]:
@@ -430,7 +417,8 @@ class HeteroCache:
             session.row = run.row if stop is not None else None
             version = session.version
         self.tree.unlock(run.lock)
-        self.evictor.look_at_cooled()
+        if self.tree.cooled:
+            self.evictor.look_at_cooled()
         return Finished(run.position, depth * self._block, version)
 
     def _moves_frontier(self, run: Running, session: Session) -> bool:
@@ -455,16 +443,19 @@ class HeteroCache:
         del self.running[run.turn_id]
         if run.session is not None:
             run.session.running -= 1
-        self.rooms.blocks.give(run.row[run.sealed :])
-        del run.row[run.sealed :]
-        self.rooms.states.give([run.table.state])
-        if not run.sealed:
+        row, sealed = run.row, run.sealed
+        if sealed < len(row):
+            self.rooms.blocks.give(row[sealed:])
+            del row[sealed:]
+        self.rooms.states.give_one(run.table.state)
+        if not sealed:
             return None
-        node = run.lock.node
-        stop = self.tree.stop_at(node, run.sealed, now)
+        stop = self.tree.stop_at(run.lock.node, sealed, now)
         stop.last_s, stop.trimmed = now, 0
-        stop.uses += stop.born_s < run.begun_s
-        stop.priority = max(stop.priority, run.priority)
+        if stop.born_s < run.begun_s:
+            stop.uses += 1
+        if run.priority > stop.priority:
+            stop.priority = run.priority
         self.policy.touched(stop)
         return stop
 

@@ -56,7 +56,10 @@ class Stop(msgspec.Struct, eq=False):
         self.trimmed = max(self.trimmed, other.trimmed)
         self.refs += other.refs
         if other.anchors:
-            self.anchors = {**(self.anchors or {}), **other.anchors}
+            if self.anchors:
+                self.anchors.update(other.anchors)  # in place: there may be thousands
+            else:
+                self.anchors = other.anchors
             for session in other.anchors.values():
                 session.stop = self
 

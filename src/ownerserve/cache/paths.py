@@ -21,9 +21,9 @@ def path(node: Node, depth: int) -> list[tuple[Node, int]]:
 
 def row(node: Node, depth: int) -> list[int]:
     """Slots of blocks 0..depth."""
-    steps = path(node, depth)
-    if len(steps) == 1:
+    if not node.start:  # as for a session that shares nothing; the root has none
         return node.blocks[:depth]
+    steps = path(node, depth)
     slots: list[int] = []
     for step, reached in steps:
         slots += step.blocks[: reached - step.start]
@@ -55,6 +55,16 @@ def stops_above(node: Node, depth: int) -> Iterator[Stop]:
                 yield stop
         depth = current.start
         current = current.parent
+
+
+def locked_depth(node: Node, depth: int) -> int:
+    """How far the path to (node, depth) is locked: a lock holds all before it."""
+    current = node
+    while current.parent is not None:
+        if current.pinned > current.start:
+            return min(current.pinned, depth)
+        depth, current = current.start, current.parent
+    return 0
 
 
 def complete_stop(node: Node, depth: int) -> Stop | None:

@@ -24,6 +24,24 @@ class SlotPool:
     def used(self) -> int:
         return self.capacity - self.free
 
+    def take_one(self) -> int:
+        """A slot. Raises CapacityExceeded when none is free."""
+        freed = self._freed
+        if freed:
+            slot = freed.pop()
+        elif self._next < self.capacity:
+            slot = self._next
+            self._next += 1
+        else:
+            raise CapacityExceeded(f"{self.name}: a slot wanted, {self.free} free")
+        self.free -= 1
+        return slot
+
+    def give_one(self, slot: int) -> None:
+        """Return a slot."""
+        self._freed.append(slot)
+        self.free += 1
+
     def take(self, count: int) -> list[int]:
         """`count` slots, returned ones first. Raises CapacityExceeded and takes none."""
         freed = self._freed

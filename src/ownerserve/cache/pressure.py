@@ -103,6 +103,7 @@ class Pressure:
     ) -> None:
         self._watermarks = Watermarks()
         self._rooms = rooms
+        self._blocks, self._points = rooms.blocks, rooms.points
         self._evictor = evictor
         self._running = running
         self._counters = counters
@@ -125,10 +126,10 @@ class Pressure:
     @property
     def is_due(self) -> bool:
         """Whether `relieve` would find a pool short, and anything new to do about it."""
-        low, rooms = self._watermarks.low, self._rooms
-        is_short = rooms.blocks.free < low * rooms.blocks.capacity
-        for pool in rooms.points:
-            is_short = is_short or pool.free < low * pool.capacity
+        low, blocks = self._watermarks.low, self._blocks
+        is_short = blocks.free < low * blocks.capacity
+        if self._points and not is_short:
+            is_short = any(pool.free < low * pool.capacity for pool in self._points)
         return is_short and self._levels() != self._stuck
 
     @property

@@ -24,6 +24,7 @@ class Session(msgspec.Struct, eq=False):
     node, depth   the resident part of it: the frontier in the tree
     row      slots of blocks 0..depth, None while a turn has them or nobody asked
     frontier_order     the begin order of that turn: an earlier one that ends later is late
+    next_check_s, queued_s   when the table looks at it next; the instant it waits under, no later
     """
 
     session_id: SessionId
@@ -39,6 +40,7 @@ class Session(msgspec.Struct, eq=False):
     last_s: float = 0.0
     expires_s: float = 0.0
     next_check_s: float = 0.0
+    queued_s: float = -1.0
     is_referenced: bool = False
     pin: Receipt | None = None
 

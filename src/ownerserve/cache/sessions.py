@@ -16,10 +16,16 @@ from ownerserve.cache.policies.base import Policy
 from ownerserve.cache.session import Session
 from ownerserve.cache.tree import PrefixTree
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import SessionId
+from ownerserve.kv.ids import SessionId, TurnId
 
 FORGET_CHECK_S = 600.0
-"""How often an expired session is looked at again, until nothing of it is resident."""
+"""How long a session of which nothing is resident is remembered, unless its reference lasts longer:
+one that comes back is told from a new one."""
+
+
+MORE_EXPECTED = 1
+"""A turn that is here counts as two sessions that may come: what it goes on from goes after the
+state of any idle one."""
 
 
 class Sessions:
@@ -30,6 +36,8 @@ class Sessions:
         self._pins_idle = policy.pins_idle_sessions
         self._layout = layout
         self._by_id: dict[SessionId, Session] = {}
+        self.expected: dict[TurnId, Session] = {}
+        """Soft references of turns that are here and have not begun; see `expect`."""
         self._checks: list[tuple[float, int, Session]] = []
         self._generations = 0
 
@@ -52,8 +60,12 @@ class Sessions:
         return session
 
     def _look_again(self, session: Session, at_s: float) -> None:
+        """One entry a session: one that waits already under an earlier instant is put back when
+        that comes, so a turn pushes none."""
         session.next_check_s = at_s
-        heappush(self._checks, (at_s, session.generation, session))
+        if not 0.0 <= session.queued_s <= at_s:
+            session.queued_s = at_s
+            heappush(self._checks, (at_s, session.generation, session))
 
     def is_current(self, session: Session) -> bool:
         """False for a record that was released while a turn still held it."""
@@ -70,7 +82,8 @@ class Sessions:
         if stop is None:
             session.row = None
         else:
-            stop.uses = max(stop.uses, before.uses + 1 if before is not None else 0)
+            if before is not None and before.uses >= stop.uses:
+                stop.uses = before.uses + 1
             self._tree.anchor(session, stop)
         if before is not None:
             self._tree.prune(before)  # only now: it may be the same one
@@ -84,16 +97,27 @@ class Sessions:
 
     def expire(self, now: float) -> None:
         """Drop the soft references that are due; forget sessions of which nothing is left."""
-        checks = self._checks
+        checks, left = self._checks, self._tree.left
+        if left:
+            for session in left:
+                if session.queued_s < 0.0:
+                    self._look_again(session, now + FORGET_CHECK_S)
+            left.clear()
         while checks and checks[0][0] <= now:
             due, _, session = heappop(checks)
-            if due != session.next_check_s or not self.is_current(session):
+            if due != session.queued_s or not self.is_current(session):
+                continue
+            session.queued_s = -1.0
+            if due < session.next_check_s:
+                self._look_again(session, session.next_check_s)
                 continue
             self._dereference(session)
-            if session.stop is None and not session.running:
-                del self._by_id[session.session_id]
-            else:
+            if session.stop is not None:
+                continue  # the tree says when nothing of it is left
+            if session.running:
                 self._look_again(session, now + FORGET_CHECK_S)
+            else:
+                del self._by_id[session.session_id]
 
     def _dereference(self, session: Session) -> None:
         if session.is_referenced and session.stop is not None:
@@ -117,6 +141,38 @@ class Sessions:
         if session.pin is not None:
             self._tree.unlock(session.pin)
             session.pin = None
+
+    def expect(self, turn_id: TurnId, stop: Stop, now: float) -> None:
+        """A turn that goes on from `stop` is here and can't begin yet: a soft reference of its own,
+        in place of its former one, until `met`."""
+        waiting = self.expected.get(turn_id)
+        before = None if waiting is None else self._lift_expected(waiting)
+        self._generations += 1
+        waiting = Session(
+            session_id=SessionId(f"turn {turn_id}"),
+            generation=self._generations,
+            sealed=stop.depth,
+            is_referenced=True,
+        )
+        self.expected[turn_id] = waiting
+        self._tree.anchor(waiting, stop)
+        stop.refs += MORE_EXPECTED
+        stop.last_s = max(stop.last_s, now)
+        if before is not None:
+            self._tree.prune(before)  # only now: it may be the same one
+
+    def met(self, turn_id: TurnId) -> None:
+        """The turn has ended or is gone; one that nobody expected is no error."""
+        waiting = self.expected.pop(turn_id, None)
+        stop = None if waiting is None else self._lift_expected(waiting)
+        if stop is not None:
+            self._tree.prune(stop)
+
+    def _lift_expected(self, waiting: Session) -> Stop | None:
+        stop = self._tree.lift(waiting)
+        if stop is not None:
+            stop.refs -= MORE_EXPECTED
+        return stop
 
     def all(self) -> list[Session]:
         """Every record, oldest generation first."""

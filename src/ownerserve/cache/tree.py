@@ -26,6 +26,9 @@ drop a little of each output from the next prompt; hanging a branch each time wo
 of as many nodes as turns."""
 
 
+NEAR_BYTES = 1024
+"""So much is compared as one number. Longer runs of tokens are compared as bytes."""
+
 _depth = attrgetter("depth")
 
 
@@ -46,7 +49,7 @@ def _part(keys: memoryview, first: int, same: int, step: int, size: int) -> memo
 class PrefixTree:
     """Intervals of blocks of `block_bytes` token bytes each."""
 
-    __slots__ = ("block_bytes", "blocks", "cooled", "exposed", "protected", "root")
+    __slots__ = ("block_bytes", "blocks", "cooled", "exposed", "left", "protected", "root")
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -57,6 +60,8 @@ class PrefixTree:
         """Intervals for the evictor to look at; see `expose`."""
         self.cooled: list[Stop] = []
         """Stops likewise, for their point state; see `cool`."""
+        self.left: list[Session] = []
+        """Sessions of which nothing is resident any more, for their table to look at."""
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -69,12 +74,19 @@ class PrefixTree:
         """
         node = node or self.root
         size = self.block_bytes
-        limit = min(limit, skip + len(tokens) // size)
+        most = skip + len(tokens) // size
+        if most < limit:
+            limit = most
         while depth < limit:
-            end = node.start + len(node.blocks)
+            start = node.start
+            end = start + len(node.blocks)
             if depth < end:
-                count = (limit if limit < end else end) - depth
-                depth += self._common(node, depth, tokens, at=(depth - skip) * size, count=count)
+                at = (depth - skip) * size
+                if depth == start and end <= limit and tokens.startswith(node.keys, at):
+                    depth = end  # all of it, as for a session that goes on: no view is needed
+                else:
+                    count = (limit if limit < end else end) - depth
+                    depth += self._common(node, depth, tokens, at=at, count=count)
                 if depth >= limit:
                     break
             hanging = node.branches.get(depth)
@@ -90,22 +102,29 @@ class PrefixTree:
     def _common(self, node: Node, depth: int, tokens: bytes, *, at: int, count: int) -> int:
         """How many of `count` blocks of `node` from `depth` on equal `tokens` from byte `at` on.
 
-        One memcmp when all do. Else from the front in steps of 1, 2, 4 .. blocks to the step that
-        differs, and halving that: sequences part early, or at the end of what they share.
+        One memcmp when all do. Else from the front in steps that double to the one that differs,
+        and halving that down to NEAR_BYTES: sequences part early, or at the end of what they share.
+        There the first byte that differs is where the highest bit of the two's XOR is.
         """
         size = self.block_bytes
         first = (depth - node.start) * size
+        near = max(1, NEAR_BYTES // size)
         with memoryview(node.keys) as keys:
             if tokens.startswith(keys[first : first + count * size], at):
                 return count
-            same, step = 0, 1
-            while tokens.startswith(_part(keys, first, same, step, size), at + same * size):
-                same, step = same + step, 2 * step
-            while step > 1:
-                step //= 2
-                if tokens.startswith(_part(keys, first, same, step, size), at + same * size):
-                    same += step
-        return same
+            same, step = 0, near
+            if count > near:
+                while tokens.startswith(_part(keys, first, same, step, size), at + same * size):
+                    same, step = same + step, 2 * step
+                while step > near:
+                    step //= 2
+                    if tokens.startswith(_part(keys, first, same, step, size), at + same * size):
+                        same += step
+            left = min(near, count - same) * size
+            low, high = first + same * size, at + same * size
+            ours = int.from_bytes(keys[low : low + left], "big")
+            differ = ours ^ int.from_bytes(tokens[high : high + left], "big")
+        return same + (left - (differ.bit_length() + 7) // 8) // size
 
     # -- growing -------------------------------------------------------------------------------
 
@@ -121,8 +140,9 @@ class PrefixTree:
         at, count = 0, len(blocks)
         spares: list[int] = []
         while at < count:
-            if depth < node.end:
-                both = min(count - at, node.end - depth)
+            inside = node.start + len(node.blocks) - depth
+            if inside > 0:
+                both = count - at if count - at < inside else inside
                 same = self._common(node, depth, keys, at=at * size, count=both)
                 if same:
                     spares += blocks[at : at + same]
@@ -148,8 +168,9 @@ class PrefixTree:
             if depth < node.end and self._is_sheddable(node, depth):
                 self._shed(node, depth)
             if depth == node.end:
-                if node.stops and node.stops[-1].depth == depth and node.stops[-1].is_bare:
-                    node.stops.pop()
+                stops = node.stops
+                if stops and stops[-1].depth == depth and stops[-1].is_bare:
+                    stops.pop()
                 return node
         return self._hang(Node(parent=node, start=depth, keys=bytearray(), blocks=[]), first_block)
 
@@ -188,7 +209,10 @@ class PrefixTree:
     def stop_at(self, node: Node, depth: int, now: float) -> Stop:
         """The stop at `depth` of `node`, made when missing."""
         stops = node.stops
-        index = bisect_left(stops, depth, key=_depth)
+        if not stops or stops[-1].depth < depth:  # as at the end of a turn that grew it
+            index = len(stops)
+        else:
+            index = bisect_left(stops, depth, key=_depth)
         if index < len(stops) and stops[index].depth == depth:
             return stops[index]
         stop = Stop(node=node, depth=depth, last_s=now, born_s=now)
@@ -249,10 +273,19 @@ class PrefixTree:
 
     def relock(self, receipt: Receipt, node: Node, depth: int) -> None:
         """Move a lock to another place; what it kept before is free no earlier (invariant 5)."""
-        self._pin(node, depth)
-        before, receipt.node = receipt.node, node
-        self._unpin(before, receipt.depth)
-        receipt.depth = depth
+        before, former = receipt.node, receipt.depth
+        pins = node.pins
+        if node is before and pins.get(former) == 1 and former == node.pinned and depth > former:
+            # As a turn that grows its interval does: above it nothing changes.
+            del pins[former]
+            pins[depth] = 1
+            self.protected += depth - former
+            node.pinned = receipt.depth = depth
+        else:
+            self._pin(node, depth)
+            receipt.node = node
+            self._unpin(before, former)
+            receipt.depth = depth
         self.expose(before)
 
     def _pin(self, node: Node, depth: int) -> None:
@@ -325,6 +358,7 @@ class PrefixTree:
         if place.parent is None:
             for session in (stop.anchors or {}).values():
                 session.stop = session.row = None
+                self.left.append(session)
             return
         stop.node = place
         at = bisect_left(place.stops, stop.depth, key=_depth)

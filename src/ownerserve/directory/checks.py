@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ownerserve.directory.messages import HeldSession, Refusal
 from ownerserve.directory.records import Holder, Location, Prefix, Session
-from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.messages import RoutingUnit
 
 
@@ -27,6 +27,11 @@ def is_current(holder: Holder, unit: RoutingUnit) -> bool:
 def lease_runs(holder: Holder, now_s: float) -> bool:
     """A lapsed lease is not renewed: what it covered may be another's since."""
     return now_s < holder.lease_until_s
+
+
+def is_same_memory(holder: Holder, memory: Term | None) -> bool:
+    """The lease to be renewed was given by the memory that knows what it covers."""
+    return memory is None or holder.memory is None or holder.memory == memory
 
 
 def owner_lives(holder: Holder | None, unit: RoutingUnit, now_s: float) -> bool:

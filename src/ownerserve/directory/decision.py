@@ -9,11 +9,16 @@ says that it was used.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 from ownerserve.directory.messages import Outcome, Refusal, Refused
 from ownerserve.directory.records import Key, Record, Records
 from ownerserve.kv.epoch import Epoch
+
+Writes: TypeAlias = tuple[tuple[Key, Record | None], ...]
+"""Records by key; None: it is deleted."""
 
 
 class Moment(msgspec.Struct, frozen=True, gc=False):
@@ -29,7 +34,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     """`guards` were only read, but the decision stands or falls with them."""
 
     outcome: Outcome
-    writes: tuple[tuple[Key, Record | None], ...] = ()
+    writes: Writes = ()
     guards: tuple[Key, ...] = ()
     minted: bool = False
 

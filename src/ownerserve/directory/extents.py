@@ -51,11 +51,20 @@ def count_fork(draft: Draft, prefix_hash: PrefixHash | None, change: int) -> Pre
     prefix = prefix_of(draft, prefix_hash) if prefix_hash is not None else None
     if prefix_hash is None or prefix is None:
         return None
+    draft.put(prefix_key(prefix_hash), with_forks(prefix, change))
+    return prefix_hash
+
+
+def with_forks(prefix: Prefix, change: int) -> Prefix | None:
+    """`change` sessions more stand on it. None: nothing is left to know."""
     refs = prefix.refs + change
     assert refs >= 0, "a fork is counted once"
-    gone = refs == 0 and not prefix.locations
-    draft.put(prefix_key(prefix_hash), None if gone else replace(prefix, refs=refs))
-    return prefix_hash
+    if not refs and not prefix.locations:
+        return None
+    return Prefix(
+        prefix.tokens, prefix.owner, prefix.locations, refs, prefix.last_access_s, prefix.group,
+        prefix.epoch,
+    )  # fmt: skip
 
 
 def touch(draft: Draft, prefix_hash: PrefixHash, prefix: Prefix, now_s: float) -> None:

@@ -24,10 +24,12 @@ from ownerserve.directory.messages import (
 )
 from ownerserve.directory.records import (
     Holder,
+    Key,
     Location,
     Prefix,
     Records,
     Session,
+    holder_at,
     holder_of,
     prefix_at,
     prefix_key,
@@ -38,20 +40,32 @@ from ownerserve.directory.records import (
     with_location,
 )
 from ownerserve.directory.rules import Kind, Kinds, Tier
+from ownerserve.kv.epoch import Term
 from ownerserve.kv.messages import RoutingUnit
 
 
 def register(records: Records, ask: Register, at: Moment) -> Decision:
     """A new life makes all claims and copies of the former one void, by being written down."""
-    if not checks.incarnation_advances(holder_of(records, ask.unit), ask.unit):
+    key = unit_key(ask.unit)
+    holder = holder_at(records, key)
+    if not checks.incarnation_advances(holder, ask.unit):
         return refuse(Refusal.STALE_INCARNATION)
-    return _leased(ask.unit, at)
+    if holder is not None and holder.incarnation == ask.unit.incarnation:
+        return _leased(key, ask.unit, at, holder.memory)
+    return _leased(key, ask.unit, at, at.epoch.term)
 
 
 def renew_lease(records: Records, ask: RenewLease, at: Moment) -> Decision:
     """Extends a running lease; a lapsed one is not revived."""
-    why = checks.standing(holder_of(records, ask.unit), ask.unit, at.now_s)
-    return _leased(ask.unit, at) if why is None else refuse(why)
+    key = unit_key(ask.unit)
+    holder = holder_at(records, key)
+    why = checks.standing(holder, ask.unit, at.now_s)
+    if why is not None:
+        return refuse(why)
+    assert holder is not None
+    if not checks.is_same_memory(holder, ask.memory):
+        return refuse(Refusal.UNKNOWN_HOLDER)
+    return _leased(key, ask.unit, at, holder.memory)
 
 
 def retire(records: Records, ask: Retire, at: Moment) -> Decision:
@@ -59,7 +73,7 @@ def retire(records: Records, ask: Retire, at: Moment) -> Decision:
     holder = holder_of(records, ask.unit)
     if holder is None or not checks.is_current(holder, ask.unit):
         return Decision(Retired())
-    ended = Holder(holder.incarnation, min(holder.lease_until_s, at.now_s))
+    ended = Holder(holder.incarnation, min(holder.lease_until_s, at.now_s), holder.memory)
     return Decision(Retired(), ((unit_key(ask.unit), ended),))
 
 
@@ -84,9 +98,9 @@ def publish(records: Records, ask: Publish, at: Moment) -> Decision:
     return draft.decided(Published(len(ask.extents), adopted))
 
 
-def _leased(unit: RoutingUnit, at: Moment) -> Decision:
-    record = Holder(unit.incarnation, at.now_s + at.lease_s)
-    return Decision(Leased(at.lease_s), ((unit_key(unit), record),))
+def _leased(key: Key, unit: RoutingUnit, at: Moment, memory: Term | None) -> Decision:
+    record = Holder(unit.incarnation, at.now_s + at.lease_s, memory)
+    return Decision(Leased(at.lease_s, memory), ((key, record),))
 
 
 class _Places:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from ownerserve.directory.rules import Kinds, Tier
-from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import RoutingUnit
 
@@ -47,10 +47,15 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
 
 
 class RenewLease(msgspec.Struct, frozen=True, tag="renew_lease", gc=False):
-    """One lease covers all that a unit owns: a heartbeat costs one message, not one an extent."""
+    """One lease covers all that a unit owns: a heartbeat costs one message, not one an extent.
+
+    `memory`: as the lease was given. A later memory may know the unit by a `Register` that was long
+    on its way, and nothing of what it owns. None: nobody serves by this lease (a gateway's).
+    """
 
     unit: RoutingUnit
     seen: Epoch | None = None
+    memory: Term | None = None
 
 
 class Retire(msgspec.Struct, frozen=True, tag="retire"):
@@ -205,9 +210,13 @@ Request: TypeAlias = (
 
 
 class Leased(msgspec.Struct, frozen=True, tag="leased"):
-    """Counts from when the request was *sent*: the holder's lease then ends before ours of it."""
+    """Counts from when the request was *sent*: the holder's lease then ends before ours of it.
+
+    `memory` is to be named when it is renewed.
+    """
 
     lease_s: float
+    memory: Term | None = None
 
 
 class Retired(msgspec.Struct, frozen=True, tag="retired"):

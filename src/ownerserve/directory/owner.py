@@ -40,7 +40,7 @@ from ownerserve.directory.messages import (
     Request,
     Transfer,
 )
-from ownerserve.kv.epoch import Epoch, Stale, later
+from ownerserve.kv.epoch import Epoch, Stale, Term, later
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import RoutingUnit
 
@@ -93,6 +93,7 @@ class OwnerState:
         self._margin_s = margin_s
         self._lease_until_s = float("-inf")
         self._renew_at_s = float("-inf")
+        self._memory: Term | None = None
         self._number = 0
         self._asks: dict[int, Ask] = {}
         # Waiting to be adopted, each with the end of the lease that covered it.
@@ -151,7 +152,8 @@ class OwnerState:
         if self.phase is Phase.JOINING:
             asks.append(self._ask(Register(self.unit, self.seen), now_s))
         elif now_s >= self._renew_at_s and RenewLease not in asking:
-            asks.append(self._ask(RenewLease(self.unit, self.seen), now_s))
+            renewal = RenewLease(self.unit, self.seen, self._memory)
+            asks.append(self._ask(renewal, now_s))
         return asks
 
     def answered(self, number: int, outcome: Outcome, now_s: float) -> Asks:
@@ -215,6 +217,7 @@ class OwnerState:
     def _leased(self, ask: Ask, outcome: Leased, now_s: float) -> Asks:
         self._lease_until_s = self._lease_end(ask, outcome.lease_s, now_s)
         self._renew_at_s = ask.sent_s + outcome.lease_s / RENEW_AT
+        self._memory = outcome.memory
         self.phase = Phase.LIVE
         held = tuple(
             HeldSession(name, one.version, one.prefix_hash, one.tokens, one.epoch)

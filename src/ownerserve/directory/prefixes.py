@@ -37,6 +37,7 @@ from ownerserve.directory.records import (
     Records,
     group_of,
     holder_of,
+    prefix_at,
     prefix_key,
     prefix_of,
     unit_key,
@@ -50,25 +51,26 @@ def claim_owner(records: Records, ask: ClaimOwner, at: Moment) -> Decision:
     why = checks.standing(holder_of(records, ask.unit), ask.unit, at.now_s)
     if why is not None:
         return refuse(why)
-    if ask.kinds & Kind.TAIL:
+    if ask.kinds & _TAIL:
         return refuse(Refusal.SESSION_LOCAL)
-    place = Location(None if ask.tier is Tier.REMOTE else ask.unit, ask.tier, ask.kinds)
-    known = prefix_of(records, ask.prefix_hash)
-    draft = Draft(records)
+    place = Location(None if ask.tier is _REMOTE else ask.unit, ask.tier, ask.kinds)
+    key = prefix_key(ask.prefix_hash)
+    known = prefix_at(records, key)
     if known is None:
         fresh = Prefix(ask.tokens, ask.unit, (place,), 0, at.now_s, ask.group, at.epoch)
     else:
-        fresh = replace(
-            known,
-            owner=ask.unit,
-            locations=with_location(known.locations, place),
-            last_access_s=at.now_s,
-            group=known.group or ask.group,
+        is_ours = known.owner == ask.unit and known.epoch is not None
+        fresh = Prefix(
+            known.tokens,
+            ask.unit,
+            with_location(known.locations, place),
+            known.refs,
+            at.now_s,
+            known.group or ask.group,
+            known.epoch if is_ours else at.epoch,
         )
-        if known.owner == ask.unit and known.epoch is not None:
-            draft.put(prefix_key(ask.prefix_hash), fresh)
-            return draft.decided(Granted(known.epoch))
-        fresh = replace(fresh, epoch=at.epoch)
+        if is_ours and known.epoch is not None:
+            return Decision(Granted(known.epoch), ((key, fresh),))
     guards: tuple[Key, ...] = ()
     if known is not None and known.owner is not None and known.epoch is not None:
         holder = holder_of(records, known.owner)
@@ -78,9 +80,11 @@ def claim_owner(records: Records, ask: ClaimOwner, at: Moment) -> Decision:
         guards = (unit_key(known.owner),)
     if not checks.may_issue(at.now_s, at.open_at_s):
         return refuse_until_open(at)
-    draft.put(prefix_key(ask.prefix_hash), fresh)
-    if fresh.group:
-        use_in_group(draft, fresh.group, ask.prefix_hash)
+    if not fresh.group:
+        return Decision(Granted(at.epoch), ((key, fresh),), guards, minted=True)
+    draft = Draft(records)
+    draft.put(key, fresh)
+    use_in_group(draft, fresh.group, ask.prefix_hash)
     return draft.granted(Granted(at.epoch), guards=guards)
 
 
@@ -176,3 +180,9 @@ def find_group(records: Records, ask: FindGroup, _at: Moment) -> Decision:
 
 def _nearest(place: Location) -> int:
     return place.tier
+
+
+# Looked up once: a member of an enum takes longer to find than a decision's other steps, and bits
+# of a flag longer to compare than plain ones.
+_TAIL = int(Kind.TAIL)
+_REMOTE = Tier.REMOTE

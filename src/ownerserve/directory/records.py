@@ -15,16 +15,20 @@ record names the same incarnation and a running lease, so a new life drops all a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NewType, Protocol, TypeAlias
 
 import msgspec
 
 from ownerserve.directory.rules import Kinds, Tier
-from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 
 Key = NewType("Key", bytes)
+
+UNITS_CACHED = 4096
+"""Keys of so many routing units are kept: every request names one."""
 
 GROUP_LIMIT = 64
 """Prefixes that a group remembers; the least used goes."""
@@ -35,6 +39,8 @@ class Holder(msgspec.Struct, frozen=True, array_like=True, tag="w"):
 
     incarnation: Incarnation
     lease_until_s: float
+    memory: Term | None = None
+    """The term in which this life was first written down here."""
 
 
 class Session(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
@@ -83,12 +89,13 @@ class Records(Protocol):
     def get(self, key: Key, /) -> Record | None: ...
 
 
+@lru_cache(UNITS_CACHED)
 def holder_key(worker: WorkerId, dp_rank: int) -> Key:
     return Key(b"w:%b/%d" % (worker.encode(), dp_rank))
 
 
 def unit_key(unit: RoutingUnit) -> Key:
-    return Key(b"w:%b/%d" % (unit.worker.encode(), unit.dp_rank))
+    return holder_key(unit.worker, unit.dp_rank)
 
 
 def session_key(session_id: SessionId) -> Key:
@@ -105,13 +112,23 @@ def group_key(group: str) -> Key:
 
 def holder_of(records: Records, unit: RoutingUnit) -> Holder | None:
     """The record of the unit's place in the fleet, whichever life it tells of."""
-    found = records.get(unit_key(unit))
+    return holder_at(records, holder_key(unit.worker, unit.dp_rank))
+
+
+def holder_at(records: Records, key: Key) -> Holder | None:
+    """The holder under `key`, for who writes it too and needs the key anyway."""
+    found = records.get(key)
     assert found is None or isinstance(found, Holder)
     return found
 
 
 def session_of(records: Records, session_id: SessionId) -> Session | None:
-    found = records.get(session_key(session_id))
+    return session_at(records, session_key(session_id))
+
+
+def session_at(records: Records, key: Key) -> Session | None:
+    """The session under `key`, for who writes it too and needs the key anyway."""
+    found = records.get(key)
     assert found is None or isinstance(found, Session)
     return found
 

@@ -12,11 +12,16 @@ it has given up or lost the former, and requests under it may still be in the ne
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from ownerserve.directory import checks
-from ownerserve.directory.decision import Decision, Draft, Moment, refuse, refuse_until_open
-from ownerserve.directory.extents import count_fork
+from ownerserve.directory.decision import (
+    Decision,
+    Draft,
+    Moment,
+    Writes,
+    refuse,
+    refuse_until_open,
+)
+from ownerserve.directory.extents import count_fork, with_forks
 from ownerserve.directory.messages import (
     Advance,
     Advanced,
@@ -38,10 +43,14 @@ from ownerserve.directory.records import (
     Records,
     Session,
     holder_of,
+    prefix_at,
+    prefix_key,
+    session_at,
     session_key,
     session_of,
     unit_key,
 )
+from ownerserve.kv.messages import RoutingUnit
 
 
 def bind(records: Records, ask: Bind, at: Moment) -> Decision:
@@ -63,13 +72,7 @@ def bind(records: Records, ask: Bind, at: Moment) -> Decision:
         return refuse_until_open(at)
     draft = Draft(records)
     if session is not None:
-        taken = replace(
-            session,
-            owner=ask.unit,
-            version=session.version + 1,
-            last_access_s=at.now_s,
-            epoch=at.epoch,
-        )
+        taken = _owned_by(session, ask.unit, at)
     else:
         parent = session_of(records, ask.parent) if ask.parent is not None else None
         tip = count_fork(draft, parent.prefix_hash, +1) if parent is not None else None
@@ -92,36 +95,30 @@ def transfer(records: Records, ask: Transfer, at: Moment) -> Decision:
         return refuse(Refusal.TARGET_NOT_LIVE)
     if not checks.may_issue(at.now_s, at.open_at_s):
         return refuse_until_open(at)
-    moved = replace(
-        session,
-        owner=ask.target,
-        version=session.version + 1,
-        last_access_s=at.now_s,
-        epoch=at.epoch,
-    )
-    draft = Draft(records)
-    draft.put(session_key(ask.session_id), moved)
-    return draft.granted(_bound(moved))
+    moved = _owned_by(session, ask.target, at)
+    return Decision(_bound(moved), ((session_key(ask.session_id), moved),), minted=True)
 
 
 def advance(records: Records, ask: Advance, at: Moment) -> Decision:
     """The session's tip moves on; a fork that stayed behind keeps the old prefix counted."""
-    session = session_of(records, ask.session_id)
+    key, tip = session_key(ask.session_id), ask.prefix_hash
+    session = session_at(records, key)
     if session is None:
         return refuse(Refusal.UNKNOWN_SESSION)
     if not checks.owns(session, ask.unit, ask.epoch) or not checks.version_matches(
         session, ask.version
     ):
         return Decision(Conflict(session_is(records, session, at)))
-    draft = Draft(records)
-    tip = count_fork(draft, ask.prefix_hash, +1)
-    if tip is None:
+    tip_key = prefix_key(tip)
+    prefix = prefix_at(records, tip_key)
+    if prefix is None:
         return refuse(Refusal.UNKNOWN_PREFIX)
-    count_fork(draft, session.prefix_hash, -1)
     version = session.version + 1
     moved = Session(session.owner, version, tip, ask.tokens, at.now_s, session.epoch)
-    draft.put(session_key(ask.session_id), moved)
-    return draft.decided(Advanced(version))
+    if session.prefix_hash == tip:  # it stands where it stood
+        return Decision(Advanced(version), ((key, moved),), (tip_key,))
+    stood = _leave(records, session)
+    return Decision(Advanced(version), ((tip_key, with_forks(prefix, +1)), *stood, (key, moved)))
 
 
 def end_session(records: Records, ask: EndSession, at: Moment) -> Decision:
@@ -131,9 +128,7 @@ def end_session(records: Records, ask: EndSession, at: Moment) -> Decision:
         return Decision(Ended())
     if not checks.owns(session, ask.unit, ask.epoch):
         return refuse(Refusal.NOT_OWNER)
-    draft = Draft(records)
-    forget_session(draft, session_key(ask.session_id), session)
-    return draft.decided(Ended())
+    return Decision(Ended(), forget_session(records, session_key(ask.session_id), session))
 
 
 def find_session(records: Records, ask: FindSession, at: Moment) -> Decision:
@@ -142,9 +137,25 @@ def find_session(records: Records, ask: FindSession, at: Moment) -> Decision:
     return Decision(Miss() if session is None else session_is(records, session, at))
 
 
-def forget_session(draft: Draft, key: Key, session: Session) -> None:
-    count_fork(draft, session.prefix_hash, -1)
-    draft.put(key, None)
+def forget_session(records: Records, key: Key, session: Session) -> Writes:
+    """What to write so that nothing is known of it."""
+    return (*_leave(records, session), (key, None))
+
+
+def _leave(records: Records, session: Session) -> Writes:
+    """What to write so that it stands no more on the prefix that it stands on, if on any."""
+    if session.prefix_hash is None:
+        return ()
+    key = prefix_key(session.prefix_hash)
+    prefix = prefix_at(records, key)
+    return () if prefix is None else ((key, with_forks(prefix, -1)),)
+
+
+def _owned_by(session: Session, unit: RoutingUnit, at: Moment) -> Session:
+    """Under the moment's epoch."""
+    return Session(
+        unit, session.version + 1, session.prefix_hash, session.tokens, at.now_s, at.epoch
+    )
 
 
 def held_by(session: Session, holder: Holder | None, at: Moment) -> HeldBy:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import msgspec
 
 from ownerserve.directory import checks
-from ownerserve.directory.decide import decide, seen_of
+from ownerserve.directory.decide import decide
 from ownerserve.directory.decision import Decision, Moment
 from ownerserve.directory.messages import Outcome, Request
 from ownerserve.directory.records import (
@@ -50,34 +50,39 @@ class DirectoryState:
         self.lease_s = lease_s
         self.term = term
         self.open_at_s = open_at_s
-        self._counter = 0
+        self._issued = Epoch(term, 0)
+        self._at: Moment | None = None
         self._records: dict[Key, Record] = {}
 
     def issued(self) -> Epoch:
         """The latest epoch of this memory."""
-        return Epoch(self.term, self._counter)
+        return self._issued
 
     def is_behind(self, request: Request) -> bool:
         """Must a new term be started before this request is answered?"""
-        seen = seen_of(request)
-        return seen is not None and checks.is_behind(self.issued(), seen)
+        seen = getattr(request, "seen", None)
+        return seen is not None and checks.is_behind(self._issued, seen)
 
     def start_term(self, term: Term, *, open_at_s: float) -> None:
         """Go on under a later term; what is known stays, new owners wait."""
         assert term > self.term, "terms grow"
-        self.term, self._counter, self.open_at_s = term, 0, open_at_s
+        self.term, self.open_at_s = term, open_at_s
+        self._issued, self._at = Epoch(term, 0), None
 
     def handle(self, request: Request, now_s: float) -> Outcome:
         """Decide and do it."""
-        return self._apply(decide(self._records, request, self._moment(now_s)))
+        at = self._moment(now_s)
+        return self._apply(decide(self._records, request, at), at)
 
     def sweep(self, keys: Iterable[Key], now_s: float, *, idle_s: float = SWEEP_IDLE_S) -> int:
         """Clean up behind those who never said good-bye; how many records changed."""
         changed = 0
         for key in keys:
-            decision = sweep(self._records, key, self._moment(now_s), idle_s=idle_s)
-            changed += bool(decision.writes)
-            self._apply(decision)
+            at = self._moment(now_s)
+            decision = sweep(self._records, key, at, idle_s=idle_s)
+            if decision.writes:
+                changed += 1
+                self._apply(decision, at)
         return changed
 
     def keys(self) -> list[Key]:
@@ -109,14 +114,20 @@ class DirectoryState:
                 raise InvariantViolated(f"2: {problem}")
 
     def _moment(self, now_s: float) -> Moment:
-        return Moment(now_s, self.lease_s, self.open_at_s, Epoch(self.term, self._counter + 1))
+        """The same one for all that is asked at an instant, until an epoch is used."""
+        at = self._at
+        if at is None or at.now_s != now_s:
+            epoch = Epoch(self.term, self._issued.counter + 1)
+            at = self._at = Moment(now_s, self.lease_s, self.open_at_s, epoch)
+        return at
 
-    def _apply(self, decision: Decision) -> Outcome:
+    def _apply(self, decision: Decision, at: Moment) -> Outcome:
         records = self._records
         for key, record in decision.writes:
             if record is None:
                 records.pop(key, None)
             else:
                 records[key] = record
-        self._counter += decision.minted
+        if decision.minted:
+            self._issued, self._at = at.epoch, None
         return decision.outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from ownerserve.directory import checks
-from ownerserve.directory.decision import Decision, Draft, Moment
+from ownerserve.directory.decision import Decision, Moment
 from ownerserve.directory.messages import Ended, Miss
 from ownerserve.directory.records import Key, Prefix, Records, Session, holder_of
 from ownerserve.directory.sessions import forget_session
@@ -21,9 +21,7 @@ def sweep(records: Records, key: Key, at: Moment, *, idle_s: float) -> Decision:
             return _NOTHING  # as a rule
         lives = checks.owner_lives(holder_of(records, record.owner), record.owner, at.now_s)
         if not lives:
-            draft = Draft(records)
-            forget_session(draft, key, record)
-            return draft.decided(Ended())
+            return Decision(Ended(), forget_session(records, key, record))
     elif isinstance(record, Prefix):
         kept = [
             place
@@ -33,9 +31,7 @@ def sweep(records: Records, key: Key, at: Moment, *, idle_s: float) -> Decision:
         ]
         if len(kept) < len(record.locations) or not (kept or record.refs):
             fresh = replace(record, locations=tuple(kept))
-            draft = Draft(records)
-            draft.put(key, fresh if kept or record.refs else None)
-            return draft.decided(Ended())
+            return Decision(Ended(), ((key, fresh if kept or record.refs else None),))
     return _NOTHING
 
 

@@ -159,6 +159,13 @@ class Restores:
     def __len__(self) -> int:
         return len(self._wishes)
 
+    def held_blocks(self, turn_id: TurnId) -> int:
+        """Blocks from the prompt's start on that a restore has reserved or locked."""
+        wish = self._wishes.get(turn_id)
+        if wish is None or wish.room is None:
+            return 0
+        return wish.room.start // self._block + len(wish.room.blocks)
+
     def __contains__(self, turn_id: TurnId) -> bool:
         return turn_id in self._wishes
 

@@ -15,6 +15,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     spill_after_s       how long a session is idle before its state is copied to the store; None:
                         as plan.gaps says once its gaps are known, 0.25 s before
     restore_deadline_s  after that a restore is given up and its turn computes instead
+    room_wait_s         how long a turn waits for room for its prompt before its state is brought
     attempts            restores tried for one turn: the second one plans without what failed
     copy_bytes_a_tick   most bytes read off the device between two engine steps
     copies_in_flight    most records being written at once
@@ -24,6 +25,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     record_blocks: int = 8
     spill_after_s: float | None = None
     restore_deadline_s: float = 5.0
+    room_wait_s: float = 600.0
     attempts: int = 2
     copy_bytes_a_tick: int = 4 * MIB
     copies_in_flight: int = 32
@@ -33,6 +35,6 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("record_blocks", "attempts", "copy_bytes_a_tick", "copies_in_flight"):
             if getattr(self, field) < 1:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")
-        for field in ("spill_after_s", "restore_deadline_s"):
+        for field in ("spill_after_s", "restore_deadline_s", "room_wait_s"):
             if (getattr(self, field) or 0) < 0:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 0 or more seconds")

@@ -2,8 +2,8 @@
 
 Owns the life of every turn between its arrival and the session's next one:
 
-    arrival -> plan -> restore -> start -> run -> seal -> idle -> spill -> gone
-    `------- Restores -------'    `- the engine -'  `--- Spills ---'
+    arrival -> room -> plan -> restore -> start -> run -> seal -> idle -> spill -> gone
+    `---- Line ----'`---- Restores ----'  `- the engine -'  `--- Spills ---'
 
 `cache` owns what is on the device, the store what is below; the node asks both and tells the
 engine. The runtime performs effects and hands what came of them to `handle`: in any order, late,
@@ -37,11 +37,13 @@ from ownerserve.node.events import (
     Kept,
     NotFetched,
     NotKept,
+    RestoreOutcome,
     RestoreReport,
     Start,
     Tick,
 )
 from ownerserve.node.gaps import Gaps
+from ownerserve.node.line import Line
 from ownerserve.node.prefetches import Prefetches
 from ownerserve.node.records import RecordNames
 from ownerserve.node.relief import Relief
@@ -77,27 +79,28 @@ class NodeState:
         self.cache = cache
         self.costs = costs
         self._errands = count(1)
-        self._chains = Chains(cache.layout.block_tokens, block_bytes=cache.tree.block_bytes)
+        self.chains = Chains(cache.layout.block_tokens, block_bytes=cache.tree.block_bytes)
         self.restores = Restores(
             OwnDevice(cache), names, planner=planner, costs=costs, settings=settings
         )
+        self.line = Line(cache, self.restores.held_blocks, room_wait_s=settings.room_wait_s)
         self.checkpoints = Checkpoints(policy or TurnEnd(), planner.model, costs)
         self.gaps = Gaps(worth, planner.abilities, settings)
         self.spills = Spills(
-            cache, names, self._chains, worth=worth, gaps=self.gaps, settings=settings
+            cache, names, self.chains, worth=worth, gaps=self.gaps, settings=settings
         )
         self.relief = Relief(
-            cache, names, self._chains, spills=self.spills, worth=worth, settings=settings
+            cache, names, self.chains, spills=self.spills, worth=worth, settings=settings
         )
         self.prefetches = Prefetches(
             cache,
-            self._chains,
+            self.chains,
             costs,
             model=planner.model,
             abilities=planner.abilities,
             gaps=self.gaps,
         )
-        self._names = names
+        self.names = names
         self._repriced_s = -REPRICE_S
         self._turns: dict[TurnId, SessionId | None] = {}
 
@@ -106,13 +109,15 @@ class NodeState:
         effects = self._handle(event, now)
         for effect in effects:
             if isinstance(effect, Start):
-                self._learn(effect.turn_id)
+                self._learn(effect.turn_id, now)
         return [effect for effect in effects if not self._is_ours(effect)]
 
-    def _learn(self, turn_id: TurnId) -> None:
+    def _learn(self, turn_id: TurnId, now: float) -> None:
         session_id = self._turns.get(turn_id)
         report = self.restores.reports.get(turn_id)
         if report is not None and turn_id in self._turns:
+            if report.outcome is RestoreOutcome.LOADED:
+                self.line.loaded(turn_id, now)
             ends = self.spills.turn_ends(session_id) if session_id is not None else frozenset()
             self.checkpoints.restored(report, ends)
 
@@ -143,6 +148,7 @@ class NodeState:
                 self._ended(event, now)
             case Gone(turn_id):
                 session_id = self._turns.pop(turn_id, None)
+                self.line.over(turn_id)
                 if session_id is not None:
                     self.spills.stayed(session_id, now)
                 return list(restores.gone(turn_id, now))
@@ -157,17 +163,22 @@ class NodeState:
     def _tick(self, now: float) -> list[Effect]:
         self._reprice(now)
         effects = self.restores.overdue(now)
+        for event in self.line.let_on(now):
+            effects += self._restore(event, now)
         effects += self.relief.tick(now, self._next_errand)
         effects += self.spills.tick(now, self._next_errand)
         for wish in self.prefetches.due(now):
-            effects += self._restore(wish, now)
+            if len(self.line):  # what is here comes before what may come
+                self.prefetches.landed(wish.turn_id)
+            else:
+                effects += self._restore(wish, now)
         return effects
 
     def _landed(self, errand: Errand, *, is_kept: bool) -> None:
         copy = self.spills.landed(errand, is_kept=is_kept)
         copy = copy or self.relief.landed(errand, is_kept=is_kept)
         if copy is not None and is_kept:
-            self.checkpoints.kept(copy.meta, self._names.payload_bytes(copy.component, copy.slots))
+            self.checkpoints.kept(copy.meta, self.names.payload_bytes(copy.component, copy.slots))
 
     def _reprice(self, now: float) -> None:
         """What was measured goes to the cache's order and to the checkpoint policy."""
@@ -191,6 +202,7 @@ class NodeState:
     def next_due(self) -> float | None:
         """When a `Tick` has something to do; None: only an event can bring work."""
         instants = (
+            self.line.next_due(),
             self.restores.next_deadline(),
             self.relief.next_due(),
             self.spills.next_due(),
@@ -218,13 +230,18 @@ class NodeState:
         if event.session_id is not None:
             self.spills.resumed(event.session_id, now)
             self.prefetches.resumed(event.session_id)
-        return self._restore(event, now)
+        self.line.arrived(event, now)
+        effects: list[Effect] = []
+        for next_one in self.line.let_on(now):
+            effects += self._restore(next_one, now)
+        return effects
 
     def _restore(self, event: Arrived, now: float) -> list[Effect]:
-        return list(self.restores.arrived(event, self._chains, errand=self._next_errand(), now=now))
+        return list(self.restores.arrived(event, self.chains, errand=self._next_errand(), now=now))
 
     def _ended(self, event: Ended, now: float) -> None:
         session_id = self._turns.pop(event.turn_id, None)
+        self.line.over(event.turn_id)
         if session_id is not None:
             block = self.cache.layout.block_tokens
             span = TurnSpan(event.restored, event.prompt, event.tokens, block)

@@ -56,6 +56,7 @@ class _Order:
                 del self._keys[bisect_left(self._keys, key)]
             batch = worker.batch
             self.watch.changed.discard(worker)
+            self.watch.stale.discard(worker)
             self.watch.counted -= batch
             worker.watchers = tuple(one for one in worker.watchers if one is not self.watch)
 
@@ -91,8 +92,11 @@ class _Order:
 
 
 def _key(worker: Worker) -> int:
-    due = int((worker.queue_ms + worker.speed.first_prompt_ms) * 1024.0)
-    crowd = min(worker.bound_sessions + worker.batch, _CROWD_MAX)
+    load = worker.load
+    due = int((load.queue_ms + worker.speed.first_prompt_ms) * 1024.0)
+    crowd = worker.bound_sessions + load.batch
+    if crowd > _CROWD_MAX:
+        crowd = _CROWD_MAX
     return (due << 40) | (crowd << 24) | worker.order
 
 

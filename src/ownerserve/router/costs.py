@@ -84,9 +84,10 @@ class Pricer:
         source: Copy | None,
     ) -> Option:
         """`held` of the `cached` tokens are there, the others come from `source`."""
-        speed, batch, queue_ms = worker.speed, worker.batch, worker.queue_ms
+        speed, load = worker.speed, worker.load
+        batch, queue_ms, occupancy = load.batch, load.queue_ms, load.occupancy
         token_bytes, answer_tokens = speed.kv_bytes_per_token, request.output_tokens
-        prompt_tokens, occupancy = request.prompt_tokens, worker.occupancy
+        prompt_tokens = request.prompt_tokens
         prefill_ms = speed.prefill.ms(prompt_tokens - cached, cached)
         compute_ms = prefill_ms + answer_tokens * (
             speed.step_ms + speed.step_ms_per_sequence * (batch + 1)

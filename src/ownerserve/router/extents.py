@@ -10,8 +10,6 @@ one costs a cache hit; believing a wrong one costs a cache hit too, since the wo
 
 from __future__ import annotations
 
-from weakref import WeakValueDictionary
-
 import msgspec
 
 from ownerserve.kv.ids import PrefixHash
@@ -20,6 +18,10 @@ from ownerserve.router.worker import Worker
 
 COPIES_MAX = 8
 """Copies remembered of one prefix; the one told longest ago is forgotten first."""
+
+
+CLEAN_MIN = 1024
+"""An index of fewer names than this is not worth cleaning."""
 
 
 class Copy(msgspec.Struct, frozen=True, gc=False):
@@ -46,7 +48,7 @@ class Prefix:
     prefix of its own and this one stays as it is: copy-on-write (seed 000 §3.6.6, rules 1 and 3).
     """
 
-    __slots__ = ("__weakref__", "copies", "hash", "refs", "spec_digest", "tokens")
+    __slots__ = ("copies", "hash", "refs", "spec_digest", "tokens")
 
     def __init__(self, tokens: int = 0) -> None:
         self.tokens = tokens
@@ -67,31 +69,51 @@ class Prefix:
 
     def hold(self, worker: Worker | None, tier: Tier, tokens: int) -> None:
         """`worker` holds [0, tokens) in `tier`; what was known of the same place is replaced."""
-        life = 0 if worker is None else worker.life
-        self.drop(worker, tier)
-        self.copies = (Copy(worker, life, tier, tokens), *self.copies[: COPIES_MAX - 1])
+        copy = Copy(worker, 0 if worker is None else worker.life, tier, tokens)
+        copies = self.copies
+        if copies and (
+            len(copies) > 1 or copies[0].worker is not worker or copies[0].tier is not tier
+        ):
+            self.drop(worker, tier)
+            self.copies = (copy, *self.copies[: COPIES_MAX - 1])
+        else:
+            self.copies = (copy,)  # as for most: nobody else holds it
         if tokens > self.tokens:
             self.tokens = tokens
 
     def drop(self, worker: Worker | None, tier: Tier) -> None:
         """The copy in that place is gone."""
         self.copies = tuple(
-            copy for copy in self.copies if copy.worker is not worker or copy.tier is not tier
+            [copy for copy in self.copies if copy.worker is not worker or copy.tier is not tier]
         )
 
 
 class PrefixIndex:
-    """Prefixes by their hash, as long as some session stands on them."""
+    """Prefixes by their hash, as long as some session stands on them.
+
+    Those that nobody stands on any more are let go when they may be half of all: a turn names its
+    prefix anew, and a dictionary of weak references would cost it more than all else here.
+    """
 
     def __init__(self) -> None:
-        self._by_hash: WeakValueDictionary[PrefixHash, Prefix] = WeakValueDictionary()
+        self._by_hash: dict[PrefixHash, Prefix] = {}
+        self._clean_at = CLEAN_MIN
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
 
     def get(self, prefix_hash: PrefixHash) -> Prefix | None:
-        return self._by_hash.get(prefix_hash)
+        prefix = self._by_hash.get(prefix_hash)
+        return prefix if prefix is not None and prefix.refs > 0 else None
 
     def name(self, prefix: Prefix, prefix_hash: PrefixHash) -> None:
         """`prefix` ends in `prefix_hash` now."""
-        if prefix.hash is not None and self._by_hash.get(prefix.hash) is prefix:
-            del self._by_hash[prefix.hash]
+        by_hash = self._by_hash
+        former = prefix.hash
+        if former is not None and by_hash.get(former) is prefix:
+            del by_hash[former]
         prefix.hash = prefix_hash
-        self._by_hash[prefix_hash] = prefix
+        by_hash[prefix_hash] = prefix
+        if len(by_hash) >= self._clean_at:
+            self._by_hash = {name: one for name, one in by_hash.items() if one.refs > 0}
+            self._clean_at = max(CLEAN_MIN, 2 * len(self._by_hash))

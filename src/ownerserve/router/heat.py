@@ -49,10 +49,11 @@ Pressure: TypeAlias = Callable[[Request, Worker, Candidates], float]
 
 def wait_ms(request: Request, worker: Worker, fleet: Candidates) -> float:
     """EAR's pressure: how long others' pending prefill keeps the turn waiting there."""
-    pending = worker.pending_tokens
+    load = worker.load
+    pending = load.pending_tokens
     if pending <= 0 or not request.own_pending_tokens or worker is not request.owner:
-        return worker.queue_ms
-    return worker.queue_ms * max(pending - request.own_pending_tokens, 0) / pending
+        return load.queue_ms
+    return load.queue_ms * max(pending - request.own_pending_tokens, 0) / pending
 
 
 def heat(
@@ -85,4 +86,4 @@ def least_with_room(request: Request, owner: Worker | None, fleet: Candidates) -
 
 
 def _has_room(worker: Worker, tokens: int) -> bool:
-    return worker.kv_bytes_free >= tokens * worker.speed.kv_bytes_per_token
+    return worker.load.kv_bytes_free >= tokens * worker.speed.kv_bytes_per_token

@@ -15,7 +15,8 @@ class RetryBudget:
 
     def earn(self) -> None:
         """A request has arrived."""
-        self._purse = min(self._purse + self._share, self._purse_max)
+        purse = self._purse + self._share
+        self._purse = purse if purse < self._purse_max else self._purse_max
 
     def spend(self, failed_attempts: int) -> bool:
         """Whether a request that failed `failed_attempts` times may be tried again."""

@@ -167,7 +167,10 @@ class RouterState:
         self._retries.earn()
         name, session = None, None
         if event.session is not None:
-            name = self.sessions.resolve(scoped_to_model(event.session, event.model))
+            name = event.session
+            if event.model is not None:
+                name = scoped_to_model(name, event.model)
+            name = self.sessions.resolve(name)
             session = self.sessions.touch(name, now)
             if event.parent is not None and not session.turns:
                 self._knowledge.fork(session, event)
@@ -187,7 +190,9 @@ class RouterState:
                 session.moved_at_s = request.now_s
             self.sessions.bind(session, worker)
         prompt_tokens = request.prompt_tokens
-        prefill_tokens = max(prompt_tokens - decision.cached_tokens, 1)
+        prefill_tokens = prompt_tokens - decision.cached_tokens
+        if prefill_tokens < 1:
+            prefill_tokens = 1
         if prefill is None:
             load = Load(worker, request.now_s, prefill_tokens, prompt_tokens)
             live.loads = (load,)
@@ -205,17 +210,9 @@ class RouterState:
         self._live[receipt] = live
         self.account.reasons[live.reason] += 1
         return Dispatch(
-            receipt=receipt,
-            worker=worker.id,
-            reason=live.reason,
-            attempt=live.attempt,
-            prefill_tokens=prefill_tokens,
-            decision=decision,
-            turn=request.turn,
-            session=live.name,
-            prompt_tokens=prompt_tokens,
-            dp_rank=worker.dp_rank,
-        )
+            receipt, worker.id, live.reason, live.attempt, prefill_tokens, decision, request.turn,
+            live.name, prompt_tokens, worker.dp_rank,
+        )  # fmt: skip
 
     def _refuse(self, refusal: Refusal) -> Refuse:
         self.account.refusals[refusal] += 1

@@ -43,44 +43,60 @@ class Load(msgspec.Struct, gc=False):
     sequences: int = 1
 
 
+class Estimate(msgspec.Struct, gc=False):
+    """Everybody's load at a worker, as far as it is known. Read it at once: it changes in place.
+
+    `pending_tokens` of prefill stand before a new request, for `queue_ms`; `batch` sequences run or
+    wait. `kv_bytes_free` is free or evictable, infinite where nothing is known; `occupancy` the
+    share in use, then 0.
+    """
+
+    pending_tokens: int = 0
+    queue_ms: float = 0.0
+    batch: int = 0
+    kv_bytes_free: float = float("inf")
+    occupancy: float = 0.0
+
+
 class Watch:
     """What an order is told by the workers that stand in it: who changed, how many run in all."""
 
-    __slots__ = ("changed", "counted")
+    __slots__ = ("changed", "counted", "stale")
 
     def __init__(self) -> None:
         self.changed: set[Worker] = set()
+        """Since the order was last asked for."""
+        self.stale: set[Worker] = set()
+        """Since the sum was."""
         self.counted = 0
         """Sequences at all of them, by each one's last estimate."""
 
     @property
     def sequences(self) -> int:
         """Sequences at all of them now."""
-        for worker in self.changed:
-            worker._estimate()
+        if self.stale:
+            for worker in self.stale:
+                if worker.is_old:
+                    worker._estimate()
+            self.stale.clear()
         return self.counted
 
 
 class Worker:
     """One routing unit: a data-parallel rank of an engine process, in its present life.
 
-    `requests`, `pending_prefill_tokens`, `held_tokens` are this router's own dispatches.
-    `pending_tokens`, `queue_ms`, `batch`, `kv_bytes_free`, `occupancy` are the present estimate of
-    everybody's. A change (`refresh`) marks them old, who asks next has them made anew: a turn
-    changes its worker's load six times, and is decided once.
+    `requests`, `pending_prefill_tokens`, `held_tokens` are this router's own dispatches; `load`,
+    and most of its fields under their own names, is the present estimate of everybody's. A change
+    (`refresh`) marks it old, who asks next has it made anew: a turn changes its worker's load six
+    times, and is decided once.
     """
 
     __slots__ = (
-        "_batch",
         "_clock_s",
         "_delta_batch",
         "_delta_held",
         "_delta_pending",
-        "_is_old",
-        "_kv_bytes_free",
-        "_occupancy",
-        "_pending_tokens",
-        "_queue_ms",
+        "_load",
         "_recent",
         "_stamp",
         "bound_sessions",
@@ -88,6 +104,7 @@ class Worker:
         "held_tokens",
         "id",
         "incarnation",
+        "is_old",
         "life",
         "order",
         "pending_prefill_tokens",
@@ -112,11 +129,9 @@ class Worker:
         """Who must know that its load has changed: the orders it stands in (candidates.py)."""
         self.bound_sessions = 0
         self.requests = self.pending_prefill_tokens = self.held_tokens = 0
-        self._is_old = False
-        self._pending_tokens = self._batch = 0
-        self._queue_ms = 0.0
-        self._kv_bytes_free = float("inf")
-        self._occupancy = 0.0
+        self.is_old = False
+        """Whether its load has changed since it was estimated."""
+        self._load = Estimate()
         self._recent: deque[Load] = deque(maxlen=RECENT_MAX)
         self._stamp: WorkerStatus | None = None
         self._clock_s = float("inf")
@@ -143,7 +158,9 @@ class Worker:
         if known is not None:
             self._clock_s += DRIFT * (status.as_of - known.as_of)
         self._stamp = status
-        self._clock_s = min(self._clock_s, now_s - status.as_of)
+        behind_s = now_s - status.as_of
+        if behind_s < self._clock_s:
+            self._clock_s = behind_s
         seen_until_s = status.as_of + self._clock_s - TRANSIT_S
         pending = batch = held = 0
         for load in reversed(self._recent):
@@ -164,14 +181,16 @@ class Worker:
         self._delta_held += load.held_tokens
         self._delta_batch += load.sequences
         self._recent.append(load)
-        self.refresh()
+        if not self.is_old:
+            self.refresh()
 
     def take_prefill(self, load: Load) -> None:
         """Its prefill is over."""
         self.pending_prefill_tokens -= load.prefill_tokens
         self._delta_pending -= load.prefill_tokens
         load.prefill_tokens = 0
-        self.refresh()
+        if not self.is_old:
+            self.refresh()
 
     def take(self, load: Load) -> None:
         """It has ended."""
@@ -184,77 +203,65 @@ class Worker:
         load.prefill_tokens = load.held_tokens = load.sequences = 0
         if self.requests < 0 or self.pending_prefill_tokens < 0 or self.held_tokens < 0:
             raise InvariantViolated(f"invariant 5: load of {self.id} went below zero")
-        self.refresh()
+        if not self.is_old:
+            self.refresh()
 
     def refresh(self) -> None:
         """Its load has changed: say so to the orders that it stands in."""
-        if not self._is_old:
-            self._is_old = True
+        if not self.is_old:
+            self.is_old = True
             for watch in self.watchers:
                 watch.changed.add(self)
+                watch.stale.add(self)
 
-    def _estimate(self) -> None:
-        """Make the estimates anew, if they are old."""
-        if not self._is_old:
-            return
-        self._is_old = False
-        stamp = self._stamp
+    def _estimate(self) -> Estimate:
+        """Make the estimate anew."""
+        self.is_old = False
+        load, stamp = self._load, self._stamp
         pending, batch = self._delta_pending, self._delta_batch
         if stamp is not None:
             pending += stamp.pending_prefill_tokens
             batch += stamp.running_sequences + stamp.waiting_sequences
-        self._pending_tokens = pending = pending if pending > 0 else 0
+        load.pending_tokens = pending = pending if pending > 0 else 0
         batch = batch if batch > 0 else 0
-        more, self._batch = batch - self._batch, batch
+        more, load.batch = batch - load.batch, batch
         prefill = self.speed.prefill
         token_ms = prefill.b_ms
         if self.requests:
             token_ms += prefill.c_ms * (self.held_tokens / self.requests)
-        self._queue_ms = pending * token_ms
+        load.queue_ms = pending * token_ms
         total = free = self.profile.kv_bytes_total
         if stamp is not None:
             total, free = stamp.kv_bytes_total, stamp.kv_bytes_free
         if total:
             left = free - self._delta_held * self.speed.kv_bytes_per_token
-            self._kv_bytes_free = left = 0.0 if left < 0.0 else left if left < total else total
-            self._occupancy = 1.0 - left / total
-        for watch in self.watchers:
-            watch.counted += more
+            load.kv_bytes_free = left = 0.0 if left < 0.0 else left if left < total else total
+            load.occupancy = 1.0 - left / total
+        if more:
+            for watch in self.watchers:
+                watch.counted += more
+        return load
+
+    @property
+    def load(self) -> Estimate:
+        """The present estimate of everybody's load here."""
+        return self._estimate() if self.is_old else self._load
 
     @property
     def pending_tokens(self) -> int:
-        """Prefill that stands before a new request."""
-        if self._is_old:
-            self._estimate()
-        return self._pending_tokens
+        return self._estimate().pending_tokens if self.is_old else self._load.pending_tokens
 
     @property
     def queue_ms(self) -> float:
-        """How long that takes."""
-        if self._is_old:
-            self._estimate()
-        return self._queue_ms
+        return self._estimate().queue_ms if self.is_old else self._load.queue_ms
 
     @property
     def batch(self) -> int:
-        """Sequences that run or wait there."""
-        if self._is_old:
-            self._estimate()
-        return self._batch
-
-    @property
-    def kv_bytes_free(self) -> float:
-        """Free or evictable device memory for state; infinite where nothing is known."""
-        if self._is_old:
-            self._estimate()
-        return self._kv_bytes_free
+        return self._estimate().batch if self.is_old else self._load.batch
 
     @property
     def occupancy(self) -> float:
-        """Share of the device memory for state that is in use; 0 where nothing is known."""
-        if self._is_old:
-            self._estimate()
-        return self._occupancy
+        return self._estimate().occupancy if self.is_old else self._load.occupancy
 
     def _forget_stamps(self) -> None:
         self._stamp = None

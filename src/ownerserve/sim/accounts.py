@@ -67,21 +67,24 @@ class Accounts:
         is_apart = live.mode is ExecutionMode.REMOTE_PREFILL
         row.worker = live.worker.index
         row.preemptions = sequence.preempted
-        row.started_s = max(row.routed_s, row.started_s if is_apart else sequence.begun_s)
+        started_s = row.started_s if is_apart else sequence.begun_s
+        row.started_s = started_s if started_s > row.routed_s else row.routed_s
         row.first_token_s, row.done_s = sequence.first_token_s, now
         row.output_tokens = turn.output_tokens
         row.computed_tokens += sequence.computed_tokens
         if not is_apart:
             row.cached_tokens = sequence.restored_tokens
         from_elsewhere = live.brought_bytes + sequence.loaded_bytes
-        row.restored_tokens = min(
-            row.cached_tokens,
-            round(from_elsewhere / live.worker.unit_bytes * sequence.unit_tokens),
-        )
+        if from_elsewhere:
+            row.restored_tokens = min(
+                row.cached_tokens,
+                round(from_elsewhere / live.worker.unit_bytes * sequence.unit_tokens),
+            )
         row.restore_load_ms += sequence.load_s * 1000.0
         # Attention left out: replays are short, and their tokens' share of a step is what delays.
-        prefill = live.dispatch.decision.worker.speed.prefill
-        row.restore_recompute_ms = sequence.replayed_tokens * prefill.b_ms
+        if sequence.replayed_tokens:
+            prefill = live.dispatch.decision.worker.speed.prefill
+            row.restore_recompute_ms = sequence.replayed_tokens * prefill.b_ms
         if sequence.loaded_bytes and live.mode is None:
             live.mode = ExecutionMode.FETCH
         row.mode = live.mode or self._mode(turn, row.cached_tokens)
@@ -111,15 +114,17 @@ class Accounts:
         )
         if row.prefill_worker != NO_WORKER:
             known.served_by.add(row.prefill_worker)
-        before_units = self._before(live)
-        for index in sorted(known.served_by - {here.index}):
-            units = self._workers[index].resident_units(turn.prompt)
-            if not units:
-                known.served_by.discard(index)
-            count = min(round((units - before_units) * unit_bytes), row.placed_bytes)
-            row.duplicate_bytes = max(row.duplicate_bytes, count)
-        if row.duplicate_bytes and row.owner_wait_ms <= self._hot_ms:
-            row.avoidable_bytes = row.duplicate_bytes
+        elsewhere = known.served_by - here.alone
+        if elsewhere:
+            before_units = self._before(live)
+            for index in sorted(elsewhere):
+                units = self._workers[index].resident_units(turn.prompt)
+                if not units:
+                    known.served_by.discard(index)
+                count = min(round((units - before_units) * unit_bytes), row.placed_bytes)
+                row.duplicate_bytes = max(row.duplicate_bytes, count)
+            if row.duplicate_bytes and row.owner_wait_ms <= self._hot_ms:
+                row.avoidable_bytes = row.duplicate_bytes
         known.served_by.add(here.index)
         known.tokens = turn.prompt_tokens + turn.output_tokens - 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,7 +33,7 @@ from ownerserve.sim.layout import slots_for, unit_model
 from ownerserve.sim.lobby import Lobby
 from ownerserve.sim.media import duplex
 from ownerserve.sim.nodes import NodeMaker
-from ownerserve.sim.oracle.horizon import Foresight, NextUse
+from ownerserve.sim.oracle.horizon import PARTS, Foresight, NextUse
 from ownerserve.sim.oracle.infinite import FreeTransfer
 from ownerserve.sim.ownership import Ownership
 from ownerserve.sim.pace import Pace, load_pace, load_pace_file
@@ -112,8 +113,12 @@ def build(workload: Workload, setup: Setup, parts: Parts = PRODUCTION) -> Built:
     transfers = make_transfers(heap, setup.transfer_s)
     fleet = Fleet(heap, workload, router, transfers=transfers, hot_ms=settings.hot_ms)
     fleet.ownership = Ownership(heap, router.handle, delay_s=setup.directory_ms / 1000.0)
-    if setup.oracle == "horizon":
-        fleet.foresight = Foresight(workload).priority
+    if setup.oracle in PARTS:
+        knows = PARTS[setup.oracle]
+        fleet.foresight = Foresight(workload, fleet.workers, router, knows=knows)
+        if knows.next_use:
+            order = partial(NextUse, fleet.foresight.next_s)
+            parts = msgspec.structs.replace(parts, order=order)
     nodes = NodeMaker(setup, pace, model)
     if setup.seats is not None:
         fleet.lobby = Lobby(heap, Seats(router.fleet, setup.seats))
@@ -173,8 +178,7 @@ def _machines(
     setup: Setup, pace: Pace, nodes: NodeMaker, parts: Parts
 ) -> Callable[[Worker], Machine]:
     """How each life of a worker is made."""
-    order = NextUse if setup.oracle == "horizon" else parts.order
-    order = order or ORDERS.get(setup.cache_policy)
+    order = parts.order or ORDERS.get(setup.cache_policy)
     if order is None:
         known = ", ".join(sorted(ORDERS))
         raise InvalidInput("cache_policy", f"{setup.cache_policy!r}", f"use one of {known}")

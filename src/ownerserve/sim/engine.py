@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from math import ceil, sqrt
+from operator import attrgetter
 
 import msgspec
 
@@ -33,6 +34,7 @@ from ownerserve.sim.pace import Pace
 from ownerserve.sim.sequence import Sequence
 
 FOLD_MAX = 1 << 30
+_order_of = attrgetter("order")
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -95,7 +97,7 @@ class Engine:
         self._hooks = hooks
         self._has_points = bool(cache.layout.point_names)
         self._waiting: deque[Sequence] = deque()
-        self._prefilling: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
         self._order = 0
         self._starved_room = -1  # blocks to be had when the queue's head was refused; -1: it wasn't
         self._has_preempted = False
@@ -104,21 +106,23 @@ class Engine:
         self._failed: list[Sequence] = []
         self._at_risk: set[TurnId] = set()
         self._first_ms = self._growth_ms = 0.0
+        self._new = 0  # tokens of prefill in the step
         self._context = 0  # sum of positions over `decoding`
 
     # -- what others see ------------------------------------------------------------------------
 
     @property
     def running(self) -> int:
-        return len(self.decoding) + len(self._prefilling)
+        return len(self.decoding) + len(self.prefilling)
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
     @property
-    def is_stepping(self) -> bool:
-        return self._steps > 0
+    def folds(self) -> bool:
+        """Whether more than one step is in flight, which `shorten` could end earlier."""
+        return self._steps > 1
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -131,11 +135,11 @@ class Engine:
 
     def checkpoint(self, turns: Iterable[TurnId]) -> None:
         """Keep these prefills' state at the boundary they reach next; others do so anyway."""
-        self._at_risk.update({s.turn_id for s in self._prefilling}.intersection(turns))
+        self._at_risk.update({s.turn_id for s in self.prefilling}.intersection(turns))
 
     def everyone(self) -> list[Sequence]:
         """All sequences here, oldest first."""
-        return sorted((*self._waiting, *self._prefilling, *self.decoding), key=_order_of)
+        return sorted((*self._waiting, *self.prefilling, *self.decoding), key=_order_of)
 
     def start(self, now: float) -> float | None:
         """Plan what runs next; how many seconds it takes. None: nothing can run."""
@@ -145,14 +149,13 @@ class Engine:
         for sequence in [s for s in self.decoding if s.position >= s.reserved * unit]:
             if sequence in self.decoding:  # nobody older has thrown it out
                 self._make_room(sequence, sequence.position + 1, now)
-        if self._waiting or self._prefilling:
+        if self._waiting or self.prefilling:
             self._plan_chunks(now)
         if not self._chunks and not self.decoding:
             return None
         self._has_preempted = False  # the next step may let somebody in: no fold then
         self._steps = 1 if self._chunks or (self._waiting and self._lets_in()) else self._fold()
-        self._time()
-        return self._duration_ms(self._steps) / 1000.0
+        return self._time() / 1000.0
 
     def shorten(self, elapsed_s: float, now: float) -> float | None:
         """Something arrived `elapsed_s` into a fold: end it with the step that is under way.
@@ -215,27 +218,30 @@ class Engine:
 
     # -- time -----------------------------------------------------------------------------------
 
-    def _time(self) -> None:
-        new, weighted = 0, 0.0
+    def _time(self) -> float:
+        """How long the steps take, in ms."""
+        new, weighted, steps = 0, 0.0, self._steps
         for sequence, tokens in self._chunks:
             new += tokens
             weighted += tokens * (sequence.position + 0.5 * tokens)
         batch = len(self.decoding)
-        self._first_ms = self._pace.step_ms(new, weighted, self._context, batch)
-        self._growth_ms = self._pace.d_ms * batch
+        self._new = new
+        self._first_ms = first_ms = self._pace.step_ms(new, weighted, self._context, batch)
+        self._growth_ms = growth_ms = self._pace.d_ms * batch
+        return steps * first_ms + growth_ms * (steps * (steps - 1) / 2)
 
     def _duration_ms(self, steps: int) -> float:
         return steps * self._first_ms + self._growth_ms * (steps * (steps - 1) / 2)
 
     def _count(self, steps: int) -> None:
         counts, batch = self.counts, len(self.decoding)
-        took_ms = self._duration_ms(steps)
+        took_ms = steps * self._first_ms + self._growth_ms * (steps * (steps - 1) / 2)
         counts.steps += steps
         counts.busy_ms += took_ms
         counts.decoded_tokens += steps * batch
         counts.decoding_ms += took_ms * batch
         if self._chunks:
-            counts.prefill_tokens += sum([tokens for _, tokens in self._chunks])
+            counts.prefill_tokens += self._new
             if batch:
                 alone_ms = self._pace.step_ms(0, 0.0, self._context, batch)
                 counts.interfered_ms += batch * (took_ms - alone_ms)
@@ -246,22 +252,23 @@ class Engine:
         """Steps until the first answer ends, as many of them as there is room for, and no more
         than to where a pool is called short: the node looks then. The first one's blocks are
         reserved."""
-        steps = min(self._longest_fold, min([sequence.left for sequence in self.decoding]))
-        steps = self._within(steps, self._cache.rooms.obtainable_blocks())
+        steps = min(self._longest_fold, *[sequence.left for sequence in self.decoding])
         rooms, low = self._cache.rooms, self._cache.pressure.watermarks.low
         spare = rooms.blocks.free - low * rooms.blocks.capacity
-        if spare >= 0:
-            steps = min(steps, self._within(steps, int(spare)) + 1)
-        if any(pool.free - len(self.decoding) < low * pool.capacity for pool in rooms.points):
-            size = self._unit * self._block
-            steps = min(steps, *[size - s.position % size for s in self.decoding])
+        most = len(self.decoding) * (steps // self._unit // self._block + 2)
+        if most > spare:  # else there is room enough wherever they stand
+            steps = self._within(steps, rooms.obtainable_blocks())
+            if spare >= 0:
+                steps = min(steps, self._within(steps, int(spare)) + 1)
+        for pool in rooms.points:
+            if pool.free - len(self.decoding) < low * pool.capacity:
+                size = self._unit * self._block
+                return min(steps, *[size - s.position % size for s in self.decoding])
         return steps
 
     def _within(self, steps: int, blocks: int) -> int:
         """The most steps, up to `steps`, that take no more than so many blocks."""
-        size = self._block
-        most = len(self.decoding) * (steps // self._unit // size + 2)  # wherever they stand
-        if most <= blocks or self._needed(steps) <= blocks:
+        if self._needed(steps) <= blocks:
             return steps
         low, high = 1, steps
         while high - low > 1:
@@ -284,11 +291,11 @@ class Engine:
 
     def _plan_chunks(self, now: float) -> None:
         budget = self._limits.step_tokens - len(self.decoding)
-        for sequence in tuple(self._prefilling):
+        for sequence in tuple(self.prefilling):
             if budget <= 0:
                 return
             tokens = min(budget, sequence.target - sequence.position)
-            if sequence in self._prefilling and self._make_room(
+            if sequence in self.prefilling and self._make_room(
                 sequence, sequence.position + tokens, now
             ):
                 self._chunks.append((sequence, tokens))
@@ -298,20 +305,16 @@ class Engine:
 
     def _lets_in(self) -> bool:
         """Whether the queue's head is to be tried: not again before there is more room."""
-        if self.running >= self._limits.running or (self._has_preempted and self.running):
+        running = len(self.decoding) + len(self.prefilling)
+        if running >= self._limits.running or (self._has_preempted and running):
             return False
         return self._starved_room < 0 or self._cache.rooms.obtainable_blocks() > self._starved_room
 
     def _admit(self, sequence: Sequence, budget: int, now: float) -> int:
         """Begin the queue's head and plan its first chunk; 0 when it can't begin now: only the
         first chunk's room is taken, but there must be room for all (scheduler_reserve_full_isl)."""
-        turn = Turn(
-            sequence.turn_id,
-            sequence.turn.name,
-            sequence.prompt,
-            sequence.priority,
-            sequence.ttl_s,
-        )
+        turn_id, prompt = sequence.turn_id, sequence.prompt
+        turn = Turn(turn_id, sequence.turn.name, prompt, sequence.priority, sequence.ttl_s)
         resume = self._hooks.resume(turn.tokens) if self._has_points else None
         begun = self._cache.begin(turn, now, resume=resume)
         if isinstance(begun, Refused):
@@ -320,12 +323,12 @@ class Engine:
             else:
                 self._starved_room = self._cache.rooms.obtainable_blocks()
             return 0
-        unit = self._unit
-        sequence.told, sequence.write_floor = begun.restored, begun.write_floor
-        sequence.position = begun.restored * unit
+        unit, restored = self._unit, begun.restored
+        sequence.told, sequence.write_floor = restored, begun.write_floor
+        sequence.position = restored * unit
         sequence.reserved = begun.write_floor
-        sequence.replayed_tokens = (begun.write_floor - begun.restored) * unit
-        if sequence.landed_tokens // unit <= begun.restored:
+        sequence.replayed_tokens = (begun.write_floor - restored) * unit
+        if sequence.landed_tokens and sequence.landed_tokens // unit <= restored:
             sequence.position = max(
                 sequence.position, min(sequence.landed_tokens, sequence.target - 1)
             )
@@ -350,7 +353,7 @@ class Engine:
             )
         self._waiting.popleft()
         self._recount(sequence, sequence.target - sequence.position)
-        self._prefilling.append(sequence)
+        self.prefilling.append(sequence)
         self._chunks.append((sequence, tokens))
         return tokens
 
@@ -392,12 +395,12 @@ class Engine:
 
     def _preempt_youngest(self, now: float) -> Sequence:
         self._has_preempted = True
-        victim = max((*self.decoding, *self._prefilling), key=_order_of)
+        victim = max((*self.decoding, *self.prefilling), key=_order_of)
         if victim in self.decoding:
             self.decoding.remove(victim)
             self._context -= victim.position
         else:
-            self._prefilling.remove(victim)
+            self.prefilling.remove(victim)
             self._chunks = [chunk for chunk in self._chunks if chunk[0] is not victim]
         is_alone = not self.running
         self._put_back(victim, now)
@@ -433,11 +436,12 @@ class Engine:
         """A chunk is computed; the one that ends the prefill samples a token."""
         sequence.position += tokens
         sequence.computed_tokens += tokens
-        self._recount(sequence, sequence.target - sequence.position)
+        left = sequence.target - sequence.position
+        self._recount(sequence, left)
         self._tell(sequence, now)
-        if sequence.position < sequence.target:
+        if left > 0:
             return
-        self._prefilling.remove(sequence)
+        self.prefilling.remove(sequence)
         sequence.left -= 1
         if sequence.first_token_s < 0.0:
             sequence.first_token_s = now
@@ -485,16 +489,12 @@ class Engine:
     def check(self) -> None:
         """Raise InvariantViolated unless cache, queue and counts agree."""
         self._cache.check()
-        inside = {s.turn_id for s in (*self._prefilling, *self.decoding)}
+        inside = {s.turn_id for s in (*self.prefilling, *self.decoding)}
         if inside != set(self._cache.running):
             raise InvariantViolated("the cache runs other turns than the engine")
         queue = [sequence.order for sequence in self._waiting]
         if queue != sorted(queue):
             raise InvariantViolated("the queue is not oldest first")
-        pending = sum(s.pending_tokens for s in (*self._waiting, *self._prefilling))
+        pending = sum(s.pending_tokens for s in (*self._waiting, *self.prefilling))
         if pending != self.pending_tokens:
             raise InvariantViolated(f"{self.pending_tokens} pending tokens counted, not {pending}")
-
-
-def _order_of(sequence: Sequence) -> int:
-    return sequence.order

@@ -12,7 +12,6 @@ Every released turn ends in exactly one row: served, refused or failed (invarian
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -47,15 +46,13 @@ from ownerserve.sim.heap import Heap
 from ownerserve.sim.lobby import Lobby
 from ownerserve.sim.metrics.counters import Counters
 from ownerserve.sim.metrics.rows import NO_WORKER, Finished, Rows
-from ownerserve.sim.ownership import Ownership, prefix_name
+from ownerserve.sim.oracle.horizon import Foresight
+from ownerserve.sim.ownership import Ownership
 from ownerserve.sim.sequence import Sequence, sequence_of
 from ownerserve.sim.transfers import Brought, Landing, Transfers
-from ownerserve.sim.turns import Turn
+from ownerserve.sim.turns import Turn, prefix_name
 from ownerserve.sim.worker import Worker
 from ownerserve.sim.workload import Workload
-
-FOR_EVER_S = 1e15
-"""With foresight a soft reference lasts until its conversation has gone on."""
 
 BYTES_PER_TOKEN = 4
 """Of a request's body; the router learns each session's own ratio from what was counted."""
@@ -86,8 +83,8 @@ class Fleet:
         self.workers: list[Worker] = []
         self.ownership: Ownership | None = None
         self.lobby = Lobby(heap, None)
-        self.foresight: Callable[[Turn, float], int] | None = None
-        """An oracle's word on what a turn's state is worth keeping for; nobody else has it."""
+        self.foresight: Foresight | None = None
+        """An oracle that is told what turns do, and knows when they come back."""
         self.router = router
         self._heap = heap
         self._workload = workload
@@ -132,14 +129,17 @@ class Fleet:
 
     def begin(self) -> None:
         """Release what is known at the start."""
-        self._release_all(self._workload.first(self._heap.now))
+        releases = self._workload.first(self._heap.now)
+        self._coming += len(releases)
+        self._heap.begin_with([(when_s, partial(self._release, key)) for when_s, key in releases])
 
     # -- a turn's way in ------------------------------------------------------------------------
 
     def _release_all(self, releases: list[tuple[float, Any]]) -> None:
+        heap = self._heap
         self._coming += len(releases)
         for when_s, key in releases:
-            self._heap.at(max(when_s, self._heap.now), partial(self._release, key))
+            heap.at(when_s if when_s > heap.now else heap.now, partial(self._release, key))
 
     def _release(self, key: Any, now: float) -> None:
         self._coming -= 1
@@ -148,20 +148,16 @@ class Fleet:
         self.lobby.enter(turn, self._arrive, now)
 
     def _arrive(self, turn: Turn, now: float) -> None:
+        if self.foresight is not None:
+            self.foresight.arrived(turn, now)
         row = Finished(
-            number=turn.number,
-            session=turn.session,
-            position=turn.position,
-            arrived_s=turn.arrived_s,
-            prompt_tokens=turn.prompt_tokens,
-            wanted_tokens=turn.output_tokens,
-        )
+            turn.number, turn.session, turn.position, turn.arrived_s, turn.prompt_tokens,
+            turn.output_tokens,
+        )  # fmt: skip
         row.routed_s = now
+        shared_bytes = turn.shared_tokens * BYTES_PER_TOKEN if turn.parent else None
         arrive = Arrive(
-            session=turn.name,
-            prompt_bytes=turn.prompt_tokens * BYTES_PER_TOKEN,
-            parent=turn.parent,
-            shared_bytes=turn.shared_tokens * BYTES_PER_TOKEN if turn.parent else None,
+            turn.name, turn.prompt_tokens * BYTES_PER_TOKEN, None, turn.parent, shared_bytes
         )
         owner = self._owner(turn.name)
         if owner is not None:
@@ -184,26 +180,15 @@ class Fleet:
         return self.workers[dispatch.decision.worker.order]
 
     def _sequence(self, turn: Turn) -> Sequence:
-        sequence = sequence_of(turn, self._workload.block_tokens)
-        if self.foresight is not None:
-            self._forget_elsewhere(turn)
-            sequence.priority = self.foresight(turn, self._heap.now)
-            sequence.ttl_s = FOR_EVER_S
-        return sequence
-
-    def _forget_elsewhere(self, turn: Turn) -> None:
-        """Who knows the future also knows where a session does not come back to: the turn renews
-        the reference where it runs."""
-        for worker in self.workers:
-            session = worker.cache.sessions.get(turn.name)
-            if session is not None and not session.running:
-                worker.cache.sessions.release(turn.name)
+        return sequence_of(turn, self._workload.block_tokens)
 
     def _place(self, live: Live, now: float) -> None:
         """Perform the decision."""
         decision, turn = live.dispatch.decision, live.turn
         live.decided_s = live.row.routed_s = now
         live.row.action = decision.action
+        if self.foresight is not None:
+            self.foresight.runs_at(turn, live.worker)
         if self.ownership is not None:
             self.ownership.runs_at(turn.name, live.worker.unit, parent=turn.parent, now=now)
         source = None if decision.source is None else decision.source.worker
@@ -356,6 +341,8 @@ class Fleet:
         self._over(turn, self._workload.failed(turn, now), now)
 
     def _over(self, turn: Turn, releases: list[tuple[float, Any]], now: float) -> None:
+        if self.foresight is not None:
+            self.foresight.over(turn, releases, now)
         if self._workload.ended > len(self.counters.completed):
             self.counters.completed.append(turn.session)
         if turn.is_last:

@@ -12,32 +12,34 @@ def status(worker: Worker, now: float) -> WorkerStatus:
     """The stamp on an answer. What can be evicted counts as free: a new turn could have it."""
     machine, restoring = worker.machine, worker.restoring
     engine = machine.engine
+    pending, waiting = engine.pending_tokens, engine.waiting
+    if restoring:
+        pending, waiting = pending_tokens(worker), waiting + len(restoring)
+    free_bytes = machine.cache.rooms.obtainable_blocks() * worker.block_bytes
+    running = len(engine.decoding) + len(engine.prefilling)
     return WorkerStatus(
-        unit=worker.unit,
-        as_of=now,
-        pending_prefill_tokens=pending_tokens(worker) if restoring else engine.pending_tokens,
-        running_sequences=engine.running,
-        waiting_sequences=engine.waiting + len(restoring),
-        kv_bytes_free=machine.cache.rooms.obtainable_blocks() * worker.block_bytes,
-        kv_bytes_total=worker.kv_bytes_total,
+        worker.unit, now, pending, running, waiting, free_bytes, worker.kv_bytes_total
     )
 
 
 def pending_tokens(worker: Worker) -> int:
     """Prompt tokens that are there and not computed."""
-    restoring = sum([sequence.pending_tokens for sequence in worker.restoring.values()])
-    return worker.machine.engine.pending_tokens + restoring
+    tokens = worker.machine.engine.pending_tokens
+    for sequence in worker.restoring.values():
+        tokens += sequence.pending_tokens
+    return tokens
 
 
 def sample(worker: Worker) -> WorkerSample:
     """Its load now."""
     engine, blocks = worker.machine.engine, worker.machine.cache.rooms.blocks
-    return WorkerSample(
-        pending_prefill_tokens=pending_tokens(worker),
-        running_sequences=engine.running,
-        hbm_used_bytes=(blocks.capacity - blocks.free) * worker.block_bytes,
-        busy_s=sum([machine.engine.counts.busy_ms for machine in worker.lives]) / 1000.0,
-    )
+    busy_ms = 0.0
+    for machine in worker.lives:
+        busy_ms += machine.engine.counts.busy_ms
+    pending = pending_tokens(worker) if worker.restoring else engine.pending_tokens
+    used_bytes = (blocks.capacity - blocks.free) * worker.block_bytes
+    running = len(engine.decoding) + len(engine.prefilling)
+    return WorkerSample(pending, running, used_bytes, busy_ms / 1000.0)
 
 
 def tally(worker: Worker, counters: Counters) -> None:

@@ -6,7 +6,8 @@ the order in which they were asked for, so a run is the same every time (invaria
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from math import inf
 
@@ -37,6 +38,8 @@ class Heap:
         self._order = 0
         self._left = 0
         self._waiting: list[tuple[float, int, Entry]] = []
+        self._far: list[tuple[float, int, Entry]] = []
+        """What was known at the start, the next one last: it need not make the heap deep."""
 
     def at(self, when_s: float, call: Call) -> Entry:
         """Make `call(now)` happen at `when_s`, which must not be past."""
@@ -47,36 +50,43 @@ class Heap:
         heappush(self._waiting, (when_s, self._order, entry))
         return entry
 
+    def begin_with(self, calls: Iterable[tuple[float, Call]]) -> None:
+        """As `at` for each; to be called before anything happens."""
+        for when_s, call in calls:
+            self._order += 1
+            self._far.append((max(when_s, self.now), self._order, Entry(when_s, call)))
+        self._far.sort(reverse=True)
+
     def next_s(self) -> float | None:
         """The instant of the next call, if any waits (it may be a cancelled one's)."""
-        return self._waiting[0][0] if self._waiting else None
+        first = [queue[at][0] for queue, at in ((self._waiting, 0), (self._far, -1)) if queue]
+        return min(first, default=None)
 
     def run(self, until_s: float = inf) -> None:
         """Let everything happen up to and at `until_s`, or until `stop`."""
-        waiting = self._waiting
-        self._left = 1
-        while self._left and waiting and waiting[0][0] <= until_s:
-            self._next()
+        self._happen(until_s, sys.maxsize)
 
     def run_some(self, count: int) -> None:
         """Let the next `count` calls happen, or all when there are fewer, or until `stop`."""
-        waiting = self._waiting
+        self._happen(inf, count)
+
+    def _happen(self, until_s: float, count: int) -> None:
+        waiting, far = self._waiting, self._far
         self._left = count
-        while self._left > 0 and waiting:
-            happened = self._next()  # which may stop: not in one line with the subtraction
-            self._left -= happened
+        while self._left > 0 and (waiting or far):
+            is_far = far and (not waiting or far[-1] < waiting[0])
+            when_s, order, entry = far.pop() if is_far else heappop(waiting)
+            if when_s > until_s:
+                heappush(waiting, (when_s, order, entry))
+                return
+            call = entry.call
+            if call is not None:  # else it was cancelled
+                entry.call = None
+                self.now = when_s
+                self.events += 1
+                self._left -= 1
+                call(when_s)  # which may stop: last
 
     def stop(self) -> None:
         """From within a call: nothing more happens before the next `run` or `run_some`."""
         self._left = 0
-
-    def _next(self) -> int:
-        """Take the next entry; 1 when it had a call, 0 when that was cancelled."""
-        when_s, _, entry = heappop(self._waiting)
-        call, entry.call = entry.call, None
-        if call is None:
-            return 0
-        self.now = when_s
-        self.events += 1
-        call(when_s)
-        return 1

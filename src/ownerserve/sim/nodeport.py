@@ -54,6 +54,7 @@ from ownerserve.plan.restore import Planner
 from ownerserve.sim.layout import UnitModel, unit_defaults, unit_policy
 from ownerserve.sim.media import Duplex, in_series
 from ownerserve.sim.store import Move, Present, Reading, Room, SimStore
+from ownerserve.sim.stored import held_units
 from ownerserve.store.model import MissReason
 
 TICK_S = 0.01
@@ -161,6 +162,10 @@ class SimNode:
     def report(self, turn_id: TurnId) -> RestoreReport | None:
         """What came of a turn's restore, once."""
         return self.state.report(turn_id)
+
+    def stored_units(self, prompt: Packed) -> int:
+        """How much of a prompt lies in this worker's host memory, up to where one could go on."""
+        return held_units(self.state.names, self.state.chains.peek(prompt), self.store)
 
     def look(self, now: float) -> None:
         """See that a tick comes when one is due. To be called when the cache took or gave room."""
@@ -341,7 +346,6 @@ class DeviceOnly:
         """Only an arrival matters: it starts."""
         if isinstance(event, Arrived):
             self._started(event.turn_id, now)
-        self.look(now)
 
     def resume(self, tokens: Packed) -> Resume | None:
         """At the deepest complete point, as the cache does by itself."""
@@ -354,6 +358,10 @@ class DeviceOnly:
     def report(self, turn_id: TurnId) -> RestoreReport | None:
         """Nothing is ever brought."""
         return None
+
+    def stored_units(self, prompt: Packed) -> int:
+        """It has nothing below the device."""
+        return 0
 
     def look(self, now: float) -> None:
         """Make room where little is left."""

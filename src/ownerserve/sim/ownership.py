@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ownerserve.directory.messages import Refused
+from ownerserve.directory.owner import RENEW_AT
 from ownerserve.directory.records import Key
 from ownerserve.directory.state import DirectoryState
 from ownerserve.kv.epoch import Term
-from ownerserve.kv.ids import PrefixHash, SessionId
+from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.router.gateway.owners import Owners
 from ownerserve.router.gateway.stamps import Extent
@@ -22,9 +23,10 @@ from ownerserve.sim.heap import Heap
 
 LEASE_S = 60.0
 """Longer than a live fleet's, so that renewals do not outnumber turns on a trace of days."""
-SWEEP_S = 600.0
+SWEEP_S = 3600.0
 SWEEP_RECORDS = 500
-"""So many are looked at so often: a live gateway sweeps in parts too."""
+"""So many are looked at so often: a live gateway sweeps in parts too. What a sweep cleans up has
+been silent for a day."""
 
 
 class Ownership:
@@ -57,7 +59,8 @@ class Ownership:
     ) -> None:
         """A turn was sent."""
         self.owners.runs_at(session, unit, parent=parent)
-        self._ask_soon(now)
+        if self.owners.has_wishes:  # else the session is where it was: there is nothing to say
+            self._ask_soon(now)
 
     def stands_on(
         self, session: SessionId, unit: RoutingUnit, extent: Extent, *, now: float
@@ -121,8 +124,3 @@ class Ownership:
 
     def _again(self, now: float) -> None:
         self._ask_soon(now)
-
-
-def prefix_name(last_unit: bytes) -> PrefixHash:
-    """A prefix by its last unit: ids are chained, so the last one names all before it."""
-    return PrefixHash(bytes(28) + last_unit)

@@ -29,6 +29,9 @@ Progress = Callable[[int, int], None]
 REPORT_EVERY = 256
 MOST_SAMPLES = 1024
 """Of load over a run's time: enough for a heat map; a trace of days is sampled less often."""
+MOST_READINGS = 256 * 1024
+"""Of all workers together: a large fleet is sampled less often too, but never less than this:"""
+FEWEST_SAMPLES = 128
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -47,12 +50,18 @@ def simulate(
     """All of `trace` on the fleet of `setup`; `parts` replace some of production's."""
     workload = Workload.of(trace, setup.shape)
     built = build(workload, setup, parts)
-    samples = Samples(setup.workers, setup.sample_s, most=MOST_SAMPLES)
+    samples = Samples(setup.workers, setup.sample_s, most=most_samples(setup.workers))
     _sample(built.heap, built.fleet, samples, built.heap.now)
     built.fleet.begin()
     _run(built, workload.requests, progress)
     _note(built.fleet, samples, built.heap.now)
     return finish(built, setup, samples, trace)
+
+
+def most_samples(workers: int) -> int:
+    """How many samples a run of so many workers keeps; an even number."""
+    readings = MOST_READINGS // workers // 2 * 2
+    return min(MOST_SAMPLES, max(FEWEST_SAMPLES, readings))
 
 
 def finish(built: Built, setup: Setup, samples: Samples, trace: Trace) -> Result:

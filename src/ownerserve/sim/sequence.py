@@ -53,6 +53,8 @@ class Sequence(msgspec.Struct, gc=False, eq=False):
     @property
     def prompt(self) -> Packed:
         """The units of `target` tokens, the last one perhaps in part."""
+        if self.target == self.turn.prompt_tokens:
+            return self.turn.prompt  # until it is preempted
         return self.units[: -(-self.target // self.unit_tokens) * TOKEN_BYTES]
 
     def forget(self) -> None:
@@ -66,13 +68,12 @@ class Sequence(msgspec.Struct, gc=False, eq=False):
 
 def sequence_of(turn: Turn, unit_tokens: int) -> Sequence:
     """A turn that has computed nothing yet."""
-    spare = bytes(TOKEN_BYTES)  # a unit that never becomes full has no id of its own
-    return Sequence(
-        turn=turn,
-        turn_id=TurnId(f"t{turn.number}"),
-        unit_tokens=unit_tokens,
-        units=turn.prompt + turn.output + spare,
-        target=turn.prompt_tokens,
-        left=turn.output_tokens,
-        pending_tokens=turn.prompt_tokens,
-    )
+    turn_id = TurnId(f"t{turn.number}")
+    units = turn.prompt + turn.output + _SPARE
+    sequence = Sequence(turn, turn_id, unit_tokens, units, turn.prompt_tokens, turn.output_tokens)
+    sequence.pending_tokens = turn.prompt_tokens
+    return sequence
+
+
+_SPARE = bytes(TOKEN_BYTES)
+"""A unit that never becomes full has no id of its own."""

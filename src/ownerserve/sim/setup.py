@@ -17,6 +17,7 @@ from ownerserve.sim.faults import Fault
 from ownerserve.sim.faults import check as check_faults
 from ownerserve.sim.workload import Shape
 
+Oracle = Literal["", "infinite", "horizon", "next-use", "places", "residents", "places-residents"]
 PD = ("static_pd", "static_pd_delta", "round_robin_pd")
 """Policies that want workers of two kinds."""
 
@@ -61,7 +62,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     longest_fold      decode steps in one event at most; 1 simulates every step
     transfer_s        after so long without room a transfer is given up
     cache_policy      eviction order on the device (cache.policies)
-    oracle            "": none; "infinite" or "horizon": see sim.oracle
+    oracle            "": none; "infinite", "horizon" or a part of that: see sim.oracle
     seats             how many sessions may run at once (router.seats); None: all that come
     hot_ms, cool_s    T_hot and T_cool; None: derived from the pace (router.derive)
     sample_s          how often load is sampled for heat maps and indices
@@ -79,7 +80,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     longest_fold: int = FOLD_MAX
     transfer_s: float = 30.0
     cache_policy: str = "cost-aware"
-    oracle: Literal["", "infinite", "horizon"] = ""
+    oracle: Oracle = ""
     seats: SeatSettings | None = None
     hot_ms: float | None = None
     cool_s: float | None = None

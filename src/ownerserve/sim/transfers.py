@@ -13,7 +13,7 @@ matchable there before all of it has landed. W9's machines replace this model.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
@@ -25,6 +25,7 @@ from ownerserve.kv.ids import Incarnation, PrefixHash
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.media import through
+from ownerserve.sim.turns import prefix_name
 from ownerserve.sim.worker import Worker
 
 
@@ -62,6 +63,17 @@ class _Wish(msgspec.Struct, gc=False):
     asked_s: float
 
 
+class ChainedIds(HashedPrefix):
+    """Unit ids are chained over a run: the last one names all before it, and nothing is hashed."""
+
+    def digest_of(self, tokens: Packed) -> PrefixHash:
+        """The name of `tokens`."""
+        return prefix_name(tokens)
+
+
+_CHAINED = ChainedIds(1)
+
+
 class Transfers:
     """Between all workers of a fleet."""
 
@@ -71,12 +83,12 @@ class Transfers:
         self._heap = heap
         self._timeout_s = timeout_s
         self._waiting: dict[int, deque[_Wish]] = {}
-        self._hashed: OrderedDict[bytes, HashedPrefix] = OrderedDict()
 
     def bring(
         self, source: Worker, target: Worker, prompt: Packed, *, then: Then, now: float
     ) -> None:
-        """Copy what `source` has of `prompt`, and `target` lacks. `then` is called later."""
+        """Copy what `source` has of `prompt`, on the device or in host memory, and `target` lacks.
+        `then` is called later."""
         lives = (source.incarnation, target.incarnation)
         wish = _Wish(source, target, lives, prompt, then, now)
         if self._waiting.get(target.index):
@@ -100,15 +112,14 @@ class Transfers:
         if died is not None:
             self._heap.at(now, partial(wish.then, Brought(died, waited_s=now - wish.asked_s)))
             return
-        held, there = _complete(source.cache.match(wish.prompt)), target.cache.match(wish.prompt)
-        if held <= _complete(there):
+        held, there = _held(source, wish.prompt), _held(target, wish.prompt)
+        if held <= there:
             brought = Brought(Landing.NOTHING_TO_BRING, waited_s=now - wish.asked_s)
             self._heap.at(now, partial(wish.then, brought))
             return
         tokens = wish.prompt[: held * TOKEN_BYTES]
         points = (held,) if target.point_bytes else ()
-        digest, hashed = self._hash(tokens, target.cache.layout.block_tokens)
-        arrival = Arrival(tokens, digest, _SIGNED, points, hashed)
+        arrival = Arrival(tokens, prefix_name(tokens), _SIGNED, points, _CHAINED)
         target.settle(now)
         room = target.cache.ingest.reserve(arrival, now)
         if not isinstance(room, Reserved):
@@ -123,19 +134,6 @@ class Transfers:
         brought = Brought(landing, held, count, now - wish.asked_s)
         ends_s = min(done_s, max(now, wish.asked_s + self._timeout_s))
         self._heap.at(ends_s, partial(self._ended, wish, room.ticket, brought))
-
-    def _hash(self, tokens: Packed, block_tokens: int) -> tuple[PrefixHash, HashedPrefix]:
-        """Of whole blocks. What was hashed of a conversation is kept for its next transfer."""
-        key = tokens[:_TELLING]
-        known = self._hashed.pop(key, None)
-        digest = None if known is None else known.digest_of(tokens)
-        if known is None or (digest is None and not known.grow(tokens)):
-            known = HashedPrefix(block_tokens)
-            known.grow(tokens)
-        self._hashed[key] = known
-        if len(self._hashed) > _KEPT:
-            self._hashed.popitem(last=False)
-        return digest or known.digests[-1], known
 
     def _wait(self, wish: _Wish, now: float, *, is_first: bool) -> None:
         until_s = wish.asked_s + self._timeout_s
@@ -168,9 +166,6 @@ class Transfers:
         target.look(now)
 
 
-_TELLING = 64 * TOKEN_BYTES
-"""So much of a prompt tells most conversations apart; those that it does not are hashed anew."""
-_KEPT = 256
 _SIGNED = bytes(32)
 """Modelled bytes are never wrong: faults of media are misses, and injected where they are read."""
 
@@ -182,6 +177,12 @@ def _who_died(wish: _Wish) -> Landing | None:
     if not source.is_up or source.incarnation != wish.lives[0]:
         return Landing.SOURCE_LOST
     return None
+
+
+def _held(worker: Worker, prompt: Packed) -> int:
+    """Units of a prompt that can be sent, or need not be: they are there."""
+    on_device = _complete(worker.cache.match(prompt))
+    return max(on_device, worker.machine.node.stored_units(prompt))
 
 
 def _complete(match: Match) -> int:

@@ -9,10 +9,17 @@ from __future__ import annotations
 
 import msgspec
 
-from ownerserve.kv.ids import SessionId
+from ownerserve.kv.ids import PrefixHash, SessionId
 
 UNIT_BYTES = 4
 """Of one packed unit id."""
+
+_PADDING = bytes(32 - UNIT_BYTES)
+
+
+def prefix_name(units: bytes) -> PrefixHash:
+    """Packed units by their last one: ids are chained, so that names all before it."""
+    return PrefixHash(_PADDING + units[-UNIT_BYTES:])
 
 
 class Turn(msgspec.Struct, gc=False):

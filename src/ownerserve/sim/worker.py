@@ -43,6 +43,9 @@ class Node(Protocol):
     def report(self, turn_id: TurnId) -> RestoreReport | None:
         """What came of a turn's restore, once."""
 
+    def stored_units(self, prompt: Packed) -> int:
+        """How much of a prompt lies in host memory, ready to be sent."""
+
     def die(self) -> None:
         """The process is gone, and what it had in memory."""
 
@@ -92,6 +95,7 @@ class Worker:
         listener: Listener,
     ) -> None:
         self.index = index
+        self.alone = frozenset((index,))
         self.name = WorkerId(f"w{index}")
         self.incarnation = Incarnation(1)
         self.unit = RoutingUnit(self.name, 0, self.incarnation)
@@ -172,7 +176,7 @@ class Worker:
     def settle(self, now: float) -> None:
         """Room is about to be taken by others: a fold ends with the step that is under way, and
         what its steps so far have filled is counted as taken."""
-        if self._step is not None and self.machine.engine.is_stepping:
+        if self._step is not None and self.machine.engine.folds:
             took_s = self.machine.engine.shorten(now - self._began_s, now)
             if took_s is not None:
                 self._step.cancel()
@@ -220,10 +224,14 @@ class Worker:
 
     def _uncached(self, sequence: Sequence) -> int:
         tokens = self.resident_units(sequence.prompt) * self.unit_tokens
-        return max(1, sequence.target - max(tokens, sequence.landed_tokens))
+        if tokens < sequence.landed_tokens:
+            tokens = sequence.landed_tokens
+        left = sequence.target - tokens
+        return left if left > 1 else 1
 
     def _start(self, now: float) -> None:
         engine = self.machine.engine
+        self.machine.node.look(now)  # as a serving loop does: between two steps
         took_s = engine.start(now)
         self._began_s = now
         self._step = None if took_s is None else self.heap.at(now + took_s, self._over)
@@ -239,7 +247,6 @@ class Worker:
         for sequence in ended.done:
             machine.node.handle(_ended(sequence), now)
             self._listener.served(sequence, now)
-        machine.node.look(now)
         self._start(now)
 
     def check(self) -> None:

@@ -33,7 +33,8 @@ SESSIONS_MAX = 100_000
 RENEW_S = 1.0
 """A fifth of the directory's default lease."""
 
-_SHARED = Kind.DENSE | Kind.COMPRESSED
+_SHARED = int(Kind.DENSE | Kind.COMPRESSED)
+_DEVICE = Tier.DEVICE
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False):
@@ -95,10 +96,18 @@ class Owners:
         if grant is None or grant.unit != unit:
             self._wishes[session] = _Wish(unit, parent)
 
+    @property
+    def has_wishes(self) -> bool:
+        """Whether anything of a session waits to be said."""
+        return bool(self._wishes)
+
     def stands_on(self, session: SessionId, unit: RoutingUnit, extent: Extent) -> None:
         """The turn leaves the session there, on this prefix."""
-        wish = self._wishes.setdefault(session, _Wish(unit))
-        wish.unit, wish.extent = unit, extent
+        wish = self._wishes.get(session)
+        if wish is None:
+            self._wishes[session] = _Wish(unit, None, extent)
+        else:
+            wish.unit, wish.extent = unit, extent
 
     def ends(self, session: SessionId) -> None:
         """The session is over."""
@@ -115,10 +124,11 @@ class Owners:
     def due(self, now_s: float) -> list[ask.Request]:
         """What to ask now."""
         requests: list[ask.Request] = []
-        for unit, at_s in self._to_register.items():
-            if now_s >= at_s:
-                self._to_register[unit] = now_s + RENEW_S
-                requests.append(ask.Register(unit, self._seen))
+        if self._to_register:
+            for unit, at_s in self._to_register.items():
+                if now_s >= at_s:
+                    self._to_register[unit] = now_s + RENEW_S
+                    requests.append(ask.Register(unit, self._seen))
         if now_s >= self._renew_at_s:
             self._renew_at_s = now_s + self._renew_s
             requests += [
@@ -129,7 +139,7 @@ class Owners:
             self._wishes, self._not_yet = self._not_yet | self._wishes, {}
         wishes, self._wishes = self._wishes, {}
         for session, wish in wishes.items():
-            requests += self._requests(session, wish)
+            self._put(session, wish, requests)
         return requests
 
     def answered(
@@ -137,41 +147,42 @@ class Owners:
     ) -> list[Claimed]:
         """Take in the answers; what the router must hear of them."""
         news: list[Claimed] = []
+        counts, is_forgotten = self.answers, False
         for request, outcome in zip(requests, outcomes, strict=True):
             if isinstance(outcome, ask.Refused):
-                self.answers[outcome.reason.lower()] += 1
+                counts[outcome.reason.lower()] += 1
+                if outcome.reason in _FORGOT_US and not is_forgotten:
+                    self._forgotten()  # once: a thousand leases lapse together
+                    is_forgotten = True
                 self._refused(request, outcome)
                 continue
-            self.answers[_NAMES[type(outcome)]] += 1
-            take = _TAKES.get((type(request), type(outcome)))
+            kind = type(outcome)
+            counts[_NAMES[kind]] += 1
+            take = _TAKES[type(request)].get(kind)
             claimed = None if take is None else take(self, request, outcome)
             if claimed is not None:
                 news.append(claimed)
         return news
 
-    def _requests(self, session: SessionId, wish: _Wish) -> list[ask.Request]:
+    def _put(self, session: SessionId, wish: _Wish, requests: list[ask.Request]) -> None:
+        """What to ask for a wish, behind `requests`."""
         grant, unit = self.grants.get(session), wish.unit
         if wish.ends:
-            self.grants.pop(session, None)
-            return [] if grant is None else [ask.EndSession(session, grant.unit, grant.epoch)]
-        if grant is None:
-            return [ask.Bind(session, unit, wish.parent, self._seen)]
-        if grant.unit != unit:
-            move = ask.Transfer(
-                session, grant.unit, unit, grant.epoch, grant.version, seen=self._seen
+            if grant is not None:
+                del self.grants[session]
+                requests.append(ask.EndSession(session, grant.unit, grant.epoch))
+        elif grant is None:
+            requests.append(ask.Bind(session, unit, wish.parent, self._seen))
+        elif grant.unit != unit:
+            requests.append(
+                ask.Transfer(session, grant.unit, unit, grant.epoch, grant.version, self._seen)
             )
-            return [move]
-        extent = wish.extent
-        if extent is None:
-            return []
-        return [
-            ask.ClaimOwner(
-                extent.prefix_hash, extent.tokens, unit, Tier.DEVICE, _SHARED, seen=self._seen
-            ),
-            ask.Advance(
-                session, unit, grant.epoch, grant.version, extent.prefix_hash, extent.tokens
-            ),
-        ]
+        elif wish.extent is not None:
+            tip, tokens = wish.extent.prefix_hash, wish.extent.tokens
+            requests += (
+                ask.ClaimOwner(tip, tokens, unit, _DEVICE, _SHARED, "", self._seen),
+                ask.Advance(session, unit, grant.epoch, grant.version, tip, tokens),
+            )
 
     # One for each pair of a request and its answer that changes what is known.
 
@@ -184,10 +195,7 @@ class Owners:
         self.grants.clear()
 
     def _refused(self, request: ask.Request, outcome: ask.Refused) -> None:
-        if outcome.reason in _FORGOT_US:
-            self._forgotten()
-            self._put_off(request)
-        elif outcome.reason in _NOT_YET:
+        if outcome.reason in _FORGOT_US or outcome.reason in _NOT_YET:
             self._put_off(request)
         elif isinstance(request, ask.Transfer | ask.Advance) and (
             outcome.reason is ask.Refusal.UNKNOWN_SESSION
@@ -231,7 +239,8 @@ class Owners:
         self._keep(request.session_id, Grant(request.unit, request.epoch, outcome.version))
 
     def _has_duty(self, _request: ask.ClaimOwner, outcome: ask.Granted) -> None:
-        self._seen = later(self._seen, outcome.epoch)
+        if self._seen is None or outcome.epoch > self._seen:
+            self._seen = outcome.epoch
 
     def _granted(self, session: SessionId, grant: Grant) -> Claimed:
         self._seen = later(self._seen, grant.epoch)
@@ -239,24 +248,24 @@ class Owners:
         return Claimed(session, grant.unit, grant.epoch)
 
     def _keep(self, session: SessionId, grant: Grant) -> None:
-        self.grants.pop(session, None)
-        while len(self.grants) >= SESSIONS_MAX:
-            del self.grants[next(iter(self.grants))]
-        self.grants[session] = grant
+        grants = self.grants
+        if session in grants:
+            del grants[session]  # it stands last again
+        while len(grants) >= SESSIONS_MAX:
+            del grants[next(iter(grants))]
+        grants[session] = grant
 
 
 _FORGOT_US = (ask.Refusal.UNKNOWN_HOLDER, ask.Refusal.LEASE_LAPSED)
 _NOT_YET = (ask.Refusal.REBUILDING, ask.Refusal.CONTENDED, ask.Refusal.NOT_REPLICATED)
 
-_TAKES: dict[tuple[type, type], Callable[[Owners, Any, Any], Claimed | None]] = {
-    (ask.Register, ask.Leased): Owners._leased,
-    (ask.Bind, ask.Bound): Owners._bound,
-    (ask.Transfer, ask.Bound): Owners._moved,
-    (ask.Bind, ask.HeldBy): Owners._held,
-    (ask.FindSession, ask.SessionIs): Owners._found,
-    (ask.Transfer, ask.Conflict): Owners._conflict,
-    (ask.Advance, ask.Conflict): Owners._conflict,
-    (ask.Advance, ask.Advanced): Owners._advanced,
-    (ask.ClaimOwner, ask.Granted): Owners._has_duty,
+_TAKES: dict[type, dict[type, Callable[[Owners, Any, Any], Claimed | None]]] = {
+    **{kind: {} for kind in get_args(ask.Request)},
+    ask.Register: {ask.Leased: Owners._leased},
+    ask.Bind: {ask.Bound: Owners._bound, ask.HeldBy: Owners._held},
+    ask.Transfer: {ask.Bound: Owners._moved, ask.Conflict: Owners._conflict},
+    ask.Advance: {ask.Advanced: Owners._advanced, ask.Conflict: Owners._conflict},
+    ask.ClaimOwner: {ask.Granted: Owners._has_duty},
+    ask.FindSession: {ask.SessionIs: Owners._found},
 }
 _NAMES: dict[type, str] = {kind: kind.__name__.lower() for kind in get_args(ask.Outcome)}

@@ -45,13 +45,17 @@ def _accuracy(
     movers = {move.session for move in done}
     moved = table[np.isin(table["session"], sorted(movers))]
     moved = moved[np.lexsort((moved["arrived_s"], moved["session"]))]
+    arrived_s, owner = moved["arrived_s"].copy(), moved["owner"].copy()
+    is_calm = moved["owner_wait_ms"] <= hot_ms
+    wanted = np.array([move.session for move in done], dtype=np.int64)
+    sessions = moved["session"].copy()  # columns of their own: each look is at a few rows
+    firsts, lasts = np.searchsorted(sessions, wanted), np.searchsorted(sessions, wanted + 1)
     right = judged = 0
-    for move in done:
-        first, last = np.searchsorted(moved["session"], [move.session, move.session + 1])
-        own = moved[first:last]
-        own = own[(own["arrived_s"] >= move.done_s) & (own["owner"] == move.target)][:next_turns]
+    for move, first, last in zip(done, firsts.tolist(), lasts.tolist(), strict=True):
+        first += int(np.searchsorted(arrived_s[first:last], move.done_s))
+        own = is_calm[first:last][owner[first:last] == move.target][:next_turns]
         judged += len(own) > 0
-        right += len(own) > 0 and bool((own["owner_wait_ms"] <= hot_ms).all())
+        right += len(own) > 0 and bool(own.all())
     return ratio(right, judged)
 
 

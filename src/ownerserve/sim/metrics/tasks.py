@@ -6,6 +6,7 @@ system, *tool* while none is. Sub-agents of one session therefore never count tw
 
 from __future__ import annotations
 
+from array import array
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,10 @@ from ownerserve.sim.metrics.rows import SERVED
 from ownerserve.sim.metrics.samples import Samples
 
 Floats = NDArray[np.float64]
+
+
+ROWS_AT_ONCE = 65_536
+"""So many rows are numbers of Python's at a time: of a million turns all would be 200 MB."""
 
 
 class Gaps(NamedTuple):
@@ -50,8 +55,7 @@ def tasks(table: NDArray[Any]) -> Tasks:
         none, nobody = np.zeros(0), np.zeros(0, np.int64)
         gaps = Gaps(none, none, nobody)
         return Tasks(nobody, none, none, none, none, np.zeros(0, np.bool_), gaps)
-    found = [_gaps(own) for own in np.split(rows, starts[1:])]
-    tool_s = np.array([float((gap.until_s - gap.from_s).sum()) for gap in found])
+    gaps, tool_s = _gaps(rows, starts)
     retried = np.where(rows["attempts"] > 1, rows["routed_s"] - rows["arrived_s"], 0.0)
     whole = np.isin(rows["mode"], SERVED) & (rows["output_tokens"] >= rows["wanted_tokens"])
     return Tasks(
@@ -61,17 +65,41 @@ def tasks(table: NDArray[Any]) -> Tasks:
         tool_s,
         np.add.reduceat(retried, starts),
         np.logical_and.reduceat(whole, starts),
-        Gaps(*(np.concatenate(part) for part in zip(*found, strict=True))),
+        gaps,
     )
 
 
-def _gaps(rows: NDArray[Any]) -> Gaps:
-    """Of one session, its turns in order of arrival."""
-    latest = np.maximum.accumulate(rows["done_s"])
-    idle = np.flatnonzero(rows["arrived_s"][1:] > latest[:-1])
-    # The first turn that reaches that maximum is the one that ended last before the gap.
-    before = np.searchsorted(latest, latest[idle])
-    return Gaps(latest[idle], rows["arrived_s"][idle + 1], rows["worker"][before])
+def _gaps(rows: NDArray[Any], starts: NDArray[np.intp]) -> tuple[Gaps, Floats]:
+    """All gaps, and how long those of each session are together. `rows` are in order of session,
+    then of arrival; a session's begin at its `starts`."""
+    from_s, until_s, worker = array("d"), array("d"), array("q")
+    counts = [0] * len(starts)
+    session, latest_s, holder = -1, 0.0, 0
+    following = iter((*starts.tolist(), len(rows)))
+    begins = next(following)
+    for low in range(0, len(rows), ROWS_AT_ONCE):
+        part = rows[low : low + ROWS_AT_ONCE]
+        columns = (part[name].tolist() for name in ("arrived_s", "done_s", "worker"))
+        for at, (arrived_s, done_s, served_by) in enumerate(zip(*columns, strict=True), low):
+            if at == begins:
+                begins, session = next(following), session + 1
+                latest_s, holder = done_s, served_by
+                continue
+            if arrived_s > latest_s:
+                from_s.append(latest_s)
+                until_s.append(arrived_s)
+                worker.append(holder)
+                counts[session] += 1
+            if done_s > latest_s:  # the first turn that ends last before the gap
+                latest_s, holder = done_s, served_by
+    gaps = Gaps(np.array(from_s), np.array(until_s), np.array(worker, dtype=np.int64))
+    ends = np.cumsum(counts)
+    lengths = gaps.until_s - gaps.from_s
+    tool_s = [
+        float(lengths[end - count : end].sum()) if count else 0.0
+        for count, end in zip(counts, ends.tolist(), strict=True)
+    ]
+    return gaps, np.array(tool_s)
 
 
 def tool_idle_utilisation(gaps: Gaps, samples: Samples) -> float | None:

@@ -1,47 +1,129 @@
 """Receding horizon: at each eviction the true time of every conversation's next turn is known.
 
-Belady's rule, online: state that no conversation stands on goes first, then what is wanted latest,
-in the fleet's own caches and block by block as ever. Routing is the policy's own.
+Belady's rule, online: what no conversation will read at this worker goes first, then what is wanted
+latest, in the fleet's own caches and block by block as ever. A conversation's place is where its
+last turn ran, and its state elsewhere is worth nothing. Routing, and who is let in, are the fleet's
+own: before each decision the router is told what truly lies where.
+
+Each part of that knowledge can be had alone, to see what it is worth (`Knows`). Owns when
+conversations come back. No bound in the strict sense: in closed loop whatever is decided changes
+what comes when, and the rule plans for one device at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from math import inf
 from typing import ClassVar
 
 import msgspec
 
+from ownerserve.cache.node import Stop
 from ownerserve.cache.policies.base import Candidate, Key, Policy
+from ownerserve.kv.ids import SessionId
+from ownerserve.plan.inputs import Tier
+from ownerserve.router.messages import Gone, Reported
+from ownerserve.router.state import RouterState
 from ownerserve.sim.setup import Setup
 from ownerserve.sim.turns import Turn
+from ownerserve.sim.worker import Worker
 from ownerserve.sim.workload import Workload
+from ownerserve.sim.workload.driver import Key as Release
 
-LATEST_MS = 1 << 50
-NEVER_AGAIN = 1
+NOW = -inf
+
+
+class Knows(msgspec.Struct, frozen=True):
+    """next_use: evictors know when each conversation goes on; places: a worker forgets one that
+    has gone on elsewhere; residents: before each decision the router is told what lies where."""
+
+    next_use: bool = True
+    places: bool = True
+    residents: bool = True
+
+
+PARTS = {
+    "horizon": Knows(),
+    "next-use": Knows(places=False, residents=False),
+    "places": Knows(next_use=False, residents=False),
+    "residents": Knows(next_use=False, places=False),
+    "places-residents": Knows(next_use=False),
+}
+"""By the name that Setup.oracle has."""
 
 
 class NextUse(Policy):
-    """The eviction order of one who knows. Turns carry their next use as their priority, and soft
-    references for ever: a dead branch is told by having none."""
+    """The eviction order of one who knows `next_s`, by conversation; whoever is not in it never
+    comes back. A tail is wanted by who stands at its end: nobody else reads that far."""
 
     name: ClassVar[str] = "next-use"
 
+    def __init__(self, next_s: Mapping[str, float]) -> None:
+        self._next_s = next_s
+
     def key(self, candidate: Candidate) -> Key:
         heat = candidate.heat
-        return (float(heat.refs > 0 and heat.priority > NEVER_AGAIN), float(heat.priority))
+        assert isinstance(heat, Stop), "the tree's own"
+        next_s = self._next_s
+        soonest = min([next_s.get(name, inf) for name in heat.anchors or ()], default=inf)
+        return (-soonest, heat.last_s)
 
 
 class Foresight:
-    """When conversations go on. Asks the workload, changes nothing."""
+    """When each live conversation goes on. Changes nothing but what caches remember of sessions."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(
+        self, workload: Workload, workers: Sequence[Worker], router: RouterState, *, knows: Knows
+    ) -> None:
+        self.next_s: dict[str, float] = {}
         self._workload = workload
+        self._workers = workers
+        self._router = router
+        self._knows = knows
 
-    def priority(self, turn: Turn, now: float) -> int:
-        """Higher the sooner the state that `turn` leaves is wanted: as if it ended at once."""
+    def arrived(self, turn: Turn, now: float) -> None:
+        """A turn is here: its state is wanted now, and lies where the router is told."""
+        self.next_s[turn.name] = NOW
+        session = self._router.sessions.get(turn.name)
+        prefix = None if session is None else session.prefix
+        if prefix is None or prefix.hash is None or not self._knows.residents:
+            return
+        for worker in self._workers:
+            tokens = worker.resident_units(turn.prompt) * worker.unit_tokens
+            told: Reported | Gone = Gone(worker.unit, Tier.DEVICE, prefix.hash)
+            if tokens:
+                told = Reported(worker.unit, Tier.DEVICE, prefix.hash, tokens)
+            self._router.handle(told, now)
+
+    def runs_at(self, turn: Turn, worker: Worker) -> None:
+        """Who knows the future also knows where a conversation does not come back to."""
+        for other in self._workers if self._knows.places else ():
+            session = other.cache.sessions.get(turn.name)
+            if other is not worker and session is not None and not session.running:
+                other.cache.sessions.release(turn.name)
+
+    def over(self, turn: Turn, releases: Sequence[tuple[float, Release]], now: float) -> None:
+        """A turn has ended and `releases` are known: of those, and of its own conversation's next
+        turn, which may wait for others as long as it was recorded to."""
         next_s = self._workload.next_release_s(turn, now)
-        return NEVER_AGAIN if next_s is None else LATEST_MS - round(next_s * 1000.0)
+        if next_s is None:
+            self.next_s.pop(turn.name, None)
+        else:
+            self.next_s[turn.name] = next_s
+        for when_s, release in releases:
+            name = self._workload.conversation(release)
+            if name in self.next_s:
+                self.next_s[name] = when_s
+        self._look_at(turn.name)
+
+    def _look_at(self, name: SessionId) -> None:
+        """Its state may be worth less than before: evictors must look."""
+        for worker in self._workers:
+            session = worker.cache.sessions.get(name)
+            if session is not None and session.stop is not None:
+                worker.cache.tree.cool(session.stop)
 
 
 def horizon(setup: Setup) -> Setup:
-    """The same fleet and router, evicting by true next-turn times."""
+    """The same fleet, router and seats, with all that can be known."""
     return msgspec.structs.replace(setup, oracle="horizon")

@@ -14,6 +14,8 @@ from ownerserve.report.figures.panels import Panel, Panels, panels
 from ownerserve.report.figures.restore import Restored, RestorePolicies, restore_policies
 from ownerserve.report.page import Verdict
 from ownerserve.sim.build import Parts, geometry_of, pace_of
+from ownerserve.sim.layout import unit_model
+from ownerserve.sim.nodeport import unit_settings
 from ownerserve.sim.run import Result, simulate
 from ownerserve.sim.setup import Setup, Tiers
 from ownerserve.sim.suites.base import (
@@ -53,11 +55,18 @@ WAYS = {
     "adaptive": "adaptive",
 }
 OURS = "adaptive"
+RECORDED = "claude_code"
 LABELS = {
-    "claude_code": (DENSE, DENSE_TIERS, DEVICE, *WAYS),
+    RECORDED: (DENSE, DENSE_TIERS, DEVICE, *WAYS),
     "coding_agent": (DENSE, DEVICE, "full SWA", "zero SWA", OURS),
 }
 """All on the recorded trace, the ends of the range on a generated one."""
+AGAIN = ("full SWA", "periodic 16k", "zero SWA", "turn end", OURS)
+AGAIN_SEED = 1
+"""These once more with other sessions of the recorded trace: a handful of first prompts of a
+million tokens and who queues behind them move one draw's mean TTFT by a tenth."""
+UNIT_TOKENS = 64
+"""Of both traces."""
 
 
 def dense_equivalent(spec: ModelSpec) -> ModelSpec:
@@ -75,11 +84,13 @@ def _kv_bytes(scale: Scale) -> int:
     return scale.of(KV_BYTES, 2 * GB)
 
 
-def _setup(scale: Scale, checkpoints: str | None) -> Setup:
+def _setup(scale: Scale, checkpoints: str | None, seed: int = 0) -> Setup:
     tiers = Tiers()
     if checkpoints is not None:
         tiers = Tiers(host_bytes=HOST_BYTES, disk_bytes=DISK_BYTES, checkpoints=checkpoints)
-    shape = Shape(mode=Capped(scale.of(LANES, 3)), sessions=Sample(scale.of(SESSIONS, 3)))
+    shape = Shape(
+        mode=Capped(scale.of(LANES, 3)), sessions=Sample(scale.of(SESSIONS, 3)), seed=seed
+    )
     return Setup(
         policy="sticky",
         workers=1,
@@ -125,7 +136,17 @@ def _jobs(scale: Scale) -> dict[str, Job]:
             if label in (DENSE, DENSE_TIERS):
                 job = Measurement(partial(_dense, setup), role)
             jobs[f"{role} {label}"] = job
+    for label in AGAIN:
+        setup = _setup(scale, WAYS[label], AGAIN_SEED)
+        jobs[f"{RECORDED} {label} again"] = Simulation(RECORDED, setup, _kept)
     return jobs
+
+
+def _record() -> str:
+    """The grain of what is written: without it a write amplification says nothing."""
+    model = unit_model(geometry_of(pace_of(PACE)), UNIT_TOKENS)
+    blocks = unit_settings(model).record_blocks
+    return f"records of {blocks} blocks of {model.block_tokens} tokens"
 
 
 def _ways(own: Results) -> list[str]:
@@ -215,9 +236,8 @@ def _verdicts(results: Results) -> list[Finding]:
             _sooner(role, own),
             _fewer_writes(role, own),
             _steadier(role, own),
-            _adaptive(role, own),
         ]
-    return found
+    return [*found, _adaptive(results)]
 
 
 def _graded(ratio: float, *, holds: float, partly: float) -> Verdict:
@@ -267,7 +287,8 @@ def _fewer_writes(role: str, own: Results) -> Finding:
         "Fewer SSD writes than naive full SWA caching",
         "seed 000 §2.9",
         _graded(ours / full, holds=0.5, partly=0.95) if full else Verdict.FAILS,
-        f"bytes the SSD wrote / compressed state of the tokens computed: {told}",
+        f"bytes the SSD wrote / compressed state of the tokens computed, {_record()}, compaction "
+        f"included: {told}",
         role,
     )
 
@@ -288,21 +309,29 @@ def _steadier(role: str, own: Results) -> Finding:
     )
 
 
-def _adaptive(role: str, own: Results) -> Finding:
-    others = [label for label in _ways(own) if label != OURS]
-    fastest = min(others, key=lambda label: known(own[label], "ttft_ms.mean"))
-    ours, best = known(own[OURS], "ttft_ms.mean"), known(own[fastest], "ttft_ms.mean")
+def _adaptive(results: Results) -> Finding:
+    """Over both draws, a turn counting as one."""
+    ttft_ms, written = {}, {}
+    for label in AGAIN:
+        draws = [results[f"{RECORDED} {label}{again}"] for again in ("", " again")]
+        turns = [known(kept, "requests") for kept in draws]
+        waited = [known(kept, "ttft_ms.mean") * n for kept, n in zip(draws, turns, strict=True)]
+        ttft_ms[label] = sum(waited) / sum(turns)
+        written[label] = sum(known(kept, "ssd_written_bytes") for kept in draws)
+    fastest = min((label for label in AGAIN if label != OURS), key=lambda label: ttft_ms[label])
     told = ", ".join(
-        f"{label} {known(own[label], 'ttft_ms.mean'):.4g} ms and "
-        f"{known(own[label], 'ssd_written_bytes') / 1e9:.4g} GB"
-        for label in _ways(own)
+        f"{label} {ttft_ms[label]:.4g} ms and {written[label] / 1e9:.4g} GB" for label in AGAIN
     )
+    is_less = written[OURS] < written[fastest]
+    verdict = _graded(ttft_ms[OURS] / ttft_ms[fastest], holds=1.03, partly=1.15)
     return Finding(
         "The cost-based policy is as fast as the best fixed one, and writes less than that",
         "seed 000 §2.6.7, §2.8",
-        _graded(ours / best, holds=1.03, partly=1.15),
-        f"TTFT mean and SSD writes: {told}; fastest fixed: {fastest}",
-        role,
+        Verdict.IN_RANGE if verdict is Verdict.HOLDS and not is_less else verdict,
+        f"TTFT mean and SSD writes over two draws of {SESSIONS} sessions, {_record()}: {told}; "
+        f"fastest fixed: {fastest}, adaptive {ttft_ms[OURS] / ttft_ms[fastest] - 1:+.1%} with "
+        f"{written[OURS] / written[fastest]:.2f} times its writes",
+        RECORDED,
     )
 
 

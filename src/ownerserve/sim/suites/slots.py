@@ -259,8 +259,8 @@ class SlotRouter:
         if self._slots is not None:
             return worker if self._taken.get(worker.order, 0) < self._slots else None
         need = request.prompt_tokens * worker.profile.speed.kv_bytes_per_token
-        roomy = [one for one in fleet if one.kv_bytes_free >= need]
-        return max(roomy, key=lambda one: (one.kv_bytes_free, -one.order), default=None)
+        roomy = [one for one in fleet if one.load.kv_bytes_free >= need]
+        return max(roomy, key=lambda one: (one.load.kv_bytes_free, -one.order), default=None)
 
     def _split(self, request: Request, fleet: Candidates, worker: Unit) -> Decision:
         """Prefill on the P worker that holds most of it, else the least loaded; send what lacks."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import NewType
 from weakref import WeakValueDictionary
 
+from ownerserve.kv.ids import SessionId
 from ownerserve.sim.turns import Turn
 from ownerserve.sim.workload.cast import Part, cast
 from ownerserve.sim.workload.course import Course, roots
@@ -37,6 +38,7 @@ class Workload:
         self._parts = parts
         self._ids = UnitIds(trace, parts, shape)
         self._live: dict[int, Live] = {}
+        self._has_copies = any(part.copy for part in parts)
         self._courses: WeakValueDictionary[tuple[int, int], Course] = WeakValueDictionary()
         self._origin_s = 0.0
         self._released = 0
@@ -87,22 +89,16 @@ class Workload:
         number, position = key >> _POSITION_BITS, key & _POSITION
         live = self._live.get(number) or self._open(number)
         request = live.course.requests[position]
-        content = live.content(position, self._shape.output_reuse)
-        fork = live.fork(position, self.block_tokens)
+        prompt, output = live.content(position, self._shape.output_reuse)
         turn = Turn(
-            number=self._released,
-            session=number,
-            name=live.name(position),
-            position=position,
-            arrived_s=now,
-            prompt=content.prompt,
-            prompt_tokens=request.input_tokens or 1,
-            output_tokens=request.output_tokens or 1,
-            output=content.output,
-            parent=fork.parent if fork else None,
-            shared_tokens=fork.shared_tokens if fork else 0,
+            self._released, number, live.name(position), position, now, prompt,
+            request.input_tokens or 1, request.output_tokens or 1, output,
             is_last=not live.course.following[position],
-        )
+        )  # fmt: skip
+        if position in live.course.openings:
+            fork = live.fork(position, self.block_tokens)
+            if fork is not None:
+                turn.parent, turn.shared_tokens = fork
         self._released += 1
         return turn
 
@@ -143,14 +139,21 @@ class Workload:
             return self._recorded_s(turn.session, live.course.requests[following].start_s)
         return now + self._shape.tool_scale * live.course.away_s(turn.position)
 
+    def conversation(self, key: Key) -> SessionId | None:
+        """Whose turn a release of a session that runs is; None for a session's first."""
+        live = self._live.get(key >> _POSITION_BITS)
+        return None if live is None else live.name(key & _POSITION)
+
     def _session(self, number: int) -> Session:
         return self._trace.sessions[self._parts[number].source]
 
     def _open(self, number: int) -> Live:
         part = self._parts[number]
-        course = self._courses.get((part.source, part.turns))
-        if course is None:
+        if not self._has_copies:
             course = Course(self._session(number), part.turns, self.block_tokens)
+        else:
+            known = self._courses.get((part.source, part.turns))
+            course = known or Course(self._session(number), part.turns, self.block_tokens)
             self._courses[part.source, part.turns] = course
         live = Live(number, course, self._ids.of_session(number, part))
         self._live[number] = live

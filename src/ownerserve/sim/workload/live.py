@@ -12,7 +12,7 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.sim.turns import UNIT_BYTES
 from ownerserve.sim.workload.course import Course
 from ownerserve.sim.workload.shape import OutputReuse
-from ownerserve.sim.workload.unit_ids import SessionIds, pack
+from ownerserve.sim.workload.unit_ids import SessionIds
 from ownerserve.trace.runs import common_prefix
 
 
@@ -21,13 +21,6 @@ class Fork(NamedTuple):
 
     parent: SessionId
     shared_tokens: int
-
-
-class Content(NamedTuple):
-    """Packed unit ids of a turn."""
-
-    prompt: bytes
-    output: bytes
 
 
 class Live:
@@ -82,8 +75,8 @@ class Live:
                 best = Fork(self._name(agent), both)
         return best
 
-    def content(self, position: int, reuse: OutputReuse) -> Content:
-        """The units of a turn: of its prompt, and of what it decodes.
+    def content(self, position: int, reuse: OutputReuse) -> tuple[bytes, bytes]:
+        """The packed units of a turn: of its prompt, and of what it decodes.
 
             prompt   | full units | partial |
             next     | full units | the tail of the prompt and the answer's begin | answer ...
@@ -92,8 +85,9 @@ class Live:
         that goes on from all full units of this one; else fresh. A partial unit that is not
         filled keeps the id that was recorded for it, if one was.
         """
-        full, units, end = self.course.spans[position]
-        prompt = self._ids.pack(self.course.requests[position].runs, 0, units)
+        course = self.course
+        full, units, end = course.spans[position]
+        prompt = self._ids.pack(course.requests[position].runs, 0, units)
         output = b""
         if reuse == "next_prompt" and 0 < full < end:
             last_full = prompt[UNIT_BYTES * (full - 1) : UNIT_BYTES * full]
@@ -101,14 +95,14 @@ class Live:
             if output and full < units:
                 prompt = prompt[: UNIT_BYTES * full] + output[:UNIT_BYTES]
                 output = output[UNIT_BYTES:]
-        fresh = self._ids.fresh + self.course.fresh[position]
+        fresh = self._ids.fresh + course.fresh[position]
         lacking = units - len(prompt) // UNIT_BYTES
         if lacking:
-            prompt += pack(((fresh, lacking),))
+            prompt += self._ids.table.pack(((fresh, lacking),))
         lacking_decoded = end - units - len(output) // UNIT_BYTES
         if lacking_decoded > 0:
-            output += pack(((fresh + lacking, lacking_decoded),))
-        return Content(prompt, output)
+            output += self._ids.table.pack(((fresh + lacking, lacking_decoded),))
+        return prompt, output
 
     def _onward(self, position: int, last_full: bytes) -> bytes:
         """Ids that the next prompt shows for the units which become full while decoding.

@@ -1,0 +1,115 @@
+"""Line: turns that are here and for whose prompts the device has no room yet. Pure.
+
+    arrival ── in line ── the first, and there is room for its whole prompt ── its restore ── Start
+               |  what of its prompt is resident goes last: it is the next to be read
+               `─ ROOM_WAIT_S: on it goes all the same
+
+State that is brought for a turn which can't begin is evicted for those that run, and computed after
+all. So nothing is brought before there is room for the turn to begin, in order of arrival; and
+nobody passes a turn that waits, or a long prompt would wait for ever. Room is what is free or can
+be evicted, less what turns that were let on and have not begun will take.
+
+Owns who waits. The cache owns the room; a promise made here is a number and holds no slot, so that
+a decode that grows may take it and nothing deadlocks (invariant 7).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from ownerserve.cache import paths
+from ownerserve.cache.hetero import HeteroCache
+from ownerserve.kv.ids import TurnId
+from ownerserve.kv.prefix import Packed
+from ownerserve.node.events import Arrived
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """A turn in line."""
+
+    event: Arrived
+    until_s: float
+
+
+class Line:
+    """Who waits for room, and who was let on. `held_blocks(turn)` are those that its restore has
+    reserved or locked."""
+
+    def __init__(
+        self, cache: HeteroCache, held_blocks: Callable[[TurnId], int], *, room_wait_s: float
+    ) -> None:
+        self._cache = cache
+        self._held_blocks = held_blocks
+        self._room_wait_s = room_wait_s
+        self._waiting: OrderedDict[TurnId, Waiting] = OrderedDict()
+        self._let_on: dict[TurnId, Packed] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def arrived(self, event: Arrived, now: float) -> None:
+        """A turn is here. What of its prompt is resident is to stay."""
+        self._waiting[event.turn_id] = Waiting(event, now + self._room_wait_s)
+        self._expect(event.turn_id, event.tokens, now)
+
+    def let_on(self, now: float) -> list[Arrived]:
+        """Turns that may go on now, in order of arrival."""
+        going: list[Arrived] = []
+        while self._waiting:
+            first = next(iter(self._waiting.values()))
+            if now < first.until_s and not self._has_room(first.event.tokens):
+                break
+            turn_id = first.event.turn_id
+            del self._waiting[turn_id]
+            self._let_on[turn_id] = first.event.tokens
+            going.append(first.event)
+        return going
+
+    def loaded(self, turn_id: TurnId, now: float) -> None:
+        """State was brought for a turn: it is to stay until the turn has begun."""
+        self._expect(turn_id, self._let_on[turn_id], now)
+
+    def over(self, turn_id: TurnId) -> None:
+        """The turn has ended, or was given up wherever it was."""
+        self._waiting.pop(turn_id, None)
+        self._let_on.pop(turn_id, None)
+        self._cache.sessions.met(turn_id)
+
+    def next_due(self) -> float | None:
+        """When `let_on` has something to do; 0: now."""
+        if not self._waiting:
+            return None
+        first = next(iter(self._waiting.values()))
+        return 0.0 if self._has_room(first.event.tokens) else first.until_s
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _expect(self, turn_id: TurnId, tokens: Packed, now: float) -> None:
+        tree = self._cache.tree
+        node, depth = tree.walk(tokens, len(tokens) // tree.block_bytes)
+        if depth:
+            self._cache.sessions.expect(turn_id, tree.stop_at(node, depth, now), now)
+
+    def _has_room(self, tokens: Packed) -> bool:
+        """For a whole prompt behind all that were let on. One longer than the device never has
+        any: the engine says so."""
+        rooms, running = self._cache.rooms, self._cache.running
+        if -(-len(tokens) // self._cache.tree.block_bytes) > rooms.blocks.capacity:
+            return True
+        spare = rooms.obtainable_blocks() - self._lacking(tokens)
+        for turn_id, others in self._let_on.items():
+            if spare < 0:
+                return False
+            if turn_id not in running:
+                spare -= self._lacking(others, self._held_blocks(turn_id))
+        return spare >= 0
+
+    def _lacking(self, tokens: Packed, held: int = 0) -> int:
+        """Blocks of a prompt that are not held for it or for a running turn, resident or not."""
+        tree = self._cache.tree
+        node, depth = tree.walk(tokens, len(tokens) // tree.block_bytes)
+        kept = max(held, paths.locked_depth(node, depth))
+        return -(-len(tokens) // tree.block_bytes) - kept

@@ -1,0 +1,38 @@
+"""What a worker's host memory holds of a prompt: for transfers, which may send from there. Pure."""
+
+from __future__ import annotations
+
+from ownerserve.node.records import Cell, Digests, RecordNames
+from ownerserve.plan.inputs import Tier
+from ownerserve.sim.store import SimStore
+from ownerserve.sim.tier import SimTier
+
+
+def held_units(names: RecordNames, digests: Digests, store: SimStore) -> int:
+    """Units from the prompt's start on that are in host memory, up to the deepest boundary at
+    which nothing is lacking. `digests` are those of the prompt's blocks."""
+    host = store.tiers[0]
+    if host.tier is not Tier.HOST:
+        return 0
+    depth = _range_depth(names, digests, host)
+    while depth and not _has_point(names, digests, depth, host):
+        depth -= 1
+    return depth * names.layout.block_tokens
+
+
+def _range_depth(names: RecordNames, digests: Digests, host: SimTier) -> int:
+    grid, depth = names.blocks, 0
+    while depth + grid <= len(digests) and _has_cell(names, digests, depth + grid, host):
+        depth += grid
+    longest = min(depth + grid - 1, len(digests))
+    ends = range(longest, depth, -1)  # the last cell was written as far as it had grown
+    return next((end for end in ends if _has_cell(names, digests, end, host)), depth)
+
+
+def _has_cell(names: RecordNames, digests: Digests, end: int, host: SimTier) -> bool:
+    cell: Cell = names.cell_ending_at(end)
+    return all(host.get(names.range_id(n, cell, digests)) for n in names.range_names)
+
+
+def _has_point(names: RecordNames, digests: Digests, depth: int, host: SimTier) -> bool:
+    return all(host.get(names.point_id(n, depth, digests)) for n in names.point_names)

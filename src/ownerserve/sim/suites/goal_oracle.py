@@ -1,0 +1,116 @@
+"""What the receding-horizon oracle knows, part by part: why OwnerServe is behind it, how far."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ownerserve.report.figures.panels import Panel, Panels, panels
+from ownerserve.report.page import Verdict
+from ownerserve.sim.setup import Oracle
+from ownerserve.sim.suites.base import (
+    Cell,
+    Drawing,
+    Experiment,
+    Finding,
+    Job,
+    Results,
+    Scale,
+    Simulation,
+    Table,
+    known,
+)
+from ownerserve.sim.suites.fleet import GOAL_LANES, SEATED, agents
+from ownerserve.sim.suites.goal import BEHIND_ORACLE, while_full
+
+KNOWN: dict[str, Oracle] = {
+    "nothing (OwnerServe)": "",
+    "when each session goes on": "next-use",
+    "where it went on": "places",
+    "what lies where": "residents",
+    "where it went on + what lies where": "places-residents",
+    "all": "horizon",
+}
+NOTHING, ORDER, *_, PLACES, ALL = KNOWN
+
+
+def _lanes(scale: Scale) -> tuple[int, ...]:
+    """Above the knee: below it there is little to know."""
+    return scale.of(GOAL_LANES[2:], GOAL_LANES[:1])
+
+
+def _jobs(scale: Scale) -> dict[str, Job]:
+    return {
+        f"{label} at {lanes}": Simulation(
+            "claude_code",
+            msgspec.structs.replace(agents(SEATED, scale, lanes=lanes), oracle=oracle),
+            while_full,
+        )
+        for lanes in _lanes(scale)
+        for label, oracle in KNOWN.items()
+    }
+
+
+def _verdicts(results: Results) -> list[Finding]:
+    told, near = [], []
+    for lanes in _lanes(results.scale):
+        p95 = {label: known(results[f"{label} at {lanes}"], "turn_p95_s") for label in KNOWN}
+        near.append(p95[PLACES] <= (1 + BEHIND_ORACLE) * p95[ALL])
+        told.append(
+            f"{lanes} sessions: turn p95 " + ", ".join(f"{p95[k]:.3g} s ({k})" for k in KNOWN)
+        )
+    return [
+        Finding(
+            "What OwnerServe lacks to the oracle is news of where state lies, not an order of "
+            "eviction",
+            "issue W6",
+            Verdict.HOLDS if all(near) else Verdict.IN_RANGE if any(near) else Verdict.FAILS,
+            "; ".join(told),
+        )
+    ]
+
+
+COLUMNS = {
+    "tasks / GPU h": "tasks_per_gpu_hour",
+    "turn p95 (s)": "turn_p95_s",
+    "turn mean (s)": "turn_mean_s",
+    "cached share": "cached_token_share",
+    "migrations": "migrations.count",
+    "network KV (bytes)": "network_kv_bytes",
+}
+
+
+def _tables(results: Results) -> list[Table]:
+    rows: list[list[Cell]] = [
+        [label, *(known(kept, path) for path in COLUMNS.values())]
+        for label, kept in results.kept.items()
+    ]
+    caption = "OwnerServe with seats, told one part after another of what an oracle knows."
+    return [Table("goal-oracle", caption, ["told", *COLUMNS], rows)]
+
+
+def _figures(results: Results) -> list[Drawing]:
+    shown = [
+        Panel(
+            f"A turn, p95, {lanes} sessions", "s",
+            {label: known(results[f"{label} at {lanes}"], "turn_p95_s") for label in KNOWN},
+        )
+        for lanes in _lanes(results.scale)
+    ]  # fmt: skip
+    data = Panels("OwnerServe, told what an oracle knows", shown)
+    return [Drawing("goal-oracle", panels, data, "Parts of the oracle's knowledge.")]
+
+
+EXPERIMENTS = [
+    Experiment(
+        name="goal-oracle",
+        title="Goal of the results: what an oracle knows",
+        source="issue W6",
+        about="OwnerServe with seats above the knee, told part of what the receding-horizon oracle "
+        "knows: when each session goes on (so evictors choose as Belady would), where it went on "
+        "(so its former workers let go of it), and before each decision what truly lies where.",
+        jobs=_jobs,
+        verdicts=_verdicts,
+        tables=_tables,
+        figures=_figures,
+    ),
+]
