@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ownerserve.directory.messages import Refused
-from ownerserve.directory.owner import RENEW_AT
 from ownerserve.directory.records import Key
 from ownerserve.directory.state import DirectoryState
 from ownerserve.kv.epoch import Term
