@@ -10,7 +10,8 @@ from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import pack
 from ownerserve.plan.cost.load import Medium
-from ownerserve.sim.engine import FOLD_MAX, Engine, Limits, NodeHooks
+from ownerserve.sim.batch import FOLD_MAX, Limits, NodeHooks
+from ownerserve.sim.engine import Engine
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.media import duplex
 from ownerserve.sim.nodeport import DeviceOnly

@@ -7,7 +7,7 @@ from engine_driver import HYBRID, EngineDriver, U, make_engine, own_ids, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ownerserve.sim.engine import Limits
+from ownerserve.sim.batch import Limits
 
 
 def test_a_prefill_samples_the_first_token_and_decodes_are_one_event() -> None:

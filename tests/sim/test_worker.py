@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ownerserve.cache.layout import Layout
 from ownerserve.sim import gauge
-from ownerserve.sim.engine import FOLD_MAX, Limits
+from ownerserve.sim.batch import FOLD_MAX, Limits
 
 
 def test_an_arrival_waits_for_the_step_under_way_and_no_longer() -> None:

@@ -24,7 +24,7 @@ from ownerserve.report.simulate_table import (
     to_json,
 )
 from ownerserve.router.policies import POLICIES
-from ownerserve.sim.engine import FOLD_MAX
+from ownerserve.sim.batch import FOLD_MAX
 from ownerserve.sim.faults import Fault, read_faults
 from ownerserve.sim.metrics.summary import digest
 from ownerserve.sim.pace import paces

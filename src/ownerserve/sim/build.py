@@ -25,7 +25,8 @@ from ownerserve.router.profile import EVERY_ACTION, EVERY_ENGINE, Profile, Role,
 from ownerserve.router.seats import Seats
 from ownerserve.router.settings import Settings
 from ownerserve.router.state import RouterState
-from ownerserve.sim.engine import Engine, Limits, NodeHooks
+from ownerserve.sim.batch import Limits, NodeHooks
+from ownerserve.sim.engine import Engine
 from ownerserve.sim.fleet import Fleet
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.injector import Injector

@@ -19,58 +19,20 @@ shortened, and were found free or evictable when it began.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from math import ceil, sqrt
 from operator import attrgetter
 
-import msgspec
-
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.outcomes import NoRoom, Reason, Refused, Resume, Turn
+from ownerserve.cache.outcomes import NoRoom, Reason, Refused, Turn
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import TurnId
-from ownerserve.kv.prefix import TOKEN_BYTES, Packed
+from ownerserve.kv.prefix import TOKEN_BYTES
+from ownerserve.sim.batch import FOLD_MAX, Counts, Ended, Limits, NodeHooks
 from ownerserve.sim.pace import Pace
 from ownerserve.sim.sequence import Sequence
 
-FOLD_MAX = 1 << 30
 _order_of = attrgetter("order")
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What an engine takes on: tokens a step, sequences at once."""
-
-    step_tokens: int = 8192
-    running: int = 256
-
-
-class Counts(msgspec.Struct, gc=False):
-    """What an engine has done so far.
-
-    `interfered_ms`: by how much prefill in the same step delayed decodes, summed over them.
-    """
-
-    steps: int = 0
-    busy_ms: float = 0.0
-    preemptions: int = 0
-    prefill_tokens: int = 0
-    decoded_tokens: int = 0
-    decoding_ms: float = 0.0
-    interfered_ms: float = 0.0
-
-
-class Ended(msgspec.Struct, gc=False):
-    """Who reached what in the steps that are over."""
-
-    began: list[Sequence]
-    done: list[Sequence]
-
-
-class NodeHooks(msgspec.Struct, frozen=True):
-    """What a node decides for its engine: how a prompt begins, where state is kept in a prefill."""
-
-    resume: Callable[[Packed], Resume | None]
-    checkpoints: Callable[[int, int], frozenset[int]]
 
 
 class Engine:
@@ -192,8 +154,9 @@ class Engine:
         ended = Ended([], [])
         self._count(steps)
         going: list[Sequence] = []
+        full: list[tuple[int, int, Sequence]] = []
         unit, context = self._unit, 0
-        for sequence in self.decoding:
+        for index, sequence in enumerate(self.decoding):
             sequence.position = position = sequence.position + steps
             sequence.left = left = sequence.left - steps
             lacks = position > sequence.reserved * unit
@@ -201,13 +164,17 @@ class Engine:
                 self._put_back(sequence, now)  # somebody took the fold's room in the meantime
                 continue
             if position // unit > sequence.told:
-                self._tell(sequence, now)
+                began = position - steps
+                units = range(sequence.told + 1, position // unit + 1)
+                full.extend([(upto * unit - began, index, sequence) for upto in units])
             if left:
                 going.append(sequence)
                 context += position
             else:
                 ended.done.append(sequence)
         self.decoding, self._context = going, context
+        if full:
+            self._tell_in_order(full, steps, now)
         for sequence, tokens in self._chunks:
             self._advance(sequence, tokens, ended, now=now)
         for sequence in ended.done:
@@ -250,16 +217,15 @@ class Engine:
 
     def _fold(self) -> int:
         """Steps until the first answer ends, as many of them as there is room for, and no more
-        than to where a pool is called short: the node looks then. The first one's blocks are
-        reserved."""
+        than to where a pool is called short, or shorter: the node looks then. The first one's
+        blocks are reserved."""
         steps = min(self._longest_fold, *[sequence.left for sequence in self.decoding])
         rooms, low = self._cache.rooms, self._cache.pressure.watermarks.low
         spare = rooms.blocks.free - low * rooms.blocks.capacity
         most = len(self.decoding) * (steps // self._unit // self._block + 2)
         if most > spare:  # else there is room enough wherever they stand
             steps = self._within(steps, rooms.obtainable_blocks())
-            if spare >= 0:
-                steps = min(steps, self._within(steps, int(spare)) + 1)
+            steps = min(steps, self._within(steps, max(0, int(spare))) + 1)
         for pool in rooms.points:
             if pool.free - len(self.decoding) < low * pool.capacity:
                 size = self._unit * self._block
@@ -438,7 +404,7 @@ class Engine:
         sequence.computed_tokens += tokens
         left = sequence.target - sequence.position
         self._recount(sequence, left)
-        self._tell(sequence, now)
+        self._tell(sequence, sequence.position // self._unit, now)
         if left > 0:
             return
         self.prefilling.remove(sequence)
@@ -452,9 +418,18 @@ class Engine:
         else:
             ended.done.append(sequence)
 
-    def _tell(self, sequence: Sequence, now: float) -> None:
-        """Tell the cache of the units that are full now, keeping point state on the way."""
-        upto = min(sequence.position // self._unit, sequence.reserved)
+    def _tell_in_order(self, full: list[tuple[int, int, Sequence]], steps: int, now: float) -> None:
+        """Tell of (step of the fold, place in the batch, whose unit was then full): each when it
+        was, since what is older goes first."""
+        full.sort()
+        whole_ms = self._duration_ms(steps)
+        for step, _, sequence in full:
+            at = now if step >= steps else now - (whole_ms - self._duration_ms(step)) / 1000.0
+            self._tell(sequence, sequence.told + 1, at)
+
+    def _tell(self, sequence: Sequence, upto: int, now: float) -> None:
+        """Tell the cache of the units up to `upto`, keeping point state on the way."""
+        upto = min(upto, sequence.reserved)
         if upto <= sequence.told:
             return
         if self._has_points:

@@ -12,7 +12,7 @@ import msgspec
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.router.policies import POLICIES
 from ownerserve.router.seats import SeatSettings
-from ownerserve.sim.engine import FOLD_MAX
+from ownerserve.sim.batch import FOLD_MAX
 from ownerserve.sim.faults import Fault
 from ownerserve.sim.faults import check as check_faults
 from ownerserve.sim.workload import Shape
