@@ -41,8 +41,10 @@ class Tally(msgspec.Struct):
     digest: int = 0
     counts: Counter[str] = msgspec.field(default_factory=Counter)
     """Faults by kind, and what was served."""
-    slowest: dict[bool, tuple[float, int]] = msgspec.field(default_factory=dict)
-    """With and without a term file: seconds after healing until all were served, and the seed."""
+    owned: dict[bool, tuple[float, int]] = msgspec.field(default_factory=dict)
+    """With and without a term file: the longest wait for an owner in good health, and its seed."""
+    answered: dict[bool, tuple[float, int]] = msgspec.field(default_factory=dict)
+    """The same for a first answer."""
     double_owners: int = 0
     lost_requests: int = 0
     late: int = 0
@@ -54,8 +56,9 @@ class Tally(msgspec.Struct):
         self.cpu_s += other.cpu_s
         self.digest = (self.digest + other.digest) % DIGEST_LIMIT
         self.counts.update(other.counts)
-        for has_file, slow in other.slowest.items():
-            self.slowest[has_file] = max(self.slowest.get(has_file, slow), slow)
+        for mine, others in ((self.owned, other.owned), (self.answered, other.answered)):
+            for has_file, slow in others.items():
+                mine[has_file] = max(mine.get(has_file, slow), slow)
         self.double_owners += other.double_owners
         self.lost_requests += other.lost_requests
         self.late += other.late
@@ -69,8 +72,9 @@ class Tally(msgspec.Struct):
         self.counts["messages lost"] += world.net.lost
         self.counts["messages doubled"] += world.net.doubled
         self.counts["turns served"] += sum(len(one.done) for one in world.journals.values())
-        slow = (world.settled_s, seed)
-        self.slowest[world.has_term_file] = max(self.slowest.get(world.has_term_file, slow), slow)
+        for slowest, waited_s in ((self.owned, world.owned_s), (self.answered, world.answered_s)):
+            slow = (waited_s, seed)
+            slowest[world.has_term_file] = max(slowest.get(world.has_term_file, slow), slow)
         told = repr((seed, world.net.events, [one.done for one in world.journals.values()]))
         number = int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "little")
         self.digest = (self.digest + number) % DIGEST_LIMIT
@@ -82,22 +86,26 @@ class Tally(msgspec.Struct):
         self.failures.append((seed, f"{type(error).__name__}: {error}"))
 
     def told(self) -> str:
-        """The summary: one line of counts, one of what went wrong."""
+        """The summary: what was played, how long it was waited, what was in it, what went wrong."""
         counts = ", ".join(f"{name} {number:,}" for name, number in sorted(self.counts.items()))
-        slowest = "; ".join(
-            f"{'with' if has_file else 'without'} a term file {slow_s:.2f} s (schedule {seed})"
-            for has_file, (slow_s, seed) in sorted(self.slowest.items(), reverse=True)
-        )
         lines = [
             f"{self.schedules:,} fault schedules, {self.events:,} events, {self.cpu_s:,.0f} s CPU: "
             f"{self.double_owners} double owners, {self.lost_requests} lost requests, "
             f"{self.late} served too late, "
-            f"{len(self.failures)} violations in all; all served after healing within {slowest}; "
-            f"digest {self.digest:016x}",
+            f"{len(self.failures)} violations in all; digest {self.digest:016x}",
+            f"once all was well, waited at most: for an owner {_told(self.owned)}; "
+            f"for a first answer {_told(self.answered)}",
             f"in them: {counts}",
         ]
         lines += [f"schedule {seed}: {what}" for seed, what in self.failures[:FAILURES_TOLD]]
         return "\n".join(lines)
+
+
+def _told(slowest: dict[bool, tuple[float, int]]) -> str:
+    return ", ".join(
+        f"{'with' if has_file else 'without'} a term file {slow_s:.2f} s (schedule {seed})"
+        for has_file, (slow_s, seed) in sorted(slowest.items(), reverse=True)
+    )
 
 
 def play_all(seeds: Iterable[int]) -> Tally:

@@ -8,8 +8,8 @@
 Faults until `heal_s`: messages lost, doubled, delayed; workers killed and born again, paused past
 their lease, paused while their next life starts (a zombie); sessions handed over while turns run;
 routers killed; clients that go past them to any worker; the directory amnesiac, with its term file
-or without, and the network with it; devices emptied, stores that lose records. Then all is well,
-and within two leases every request must be done.
+or without, and the network with it; devices emptied, stores that lose records. Then all is well:
+whoever wants a session finds it owned within two leases, and has an answer soon after.
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ from ownerserve.kv.messages import RoutingUnit
 
 LEASE_S = 2.0
 HEAL_S = 16.0
-# One lease of rebuilding; one more where a directory without its term file finds out only then
-# that its term is too low; and the retries of asks and turns on the way.
-SETTLE_S = 2 * LEASE_S + 3.0
+OWNED_S = 2 * LEASE_S + 1.0
+"""Until somebody serves a session that is wanted: one lease of rebuilding; one more where a
+directory without its term file finds out only then that its term is too low; and the asking."""
+ANSWERED_S = OWNED_S + 2.0
+"""Until a turn of it is done, which may wait behind others at its worker, and be refused there."""
+STEP_S = 0.25
+IDLE_MAX_S = 6.0
 # What is under way when the clients fall silent ends within the routers' patience.
 REST_S = 1.5
 PAUSE_S = 0.5
@@ -80,9 +84,12 @@ class World:
         self.workers = [WorkerId(f"w{number}") for number in range(rng.randrange(2, 5))]
         self.processes = [self._born(worker) for worker in self.workers]
         self.routers = [Router(self, rng) for _ in range(rng.randrange(1, 3))]
-        self.settled_s = 0.0
-        """How long after healing the last client had its first answer."""
+        self.owned_s = self.answered_s = 0.0
+        """The longest that a client in good health waited for an owner, and for a first answer."""
         self._waits: set[Client] = set()
+        self._asked_s: dict[Client, float] = {}
+        self._owned_at_s: dict[SessionId, float] = {}
+        """When each session was first served by anybody once all was well."""
         self._rests = False
         for client in self.clients:
             self._new_request(client)
@@ -96,12 +103,11 @@ class World:
         self._waits = set(self.clients)
         until_s = HEAL_S + LEASE_S  # whatever was owned by a lost memory is over by then
         self.net.run(until_s, self.touched, self._look)
-        while self._waits and until_s < HEAL_S + SETTLE_S:
-            until_s += 0.25
+        while self._waits:
+            until_s += STEP_S
             self.net.run(until_s, self.touched, self._look)
+            self._look_at_waits()
         self.state.check()
-        for client in self._waits:
-            raise Late(f"{self.open[client]} is not done two leases after healing")
         self._rests = True
         rest_s = max(until_s, HEAL_S + self.net.latest_s) + REST_S
         self.net.run(rest_s, self.touched, self._look)
@@ -186,6 +192,7 @@ class World:
     def _new_request(self, client: Client) -> None:
         session_id, number = client
         self.open[client] = f"{session_id}/{number}/{next(self._requests)}"
+        self._asked_s[client] = self.net.now_s
         self._try(client, self.open[client])
 
     def _try(self, client: Client, request: str) -> None:
@@ -209,7 +216,10 @@ class World:
             self.finished[client] += 1
             if client in self._waits:
                 self._waits.discard(client)
-                self.settled_s = self.net.now_s - HEAL_S
+                since_s = self._since_s(client)
+                owned_at_s = self._owned_at_s.get(client[0], since_s)  # served before: not asked
+                self.owned_s = max(self.owned_s, owned_at_s - since_s)
+                self.answered_s = max(self.answered_s, self.net.now_s - since_s)
             pause_s = self._idle_s() if self.net.now_s < HEAL_S else PAUSE_S
             self.open[client] = ""
             self.net.after(pause_s, partial(self._new_request, client))
@@ -217,7 +227,23 @@ class World:
     def _idle_s(self) -> float:
         """Between two turns of a client: a tool runs, mostly for a moment."""
         rng = self.net.rng
-        return rng.uniform(0.0, 1.0 if rng.random() < 0.8 else 6.0)
+        return rng.uniform(0.0, 1.0 if rng.random() < 0.8 else IDLE_MAX_S)
+
+    def _since_s(self, client: Client) -> float:
+        """When its open request had nothing to wait for any more but us."""
+        return max(HEAL_S, self._asked_s[client])
+
+    def _look_at_waits(self) -> None:
+        """All is well: what the clients wait for may take only so long."""
+        now_s = self.net.now_s
+        for client in self._waits:
+            if not self.open[client]:
+                continue  # it has nothing to ask yet
+            since_s = self._since_s(client)
+            if self._owned_at_s.get(client[0], now_s) - since_s > OWNED_S:
+                raise Late(f"nobody serves {client[0]} {OWNED_S:.1f} s after all was well")
+            if now_s - since_s > ANSWERED_S:
+                raise Late(f"{self.open[client]} is not done {ANSWERED_S:.1f} s after all was well")
 
     # ---- what goes wrong
 
@@ -297,6 +323,7 @@ class World:
         for process in self.processes:
             if process.dead:
                 self._replace(process)
+        self.touched += self.processes  # who owns what as all gets well
 
     # ---- what must hold after every event
 
@@ -310,6 +337,8 @@ class World:
             for name in process.owner.grants:
                 if self._serves(process, name):
                     self._look_for_another(process, name)
+                    if self.net.now_s >= HEAL_S:
+                        self._owned_at_s.setdefault(name, self.net.now_s)
 
     def _serves(self, process: Process, session_id: SessionId) -> bool:
         return (

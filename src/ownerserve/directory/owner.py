@@ -72,11 +72,12 @@ class NotMine(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """To be sent; the answer comes back under `number`."""
+    """To be sent; the answer comes back under `number`, or it is asked again at `again_s`."""
 
     number: int
     request: Request
     sent_s: float
+    again_s: float
 
 
 Asks: TypeAlias = list[Ask]
@@ -144,7 +145,7 @@ class OwnerState:
     def tick(self, now_s: float) -> Asks:
         """Call often: renews, notices the end of the lease, asks again what was not answered."""
         self._void_if_over(now_s)
-        due = [ask for ask in self._asks.values() if now_s - ask.sent_s >= ASK_AGAIN_S]
+        due = [ask for ask in self._asks.values() if now_s >= ask.again_s]
         asks = [self._ask_again(ask, now_s) for ask in due]
         asking = {type(ask.request) for ask in self._asks.values()}
         if self.phase is Phase.SUPERSEDED or Register in asking or Publish in asking:
@@ -160,9 +161,11 @@ class OwnerState:
         """The directory's answer to an open ask. Late and repeated ones change nothing."""
         self._void_if_over(now_s)
         ask = self._take(number)
-        if ask is None or _try_later(outcome):
-            if ask is not None:
-                self._asks[ask.number] = ask  # asked again by tick
+        if ask is None:
+            return []
+        if isinstance(outcome, Refused) and outcome.reason in _LATER:
+            again_s = now_s + (outcome.retry_after_s or ASK_AGAIN_S)
+            self._asks[number] = replace(ask, again_s=min(ask.again_s, again_s))
             return []
         if isinstance(outcome, Refused) and outcome.reason in _STANDING:
             return self._lost_standing(outcome.reason, ask, now_s)
@@ -280,7 +283,7 @@ class OwnerState:
 
     def _ask(self, request: Request, now_s: float) -> Ask:
         self._number += 1
-        ask = self._asks[self._number] = Ask(self._number, request, now_s)
+        ask = self._asks[self._number] = Ask(self._number, request, now_s, now_s + ASK_AGAIN_S)
         return ask
 
     def _ask_again(self, ask: Ask, now_s: float) -> Ask:
@@ -303,10 +306,6 @@ _LATER = (
     Refusal.CONTENDED,
     Refusal.NOT_REPLICATED,
 )
-
-
-def _try_later(outcome: Outcome) -> bool:
-    return isinstance(outcome, Refused) and outcome.reason in _LATER
 
 
 def _updated(request: Request, seen: Epoch | None) -> Request:
