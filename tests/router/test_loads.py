@@ -37,6 +37,16 @@ def test_a_stamp_shows_what_others_sent() -> None:
     assert worker.pending_prefill_tokens == 0  # none of it is ours
 
 
+def test_a_new_life_has_nothing_of_what_the_former_one_said() -> None:
+    state, worker = alone()
+    stamp(state, 100.0, 5.0, pending=7000, running=3, free=20 * GIB)
+    assert (worker.queue_ms > 0, worker.load.kv_bytes_free) == (True, 20 * GIB)
+    raise_up(state, "w0", life=2)
+    assert (worker.pending_tokens, worker.batch, worker.queue_ms) == (0, 0, 0.0)
+    assert (worker.load.kv_bytes_free, worker.occupancy) == (float("inf"), 0.0)
+    state.check()
+
+
 def test_dispatches_after_a_stamp_are_added_and_those_before_it_are_not_counted_twice() -> None:
     state, worker = alone()
     stamp(state, 1000.0, 0.0)  # the worker's clock is 1,000 s ahead

@@ -46,18 +46,15 @@ class _Order:
         """It stands here as it is now; without `add`, later changes of its load are not heard."""
         self.by_order[worker.order] = worker
         self.watch.changed.add(worker)
-        batch = worker.batch  # read apart: it may count what has changed since
-        self.watch.counted += batch
+        self.watch.sequences += worker.batch
 
     def discard(self, worker: Worker) -> None:
         if self.by_order.pop(worker.order, None) is not None:
             key = self._key_of.pop(worker.order, None)
             if key is not None:
                 del self._keys[bisect_left(self._keys, key)]
-            batch = worker.batch
             self.watch.changed.discard(worker)
-            self.watch.stale.discard(worker)
-            self.watch.counted -= batch
+            self.watch.sequences -= worker.batch
             worker.watchers = tuple(one for one in worker.watchers if one is not self.watch)
 
     def keys(self) -> list[int]:
@@ -94,7 +91,7 @@ class _Order:
 def _key(worker: Worker) -> int:
     load = worker.load
     due = int((load.queue_ms + worker.speed.first_prompt_ms) * 1024.0)
-    crowd = worker.bound_sessions + load.batch
+    crowd = worker.bound_sessions + worker.batch
     if crowd > _CROWD_MAX:
         crowd = _CROWD_MAX
     return (due << 40) | (crowd << 24) | worker.order
@@ -103,9 +100,11 @@ def _key(worker: Worker) -> int:
 class Candidates:
     """Workers that are up and serve a model; iterates in stable order over those that run turns."""
 
-    __slots__ = ("_prefill", "_serving", "_stable")
+    __slots__ = ("_prefill", "_serving", "_stable", "serving")
 
     def __init__(self, workers: Iterable[Worker] = ()) -> None:
+        self.serving: set[Worker] = set()
+        """Those that run turns. Read it only."""
         self._serving = _Order()
         self._prefill = _Order()
         self._stable: tuple[Worker, ...] | None = None
@@ -121,7 +120,7 @@ class Candidates:
         return len(self._serving.by_order)
 
     def __contains__(self, worker: Worker) -> bool:
-        return self._serving.by_order.get(worker.order) is worker
+        return worker in self.serving
 
     @property
     def mean_batch(self) -> float:
@@ -176,6 +175,7 @@ class Candidates:
 
     def discard(self, worker: Worker) -> None:
         """`worker` is no candidate any more."""
+        self.serving.discard(worker)
         self._serving.discard(worker)
         self._prefill.discard(worker)
         self._stable = None
@@ -189,6 +189,7 @@ class Candidates:
         """Into the orders of what its role says that it does."""
         role = worker.profile.role
         if role is not Role.PREFILL:
+            self.serving.add(worker)
             how(self._serving, worker)
         if role is not Role.DECODE:
             how(self._prefill, worker)

@@ -85,7 +85,7 @@ class Pricer:
     ) -> Option:
         """`held` of the `cached` tokens are there, the others come from `source`."""
         speed, load = worker.speed, worker.load
-        batch, queue_ms, occupancy = load.batch, load.queue_ms, load.occupancy
+        batch, queue_ms, occupancy = worker.batch, load.queue_ms, load.occupancy
         token_bytes, answer_tokens = speed.kv_bytes_per_token, request.output_tokens
         prompt_tokens = request.prompt_tokens
         prefill_ms = speed.prefill.ms(prompt_tokens - cached, cached)

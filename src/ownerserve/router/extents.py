@@ -32,7 +32,6 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
     tier: Tier
     tokens: int
 
-    @property
     def is_good(self) -> bool:
         """Whether it can be used now (invariant 6: what is resident decides, nothing else)."""
         worker = self.worker

@@ -41,7 +41,8 @@ class Heat(Enum):
 
 
 _CALM, _COOLING, _STUCK, _LEAVING = Heat
-_IS_CALM: tuple[Heat, Worker | None] = (_CALM, None)
+STAYS_CALM: tuple[Heat, Worker | None] = (_CALM, None)
+"""What holds up to T_hot: `heat` need not be asked."""
 
 Pressure: TypeAlias = Callable[[Request, Worker, Candidates], float]
 """What leaving the worker could spare a turn, in ms."""
@@ -49,25 +50,27 @@ Pressure: TypeAlias = Callable[[Request, Worker, Candidates], float]
 
 def wait_ms(request: Request, worker: Worker, fleet: Candidates) -> float:
     """EAR's pressure: how long others' pending prefill keeps the turn waiting there."""
-    load = worker.load
-    pending = load.pending_tokens
-    if pending <= 0 or not request.own_pending_tokens or worker is not request.owner:
+    load, own = worker.load, request.own_pending_tokens
+    if not own or worker is not request.owner or load.pending_tokens <= 0:
         return load.queue_ms
-    return load.queue_ms * max(pending - request.own_pending_tokens, 0) / pending
+    return load.queue_ms * max(load.pending_tokens - own, 0) / load.pending_tokens
 
 
 def heat(
-    request: Request, owner: Worker, *, fleet: Candidates, settings: Settings, pressure: Pressure
+    request: Request,
+    pressure_ms: float,
+    owner: Worker,
+    *,
+    fleet: Candidates,
+    settings: Settings,
+    pressure: Pressure,
 ) -> tuple[Heat, Worker | None]:
-    """The session's state, and the worker to leave for when it is LEAVING."""
-    pressure_ms = pressure(request, owner, fleet)
-    if pressure_ms <= settings.hot_ms:
-        return _IS_CALM
+    """Under a pressure over T_hot at its owner: the session's state, and where it leaves for."""
     target = least_with_room(request, owner, fleet)
     if target is None:
         return _STUCK, None
     if pressure_ms <= settings.hot_ratio * pressure(request, target, fleet):
-        return _IS_CALM
+        return STAYS_CALM
     if request.since_move_s < settings.cool_s:
         return _COOLING, None
     return _LEAVING, target

@@ -36,11 +36,15 @@ def ask(
             now_s=now_s,
         )
     prompt_tokens = int(arrive.prompt_bytes / session.bytes_per_token) or 1
-    known_tokens, prefix = session.known_tokens, session.prefix or session.stem
+    prefix = session.prefix
+    if prefix is not None:
+        known_tokens = prefix.tokens
+    else:
+        prefix, known_tokens = session.stem, session.stem_tokens
     if known_tokens >= prompt_tokens:
         known_tokens = prompt_tokens - 1  # the last one is always computed
     owner = session.live_owner
-    if owner is not None and owner not in candidates:
+    if owner is not None and owner not in candidates.serving:
         owner = None
     turns, idle_s = session.turns, now_s - session.idle_since_s
     return Request(

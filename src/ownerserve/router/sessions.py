@@ -79,8 +79,8 @@ class Session:
         if stem is not None:
             every += stem.copies
         for copy in every:
-            if not copy.is_good:
-                return tuple(copy for copy in every if copy.is_good)
+            if not copy.is_good():
+                return tuple([copy for copy in every if copy.is_good()])
         return every
 
     def fork(self, parent: Prefix, tokens: int) -> None:

@@ -32,6 +32,8 @@ DRIFT = 1e-4
 RECENT_MAX = 256
 """Dispatches a worker that may be younger than its next stamp; all others count as seen."""
 
+_INFINITE = float("inf")
+
 
 class Load(msgspec.Struct, gc=False):
     """What one dispatch counts for at `worker`; all of it is 0 once it was taken off."""
@@ -46,14 +48,12 @@ class Load(msgspec.Struct, gc=False):
 class Estimate(msgspec.Struct, gc=False):
     """Everybody's load at a worker, as far as it is known. Read it at once: it changes in place.
 
-    `pending_tokens` of prefill stand before a new request, for `queue_ms`; `batch` sequences run or
-    wait. `kv_bytes_free` is free or evictable, infinite where nothing is known; `occupancy` the
-    share in use, then 0.
+    `pending_tokens` of prefill stand before a new request, for `queue_ms`. `kv_bytes_free` is free
+    or evictable, infinite where nothing is known; `occupancy` the share in use, then 0.
     """
 
     pending_tokens: int = 0
     queue_ms: float = 0.0
-    batch: int = 0
     kv_bytes_free: float = float("inf")
     occupancy: float = 0.0
 
@@ -61,34 +61,22 @@ class Estimate(msgspec.Struct, gc=False):
 class Watch:
     """What an order is told by the workers that stand in it: who changed, how many run in all."""
 
-    __slots__ = ("changed", "counted", "stale")
+    __slots__ = ("changed", "sequences")
 
     def __init__(self) -> None:
         self.changed: set[Worker] = set()
         """Since the order was last asked for."""
-        self.stale: set[Worker] = set()
-        """Since the sum was."""
-        self.counted = 0
-        """Sequences at all of them, by each one's last estimate."""
-
-    @property
-    def sequences(self) -> int:
-        """Sequences at all of them now."""
-        if self.stale:
-            for worker in self.stale:
-                if worker.is_old:
-                    worker._estimate()
-            self.stale.clear()
-        return self.counted
+        self.sequences = 0
+        """At all of them now."""
 
 
 class Worker:
     """One routing unit: a data-parallel rank of an engine process, in its present life.
 
-    `requests`, `pending_prefill_tokens`, `held_tokens` are this router's own dispatches; `load`,
-    and most of its fields under their own names, is the present estimate of everybody's. A change
-    (`refresh`) marks it old, who asks next has it made anew: a turn changes its worker's load six
-    times, and is decided once.
+    `requests`, `pending_prefill_tokens`, `held_tokens` are this router's own dispatches; `batch` is
+    how many of everybody's sequences run or wait here; `load`, and most of its fields under their
+    own names, the present estimate of the rest. A change (`refresh`) marks that old, who asks next
+    has it made anew: a turn changes its worker's load six times, and is decided once.
     """
 
     __slots__ = (
@@ -99,6 +87,8 @@ class Worker:
         "_load",
         "_recent",
         "_stamp",
+        "_stamped_batch",
+        "batch",
         "bound_sessions",
         "dp_rank",
         "held_tokens",
@@ -129,11 +119,13 @@ class Worker:
         """Who must know that its load has changed: the orders it stands in (candidates.py)."""
         self.bound_sessions = 0
         self.requests = self.pending_prefill_tokens = self.held_tokens = 0
+        self.batch = 0
         self.is_old = False
         """Whether its load has changed since it was estimated."""
         self._load = Estimate()
         self._recent: deque[Load] = deque(maxlen=RECENT_MAX)
         self._stamp: WorkerStatus | None = None
+        self._stamped_batch = 0
         self._clock_s = float("inf")
         self._delta_pending = self._delta_batch = self._delta_held = 0
 
@@ -170,6 +162,8 @@ class Worker:
             held += load.held_tokens
             batch += load.sequences
         self._delta_pending, self._delta_batch, self._delta_held = pending, batch, held
+        self._stamped_batch = status.running_sequences + status.waiting_sequences
+        self._recount()
         self.refresh()
 
     def add(self, load: Load) -> None:
@@ -180,6 +174,7 @@ class Worker:
         self._delta_pending += load.prefill_tokens
         self._delta_held += load.held_tokens
         self._delta_batch += load.sequences
+        self._recount()
         self._recent.append(load)
         if not self.is_old:
             self.refresh()
@@ -200,6 +195,7 @@ class Worker:
         self._delta_pending -= load.prefill_tokens
         self._delta_held -= load.held_tokens
         self._delta_batch -= load.sequences
+        self._recount()
         load.prefill_tokens = load.held_tokens = load.sequences = 0
         if self.requests < 0 or self.pending_prefill_tokens < 0 or self.held_tokens < 0:
             raise InvariantViolated(f"invariant 5: load of {self.id} went below zero")
@@ -212,34 +208,41 @@ class Worker:
             self.is_old = True
             for watch in self.watchers:
                 watch.changed.add(self)
-                watch.stale.add(self)
+
+    def _recount(self) -> None:
+        """Count the sequences anew, and in the sums of the orders that it stands in."""
+        batch = self._stamped_batch + self._delta_batch
+        if batch < 0:
+            batch = 0
+        more = batch - self.batch
+        if more:
+            self.batch = batch
+            for watch in self.watchers:
+                watch.sequences += more
 
     def _estimate(self) -> Estimate:
         """Make the estimate anew."""
         self.is_old = False
-        load, stamp = self._load, self._stamp
-        pending, batch = self._delta_pending, self._delta_batch
-        if stamp is not None:
-            pending += stamp.pending_prefill_tokens
-            batch += stamp.running_sequences + stamp.waiting_sequences
-        load.pending_tokens = pending = pending if pending > 0 else 0
-        batch = batch if batch > 0 else 0
-        more, load.batch = batch - load.batch, batch
-        prefill = self.speed.prefill
-        token_ms = prefill.b_ms
-        if self.requests:
-            token_ms += prefill.c_ms * (self.held_tokens / self.requests)
-        load.queue_ms = pending * token_ms
-        total = free = self.profile.kv_bytes_total
-        if stamp is not None:
+        load, stamp, pending = self._load, self._stamp, self._delta_pending
+        if stamp is None:
+            total = free = self.profile.kv_bytes_total
+        else:
             total, free = stamp.kv_bytes_total, stamp.kv_bytes_free
+            pending += stamp.pending_prefill_tokens
+        if pending > 0:
+            prefill = self.speed.prefill
+            token_ms = prefill.b_ms
+            if self.requests:
+                token_ms += prefill.c_ms * (self.held_tokens / self.requests)
+            load.pending_tokens, load.queue_ms = pending, pending * token_ms
+        else:
+            load.pending_tokens, load.queue_ms = 0, 0.0
         if total:
             left = free - self._delta_held * self.speed.kv_bytes_per_token
             load.kv_bytes_free = left = 0.0 if left < 0.0 else left if left < total else total
             load.occupancy = 1.0 - left / total
-        if more:
-            for watch in self.watchers:
-                watch.counted += more
+        else:
+            load.kv_bytes_free, load.occupancy = _INFINITE, 0.0
         return load
 
     @property
@@ -256,15 +259,12 @@ class Worker:
         return self._estimate().queue_ms if self.is_old else self._load.queue_ms
 
     @property
-    def batch(self) -> int:
-        return self._estimate().batch if self.is_old else self._load.batch
-
-    @property
     def occupancy(self) -> float:
         return self._estimate().occupancy if self.is_old else self._load.occupancy
 
     def _forget_stamps(self) -> None:
-        self._stamp = None
+        self._stamp, self._stamped_batch = None, 0
         self._clock_s = float("inf")
         self._delta_pending = self.pending_prefill_tokens
         self._delta_batch, self._delta_held = self.requests, self.held_tokens
+        self._recount()

@@ -12,7 +12,7 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.costs import Pricer
 from ownerserve.router.deciding import bring_to, run_at, start_at
 from ownerserve.router.decision import Decision, Move
-from ownerserve.router.heat import Heat, heat, wait_ms
+from ownerserve.router.heat import STAYS_CALM, Heat, heat, wait_ms
 from ownerserve.router.messages import Reason
 from ownerserve.router.request import Request
 from ownerserve.router.settings import DEFAULTS, Settings
@@ -40,7 +40,12 @@ class Ear:
             if request.copies:
                 return start(request, fleet, pricer=self._pricer, settings=self._settings)
             return start_at(request, fleet.least_one())
-        state, target = heat(request, owner, fleet=fleet, settings=self._settings, pressure=wait_ms)
+        waits_ms = wait_ms(request, owner, fleet)
+        state, target = STAYS_CALM
+        if waits_ms > self._settings.hot_ms:
+            state, target = heat(
+                request, waits_ms, owner, fleet=fleet, settings=self._settings, pressure=wait_ms
+            )
         if target is None:
             return run_at(request, owner, _STAYS[state])
         return move(request, owner, target, fleet=fleet)

@@ -25,5 +25,5 @@ class LMetric:
 def lmetric(request: Request, worker: Worker) -> tuple[int, int, int]:
     """The product, then who is there already, then stable order."""
     new_tokens, load = request.prompt_tokens - request.cached_on(worker), worker.load
-    product = (load.pending_tokens + new_tokens) * (load.batch + 1)
+    product = (load.pending_tokens + new_tokens) * (worker.batch + 1)
     return product, worker.bound_sessions, worker.order

@@ -16,7 +16,7 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.costs import Pricer
 from ownerserve.router.deciding import take
 from ownerserve.router.decision import Decision, Move, Option
-from ownerserve.router.heat import Heat, heat, wait_ms
+from ownerserve.router.heat import STAYS_CALM, Heat, heat, wait_ms
 from ownerserve.router.messages import Reason
 from ownerserve.router.request import Request
 from ownerserve.router.settings import DEFAULTS, Settings
@@ -42,12 +42,22 @@ class OwnerServe:
         owner = request.owner
         if owner is None:
             return start(request, fleet, pricer=self._pricer, settings=self._settings)
-        state, target = heat(
-            request, owner, fleet=fleet, settings=self._settings, pressure=self.pressure_ms
-        )
-        if state is _CALM and request.turn in _SHORT:
+        pressure_ms = self.pressure_ms(request, owner, fleet)
+        state, target = STAYS_CALM
+        if pressure_ms > self._settings.hot_ms:
+            state, target = heat(
+                request,
+                pressure_ms,
+                owner,
+                fleet=fleet,
+                settings=self._settings,
+                pressure=self.pressure_ms,
+            )
+        if state is _CALM and request.turn in _SHORT:  # as most are
             option = self._pricer.local(request, owner)
-            return take(option, _OWNER, ranked=(option,))
+            return Decision(
+                owner, option.action, _OWNER, option.cached_tokens, alternatives=(option,)
+            )
         workers: Iterable[Worker] = (owner,)
         if target is not None:
             workers = (owner, *request.holders(fleet), target)
