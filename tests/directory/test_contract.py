@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -69,6 +69,10 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     server.client().hset("ownerserve:term", "open_us", "0")  # a new fleet: no lease of before
     yield World(shared, time.sleep)
     shared.close()
+
+
+def extents(held: Sequence[PrefixHash]) -> tuple[ask.HeldExtent, ...]:
+    return tuple(ask.HeldExtent(one, 512, Tier.HOST, MAIN) for one in held)
 
 
 def refused(outcome: object, reason: Refusal) -> bool:
@@ -394,6 +398,35 @@ def test_an_inventory_may_be_sent_twice_and_taken_back(world: World) -> None:
     assert len(world.ask(ask.Lookup((P1,))).locations) == 2
     world.ask(ask.Publish(A, gone=((P1, Tier.HOST), (P1, Tier.DISK))))
     assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
+
+
+def test_inventories_of_what_nobody_knew_and_then_of_what_another_holds(world: World) -> None:
+    world.join(A, B)
+    many = [PrefixHash(bytes([n]) * 32) for n in range(6)]
+    for holder, held in ((A, many[:2]), (A, many[2:4]), (B, many[3:])):  # the last meets one of A's
+        assert isinstance(world.ask(ask.Publish(holder, extents(held))), ask.Published)
+    holders = [{holder for holder, _, _ in world.ask(ask.Lookup((one,))).locations} for one in many]
+    assert holders == [{A}, {A}, {A}, {A, B}, {B}, {B}]
+
+
+def test_many_inventories_at_once(world: World) -> None:
+    world.join(A, B)
+    many = [PrefixHash(n.to_bytes(32)) for n in range(12_000)]
+    parts = [ask.Publish(A, extents(many[at : at + 3000])) for at in range(0, 12_000, 3000)]
+    outcomes = world.directory.execute([*parts, ask.Publish(B, extents(many[-1:]))])
+    assert outcomes == [*(ask.Published(3000, ()) for _ in parts), ask.Published(1, ())]
+    assert len(world.ask(ask.Lookup((many[-1],))).locations) == 2
+    assert len(world.ask(ask.Lookup((many[0],))).locations) == 1
+
+
+def test_a_question_beside_an_inventory_is_answered_from_what_is_known(world: World) -> None:
+    world.join(A, B)
+    for one in (P1, P2):
+        assert isinstance(world.ask(ask.Publish(A, extents([one]))), ask.Published)
+    again = ask.Publish(B, extents([P1]))
+    found, published = world.directory.execute([ask.Lookup((P1,)), again])
+    assert isinstance(found, ask.Found)
+    assert isinstance(published, ask.Published)
 
 
 def test_a_batch_is_answered_in_order(world: World) -> None:

@@ -5,6 +5,9 @@
 Owns one connection and no records. Many processes may do this on one Valkey: a decision stands
 only when all it rests on is unchanged. An answer to a request that may change something is given
 when `min_replicas` have it; else it is `not_replicated` and must be asked again.
+
+While inventories come of which nothing is known (a directory that is being rebuilt), the next one
+is taken to be unknown too and its extents are not read: the commit finds out if one is not.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from ownerserve.directory.valkey.records import (
     NotFetched,
     is_read_only,
     keys_of,
+    new_to,
     with_counter,
 )
 from ownerserve.directory.valkey.scripts import BEGIN, COMMIT
@@ -43,6 +47,9 @@ from ownerserve.kv.errors import InvalidInput, PeerLost
 log = logging.getLogger("ownerserve.directory")
 
 ROUNDS = 16
+ROUND_RECORDS = 8_192
+"""Read and written in one trip, or a little more: the server does nothing else meanwhile."""
+
 META = NAMESPACE + b"term"
 
 
@@ -61,9 +68,10 @@ class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Job:
-    """One thing to decide. `outcome` is set when it is done."""
+    """One thing to decide. `outcome` is set when it is done. It reads `keys`, and the extents of an
+    inventory under `new`, which may not be known yet."""
 
-    __slots__ = ("decide", "keys", "must_write", "outcome")
+    __slots__ = ("decide", "keys", "must_write", "new", "outcome")
 
     def __init__(
         self,
@@ -71,8 +79,10 @@ class _Job:
         decide: Callable[[Records, Moment], Decision],
         *,
         must_write: bool,
+        new: frozenset[Key] = frozenset(),
     ) -> None:
         self.keys = set(keys)
+        self.new = new
         self.decide = decide
         self.must_write = must_write
         self.outcome: Outcome | None = None
@@ -88,6 +98,7 @@ class ValkeyDirectory:
         self._scripts: tuple[str, str] = ("", "")
         self._cursor = 0
         self._is_lost = False
+        self._expects_new = False
 
     def execute(self, requests: Sequence[Request]) -> list[Outcome]:
         """All in as few trips as they allow; those on the same records one after another."""
@@ -100,6 +111,7 @@ class ValkeyDirectory:
                     keys_of(request),
                     partial(_decide, request),
                     must_write=not is_read_only(request),
+                    new=new_to(request),
                 )
             )
         self._run(jobs, seen)
@@ -165,10 +177,11 @@ class ValkeyDirectory:
         try:
             self._connect()
             while waiting and rounds < ROUNDS:
-                before = len(waiting)
-                waiting = self._round(waiting, seen)
+                fits = _fits(waiting)
+                again = self._round(waiting[:fits], seen)
                 # Waiting for one's own batch is no contention.
-                rounds = rounds + 1 if len(waiting) == before else 0
+                rounds = rounds + 1 if len(again) == fits else 0
+                waiting = again + waiting[fits:]
         except (RedisError, PeerLost) as error:
             self._lost(error)
             for job in jobs:
@@ -178,8 +191,14 @@ class ValkeyDirectory:
 
     def _round(self, jobs: list[_Job], seen: Epoch | None) -> list[_Job]:
         """One read, one commit; the jobs that must go again."""
-        fetched = Fetched()
-        at = self._fetch(fetched, set().union(*(job.keys for job in jobs)), seen)
+        fetched, wanted = Fetched(), set().union(*(job.keys for job in jobs))
+        expects_new = self._expects_new and all(job.new for job in jobs)
+        for job in jobs:
+            if expects_new:
+                fetched.expect_new(job.new)
+            else:
+                wanted |= job.new
+        at = self._fetch(fetched, wanted, seen)
         decided: list[tuple[_Job, Decision]] = []
         again: list[_Job] = []
         undecided = jobs
@@ -200,7 +219,7 @@ class ValkeyDirectory:
             undecided = unread
         batch, writers = Batch(), []
         for job, decision in decided:
-            if batch.touches(job.keys):
+            if batch.touches(job.keys) or batch.touches(job.new):
                 again.append(job)
             elif not decision.writes and not job.must_write:
                 job.outcome = decision.outcome
@@ -209,6 +228,9 @@ class ValkeyDirectory:
                 writers.append((job, decision))
         if writers:
             again += self._commit_batch(batch, writers, at)
+            self._expects_new = not again and all(
+                job.new and (expects_new or fetched.knows_none(job.new)) for job, _ in writers
+            )
         return again
 
     def _commit_batch(
@@ -279,6 +301,16 @@ class ValkeyDirectory:
 
     def _grace_us(self) -> int:
         return int(self._options.lease_s * 1e6)
+
+
+def _fits(jobs: list[_Job]) -> int:
+    """How many of the first go into one round; one always does."""
+    records = 0
+    for number, job in enumerate(jobs):
+        records += len(job.keys) + len(job.new)
+        if records > ROUND_RECORDS and number:
+            return number
+    return len(jobs)
 
 
 def _outcome(job: _Job) -> Outcome:

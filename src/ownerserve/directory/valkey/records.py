@@ -53,6 +53,15 @@ class Fetched:
         for key, value in zip(keys, values, strict=True):
             self.raw[key] = value or ABSENT
 
+    def expect_new(self, keys: Iterable[Key]) -> None:
+        """Take all these to be absent. Each must be written, so that the commit finds out."""
+        self.raw.update(dict.fromkeys(keys, ABSENT))
+
+    def knows_none(self, keys: Iterable[Key]) -> bool:
+        """Whether all of them are absent."""
+        raw = self.raw
+        return all(raw[key] == ABSENT for key in keys)
+
     def get(self, key: Key) -> Record | None:
         raw = self.raw.get(key)
         if raw is None:
@@ -86,29 +95,30 @@ class Batch:
     def add(self, decision: Decision, fetched: Fetched, epoch: Epoch) -> None:
         """The decision stands if all it rests on is still as in `fetched`."""
         items = len(decision.guards) + len(decision.writes)
-        self._parts.append(_DECISION.pack(decision.minted, items))
+        raw, add = fetched.raw, self._parts.extend
+        add((_DECISION.pack(decision.minted, items),))
+        self._touched.update(decision.guards)
         for key in decision.guards:
-            self._item(KEEP, key, fetched.raw[key], b"")
-        raw = fetched.raw
+            add(_item(KEEP, key, raw[key], b""))
         for key, record in decision.writes:
+            self._touched.add(key)
             before = raw[key]
             if record is None:
-                self._item(DELETE, key, before, b"")
+                add(_item(DELETE, key, before, b""))
                 continue
             value = encode_record(record)
-            if isinstance(record, _WITH_EPOCH) and record.epoch is epoch:
-                self._item(MINT, key, before, value[:-COUNTER_BYTES])
+            if decision.minted and isinstance(record, _WITH_EPOCH) and record.epoch is epoch:
+                add(_item(MINT, key, before, value[:-COUNTER_BYTES]))
             else:
-                self._item(SET, key, before, value)
+                add(_item(SET, key, before, value))
 
     def encoded(self) -> bytes:
         return b"".join(self._parts)
 
-    def _item(self, action: int, key: Key, before: bytes, value: bytes) -> None:
-        self._touched.add(key)
-        name = NAMESPACE + key
-        head = _pack_item(action, len(name), len(before), len(value))
-        self._parts += (head, name, before, value)
+
+def _item(action: int, key: Key, before: bytes, value: bytes) -> tuple[bytes, ...]:
+    name = NAMESPACE + key
+    return _pack_item(action, len(name), len(before), len(value)), name, before, value
 
 
 def with_counter(outcome: Outcome, epoch: Epoch) -> Outcome:
@@ -119,14 +129,14 @@ def with_counter(outcome: Outcome, epoch: Epoch) -> Outcome:
 
 
 def keys_of(request: ask.Request) -> Iterator[Key]:
-    """Records that the decision reads for certain; others are fetched when it asks for them."""
+    """Records that the decision reads for certain, but for those of `new_to`; others are fetched
+    when it asks for them."""
     for field in ("unit", "source", "target"):
         unit = getattr(request, field, None)
         if unit is not None:
             yield unit_key(unit)
     match request:
         case ask.Publish():
-            yield from (prefix_key(one.prefix_hash) for one in request.extents)
             yield from (prefix_key(prefix_hash) for prefix_hash, _ in request.gone)
             yield from (session_key(one.session_id) for one in request.sessions)
         case ask.Lookup():
@@ -140,6 +150,13 @@ def keys_of(request: ask.Request) -> Iterator[Key]:
         case ask.Advance():
             yield session_key(request.session_id)
             yield prefix_key(request.prefix_hash)
+
+
+def new_to(request: ask.Request) -> frozenset[Key]:
+    """Records of an inventory's extents: a directory that is being rebuilt knows none of them."""
+    if not isinstance(request, ask.Publish):
+        return frozenset()
+    return frozenset([prefix_key(one.prefix_hash) for one in request.extents])
 
 
 def is_read_only(request: ask.Request) -> bool:

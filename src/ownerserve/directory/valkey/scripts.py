@@ -64,36 +64,45 @@ local function field(length)
   at = at + length
   return string.sub(text, at - length, at - 1)
 end
+local function commit(mints, actions, keys, expected, values)
+  local count, counter, sets = #actions, 0, {}
+  for start = 1, count, CHUNK do
+    local now = redis.call('MGET', unpack(keys, start, math.min(start + CHUNK - 1, count)))
+    for i = 1, #now do
+      if (now[i] or '') ~= expected[start + i - 1] then return -1 end
+    end
+  end
+  if mints == 1 then counter = redis.call('HINCRBY', KEYS[1], 'counter', 1) end
+  for i = 1, count do
+    if actions[i] == 2 then redis.call('DEL', keys[i]) end
+    if actions[i] == 3 then values[i] = values[i] .. struct.pack('>I8', counter) end
+    if actions[i] == 1 or actions[i] == 3 then
+      sets[#sets + 1] = keys[i]
+      sets[#sets + 1] = values[i]
+    end
+    if #sets >= CHUNK or (i == count and #sets > 0) then
+      redis.call('MSET', unpack(sets))
+      sets = {}
+    end
+  end
+  return counter
+end
 while at <= #text do
-  local mints, count, counter, sets = 0, 0, 0, {}
+  local mints, count, counter = 0, 0, 0
   mints, count, at = struct.unpack('>BI4', text, at)
-  local actions, keys, expected, values = {}, {}, {}, {}
+  local actions, keys, expected, values, sets = {}, {}, {}, {}, {}
+  local only_new = mints == 0 and count > 0 and count <= CHUNK
   for i = 1, count do
     local k, e, v
     actions[i], k, e, v, at = struct.unpack('>BI4I4I4', text, at)
     keys[i], expected[i], values[i] = field(k), field(e), field(v)
+    only_new = only_new and actions[i] == 1 and e == 0
+    if only_new then sets[2 * i - 1], sets[2 * i] = keys[i], values[i] end
   end
-  for start = 1, count, CHUNK do
-    local now = redis.call('MGET', unpack(keys, start, math.min(start + CHUNK - 1, count)))
-    for i = 1, #now do
-      if (now[i] or '') ~= expected[start + i - 1] then counter = -1 break end
-    end
-    if counter < 0 then break end
-  end
-  if counter == 0 then
-    if mints == 1 then counter = redis.call('HINCRBY', KEYS[1], 'counter', 1) end
-    for i = 1, count do
-      if actions[i] == 2 then redis.call('DEL', keys[i]) end
-      if actions[i] == 3 then values[i] = values[i] .. struct.pack('>I8', counter) end
-      if actions[i] == 1 or actions[i] == 3 then
-        sets[#sets + 1] = keys[i]
-        sets[#sets + 1] = values[i]
-      end
-      if #sets >= CHUNK or (i == count and #sets > 0) then
-        redis.call('MSET', unpack(sets))
-        sets = {}
-      end
-    end
+  if only_new then
+    if redis.call('MSETNX', unpack(sets)) == 0 then counter = -1 end
+  else
+    counter = commit(mints, actions, keys, expected, values)
   end
   answer[#answer + 1] = counter
 end
