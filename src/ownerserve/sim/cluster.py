@@ -7,13 +7,20 @@ the tasks that ran there with it: their ends carry Ray's error, the others go on
 
 from __future__ import annotations
 
+import importlib
+import socket
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.sim.pool import PARTS, Ended, Task
 
 LOCAL = "local"
+CLIENT = "ray://"
+REACH_S = 3.0
+"""How long a head may take to accept a connection; Ray's own client keeps at it for 30 s."""
 
 
 class RayRunner:
@@ -23,10 +30,12 @@ class RayRunner:
     def __init__(self, address: str) -> None:
         try:
             import ray
+
+            if address.startswith(CLIENT):
+                importlib.import_module("grpc")  # Ray's client needs it, Ray does not
         except ImportError as error:
-            raise InvalidInput(
-                "--ray", "Ray is not installed", "pip install 'ownerserve[ray]'"
-            ) from error
+            problem = f"{address} needs {error.name}, which is not installed"
+            raise InvalidInput("--ray", problem, "pip install 'ownerserve[ray]'") from error
         self._ray = ray
         self._address = address
 
@@ -60,13 +69,19 @@ class RayRunner:
 
     def _connect(self) -> None:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+        mend = "start one with `ray start --head`, or pass `local`"
         if self._address == LOCAL:
             quiet["include_dashboard"] = False
         try:
-            self._ray.init(address=self._address, **quiet)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+            if self._address.startswith(CLIENT):
+                _reach(self._address)
+                # Ray names no cause; a head that asks for a token looks like one that is slow.
+                mend = "set RAY_AUTH_MODE=token if the cluster asks for a token; see its logs"
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Ray Client connection timed out")
+                self._ray.init(address=self._address, **quiet)
+        except (OSError, ValueError, RuntimeError, self._ray.exceptions.RayError) as error:
             problem = " ".join(str(error).split())
-            mend = "start one with `ray start --head`, or pass `local`"
             raise InvalidInput("--ray", f"{self._address}: {problem}", mend) from error
 
     def _end(self, name: str, done: Any) -> Ended:
@@ -76,6 +91,14 @@ class RayRunner:
             return Ended(name, error=error.cause or error)
         except self._ray.exceptions.RayError as error:
             return Ended(name, error=error)
+
+
+def _reach(address: str) -> None:
+    """Raises OSError or ValueError when nothing listens at a `ray://HOST:PORT`."""
+    parts = urlsplit(address)
+    if not parts.hostname or not parts.port:
+        raise ValueError("is not ray://HOST:PORT")
+    socket.create_connection((parts.hostname, parts.port), REACH_S).close()
 
 
 class _Hand:
