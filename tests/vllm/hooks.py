@@ -119,21 +119,23 @@ def connector_status(worker: Any) -> Any:
     return status() if status is not None else None
 
 
-def count_preemptions(worker: Any) -> None:
-    """Count the scheduler's preemptions from here on."""
+def watch_preemptions(worker: Any) -> None:
+    """From here on, note each preemption: `preemptions`."""
     scheduler = worker.scheduler
     preempt = scheduler._preempt_request
-    worker.preemptions = 0
+    worker.preempted = {}
 
-    def counted(*arguments: Any, **options: Any) -> Any:
-        worker.preemptions += 1
-        return preempt(*arguments, **options)
+    def watched(request: Any, *arguments: Any, **options: Any) -> Any:
+        known = worker.preempted.setdefault(request.request_id, [])
+        known.append(request.num_output_tokens)
+        return preempt(request, *arguments, **options)
 
-    scheduler._preempt_request = counted
+    scheduler._preempt_request = watched
 
 
-def preemptions(worker: Any) -> int:
-    return int(worker.preemptions)
+def preemptions(worker: Any) -> dict[str, list[int]]:
+    """By request: how much of its answer was known each time."""
+    return dict(worker.preempted)
 
 
 def time_hooks(worker: Any) -> None:

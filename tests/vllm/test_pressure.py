@@ -82,14 +82,22 @@ def test_preempted_requests_end_with_the_right_answer(
     worker = rig.worker(
         family, connectors.ours(store), num_gpu_blocks_override=blocks, max_model_len=512
     )
-    worker.hook("count_preemptions")
+    worker.hook("watch_preemptions")
     prompts = [tiny.prompt(240, seed=450 + n) for n in range(6)]
     ids = [worker.submit(p, max_tokens=200, session=f"s{n}") for n, p in enumerate(prompts)]
     answers = worker.wait(ids)
-    assert worker.hook("preemptions") > 0
+    preempted = worker.hook("preemptions")
+    assert preempted
     for prompt, answer in zip(prompts, answers, strict=True):
         assert len(answer.tokens) == 200
-        oracle.assert_same(family, rig.cold(family, prompt, max_tokens=200), answer)
+        resumed_at = [at for name in preempted if answer.id in name for at in preempted[name]]
+        oracle.assert_same_in_parts(
+            family,
+            lambda tokens, count: rig.cold(family, tokens, max_tokens=count),
+            prompt,
+            answer=answer,
+            resumed_at=resumed_at,
+        )
     settle(worker)
 
 
