@@ -48,9 +48,9 @@ def fleet_of(*profiles: Profile) -> Fleet:
 def load(worker: Worker, *, pending: int = 0, sequences: int = 0, held: int = 0) -> None:
     """Put work on it: one dispatch with the prefill, others that are past theirs."""
     if pending:
-        worker.add(Load(worker, 0.0, pending, held))
+        worker.add(Load(0.0, pending, held))
     for _ in range(sequences):
-        worker.add(Load(worker, 0.0, 0, held))
+        worker.add(Load(0.0, 0, held))
 
 
 def on(worker: Worker, tokens: int, tier: Tier = Tier.DEVICE) -> Copy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from statistics import mean
 
@@ -148,3 +149,21 @@ class Silent(Engine):
 
     def stamp(self, now: float) -> None:
         return None
+
+
+def test_a_fleet_that_nobody_needs_any_more_is_freed() -> None:
+    """Structs that the collector does not look into (gc=False) must stand in no ring."""
+
+    def workers() -> int:
+        gc.collect()
+        gc.collect()  # what they held is let go in a second round
+        return sum(isinstance(one, Worker) for one in gc.get_objects())
+
+    before = workers()
+    state = RouterState(make_policy("ownerserve"))
+    raise_up(state, "w0", "w1")
+    for number in range(8):
+        dispatched(state, f"s{number % 3}", float(number), prompt_bytes=40_000)
+    assert workers() == before + 2
+    del state
+    assert workers() == before

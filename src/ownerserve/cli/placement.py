@@ -174,7 +174,7 @@ def _worker(fleet: Fleet, name: str, said: dict[str, str], *, speed: Speed) -> W
     used = memory - _n(said["free"]) if "free" in said else 0
     held, batch = int(used / speed.kv_bytes_per_token), int(said.get("batch", "0"))
     pending = _n(said["pending"]) if "pending" in said else 0
-    worker.add(Load(worker, 0.0, pending, held, batch))
+    worker.add(Load(0.0, pending, held, batch))
     return worker
 
 

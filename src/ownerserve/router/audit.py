@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.sessions import SessionTable
-from ownerserve.router.worker import Load
+from ownerserve.router.worker import Load, Worker
 
 
-def audit(fleet: Fleet, sessions: SessionTable, loads: Sequence[Load]) -> None:
+def audit(fleet: Fleet, sessions: SessionTable, loads: Sequence[tuple[Worker, Load]]) -> None:
     """Raise InvariantViolated unless ledgers, bindings, references and orders agree."""
     bound = Counter(
         session.owner
@@ -19,7 +19,7 @@ def audit(fleet: Fleet, sessions: SessionTable, loads: Sequence[Load]) -> None:
         if session.owner is not None and session.owner.life == session.owner_life
     )
     for worker in fleet:
-        own = [load for load in loads if load.worker is worker]
+        own = [load for where, load in loads if where is worker]
         expected = (
             len(own),
             sum(load.prefill_tokens for load in own),

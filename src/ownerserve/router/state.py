@@ -74,7 +74,7 @@ from ownerserve.router.worker import Load, Worker
 
 
 class _Live(msgspec.Struct, gc=False):
-    """A dispatch whose end is not yet known. The first of `loads` is that of `decision.worker`."""
+    """A dispatch whose end is not yet known; `loads` as in `parts`."""
 
     arrive: Arrive
     name: SessionId | None
@@ -85,6 +85,13 @@ class _Live(msgspec.Struct, gc=False):
     reason: Reason
     attempt: int = 1
     tried: tuple[Worker, ...] = ()
+
+    def parts(self) -> tuple[tuple[Worker, Load], ...]:
+        """What it counts for where it runs and, apart from it, where its prompt is computed."""
+        worker, prefill = self.decision.worker, self.decision.prefill
+        if prefill is None:
+            return ((worker, self.loads[0]),)
+        return (worker, self.loads[0]), (prefill, self.loads[1])
 
 
 class RouterState:
@@ -194,11 +201,11 @@ class RouterState:
         if prefill_tokens < 1:
             prefill_tokens = 1
         if prefill is None:
-            load = Load(worker, request.now_s, prefill_tokens, prompt_tokens)
+            load = Load(request.now_s, prefill_tokens, prompt_tokens)
             live.loads = (load,)
         else:
-            load = Load(worker, request.now_s, 0, prompt_tokens)
-            apart = Load(prefill, request.now_s, prefill_tokens, 0)
+            load = Load(request.now_s, 0, prompt_tokens)
+            apart = Load(request.now_s, prefill_tokens, 0)
             live.loads = (load, apart)
             prefill.add(apart)
         worker.add(load)
@@ -222,10 +229,10 @@ class RouterState:
         live = self._live.get(event.receipt)
         if live is None:
             raise InvariantViolated(f"invariant 5: first byte for no receipt {event.receipt}")
-        for load in live.loads:
+        for worker, load in live.parts():
             if live.session is not None:
                 live.session.pending_tokens -= load.prefill_tokens
-            load.worker.take_prefill(load)
+            worker.take_prefill(load)
         if event.status is not None:
             self.fleet.heard(event.status, now)
         return NOTED
@@ -302,10 +309,10 @@ class RouterState:
         live = self._live.pop(receipt, None)
         if live is None:
             raise InvariantViolated(f"invariant 5: receipt {receipt} was given back before")
-        for load in live.loads:
+        for worker, load in live.parts():
             if live.session is not None:
                 live.session.pending_tokens -= load.prefill_tokens
-            load.worker.take(load)
+            worker.take(load)
         return live
 
     def check(self) -> None:
@@ -316,5 +323,5 @@ class RouterState:
                 f"invariant 3: {account.received} in, {account.done} done, "
                 f"{account.rejected} rejected, {live} live"
             )
-        loads = [load for one in self._live.values() for load in one.loads]
+        loads = [part for one in self._live.values() for part in one.parts()]
         audit(self.fleet, self.sessions, loads)

@@ -36,9 +36,11 @@ _INFINITE = float("inf")
 
 
 class Load(msgspec.Struct, gc=False):
-    """What one dispatch counts for at `worker`; all of it is 0 once it was taken off."""
+    """What one dispatch counts for at a worker; all of it is 0 once it was taken off.
 
-    worker: Worker
+    It does not name the worker, which remembers it: such a ring would never be freed (gc=False).
+    """
+
     at_s: float
     prefill_tokens: int
     held_tokens: int
