@@ -18,6 +18,7 @@ from ownerserve.cli.main import main
 RUN = (sys.executable, "-m", "ownerserve.cli.main", "simulate")
 PD = "static_pd_delta,round_robin_pd"
 SMALL = ("--sessions", "4", "--workers", "2", "--mode", "capped:4", "--policy", "ear,least_load")
+AGAIN = (*SMALL[:-1], "ear", "--policy", "least_load, ear", "--jobs", "1")
 
 
 def simulate(*given: str) -> subprocess.CompletedProcess[str]:
@@ -74,9 +75,11 @@ def test_long_names_of_policies_fit_too() -> None:
     assert max(len(line.rstrip()) for line in done.stdout.splitlines()) <= 80
 
 
-def test_the_digest_is_that_of_the_seed(told: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_the_digest_is_that_of_the_seed_and_policies_may_be_given_one_by_one(
+    told: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
     path = tmp_path / "again.json"
-    assert simulate(*SMALL, "--json", str(path), "--jobs", "1").returncode == 0
+    assert simulate(*AGAIN, "--json", str(path)).returncode == 0
     assert json.loads(path.read_text())["digest"] == told[1]["digest"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,11 @@ DEFAULT_POLICIES = "round_robin,least_load,lmetric,sticky,ear,ownerserve"
 @click.option(
     "--policy",
     "policies",
-    default=DEFAULT_POLICIES,
+    multiple=True,
+    default=(DEFAULT_POLICIES,),
     show_default=True,
     metavar="NAME,...",
-    help=f"Router policies, or 'all': {', '.join(POLICIES)}.",
+    help=f"Router policies, or 'all'; may be given again: {', '.join(POLICIES)}.",
 )
 @click.option("--workers", type=int, default=8, show_default=True, help="Routing units.")
 @click.option(
@@ -162,8 +163,10 @@ def command(
     write_json(json_target, "simulate", body)
 
 
-def _policies(text: str) -> list[str]:
-    names = list(POLICIES) if text == "all" else [name.strip() for name in text.split(",")]
+def _policies(given: Sequence[str]) -> list[str]:
+    names = [name.strip() for text in given for name in text.split(",")]
+    if "all" in names:
+        names = list(POLICIES)
     for name in names:
         if name not in POLICIES:
             raise InvalidInput("--policy", f"{name!r}", f"use some of {', '.join(POLICIES)}")
