@@ -18,6 +18,7 @@ from ownerserve.directory.terms import TermFile
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.router.gateway import owners
 from ownerserve.router.gateway.owners import RENEW_S, Owners
 from ownerserve.router.gateway.stamps import Extent
 from ownerserve.router.messages import Claimed
@@ -175,15 +176,15 @@ def test_what_a_rebuilding_directory_put_off_is_asked_again_without_a_turn() -> 
 
 
 def test_an_unreachable_directory_is_not_asked_in_a_loop() -> None:
-    owners = Owners()
-    owners.lives(unit("w1"))
-    owners.runs_at(A, unit("w1"))
-    requests = owners.due(0.0)
-    assert owners.answered(requests, [Refused(Refusal.UNREACHABLE) for _ in requests]) == []
-    assert owners.due(0.0) == []
-    assert len(owners.due(RENEW_S)) == len(requests)  # the same again, with the next renewal
-    assert owners.due(RENEW_S) == []
-    assert owners.answers["unreachable"] == len(requests)
+    one = Owners()
+    one.lives(unit("w1"))
+    one.runs_at(A, unit("w1"))
+    requests = one.due(0.0)
+    assert one.answered(requests, [Refused(Refusal.UNREACHABLE) for _ in requests]) == []
+    assert one.due(0.0) == []
+    assert len(one.due(RENEW_S)) == len(requests)  # the same again, with the next renewal
+    assert one.due(RENEW_S) == []
+    assert one.answers["unreachable"] == len(requests)
 
 
 def test_a_wish_that_waits_gives_way_to_a_later_turn() -> None:
@@ -400,3 +401,19 @@ def test_wishes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         owners.runs_at(SessionId(str(number)), unit("w1"))
     binds = [request for request in owners.due(0.0) if isinstance(request, Bind)]
     assert [request.session_id for request in binds] == ["2", "3", "4"]
+
+
+def test_after_a_long_outage_no_renewal_asks_for_all_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(owners, "ASKED_AGAIN_MAX", 10)
+    one = served("w1")
+    names = [SessionId(f"s{number}") for number in range(25)]
+    for name in names:
+        one.owners.runs_at(name, unit("w1"))
+    one.refused(Refusal.UNREACHABLE)
+    one.clock.advance(RENEW_S)
+    one.refused(Refusal.UNREACHABLE)  # of the first ten, which stand last then
+    for known in (names[10:20], [*names[10:], *names[:5]], names):
+        one.renewed()
+        assert set(one.owners.grants) == set(known)

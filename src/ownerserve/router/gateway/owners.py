@@ -14,7 +14,7 @@ is made from what is known when it is sent. A wish stays until an answer settles
 |---|---|
 | done; or another gateway was first, with a worker that is there | settled; the router follows |
 | the owner was only seen in an older version, or is not there | asked again at once |
-| not now (rebuilding, contended, not reached, not registered yet) | asked with the next renewal |
+| not now (rebuilding, contended, not reached, not registered yet) | asked with a next renewal |
 | the session is not known (any more) | a turn binds it anew, a report does not |
 | its worker's life is over | dropped: there will be another turn |
 
@@ -27,6 +27,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, get_args
 
 import msgspec
@@ -43,6 +44,9 @@ from ownerserve.router.messages import Claimed
 SESSIONS_MAX = 100_000
 RENEW_S = 1.0
 """A fifth of the directory's default lease."""
+
+ASKED_AGAIN_MAX = 4_000
+"""Wishes with each renewal: while the directory is away for long, they become many."""
 
 _OUTDONE = -1
 """Memory of a grant whose session the directory gave away under an earlier epoch."""
@@ -102,7 +106,7 @@ class Owners:
         self._seen: Epoch | None = None
         self._leases = Leases()
         self._wishes: dict[SessionId, _Wish] = {}
-        """The newest of each session, until an answer settles it. Asked with every renewal."""
+        """The newest of each session, until an answer settles it. Asked with the renewals."""
         self._fresh: dict[SessionId, None] = {}
         """Those that are asked at once, in their order."""
         self._asked: dict[SessionId, _Wish] = {}
@@ -171,11 +175,11 @@ class Owners:
     def due(self, now_s: float) -> list[ask.Request]:
         """What to ask now. Not before the last batch is answered, or given up."""
         requests: list[ask.Request] = [*self._leases.registrations(self._seen, now_s)]
-        sessions: list[SessionId] = list(self._fresh)
+        sessions = list(self._fresh)
         if now_s >= self._renew_at_s:
             self._renew_at_s = now_s + self._renew_s
             requests += self._leases.renewals(self._seen)
-            sessions = list(self._wishes)
+            sessions += self._put_off()
         self._fresh, self._asked = {}, {}
         for session in sessions:
             self._put(session, self._wishes[session], requests)
@@ -211,6 +215,14 @@ class Owners:
             self._fresh.pop(oldest, None)
         wishes[session] = wish
         self._fresh[session] = None
+
+    def _put_off(self) -> list[SessionId]:
+        """Those that wait longest and are not asked anyway; behind all others from now on."""
+        wishes = self._wishes
+        waiting = [one for one in islice(wishes, ASKED_AGAIN_MAX) if one not in self._fresh]
+        for session in waiting:
+            wishes[session] = wishes.pop(session)
+        return waiting
 
     def _put(self, session: SessionId, wish: _Wish, requests: list[ask.Request]) -> None:
         """What to ask for a wish, behind `requests`."""
