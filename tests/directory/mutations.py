@@ -1,6 +1,10 @@
 """Each safety check, taken out: what stands there instead when it is missing.
 
 python tests/directory/mutations.py [SEEDS]     which seed first misses each check
+
+Not in the list is `is_same_memory`, the check that schedule 141 once asked for: since owners ask as
+soon as they are told to, no schedule of 4,000 is slow enough to need it. The contract suite notices
+it (`test_a_memory_that_knows_a_unit_by_a_late_message_renews_nothing`).
 """
 
 from __future__ import annotations
@@ -141,7 +145,6 @@ def without(*missing: Instead) -> Mutation:
 MUTATIONS = (
     without(Instead(checks, "incarnation_advances", yes)),
     without(Instead(checks, "is_current", yes)),
-    without(Instead(checks, "is_same_memory", yes)),
     without(Instead(checks, "owner_lives", no)),
     without(Instead(checks, "copy_counts", yes)),
     without(Instead(checks, "may_issue", yes)),

@@ -157,7 +157,7 @@ def test_a_fleet_that_nobody_needs_any_more_is_freed() -> None:
     def workers() -> int:
         gc.collect()
         gc.collect()  # what they held is let go in a second round
-        return sum(isinstance(one, Worker) for one in gc.get_objects())
+        return sum(type(one) is Worker for one in gc.get_objects())
 
     before = workers()
     state = RouterState(make_policy("ownerserve"))
