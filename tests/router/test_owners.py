@@ -417,3 +417,20 @@ def test_after_a_long_outage_no_renewal_asks_for_all_at_once(
     for known in (names[10:20], [*names[10:], *names[:5]], names):
         one.renewed()
         assert set(one.owners.grants) == set(known)
+
+
+def test_a_directory_that_forgot_says_so_though_another_gateway_came_first() -> None:
+    """It knows the life again, by the other's registration: none of what we hold is known to it."""
+    one, two = sides(2)
+    for side in (one, two):
+        side.owners.lives(unit("w1"))
+    one.owners.runs_at(A, unit("w1"))
+    one.settle()
+    two.settle()
+    one.directory.forget()
+    two.renewed()
+    two.renewed()
+    one.renewed()
+    assert one.owners.answers["unknown_holder"] == 1
+    one.owners.runs_at(A, unit("w1"))  # no more at home for sure: it is asked for at once
+    assert one.owners.has_wishes

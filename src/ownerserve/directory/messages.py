@@ -50,7 +50,7 @@ class RenewLease(msgspec.Struct, frozen=True, tag="renew_lease", gc=False):
     """One lease covers all that a unit owns: a heartbeat costs one message, not one an extent.
 
     `memory`: as the lease was given. A later memory may know the unit by a `Register` that was long
-    on its way, and nothing of what it owns. None: nobody serves by this lease (a gateway's).
+    on its way or another gateway's, and nothing of what it owns. None: not known to who renews.
     """
 
     unit: RoutingUnit

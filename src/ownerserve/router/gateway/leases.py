@@ -8,7 +8,7 @@ the directory has forgotten us     --> all are registered anew
 from __future__ import annotations
 
 from ownerserve.directory import messages as ask
-from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.messages import RoutingUnit
 
 REGISTER_AGAIN_S = 1.0
@@ -22,6 +22,8 @@ class Leases:
         self._lives: dict[tuple[str, int], RoutingUnit] = {}
         self._to_register: dict[RoutingUnit, float] = {}
         """Lives whose lease the directory has not confirmed, and when each is asked for next."""
+        self._memory: dict[RoutingUnit, Term | None] = {}
+        """The directory's when it confirmed, of the others."""
 
     def __len__(self) -> int:
         return len(self._lives)
@@ -39,18 +41,20 @@ class Leases:
         known = self._lives.get((unit.worker, unit.dp_rank))
         if known is None or unit.incarnation > known.incarnation:
             if known is not None:
-                self._to_register.pop(known, None)
+                self._drop(known)
             self._lives[unit.worker, unit.dp_rank] = unit
             self._to_register[unit] = 0.0
 
     def silent(self, worker: str) -> None:
         """A worker is down."""
         for place in [place for place in self._lives if place[0] == worker]:
-            self._to_register.pop(self._lives.pop(place), None)
+            self._drop(self._lives.pop(place))
 
-    def leased(self, unit: RoutingUnit) -> None:
+    def leased(self, unit: RoutingUnit, memory: Term | None) -> None:
         """The directory has registered it."""
-        self._to_register.pop(unit, None)
+        if self.sees(unit):
+            self._to_register.pop(unit, None)
+            self._memory[unit] = memory
 
     def forgotten(self) -> None:
         """The directory knows none of them any more."""
@@ -66,7 +70,11 @@ class Leases:
     def renewals(self, seen: Epoch | None) -> list[ask.RenewLease]:
         """One for each that is registered."""
         return [
-            ask.RenewLease(unit, seen)
+            ask.RenewLease(unit, seen, self._memory[unit])
             for unit in self._lives.values()
             if unit not in self._to_register
         ]
+
+    def _drop(self, unit: RoutingUnit) -> None:
+        self._to_register.pop(unit, None)
+        self._memory.pop(unit, None)

@@ -307,8 +307,8 @@ class Owners:
 
     # One for each pair of a request and its answer that changes what is known.
 
-    def _leased(self, request: ask.Register, _outcome: ask.Leased) -> None:
-        self._leases.leased(request.unit)
+    def _leased(self, request: ask.Register, outcome: ask.Leased) -> None:
+        self._leases.leased(request.unit, outcome.memory)
 
     def _bound(self, request: ask.Bind, outcome: ask.Bound) -> Claimed | None:
         return self._given(request.session_id, request.unit, outcome)
