@@ -63,17 +63,20 @@ class Side:
         return found
 
 
-def sides(count: int = 1) -> list[Side]:
+def sides(count: int = 1, *names: str) -> list[Side]:
+    """Gateways at one directory, each of which sees these workers."""
     clock = ManualClock()
     directory = EmbeddedDirectory(clock, TermFile(), lease_s=5.0, opens_in_s=0.0)
-    return [Side(directory, clock) for _ in range(count)]
+    found = [Side(directory, clock) for _ in range(count)]
+    for side in found:
+        for name in names:
+            side.owners.lives(unit(name))
+    return found
 
 
 def served(*names: str) -> Side:
     """One gateway, whose workers are registered."""
-    (one,) = sides()
-    for name in names:
-        one.owners.lives(unit(name))
+    (one,) = sides(1, *names)
     one.settle()
     return one
 
@@ -101,10 +104,7 @@ def test_a_session_is_bound_moved_and_ended() -> None:
 
 
 def test_whoever_comes_second_hears_who_was_first() -> None:
-    one, two = sides(2)
-    for side in (one, two):
-        for name in ("w1", "w2"):
-            side.owners.lives(unit(name))
+    one, two = sides(2, "w1", "w2")
     one.owners.runs_at(A, unit("w1"))
     one.settle()
     two.owners.runs_at(A, unit("w2"))
@@ -114,10 +114,7 @@ def test_whoever_comes_second_hears_who_was_first() -> None:
 
 def test_a_move_on_an_old_view_loses() -> None:
     """Compare-and-set: `two` learns of the session, then `one` moves it."""
-    one, two = sides(2)
-    for side in (one, two):
-        for name in ("w1", "w2", "w3"):
-            side.owners.lives(unit(name))
+    one, two = sides(2, "w1", "w2", "w3")
     one.owners.runs_at(A, unit("w1"))
     one.settle()
     request = FindSession(A)
@@ -214,10 +211,7 @@ def test_a_turn_back_home_undoes_the_move_under_way() -> None:
 
 
 def test_whoever_came_second_can_move_the_session_later() -> None:
-    one, two = sides(2)
-    for side in (one, two):
-        for name in ("w1", "w2", "w3"):
-            side.owners.lives(unit(name))
+    one, two = sides(2, "w1", "w2", "w3")
     one.owners.runs_at(A, unit("w1"))
     one.settle()
     two.owners.runs_at(A, unit("w2"))
@@ -248,10 +242,7 @@ def test_a_report_that_comes_before_the_session_is_bound_is_told() -> None:
 
 
 def test_a_turn_without_a_report_finds_out_that_another_gateway_moved_the_session() -> None:
-    one, two = sides(2)
-    for side in (one, two):
-        for name in ("w1", "w2"):
-            side.owners.lives(unit(name))
+    one, two = sides(2, "w1", "w2")
     one.owners.runs_at(A, unit("w1"))
     one.settle()
     request = FindSession(A)
@@ -319,10 +310,7 @@ def test_a_move_waits_for_its_target_to_be_registered() -> None:
 
 
 def test_a_session_that_another_gateway_ended_is_bound_anew_by_a_turn_not_by_a_report() -> None:
-    one, two = sides(2)
-    for side in (one, two):
-        for name in ("w1", "w2"):
-            side.owners.lives(unit(name))
+    one, two = sides(2, "w1", "w2")
     for session in (A, B):
         one.owners.runs_at(session, unit("w1"))
         one.settle()
@@ -354,10 +342,7 @@ def test_a_dead_workers_refusal_does_not_void_what_the_others_own() -> None:
 
 def test_a_move_that_met_a_report_of_the_same_owner_is_made() -> None:
     """Another gateway's turn changed the version, not the owner."""
-    one, two = sides(2)
-    for side in (one, two):
-        for name in ("w1", "w2"):
-            side.owners.lives(unit(name))
+    one, two = sides(2, "w1", "w2")
     one.owners.runs_at(A, unit("w1"))
     one.settle()
     request = FindSession(A)
@@ -421,9 +406,7 @@ def test_after_a_long_outage_no_renewal_asks_for_all_at_once(
 
 def test_a_directory_that_forgot_says_so_though_another_gateway_came_first() -> None:
     """It knows the life again, by the other's registration: none of what we hold is known to it."""
-    one, two = sides(2)
-    for side in (one, two):
-        side.owners.lives(unit("w1"))
+    one, two = sides(2, "w1")
     one.owners.runs_at(A, unit("w1"))
     one.settle()
     two.settle()
