@@ -201,7 +201,8 @@ class Play:
         if found.points:
             floor = found.points[0].position
             start = self.pick(floor // B + 1) * B
-            self.driver.begin(self._name(), tokens, resume=Replay(start, floor))
+            session = (*SESSIONS, "")[self.pick(5)]
+            self.driver.begin(self._name(), tokens, session=session, resume=Replay(start, floor))
 
     # -- everything else -----------------------------------------------------------------------
 

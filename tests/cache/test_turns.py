@@ -63,6 +63,30 @@ def test_a_replay_keeps_range_state_and_writes_only_behind_the_floor() -> None:
     assert driver.check_match(blocks_of(1, 2, 3, 7, 8)).range_tokens == 4 * B
 
 
+@pytest.mark.parametrize("computed", [0, 5, B, 2 * B - 1, 2 * B, 3 * B, 3 * B + 4])
+def test_a_turn_that_ends_inside_its_replay_leaves_just_what_it_computed(computed: int) -> None:
+    """Its session stands where the turn stopped: what the tree has behind that is not its own, and
+    the next turn's tokens follow what was computed. The driver compares all that a turn gets with
+    what its client sent."""
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2, 3, 4, 5))
+    prompt = blocks_of(1, 2, 3, 7)
+    driver.begin("2", prompt, session="a", resume=Replay(start=0, floor=3 * B))
+    if computed:
+        assert driver.compute(TurnId("2"), prompt[: computed * 4])
+    done = driver.finish("2")
+    assert (done.tokens, done.sealed) == (computed, computed // B * B)
+    suffix = blocks_of(8, tail=3)
+    begun = driver.append("3", "a", suffix)
+    assert isinstance(begun, Begun), begun
+    assert begun.pending == (prompt[: computed * 4] + suffix)[begun.restored * 4 :]
+    assert driver.prefill("3")
+    driver.finish("3")
+    said = prompt[: computed * 4] + suffix
+    assert driver.check_match(said).range_tokens == len(said) // 4 // B * B
+    assert driver.turn("4", said + blocks_of(6), session="a").restored == len(said) // 4 // B * B
+
+
 def test_restore_at_a_point_that_has_gone_is_refused_and_changes_nothing() -> None:
     driver = Driver()
     driver.turn("1", blocks_of(1, 2, 3, 4))

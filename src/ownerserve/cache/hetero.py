@@ -402,24 +402,36 @@ class HeteroCache:
     def finish(self, turn_id: TurnId, now: float) -> Finished:
         """The turn is over: its sealed output stays, its session's frontier moves behind it.
 
-        The session keeps a soft reference; the hard lock goes after that is in place.
+        The session keeps a soft reference; the hard lock goes after that is in place. One that
+        ends inside its replay leaves its session where it stopped.
         """
         run = self._run(turn_id)
-        session, depth = run.session, run.sealed
-        stop = self._leave(run, now)
+        session, depth, tail = run.session, run.sealed, run.tail
+        if run.position < depth * self._block:
+            depth, tail = self._inside(run)
+        stop = self._leave(run, depth, now)
         self.counters.turns_finished += 1
         version = None
         if session is not None and self._moves_frontier(run, session):
             session.version += 1
             session.tokens, session.sealed = run.position, depth
-            session.tail, session.frontier_order = bytes(run.tail), run.order
+            session.tail, session.frontier_order = bytes(tail), run.order
             self.sessions.move(session, stop, ttl_s=run.ttl_s, now=now)
+            del run.row[depth:]
             session.row = run.row if stop is not None else None
             version = session.version
         self.tree.unlock(run.lock)
         if self.tree.cooled:
             self.evictor.look_at_cooled()
         return Finished(run.position, depth * self._block, version)
+
+    def _inside(self, run: Running) -> tuple[int, Packed]:
+        """Depth and tail of a turn inside its replay: the tree's blocks go on behind it, with
+        tokens of the prompt that the turn has not computed."""
+        depth = run.position // self._block
+        first = depth * self._block - run.prompt_at
+        last = run.position - run.prompt_at
+        return depth, run.prompt[first * TOKEN_BYTES : last * TOKEN_BYTES]
 
     def _moves_frontier(self, run: Running, session: Session) -> bool:
         """Not when the session was released meanwhile, or a turn begun later has finished."""
@@ -431,15 +443,15 @@ class HeteroCache:
         Also how a turn is preempted: what it sealed remains matchable, and evictable.
         """
         run = self._run(turn_id)
-        self._leave(run, now)
+        self._leave(run, run.sealed, now)
         if run.position > run.restored:
             self.counters.turns_aborted += 1
         else:
             self._count(run, -1)
         self.tree.unlock(run.lock)
 
-    def _leave(self, run: Running, now: float) -> Stop | None:
-        """Give back all that is private; returns the stop where the turn ends."""
+    def _leave(self, run: Running, depth: int, now: float) -> Stop | None:
+        """Give back all that is private; returns the stop at `depth`, where the turn ends."""
         del self.running[run.turn_id]
         if run.session is not None:
             run.session.running -= 1
@@ -448,9 +460,9 @@ class HeteroCache:
             self.rooms.blocks.give(row[sealed:])
             del row[sealed:]
         self.rooms.states.give_one(run.table.state)
-        if not sealed:
+        if not depth:
             return None
-        stop = self.tree.stop_at(run.lock.node, sealed, now)
+        stop = self.tree.stop_at(paths.locate(run.lock.node, depth), depth, now)
         stop.last_s, stop.trimmed = now, 0
         if stop.born_s < run.begun_s:
             stop.uses += 1

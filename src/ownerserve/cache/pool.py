@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from ownerserve.kv.errors import CapacityExceeded, InvalidInput
+from collections import Counter
+
+from ownerserve.kv.errors import CapacityExceeded, InvalidInput, InvariantViolated
 
 
 class SlotPool:
     """`capacity` slots, numbered from 0. A bump pointer for slots never used, a list for returned
-    ones: a pool of millions costs nothing until it is filled."""
+    ones: a pool of millions costs nothing until it is filled.
 
-    __slots__ = ("_freed", "_next", "capacity", "free", "name")
+    A slot that is returned while it is free would be handed to two turns: `give` refuses it
+    (invariant 1), at a look into a set for each slot.
+    """
+
+    __slots__ = ("_freed", "_is_freed", "_next", "capacity", "free", "name")
 
     def __init__(self, name: str, capacity: int) -> None:
         if capacity < 0:
@@ -19,6 +25,7 @@ class SlotPool:
         self.free = capacity
         self._next = 0
         self._freed: list[int] = []
+        self._is_freed: set[int] = set()
 
     @property
     def used(self) -> int:
@@ -29,6 +36,7 @@ class SlotPool:
         freed = self._freed
         if freed:
             slot = freed.pop()
+            self._is_freed.remove(slot)
         elif self._next < self.capacity:
             slot = self._next
             self._next += 1
@@ -38,7 +46,10 @@ class SlotPool:
         return slot
 
     def give_one(self, slot: int) -> None:
-        """Return a slot."""
+        """Return a slot. Raises InvariantViolated when it is free already."""
+        if slot in self._is_freed or not 0 <= slot < self._next:
+            self._refuse([slot])
+        self._is_freed.add(slot)
         self._freed.append(slot)
         self.free += 1
 
@@ -51,6 +62,7 @@ class SlotPool:
                 return []
             taken = freed[-count:]
             del freed[-count:]
+            self._is_freed.difference_update(taken)
             self.free -= count
             return taken
         fresh = count - have
@@ -58,15 +70,31 @@ class SlotPool:
             raise CapacityExceeded(f"{self.name}: {count} slots wanted, {self.free} free")
         taken = freed[:]
         freed.clear()
+        self._is_freed.clear()
         taken.extend(range(self._next, self._next + fresh))
         self._next += fresh
         self.free -= count
         return taken
 
     def give(self, slots: list[int]) -> None:
-        """Return slots. Who gives must own them; invariant 1 finds a double return."""
+        """Return slots. Raises InvariantViolated, and returns none, when one is free already."""
+        if not slots:
+            return
+        known, before = self._is_freed, len(self._is_freed)
+        known.update(slots)
+        if len(known) - before != len(slots) or min(slots) < 0 or max(slots) >= self._next:
+            self._is_freed = set(self._freed)
+            self._refuse(slots)
         self._freed += slots
         self.free += len(slots)
+
+    def _refuse(self, slots: list[int]) -> None:
+        times = Counter(slots)
+        twice = sorted(s for s in times if times[s] > 1 or s in self._is_freed)
+        never = sorted(s for s in times if not 0 <= s < self._next)
+        raise InvariantViolated(
+            f"invariant 1: {self.name}: slots {twice or never} are returned and are free already"
+        )
 
     def free_slots(self) -> list[int]:
         """Every free slot by number: for checks, O(capacity)."""

@@ -7,7 +7,7 @@ import pytest
 from ownerserve.cache.effects import CopyState, LoadPoint, ResetState, SavePoint
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Component, Extent, Layout
-from ownerserve.cache.outcomes import Replay, Turn
+from ownerserve.cache.outcomes import Append, Begun, Replay, Turn
 from ownerserve.engines.hf.requests import RejectReason
 from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.step import (
@@ -21,7 +21,7 @@ from ownerserve.engines.hf.step import (
     StepPlan,
 )
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import TurnId
+from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
 
 BLOCK, CHUNK = 4, 8
@@ -346,6 +346,30 @@ def test_a_turn_preempted_in_mid_replay_leaves_no_snapshot() -> None:
     plan = StepPlan()
     bench.scheduler._preempt(sequence, plan, 0.0)
     assert not plan.effects
+
+
+def test_a_turn_aborted_in_mid_replay_leaves_its_session_where_it_was() -> None:
+    """What the tree holds behind the abort is another's: no later turn of the session meets it."""
+    replays: list[Replay] = []
+    bench = Bench(resume_of=lambda _: replays.pop() if replays else None)
+    bench.arrive("a", list(range(10)), new=1, session="s")
+    bench.arrive("other", list(range(24)), new=1)
+    bench.drain()
+    before = bench.cache.sessions.get(SessionId("s"))
+    assert before is not None
+    at = (before.version, before.tokens, before.depth, before.tail)
+    replays.append(Replay(8, 20))
+    bench.arrive("b", [*range(22), 90, 91], new=1, session="s")
+    [admission] = bench.step().admitted
+    assert (admission.restored, admission.floor) == (8, 20)
+    bench.scheduler.abort("b", bench.now)
+    assert (
+        (before.version, before.tokens, before.depth, before.tail) == at == (1, 10, 2, pack([8, 9]))
+    )
+    append = Append(TurnId("c"), SessionId("s"), 1, pack([7, 50, 51]))
+    begun = bench.cache.append(append, bench.now)
+    assert isinstance(begun, Begun)
+    assert begun.pending == pack([*range(10), 7, 50, 51])[begun.restored * 4 :]
 
 
 def saved_at(bench: Bench) -> list[int]:
