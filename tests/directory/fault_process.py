@@ -296,7 +296,8 @@ class Process:
             world.advance(self, session_id, grant, prefix_hash, tokens)
         elif rng.random() < 0.3 and prefix_hash in self.duties:
             world.ask_now(ask.Release(prefix_hash, self.unit, self.duties[prefix_hash].epoch))
-        else:
+        elif now_s >= world.pledged.get((prefix_hash, self.unit), 0.0):
+            # A report that is still on its way would bring the copy back into the record.
             if isinstance(world.ask_now(ask.Drop(prefix_hash, *place[:2])), ask.Dropped):
                 oracle.copies.discard((prefix_hash, self.unit))
                 self.duties.pop(prefix_hash, None)

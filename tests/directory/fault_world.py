@@ -58,6 +58,8 @@ class World:
         self.sessions = [SessionId(f"s{number}") for number in range(rng.randrange(1, 4))]
         self.journals = {name: Journal(name) for name in self.sessions}
         self.duties: dict[RoutingUnit, dict[PrefixHash, ask.Granted]] = {}
+        self.pledged: dict[tuple[PrefixHash, RoutingUnit], float] = {}
+        """Copies that a report on its way tells of, and until when it may come."""
         # Two turns of a session at a time, as forks and impatient clients make them.
         self.clients = [(name, number) for name in self.sessions for number in range(2)]
         self.open: dict[Client, str] = {}
@@ -165,7 +167,8 @@ class World:
         session = self.state.handle(ask.FindSession(session_id), self.net.now_s)
         if not isinstance(session, ask.SessionIs) or tokens <= session.tokens:
             return
-        moved = ask.Advance(session_id, process.unit, grant.epoch, session.version, tip, tokens)
+        moved = ask.Advance(session_id, process.unit, grant.epoch, session.version + 1, tip, tokens)
+        self.pledged[tip, process.unit] = self.net.now_s + self.net.latest_s
         self.net.send(partial(self._advanced, moved))
 
     def _advanced(self, moved: ask.Advance) -> None:

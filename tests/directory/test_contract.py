@@ -85,7 +85,7 @@ def refused(outcome: object, reason: Refusal) -> bool:
 def test_a_session_has_one_owner_while_its_lease_runs(world: World) -> None:
     world.join(A, B)
     first = world.ask(ask.Bind(S1, A))
-    assert isinstance(first, ask.Bound) and first.version == 1
+    assert isinstance(first, ask.Bound) and first.version == 0
     second = world.ask(ask.Bind(S1, B))
     assert isinstance(second, ask.HeldBy) and second.owner == A
     assert 0 < second.lease_left_s <= LEASE_S
@@ -101,7 +101,7 @@ def test_an_orphan_goes_to_who_asks_first_under_a_later_epoch(world: World) -> N
     found = world.ask(ask.FindSession(S1))
     assert not found.owner_live
     second = world.ask(ask.Bind(S1, B))
-    assert isinstance(second, ask.Bound) and second.epoch > first.epoch and second.version == 2
+    assert isinstance(second, ask.Bound) and second.epoch > first.epoch and second.version == 0
     assert refused(world.ask(ask.RenewLease(A)), Refusal.LEASE_LAPSED)
 
 
@@ -130,12 +130,12 @@ def test_transfer_is_compare_and_set(world: World) -> None:
     first = world.ask(ask.Bind(S1, A))
     stale = ask.Transfer(S1, A, B, first.epoch, first.version + 1)
     assert isinstance(world.ask(stale), ask.Conflict)
-    assert isinstance(world.ask(ask.Transfer(S1, B, B, first.epoch, 1)), ask.Conflict)
+    assert isinstance(world.ask(ask.Transfer(S1, B, B, first.epoch, 0)), ask.Conflict)
     moved = world.ask(ask.Transfer(S1, A, B, first.epoch, first.version))
     assert isinstance(moved, ask.Bound) and moved.epoch > first.epoch
     repeated = world.ask(ask.Transfer(S1, A, B, first.epoch, first.version))
     assert isinstance(repeated, ask.Conflict) and repeated.current.owner == B
-    assert refused(world.ask(ask.Transfer(S2, A, B, first.epoch, 1)), Refusal.UNKNOWN_SESSION)
+    assert refused(world.ask(ask.Transfer(S2, A, B, first.epoch, 0)), Refusal.UNKNOWN_SESSION)
 
 
 def test_a_session_is_not_handed_to_one_who_is_not_there(world: World) -> None:
@@ -156,7 +156,7 @@ def test_ending_a_session_needs_its_epoch(world: World) -> None:
     assert isinstance(world.ask(ask.FindSession(S1)), ask.Miss)
     assert isinstance(world.ask(ask.EndSession(S1, A, later.epoch)), ask.Ended)
     again = world.ask(ask.Bind(S1, A))
-    assert again.epoch > later.epoch and again.version == 1
+    assert again.epoch > later.epoch and again.version == 0
 
 
 # ---- incarnations
@@ -281,7 +281,7 @@ def test_the_last_copy_that_a_fork_stands_on_is_spilled_first(world: World) -> N
     world.join(A, B)
     world.ask(ask.ClaimOwner(P1, 512, A, Tier.DEVICE, MAIN))
     bound = world.ask(ask.Bind(S1, A))
-    world.ask(ask.Advance(S1, A, bound.epoch, bound.version, P1, 512))
+    world.ask(ask.Advance(S1, A, bound.epoch, 1, P1, 512))
     assert refused(world.ask(ask.Drop(P1, A, Tier.DEVICE)), Refusal.LAST_COPY)
     world.ask(ask.ReplicateReadonly(P1, B, Tier.DEVICE, MAIN))
     world.ask(ask.Retire(B))
@@ -300,22 +300,67 @@ def test_nobody_keeps_what_no_session_stands_on(world: World) -> None:
 
 def test_forks_are_counted_on_what_they_stand_on(world: World) -> None:
     world.join(A, B)
-    for prefix_hash, tokens in ((P1, 512), (P2, 1024)):
-        world.ask(ask.ClaimOwner(prefix_hash, tokens, A, Tier.DEVICE, MAIN))
     parent = world.ask(ask.Bind(S1, A))
-    world.ask(ask.Advance(S1, A, parent.epoch, parent.version, P1, 512))
+    world.ask(ask.Advance(S1, A, parent.epoch, 1, P1, 512))
     child = world.ask(ask.Bind(S2, B, parent=S1))
-    assert (child.prefix_hash, child.tokens) == (P1, 512)
+    assert (child.prefix_hash, child.tokens, child.version) == (P1, 512, 0)
     assert world.ask(ask.Lookup((P1,))).refs == 2
-    moved = world.ask(ask.Advance(S1, A, parent.epoch, parent.version + 1, P2, 1024))
+    moved = world.ask(ask.Advance(S1, A, parent.epoch, 2, P2, 1024))
     assert isinstance(moved, ask.Advanced)
     assert [world.ask(ask.Lookup((one,))).refs for one in (P1, P2)] == [1, 1]
     world.ask(ask.EndSession(S2, B, child.epoch))
     assert world.ask(ask.Lookup((P1,))).refs == 0
-    unknown = ask.Advance(S1, A, parent.epoch, moved.version, P3, 1)
-    assert refused(world.ask(unknown), Refusal.UNKNOWN_PREFIX)
-    stale = ask.Advance(S1, A, parent.epoch, 1, P1, 512)
-    assert isinstance(world.ask(stale), ask.Conflict)
+
+
+def test_a_report_of_several_turns_counts_them_all_and_a_late_one_changes_nothing(
+    world: World,
+) -> None:
+    world.join(A, B)
+    mine = world.ask(ask.Bind(S1, A))
+    several = ask.Advance(S1, A, mine.epoch, 3, P2, 1024)
+    first = world.ask(several)
+    assert isinstance(first, ask.Advanced) and first.version == 3
+    assert world.ask(several) == ask.Advanced(3)
+    late = world.ask(ask.Advance(S1, A, mine.epoch, 2, P1, 512))
+    assert isinstance(late, ask.Conflict) and late.current.prefix_hash == P2
+    assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
+    assert refused(world.ask(ask.Advance(S2, A, mine.epoch, 1, P1, 1)), Refusal.UNKNOWN_SESSION)
+
+
+def test_a_change_of_owner_finishes_no_turn(world: World) -> None:
+    world.join(A, B)
+    mine = world.ask(ask.Bind(S1, A))
+    world.ask(ask.Advance(S1, A, mine.epoch, 5, P1, 512))
+    moved = world.ask(ask.Transfer(S1, A, B, mine.epoch, 5))
+    assert (moved.version, moved.prefix_hash) == (5, P1)
+    by_the_former = ask.Advance(S1, A, mine.epoch, 6, P2, 1024)
+    assert isinstance(world.ask(by_the_former), ask.Conflict)
+    world.ask(ask.Retire(B))
+    again = world.ask(ask.Bind(S1, A, seen=moved.epoch))
+    assert again.version == 5 and again.epoch > moved.epoch
+
+
+def test_a_finished_turn_claims_its_tip_where_nobody_alive_has_it(world: World) -> None:
+    world.join(A, B)
+    mine, theirs = world.ask(ask.Bind(S1, A)), world.ask(ask.Bind(S2, B))
+    first = world.ask(ask.Advance(S1, A, mine.epoch, 1, P1, 512, group="repo:x"))
+    assert first.duty > mine.epoch
+    assert world.ask(ask.FindGroup("repo:x")).members == ((P1, 1),)
+    second = world.ask(ask.Advance(S2, B, theirs.epoch, 1, P1, 512, tier=Tier.HOST))
+    assert second.duty is None
+    found = world.ask(ask.Lookup((P1,)))
+    assert found.owner == A and found.epoch == first.duty and found.refs == 2
+    assert {place[:2] for place in found.locations} == {(A, Tier.DEVICE), (B, Tier.HOST)}
+    world.ask(ask.Retire(A))
+    third = world.ask(ask.Advance(S2, B, theirs.epoch, 2, P1, 512))
+    assert third.duty > first.duty and world.ask(ask.Lookup((P1,))).owner == B
+
+
+def test_a_tail_is_claimed_by_nobody(world: World) -> None:
+    world.join(A)
+    mine = world.ask(ask.Bind(S1, A))
+    tail = ask.Advance(S1, A, mine.epoch, 1, P1, 512, kinds=int(Kind.TAIL))
+    assert refused(world.ask(tail), Refusal.SESSION_LOCAL)
 
 
 def test_owner_rules_by_kind_of_state(world: World) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ownerserve.directory.messages import HeldSession, Refusal
+from ownerserve.directory.messages import Advance, HeldSession, Refusal
 from ownerserve.directory.records import Holder, Location, Prefix, Session
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.messages import RoutingUnit
@@ -72,6 +72,16 @@ def is_news(session: Session, seen: Epoch | None) -> bool:
 def version_matches(session: Session, version: int) -> bool:
     """Compare-and-set: who decided on an older state of the session decides again."""
     return session.version == version
+
+
+def is_advance(session: Session, version: int) -> bool:
+    """A report of fewer turns came late: what is known is newer."""
+    return version > session.version
+
+
+def is_told_again(session: Session, ask: Advance) -> bool:
+    """A report whose answer got lost is answered as it was the first time."""
+    return session.version == ask.version and session.prefix_hash == ask.prefix_hash
 
 
 def report_is_later(session: Session, reported: HeldSession) -> bool:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from ownerserve.directory.rules import Kinds, Tier
+from ownerserve.directory.rules import MAIN_KINDS, Kinds, Tier
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import RoutingUnit
@@ -122,7 +122,12 @@ class Transfer(msgspec.Struct, frozen=True, tag="transfer", gc=False):
 
 
 class Advance(msgspec.Struct, frozen=True, tag="advance", gc=False):
-    """A turn ended: the session stands on `prefix_hash` now, which was claimed before."""
+    """The owner finished turns: `version` of them in all, and the session stands on `prefix_hash`.
+
+    It claims that prefix too: `unit` holds `kinds` of it in `tier`, with last-copy duty where
+    nobody alive has it. Taken if the epoch is the record's and the version higher, so that several
+    turns go as one. One that comes twice is answered as before, one that comes late by `Conflict`.
+    """
 
     session_id: SessionId
     unit: RoutingUnit
@@ -130,6 +135,10 @@ class Advance(msgspec.Struct, frozen=True, tag="advance", gc=False):
     version: int
     prefix_hash: PrefixHash
     tokens: int
+    tier: Tier = Tier.DEVICE
+    kinds: Kinds = MAIN_KINDS
+    group: str = ""
+    seen: Epoch | None = None
 
 
 class EndSession(msgspec.Struct, frozen=True, tag="end_session", gc=False):
@@ -265,7 +274,13 @@ class Conflict(msgspec.Struct, frozen=True, tag="conflict"):
 
 
 class Advanced(msgspec.Struct, frozen=True, tag="advanced", gc=False):
+    """The session stands in `version`.
+
+    `duty`: the epoch of last-copy duty for the tip, when it was taken on with this.
+    """
+
     version: int
+    duty: Epoch | None = None
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):

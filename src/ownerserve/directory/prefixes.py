@@ -8,12 +8,14 @@ any     --no copy and no fork left--> UNKNOWN
 
 from __future__ import annotations
 
+import msgspec
 from msgspec.structs import replace
 
 from ownerserve.directory import checks
 from ownerserve.directory.decision import Decision, Draft, Moment, refuse, refuse_until_open
 from ownerserve.directory.extents import live_copies, touch, use_in_group, without_copy
 from ownerserve.directory.messages import (
+    Advance,
     ClaimOwner,
     Drop,
     Dropped,
@@ -51,7 +53,7 @@ def claim_owner(records: Records, ask: ClaimOwner, at: Moment) -> Decision:
     why = checks.standing(holder_of(records, ask.unit), ask.unit, at.now_s)
     if why is not None:
         return refuse(why)
-    if ask.kinds & _TAIL:
+    if ask.kinds & TAIL:
         return refuse(Refusal.SESSION_LOCAL)
     place = Location(None if ask.tier is _REMOTE else ask.unit, ask.tier, ask.kinds)
     key = prefix_key(ask.prefix_hash)
@@ -86,6 +88,39 @@ def claim_owner(records: Records, ask: ClaimOwner, at: Moment) -> Decision:
     draft.put(key, fresh)
     use_in_group(draft, fresh.group, ask.prefix_hash)
     return draft.granted(Granted(at.epoch), guards=guards)
+
+
+class Tip(msgspec.Struct, frozen=True, gc=False):
+    """A session's tip as its owner's report leaves it; `minted`: last-copy duty was taken on."""
+
+    prefix: Prefix
+    guards: tuple[Key, ...] = ()
+    minted: bool = False
+
+
+def claimed_tip(records: Records, ask: Advance, at: Moment) -> Tip:
+    """The reporter's copy is noted in any case; the duty is its own where nobody alive has it."""
+    place = Location(None if ask.tier is _REMOTE else ask.unit, ask.tier, ask.kinds)
+    known = prefix_of(records, ask.prefix_hash)
+    stands = checks.standing(holder_of(records, ask.unit), ask.unit, at.now_s) is None
+    may_claim = stands and checks.may_issue(at.now_s, at.open_at_s)
+    if known is None:
+        owner, epoch = (ask.unit, at.epoch) if may_claim else (None, None)
+        fresh = Prefix(ask.tokens, owner, (place,), 0, at.now_s, ask.group, epoch)
+        return Tip(fresh, minted=may_claim)
+    held = replace(
+        known,
+        locations=with_location(known.locations, place),
+        last_access_s=at.now_s,
+        group=known.group or ask.group,
+    )
+    owner = known.owner
+    if owner is not None and checks.owner_lives(holder_of(records, owner), owner, at.now_s):
+        return Tip(held)
+    if not may_claim:
+        return Tip(held)
+    guards = () if owner is None else (unit_key(owner),)
+    return Tip(replace(held, owner=ask.unit, epoch=at.epoch), guards, minted=True)
 
 
 def release(records: Records, ask: Release, at: Moment) -> Decision:
@@ -184,5 +219,5 @@ def _nearest(place: Location) -> int:
 
 # Looked up once: a member of an enum takes longer to find than a decision's other steps, and bits
 # of a flag longer to compare than plain ones.
-_TAIL = int(Kind.TAIL)
+TAIL = int(Kind.TAIL)
 _REMOTE = Tier.REMOTE

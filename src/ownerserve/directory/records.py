@@ -44,7 +44,8 @@ class Holder(msgspec.Struct, frozen=True, array_like=True, tag="w"):
 
 
 class Session(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
-    """`version` grows with every change; `prefix_hash` is the tip, None before the first seal."""
+    """`version`: turns that its owners finished, the same after Bind and Transfer; `prefix_hash` is
+    the tip, None before the first seal."""
 
     owner: RoutingUnit
     version: int

@@ -42,6 +42,10 @@ Kinds: TypeAlias = int
 """Bits of `Kind`: a plain integer, for there are as many as there are extents."""
 
 
+MAIN_KINDS: Kinds = int(Kind.DENSE | Kind.COMPRESSED)
+"""What every worker that has computed a prefix holds of it, whatever the model."""
+
+
 class Authority(StrEnum):
     """Whose word counts."""
 

@@ -21,7 +21,7 @@ from ownerserve.directory.decision import (
     refuse,
     refuse_until_open,
 )
-from ownerserve.directory.extents import count_fork, with_forks
+from ownerserve.directory.extents import count_fork, use_in_group, with_forks
 from ownerserve.directory.messages import (
     Advance,
     Advanced,
@@ -37,6 +37,7 @@ from ownerserve.directory.messages import (
     SessionIs,
     Transfer,
 )
+from ownerserve.directory.prefixes import TAIL, claimed_tip
 from ownerserve.directory.records import (
     Holder,
     Key,
@@ -77,7 +78,7 @@ def bind(records: Records, ask: Bind, at: Moment) -> Decision:
         parent = session_of(records, ask.parent) if ask.parent is not None else None
         tip = count_fork(draft, parent.prefix_hash, +1) if parent is not None else None
         tokens = parent.tokens if parent is not None else 0
-        taken = Session(ask.unit, 1, tip, tokens, at.now_s, at.epoch)
+        taken = Session(ask.unit, 0, tip, tokens, at.now_s, at.epoch)
     draft.put(session_key(ask.session_id), taken)
     return draft.granted(_bound(taken), guards=guards)
 
@@ -100,25 +101,33 @@ def transfer(records: Records, ask: Transfer, at: Moment) -> Decision:
 
 
 def advance(records: Records, ask: Advance, at: Moment) -> Decision:
-    """The session's tip moves on; a fork that stayed behind keeps the old prefix counted."""
-    key, tip = session_key(ask.session_id), ask.prefix_hash
+    """The session's tip moves on, and is claimed; a fork that stayed behind keeps the old prefix
+    counted."""
+    if ask.kinds & TAIL:
+        return refuse(Refusal.SESSION_LOCAL)
+    key = session_key(ask.session_id)
     session = session_at(records, key)
     if session is None:
         return refuse(Refusal.UNKNOWN_SESSION)
-    if not checks.owns(session, ask.unit, ask.epoch) or not checks.version_matches(
-        session, ask.version
-    ):
+    if checks.owns(session, ask.unit, ask.epoch) and checks.is_told_again(session, ask):
+        return Decision(Advanced(session.version))
+    if not checks.owns(session, ask.unit, ask.epoch) or not checks.is_advance(session, ask.version):
         return Decision(Conflict(session_is(records, session, at)))
-    tip_key = prefix_key(tip)
-    prefix = prefix_at(records, tip_key)
-    if prefix is None:
-        return refuse(Refusal.UNKNOWN_PREFIX)
-    version = session.version + 1
-    moved = Session(session.owner, version, tip, ask.tokens, at.now_s, session.epoch)
-    if session.prefix_hash == tip:  # it stands where it stood
-        return Decision(Advanced(version), ((key, moved),), (tip_key,))
-    stood = _leave(records, session)
-    return Decision(Advanced(version), ((tip_key, with_forks(prefix, +1)), *stood, (key, moved)))
+    tip = claimed_tip(records, ask, at)
+    draft = Draft(records)
+    draft.put(prefix_key(ask.prefix_hash), tip.prefix)
+    if session.prefix_hash != ask.prefix_hash:
+        count_fork(draft, ask.prefix_hash, +1)
+        count_fork(draft, session.prefix_hash, -1)
+    draft.put(
+        key,
+        Session(ask.unit, ask.version, ask.prefix_hash, ask.tokens, at.now_s, session.epoch),
+    )
+    if not tip.minted:
+        return draft.decided(Advanced(ask.version))
+    if tip.prefix.group:
+        use_in_group(draft, tip.prefix.group, ask.prefix_hash)
+    return draft.granted(Advanced(ask.version, at.epoch), guards=tip.guards)
 
 
 def end_session(records: Records, ask: EndSession, at: Moment) -> Decision:
@@ -152,10 +161,8 @@ def _leave(records: Records, session: Session) -> Writes:
 
 
 def _owned_by(session: Session, unit: RoutingUnit, at: Moment) -> Session:
-    """Under the moment's epoch."""
-    return Session(
-        unit, session.version + 1, session.prefix_hash, session.tokens, at.now_s, at.epoch
-    )
+    """Under the moment's epoch; a change of owner finishes no turn."""
+    return Session(unit, session.version, session.prefix_hash, session.tokens, at.now_s, at.epoch)
 
 
 def held_by(session: Session, holder: Holder | None, at: Moment) -> HeldBy:

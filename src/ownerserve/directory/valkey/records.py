@@ -125,6 +125,8 @@ def with_counter(outcome: Outcome, epoch: Epoch) -> Outcome:
     """The outcome of a decision that used up `epoch`, now that it is known."""
     if isinstance(outcome, ask.Bound | ask.Granted):
         return replace(outcome, epoch=epoch)
+    if isinstance(outcome, ask.Advanced):
+        return replace(outcome, duty=epoch)
     return outcome
 
 

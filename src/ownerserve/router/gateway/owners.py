@@ -33,7 +33,6 @@ from typing import Any, get_args
 import msgspec
 
 from ownerserve.directory import messages as ask
-from ownerserve.directory.rules import Kind, Tier
 from ownerserve.kv.epoch import Epoch, later
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
@@ -50,9 +49,6 @@ ASKED_AGAIN_MAX = 4_000
 
 _OUTDONE = -1
 """Memory of a grant whose session the directory gave away under an earlier epoch."""
-
-_SHARED = int(Kind.DENSE | Kind.COMPRESSED)
-_DEVICE = Tier.DEVICE
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False):
@@ -243,9 +239,9 @@ class Owners:
             )
         elif extent is not None:
             tip, tokens = extent.prefix_hash, extent.tokens
-            requests += (
-                ask.ClaimOwner(tip, tokens, unit, _DEVICE, _SHARED, "", self._seen),
-                ask.Advance(session, unit, grant.epoch, grant.version, tip, tokens),
+            version = grant.version + 1
+            requests.append(
+                ask.Advance(session, unit, grant.epoch, version, tip, tokens, seen=self._seen)
             )
         else:
             requests.append(self.question(session))
@@ -383,14 +379,12 @@ class Owners:
 
     def _advanced(self, request: ask.Advance, outcome: ask.Advanced) -> None:
         self._settle(request.session_id)
+        self._seen = later(self._seen, outcome.duty)
         self._keep(request.session_id, request.unit, request.epoch, version=outcome.version)
 
     def _ended(self, request: ask.EndSession, _outcome: ask.Ended) -> None:
         self.grants.pop(request.session_id, None)
         self._settle(request.session_id)
-
-    def _has_duty(self, _request: ask.ClaimOwner, outcome: ask.Granted) -> None:
-        self._seen = later(self._seen, outcome.epoch)
 
     # ---- grants
 
@@ -434,7 +428,7 @@ _NOT_YET = (
     ask.Refusal.TARGET_NOT_LIVE,
 )
 """A wish that meets one of these is asked again with the next renewal."""
-_BY_A_LIFE = (ask.RenewLease, ask.Bind, ask.ClaimOwner)
+_BY_A_LIFE = (ask.RenewLease, ask.Bind)
 _ON_SESSIONS = (ask.Bind, ask.Transfer, ask.Advance, ask.EndSession, ask.FindSession)
 
 _TAKES: dict[type, dict[type, Callable[[Owners, Any, Any], Claimed | None]]] = {
@@ -444,7 +438,6 @@ _TAKES: dict[type, dict[type, Callable[[Owners, Any, Any], Claimed | None]]] = {
     ask.Transfer: {ask.Bound: Owners._moved, ask.Conflict: Owners._conflict},
     ask.Advance: {ask.Advanced: Owners._advanced, ask.Conflict: Owners._conflict},
     ask.EndSession: {ask.Ended: Owners._ended},
-    ask.ClaimOwner: {ask.Granted: Owners._has_duty},
     ask.FindSession: {ask.SessionIs: Owners._found, ask.Miss: Owners._missed},
 }
 _NAMES: dict[type, str] = {kind: kind.__name__.lower() for kind in get_args(ask.Outcome)}
