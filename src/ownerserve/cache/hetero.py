@@ -406,16 +406,14 @@ class HeteroCache:
         ends inside its replay leaves its session where it stopped.
         """
         run = self._run(turn_id)
-        session, depth, tail = run.session, run.sealed, run.tail
-        if run.position < depth * self._block:
-            depth, tail = self._inside(run)
+        session, (depth, tail) = run.session, self._frontier(run)
         stop = self._leave(run, depth, now)
         self.counters.turns_finished += 1
         version = None
         if session is not None and self._moves_frontier(run, session):
             session.version += 1
             session.tokens, session.sealed = run.position, depth
-            session.tail, session.frontier_order = bytes(tail), run.order
+            session.tail, session.frontier_order = tail, run.order
             self.sessions.move(session, stop, ttl_s=run.ttl_s, now=now)
             del run.row[depth:]
             session.row = run.row if stop is not None else None
@@ -425,10 +423,12 @@ class HeteroCache:
             self.evictor.look_at_cooled()
         return Finished(run.position, depth * self._block, version)
 
-    def _inside(self, run: Running) -> tuple[int, Packed]:
-        """Depth and tail of a turn inside its replay: the tree's blocks go on behind it, with
-        tokens of the prompt that the turn has not computed."""
+    def _frontier(self, run: Running) -> tuple[int, Packed]:
+        """Depth and tail where the turn stands. Inside its replay the tree's blocks go on behind
+        it, with tokens of the prompt that it has not computed."""
         depth = run.position // self._block
+        if depth >= run.sealed:
+            return run.sealed, bytes(run.tail)
         first = depth * self._block - run.prompt_at
         last = run.position - run.prompt_at
         return depth, run.prompt[first * TOKEN_BYTES : last * TOKEN_BYTES]
