@@ -296,11 +296,11 @@ class Process:
             world.advance(self, session_id, grant, prefix_hash, tokens)
         elif rng.random() < 0.3 and prefix_hash in self.duties:
             world.ask_now(ask.Release(prefix_hash, self.unit, self.duties[prefix_hash].epoch))
-        elif now_s >= world.pledged.get((prefix_hash, self.unit), 0.0):
-            # A report that is still on its way would bring the copy back into the record.
-            if isinstance(world.ask_now(ask.Drop(prefix_hash, *place[:2])), ask.Dropped):
-                oracle.copies.discard((prefix_hash, self.unit))
-                self.duties.pop(prefix_hash, None)
+        elif now_s < world.pledged.get((prefix_hash, self.unit), 0.0):
+            pass  # a report that is still on its way would bring the copy back into the record
+        elif isinstance(world.ask_now(ask.Drop(prefix_hash, *place[:2])), ask.Dropped):
+            oracle.copies.discard((prefix_hash, self.unit))
+            self.duties.pop(prefix_hash, None)
 
     @property
     def duties(self) -> dict[PrefixHash, ask.Granted]:

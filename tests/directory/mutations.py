@@ -4,9 +4,10 @@ python tests/directory/mutations.py [SEEDS]     which seed first misses each che
 
 Not in the list is `is_same_memory`, the check that schedule 141 once asked for: since owners ask as
 soon as they are told to, no schedule of 4,000 is slow enough to need it. The contract suite notices
-it (`test_a_memory_that_knows_a_unit_by_a_late_message_renews_nothing`). Nor is `version_matches`: an
-owner hands over what it has advanced itself, so that only one who is no owner names another version
-(`test_transfer_is_compare_and_set`).
+it (`test_a_memory_that_knows_a_unit_by_a_late_message_renews_nothing`).
+
+Nor is `version_matches`: an owner hands over what it has advanced itself, so that only who is no
+owner names another version (`test_transfer_is_compare_and_set`).
 """
 
 from __future__ import annotations
