@@ -48,12 +48,13 @@ test-vllm-matrix: setup $(VLLM) $(VLLM_OLDER) ## the same against vLLM 0.30, 0.3
 		OWNERSERVE_VLLM_VENV=$$venv $(BIN)/python -m pytest -m vllm $(VLLM_TESTS) || exit 1; \
 	done
 
-check: setup     ## lint, types, layers, size ratchet
+check: setup     ## lint, types, layers, size ratchet, dead wires
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/ratchet.py
+	$(BIN)/python tools/wires.py
 
 bench: setup bench-envs ## every benchmark; results in benchmarks/results/
 	$(BIN)/python benchmarks/run.py

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, TurnId, WorkerId
+from ownerserve.kv.ids import Incarnation, WorkerId
 
 
 class RestoreAction(StrEnum):
@@ -67,34 +67,6 @@ class RoutingUnit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     worker: WorkerId
     dp_rank: int
     incarnation: Incarnation
-
-
-class PrefixExtent(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [0, tokens) of the chain that ends in `prefix_hash` are resident with `holder`."""
-
-    prefix_hash: PrefixHash
-    tokens: int
-    holder: RoutingUnit
-
-
-class TurnReport(msgspec.Struct, frozen=True):
-    """What a worker tells of a finished turn, so that the router finds the session's next one.
-
-    `content_tip` is the router's own chain over the bytes of the conversation; `prefix_hash` the
-    token chain's tip at `tokens`. The two are joined nowhere else: a router never tokenises.
-    """
-
-    turn_id: TurnId
-    session_id: SessionId | None
-    content_tip: bytes
-    prefix_hash: PrefixHash
-    tokens: int
-    cached_tokens: int
-    prompt_tokens: int
-    output_tokens: int
-    extents: tuple[PrefixExtent, ...]
-    mode: ExecutionMode
-    reason: Reason | None = None
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, gc=False):

@@ -175,8 +175,3 @@ class RecordNames:
             key = RangeKey(nowhere, 0, 1, component.name)
         meta = meta_of(self.identity, key, tenant=self.tenant)
         return msgspec.structs.replace(meta, descriptor=self._descriptors[component.name])
-
-
-def is_range(meta: Meta) -> bool:
-    """Whether a record is global KV; else it is point state."""
-    return meta.kind is Kind.RANGE

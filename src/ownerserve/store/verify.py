@@ -9,7 +9,6 @@ from hmac import compare_digest
 
 from ownerserve.kv.errors import Corrupt
 from ownerserve.store.header import (
-    BLOCK,
     CHUNK,
     Header,
     Place,
@@ -119,8 +118,3 @@ def span_of(want: Want, units: int, payload_bytes: int) -> tuple[int, int]:
 def chunk_span(low: int, high: int, payload_bytes: int) -> tuple[int, int]:
     """[low, high) widened to whole chunks."""
     return low - low % CHUNK, min(-(-high // CHUNK) * CHUNK, payload_bytes)
-
-
-def is_erased(data: memoryview) -> bool:
-    """Nothing but zeros where a header should be."""
-    return not any(data[:BLOCK])

@@ -1,0 +1,266 @@
+"""Dead wires: messages that nobody sends or nobody acts on, and public names that nothing uses.
+
+Looks at src alone: what only tests construct is dead. Names are followed through imports, so that
+two classes of one name are two.
+
+| what | needs, somewhere in src |
+|---|---|
+| a message: a struct in a module of MESSAGES | a line that makes it, and one that acts on it: |
+| | `case X(...)`, `isinstance`, a key of a table, an annotation of who takes it |
+| any other public class or function | a use outside its own body |
+
+Commands and routes are used by their decorator. What is called from outside is in OUTSIDE, with by
+whom; what is dead and has its order in DEAD, with that order. An entry that came to life must go.
+
+    python tools/wires.py        exit 1 and one line for each dead wire
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src"
+
+MESSAGES = (
+    "ownerserve.directory.messages",
+    "ownerserve.kv.wire",
+    "ownerserve.node.admission",
+    "ownerserve.node.events",
+    "ownerserve.node.rpc.messages",
+    "ownerserve.router.messages",
+)
+
+VLLM = "vLLM loads it by its name"
+ORACLE = "tests and benchmarks compare against it"
+FITTING = "tools/fit_*.py make the shipped paces with it"
+
+OUTSIDE: dict[str, str] = {
+    "ownerserve.engines.hf.checkpoint.save_tiny": "tests make checkpoints with it",
+    "ownerserve.engines.vllm.connector.OwnerServeConnector": VLLM,
+    "ownerserve.engines.vllm.offload_policy.SessionPolicy": VLLM,
+    "ownerserve.engines.vllm.offload_tier.OwnerServeTier": VLLM,
+    "ownerserve.engines.vllm.plugin.OwnerServeEndpoints": VLLM,
+    "ownerserve.kv.clock.ManualClock": "the clock of tests",
+    "ownerserve.plan.gaps.expected_cost_ms": ORACLE,
+    "ownerserve.plan.inputs.check_query": ORACLE,
+    "ownerserve.sim.block_lru.BlockLru": ORACLE,
+    "ownerserve.sim.oracle.belady.bound": ORACLE,
+    "ownerserve.sim.oracle.infinite.infinite": ORACLE,
+    "ownerserve.sim.pace_fit.fit_steps": FITTING,
+    "ownerserve.sim.pace_fit.read_steps": FITTING,
+}
+
+OWNING = "W8: nodes own, publish and release"
+ADMISSION = "W7: the gateway asks before it sends"
+
+DEAD: dict[str, str] = {
+    "ownerserve.directory.messages.ClaimOwner": OWNING,
+    "ownerserve.directory.messages.Drop": OWNING,
+    "ownerserve.directory.messages.Dropped": OWNING,
+    "ownerserve.directory.messages.FindGroup": OWNING,
+    "ownerserve.directory.messages.Found": OWNING,
+    "ownerserve.directory.messages.GroupIs": OWNING,
+    "ownerserve.directory.messages.HeldExtent": OWNING,
+    "ownerserve.directory.messages.Lookup": OWNING,
+    "ownerserve.directory.messages.Release": OWNING,
+    "ownerserve.directory.messages.Released": OWNING,
+    "ownerserve.directory.messages.Replicated": OWNING,
+    "ownerserve.directory.messages.ReplicateReadonly": OWNING,
+    "ownerserve.directory.messages.Retire": OWNING,
+    "ownerserve.directory.messages.Retired": OWNING,
+    "ownerserve.directory.owner.OwnerState": OWNING,
+    "ownerserve.directory.rpc.client.AsyncDirectoryClient": OWNING,
+    "ownerserve.directory.rules.authority_of": OWNING,
+    "ownerserve.directory.rules.kind_of": OWNING,
+    "ownerserve.kv.epoch.Fence": OWNING,
+    "ownerserve.kv.prefix.RunChain": "W8: used or gone",
+    "ownerserve.kv.prefix.unpack": "W8: used or gone",
+    "ownerserve.node.admission.Admit": ADMISSION,
+    "ownerserve.node.admission.Append": ADMISSION,
+    "ownerserve.node.admission.Arrived": ADMISSION,
+    "ownerserve.node.admission.Committed": ADMISSION,
+    "ownerserve.node.admission.Released": ADMISSION,
+    "ownerserve.node.admission.Reserved": ADMISSION,
+    "ownerserve.node.rpc.messages.Commit": ADMISSION,
+    "ownerserve.node.rpc.messages.Release": ADMISSION,
+    "ownerserve.node.rpc.messages.Reserve": ADMISSION,
+    "ownerserve.plan.benefit.hbm_price": "W7: memory has a price in a plan",
+    "ownerserve.router.messages.Migrated": "W15: owners move",
+    "ownerserve.router.messages.Noted": "an answer that asks for nothing",
+    "ownerserve.store.mooncake.MooncakeBlobs": "W14: a worker's remote tier",
+    "ownerserve.store.tiered.spill": "W14: a worker's remote tier",
+}
+
+
+class Thing(NamedTuple):
+    """A public class or function of src, by its module and name."""
+
+    module: str
+    name: str
+    is_message: bool
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class Uses:
+    """How often each thing is made, taken and named at all, outside its own body."""
+
+    def __init__(self) -> None:
+        self.made: set[str] = set()
+        self.taken: set[str] = set()
+        self.named: set[str] = set()
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def things(module: str, tree: ast.Module) -> Iterator[Thing]:
+    """The public classes and functions that `module` defines."""
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if node.name.startswith("_") or (
+            node.decorator_list and not isinstance(node, ast.ClassDef)
+        ):
+            continue
+        is_struct = isinstance(node, ast.ClassDef) and any(
+            ast.unparse(base).endswith("Struct") for base in node.bases
+        )
+        yield Thing(module, node.name, is_struct and module.startswith(MESSAGES))
+
+
+def imported(module: str, tree: ast.Module) -> dict[str, str]:
+    """What each name of a module stands for: a dotted path, of a module or of a thing in one."""
+    names = {
+        node.name: f"{module}.{node.name}"
+        for node in tree.body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.asname:
+                    names[alias.asname] = alias.name
+    return names
+
+
+class Reader(ast.NodeVisitor):
+    """Notes the uses in one module."""
+
+    def __init__(self, module: str, names: dict[str, dict[str, str]], uses: Uses) -> None:
+        self._module = module
+        self._names = names
+        self._uses = uses
+        self._inside: list[str] = []
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._body(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._body(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self._body(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self._note(node.func, self._uses.made)
+        if isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+            for named in ast.walk(node.args[1]):
+                self._note(named, self._uses.taken)
+        self.generic_visit(node)
+
+    def visit_MatchClass(self, node: ast.MatchClass) -> None:
+        self._note(node.cls, self._uses.taken)
+        self.generic_visit(node)
+
+    def visit_Dict(self, node: ast.Dict) -> None:
+        for key in node.keys:
+            if key is not None:
+                self._note(key, self._uses.taken)
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        for side in (node.left, *node.comparators):
+            self._note(side, self._uses.taken)
+        self.generic_visit(node)
+
+    def visit_arg(self, node: ast.arg) -> None:
+        for named in ast.walk(node.annotation) if node.annotation is not None else ():
+            self._note(named, self._uses.taken)
+        self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self._note(node, self._uses.named)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self._note(node, self._uses.named)
+        self.generic_visit(node)
+
+    def _body(self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self._inside.append(f"{self._module}.{node.name}")
+        self.generic_visit(node)
+        self._inside.pop()
+
+    def _note(self, node: ast.AST, where: set[str]) -> None:
+        path = self._path(node)
+        if path is not None and path not in self._inside:
+            where.add(path)
+
+    def _path(self, node: ast.AST) -> str | None:
+        if isinstance(node, ast.Name):
+            return self._from(self._module, node.id)
+        if isinstance(node, ast.Attribute):
+            base = self._path(node.value)
+            return None if base is None else self._from(base, node.attr)
+        return None
+
+    def _from(self, base: str, name: str) -> str | None:
+        """`name` as `base` has it; what a module has from another is that one's."""
+        path = self._names.get(base, {}).get(name)
+        if path is None:
+            return None if base == self._module else f"{base}.{name}"
+        home, _, last = path.rpartition(".")
+        return path if home == base or home not in self._names else self._from(home, last)
+
+
+def dead(trees: dict[str, ast.Module]) -> Iterator[tuple[str, str]]:
+    """What is dead, and why."""
+    uses = Uses()
+    names = {module: imported(module, tree) for module, tree in trees.items()}
+    for module, tree in trees.items():
+        Reader(module, names, uses).visit(tree)
+    for module, tree in trees.items():
+        for thing in things(module, tree):
+            if thing.is_message and thing.path not in uses.made:
+                yield thing.path, "nobody makes it"
+            elif thing.is_message and thing.path not in uses.taken:
+                yield thing.path, "nobody acts on it"
+            elif thing.path not in uses.named:
+                yield thing.path, "nothing uses it"
+
+
+def main() -> int:
+    paths = sorted(SOURCE.rglob("*.py"))
+    trees = {module_of(path): ast.parse(path.read_text()) for path in paths}
+    found = dict(dead(trees))
+    known = OUTSIDE | DEAD
+    violations = [f"{path}: {why}" for path, why in found.items() if path not in known]
+    violations += [f"{path}: alive or gone; strike it here" for path in known if path not in found]
+    print("\n".join(violations) or "wires: ok")
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
