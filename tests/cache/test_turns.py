@@ -114,7 +114,7 @@ def test_a_turn_given_up_before_it_computed_is_not_counted() -> None:
     driver.evict(3)
     before = driver.cache.metrics(0.0).counters
     driver.begin("2", blocks_of(1, 2, 3, 4), session="a")
-    assert driver.cache.counters.reseeds == 1
+    assert driver.cache.counters.reprefilled_tokens == 3 * B
     driver.abort("2")
     assert driver.cache.counters == before
 

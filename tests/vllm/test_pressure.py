@@ -145,3 +145,31 @@ def test_an_abort_during_a_load_stores_nothing_that_was_not_computed(rig: Rig, s
         answer = worker.generate([*prompt, *tail])
         oracle.assert_same("gemma3", rig.cold("gemma3", [*prompt, *tail]), answer)
         worker.ask("reset")
+
+
+def test_what_came_of_a_prompt_is_counted(rig: Rig, tmp_path: Path) -> None:
+    """An append, then a loss: the store was emptied while noise took the session's blocks, and the
+    system prompt that all begin with is still cached."""
+    store = tmp_path / "store"
+    worker = rig.worker(
+        "qwen3",
+        connectors.ours(store, soft_reference={"ttl_s": 0.0}, restores="never"),
+        num_gpu_blocks_override=100,
+        max_model_len=1024,
+    )
+    system = tiny.prompt(64, seed=47)
+    prompt = [*system, *tiny.prompt(576, seed=48)]
+    answer = worker.generate(prompt, session="mine")
+    following = next_turn(prompt, answer, seed=5)
+    assert worker.generate(following, session="mine").cached >= 640
+    settle(worker)
+    counts = worker.hook("connector_status")
+    assert (counts["mode_cold_prefill"], counts["mode_direct_append"]) == (1, 1)
+    for number in range(6):
+        worker.generate([*system, *tiny.prompt(830, seed=480 + number)], session=f"noise {number}")
+    back = worker.generate([*following, *tiny.prompt(20, seed=49)], session="mine")
+    settle(worker)
+    counts = worker.hook("connector_status")
+    assert counts["mode_seed"] == 6
+    assert counts["mode_reseed"] == 1
+    assert counts["lost_tokens"] == len(following) // 16 * 16 - back.cached

@@ -245,7 +245,6 @@ class HeteroCache:
         counters.prompt_tokens += sign * run.prompt_end
         counters.cached_tokens += sign * run.restored
         if run.expected > run.restored:
-            counters.reseeds += sign * (run.restored == 0)
             counters.reprefilled_tokens += sign * (run.expected - run.restored)
 
     # -- running -------------------------------------------------------------------------------

@@ -33,8 +33,6 @@ class Counters(msgspec.Struct):
     turns_aborted: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    reseeds: int = 0
-    """Next turns of a known session that had to start from nothing."""
     reprefilled_tokens: int = 0
     """Tokens a known session had computed before and must compute again."""
     evictions: int = 0

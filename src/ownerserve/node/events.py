@@ -261,4 +261,6 @@ class RestoreReport(msgspec.Struct, frozen=True):
     waited_s: float
     loaded_bytes: int = 0
     loaded_point_bytes: int = 0
+    brought_tokens: int = 0
+    """Tokens that are at hand because of the load; those before were so without it."""
     misses: int = 0

@@ -474,9 +474,14 @@ class Restores:
             loaded_point_bytes=sum(r.size_bytes for r in wish.readings if r.is_point)
             if loaded
             else 0,
+            brought_tokens=self._brought_tokens(wish) if loaded else 0,
             misses=wish.misses,
         )
         return Start(turn_id)
+
+    def _brought_tokens(self, wish: Wish) -> int:
+        assert wish.plan is not None, "what is loaded was planned"
+        return max(0, wish.plan.chosen.position - wish.complete * self._block)
 
 
 def signature(ids: Iterable[bytes]) -> bytes:

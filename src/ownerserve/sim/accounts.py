@@ -7,17 +7,20 @@ decide anything.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence as Listed
 
 import msgspec
 
+from ownerserve.kv.execution import execution_mode
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import ExecutionMode
+from ownerserve.node.known import KnownSessions
 from ownerserve.router.messages import Dispatch
 from ownerserve.sim.metrics.counters import Counters, Migration
 from ownerserve.sim.metrics.rows import NO_WORKER, Finished
 from ownerserve.sim.sequence import Sequence
-from ownerserve.sim.turns import Turn
+from ownerserve.sim.turns import UNIT_BYTES, Turn
 from ownerserve.sim.worker import Worker
 
 
@@ -36,10 +39,9 @@ class Live(msgspec.Struct, gc=False, eq=False):
 
 
 class Conversation(msgspec.Struct, gc=False):
-    """What outlives a turn: who served it, and up to which token it was computed once."""
+    """What outlives a turn: who served it."""
 
     served_by: set[int]
-    tokens: int = 0
 
 
 class Accounts:
@@ -50,6 +52,7 @@ class Accounts:
         self._counters = counters
         self._hot_ms = hot_ms
         self._conversations: dict[SessionId, Conversation] = {}
+        self._known = KnownSessions(1, limit=sys.maxsize)
 
     def served(self, live: Live, now: float) -> None:
         """The row of a turn that is complete, and what it leaves on devices."""
@@ -61,6 +64,7 @@ class Accounts:
     def ended(self, conversation: SessionId) -> None:
         """No later turn of it will come."""
         self._conversations.pop(conversation, None)
+        self._known.forget(conversation)
 
     def _fill(self, live: Live, now: float) -> None:
         row, sequence, turn = live.row, live.sequence, live.turn
@@ -85,19 +89,13 @@ class Accounts:
         if sequence.replayed_tokens:
             prefill = live.dispatch.decision.worker.speed.prefill
             row.restore_recompute_ms = sequence.replayed_tokens * prefill.b_ms
-        if sequence.loaded_bytes and live.mode is None:
-            live.mode = ExecutionMode.FETCH
-        row.mode = live.mode or self._mode(turn, row.cached_tokens)
+        row.mode = live.mode or self._mode(live)
 
-    def _mode(self, turn: Turn, cached_tokens: int) -> ExecutionMode:
-        """Of a turn for which nothing was brought. Half of what was computed once is the line
-        between going on and starting over."""
-        known = self._conversations.get(turn.name)
-        if known is None:
-            return ExecutionMode.SEED if cached_tokens else ExecutionMode.COLD_PREFILL
-        if 2 * cached_tokens >= min(known.tokens, turn.prompt_tokens):
-            return ExecutionMode.DIRECT_APPEND
-        return ExecutionMode.RESEED
+    def _mode(self, live: Live) -> ExecutionMode:
+        """The mode of a turn that ran where its prompt was computed."""
+        row, unit = live.row, live.sequence.unit_tokens
+        known_tokens = self._known.tokens_of(live.turn.name, live.turn.prompt) * unit
+        return execution_mode(known_tokens, row.cached_tokens, row.restored_tokens)
 
     def _place(self, live: Live) -> None:
         """What the turn placed on devices, and what of it lies on two."""
@@ -126,7 +124,9 @@ class Accounts:
             if row.duplicate_bytes and row.owner_wait_ms <= self._hot_ms:
                 row.avoidable_bytes = row.duplicate_bytes
         known.served_by.add(here.index)
-        known.tokens = turn.prompt_tokens + turn.output_tokens - 1
+        full = turn.prompt_tokens // unit
+        computed = turn.prompt[: full * UNIT_BYTES] + turn.output
+        self._known.left(turn.name, computed, prompt_tokens=full)
 
     @staticmethod
     def _before(live: Live) -> int:

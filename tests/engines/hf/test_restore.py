@@ -176,7 +176,7 @@ def test_a_branch_is_replayed_and_not_prefilled(tmp_path: Path) -> None:
     two = rig.play(scenario)
     # floor(300 / 16) * 16 = 288 kept; 288 - 60 = 228, in the block that begins at 224
     restore = "replay + prefill"
-    assert two.admitted == Admitted(224, ExecutionMode.DIRECT_APPEND, 64, restore)
+    assert two.admitted == Admitted(224, ExecutionMode.SEED, 64, restore)
     assert computed(two) == 340 - 224
     assert_right(two)
 

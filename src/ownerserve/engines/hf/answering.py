@@ -87,6 +87,7 @@ def turn_headers(request: Request, admitted: Admitted, status: WorkerStatus) -> 
         "x-ownerserve-cached-tokens": str(admitted.cached_tokens),
         **({"x-ownerserve-restore": admitted.restore} if admitted.restore else {}),
         **({"x-ownerserve-plan": admitted.plan} if admitted.plan else {}),
+        **({"x-ownerserve-lost-tokens": str(admitted.lost_tokens)} if admitted.lost_tokens else {}),
         "x-ownerserve-prompt-tokens": str(len(request.prompt)),
         **extent_header(request.prompt, status.block_tokens),
         **load_headers(status),

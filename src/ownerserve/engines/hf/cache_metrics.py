@@ -35,7 +35,6 @@ class _CacheCollector(Collector):
                     "Tokens that evictions were asked for; evicted less wanted is waste.",
                     counters.wanted_tokens,
                 ),
-                "reseeds": ("Known sessions that started from nothing.", counters.reseeds),
                 "reprefilled_tokens": (
                     "Tokens computed again for a known session.",
                     counters.reprefilled_tokens,

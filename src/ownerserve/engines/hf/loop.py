@@ -40,9 +40,11 @@ from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.status import Identity, WorkerStatus, worker_status
 from ownerserve.engines.hf.step import Admission, Arrival, Rejected, StepPlan
 from ownerserve.engines.hf.text import Choice, Decoder
+from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.messages import ExecutionMode
+from ownerserve.kv.prefix import Packed, pack
 from ownerserve.node.admission import Reject
+from ownerserve.node.known import KnownSessions
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +65,16 @@ class RunnerPort(Protocol):
 
 
 class _Live(msgspec.Struct, eq=False):
-    """A request on its way; `open` counts its choices that have not ended."""
+    """A request on its way; `open` counts its choices that have not ended. `prompt`, packed, once
+    it is admitted; `first_choice` are its tokens, which a session goes on from."""
 
     request: Request
     arrived_s: float
     open: int
     cached_tokens: int = 0
     completion_tokens: int = 0
+    prompt: Packed = b""
+    first_choice: list[int] = []
 
 
 class _Voice(msgspec.Struct, eq=False):
@@ -105,6 +110,7 @@ class StepLoop:
         self._metrics = metrics
         self._restoring: Restoring = WithoutNode(cache, scheduler)
         self._desk = Desk(cache, scheduler, identity)
+        self._known = KnownSessions(cache.layout.block_tokens)
         self._live: dict[str, _Live] = {}
         self._voices: dict[TurnId, _Voice] = {}
         self._events: list[tuple[str, StreamEvent]] = []
@@ -263,28 +269,26 @@ class StepLoop:
         request, restored = live.request, admission.restored
         if admission.turn_id != _turn_ids(request)[0]:
             return  # another choice of the same prompt, which found no room to fork
-        live.cached_tokens = restored
-        kept = max(restored, admission.floor)
-        mode = ExecutionMode.DIRECT_APPEND if kept else self._cold_mode(request.session_id)
-        brought = self._restoring.began(admission, mode)
+        live.cached_tokens, live.prompt = restored, pack(request.prompt)
+        kept, session_id = max(restored, admission.floor), request.session_id
+        known = self._known.tokens_of(SessionId(session_id), live.prompt) if session_id else 0
+        brought = self._restoring.began(admission)
         admitted = Admitted(
-            restored, brought.mode, kept - restored, restore=brought.restore, plan=brought.plan
+            restored,
+            execution_mode(known, kept, brought.tokens),
+            kept - restored,
+            restore=brought.restore,
+            plan=brought.plan,
+            lost_tokens=lost_tokens(known, kept),
         )
         self._emit(request.request_id, admitted)
         layout = self._cache.layout
         self._metrics.admitted(
-            brought.mode,
+            admitted,
             prompt_tokens=len(request.prompt),
             cached=dict.fromkeys(layout.range_names, kept)
             | dict.fromkeys(layout.point_names, restored),
         )
-
-    def _cold_mode(self, session_id: str | None) -> ExecutionMode:
-        """A session that was here before and has nothing left starts over."""
-        session = self._cache.sessions.get(SessionId(session_id)) if session_id else None
-        if session is not None and session.version:
-            return ExecutionMode.RESEED
-        return ExecutionMode.COLD_PREFILL
 
     def _compute(self, plan: StepPlan) -> dict[TurnId, Sampled]:
         """Run the plan's forwards and draw a token for every turn that has new logits."""
@@ -313,6 +317,8 @@ class StepLoop:
             self._metrics.first_token(now - live.arrived_s)
         live.completion_tokens += 1
         delta: Delta = voice.choice.push(sampled)
+        if delta.index == 0:
+            live.first_choice.append(sampled.token)
         self._emit(request_id, delta)
         if delta.finish is None:
             return False
@@ -322,9 +328,19 @@ class StepLoop:
                 request_id,
                 Finished(len(live.request.prompt), live.completion_tokens, live.cached_tokens),
             )
+            self._left(live)
             self._forget(request_id)
             self._metrics.finished(delta.finish.value)
         return True
+
+    def _left(self, live: _Live) -> None:
+        """A turn is complete: its session's next one can be told from a new prompt."""
+        request = live.request
+        if request.session_id is not None:
+            # The last sampled token is never computed.
+            tokens = live.prompt + pack(live.first_choice[:-1])
+            name = SessionId(request.session_id)
+            self._known.left(name, tokens, prompt_tokens=len(request.prompt))
 
     # ---- events out
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.engines.hf.requests import RejectReason
+from ownerserve.engines.hf.requests import Admitted, RejectReason
 from ownerserve.engines.hf.status import pool_uses
 from ownerserve.engines.hf.step import Load
 from ownerserve.kv.messages import ExecutionMode
@@ -33,9 +33,11 @@ class WorkerMetrics:
 
     # ---- told by the engine
 
-    def admitted(self, mode: ExecutionMode, *, prompt_tokens: int, cached: dict[str, int]) -> None:
+    def admitted(self, admitted: Admitted, *, prompt_tokens: int, cached: dict[str, int]) -> None:
         """A request left the queue for the first time; `cached` tokens by component."""
-        self._modes.labels(mode.value).inc()
+        self._modes.labels(admitted.mode.value).inc()
+        self._reseeds.inc(admitted.mode is ExecutionMode.RESEED)
+        self._lost_tokens.inc(admitted.lost_tokens)
         self._prompt_tokens.inc(prompt_tokens)
         for component, tokens in cached.items():
             self._cached_tokens.labels(component).inc(tokens)
@@ -88,6 +90,16 @@ class WorkerMetrics:
             "ownerserve_execution_mode",
             "Admitted requests by what happened to their prompt.",
             ["mode"],
+            registry=self.registry,
+        )
+        self._reseeds = Counter(
+            "ownerserve_reseeds",
+            "Turns of known sessions of whose state something was lost.",
+            registry=self.registry,
+        )
+        self._lost_tokens = Counter(
+            "ownerserve_lost_tokens",
+            "Tokens that a session's last turn had left and that were not at hand for its next.",
             registry=self.registry,
         )
         self._prompt_tokens = Counter(

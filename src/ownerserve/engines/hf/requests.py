@@ -95,7 +95,7 @@ class Admitted(msgspec.Struct, frozen=True):
 
     `replayed_tokens` more are computed over kept range state, to rebuild windows. `restore` names
     what was done to bring state back, in the planner's words; `plan` is the price of what was
-    loaded, in one line.
+    loaded, in one line. `lost_tokens` were left by the session's last turn and were not at hand.
     """
 
     cached_tokens: int
@@ -103,6 +103,7 @@ class Admitted(msgspec.Struct, frozen=True):
     replayed_tokens: int = 0
     restore: str = ""
     plan: str = ""
+    lost_tokens: int = 0
 
 
 class Delta(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from ownerserve.engines.hf.restore_metrics import RestoreMetrics
 from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.step import Admission, Chunk, StepPlan
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.messages import ExecutionMode, RestoreAction
+from ownerserve.kv.messages import RestoreAction
 from ownerserve.kv.prefix import pack
 from ownerserve.node.events import Arrived, Ended, Gone, RestoreOutcome, RestoreReport
 from ownerserve.node.runtime import NodeRuntime
@@ -33,9 +33,9 @@ STOP_WITHIN_S = 5.0
 
 
 class Brought(msgspec.Struct, frozen=True):
-    """What brought a turn's state: its mode, the actions taken, and the price that was asked."""
+    """What brought a turn's state: how much of it, the actions taken, the price that was asked."""
 
-    mode: ExecutionMode
+    tokens: int = 0
     restore: str = ""
     plan: str = ""
 
@@ -46,7 +46,7 @@ class Restoring(Protocol):
     def arrived(self, turn_id: TurnId, request: Request) -> None: ...
     def poll(self) -> None: ...
     def wait_s(self) -> float | None: ...
-    def began(self, admission: Admission, mode: ExecutionMode) -> Brought: ...
+    def began(self, admission: Admission) -> Brought: ...
     def computed(self, plan: StepPlan, *, took_s: float) -> None: ...
     def ended(self, turn_ids: Iterable[TurnId]) -> None: ...
     def gone(self, turn_id: TurnId) -> None: ...
@@ -72,8 +72,8 @@ class WithoutNode:
     def wait_s(self) -> float | None:
         return None
 
-    def began(self, admission: Admission, mode: ExecutionMode) -> Brought:
-        return Brought(mode)
+    def began(self, admission: Admission) -> Brought:
+        return Brought()
 
     def computed(self, plan: StepPlan, *, took_s: float) -> None: ...
     def ended(self, turn_ids: Iterable[TurnId]) -> None: ...
@@ -141,17 +141,17 @@ class WithNode:
                 turn.started_s, turn.report = time.monotonic(), report
                 self._metrics.decided(report)
 
-    def began(self, admission: Admission, mode: ExecutionMode) -> Brought:
-        """The turn's mode, and the actions that brought its state."""
+    def began(self, admission: Admission) -> Brought:
+        """What was brought for the turn, and by which actions."""
         turn = self._turns.get(admission.turn_id)
         if turn is None:
-            return Brought(mode)
+            return Brought()
         turn.began_s = time.monotonic()
         turn.restored = turn.computed = admission.restored
-        actions, plan = list[RestoreAction](), ""
+        actions, plan, tokens = list[RestoreAction](), "", 0
         kept = max(admission.restored, admission.floor)
         if kept and turn.report is not None and turn.report.outcome is RestoreOutcome.LOADED:
-            mode = ExecutionMode.FETCH
+            tokens = turn.report.brought_tokens
             assert turn.report.plan is not None
             plan = summary(turn.report.plan)
             actions += [s.action for s in turn.report.plan.chosen.steps if s.action in LOADS]
@@ -162,7 +162,7 @@ class WithNode:
             actions.append(RestoreAction.REPLAY)
         actions.append(RestoreAction.PREFILL)
         self._metrics.acted(actions)
-        return Brought(mode, " + ".join(dict.fromkeys(actions)), plan)
+        return Brought(tokens, " + ".join(dict.fromkeys(actions)), plan)
 
     def computed(self, plan: StepPlan, *, took_s: float) -> None:
         """A step's forwards are done."""

@@ -29,6 +29,7 @@ from ownerserve.engines.vllm.outbox import Outbox, Tally
 from ownerserve.engines.vllm.places import Places
 from ownerserve.engines.vllm.shape import StateShape
 from ownerserve.engines.vllm.turn import MAX_IN_FLIGHT, Turn, session_of
+from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
 from ownerserve.node.events import (
@@ -53,6 +54,7 @@ from ownerserve.node.events import (
     Tick,
 )
 from ownerserve.node.guest import GuestState
+from ownerserve.node.known import KnownSessions
 from ownerserve.plan.explain import summary
 from ownerserve.store.model import MissReason
 
@@ -86,6 +88,7 @@ class SchedulerSide:
         self._measuring = around.measuring
         self._tenants = around.tenants
         self._bypassed = around.bypassed
+        self._known = KnownSessions(max(self._block, *shape.group_tokens))
         self._tally = Tally(around.workers)
         self._turns: dict[TurnId, Turn] = {}
         self._manager: Any = None
@@ -207,6 +210,10 @@ class SchedulerSide:
         known = 0 if is_loading else min(turn.end, computed, request.num_tokens)
         added = self._added(turn, known)
         effects = self.state.handle(Computing(turn_id, known, known, added), now)
+        if (session := session_of(request)) is not None and known:
+            tokens = pack(request.all_token_ids[:known])
+            prompt = min(known, request.num_prompt_tokens)
+            self._known.left(SessionId(session), tokens, prompt_tokens=prompt)
         ended = Ended(turn_id, turn.hit, request.num_prompt_tokens, known)
         self._perform(effects + self.state.handle(ended, now), turn)
         self.holds.unpin(turn_id)
@@ -285,6 +292,8 @@ class SchedulerSide:
     def _computing(self, turn: Turn, count: int, output: Any) -> None:
         request, block = turn.request, self._block
         start = request.num_computed_tokens
+        if not turn.is_told:
+            self._begun(turn, start)
         # With steps in flight a token is computed before it is known: it counts once it is.
         if turn.end and start < turn.end + MAX_IN_FLIGHT:
             start = min(start, turn.end)
@@ -303,6 +312,15 @@ class SchedulerSide:
         self.counting.stir()
         event = Computing(turn_id, start, end, self._added(turn, end))
         self._perform(self.state.handle(event, _now()), turn)
+
+    def _begun(self, turn: Turn, cached: int) -> None:
+        """A prompt's first step: what came of it. vLLM's hits end at whole blocks of all groups."""
+        turn.is_told = True
+        prompt, session = pack(turn.request.prompt_token_ids or ()), session_of(turn.request)
+        known = self._known.tokens_of(SessionId(session), prompt) if session else 0
+        brought = max(0, cached - turn.hit) if turn.offer else 0
+        self._counts[f"mode_{execution_mode(known, cached, brought)}"] += 1
+        self._counts["lost_tokens"] += lost_tokens(known, cached)
 
     def _added(self, turn: Turn, end: int) -> bytes:
         known = self.state.saves.tokens(TurnId(turn.request.request_id))

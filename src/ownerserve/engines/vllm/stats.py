@@ -57,11 +57,18 @@ class OwnerServeProm(KVConnectorPromMetrics):  # type: ignore[misc]
             documentation="Bytes of KV loaded from the store and stored",
             labelnames=[*labelnames, "direction"],
         )
+        self._tokens = self._counter_cls(
+            name="ownerserve_vllm_tokens",
+            documentation="Prompt tokens that sessions had computed and had lost",
+            labelnames=[*labelnames, "kind"],
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, number in transfer_stats_data.items():
-            if name.endswith("_bytes"):
+            if name.endswith("_tokens"):
+                self._tokens.labels(*labels, name.removesuffix("_tokens")).inc(number)
+            elif name.endswith("_bytes"):
                 self._bytes.labels(*labels, name.removesuffix("_bytes")).inc(number)
             else:
                 self._events.labels(*labels, name).inc(number)

@@ -16,7 +16,7 @@ class Turn(msgspec.Struct, eq=False):
     """A request whose state has an identity here.
 
     `tenant` is empty for state that all may share. `partial` are blocks that hold a window only in
-    part: vLLM must not take them for whole ones.
+    part: vLLM must not take them for whole ones. `is_told`: what came of its prompt is counted.
     """
 
     request: Any
@@ -25,6 +25,7 @@ class Turn(msgspec.Struct, eq=False):
     hit: int = 0
     offer: int = 0
     end: int = 0
+    is_told: bool = False
     tables: Tables = ()
     partial: set[int] = msgspec.field(default_factory=set)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from ownerserve.kv.ids import SessionId
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.gateway.asking import Asked
+from ownerserve.router.gateway.came import what_came
 from ownerserve.router.gateway.heads import ResponseHead
 from ownerserve.router.gateway.receipts import order_lines, receipt_lines
 from ownerserve.router.gateway.replies import Rejected, pressed, refused
@@ -241,9 +242,10 @@ class Exchange:
         usage = scan_usage(tail)
         self._tokens = 0 if usage is None else usage.prompt_tokens + usage.output_tokens
         alias = self._alias and response_alias(self.request.head.tenant, self._alias)
+        came = what_came(self._head.stamp, usage, self._known_tokens(dispatch))
         gateway.state.handle(Done(self._take_receipt(), usage, alias or None), now)
         gateway.observer.finished(now - self._started_s, usage)
-        gateway.observer.compared(dispatch, usage, self._head.stamp.get(b"mode", b""))
+        gateway.observer.compared(dispatch, usage, came)
         self._over()
         if asked.identity.final and asked.arrive.session is not None:
             gateway.state.handle(SessionEnd(asked.arrive.session, asked.arrive.model), now)
@@ -289,6 +291,11 @@ class Exchange:
         )
         self._gateway.state.handle(report, now)
         self._gateway.owners.reported(dispatch, stamp.unit, extent)
+
+    def _known_tokens(self, dispatch: Dispatch) -> int:
+        """What the session's last turn left, before this one's end is told."""
+        session = dispatch.session and self._gateway.state.sessions.get(dispatch.session)
+        return session.prefix.tokens if session and session.prefix else 0
 
     def _over(self) -> None:
         """Nothing of the turn runs any more."""

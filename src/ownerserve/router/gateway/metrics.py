@@ -119,6 +119,16 @@ class GatewayCollector(Collector):
             "Turns sent to where their state was expected, of which the engine had nothing.",
             value=observer.zero_hits,
         )
+        yield CounterMetricFamily(
+            "ownerserve_reseeds",
+            "Turns of known sessions of whose state something was lost.",
+            value=observer.reseeds,
+        )
+        yield CounterMetricFamily(
+            "ownerserve_lost_tokens",
+            "Tokens that sessions' last turns had left and that were not at hand for their next.",
+            value=observer.lost_tokens,
+        )
         answers = CounterMetricFamily(
             "ownerserve_directory_answers", "The directory's answers.", labels=["answer"]
         )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ownerserve.kv.messages import ExecutionMode
+from ownerserve.router.gateway.came import Came
 from ownerserve.router.gateway.replies import Rejected
 from ownerserve.router.identity import Identity
 from ownerserve.router.messages import Dispatch, Refuse
@@ -23,8 +24,6 @@ BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
 
 _TOO_MANY = 429
 """From this status on an error is the fleet's or ours, not the client's."""
-
-_FALLBACKS = (ExecutionMode.RESEED.value.encode(), ExecutionMode.COLD_PREFILL.value.encode())
 
 
 class Histogram:
@@ -57,6 +56,7 @@ class Observer:
         who counts only one of them hides it in the other (seed 003, v5)."""
         self.receipt_error_tokens = Histogram(TOKEN_BUCKETS)
         self.expected_cached_tokens = self.zero_hits = 0
+        self.reseeds = self.lost_tokens = 0
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self._now = now
 
@@ -74,11 +74,15 @@ class Observer:
         """A turn could not go as it was decided."""
         self.pressure[kind, reason] += 1
 
-    def compared(self, dispatch: Dispatch, usage: Usage | None, mode: bytes) -> None:
+    def compared(self, dispatch: Dispatch, usage: Usage | None, came: Came) -> None:
         """The receipt against the engine's own count: was what we sent it for really there?"""
         expected = dispatch.decision.cached_tokens
-        if expected and mode in _FALLBACKS:
-            self.pressure["fallback", mode.decode()] += 1
+        self.lost_tokens += came.lost_tokens
+        self.reseeds += came.mode is ExecutionMode.RESEED
+        if came.mode is ExecutionMode.RESEED or (
+            expected and came.mode is ExecutionMode.COLD_PREFILL
+        ):
+            self.pressure["fallback", came.mode.value] += 1
         if usage is None or not usage.tells_cached or dispatch.session is None:
             return
         self.expected_cached_tokens += expected

@@ -1,0 +1,117 @@
+"""Real workers behind a real gateway, in threads of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import httpx
+import torch
+import uvicorn
+
+from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker
+from ownerserve.engines.hf.serve import listen, url_of
+from ownerserve.engines.hf.server import make_app
+from ownerserve.router.gateway.config import Config, parse_worker
+from ownerserve.router.gateway.metrics import GatewayCollector
+from ownerserve.router.gateway.service import Gateway
+
+WAIT_S = 60.0
+
+T = TypeVar("T")
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+class ServedWorker:
+    """A worker behind uvicorn in a thread."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        torch.set_num_threads(1)
+        self.worker: Worker = build_worker(options)
+        bound: socket.socket = listen("127.0.0.1", 0)
+        self.url = url_of(bound)
+        config = uvicorn.Config(
+            make_app(self.worker), log_level="error", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([bound],))
+        self._thread.start()
+        until(lambda: self._server.started)
+        self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
+
+    @property
+    def name(self) -> str:
+        """The gateway's id of it."""
+        return self.url.removeprefix("http://")
+
+    def metric(self, start: str) -> float:
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+
+    def close(self) -> None:
+        self.http.close()
+        self._server.should_exit = True
+        self._thread.join(WAIT_S)
+
+
+class ServedGateway:
+    """A gateway on its own event loop in a thread."""
+
+    def __init__(self, *workers: ServedWorker, **config: Any) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+        addresses = tuple(parse_worker(worker.url) for worker in workers)
+        self.gateway = self.run(self._start(Config(workers=addresses, **config)))
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.gateway.port}", timeout=WAIT_S)
+
+    async def _start(self, config: Config) -> Gateway:
+        gateway = Gateway(config)
+        await gateway.start()
+        return gateway
+
+    def run(self, work: Any) -> Any:
+        """The result of a coroutine on the gateway's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(WAIT_S)
+
+    def read(self, get: Callable[[], T]) -> T:
+        """What `get` gives on the gateway's loop."""
+
+        async def got() -> T:
+            return get()
+
+        return self.run(got())  # type: ignore[no-any-return]
+
+    def metric(self, name: str, **labels: str) -> float:
+        def total() -> float:
+            return sum(
+                sample.value
+                for family in GatewayCollector(self.gateway).collect()
+                for sample in family.samples
+                if sample.name == name and labels.items() <= sample.labels.items()
+            )
+
+        return self.read(total)
+
+    def complete(self, prompt: list[int], session: str, *, new: int = 4) -> httpx.Response:
+        """One turn of a session."""
+        body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "return_token_ids": True}
+        headers = {"x-session-id": session}
+        return self.http.post("/v1/completions", json=body, headers=headers)
+
+    def close(self) -> None:
+        self.http.close()
+        self.run(self.gateway.stop())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(WAIT_S)
+        self.loop.close()
