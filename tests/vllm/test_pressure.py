@@ -148,12 +148,12 @@ def test_an_abort_during_a_load_stores_nothing_that_was_not_computed(rig: Rig, s
 
 
 def test_what_came_of_a_prompt_is_counted(rig: Rig, tmp_path: Path) -> None:
-    """An append, then a loss: the store was emptied while noise took the session's blocks, and the
+    """An append, then a loss: noise took the session's blocks, the store's bytes rotted, and the
     system prompt that all begin with is still cached."""
     store = tmp_path / "store"
     worker = rig.worker(
         "qwen3",
-        connectors.ours(store, soft_reference={"ttl_s": 0.0}, restores="never"),
+        connectors.ours(store, host_cache_bytes=0, soft_reference={"ttl_s": 0.0}),
         num_gpu_blocks_override=100,
         max_model_len=1024,
     )
@@ -167,6 +167,9 @@ def test_what_came_of_a_prompt_is_counted(rig: Rig, tmp_path: Path) -> None:
     assert (counts["mode_cold_prefill"], counts["mode_direct_append"]) == (1, 1)
     for number in range(6):
         worker.generate([*system, *tiny.prompt(830, seed=480 + number)], session=f"noise {number}")
+    settle(worker)
+    for segment in store.rglob("*.seg"):
+        segment.write_bytes(bytes(segment.stat().st_size))
     back = worker.generate([*following, *tiny.prompt(20, seed=49)], session="mine")
     settle(worker)
     counts = worker.hook("connector_status")
