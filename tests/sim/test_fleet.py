@@ -11,7 +11,7 @@ from fleet_driver import MIB, agents, ready, run, setup
 from ownerserve.kv.messages import ExecutionMode
 from ownerserve.router.policies import POLICIES
 from ownerserve.sim.metrics.rows import MODES, SERVED
-from ownerserve.sim.setup import Tiers
+from ownerserve.sim.setup import Links, Tiers
 from ownerserve.sim.workload import Capped, Shape
 
 TRACE = agents()
@@ -89,3 +89,19 @@ def test_with_tiers_a_session_comes_back_from_below() -> None:
     assert (table["restored_tokens"] > 0).any()
     fetched = table[table["mode"] == MODES.index(ExecutionMode.FETCH)]
     assert len(fetched) and (fetched["restore_load_ms"] > 0).all()
+
+
+def test_a_move_takes_as_long_as_its_transfer_and_not_as_the_turn_behind_it() -> None:
+    [moved] = run(ready(TRACE, setup("ear", hot_ms=0.0, cool_s=0.0))).counters.migrations
+    assert moved.completed and moved.bytes > 0
+    links = setup().links
+    took_s = moved.bytes / links.nic_gb_s / 1e9 + links.nic_ms / 1e3
+    assert moved.landed_s - moved.decided_s == pytest.approx(took_s)
+    assert moved.done_s > moved.landed_s
+
+
+def test_a_move_that_comes_too_late_is_counted_as_given_up() -> None:
+    slow = setup("ear", hot_ms=0.0, cool_s=0.0, links=Links(nic_gb_s=0.02), transfer_s=1.0)
+    fleet = run(ready(TRACE, slow))
+    assert [move.completed for move in fleet.counters.migrations] == [0]
+    assert np.isin(fleet.rows.table()["mode"], SERVED).all()

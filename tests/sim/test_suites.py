@@ -125,7 +125,7 @@ def test_equal_runs_are_simulated_once_and_everything_is_written(tmp_path: Path)
     assert told == pytest.approx(2, abs=0.01)  # the one that raised told nothing
     claim = report.claims[0]
     assert claim.verdict is Verdict.HOLDS
-    assert claim.trace == "claude_code, generated"
+    assert claim.trace == "claude_code, generated; one draw"
     assert claim.command.endswith("--only good")
     for name in (
         "report.html",
@@ -298,6 +298,8 @@ def _run(**told: Any) -> dict[str, Any]:
     base = {
         "cached_token_share": 0.9,
         "interference_index": 2.0,
+        "hotspot_index": 1.5,
+        "migrations": {"count": 3},
         "success_rate": 0.995,
         "ttft_ms": {"p50": 100.0},
         "step_latency_ms": {"p95": 1000.0},

@@ -25,7 +25,12 @@ from ownerserve.sim.suites.publish import Report, publish
 from ownerserve.sim.suites.registry import SUITES, chosen
 from ownerserve.sim.suites.run import Traces, Work, run_work, traces_of, work_of
 
-COLOURS = {Verdict.HOLDS: "green", Verdict.IN_RANGE: "yellow", Verdict.FAILS: "red"}
+COLOURS = {
+    Verdict.HOLDS: "green",
+    Verdict.IN_RANGE: "yellow",
+    Verdict.FAILS: "red",
+    Verdict.NOT_SHOWN: "dim",
+}
 
 
 @click.command()

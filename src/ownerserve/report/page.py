@@ -28,10 +28,22 @@ class Verdict(StrEnum):
     HOLDS = "holds"
     IN_RANGE = "holds in a range"
     FAILS = "does not hold"
+    NOT_SHOWN = "not shown"
+    """The run had nothing by which the claim could have failed, or draws that disagree."""
 
 
-SIGNS = {Verdict.HOLDS: "✓", Verdict.IN_RANGE: "◐", Verdict.FAILS: "✗"}
-CLASSES = {Verdict.HOLDS: "holds", Verdict.IN_RANGE: "range", Verdict.FAILS: "fails"}
+SIGNS = {
+    Verdict.HOLDS: "✓",
+    Verdict.IN_RANGE: "◐",
+    Verdict.FAILS: "✗",
+    Verdict.NOT_SHOWN: "○",
+}
+CLASSES = {
+    Verdict.HOLDS: "holds",
+    Verdict.IN_RANGE: "range",
+    Verdict.FAILS: "fails",
+    Verdict.NOT_SHOWN: "unshown",
+}
 
 
 class Claim(msgspec.Struct, frozen=True):

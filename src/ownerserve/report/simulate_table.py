@@ -123,12 +123,11 @@ DETAILS = (
     Column("pending hotspot index", "pending_hotspot_index", number),
     Column("tool-idle utilisation", "tool_idle_utilisation", share),
     Column("migrations", "migrations.count", number),
-    Column("  mean time", "migrations.mean_ms", milliseconds),
+    Column("  transfer, mean", "migrations.mean_ms", milliseconds),
     Column("  accuracy", "migrations.accuracy", share),
     Column("  thrash rate", "migrations.thrash_rate", share),
     Column("evictions", "pressure.evictions", number),
     Column("preemptions", "pressure.preemptions", number),
-    Column("a decision, CPU us", "policy_overhead_us", number),
 )
 
 

@@ -36,6 +36,7 @@ class Live(msgspec.Struct, gc=False, eq=False):
     mode: ExecutionMode | None = None
     brought_bytes: int = 0
     decided_s: float = 0.0
+    landed_s: float = 0.0
 
 
 class Conversation(msgspec.Struct, gc=False):
@@ -147,13 +148,25 @@ class Accounts:
         known = self._conversations.get(live.turn.name)
         if known is not None:
             known.served_by.discard(holder.index)
+        self._note_move(live, completed=1, now=now)
+
+    def gave_up(self, live: Live, now: float) -> None:
+        """A move has come to nothing: its state stays where it was, and the turn is computed."""
+        live.landed_s = now
+        self._note_move(live, completed=0, now=now)
+
+    def _note_move(self, live: Live, *, completed: int, now: float) -> None:
+        source = live.dispatch.decision.source
+        assert source is not None and source.worker is not None, "a migration comes from somewhere"
         moved = Migration(
             session=live.turn.session,
             conversation=live.turn.name,
-            source=holder.index,
+            source=source.worker.order,
             target=live.worker.index,
             decided_s=live.decided_s,
+            landed_s=live.landed_s,
             done_s=now,
             bytes=live.brought_bytes,
+            completed=completed,
         )
         self._counters.migrations.append(moved)

@@ -207,13 +207,18 @@ class Fleet:
 
     def _brought(self, live: Live, brought: Brought, now: float) -> None:
         """A transfer for this turn is over, well or not: what landed is in the cache."""
+        moves = live.dispatch.decision.action is PlacementAction.STATE_MIGRATION
         if brought.landing is Landing.LOST:
+            if moves:
+                self._accounts.gave_up(live, now)
             self._lost(live, now, reason=Reason.ENGINE_ERROR)
             return
         self._waited(live, brought, now)
         if brought.landing is Landing.LANDED:
-            moved = live.dispatch.decision.action is PlacementAction.STATE_MIGRATION
-            live.mode = ExecutionMode.MIGRATE if moved else ExecutionMode.FETCH
+            live.landed_s = now
+            live.mode = ExecutionMode.MIGRATE if moves else ExecutionMode.FETCH
+        elif moves and brought.landing is not Landing.NOTHING_TO_BRING:
+            self._accounts.gave_up(live, now)
         live.worker.submit(live.sequence, now)
 
     @staticmethod

@@ -73,7 +73,6 @@ def finish(built: Built, setup: Setup, samples: Samples, trace: Trace) -> Result
         gpus=setup.workers * built.pace.gpus,
         workers=setup.workers,
         hot_ms=built.settings.hot_ms,
-        cool_s=built.settings.cool_s,
         trace_span_s=trace_span_s(trace),
     )
     metrics = summarise(fleet.rows, fleet.counters, samples, run)

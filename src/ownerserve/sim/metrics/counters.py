@@ -7,13 +7,15 @@ import msgspec
 
 class Migration(msgspec.Struct, frozen=True, gc=False):
     """One move of a conversation's state and ownership, as it ended (`completed` 0: given up).
-    `conversation` tells a session's agents apart ("s12/a3")."""
+    `conversation` tells a session's agents apart ("s12/a3"). `landed_s`: its state was all at the
+    target, or the transfer was given up; `done_s`: the turn that asked for it ended there."""
 
     session: int
     conversation: str
     source: int
     target: int
     decided_s: float
+    landed_s: float
     done_s: float
     bytes: int
     completed: int = 1
@@ -41,9 +43,7 @@ class Counters(msgspec.Struct):
     ssd_new_bytes: int = 0
     ssd_written_bytes: int = 0
     ssd_read_bytes: int = 0
-    host_written_bytes: int = 0
     turns_released: int = 0
     sessions_released: int = 0
     completed: list[int] = []
-    replicas: int = 0
     migrations: list[Migration] = []

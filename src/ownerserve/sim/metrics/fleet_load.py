@@ -70,7 +70,7 @@ def heat_map(samples: Samples, counters: Counters) -> dict[str, Metric]:
         "times_s": [float(times[start]) for start in starts],
         "pending_prefill_tokens": rows,
         "moves": [
-            {"at_s": move.done_s, "source": move.source, "target": move.target}
+            {"at_s": move.landed_s, "source": move.source, "target": move.target}
             for move in counters.migrations
             if move.completed
         ],

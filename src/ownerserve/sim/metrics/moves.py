@@ -13,18 +13,22 @@ from numpy.typing import NDArray
 from ownerserve.sim.metrics.counters import Migration
 from ownerserve.sim.metrics.spreads import Metric, ratio, spread
 
+THRASH_WINDOW_S = 300.0
+"""Two moves of one conversation within five minutes are one too many, whatever T_cool forbids: a
+window that followed T_cool could find no run in which it is broken."""
+
 
 def migration_metrics(
     table: NDArray[Any],
     migrations: Sequence[Migration],
     *,
     hot_ms: float,
-    cool_s: float,
     next_turns: int,
 ) -> dict[str, Metric]:
-    """Of the completed ones, but for `given_up`. `table`: every turn of the run."""
+    """Of the completed ones, but for `given_up`. `table`: every turn of the run. A move takes as
+    long as its transfer, wait for room included; the turn that asked for it goes on after that."""
     done = [move for move in migrations if move.completed]
-    took = np.array([(move.done_s - move.decided_s) * 1e3 for move in done])
+    took = np.array([(move.landed_s - move.decided_s) * 1e3 for move in done])
     return {
         "count": len(done),
         "given_up": len(migrations) - len(done),
@@ -33,7 +37,7 @@ def migration_metrics(
         "ms": spread(took),
         "bytes": sum(move.bytes for move in done),
         "accuracy": _accuracy(table, done, hot_ms=hot_ms, next_turns=next_turns),
-        "thrash_rate": _thrash_rate(done, cool_s),
+        "thrash_rate": _thrash_rate(done),
     }
 
 
@@ -59,13 +63,13 @@ def _accuracy(
     return ratio(right, judged)
 
 
-def _thrash_rate(done: Sequence[Migration], cool_s: float) -> float | None:
-    """Of the conversations that moved, the share that moved again within the cool-down."""
+def _thrash_rate(done: Sequence[Migration]) -> float | None:
+    """Of the conversations that moved, the share that moved again within THRASH_WINDOW_S."""
     times: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for move in done:
         times[move.session, move.conversation].append(move.decided_s)
     again = sum(
-        any(later - earlier < cool_s for earlier, later in pairwise(at))
+        any(later - earlier < THRASH_WINDOW_S for earlier, later in pairwise(at))
         for at in map(sorted, times.values())
     )
     return ratio(again, len(times))

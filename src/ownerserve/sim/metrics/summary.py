@@ -1,7 +1,7 @@
 """Every metric of docs/metrics.md from a run's rows, counters and samples, as one plain dict.
 
 Owns the names: what stands here is what tables, figures and `simulate --json` show. Must never
-depend on the processor's clock but for `policy_overhead_us`, which the digest leaves out.
+depend on the processor's clock.
 A metric that the run does not tell is None, never 0.
 """
 
@@ -24,24 +24,19 @@ from ownerserve.sim.metrics.samples import Samples
 from ownerserve.sim.metrics.spreads import Metric, ratio, rounded, spread
 from ownerserve.sim.metrics.tasks import Tasks, tasks, tool_idle_utilisation
 
-OUTSIDE_DIGEST = ("policy_overhead_us",)
-
 
 class Run(msgspec.Struct, frozen=True):
     """What rows do not tell of a run.
 
-    `hot_ms`, `cool_s`: T_hot and T_cool, for judging migrations. `trace_span_s`: first arrival to
-    last end as recorded (0: unknown). `accuracy_turns`: k of the migration accuracy.
-    `policy_overhead_us`: CPU a routing decision, when somebody measured it.
+    `hot_ms`: T_hot, for judging migrations. `trace_span_s`: first arrival to last end as recorded
+    (0: unknown). `accuracy_turns`: k of the migration accuracy.
     """
 
     gpus: int
     workers: int
     hot_ms: float
-    cool_s: float
     trace_span_s: float = 0.0
     accuracy_turns: int = 3
-    policy_overhead_us: float | None = None
 
 
 def summarise(rows: Rows, counters: Counters, samples: Samples, run: Run) -> dict[str, Metric]:
@@ -72,20 +67,17 @@ def summarise(rows: Rows, counters: Counters, samples: Samples, run: Run) -> dic
             table,
             counters.migrations,
             hot_ms=run.hot_ms,
-            cool_s=run.cool_s,
             next_turns=run.accuracy_turns,
         ),
         "coupling": coupling(served),
         "pressure": _pressure(counters),
-        "policy_overhead_us": run.policy_overhead_us,
     }
     return {name: rounded(value) for name, value in parts.items()}
 
 
 def digest(metrics: Mapping[str, Metric]) -> str:
-    """SHA-256 over all but what the processor's speed decides: equal runs, equal digests."""
-    told = {name: value for name, value in metrics.items() if name not in OUTSIDE_DIGEST}
-    return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()
+    """SHA-256 over all of it: equal runs, equal digests."""
+    return hashlib.sha256(msgspec.json.encode(metrics, order="deterministic")).hexdigest()
 
 
 def _latencies(served: NDArray[Any]) -> dict[str, Metric]:
@@ -104,9 +96,7 @@ def _tasks(sessions: Tasks, counters: Counters, run: Run, makespan_s: float) -> 
     e2e, tool = sessions.e2e_s[ended], sessions.tool_s[ended]
     good = int(sessions.good[ended].sum())
     hours = makespan_s / 3600
-    means: dict[str, Metric] = dict.fromkeys(
-        ("total_s", "llm_s", "tool_s", "retry_s", "sandbox_s", "io_s")
-    )
+    means: dict[str, Metric] = dict.fromkeys(("total_s", "llm_s", "tool_s", "retry_s"))
     if len(e2e):
         means |= {
             "total_s": float(e2e.mean()),
@@ -220,8 +210,6 @@ def _pressure(counters: Counters) -> dict[str, Metric]:
         "evicted_blocks",
         "evicted_tokens",
         "wanted_tokens",
-        "replicas",
         "ssd_read_bytes",
-        "host_written_bytes",
     )
     return {name: getattr(counters, name) for name in names}

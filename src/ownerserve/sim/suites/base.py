@@ -84,13 +84,15 @@ class Results(msgspec.Struct, frozen=True):
 
 class Finding(msgspec.Struct, frozen=True):
     """A verdict on one claim. `source`: "seed 002 §3.3". `number`: what was measured, with unit
-    and range. The frame adds trace and command. `trace`: of which role, if not the first job's."""
+    and range. The frame adds trace and command. `trace`: of which role, if not the first job's.
+    `draws`: on how many draws of sessions it rests; 0: none are drawn."""
 
     claim: str
     source: str
     verdict: Verdict
     number: str
     trace: str = ""
+    draws: int = 1
 
 
 class Drawing(msgspec.Struct, frozen=True):

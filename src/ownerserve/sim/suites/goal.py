@@ -42,6 +42,7 @@ from ownerserve.sim.suites.fleet import (
     WORKERS,
     agents,
 )
+from ownerserve.sim.suites.judging import all_of, larger
 
 PD_BASELINES = ("static_pd", "static_pd_delta")
 BASELINES = (*COLOCATED_BASELINES, *PD_BASELINES)
@@ -150,7 +151,7 @@ def _verdicts(results: Results) -> list[Finding]:
     below, above = [n for n in lanes if n <= turning], [n for n in lanes if n > turning]
     return [
         _below(results, below),
-        *([_above(results, above)] if above else []),
+        _above(results, above),
         _duplicates(results, lanes),
         _network(results, lanes),
         _behind_oracle(results, lanes),
@@ -170,7 +171,7 @@ def _behind_oracle(results: Results, lanes: Sequence[int]) -> Finding:
         )
     return Finding(
         "OwnerServe is within 10 % of the receding-horizon oracle", "issue W6",
-        Verdict.HOLDS if all(fits) else Verdict.IN_RANGE if any(fits) else Verdict.FAILS,
+        all_of(fits),
         "; ".join(told),
     )  # fmt: skip
 
@@ -200,7 +201,7 @@ def _below(results: Results, lanes: Sequence[int]) -> Finding:
     flat = [fit for pair in fits for fit in pair]
     return Finding(
         "Below the knee OwnerServe is no worse than the best baseline", "issue W6",
-        Verdict.HOLDS if all(flat) else Verdict.IN_RANGE if any(flat) else Verdict.FAILS,
+        all_of(flat),
         "; ".join(_against(results, count) for count in lanes),
     )  # fmt: skip
 
@@ -213,17 +214,18 @@ def _above(results: Results, lanes: Sequence[int]) -> Finding:
     return Finding(
         "Above the knee OwnerServe completes more tasks a GPU hour, at a lower turn p95, than "
         "every baseline", "issue W6",
-        Verdict.HOLDS if all(wins) else Verdict.IN_RANGE if any(wins) else Verdict.FAILS,
-        "; ".join(_against(results, count) for count in lanes),
+        all_of(wins),
+        "; ".join(_against(results, count) for count in lanes) or "0 loads were above the knee",
     )  # fmt: skip
 
 
 def _duplicates(results: Results, lanes: Sequence[int]) -> Finding:
-    shares = {n: results[_label(SEATED, n)]["avoidable_duplicate_share"] or 0.0 for n in lanes}
+    told = {n: results[_label(SEATED, n)]["avoidable_duplicate_share"] for n in lanes}
+    shares = {n: share for n, share in told.items() if share is not None}
     good = [share <= AVOIDABLE_MAX for share in shares.values()]
     return Finding(
         "At most 5 % of the bytes placed are avoidable duplicates", "seed 000 §3.9, issue W6",
-        Verdict.HOLDS if all(good) else Verdict.IN_RANGE if any(good) else Verdict.FAILS,
+        all_of(good),
         ", ".join(f"{share:.2%} at {count} sessions" for count, share in shares.items()),
     )  # fmt: skip
 
@@ -233,12 +235,13 @@ def _network(results: Results, lanes: Sequence[int]) -> Finding:
     for count in lanes:
         ours = results[_label(SEATED, count)]["network_kv_bytes"]
         theirs = results[_label("static_pd_delta", count)]["network_kv_bytes"]
-        ratios[count] = theirs / ours if ours else float("inf")
+        if theirs or ours:  # else nobody sent anything, and neither could send less
+            ratios[count] = theirs / ours if ours else float("inf")
     good = [ratio >= NETWORK_MIN for ratio in ratios.values()]
     return Finding(
         "At least two times fewer KV bytes cross the network than with delta-transfer PD",
         "seed 000 §3.9, issue W6",
-        Verdict.HOLDS if all(good) else Verdict.IN_RANGE if any(good) else Verdict.FAILS,
+        all_of(good),
         ", ".join(f"{ratio:.3g}x at {count} sessions" for count, ratio in ratios.items()),
     )  # fmt: skip
 
@@ -320,7 +323,7 @@ def _tiered_verdicts(results: Results) -> list[Finding]:
     return [
         Finding(
             "The same with host memory behind every policy's GPUs", "issue W6",
-            Verdict.HOLDS if all(wins) else Verdict.IN_RANGE if any(wins) else Verdict.FAILS,
+            all_of(wins),
             f"{_lanes(results.scale)[-1]} sessions: "
             + ", ".join(f"{p} {rates[p]:.3g} tasks a GPU hour, p95 {p95[p]:.3g} s" for p in TIERED),
         )
@@ -370,21 +373,23 @@ def _seat_verdicts(results: Results) -> list[Finding]:
     calmest = min(others, key=lambda policy: others[policy]["turn_p95_s"])
     rate, p95 = others[most]["tasks_per_gpu_hour"], others[calmest]["turn_p95_s"]
     routing = [ours >= (1 - EQUAL) * rate, least <= (1 + EQUAL) * p95]
+    is_held = kept["ttft_ms"] != alone["ttft_ms"]  # seats that never hold anybody show nothing
     return [
         Finding(
             "Above the knee what helps is to hold new sessions back (seats)", "seed 003, issue W6",
-            Verdict.HOLDS if ours > 1.1 * alone["tasks_per_gpu_hour"] else Verdict.FAILS,
+            larger(ours / alone["tasks_per_gpu_hour"], holds=1.1, partly=1 + EQUAL)
+            if is_held else Verdict.NOT_SHOWN,
             f"{ours:.3g} against {alone['tasks_per_gpu_hour']:.3g} tasks a GPU hour, turn p95 "
             f"{least:.3g} against {alone['turn_p95_s']:.3g} s",
         ),
         Finding(
             "Seats are orthogonal to routing: they help the baselines too", "issue W6",
-            Verdict.HOLDS if min(gains.values()) > 1 else Verdict.IN_RANGE,
+            all_of([gain > 1 + EQUAL for gain in gains.values()] if is_held else []),
             ", ".join(f"{policy} {gain:.2f}x" for policy, gain in gains.items()),
         ),
         Finding(
             "With seats for everybody OwnerServe still leads", "issue W6",
-            Verdict.HOLDS if all(routing) else Verdict.IN_RANGE if any(routing) else Verdict.FAILS,
+            all_of(routing),
             f"{ours:.3g} against {rate:.3g} tasks a GPU hour ({most}), turn p95 {least:.3g} "
             f"against {p95:.3g} s ({calmest})",
         ),

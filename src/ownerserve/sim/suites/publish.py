@@ -119,10 +119,17 @@ def _claim(finding: Finding, concluded: Concluded, command: str) -> Claim:
         finding.source,
         finding.verdict,
         finding.number,
-        str(origins[role]) if role in origins else role or "none needed",
+        _rests_on(str(origins[role]) if role in origins else role or "none needed", finding.draws),
         f"{command} --only {experiment.name}",
         experiment.title,
     )
+
+
+def _rests_on(trace: str, draws: int) -> str:
+    """The trace, and by how many draws of its sessions a verdict is carried."""
+    if not draws:
+        return trace
+    return f"{trace}; one draw" if draws == 1 else f"{trace}; {draws} draws"
 
 
 def _drawn(drawing: Drawing, folder: Path) -> tuple[Written, str]:

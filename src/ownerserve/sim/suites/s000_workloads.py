@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from operator import ge, le, lt
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,8 +25,10 @@ from ownerserve.sim.suites.base import (
     known,
     table_of,
 )
+from ownerserve.sim.suites.judging import counted, smaller
 from ownerserve.sim.workload import Capped, Sample, Shape
 
+Judged: TypeAlias = tuple[Verdict, str]
 GB = 10**9
 OURS = "ownerserve"
 PLACED = ("round_robin", "least_load", "multi_owner", "lmetric_gate", "static_pd_delta", OURS)
@@ -104,20 +108,21 @@ def _longdoc_figures(results: Results) -> list[Drawing]:
     return _figures(results, "000-longdoc", "Questions on long documents")
 
 
-def _against(results: Results, path: str, *, sign: int) -> tuple[Verdict, str]:
-    """OwnerServe against every other policy; `sign` 1: lower is better."""
+def _against(results: Results, path: str, beats: Callable[[float, float], bool]) -> Judged:
+    """OwnerServe against every other policy. Not shown where nothing was shared by anybody."""
     own = known(results[OURS], path)
     others = {policy: known(results[policy], path) for policy in PLACED if policy != OURS}
-    won = sum(sign * own <= sign * other for other in others.values())
+    won = sum(beats(own, other) for other in others.values())
     told = ", ".join(f"{policy} {value:.4g}" for policy, value in others.items())
-    verdict = Verdict.HOLDS if won == len(others) else Verdict.IN_RANGE if won else Verdict.FAILS
+    shared = max(known(results[policy], "cached_token_share") for policy in PLACED)
+    verdict = counted(won, len(others) if shared else 0)
     return verdict, f"{path}: {own:.4g} against {told}"
 
 
 def _rollout_verdicts(results: Results) -> list[Finding]:
     source = "seed 000 §3.6.6, §3.10"
-    copies, told = _against(results, "duplicate_factor", sign=1)
-    time, sooner = _against(results, "e2e_s.mean", sign=1)
+    copies, told = _against(results, "duplicate_factor", lt)
+    time, sooner = _against(results, "e2e_s.mean", lt)
     return [
         Finding("Branches share one prefix artifact: fewer copies of it", source, copies, told),
         Finding("Forked rollouts end sooner than under every baseline", source, time, sooner),
@@ -126,8 +131,8 @@ def _rollout_verdicts(results: Results) -> list[Finding]:
 
 def _longdoc_verdicts(results: Results) -> list[Finding]:
     source = "seed 000 §2.9, §3.7 B3"
-    saved, told = _against(results, "cached_token_share", sign=-1)
-    first, sooner = _against(results, "ttft_ms.p90", sign=1)
+    saved, told = _against(results, "cached_token_share", ge)
+    first, sooner = _against(results, "ttft_ms.p90", le)
     return [
         Finding("Shared documents are re-used as much as under any baseline", source, saved, told),
         Finding("Their first tokens come no later than under any", source, first, sooner),
@@ -222,16 +227,12 @@ def _cold_verdicts(results: Results) -> list[Finding]:
         none, disk = (known(results[f"{model}, {tier}"], "resumed_ttft_p50_ms") for tier in RESUMES)
         parts = results[f"{model}, disk"]["restore"]
         zero = known(results[f"{model}, disk, zero SWA"], "resumed_ttft_p50_ms")
-        ratio = disk / none
+        verdict = smaller(disk / none, holds=0.5, partly=0.95)
         found.append(
             Finding(
                 f"A cold session resumes sooner from stored artifacts than by prefill ({model})",
                 "seed 000 §3.6.4",
-                Verdict.HOLDS
-                if ratio < 0.5
-                else Verdict.IN_RANGE
-                if ratio < 0.95
-                else Verdict.FAILS,
+                verdict if parts["turns"] else Verdict.NOT_SHOWN,
                 f"TTFT p50 of later turns {disk:.4g} ms from disk (3 GB/s) against {none:.4g} ms; "
                 f"means: load {_ms(parts, 'load_ms')}, recompute {_ms(parts, 'recompute_ms')}; "
                 f"without window checkpoints {zero:.4g} ms",

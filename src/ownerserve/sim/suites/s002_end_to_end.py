@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ownerserve.report.figures.panels import Panel, Panels, panels
-from ownerserve.report.page import Verdict
 from ownerserve.sim.suites.base import (
     Drawing,
     Experiment,
@@ -12,11 +11,13 @@ from ownerserve.sim.suites.base import (
     Results,
     Scale,
     Table,
+    at,
     by_label,
     known,
     table_of,
 )
 from ownerserve.sim.suites.fleet import EVERY, OURS, SEED_002, STRONGER, simulate
+from ownerserve.sim.suites.judging import first_of
 
 COLUMNS = {
     "TTFT p50 (ms)": "ttft_ms.p50",
@@ -85,17 +86,16 @@ def _dominates(results: Results) -> list[Finding]:
     ):  # fmt: skip
         parts, won = [], 0
         for name, (path, sign) in paths.items():
-            own = known(results[ours], path)
-            policy, best = min(
-                ((p, known(results[p], path)) for p in baselines), key=lambda one: sign * one[1]
-            )
+            own, others = at(results[ours], path), [(p, at(results[p], path)) for p in baselines]
+            told = [(p, value) for p, value in others if value is not None]
+            if own is None or not told:
+                continue  # nobody computed anything, say: no index of who did most
+            policy, best = min(told, key=lambda one: sign * one[1])
             wins = sign * own < sign * best
             won += wins
             parts.append(f"{name} {own:.3g} against {best:.3g} ({policy})")
-        verdict = Verdict.HOLDS if won == len(paths) else Verdict.IN_RANGE
-        if won <= len(paths) // 2:
-            verdict = Verdict.FAILS
-        found.append(Finding(claim, source, verdict, f"{won} of {len(paths)}: {'; '.join(parts)}"))
+        verdict = first_of(won == len(parts), won > len(parts) // 2)
+        found.append(Finding(claim, source, verdict, f"{won} of {len(parts)}: {'; '.join(parts)}"))
     return found
 
 

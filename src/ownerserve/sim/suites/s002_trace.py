@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from ownerserve.sim.suites.base import (
     Table,
 )
 from ownerserve.sim.suites.fleet import agents
+from ownerserve.sim.suites.judging import all_of, first_of
 from ownerserve.sim.workload import First, Shape
 from ownerserve.trace.model import Trace
 from ownerserve.trace.stats import measure
@@ -76,45 +78,49 @@ def _trace_verdicts(results: Results) -> list[Finding]:
         if results[role]["any"] is not None
     ]
     intra = [results[role]["split"][0] for role in ROLES if results[role]["split"] is not None]
-    level = max(abs(results[role]["any"] - SEED_ANY) for role in ROLES)
+    shares = [results[role]["any"] for role in ROLES if results[role]["any"] is not None]
     top = [results[role]["top1"] for role in _large(results)]
     ratios = [results[role]["ratio"] for role in ROLES]
-    coupled = own["tool_p50_s"] is not None and own["tool_p50_s"] < 0.1 * (own["api_p50_s"] or 1)
+    tool_s, api_s = own["tool_p50_s"], own["api_p50_s"]
     return [
         Finding(
             "Re-use is intra-session (93.2 %)", "seed 002 §2.2",
-            Verdict.HOLDS if min(intra) >= SEED.intra_session - 0.05 else Verdict.IN_RANGE,
-            f"{min(intra):.1%} to {max(intra):.1%} of re-used tokens where ids are global",
-            "mooncake_conversation",
+            all_of([share >= SEED.intra_session - 0.05 for share in intra]),
+            f"{_range(intra)} of re-used tokens where ids are global",
+            "mooncake_conversation", draws=0,
         ),
         Finding(
             "The any-session bound is less than 1 point above the intra-session bound",
             "seed 002 §2.2",
-            Verdict.HOLDS if max(gaps) < 0.01 else Verdict.IN_RANGE,
-            f"{100 * min(gaps):.1f} to {100 * max(gaps):.1f} points",
+            all_of([gap < 0.01 for gap in gaps]), f"{_range(gaps)} of the prompt tokens", draws=0,
         ),
         Finding(
             "The ideal cached share is about 80 %", "seed 002 §2.2",
-            Verdict.HOLDS if level < 0.05 else Verdict.IN_RANGE,
-            f"depends on the trace: {_told(results, 'any')}",
+            all_of([abs(share - SEED_ANY) < 0.05 for share in shares]),
+            f"depends on the trace: {_told(results, 'any')}", draws=0,
         ),
         Finding(
             "The top 1 % of sessions hold 46.5 % of input tokens", "seed 002 §2.1",
-            Verdict.HOLDS if min(top) > 0.4 else Verdict.FAILS,
-            f"{min(top):.1%} to {max(top):.1%}; hence skew is swept (002-f9)",
+            all_of([share > 0.4 for share in top]),
+            f"{_range(top)}; hence skew is swept (002-f9)", draws=0,
         ),
         Finding(
             "Input is 75 times output", "seed 002 §2.1",
-            Verdict.IN_RANGE if min(ratios) < SEED_RATIO < max(ratios) else Verdict.FAILS,
-            f"{_told(results, 'ratio')}",
+            all_of([SEED_RATIO / 1.5 <= ratio <= SEED_RATIO * 1.5 for ratio in ratios]),
+            f"{_told(results, 'ratio')}", draws=0,
         ),
         Finding(
             "An agent's next turn follows at once (T_human = 0)", "seed 002 §2.3",
-            Verdict.HOLDS if coupled else Verdict.FAILS,
-            f"tool time p50 {own['tool_p50_s'] or 0:.3g} s beside an answer's p50 "
-            f"{own['api_p50_s'] or 0:.3g} s; hence tool time is swept (002-f8, 002-f9)",
+            Verdict.NOT_SHOWN if tool_s is None or not api_s
+            else first_of(tool_s < 0.1 * api_s, tool_s < 0.5 * api_s),
+            f"tool time p50 {tool_s or 0:.3g} s beside an answer's p50 "
+            f"{api_s or 0:.3g} s; hence tool time is swept (002-f8, 002-f9)", draws=0,
         ),
     ]  # fmt: skip
+
+
+def _range(shares: Sequence[float]) -> str:
+    return f"{min(shares):.1%} to {max(shares):.1%}" if shares else "0 traces tell"
 
 
 def _trace_table(results: Results) -> list[Table]:
