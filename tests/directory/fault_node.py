@@ -35,7 +35,8 @@ from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.epoch import Epoch, Fence, Stale
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
-from ownerserve.node.admission import Admission, Levels, Reject, Seed
+from ownerserve.kv.wire.rpc import Reject, Seed
+from ownerserve.node.admission import Admission, Levels
 from ownerserve.node.admission import Arrived as Came
 from ownerserve.node.events import Arrived, Copy, Ended, Event, Fetch, Find, Gone, Tick
 from ownerserve.node.records import Inside

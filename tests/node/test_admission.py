@@ -13,34 +13,29 @@ from node_driver import B, NodeDriver
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
 from ownerserve.kv.messages import RoutingUnit, WorkerStatus
-from ownerserve.node.admission import (
-    RESERVED_FOR_S,
-    Admission,
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import (
     Admit,
-    Append,
-    Arrived,
-    Committed,
-    Levels,
-    Refusal,
-    Reject,
-    Released,
-    Reserved,
-    Seed,
-    Wanted,
-)
-from ownerserve.node.rpc.messages import (
     Answer,
+    Append,
     Commit,
+    Committed,
     Probe,
+    Reject,
     Release,
+    Released,
     Request,
     Reserve,
+    Reserved,
+    Seed,
     Status,
     StatusIs,
+    Wanted,
     decode_answer,
     decode_request,
     encode,
 )
+from ownerserve.node.admission import RESERVED_FOR_S, Admission, Arrived, Levels
 from ownerserve.node.rpc.server import RpcClient, RpcServer
 
 LEVELS = Levels(0, 2, 100, 50 * B, 40 * B)
@@ -69,16 +64,16 @@ def test_an_append_meets_its_state(admission: Admission) -> None:
 @pytest.mark.parametrize(
     ("wanted", "changes", "reason"),
     [
-        (Append(SessionId("x"), 1, 1), {}, Refusal.UNKNOWN_SESSION),
-        (Append(SESSION, 2, 1), {}, Refusal.STALE_VERSION),
-        (Seed(41 * B), {}, Refusal.TOO_LONG),
-        (Seed(1), {"waiting": 2}, Refusal.QUEUE_FULL),
-        (Seed(40 * B), {"room_tokens": 39 * B}, Refusal.NO_ROOM),
-        (Seed(1), {"is_draining": True}, Refusal.DRAINING),
+        (Append(SessionId("x"), 1, 1), {}, WorkerRefusal.UNKNOWN_SESSION),
+        (Append(SESSION, 2, 1), {}, WorkerRefusal.STALE_VERSION),
+        (Seed(41 * B), {}, WorkerRefusal.TOO_LONG),
+        (Seed(1), {"waiting": 2}, WorkerRefusal.QUEUE_FULL),
+        (Seed(40 * B), {"room_tokens": 39 * B}, WorkerRefusal.NO_ROOM),
+        (Seed(1), {"is_draining": True}, WorkerRefusal.DRAINING),
     ],
 )
 def test_a_refusal_says_why(
-    admission: Admission, wanted: Wanted, changes: dict[str, int], reason: Refusal
+    admission: Admission, wanted: Wanted, changes: dict[str, int], reason: WorkerRefusal
 ) -> None:
     levels = msgspec.structs.replace(LEVELS, **changes)
     assert admission.probe(wanted, levels, 0.0) == Reject(reason)
@@ -89,7 +84,7 @@ def test_a_refusal_says_why(
 
 def test_an_append_to_lost_state_is_a_seed(driver: NodeDriver, admission: Admission) -> None:
     driver.forget_device()
-    assert admission.probe(Append(SESSION, 1, 1), LEVELS, 0.0) == Reject(Refusal.STATE_GONE)
+    assert admission.probe(Append(SESSION, 1, 1), LEVELS, 0.0) == Reject(WorkerRefusal.STATE_GONE)
 
 
 def test_a_reservation_is_a_place_until_its_turn_arrives(admission: Admission) -> None:
@@ -98,36 +93,36 @@ def test_a_reservation_is_a_place_until_its_turn_arrives(admission: Admission) -
 
     one, two = reserve("a", 0.0), reserve("b", 0.0)
     assert isinstance(one, Reserved) and isinstance(two, Reserved)
-    assert reserve("c", 0.0) == Reject(Refusal.QUEUE_FULL)
+    assert reserve("c", 0.0) == Reject(WorkerRefusal.QUEUE_FULL)
     assert admission.commit(one.reservation, 5.0) == Committed(RESERVED_FOR_S)
     assert admission.commit(one.reservation, 6.0) == Committed(RESERVED_FOR_S - 1.0)
     assert admission.release(two.reservation) == Released()
     assert isinstance(reserve("c", 6.0), Reserved)
     assert admission.arrived(one.reservation, 6.0) == Arrived(TurnId("a"))
-    gone = Reject(Refusal.UNKNOWN_RESERVATION)
+    gone = Reject(WorkerRefusal.UNKNOWN_RESERVATION)
     assert admission.arrived(one.reservation, 6.0) == gone, "a place is used once"
     assert admission.arrived(two.reservation, 6.0) == gone
     assert admission.held(6.0) == 1
-    assert admission.refused[Refusal.UNKNOWN_RESERVATION] == 2
+    assert admission.refused[WorkerRefusal.UNKNOWN_RESERVATION] == 2
 
 
 def test_a_place_that_nobody_takes_is_free_again(admission: Admission) -> None:
     held = admission.reserve(TurnId("a"), Seed(B), levels=LEVELS, now=0.0)
     assert isinstance(held, Reserved)
     late = RESERVED_FOR_S
-    assert admission.commit(held.reservation, late) == Reject(Refusal.UNKNOWN_RESERVATION)
+    assert admission.commit(held.reservation, late) == Reject(WorkerRefusal.UNKNOWN_RESERVATION)
     assert admission.held(late) == 0
 
 
 def test_places_count_against_the_room(admission: Admission) -> None:
     levels = msgspec.structs.replace(LEVELS, room_tokens=10 * B)
     assert isinstance(admission.reserve(TurnId("a"), Seed(6 * B), levels=levels, now=0.0), Reserved)
-    assert admission.probe(Seed(6 * B), levels, 0.0) == Reject(Refusal.NO_ROOM)
+    assert admission.probe(Seed(6 * B), levels, 0.0) == Reject(WorkerRefusal.NO_ROOM)
 
 
 def test_a_session_is_released_once(driver: NodeDriver, admission: Admission) -> None:
     assert admission.release_session(SESSION) == Released()
-    assert admission.release_session(SESSION) == Reject(Refusal.UNKNOWN_SESSION)
+    assert admission.release_session(SESSION) == Reject(WorkerRefusal.UNKNOWN_SESSION)
     driver.check()
 
 
@@ -193,13 +188,13 @@ def test_probe_reserve_commit_over_the_wire(client: RpcClient) -> None:
     assert isinstance(held, Reserved)
     assert isinstance(client.ask(Commit(held.reservation)), Committed)
     assert client.ask(Release(held.reservation)) == Released()
-    assert client.ask(Commit(held.reservation)) == Reject(Refusal.UNKNOWN_RESERVATION)
+    assert client.ask(Commit(held.reservation)) == Reject(WorkerRefusal.UNKNOWN_RESERVATION)
 
 
 @pytest.mark.parametrize("junk", [b"", b"\xc1", b"\x92\x01\xa1x", encode(Status())[:-3]])
 def test_junk_is_refused_and_the_port_lives(client: RpcClient, junk: bytes) -> None:
     client._socket.send(junk)
-    assert decode_answer(client._socket.recv()) == Reject(Refusal.MALFORMED)
+    assert decode_answer(client._socket.recv()) == Reject(WorkerRefusal.MALFORMED)
     assert client.ask(Status()) == StatusIs(STATUS)
 
 
@@ -218,7 +213,7 @@ def test_a_field_of_a_later_version_is_ignored() -> None:
 
 def test_a_dead_engine_is_a_refusal(desk: Desk, client: RpcClient) -> None:
     desk.is_alive = False
-    assert client.ask(Status()) == Reject(Refusal.ENGINE_BUSY)
+    assert client.ask(Status()) == Reject(WorkerRefusal.ENGINE_BUSY)
 
 
 def test_only_loopback_is_bound(desk: Desk) -> None:

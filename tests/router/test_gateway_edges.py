@@ -15,12 +15,10 @@ from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.messages import Outcome, Refusal, Refused, Request
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.clock import ManualClock
-from ownerserve.node.admission import Refusal as NodeRefusal
 from ownerserve.router.gateway.admin import admin_app
 from ownerserve.router.gateway.config import Address, Config
 from ownerserve.router.gateway.health import HealthMonitor
 from ownerserve.router.gateway.service import Gateway
-from ownerserve.router.gateway.stamps import WorkerRefusal
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest
@@ -130,10 +128,6 @@ def test_a_clients_own_mistake_is_no_refusal(play: Play) -> None:
         assert not world.gateway.observer.pressure
 
     play(scenario, engines=1)
-
-
-def test_every_reason_of_a_nodes_admission_is_a_label_here() -> None:
-    assert {reason.value for reason in NodeRefusal} <= {reason.value for reason in WorkerRefusal}
 
 
 def test_the_worker_is_told_for_whom_a_turn_is_meant(play: Play) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from ownerserve.directory.rpc import frames
 from ownerserve.kv.errors import Corrupt, InvalidInput
-from ownerserve.node.rpc import messages
+from ownerserve.kv.wire import rpc as messages
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.store import convert, index
 from ownerserve.store.catalogue import catalogue_key, parse

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ownerserve.directory.rpc import frames
 from ownerserve.kv.errors import Corrupt, InvalidInput
-from ownerserve.node.rpc import messages
+from ownerserve.kv.wire import rpc as messages
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.store.header import BLOCK, decode
 from ownerserve.store.home import Home

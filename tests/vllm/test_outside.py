@@ -18,8 +18,8 @@ from rig import Rig, settle
 from ownerserve.engines.vllm.plugin import ask
 from ownerserve.kv.artifacts import tenant_salt
 from ownerserve.kv.messages import WorkerStatus
-from ownerserve.node.admission import Admit, Refusal, Reject, Seed
-from ownerserve.node.rpc.messages import Probe, Status, StatusIs
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import Admit, Probe, Reject, Seed, Status, StatusIs
 from ownerserve.store.model import Want
 from ownerserve.store.snapshot import StoreSnapshot
 
@@ -60,7 +60,7 @@ def test_the_desk_tells_the_load(rig: Rig, store: Path) -> None:
     assert 0 < load.kv_bytes_free < load.kv_bytes_total
     assert load.kv_bytes_total == 255 * B * worker.hook("fill_kv_bytes")
     assert isinstance(ask(store, Probe(Seed(1000, None))), Admit)
-    assert ask(store, Probe(Seed(3000, None))) == Reject(Refusal.TOO_LONG)
+    assert ask(store, Probe(Seed(3000, None))) == Reject(WorkerRefusal.TOO_LONG)
     worker.wait(asked)
     settle(worker)
     idle = _load(store)

@@ -175,4 +175,4 @@ def test_what_came_of_a_prompt_is_counted(rig: Rig, tmp_path: Path) -> None:
     counts = worker.hook("connector_status")
     assert counts["mode_seed"] == 6
     assert counts["mode_reseed"] == 1
-    assert counts["lost_tokens"] == len(following) // 16 * 16 - back.cached
+    assert counts["lost_tokens"] == len(following) // 32 * 32 - back.cached

@@ -15,49 +15,25 @@ the whole prompt. A refusal has a reason; there is no optimistic yes that ends i
 from __future__ import annotations
 
 from collections import Counter
-from enum import StrEnum
 
 import msgspec
 
 from ownerserve.cache.sessions import Sessions
 from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import (
+    Admit,
+    Append,
+    Committed,
+    Reject,
+    Released,
+    Reserved,
+    Seed,
+    Wanted,
+)
 
 RESERVED_FOR_S = 10.0
 """How long a place is held. Longer than a prompt takes to cross a data centre, many times over."""
-
-
-class Refusal(StrEnum):
-    """Why a turn may not come. A metric label."""
-
-    TOO_LONG = "too_long"
-    QUEUE_FULL = "queue_full"
-    NO_ROOM = "no_room"
-    DRAINING = "draining"
-    UNKNOWN_SESSION = "unknown_session"
-    STALE_VERSION = "stale_version"
-    STATE_GONE = "state_gone"
-    SESSION_IS_RUNNING = "session_is_running"
-    UNKNOWN_RESERVATION = "unknown_reservation"
-    MALFORMED = "malformed"
-    ENGINE_BUSY = "engine_busy"
-
-
-class Append(msgspec.Struct, frozen=True, tag="append"):
-    """`new_tokens` more for a session whose state is here at `version`."""
-
-    session_id: SessionId
-    version: int
-    new_tokens: int
-
-
-class Seed(msgspec.Struct, frozen=True, tag="seed"):
-    """A prompt of `tokens` tokens from its beginning."""
-
-    tokens: int
-    session_id: SessionId | None = None
-
-
-Wanted = Append | Seed
 
 
 class Levels(msgspec.Struct, frozen=True):
@@ -69,37 +45,6 @@ class Levels(msgspec.Struct, frozen=True):
     room_tokens: int
     sequence_tokens: int
     is_draining: bool = False
-
-
-class Admit(msgspec.Struct, frozen=True, tag="admit"):
-    """The turn may come: `resident_tokens` of it are on the device, so much prefill is ahead."""
-
-    resident_tokens: int
-    ahead_prefill_tokens: int
-
-
-class Reject(msgspec.Struct, frozen=True, tag="reject"):
-    """The turn may not come."""
-
-    reason: Refusal
-
-
-class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
-    """A place is held for `held_s` seconds under this number."""
-
-    reservation: int
-    held_s: float
-    resident_tokens: int
-
-
-class Committed(msgspec.Struct, frozen=True, tag="committed"):
-    """The place waits for its turn, `held_s` seconds more."""
-
-    held_s: float
-
-
-class Released(msgspec.Struct, frozen=True, tag="released"):
-    """Given up."""
 
 
 class Arrived(msgspec.Struct, frozen=True):
@@ -119,7 +64,7 @@ class Admission:
     """Open reservations of one worker. Owns nothing of the cache; asks the session table."""
 
     def __init__(self, sessions: Sessions) -> None:
-        self.refused: Counter[Refusal] = Counter()
+        self.refused: Counter[WorkerRefusal] = Counter()
         self._sessions = sessions
         self._places: dict[int, _Place] = {}
         self._numbers = 0
@@ -127,7 +72,7 @@ class Admission:
     def probe(self, wanted: Wanted, levels: Levels, now: float) -> Admit | Reject:
         """Would it be let in now?"""
         answer = self._judge(wanted, levels, now)
-        if isinstance(answer, Refusal):
+        if isinstance(answer, WorkerRefusal):
             return self._refuse(answer)
         return Admit(answer, levels.pending_prefill_tokens)
 
@@ -136,7 +81,7 @@ class Admission:
     ) -> Reserved | Reject:
         """Hold a place for it."""
         answer = self._judge(wanted, levels, now)
-        if isinstance(answer, Refusal):
+        if isinstance(answer, WorkerRefusal):
             return self._refuse(answer)
         self._numbers += 1
         tokens = self._tokens(wanted) - answer
@@ -148,7 +93,7 @@ class Admission:
         self._expire(now)
         place = self._places.get(reservation)
         if place is None:
-            return self._refuse(Refusal.UNKNOWN_RESERVATION)
+            return self._refuse(WorkerRefusal.UNKNOWN_RESERVATION)
         if not place.is_committed:
             place.is_committed, place.until_s = True, now + RESERVED_FOR_S
         return Committed(place.until_s - now)
@@ -156,16 +101,16 @@ class Admission:
     def release(self, reservation: int) -> Released | Reject:
         """The turn won't come."""
         if self._places.pop(reservation, None) is None:
-            return self._refuse(Refusal.UNKNOWN_RESERVATION)
+            return self._refuse(WorkerRefusal.UNKNOWN_RESERVATION)
         return Released()
 
     def release_session(self, session_id: SessionId) -> Released | Reject:
         """The session has gone elsewhere: what it has here is ordinary cached state from now on."""
         session = self._sessions.get(session_id)
         if session is None:
-            return self._refuse(Refusal.UNKNOWN_SESSION)
+            return self._refuse(WorkerRefusal.UNKNOWN_SESSION)
         if session.running:
-            return self._refuse(Refusal.SESSION_IS_RUNNING)
+            return self._refuse(WorkerRefusal.SESSION_IS_RUNNING)
         self._sessions.release(session_id)
         return Released()
 
@@ -174,7 +119,7 @@ class Admission:
         self._expire(now)
         place = self._places.pop(reservation, None)
         if place is None:
-            return self._refuse(Refusal.UNKNOWN_RESERVATION)
+            return self._refuse(WorkerRefusal.UNKNOWN_RESERVATION)
         return Arrived(place.turn_id)
 
     def held(self, now: float) -> int:
@@ -182,30 +127,30 @@ class Admission:
         self._expire(now)
         return len(self._places)
 
-    def _judge(self, wanted: Wanted, levels: Levels, now: float) -> int | Refusal:
+    def _judge(self, wanted: Wanted, levels: Levels, now: float) -> int | WorkerRefusal:
         """Tokens of it that are resident, or why it may not come."""
         self._expire(now)
         resident = 0
         if isinstance(wanted, Append):
             status = self._sessions.status(wanted.session_id)
             if status is None or not status.version:
-                return Refusal.UNKNOWN_SESSION
+                return WorkerRefusal.UNKNOWN_SESSION
             if status.version != wanted.version:
-                return Refusal.STALE_VERSION
+                return WorkerRefusal.STALE_VERSION
             if status.running_turns:
-                return Refusal.SESSION_IS_RUNNING
+                return WorkerRefusal.SESSION_IS_RUNNING
             if not status.restorable_tokens:
-                return Refusal.STATE_GONE
+                return WorkerRefusal.STATE_GONE
             resident = status.restorable_tokens
         if levels.is_draining:
-            return Refusal.DRAINING
+            return WorkerRefusal.DRAINING
         if self._tokens(wanted) > levels.sequence_tokens:
-            return Refusal.TOO_LONG
+            return WorkerRefusal.TOO_LONG
         if levels.waiting + len(self._places) >= levels.max_waiting:
-            return Refusal.QUEUE_FULL
+            return WorkerRefusal.QUEUE_FULL
         held = sum(place.tokens for place in self._places.values())
         if self._tokens(wanted) - resident + held > levels.room_tokens:
-            return Refusal.NO_ROOM
+            return WorkerRefusal.NO_ROOM
         return resident
 
     def _tokens(self, wanted: Wanted) -> int:
@@ -220,6 +165,6 @@ class Admission:
         for number in [n for n, place in self._places.items() if place.until_s <= now]:
             del self._places[number]
 
-    def _refuse(self, reason: Refusal) -> Reject:
+    def _refuse(self, reason: WorkerRefusal) -> Reject:
         self.refused[reason] += 1
         return Reject(reason)

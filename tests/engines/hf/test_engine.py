@@ -23,8 +23,8 @@ from engine_rig import (  # noqa: E402
 from ownerserve.engines.hf.inbox import EngineDead  # noqa: E402
 from ownerserve.engines.hf.requests import (  # noqa: E402
     Admitted,
-    RejectReason,
     Sampling,
+    WorkerRefusal,
 )
 from ownerserve.kv.messages import ExecutionMode  # noqa: E402
 
@@ -148,7 +148,7 @@ def test_a_seed_gives_the_same_tokens_alone_in_a_crowd_and_preempted() -> None:
 def test_too_long_is_refused_and_the_rest_goes_on() -> None:
     rig = Rig(blocks=12)
     big, small = rig.play(lambda: rig.ask(request("big", text(190)), request("small", text(20))))
-    assert big.failed.reason is RejectReason.CONTEXT_LENGTH
+    assert big.failed.reason is WorkerRefusal.CONTEXT_LENGTH
     assert_right(small)
 
 
@@ -190,7 +190,7 @@ def test_a_crash_of_the_engine_thread_ends_everything_with_its_reason(
         return answer
 
     answer = rig.play(scenario)
-    assert answer.failed.reason is RejectReason.ENGINE_DEAD
+    assert answer.failed.reason is WorkerRefusal.ENGINE_DEAD
     assert "device lost" in answer.failed.message
 
 
@@ -203,4 +203,4 @@ def test_a_stop_ends_open_streams() -> None:
         await rig.engine.stop()
         return await answer_of(stream, request("a", text(20)))
 
-    assert rig.play(scenario).failed.reason is RejectReason.ENGINE_DEAD
+    assert rig.play(scenario).failed.reason is WorkerRefusal.ENGINE_DEAD

@@ -32,19 +32,17 @@ from ownerserve.engines.hf.requests import Admitted  # noqa: E402
 from ownerserve.engines.hf.tiny import TINY_MODELS  # noqa: E402
 from ownerserve.kv.ids import SessionId, TurnId  # noqa: E402
 from ownerserve.kv.messages import ExecutionMode  # noqa: E402
-from ownerserve.node.admission import (  # noqa: E402
+from ownerserve.kv.wire.refusals import WorkerRefusal  # noqa: E402
+from ownerserve.kv.wire.rpc import (  # noqa: E402  # noqa: E402
     Admit,
     Append,
-    Refusal,
+    Probe,
     Reject,
     Released,
-    Reserved,
-    Seed,
-)
-from ownerserve.node.rpc.messages import (  # noqa: E402
-    Probe,
     ReleaseSession,
     Reserve,
+    Reserved,
+    Seed,
     Status,
     StatusIs,
 )
@@ -337,10 +335,10 @@ def test_the_node_answers_admission_on_the_engine_thread(tmp_path: Path) -> None
     status, here, stale, place, released, gone = rig.play(scenario)
     assert isinstance(status, StatusIs) and status.status.kv_bytes_free > 0
     assert here == Admit(512, 0)
-    assert stale == Reject(Refusal.STALE_VERSION)
+    assert stale == Reject(WorkerRefusal.STALE_VERSION)
     assert isinstance(place, Reserved)
     assert released == Released()
-    assert gone == Reject(Refusal.UNKNOWN_SESSION)
+    assert gone == Reject(WorkerRefusal.UNKNOWN_SESSION)
 
 
 def test_measured_costs_outlive_the_worker(tmp_path: Path) -> None:

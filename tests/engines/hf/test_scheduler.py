@@ -8,7 +8,7 @@ from ownerserve.cache.effects import CopyState, LoadPoint, ResetState, SavePoint
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Component, Extent, Layout
 from ownerserve.cache.outcomes import Append, Begun, Replay, Turn
-from ownerserve.engines.hf.requests import RejectReason
+from ownerserve.engines.hf.requests import WorkerRefusal
 from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.step import (
     Arrival,
@@ -201,7 +201,7 @@ def test_a_request_that_can_never_fit_is_refused_with_its_reason() -> None:
     bench = Bench(blocks=4)
     answer = bench.arrive("big", [1] * 10, new=8)
     assert isinstance(answer, Rejected)
-    assert answer.reason is RejectReason.CONTEXT_LENGTH
+    assert answer.reason is WorkerRefusal.CONTEXT_LENGTH
     assert "16" in answer.message
     assert isinstance(bench.arrive("fits", [1] * 10, new=7), Queued)
     bench.drain()
@@ -213,7 +213,7 @@ def test_a_full_queue_refuses() -> None:
     bench.arrive("a", [1])
     answer = bench.arrive("b", [1])
     assert isinstance(answer, Rejected)
-    assert answer.reason is RejectReason.QUEUE_FULL
+    assert answer.reason is WorkerRefusal.QUEUE_FULL
 
 
 def test_choices_fork_from_one_prefill() -> None:

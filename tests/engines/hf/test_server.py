@@ -27,8 +27,8 @@ from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker  # n
 from ownerserve.engines.hf.serve import listen, url_of  # noqa: E402
 from ownerserve.engines.hf.server import make_app  # noqa: E402
 from ownerserve.kv.ids import TurnId  # noqa: E402
-from ownerserve.node.admission import Refusal, Reject, Reserved, Seed  # noqa: E402
-from ownerserve.node.rpc.messages import Release, Reserve  # noqa: E402
+from ownerserve.kv.wire.refusals import WorkerRefusal  # noqa: E402
+from ownerserve.kv.wire.rpc import Reject, Release, Reserve, Reserved, Seed  # noqa: E402  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -326,7 +326,7 @@ def test_a_request_uses_its_reservation_up(served: Served) -> None:
     assert again.json()["error"]["code"] == "unknown_reservation"
     assert served.metric('ownerserve_requests_total{outcome="unknown_reservation"}') == 1
     assert served.worker.engine.call(Release(number)).result(WAIT_S) == Reject(
-        Refusal.UNKNOWN_RESERVATION
+        WorkerRefusal.UNKNOWN_RESERVATION
     )
 
 

@@ -20,18 +20,18 @@ from ownerserve.engines.hf.requests import (
     Delta,
     Failed,
     Finished,
-    RejectReason,
     Request,
 )
 from ownerserve.engines.hf.status import WorkerStatus
 from ownerserve.kv.prefix import PrefixChain, pack
+from ownerserve.kv.wire.refusals import WorkerRefusal
 
 STATUS_OF_REASON = {
-    RejectReason.CONTEXT_LENGTH: 400,
-    RejectReason.QUEUE_FULL: 429,
-    RejectReason.NO_ROOM: 503,
-    RejectReason.ENGINE_DEAD: 503,
-    RejectReason.UNKNOWN_RESERVATION: 409,
+    WorkerRefusal.CONTEXT_LENGTH: 400,
+    WorkerRefusal.QUEUE_FULL: 429,
+    WorkerRefusal.NO_ROOM: 503,
+    WorkerRefusal.ENGINE_DEAD: 503,
+    WorkerRefusal.UNKNOWN_RESERVATION: 409,
 }
 
 REFUSING = (409, 429, 503)

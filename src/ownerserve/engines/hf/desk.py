@@ -12,8 +12,7 @@ from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.status import Identity
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit, WorkerStatus
-from ownerserve.node.admission import Admission, Levels
-from ownerserve.node.rpc.messages import (
+from ownerserve.kv.wire.rpc import (
     Answer,
     Commit,
     Probe,
@@ -24,6 +23,7 @@ from ownerserve.node.rpc.messages import (
     Status,
     StatusIs,
 )
+from ownerserve.node.admission import Admission, Levels
 
 
 class Desk:

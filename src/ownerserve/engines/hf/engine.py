@@ -19,8 +19,8 @@ from ownerserve.engines.hf.inbox import Abort, Ask, AskCache, Call, EngineDead, 
 from ownerserve.engines.hf.loop import StepLoop
 from ownerserve.engines.hf.requests import Failed, Finished, Request, StreamEvent
 from ownerserve.engines.hf.status import WorkerStatus
-from ownerserve.node.rpc.messages import Answer as RpcAnswer
-from ownerserve.node.rpc.messages import Request as RpcRequest
+from ownerserve.kv.wire.rpc import Answer as RpcAnswer
+from ownerserve.kv.wire.rpc import Request as RpcRequest
 
 logger = logging.getLogger(__name__)
 

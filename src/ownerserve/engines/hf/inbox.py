@@ -15,8 +15,8 @@ import msgspec
 from ownerserve.cache.metrics import Snapshot
 from ownerserve.engines.hf.requests import Request
 from ownerserve.engines.hf.status import WorkerStatus
-from ownerserve.node.rpc.messages import Answer as RpcAnswer
-from ownerserve.node.rpc.messages import Request as RpcRequest
+from ownerserve.kv.wire.rpc import Answer as RpcAnswer
+from ownerserve.kv.wire.rpc import Request as RpcRequest
 
 
 class Submit(msgspec.Struct, frozen=True):

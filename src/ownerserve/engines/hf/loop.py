@@ -28,7 +28,6 @@ from ownerserve.engines.hf.requests import (
     Delta,
     Failed,
     Finished,
-    RejectReason,
     Request,
     Sampled,
     StreamEvent,
@@ -43,7 +42,8 @@ from ownerserve.engines.hf.text import Choice, Decoder
 from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Packed, pack
-from ownerserve.node.admission import Reject
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import Reject
 from ownerserve.node.known import KnownSessions
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class StepLoop:
         answer = self._desk.admission.arrived(number, time.monotonic())
         if not isinstance(answer, Reject):
             return True
-        reason = RejectReason.UNKNOWN_RESERVATION
+        reason = WorkerRefusal.UNKNOWN_RESERVATION
         message = f"reservation {number} is not open here: it was used, released or has expired"
         self._emit(request.request_id, Failed(reason, message))
         self._metrics.refused(reason)
@@ -256,7 +256,7 @@ class StepLoop:
             if not admission.again and admission.request_id in self._live:
                 self._admitted(admission)
         for request_id in plan.failed:
-            reason = RejectReason.NO_ROOM
+            reason = WorkerRefusal.NO_ROOM
             message = "the request needs more KV memory than there is, even alone"
             self._emit(request_id, Failed(reason, message))
             self._forget(request_id)
@@ -366,7 +366,7 @@ class StepLoop:
         left = self.inbox.close(because)
         waiting = [*self._live, *(c.request.request_id for c in left if isinstance(c, Submit))]
         for request_id in waiting:
-            self._emit(request_id, Failed(RejectReason.ENGINE_DEAD, because))
+            self._emit(request_id, Failed(WorkerRefusal.ENGINE_DEAD, because))
         for command in left:
             if (
                 isinstance(command, Ask | AskCache | Call)

@@ -8,10 +8,11 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.engines.hf.requests import Admitted, RejectReason
+from ownerserve.engines.hf.requests import Admitted
 from ownerserve.engines.hf.status import pool_uses
 from ownerserve.engines.hf.step import Load
 from ownerserve.kv.messages import ExecutionMode
+from ownerserve.kv.wire.refusals import WorkerRefusal
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536, 262144)
@@ -42,7 +43,7 @@ class WorkerMetrics:
         for component, tokens in cached.items():
             self._cached_tokens.labels(component).inc(tokens)
 
-    def refused(self, reason: RejectReason) -> None:
+    def refused(self, reason: WorkerRefusal) -> None:
         self._outcomes.labels(reason.value).inc()
 
     def finished(self, outcome: str) -> None:

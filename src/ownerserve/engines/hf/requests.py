@@ -11,6 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from ownerserve.kv.messages import ExecutionMode
+from ownerserve.kv.wire.refusals import WorkerRefusal
 
 
 class FinishReason(StrEnum):
@@ -18,16 +19,6 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
-
-
-class RejectReason(StrEnum):
-    """Why a request was not served. A metric label and the `code` of the error."""
-
-    CONTEXT_LENGTH = "context_length_exceeded"
-    QUEUE_FULL = "queue_full"
-    NO_ROOM = "no_room"
-    ENGINE_DEAD = "engine_dead"
-    UNKNOWN_RESERVATION = "unknown_reservation"
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +121,7 @@ class Finished(msgspec.Struct, frozen=True):
 class Failed(msgspec.Struct, frozen=True):
     """The request ends without (or in the middle of) an answer."""
 
-    reason: RejectReason
+    reason: WorkerRefusal
     message: str
 
 

@@ -26,7 +26,6 @@ from collections.abc import Collection, Iterable, Mapping
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.outcomes import NoRoom, Refused, Turn
 from ownerserve.engines.hf.grid import chunk_end, resume_points
-from ownerserve.engines.hf.requests import RejectReason
 from ownerserve.engines.hf.sequence import Phase, Sequence, age_of
 from ownerserve.engines.hf.step import (
     Admission,
@@ -46,6 +45,7 @@ from ownerserve.engines.hf.step import (
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
+from ownerserve.kv.wire.refusals import WorkerRefusal
 
 
 class Scheduler:
@@ -104,13 +104,13 @@ class Scheduler:
         longest = len(arrival.prompt) + arrival.max_new_tokens - 1
         if longest > self._limits.sequence_tokens:
             return self._reject(
-                RejectReason.CONTEXT_LENGTH,
+                WorkerRefusal.CONTEXT_LENGTH,
                 f"{len(arrival.prompt)} prompt tokens and {arrival.max_new_tokens} new ones "
                 f"need {longest} places; a sequence here has {self._limits.sequence_tokens}",
             )
         if len(self._waiting) >= self._limits.max_waiting:
             return self._reject(
-                RejectReason.QUEUE_FULL, f"{len(self._waiting)} requests wait already"
+                WorkerRefusal.QUEUE_FULL, f"{len(self._waiting)} requests wait already"
             )
         first, *siblings = arrival.turn_ids
         self._enqueue(
@@ -412,7 +412,7 @@ class Scheduler:
             del self._requests[sequence.request_id]
             self.counts.done += 1
 
-    def _reject(self, reason: RejectReason, message: str) -> Rejected:
+    def _reject(self, reason: WorkerRefusal, message: str) -> Rejected:
         self.counts.rejected += 1
         return Rejected(reason, message)
 

@@ -57,11 +57,11 @@ from ownerserve.engines.hf.openai_format import (
 from ownerserve.engines.hf.requests import (
     Admitted,
     Failed,
-    RejectReason,
     Request,
 )
 from ownerserve.engines.hf.status import WorkerStatus
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.wire.refusals import WorkerRefusal
 
 T = TypeVar("T")
 
@@ -222,7 +222,7 @@ async def _on_error(http: HttpRequest, error: Exception) -> Response:
         case InvalidInput():
             return _error(400, error, param=error.field)
         case EngineDead():
-            return _error(503, error, code=RejectReason.ENGINE_DEAD.value)
+            return _error(503, error, code=WorkerRefusal.ENGINE_DEAD.value)
         case HTTPException():
             return _error(error.status_code, error.detail)
         case ClientGone() | ClientDisconnect():

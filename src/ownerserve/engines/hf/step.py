@@ -15,9 +15,9 @@ from ownerserve.cache.effects import Effect
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import Begun, NoRoom, Refused, Resume, Turn
 from ownerserve.cache.table import Table
-from ownerserve.engines.hf.requests import RejectReason
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Packed
+from ownerserve.kv.wire.refusals import WorkerRefusal
 
 
 class CachePort(Protocol):
@@ -79,7 +79,7 @@ class Queued(msgspec.Struct, frozen=True):
 class Rejected(msgspec.Struct, frozen=True):
     """The request is not taken, and nothing of it is kept."""
 
-    reason: RejectReason
+    reason: WorkerRefusal
     message: str
 
 

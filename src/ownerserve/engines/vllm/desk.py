@@ -19,14 +19,19 @@ import msgspec
 
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit, WorkerStatus
-from ownerserve.node.admission import Admit, Refusal, Reject, Released, Seed, Wanted
-from ownerserve.node.rpc.messages import (
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import (
+    Admit,
     Answer,
     Probe,
+    Reject,
+    Released,
     ReleaseSession,
     Request,
+    Seed,
     Status,
     StatusIs,
+    Wanted,
 )
 from ownerserve.node.rpc.server import RpcServer
 
@@ -142,19 +147,19 @@ class Desk:
                 self._released.put(session_id)
                 return Released()
             case _:  # vLLM holds no places: its own queue does
-                return Reject(Refusal.UNKNOWN_RESERVATION)
+                return Reject(WorkerRefusal.UNKNOWN_RESERVATION)
 
     def _probe(self, wanted: Wanted) -> Admit | Reject:
         """vLLM's queue takes what fits its length; a version of a session it does not know."""
         if not isinstance(wanted, Seed):
-            return Reject(Refusal.UNKNOWN_SESSION)
+            return Reject(WorkerRefusal.UNKNOWN_SESSION)
         status, limits = self._status(), self._limits
         if wanted.tokens > limits.sequence_tokens:
-            return Reject(Refusal.TOO_LONG)
+            return Reject(WorkerRefusal.TOO_LONG)
         if status.waiting_sequences >= limits.max_waiting:
-            return Reject(Refusal.QUEUE_FULL)
+            return Reject(WorkerRefusal.QUEUE_FULL)
         if wanted.tokens * limits.token_bytes > status.kv_bytes_total > 0:
-            return Reject(Refusal.NO_ROOM)
+            return Reject(WorkerRefusal.NO_ROOM)
         return Admit(resident_tokens=0, ahead_prefill_tokens=status.pending_prefill_tokens)
 
     def _status(self) -> WorkerStatus:

@@ -25,9 +25,8 @@ from starlette.responses import Response
 from ownerserve.engines.vllm.desk import ADDRESS_FILE
 from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import SessionId
-from ownerserve.node.admission import Reject, Seed
-from ownerserve.node.rpc.messages import Answer, Probe, ReleaseSession, Status, StatusIs
-from ownerserve.node.rpc.messages import Request as RpcRequest
+from ownerserve.kv.wire.rpc import Answer, Probe, Reject, ReleaseSession, Seed, Status, StatusIs
+from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.node.rpc.server import RpcClient
 
 NO_CONNECTOR = "this vLLM runs without OwnerServe's connector: set --kv-transfer-config"

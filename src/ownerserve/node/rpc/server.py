@@ -17,9 +17,10 @@ from threading import Event, Thread
 import zmq
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.node.admission import Refusal, Reject
-from ownerserve.node.rpc.messages import (
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import (
     Answer,
+    Reject,
     Request,
     decode_answer,
     decode_request,
@@ -78,7 +79,7 @@ class RpcServer:
                 answer = self._answered(data)
             except Exception:  # a thread's root: one bad request must not end the port
                 log.exception("an RPC request failed")
-                answer = Reject(Refusal.MALFORMED)
+                answer = Reject(WorkerRefusal.MALFORMED)
             self._socket.send_multipart([*envelope, encode(answer)])
 
     def _answered(self, data: bytes) -> Answer:
@@ -86,12 +87,12 @@ class RpcServer:
             request = decode_request(data)
         except InvalidInput as error:
             log.warning("%s", error)
-            return Reject(Refusal.MALFORMED)
+            return Reject(WorkerRefusal.MALFORMED)
         try:
             future = self._answer(request)
             return future.result(ANSWER_S)
         except (FutureTimeout, CancelledError, RuntimeError):
-            return Reject(Refusal.ENGINE_BUSY)
+            return Reject(WorkerRefusal.ENGINE_BUSY)
 
 
 class RpcClient:

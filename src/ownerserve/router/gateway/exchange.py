@@ -17,6 +17,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from ownerserve.kv.ids import SessionId
+from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.gateway.asking import Asked
 from ownerserve.router.gateway.came import what_came
@@ -24,7 +25,7 @@ from ownerserve.router.gateway.heads import ResponseHead
 from ownerserve.router.gateway.receipts import order_lines, receipt_lines
 from ownerserve.router.gateway.replies import Rejected, pressed, refused
 from ownerserve.router.gateway.requests import Request
-from ownerserve.router.gateway.stamps import Stamp, WorkerRefusal, read_stamp, refusal_of
+from ownerserve.router.gateway.stamps import Stamp, read_stamp, refusal_of
 from ownerserve.router.identity import response_alias
 from ownerserve.router.messages import (
     Aborted,

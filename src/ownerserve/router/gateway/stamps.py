@@ -21,32 +21,11 @@ import msgspec
 
 from ownerserve.kv.ids import Incarnation, PrefixHash, WorkerId
 from ownerserve.kv.messages import RoutingUnit, WorkerStatus
-from ownerserve.router.messages import Label
+from ownerserve.kv.wire.refusals import WorkerRefusal
 
 PREFIX = b"x-ownerserve-"
 
 _HASH_DIGITS = 64
-
-
-class WorkerRefusal(Label):
-    """Why a worker would not take a turn; a metric label."""
-
-    TOO_LONG = "too_long"
-    QUEUE_FULL = "queue_full"
-    NO_ROOM = "no_room"
-    DRAINING = "draining"
-    UNKNOWN_SESSION = "unknown_session"
-    STALE_VERSION = "stale_version"
-    STATE_GONE = "state_gone"
-    SESSION_IS_RUNNING = "session_is_running"
-    UNKNOWN_RESERVATION = "unknown_reservation"
-    MALFORMED = "malformed"
-    ENGINE_BUSY = "engine_busy"
-    ENGINE_DEAD = "engine_dead"
-    ENGINE_STUCK = "engine_stuck"
-    WRONG_TARGET = "wrong_target"
-    """The turn was meant for another worker, or for another life of this one."""
-    OTHER = "other"
 
 
 _BY_STATUS = {

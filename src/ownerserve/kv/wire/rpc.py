@@ -1,5 +1,8 @@
 """What is said on a node's RPC port, and how it is encoded. Version 1.
 
+`append` asks for the session's state at `version`, as the last turn's end told it; `seed` brings
+the whole prompt. node/admission.py says what the answers promise.
+
 A request is one msgpack frame `[version, request]`, an answer `[version, answer]`; requests and
 answers are tagged structs, whose unknown fields are ignored and whose new fields have defaults, so
 that version N reads N - 1.
@@ -14,10 +17,59 @@ import msgspec
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import WorkerStatus
-from ownerserve.node.admission import Admit, Committed, Reject, Released, Reserved, Wanted
+from ownerserve.kv.wire.refusals import WorkerRefusal
 
 VERSION = 1
 OLDEST = 1
+
+
+class Append(msgspec.Struct, frozen=True, tag="append"):
+    """`new_tokens` more for a session whose state is here at `version`."""
+
+    session_id: SessionId
+    version: int
+    new_tokens: int
+
+
+class Seed(msgspec.Struct, frozen=True, tag="seed"):
+    """A prompt of `tokens` tokens from its beginning."""
+
+    tokens: int
+    session_id: SessionId | None = None
+
+
+Wanted = Append | Seed
+
+
+class Admit(msgspec.Struct, frozen=True, tag="admit"):
+    """The turn may come: `resident_tokens` of it are on the device, so much prefill is ahead."""
+
+    resident_tokens: int
+    ahead_prefill_tokens: int
+
+
+class Reject(msgspec.Struct, frozen=True, tag="reject"):
+    """The turn may not come."""
+
+    reason: WorkerRefusal
+
+
+class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
+    """A place is held for `held_s` seconds under this number."""
+
+    reservation: int
+    held_s: float
+    resident_tokens: int
+
+
+class Committed(msgspec.Struct, frozen=True, tag="committed"):
+    """The place waits for its turn, `held_s` seconds more."""
+
+    held_s: float
+
+
+class Released(msgspec.Struct, frozen=True, tag="released"):
+    """Given up."""
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):

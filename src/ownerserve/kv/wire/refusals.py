@@ -1,0 +1,34 @@
+"""Why a worker would not take a turn: the one list, for engines, their admission and gateways.
+
+A reason is a metric label, the value of the header `x-ownerserve-refusal` and the `code` of an
+error answer. A gateway that hears one that it does not know counts `other`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class WorkerRefusal(StrEnum):
+    """Why not. Hashes as the text it equals, and as fast (Enum's own does not)."""
+
+    __hash__ = str.__hash__
+
+    TOO_LONG = "too_long"
+    CONTEXT_LENGTH = "context_length_exceeded"
+    """The same of a turn that is here, in OpenAI's word: its client can mend it."""
+    QUEUE_FULL = "queue_full"
+    NO_ROOM = "no_room"
+    DRAINING = "draining"
+    UNKNOWN_SESSION = "unknown_session"
+    STALE_VERSION = "stale_version"
+    STATE_GONE = "state_gone"
+    SESSION_IS_RUNNING = "session_is_running"
+    UNKNOWN_RESERVATION = "unknown_reservation"
+    MALFORMED = "malformed"
+    ENGINE_BUSY = "engine_busy"
+    ENGINE_DEAD = "engine_dead"
+    ENGINE_STUCK = "engine_stuck"
+    WRONG_TARGET = "wrong_target"
+    """The turn was meant for another worker, or for another life of this one."""
+    OTHER = "other"
