@@ -119,6 +119,10 @@ class Sessions:
             else:
                 del self._by_id[session.session_id]
 
+    def next_due(self) -> float | None:
+        """When `expire` has something to look at."""
+        return self._checks[0][0] if self._checks else None
+
     def _dereference(self, session: Session) -> None:
         if session.is_referenced and session.stop is not None:
             session.stop.refs -= 1

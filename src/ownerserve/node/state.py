@@ -162,6 +162,7 @@ class NodeState:
 
     def _tick(self, now: float) -> list[Effect]:
         self._reprice(now)
+        self.cache.sessions.expire(now)
         effects = self.restores.overdue(now)
         for event in self.line.let_on(now):
             effects += self._restore(event, now)
@@ -207,6 +208,7 @@ class NodeState:
             self.relief.next_due(),
             self.spills.next_due(),
             self.prefetches.next_due(),
+            self.cache.sessions.next_due(),
         )
         return min((at for at in instants if at is not None), default=None)
 

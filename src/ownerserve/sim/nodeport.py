@@ -339,6 +339,7 @@ class DeviceOnly:
         checkpoint: ToCheckpoint | None = None,
     ) -> None:
         self._pressure = cache.pressure
+        self._sessions = cache.sessions
         self._started = started
         self._checkpoint = checkpoint
 
@@ -364,7 +365,8 @@ class DeviceOnly:
         return 0
 
     def look(self, now: float) -> None:
-        """Make room where little is left."""
+        """Soft references end; make room where little is left."""
+        self._sessions.expire(now)
         if self._pressure.is_due:
             for directive in self._pressure.relieve(now):
                 if isinstance(directive, Checkpoint) and self._checkpoint is not None:

@@ -38,7 +38,7 @@ class SoftMachine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, TTL_S))
     def time_passes(self, seconds: float) -> None:
         self.play.now += seconds
-        self.play.soft.tick(self.play.now)
+        self.play.soft.make_room(0, self.play.now)
 
     @precondition(lambda self: not self.play.running)
     @rule()
@@ -100,10 +100,10 @@ def test_a_wish_ends_with_its_time_and_not_while_its_session_waits() -> None:
     play.now = TTL_S - 1
     play.soft.resumed("a", play.now)
     play.now += TTL_S - 1
-    play.soft.tick(play.now)
+    play.soft.make_room(0, play.now)
     assert play.soft.status().blocks == 5
     play.now += 1
-    play.soft.tick(play.now)
+    play.soft.make_room(0, play.now)
     assert play.soft.status().blocks == 0
     assert play.soft.status().expired == 5
 

@@ -58,19 +58,23 @@ class WithoutNode:
 
     def __init__(self, cache: HeteroCache, scheduler: Scheduler) -> None:
         self._pressure = cache.pressure
+        self._sessions = cache.sessions
         self._scheduler = scheduler
 
     def arrived(self, turn_id: TurnId, request: Request) -> None: ...
 
     def poll(self) -> None:
-        """Between two steps: make room where little is left."""
+        """Between two steps: soft references end, room is made where little is left."""
+        now = time.monotonic()
+        self._sessions.expire(now)
         if self._pressure.is_due:
-            for directive in self._pressure.relieve(time.monotonic()):
+            for directive in self._pressure.relieve(now):
                 if isinstance(directive, Checkpoint):
                     self._scheduler.checkpoint(directive.turns)
 
     def wait_s(self) -> float | None:
-        return None
+        due = self._sessions.next_due()
+        return None if due is None else max(0.0, due - time.monotonic())
 
     def began(self, admission: Admission) -> Brought:
         return Brought()

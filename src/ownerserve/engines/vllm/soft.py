@@ -119,7 +119,8 @@ class SoftReferences:
             self._ledger.drop(session_id)
 
     def make_room(self, blocks: int, now: float, *, asking: str | None = None) -> int:
-        """`blocks` are about to be taken: let it be such that nobody wishes for.
+        """`blocks` are about to be taken: let it be such that nobody wishes for. Asked before each
+        step, also one that only decodes: here references end.
 
         Where there are too few of those, idle sessions give up theirs, tails first, the session
         `asking` last. Returns how many were given up. Never fails: what can't be spared is taken.
@@ -155,11 +156,6 @@ class SoftReferences:
                 break
         ledger.counts["given_up"] += given_up
         return given_up
-
-    def tick(self, now: float) -> None:
-        """Time passes."""
-        if self._ledger is not None:
-            self._ledger.expire(now)
 
     def clear(self) -> None:
         """Nobody wishes for anything: the cache was reset."""
