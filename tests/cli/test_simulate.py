@@ -167,3 +167,29 @@ def members(group: int) -> int:
                 continue
             count += int(its_group) == group and state != "Z"
     return count
+
+
+def test_turns_that_were_refused_are_told_with_reason_and_mend(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "out.json"
+    small = ("--sessions", "4", "--workers", "2", "--kv", "3GiB", "--policy", "least_load")
+    inside(monkeypatch, *small, "--json", str(path))  # exit code 0: what was served was measured
+    said, body = capsys.readouterr().out, json.loads(path.read_text())
+    metrics = body["policies"]["least_load"]
+    refused = f"{metrics['error_rate']:.1%} of turns refused or failed"
+    assert 0 < metrics["error_rate"] < 1
+    assert refused in said and f"{metrics['reasons']['too_long']:,} too_long" in said
+    assert "served turns only" in said and "--kv" in said
+    assert any(refused in line for line in body["warnings"])
+
+
+def test_a_fleet_that_serves_nothing_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        down = ("--workers", "1", "--faults", "death:w0@0+9000000")
+        inside(monkeypatch, "--sessions", "2", "--policy", "ear", *down)
+
+
+def test_a_fleet_that_serves_everything_warns_of_nothing(told: tuple[str, dict[str, Any]]) -> None:
+    text, body = told
+    assert body["warnings"] == [] and "refused" not in text

@@ -107,6 +107,7 @@ def test_json_has_the_agreed_keys() -> None:
     body = to_json(result)
     assert set(body) == {
         "trace", "seed", "policies", "requests", "cpu_s", "requests_per_cpu_s", "digest",
+        "warnings",
     }  # fmt: skip
     assert body["requests_per_cpu_s"] == 2_000
     assert body["policies"]["sticky"]["ttft_ms"]["p50"] == 18_020

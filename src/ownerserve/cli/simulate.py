@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from ownerserve.report.simulate_table import (
     summary_table,
     to_json,
 )
+from ownerserve.report.unserved import served_nothing, unserved
 from ownerserve.router.policies import POLICIES
 from ownerserve.sim.batch import FOLD_MAX
 from ownerserve.sim.faults import Fault, read_faults
@@ -134,6 +136,9 @@ def command(
     The router, cache, planner, node and directory that decide are the ones that serve; engines,
     links and disks are modelled. The same trace, seed and version give the same bytes.
 
+    Where turns were refused or failed the share, the reasons and the mend stand below the table;
+    the exit code is 1 only when a policy served no turn at all.
+
     \b
     ownerserve simulate                                     a generated workload, six policies
     ownerserve simulate sessions.jsonl.zst --policy all --workers 16
@@ -153,6 +158,7 @@ def command(
     if given["details"]:
         console.print(details_table(result.policies, "details"))
         console.print(modes_table(result.policies, "execution modes"))
+    _warn(console, unserved(result.policies))
     body = to_json(result)
     rate = body["requests_per_cpu_s"] or 0.0
     console.print(
@@ -161,6 +167,14 @@ def command(
         highlight=False,
     )
     write_json(json_target, "simulate", body)
+    if served_nothing(result.policies):
+        sys.exit(1)
+
+
+def _warn(console: Console, lines: list[str]) -> None:
+    """Beside the table, so that it stands wherever the table does."""
+    for line in lines:
+        console.print(line, style="yellow", highlight=False, soft_wrap=True)
 
 
 def _policies(given: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from ownerserve.kv.units import format_bytes
 from ownerserve.report.trace_table import tokens
+from ownerserve.report.unserved import unserved
 
 Metrics: TypeAlias = Mapping[str, Any]
 Policies: TypeAlias = Mapping[str, Metrics]
@@ -210,4 +211,5 @@ def _table(title: str) -> Table:
 def to_json(result: Simulated) -> dict[str, Any]:
     """The body of schema ownerserve.simulate/1."""
     rate = result.requests / result.cpu_s if result.cpu_s > 0 else None
-    return {**msgspec.to_builtins(result), "requests_per_cpu_s": rate}
+    body = {**msgspec.to_builtins(result), "requests_per_cpu_s": rate}
+    return {**body, "warnings": unserved(result.policies)}
