@@ -25,9 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from ownerserve.kv.units import KIB
 from ownerserve.router.content_chain import Content, ContentChain, chunk_hashes
 from ownerserve.router.identity import content_of
+from ownerserve.router.naming import Scope
 from ownerserve.router.scan import scan
 from result import Row, report, smaller_is_better
 
+SCOPE = Scope("t", "m")
 GOALS_US = {32: 10, 400: 100}
 MESSAGE_BYTES = 1500
 ROUNDS, TIMES = 9, 101
@@ -80,12 +82,12 @@ def rows_of(kib: int) -> list[Row]:
     def known() -> None:
         for session in list(chain._sessions):
             chain.forget(session)
-        place = chain.arrive(before, scope="t")
+        place = chain.arrive(before, scope=SCOPE)
         assert place is not None
         chain.ended(place.session)
 
     def next_turn() -> None:
-        place = chain.arrive(now, scope="t")
+        place = chain.arrive(now, scope=SCOPE)
         assert place is not None
         assert place.parent is None
 
@@ -124,7 +126,7 @@ def memory_bytes(sessions: int = 5000) -> float:
         messages = [system]
         for _ in range(4):
             messages.append({"role": "user", "content": text(rng, MESSAGE_BYTES)})
-            chain.arrive(content(messages), scope="t")
+            chain.arrive(content(messages), scope=SCOPE)
     gc.collect()
     return (tracemalloc.get_traced_memory()[0] - before) / sessions
 

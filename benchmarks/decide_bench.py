@@ -62,7 +62,7 @@ class World:
 
     def arrive(self, name: SessionId, *, parent: SessionId | None = None) -> Dispatch:
         self.now_s += 1e-4
-        session = self.state.sessions.get(SessionId(f"{name}#m"))
+        session = self.state.sessions.get(name)
         turns = 0 if session is None else session.turns
         event = Arrive(name, CONTEXT_BYTES + turns * TURN_BYTES, model="m", parent=parent)
         outcome = self.state.handle(event, self.now_s)
@@ -130,7 +130,7 @@ def decide_us(world: World, case: str) -> tuple[float, float]:
         if case in ("new", "fork"):
             for event in events:
                 assert event.session is not None
-                world.state.handle(SessionEnd(event.session, "m"), world.now_s)
+                world.state.handle(SessionEnd(event.session), world.now_s)
     return median(answers), median(arrivals)
 
 

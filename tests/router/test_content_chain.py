@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from ownerserve.router.content_chain import TIPS_KEPT, Content, ContentChain, Place
 from ownerserve.router.identity import content_of
+from ownerserve.router.naming import Scope
 from ownerserve.router.scan import scan
 
+SCOPE = Scope("t")
 Message = dict[str, Any]
 SYSTEM: Message = {"role": "system", "content": "You are an agent. " * 400}
 
@@ -45,7 +47,7 @@ class Agents:
         return place
 
     def begin(self, messages: list[Message], **fields: Any) -> Place:
-        place = self.chain.arrive(content(messages, **fields), scope="t")
+        place = self.chain.arrive(content(messages, **fields), scope=SCOPE)
         assert place is not None
         self.chain.check()
         return place
@@ -128,7 +130,7 @@ def test_one_text_that_grows_is_a_session_too() -> None:
     def ask(prompt: str) -> Place | None:
         found = content_of(scan(json.dumps({"prompt": prompt}).encode()), tenant="t")
         assert found is not None
-        return agents.arrive(found, scope="t")
+        return agents.arrive(found, scope=SCOPE)
 
     first, second = ask(text), ask(text + "Thought: so be it.")
     assert first is not None
@@ -145,7 +147,7 @@ def test_anthropics_cache_markers_move_without_breaking_the_session() -> None:
 
 
 def test_small_talk_is_no_session() -> None:
-    assert ContentChain().arrive(content([said("hi", times=1)]), scope="t") is None
+    assert ContentChain().arrive(content([said("hi", times=1)]), scope=SCOPE) is None
 
 
 def test_a_named_session_tells_what_it_begins_like() -> None:
@@ -160,10 +162,10 @@ def test_a_named_session_tells_what_it_begins_like() -> None:
 def test_memory_is_bounded_and_the_forgotten_leave_nothing() -> None:
     chain = ContentChain(limit=8)
     for number in range(50):
-        place = chain.arrive(content([SYSTEM, said(f"task {number}")]), scope="t")
+        place = chain.arrive(content([SYSTEM, said(f"task {number}")]), scope=SCOPE)
         assert place is not None
         for turn in range(TIPS_KEPT + 2):
-            chain.arrive(content([SYSTEM, said(f"task {number}"), said(f"{turn}")]), scope="t")
+            chain.arrive(content([SYSTEM, said(f"task {number}"), said(f"{turn}")]), scope=SCOPE)
         chain.check()
     assert len(chain) == 8
     for name in list(chain._sessions):

@@ -61,7 +61,7 @@ def test_agents_without_a_key_stay_where_they_are(play: Play) -> None:
         status = (await admin(world, "/status")).json()
         assert (status["sessions"], status["content_sessions"]) == (4, 4)
         decided = (await admin(world, "/ownerserve/decisions?last=1")).json()["decisions"][0]
-        assert "/content/" in decided["session"]
+        assert decided["named_by"] == "content"
 
     play(scenario, policy="sticky")
 
@@ -136,12 +136,14 @@ def test_the_worker_is_told_for_whom_a_turn_is_meant(play: Play) -> None:
     async def scenario(world: World) -> None:
         client, (engine,) = await world.client(), world.engines
         engine.says = stamped()
-        await client.post("/v1/chat/completions", x__ownerserve__target="forged/0/1")
-        await client.post("/v1/chat/completions")
+        forged = '{"target":["forged",0,1]}'
+        await client.post("/v1/chat/completions", x__ownerserve__session=forged)
+        await client.post("/v1/chat/completions", x__ownerserve__session=forged)
         heads = [head for head, _ in engine.seen]
-        assert b"target" not in heads[0]  # nothing was known of its lives yet
-        target = f"x-ownerserve-target: 127.0.0.1:{engine.port}/0/{LIFE}\r\n"
+        assert b"x-ownerserve-session" not in heads[0]  # nothing is known of its lives yet
+        target = f'x-ownerserve-session: {{"target":["127.0.0.1:{engine.port}",0,{LIFE}]}}\r\n'
         assert target.encode() in heads[1]
+        assert b"forged" not in heads[1]
 
     play(scenario, engines=1, health_interval_s=10.0)
 

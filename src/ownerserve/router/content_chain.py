@@ -34,6 +34,7 @@ from xxhash import xxh3_64_intdigest
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.units import KIB
+from ownerserve.router.naming import Scope
 
 CHUNK_BYTES = KIB
 FINE_CHUNKS = 4
@@ -96,7 +97,7 @@ class _Mark(msgspec.Struct, gc=False):
 
 
 class ContentChain:
-    """Finds sessions by content. All names that it makes begin with `scope`/content/."""
+    """Finds sessions by content, and names the new ones."""
 
     def __init__(self, *, limit: int = SESSIONS_MAX) -> None:
         self._limit = limit
@@ -108,7 +109,7 @@ class ContentChain:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def arrive(self, content: Content, *, scope: str) -> Place | None:
+    def arrive(self, content: Content, *, scope: Scope) -> Place | None:
         """The session that the body goes on with, or a new one. None: too little to tell."""
         length = content.end - content.start
         if length + content.root_bytes < CONTENT_MIN_BYTES:
@@ -132,7 +133,7 @@ class ContentChain:
         if tip is not None and at + content.root_bytes > shared:
             parent, shared = tip.session, at + content.root_bytes
         self._made += 1
-        name = SessionId(f"{scope}/content/{key:016x}-{self._made}")
+        name = scope.name("content", f"{key:016x}", str(self._made))
         self._begin(name, hashes)
         self._end_turn_at(name, key, chunk=hashes[-1], offset=offset)
         return Place(name, parent, shared)

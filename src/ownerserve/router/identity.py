@@ -2,9 +2,9 @@
 
 Owns the list of headers and body fields that name a session, and their order. The first that is
 present wins; ids are compared whole, never by prefix ("session-1" and "session-12" are two), and
-each is scoped to its tenant and to the field that named it, so that nobody can reach another
-tenant's session by guessing its id. Where nothing names a session its content does
-(content_chain.py): `content_of` says which bytes count, and never looks into them.
+each is scoped to its tenant, its model and the field that named it (naming.py). Where nothing names
+a session its content does (content_chain.py): `content_of` says which bytes count, and never looks
+into them.
 
 | order | field | sent by |
 |---|---|---|
@@ -35,10 +35,8 @@ import msgspec
 from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.content_chain import Content, root_of
+from ownerserve.router.naming import Scope
 from ownerserve.router.scan import BodyFields
-
-ID_BYTES_MAX = 256
-"""A longer id is replaced by its digest: still exact, but a session costs bounded memory."""
 
 _SESSION_HEADERS = (
     b"x-session-id",
@@ -109,26 +107,24 @@ def tenant_of(credential: bytes | None) -> str:
     return "-" if credential is None else blake2b(credential, digest_size=12).hexdigest()
 
 
-def scoped(tenant: str, field: str, value: str) -> SessionId:
-    """The session that `field` = `value` means for `tenant`."""
-    if len(value) > ID_BYTES_MAX:
-        value = "blake2b-" + blake2b(value.encode(), digest_size=32).hexdigest()
-    return SessionId(f"{tenant}/{field}/{value}")
-
-
-def response_alias(tenant: str, response_id: str) -> SessionId:
+def response_alias(scope: Scope, response_id: str) -> SessionId:
     """The name under which a later `previous_response_id` will ask for this answer's session."""
-    return scoped(tenant, "previous_response_id", response_id)
+    return scope.name("previous_response_id", response_id)
 
 
-def identify(headers: Mapping[bytes, bytes], body: BodyFields, *, tenant: str) -> Identity:
+def names_session(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a header names the session, so that `identify` does not look into the body."""
+    return any(headers.get(name) for name in _SESSION_HEADERS)
+
+
+def identify(headers: Mapping[bytes, bytes], body: BodyFields, *, scope: Scope) -> Identity:
     """The session of a request from its lower-case identity `headers` and its `body` fields."""
     if headers:
         for name in _SESSION_HEADERS:
             value = headers.get(name)
             if value:
-                return _from_header(name, value.decode("latin-1"), headers=headers, tenant=tenant)
-    found = _from_body(body, tenant) if body.spans else ANONYMOUS
+                return _from_header(name, value.decode("latin-1"), headers=headers, scope=scope)
+    found = _from_body(body, scope) if body.spans else ANONYMOUS
     if headers and found.session is not None and says_final(headers):
         return msgspec.structs.replace(found, final=True)
     return found
@@ -164,37 +160,33 @@ def content_of(body: BodyFields, *, tenant: str) -> Content | None:
 
 
 def _from_header(
-    name: bytes, value: str, *, headers: Mapping[bytes, bytes], tenant: str
+    name: bytes, value: str, *, headers: Mapping[bytes, bytes], scope: Scope
 ) -> Identity:
     field = name.decode()
-    session, parent = scoped(tenant, field, value), None
+    session, parent = scope.name(field, value), None
     if name == _CLAUDE_SESSION:
         agent = headers.get(_CLAUDE_AGENT)
         if agent:  # a sub-agent has a context of its own; its parent is an agent or the main one
             above = headers.get(_CLAUDE_PARENT)
-            parent = _claude_agent(session, above) if above else session
-            session = _claude_agent(session, agent)
+            parent = scope.name(field, value, above.decode("latin-1")) if above else session
+            session = scope.name(field, value, agent.decode("latin-1"))
     elif name in _PARENT_HEADERS:
         above = headers.get(_PARENT_HEADERS[name])
-        parent = scoped(tenant, field, above.decode("latin-1")) if above else None
+        parent = scope.name(field, above.decode("latin-1")) if above else None
     return Identity(session=session, source=Source.HEADER, parent=parent, final=says_final(headers))
 
 
-def _claude_agent(session: SessionId, agent: bytes) -> SessionId:
-    return SessionId(f"{session}/{agent.decode('latin-1')[:ID_BYTES_MAX]}")
-
-
-def _from_body(body: BodyFields, tenant: str) -> Identity:
+def _from_body(body: BodyFields, scope: Scope) -> Identity:
     for field in ("session_id", "prompt_cache_key", "previous_response_id"):
         value = body.text(field)
         if value:
-            return Identity(session=scoped(tenant, field, value), source=Source.BODY)
+            return Identity(session=scope.name(field, value), source=Source.BODY)
     value = _metadata_session(body.raw("metadata"))
     if value:
-        return Identity(session=scoped(tenant, "metadata", value), source=Source.BODY)
+        return Identity(session=scope.name("metadata", value), source=Source.BODY)
     value = body.text("user")
     if value:
-        return Identity(session=scoped(tenant, "user", value), source=Source.BODY)
+        return Identity(session=scope.name("user", value), source=Source.BODY)
     return ANONYMOUS
 
 

@@ -19,7 +19,6 @@ from ownerserve.router.messages import (
     Noted,
     Reported,
 )
-from ownerserve.router.questions import scoped_to_model
 from ownerserve.router.sessions import Session, SessionTable
 
 
@@ -34,7 +33,7 @@ class Knowledge:
     def fork(self, child: Session, arrive: Arrive) -> None:
         """A new session begins like its parent: it stands on the parent's prefix (rule 3)."""
         assert arrive.parent is not None
-        name = self._sessions.resolve(scoped_to_model(arrive.parent, arrive.model))
+        name = self._sessions.resolve(arrive.parent)
         parent = self._sessions.get(name)
         if parent is None or parent is child:
             return

@@ -171,7 +171,8 @@ class Claimed(msgspec.Struct, frozen=True, gc=False):
 class Arrive(msgspec.Struct, frozen=True, gc=False):
     """A request; `prompt_bytes` is the size of its body.
 
-    `session` is scoped to its tenant. `model` as the client named it; None: not looked for.
+    `session` is its name (naming.py), or another's that is an alias of it. `model`: only workers
+    that serve it may take the turn, as the client named it; None: not looked for.
     `parent`: for a session's first turn, another session that begins in the same way; the first
     `shared_bytes` of the bodies are equal (None: all that the parent ever had).
     """
@@ -227,10 +228,9 @@ class Migrated(msgspec.Struct, frozen=True, gc=False):
 
 
 class SessionEnd(msgspec.Struct, frozen=True, gc=False):
-    """The session is over; forget it. `model` as in its Arrive."""
+    """The session is over; forget it."""
 
     session: SessionId
-    model: str | None = None
 
 
 Settling = (

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from ownerserve.kv.ids import SessionId
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.messages import Arrive
 from ownerserve.router.request import Request
 from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, Session
 from ownerserve.router.settings import Settings
 from ownerserve.router.turns import classify
-
-
-def scoped_to_model(session: SessionId, model: str | None) -> SessionId:
-    """A session's name with its model: an agent that asks two models keeps two states."""
-    return session if model is None else SessionId(f"{session}#{model}")
 
 
 def ask(

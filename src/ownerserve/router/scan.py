@@ -96,6 +96,11 @@ def scan(body: bytes) -> BodyFields:
     return BodyFields(spans=spans, content=content, body=body)
 
 
+def with_text(body: bytes, span: Span, text: str) -> bytes:
+    """The body with `text` (plain ASCII without quotes) as the value at `span`."""
+    return b'%b"%b"%b' % (body[: span.start], text.encode("ascii"), body[span.end :])
+
+
 def _walk(
     body: bytes, entries: Mapping[str, msgspec.Raw]
 ) -> tuple[dict[str, Span], dict[str, Span]]:

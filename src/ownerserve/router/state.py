@@ -65,7 +65,7 @@ from ownerserve.router.messages import (
     WorkerUp,
 )
 from ownerserve.router.policies.base import Policy
-from ownerserve.router.questions import ask, scoped_to_model
+from ownerserve.router.questions import ask
 from ownerserve.router.request import Request
 from ownerserve.router.retries import RetryBudget
 from ownerserve.router.sessions import Session, SessionTable
@@ -174,10 +174,7 @@ class RouterState:
         self._retries.earn()
         name, session = None, None
         if event.session is not None:
-            name = event.session
-            if event.model is not None:
-                name = scoped_to_model(name, event.model)
-            name = self.sessions.resolve(name)
+            name = self.sessions.resolve(event.session)
             session = self.sessions.touch(name, now)
             if event.parent is not None and not session.turns:
                 self._knowledge.fork(session, event)
@@ -244,7 +241,7 @@ class RouterState:
             self.fleet.heard(event.status, now)
         worker, session = live.decision.worker, live.session
         is_there = worker.up and worker.life == live.life
-        alias = event.alias and scoped_to_model(event.alias, live.arrive.model)
+        alias = event.alias
         if session is None and alias and is_there:
             # The client can only name this session by its answer's id.
             session = live.session = self.sessions.touch(alias, now)
@@ -300,8 +297,7 @@ class RouterState:
         return ask(live.arrive, live.session, candidates, limits=self._settings, now_s=now)
 
     def _session_end(self, event: SessionEnd, now: float) -> Noted:
-        name = scoped_to_model(event.session, event.model)
-        self.sessions.forget(self.sessions.resolve(name))
+        self.sessions.forget(self.sessions.resolve(event.session))
         return NOTED
 
     def _release(self, receipt: Receipt) -> _Live:

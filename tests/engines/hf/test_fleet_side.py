@@ -17,14 +17,14 @@ from ownerserve.engines.hf.answering import (
     load_headers,
 )
 from ownerserve.engines.hf.status import WorkerStatus
-from ownerserve.kv.ids import WorkerId
+from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.router.gateway.stamps import (
     PREFIX,
     WorkerRefusal,
     read_stamp,
     refusal_of,
-    target_of,
 )
 
 LIFE = 1_700_000_000_123_456_789
@@ -68,8 +68,9 @@ def test_a_worker_takes_what_is_meant_for_its_life_and_nothing_else() -> None:
     stamp = read_stamp(WorkerId("10.0.0.1:80"), as_heard(load_headers(STATUS)))
     assert stamp is not None
     check_target(None, LIFE)
-    check_target(target_of(stamp.unit).decode(), LIFE)
-    for wrong in (f"w/1/{LIFE}", f"w/0/{LIFE + 1}", str(LIFE), "", "w/0/"):
+    check_target(stamp.unit, LIFE)
+    for rank, life in ((1, LIFE), (0, LIFE + 1), (0, 0)):
+        wrong = RoutingUnit(WorkerId("10.0.0.1:80"), rank, Incarnation(life))
         with pytest.raises(ApiError) as caught:
             check_target(wrong, LIFE)
         answer = error_response(caught.value)

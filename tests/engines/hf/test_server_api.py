@@ -12,6 +12,7 @@ from ownerserve.engines.hf.openai_api import (
     CompletionBody,
     Facts,
     ModelNotFound,
+    Told,
     make_request,
     parse_body,
 )
@@ -34,7 +35,7 @@ def complete(**fields: Any) -> Request:
 
 
 def _make(body: ChatBody | CompletionBody, prompt: list[int]) -> Request:
-    return make_request(body, prompt, facts=FACTS, request_id="r", headers={}, fresh_seed=5)
+    return make_request(body, prompt, facts=FACTS, request_id="r", turn=Told(), fresh_seed=5)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ from ownerserve.engines.hf.requests import (
     Request,
 )
 from ownerserve.engines.hf.status import WorkerStatus
+from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import PrefixChain, pack
+from ownerserve.kv.wire import turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
 
 STATUS_OF_REASON = {
@@ -116,18 +118,22 @@ def extent_header(prompt: list[int], block_tokens: int) -> dict[str, str]:
     return {"x-ownerserve-extent": f"{hashes[-1].hex()}:{len(hashes) * block_tokens}"}
 
 
-def check_target(target: str | None, incarnation: int) -> None:
-    """A turn that is meant for another worker, or for another life of this one, is not ours.
+def check_target(target: RoutingUnit | None, incarnation: int) -> None:
+    """Raise ApiError for a turn that is meant for another worker, or another life of this one.
 
     Two that count on their own part ways sooner or later (seed 003, v2): the one who is named
-    checks. Raises ApiError.
+    checks. The life tells workers apart too: it is the nanosecond in which one was built. The
+    worker's id is not compared, since a gateway names a worker by the address at which it reaches
+    it, and no worker knows all of its own (localhost, 0.0.0.0, a mapped port): a wrong refusal
+    would cost more than the check can find.
     """
-    if target is None:
+    if target is None or (target.dp_rank, target.incarnation) == (0, incarnation):
         return
-    *_, rank, life = ["", *target.rsplit("/", 2)][-3:]
-    if rank != "0" or life != str(incarnation):
-        message = f"x-ownerserve-target: {target} is not this worker, rank 0 in life {incarnation}"
-        raise ApiError(409, message, code="wrong_target", param=None)
+    message = (
+        f"{turn_line.HEADER}.target: {target.worker}, rank {target.dp_rank} in life "
+        f"{target.incarnation} is not this worker, rank 0 in life {incarnation}"
+    )
+    raise ApiError(409, message, code="wrong_target", param=None)
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

@@ -114,6 +114,8 @@ class StepLoop:
         self._live: dict[str, _Live] = {}
         self._voices: dict[TurnId, _Voice] = {}
         self._events: list[tuple[str, StreamEvent]] = []
+        self._over: list[SessionId] = []
+        """Sessions whose last turn ends with the present step."""
         self._steps = 0
         self.latest = self._status()
 
@@ -240,6 +242,7 @@ class StepLoop:
         ended = [turn_id for turn_id, token in sampled.items() if self._speak(turn_id, token, now)]
         tokens = {turn_id: token.token for turn_id, token in sampled.items()}
         self._runner.apply(self._scheduler.step_done(tokens, ended, now=now))
+        self._end_sessions()
         self._restoring.ended(ended)
         self._steps += 1
         self.latest = self._status()
@@ -331,6 +334,8 @@ class StepLoop:
             self._left(live)
             self._forget(request_id)
             self._metrics.finished(delta.finish.value)
+            if live.request.is_final and live.request.session_id:
+                self._over.append(SessionId(live.request.session_id))
         return True
 
     def _left(self, live: _Live) -> None:
@@ -341,6 +346,15 @@ class StepLoop:
             tokens = live.prompt + pack(live.first_choice[:-1])
             name = SessionId(request.session_id)
             self._known.left(name, tokens, prompt_tokens=len(request.prompt))
+
+    def _end_sessions(self) -> None:
+        """What these sessions have here is ordinary cached state from now on. One that another
+        turn still runs in goes on: whoever said that it ends was wrong."""
+        sessions = self._cache.sessions
+        while self._over:
+            session = sessions.get(self._over.pop())
+            if session is not None and not session.running:
+                sessions.release(session.session_id)
 
     # ---- events out
 

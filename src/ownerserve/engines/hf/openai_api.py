@@ -16,6 +16,7 @@ import msgspec
 from ownerserve.engines.hf.codec import Codec
 from ownerserve.engines.hf.requests import Request, Sampling, Stopping
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.wire.turn_line import TurnLine
 
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
@@ -98,6 +99,14 @@ class CompletionBody(Body, kw_only=True):
 B = TypeVar("B", bound=Body)
 
 
+class Told(msgspec.Struct, frozen=True):
+    """What a turn's headers say beside its body. `is_final`: its session ends with it."""
+
+    session_id: str | None = None
+    is_final: bool = False
+    reservation: int | None = None
+
+
 class Facts(msgspec.Struct, frozen=True):
     """What a request is checked against."""
 
@@ -165,12 +174,10 @@ def make_request(
     *,
     facts: Facts,
     request_id: str,
-    headers: Mapping[str, str],
+    turn: Told,
     fresh_seed: int,
 ) -> Request:
-    """Check a parsed body and its headers against the model; `fresh_seed` serves a body without
-    one."""
-    session_id = headers.get(SESSION_HEADER)
+    """Check a parsed body against the model; `fresh_seed` serves a body without one."""
     _check_model(body.model, facts)
     if not prompt:
         raise InvalidInput("prompt", "has no tokens", "send at least one")
@@ -178,12 +185,6 @@ def make_request(
         raise InvalidInput(
             "prompt", f"token {max(prompt)} is unknown", f"use tokens below {facts.vocab_size}"
         )
-    if session_id and len(session_id) > MAX_SESSION_ID:
-        raise InvalidInput(
-            "x-session-id", "is too long", f"use at most {MAX_SESSION_ID} characters"
-        )
-    if session_id and body.session_id and session_id != body.session_id:
-        raise InvalidInput("session_id", "differs from x-session-id", "send one of them")
     seed = fresh_seed if body.seed is None else body.seed
     return Request(
         request_id=request_id,
@@ -191,9 +192,26 @@ def make_request(
         stopping=_stopping(body, len(prompt), facts),
         sampling=_sampling(body, seed, facts),
         choices=body.n or 1,
-        session_id=body.session_id or session_id,
-        reservation=_reservation(headers.get(RESERVATION_HEADER)),
+        session_id=turn.session_id,
+        is_final=turn.is_final,
+        reservation=turn.reservation,
     )
+
+
+def told_of(headers: Mapping[str, str], body: Body, line: TurnLine | None) -> Told:
+    """What the headers say of a turn. With a gateway's `line` the session is the gateway's, and a
+    client's own word for it names nothing; without one it is the client's."""
+    reservation = _reservation(headers.get(RESERVATION_HEADER))
+    if line is not None:
+        return Told(line.name, line.final, reservation)
+    session_id = headers.get(SESSION_HEADER)
+    if session_id and len(session_id) > MAX_SESSION_ID:
+        raise InvalidInput(
+            "x-session-id", "is too long", f"use at most {MAX_SESSION_ID} characters"
+        )
+    if session_id and body.session_id and session_id != body.session_id:
+        raise InvalidInput("session_id", "differs from x-session-id", "send one of them")
+    return Told(body.session_id or session_id, reservation=reservation)
 
 
 def _reservation(number: str | None) -> int | None:

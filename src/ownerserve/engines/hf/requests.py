@@ -55,7 +55,7 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and `choices` continuations of it. `reservation` is the place that admission
-    holds for it; None: it comes without one."""
+    holds for it; None: it comes without one. `is_final`: its session ends with it."""
 
     request_id: str
     prompt: list[int]
@@ -63,6 +63,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     choices: int = 1
     session_id: str | None = None
+    is_final: bool = False
     reservation: int | None = None
 
 

@@ -46,6 +46,7 @@ from ownerserve.engines.hf.openai_api import (
     completion_prompt,
     make_request,
     parse_body,
+    told_of,
 )
 from ownerserve.engines.hf.openai_format import (
     ChatFormat,
@@ -61,6 +62,7 @@ from ownerserve.engines.hf.requests import (
 )
 from ownerserve.engines.hf.status import WorkerStatus
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.wire import turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
 
 T = TypeVar("T")
@@ -149,15 +151,15 @@ class Endpoints:
     def _request(
         self, http: HttpRequest, body: ChatBody | CompletionBody, prompt: list[int]
     ) -> Request:
-        check_target(
-            http.headers.get("x-ownerserve-target"), self._worker.engine.latest.incarnation
-        )
+        line = turn_line.received(http.headers)
+        if line is not None:
+            check_target(line.target, self._worker.engine.latest.incarnation)
         return make_request(
             body,
             prompt,
             facts=self._worker.facts,
             request_id=uuid.uuid4().hex,
-            headers=http.headers,
+            turn=told_of(http.headers, body, line),
             fresh_seed=secrets.randbits(63),
         )
 

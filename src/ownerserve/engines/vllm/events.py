@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from ownerserve.engines.vllm.turn import session_of
+
 OWNERSHIP = "ownerserve"
 MOST_FOLLOWED = 10_000
 """Most records whose removal can be told. Older ones are forgotten: a listener keeps them."""
@@ -37,7 +39,7 @@ def span_of(request: Any, start: int, end: int, *, hash_block_tokens: int) -> Sp
         parent=request.block_hashes[first - 1] if first else None,
         tokens=tuple(request.all_token_ids[first * hash_block_tokens : last * hash_block_tokens]),
         block_tokens=hash_block_tokens,
-        session_id=getattr(request, "session_id", None),
+        session_id=session_of(request),
     )
 
 

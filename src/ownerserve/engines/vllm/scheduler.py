@@ -28,7 +28,7 @@ from ownerserve.engines.vllm.orders import Brought, Load, Orders, Report, Save, 
 from ownerserve.engines.vllm.outbox import Outbox, Tally
 from ownerserve.engines.vllm.places import Places
 from ownerserve.engines.vllm.shape import StateShape
-from ownerserve.engines.vllm.turn import MAX_IN_FLIGHT, Turn, session_of
+from ownerserve.engines.vllm.turn import MAX_IN_FLIGHT, Turn, is_final, session_of
 from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
@@ -197,7 +197,7 @@ class SchedulerSide:
         self.outside.gone(request.request_id)
         if request.status.name != "FINISHED_ABORTED":
             self._measuring.stepped(_now())  # its last step may have ended the prompt
-            self._soft.finished(session_of(request), tuple(map(list, tables)), _now())
+            self._turn_ended(request, tables)
         turn_id = TurnId(request.request_id)
         turn = self._turns.pop(turn_id, None)
         if turn is None:
@@ -274,6 +274,14 @@ class SchedulerSide:
         self._measuring.forget(turn_id)
         turn.end = 0
         self._perform(self.state.handle(event, _now()))
+
+    def _turn_ended(self, request: Any, tables: Tables) -> None:
+        """The session of a finished request idles from now on, or is over."""
+        session = session_of(request)
+        if session is not None and is_final(request):
+            self._soft.released(session)
+        else:
+            self._soft.finished(session, tuple(map(list, tables)), _now())
 
     def _make_room(self, tokens: int, *, asking: str | None) -> None:
         """So many tokens are about to get blocks: idle sessions' go last."""

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ownerserve.engines.vllm.orders import Tables
+from ownerserve.kv.wire.turn_line import NOTHING, TurnLine, read_session_id
 
 MAX_IN_FLIGHT = 64
 """Tokens that steps under way may be ahead of what the sequence holds: far fewer than a block."""
@@ -31,5 +32,15 @@ class Turn(msgspec.Struct, eq=False):
 
 
 def session_of(request: Any) -> str | None:
-    """The name that the client gave its session."""
-    return getattr(request, "session_id", None) or None
+    """The session's name: a gateway's, or a client's own where no gateway stands in front."""
+    return _told(request).name
+
+
+def is_final(request: Any) -> bool:
+    """Whether the session ends with this turn."""
+    return _told(request).final
+
+
+def _told(request: Any) -> TurnLine:
+    session_id = getattr(request, "session_id", None)
+    return read_session_id(session_id) if session_id else NOTHING

@@ -77,6 +77,7 @@ def decision(decided: Decided, now: float) -> dict[str, Any]:
         "age_s": round(now - at_s, 3),
         "request_id": request_id.decode("latin-1"),
         "session": identity.session if identity else None,
+        "named_by": identity.source if identity else None,
         "parent": identity.parent if identity else None,
     }
     if isinstance(outcome, Dispatch):

@@ -1,13 +1,15 @@
 """Who asks, for which model, and like which other session: what a request says before any decision.
 
-Owns the order of looking: headers, then the body's fields, then its content. The body is scanned
-only when that tells something: nothing names the session, it comes for the first time (which one
-does it begin like?), or the fleet serves several models.
+Owns the order of looking: headers, then the body's fields, then its content; and the session's name
+from there on: aliases are resolved here, once. The body is scanned only when that tells something:
+nothing names the session, it comes for the first time (which one does it begin like?), its body
+says a `session_id` too, or the fleet serves several models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Set
 from http import HTTPStatus
 
 import msgspec
@@ -24,28 +26,62 @@ from ownerserve.router.identity import (
     Source,
     content_of,
     identify,
+    names_session,
+    response_alias,
     says_final,
 )
 from ownerserve.router.messages import Arrive
-from ownerserve.router.scan import NO_FIELDS, BodyFields, scan
+from ownerserve.router.naming import Scope
+from ownerserve.router.scan import NO_FIELDS, BodyFields, Span, scan
+
+TWICE_NAMED_MAX = 16_384
+"""Sessions that a header names and a body too, whose bodies are therefore scanned each time."""
 
 
 class Asked(msgspec.Struct, frozen=True, gc=False):
-    """A request as the router needs it. `named_parent`: what a header says; `arrive.parent` is
-    whose bytes it shares."""
+    """A request as the router needs it; `identity.session` and `arrive.session` are the name.
+
+    `named_parent`: what a header says; `arrive.parent` is whose bytes it shares. `said`: where the
+    body itself has a `session_id`.
+    """
 
     identity: Identity
     arrive: Arrive
+    scope: Scope
     named_parent: SessionId | None = None
+    said: Span | None = None
+
+    def alias(self, response_id: str) -> SessionId:
+        """The name by which a later turn may ask for this one's session."""
+        return response_alias(self.scope, response_id)
 
 
 class Asking:
-    """Reads requests. `serves_many` is kept by the gateway: the fleet has more than one model."""
+    """Reads requests. `resolve`: what an alias stands for; `is_known`: the router has the session.
 
-    def __init__(self, *, is_known: Callable[[SessionId, str | None], bool]) -> None:
+    The gateway keeps `models`: all names that its workers answer to.
+    """
+
+    def __init__(
+        self,
+        *,
+        resolve: Callable[[SessionId], SessionId],
+        is_known: Callable[[SessionId], bool],
+    ) -> None:
         self.chain = ContentChain()
-        self.serves_many = False
+        self._resolve = resolve
         self._is_known = is_known
+        self._only_model: str | None = ""
+        self._twice_named: OrderedDict[SessionId, None] = OrderedDict()
+
+    @property
+    def serves_many(self) -> bool:
+        """Whether a request's model decides who may serve it."""
+        return self._only_model is None
+
+    def serves(self, models: Set[str]) -> None:
+        """The fleet answers to these names now."""
+        self._only_model = None if len(models) > 1 else next(iter(models), "")
 
     def read(self, request: Request) -> Asked:
         """Raises Rejected when the body is needed and can't be believed.
@@ -53,20 +89,27 @@ class Asking:
         A request without a body (a listing of models) is no turn of a session.
         """
         body, head = request.body, request.head
+        scope, model = Scope(head.tenant, self._only_model or ""), None
         if not body:
-            return Asked(ANONYMOUS, Arrive(None, 0))
-        tenant = head.tenant
-        identity = identify(head.special, NO_FIELDS, tenant=tenant)
-        named = identity.session
-        if named is not None and not self.serves_many and self._is_known(named, None):
-            return Asked(identity, Arrive(named, len(body)), identity.parent)
-        fields = _scan_if_it_tells(head, body, is_named=named is not None)
-        if named is None:
-            identity = identify(head.special, fields, tenant=tenant)
-        model = fields.text("model") if self.serves_many else None
+            return Asked(ANONYMOUS, Arrive(None, 0), scope)
+        is_named = names_session(head.special)
+        if is_named and self._only_model is not None:
+            identity = self._resolved(identify(head.special, NO_FIELDS, scope=scope))
+            name = identity.session
+            assert name is not None
+            if self._is_known(name) and name not in self._twice_named:
+                return Asked(identity, Arrive(name, len(body)), scope, identity.parent)
+        fields = _scan_if_it_tells(head, body, is_named=is_named)
+        if self._only_model is None:
+            model = fields.text("model")
+            scope = Scope(head.tenant, model or "")
+        identity = self._resolved(identify(head.special, fields, scope=scope))
         shared_bytes, named_parent = 0, identity.parent
-        if identity.session is None or not self._is_known(identity.session, model):
-            identity, shared_bytes = self._by_content(identity, fields, head=head)
+        if identity.session is None or not self._is_known(identity.session):
+            identity, shared_bytes = self._by_content(identity, fields, scope=scope, head=head)
+        said = fields.spans.get("session_id")
+        if said is not None and identity.source is Source.HEADER:
+            self._note_twice_named(identity.session)
         return Asked(
             identity,
             Arrive(
@@ -77,8 +120,25 @@ class Asking:
                 parent=identity.parent if shared_bytes else None,
                 shared_bytes=shared_bytes or None,
             ),
+            scope,
             named_parent,
+            said,
         )
+
+    def _resolved(self, identity: Identity) -> Identity:
+        """The same under the session's own name."""
+        asked_by = identity.session
+        if asked_by is None:
+            return identity
+        name = self._resolve(asked_by)
+        return identity if name == asked_by else msgspec.structs.replace(identity, session=name)
+
+    def _note_twice_named(self, name: SessionId | None) -> None:
+        assert name is not None
+        self._twice_named[name] = None
+        self._twice_named.move_to_end(name)
+        if len(self._twice_named) > TWICE_NAMED_MAX:
+            self._twice_named.popitem(last=False)
 
     def ended(self, identity: Identity) -> None:
         """A turn is over, whatever became of it."""
@@ -86,17 +146,17 @@ class Asking:
             self.chain.ended(identity.session)
 
     def _by_content(
-        self, identity: Identity, fields: BodyFields, *, head: RequestHead
+        self, identity: Identity, fields: BodyFields, *, scope: Scope, head: RequestHead
     ) -> tuple[Identity, int]:
         """Who it is, or like whom it begins, by its content; and for how many bytes."""
-        content = content_of(fields, tenant=head.tenant)
+        content = content_of(fields, tenant=scope.tenant)
         if content is None:
             return identity, 0
         if identity.session is not None:
             place = self.chain.first_turn(identity.session, content)
             parent = place.parent or identity.parent
             return msgspec.structs.replace(identity, parent=parent), place.shared_bytes
-        found = self.chain.arrive(content, scope=head.tenant)
+        found = self.chain.arrive(content, scope=scope)
         if found is None:
             return identity, 0
         return (

@@ -20,7 +20,6 @@ from ownerserve.router.gateway.owners import Owners
 from ownerserve.router.gateway.receipts import unit_of
 from ownerserve.router.gateway.stamps import Extent
 from ownerserve.router.messages import Arrive, Claimed, Dispatch
-from ownerserve.router.questions import scoped_to_model
 
 log = logging.getLogger("ownerserve.gateway")
 
@@ -62,8 +61,7 @@ class DirectoryLink:
         unit = unit_of(dispatch.decision.worker)
         if unit is None or dispatch.session is None:
             return
-        parent = None if arrive.parent is None else scoped_to_model(arrive.parent, arrive.model)
-        self.owners.runs_at(dispatch.session, unit, parent=parent)
+        self.owners.runs_at(dispatch.session, unit, parent=arrive.parent)
         self._ask_soon()
 
     def reported(self, dispatch: Dispatch, unit: RoutingUnit, extent: Extent) -> None:

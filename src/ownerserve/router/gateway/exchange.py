@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.turn_line import session_id_of
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.gateway.asking import Asked
 from ownerserve.router.gateway.came import what_came
 from ownerserve.router.gateway.heads import ResponseHead
-from ownerserve.router.gateway.receipts import order_lines, receipt_lines
+from ownerserve.router.gateway.receipts import order_lines, receipt_lines, turn_line_of
 from ownerserve.router.gateway.replies import Rejected, pressed, refused
 from ownerserve.router.gateway.requests import Request
 from ownerserve.router.gateway.stamps import Stamp, read_stamp, refusal_of
-from ownerserve.router.identity import response_alias
 from ownerserve.router.messages import (
     Aborted,
     Broken,
@@ -42,6 +42,7 @@ from ownerserve.router.messages import (
     SessionEnd,
     Stamped,
 )
+from ownerserve.router.scan import with_text
 from ownerserve.router.seats import Ticket
 from ownerserve.router.usage import TAIL_BYTES, scan_response_id, scan_usage
 
@@ -184,10 +185,15 @@ class Exchange:
         self._send(upstream)
 
     def _send(self, upstream: UpstreamConnection) -> None:
-        assert self._dispatch is not None
+        dispatch, asked = self._dispatch, self._asked
+        assert dispatch is not None
+        assert asked is not None
         head, body = self.request.head, self.request.body
         self._upstream = upstream
-        sent = head.to_worker(self.request_id, len(body), orders=order_lines(self._dispatch))
+        line = turn_line_of(dispatch, asked)
+        if asked.said is not None and line.name is not None:
+            body = with_text(body, asked.said, session_id_of(line))
+        sent = head.to_worker(self.request_id, len(body), orders=order_lines(line))
         upstream.send(sent, body, method=head.method, sink=self)
 
     # The answer (upstream.Sink)
@@ -242,14 +248,14 @@ class Exchange:
         now = gateway.now()
         usage = scan_usage(tail)
         self._tokens = 0 if usage is None else usage.prompt_tokens + usage.output_tokens
-        alias = self._alias and response_alias(self.request.head.tenant, self._alias)
         came = what_came(self._head.stamp, usage, self._known_tokens(dispatch))
-        gateway.state.handle(Done(self._take_receipt(), usage, alias or None), now)
+        alias = asked.alias(self._alias) if self._alias else None
+        gateway.state.handle(Done(self._take_receipt(), usage, alias), now)
         gateway.observer.finished(now - self._started_s, usage)
         gateway.observer.compared(dispatch, usage, came)
         self._over()
         if asked.identity.final and asked.arrive.session is not None:
-            gateway.state.handle(SessionEnd(asked.arrive.session, asked.arrive.model), now)
+            gateway.state.handle(SessionEnd(asked.arrive.session), now)
             gateway.asking.chain.forget(asked.arrive.session)
             gateway.lobby.over(asked.arrive)
             gateway.owners.ended(dispatch)

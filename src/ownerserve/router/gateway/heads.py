@@ -13,6 +13,7 @@ from http import HTTPStatus
 
 import msgspec
 
+from ownerserve.kv.wire import turn_line
 from ownerserve.router.gateway.replies import Rejected
 from ownerserve.router.gateway.stamps import PREFIX
 from ownerserve.router.identity import IDENTITY_HEADERS, tenant_of
@@ -39,7 +40,7 @@ _OURS = frozenset(
         b"x-ownerserve-priced",
         b"x-ownerserve-reason",
         b"x-ownerserve-reservation",
-        b"x-ownerserve-target",
+        turn_line.HEADER.encode(),
         b"x-ownerserve-turn",
         b"x-ownerserve-worker",
         b"x-request-id",
@@ -60,6 +61,8 @@ _REQUEST_SPECIAL = (
     }
 )
 _DROPPED = HOP_BY_HOP | _OURS | {b"content-length", b"expect"}
+_DROPPED_OF_CLIENTS = _DROPPED | {turn_line.ENGINE_HEADER.encode()}
+"""A client's word for its session names it at the gateway; the worker gets the gateway's."""
 _REQUEST_ID_MAX = 128
 _UNSAFE_PATH = re.compile(rb"\.\.|//|\\|%(?:2e|2f|5c)", re.IGNORECASE)
 
@@ -126,7 +129,7 @@ def read_request_head(
                     f"{key.decode()}: is given twice; send it once",
                 )
             special[key] = value
-            if key in _DROPPED:
+            if key in _DROPPED_OF_CLIENTS:
                 continue
         lines += (name, b": ", value, b"\r\n")
     if special.get(b"transfer-encoding", b"chunked").lower() != b"chunked":

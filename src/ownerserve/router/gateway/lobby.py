@@ -10,7 +10,6 @@ from collections.abc import Callable
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.gateway.asking import Asked
 from ownerserve.router.messages import Arrive
-from ownerserve.router.questions import scoped_to_model
 from ownerserve.router.seats import Enter, Seats, Ticket
 from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN
 
@@ -36,12 +35,9 @@ class Lobby:
         if self.seats is None or arrive.session is None:
             go()
             return None
-        session = scoped_to_model(arrive.session, arrive.model)
         parent = asked.named_parent or _forked_from(arrive)
-        if parent is not None:
-            parent = scoped_to_model(parent, arrive.model)
         tokens = int(arrive.prompt_bytes / DEFAULT_BYTES_PER_TOKEN)
-        answer = self.seats.ask(session, tokens, parent=parent, now_s=self._now())
+        answer = self.seats.ask(arrive.session, tokens, parent=parent, now_s=self._now())
         if isinstance(answer, Enter):
             go()
             return None
@@ -56,14 +52,13 @@ class Lobby:
     def ended(self, arrive: Arrive, tokens: int) -> None:
         """A turn is over; its session's context is `tokens` (0: not told)."""
         if self.seats is not None and arrive.session is not None:
-            session = scoped_to_model(arrive.session, arrive.model)
-            self.seats.ended(session, tokens, self._now())
+            self.seats.ended(arrive.session, tokens, self._now())
             self.look()
 
     def over(self, arrive: Arrive) -> None:
         """The session is over."""
         if self.seats is not None and arrive.session is not None:
-            self.seats.over(scoped_to_model(arrive.session, arrive.model))
+            self.seats.over(arrive.session)
             self.look()
 
     def look(self) -> None:

@@ -1,10 +1,12 @@
-"""What a client is told of a decision, and a worker of whom it was made for: header lines. Pure."""
+"""What a client is told of a decision, and a worker of its turn: header lines. Pure."""
 
 from __future__ import annotations
 
 from ownerserve.kv.messages import PlacementAction, RoutingUnit
+from ownerserve.kv.wire import turn_line
+from ownerserve.kv.wire.turn_line import NOTHING, TurnLine
 from ownerserve.router.decision import Option
-from ownerserve.router.gateway.stamps import target_of
+from ownerserve.router.gateway.asking import Asked
 from ownerserve.router.messages import Dispatch, Reason
 from ownerserve.router.turns import TurnClass
 from ownerserve.router.worker import Worker
@@ -12,6 +14,7 @@ from ownerserve.router.worker import Worker
 PRICED_MAX = 4
 """Alternatives in the header; the admin port has all of them, with their terms."""
 
+_LINE, _ENGINE_LINE = turn_line.HEADER.encode(), turn_line.ENGINE_HEADER.encode()
 _REASON = {reason: b"x-ownerserve-reason: %b\r\n" % reason.value.encode() for reason in Reason}
 _ACTION = {
     action: b"x-ownerserve-action: %b\r\n" % action.value.encode() for action in PlacementAction
@@ -36,10 +39,25 @@ def receipt_lines(dispatch: Dispatch) -> bytes:
     return lines
 
 
-def order_lines(dispatch: Dispatch) -> bytes:
-    """Whom the turn is meant for: a worker in another life refuses it (seed 003, v2)."""
-    unit = unit_of(dispatch.decision.worker)
-    return b"" if unit is None else b"x-ownerserve-target: %b\r\n" % target_of(unit)
+def turn_line_of(dispatch: Dispatch, asked: Asked) -> TurnLine:
+    """Whose turn it is, and for whom: a worker in another life refuses it (seed 003, v2)."""
+    return TurnLine(
+        name=dispatch.session,
+        parent=asked.named_parent or asked.arrive.parent,
+        final=asked.identity.final,
+        target=unit_of(dispatch.decision.worker),
+    )
+
+
+def order_lines(line: TurnLine) -> bytes:
+    """The worker's orders for the turn. The name is also the engine's session id, in place of the
+    client's."""
+    if line == NOTHING:
+        return b""
+    lines = b"%b: %b\r\n" % (_LINE, turn_line.encode(line))
+    if line.name is not None:
+        lines += b"%b: %b\r\n" % (_ENGINE_LINE, turn_line.session_id_of(line).encode())
+    return lines
 
 
 def unit_of(worker: Worker) -> RoutingUnit | None:

@@ -26,7 +26,6 @@ from ownerserve.router.gateway.observe import Observer
 from ownerserve.router.gateway.pool import WorkerPool
 from ownerserve.router.messages import Arrive, Claimed, Drain, Stamped, WorkerDown, WorkerUp
 from ownerserve.router.policies import POLICIES, make_policy
-from ownerserve.router.questions import scoped_to_model
 from ownerserve.router.seats import Seats
 from ownerserve.router.state import RouterState
 
@@ -68,7 +67,7 @@ class Gateway:
         self.now = loop.time
         seats = None if config.seats is None else Seats(self.state.fleet, config.seats)
         self.lobby = Lobby(seats, self.now)
-        self.asking = Asking(is_known=self._is_known)
+        self.asking = Asking(resolve=self.state.sessions.resolve, is_known=self._is_known)
         self.owners = DirectoryLink(
             directory or EmbeddedDirectory(_LoopClock(), TermFile(), opens_in_s=0.0),
             is_shared=directory is not None,
@@ -86,11 +85,8 @@ class Gateway:
 
     def stranger(self, arrive: Arrive) -> SessionId | None:
         """The session's name, if another gateway may know more of it than this one."""
-        if not self.owners.is_shared or arrive.session is None:
-            return None
-        if self._is_known(arrive.session, arrive.model):
-            return None
-        return scoped_to_model(arrive.session, arrive.model)
+        name = arrive.session
+        return name if name and self.owners.is_shared and not self._is_known(name) else None
 
     @property
     def port(self) -> int:
@@ -146,8 +142,7 @@ class Gateway:
             case WorkerUp(worker, dp_rank, incarnation):
                 if incarnation is not None:
                     self.owners.heard(RoutingUnit(worker, dp_rank, incarnation))
-                names = {name for one in self.state.fleet for name in one.profile.names}
-                self.asking.serves_many = len(names) > 1
+                self.asking.serves({n for one in self.state.fleet for n in one.profile.names})
             case WorkerDown(worker):
                 self.owners.silent(worker)
                 self.pools[worker].close_idle()
@@ -157,9 +152,8 @@ class Gateway:
     def _claimed(self, event: Claimed) -> None:
         self.state.handle(event, self.now())
 
-    def _is_known(self, session: SessionId, model: str | None) -> bool:
-        sessions = self.state.sessions
-        return sessions.get(sessions.resolve(scoped_to_model(session, model))) is not None
+    def _is_known(self, name: SessionId) -> bool:
+        return self.state.sessions.get(name) is not None
 
     async def _sweep(self) -> None:
         """Close clients that keep us waiting: one timer for all of them."""

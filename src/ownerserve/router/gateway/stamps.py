@@ -81,11 +81,6 @@ def number(headers: Mapping[bytes, bytes], name: bytes) -> int | None:
     return int(value) if value is not None and value.isdigit() and len(value) < 20 else None
 
 
-def target_of(unit: RoutingUnit) -> bytes:
-    """The worker that a turn is meant for, as x-ownerserve-target says it."""
-    return b"%b/%d/%d" % (unit.worker.encode(), unit.dp_rank, unit.incarnation)
-
-
 def _status(unit: RoutingUnit, headers: Mapping[bytes, bytes]) -> WorkerStatus | None:
     try:
         as_of = float(headers.get(b"as-of", b""))

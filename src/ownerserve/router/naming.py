@@ -1,0 +1,41 @@
+"""The name of a session: a digest of tenant, model, field and the client's own word for it.
+
+A name is the session's only one, for router, workers, peers and directory: 32 hex digits, whatever
+the client wrote. Nobody finds another tenant's session by guessing its id, an id of any length
+costs the same, and nothing of a client's text leaves the gateway.
+
+**The model is in the name from the first turn on**, so that a fleet that learns of a second model
+renames nobody. Where all workers serve one model it is that one, without a look at the body; where
+they serve several it is the one that the body names. Both are equal for whoever is served: a
+worker that serves one model answers no other name. Two exceptions, each of which costs a session
+its cached state once: a body that names no model, when a second model comes; and workers of which
+the gateway has not yet learnt what they serve (the model is then "").
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import msgspec
+
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.wire.turn_line import NAME_DIGITS
+
+
+class Scope(msgspec.Struct, frozen=True, gc=False):
+    """Whose session, and with which model: ids are compared within one scope only."""
+
+    tenant: str
+    model: str = ""
+
+    def name(self, field: str, *values: str) -> SessionId:
+        """The session that a client means by `field` = `values`."""
+        parts = (self.tenant, self.model, field, *values)
+        text = "".join([f"{len(part)}:{part}" for part in parts])
+        return SessionId(
+            blake2b(
+                text.encode("utf-8", "surrogatepass"),
+                digest_size=NAME_DIGITS // 2,
+                person=b"ownerserve-name",
+            ).hexdigest()
+        )

@@ -1,0 +1,175 @@
+"""What workers hear of a session: one name, whatever a client calls it, and only a gateway's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ownerserve.kv.wire.turn_line import TurnLine, read_session_id, received
+
+Play = Callable[..., None]
+World = Any  # conftest.World; a test module can't import its conftest
+
+CHAT = "/v1/chat/completions"
+
+
+def heard(world: World) -> list[tuple[TurnLine, str | None, dict[str, Any]]]:
+    """Of each turn in order: its line, the engine's session id, the body."""
+    (engine,) = world.engines
+    found = []
+    for head, body in engine.seen:
+        lines = [line.split(": ", 1) for line in head.decode().split("\r\n")[1:] if line]
+        headers = {name.lower(): value for name, value in lines}
+        assert len(headers) == len(lines), "a header line came twice"
+        line = received(headers)
+        found.append((line or TurnLine(), headers.get("x-session-id"), json.loads(body)))
+    return found
+
+
+def says(model: str, *, life: int) -> dict[str, str]:
+    """A worker's headers."""
+    told = {"incarnation": life, "rank": 0, "model": model}
+    return {f"x-ownerserve-{name}": str(value) for name, value in told.items()}
+
+
+def conversation(task: str, turns: int, **fields: Any) -> bytes:
+    said = [{"role": "user", "content": f"{task} {turn} " * 400} for turn in range(turns)]
+    return json.dumps({"messages": said, **fields}).encode()
+
+
+def test_the_engines_session_id_is_the_name_and_never_the_clients(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        for turns in (1, 2):
+            await client.post(CHAT, conversation("a", turns), X__Session__Id="mine")
+            await client.post(CHAT, conversation("b", turns, session_id="mine"))
+            await client.post(
+                CHAT, conversation("c", turns, session_id="mine"), thread__id="mine", user="u"
+            )
+        turns_heard = heard(world)
+        names = {line.name for line, _, _ in turns_heard}
+        assert len(names) == 3
+        assert None not in names
+        for line, session_id, body in turns_heard:
+            assert session_id == line.name
+            # vLLM believes a body before a header.
+            assert body.get("session_id", line.name) == line.name
+
+    play(scenario, engines=1)
+
+
+def test_a_body_is_changed_at_its_session_id_and_nowhere_else(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        for said in ('"mine"', "null", "7", '"\\u00e9"'):
+            body = f'{{ "n":1.0, "session_id" :{said} ,"user":"caf\\u00e9"}}'.encode()
+            await client.post(CHAT, body, thread__id="t")
+        for (line, _, _), (_, body) in zip(heard(world), world.engines[0].seen, strict=True):
+            assert body == (
+                f'{{ "n":1.0, "session_id" :"{line.name}" ,"user":"caf\\u00e9"}}'.encode()
+            )
+
+    play(scenario, engines=1)
+
+
+def test_nobody_speaks_a_gateways_line_from_outside(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        forged = json.dumps({"name": "ab" * 16, "final": True})
+        await client.post(CHAT, X__OwnerServe__Session=forged, thread__id="t")
+        await client.post(CHAT, X__OwnerServe__Session=forged)
+        (named, _, _), (nameless, session_id, _) = heard(world)
+        assert named.name not in (None, "ab" * 16)
+        assert not named.final
+        assert nameless == TurnLine()
+        assert session_id is None
+
+    play(scenario, engines=1)
+
+
+def test_a_chain_of_responses_is_one_session_under_one_name(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client, before = await world.client(), None
+        for turn in range(4):
+            fields = {} if before is None else {"previous_response_id": before}
+            size = 400 if turn == 0 else 2
+            body = json.dumps({"input": "word " * size, **fields}).encode()
+            answer = await client.post("/v1/responses", body)
+            before = json.loads(answer.body)["id"]
+        assert len({line.name for line, _, _ in heard(world)}) == 1
+        assert len(world.gateway.state.sessions) == 1
+
+    play(scenario, engines=1)
+
+
+def test_a_session_with_aliases_has_one_seat_and_ends_whole(play: Play) -> None:
+    """Seats and the content chain knew such a session under each of its names."""
+
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        body = json.dumps({"input": "word " * 400}).encode()
+        answer = await client.post("/v1/responses", body)
+        before = json.loads(answer.body)["id"]
+        body = json.dumps({"input": "more", "previous_response_id": before}).encode()
+        await client.post("/v1/responses", body, x__ownerserve__session__final="true")
+        (first, _, _), (last, session_id, _) = heard(world)
+        assert (first.name, first.final) == (last.name, False)
+        assert last.final
+        assert read_session_id(session_id or "") == TurnLine(name=last.name, final=True)
+        await world.settled()
+        assert len(world.gateway.asking.chain) == 0
+        assert len(world.gateway.state.sessions) == 0
+
+    play(scenario, engines=1)
+
+
+def test_a_parent_travels_by_its_name(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        await client.post(CHAT, conversation("a", 1), x__claude__code__session__id="cc")
+        await client.post(
+            CHAT,
+            conversation("b", 1),
+            x__claude__code__session__id="cc",
+            x__claude__code__agent__id="a1",
+        )
+        await client.post(CHAT, conversation("c", 2))
+        await client.post(CHAT, conversation("c", 1)[:-2] + b', {"role": "user"}]}')
+        main, agent, content, fork = (line for line, _, _ in heard(world))
+        assert main.parent is None
+        assert agent.parent == main.name != agent.name
+        assert fork.parent == content.name != fork.name
+
+    play(scenario, engines=1)
+
+
+def test_no_session_is_renamed_when_the_fleet_learns_of_a_second_model(play: Play) -> None:
+    """A name without the model lost every session its state on the day of the second model."""
+
+    async def scenario(world: World) -> None:
+        client, gateway = await world.client(), world.gateway
+        one, two = world.engines
+        one.says = two.says = says("tiny-a", life=1)
+        async with asyncio.timeout(3):
+            while {worker.profile.model for worker in gateway.state.fleet} != {"tiny-a"}:
+                await asyncio.sleep(0.01)
+        names = []
+        for turns in (1, 2, 3):
+            body = conversation("a", turns, model="tiny-a")
+            await client.post(CHAT, body, x__session__id="s")
+            await client.post(CHAT, conversation("b", turns, model="tiny-a"))
+            names.append([state for state, _ in gateway.state.sessions.items()])
+            if turns == 1:
+                two.says = says("tiny-b", life=2)
+                async with asyncio.timeout(3):
+                    while not gateway.asking.serves_many:
+                        await asyncio.sleep(0.01)
+        assert [sorted(known) for known in names] == [sorted(names[0])] * 3
+        assert len(names[0]) == 2
+        other = await client.post(CHAT, conversation("a", 1, model="tiny-b"), x__session__id="s")
+        assert world.engine_of(other) is two
+        assert len(gateway.state.sessions) == 3, "who asks two models keeps two states"
+
+    play(scenario, health_interval_s=0.05)
