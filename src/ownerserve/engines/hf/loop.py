@@ -355,6 +355,7 @@ class StepLoop:
             session = sessions.get(self._over.pop())
             if session is not None and not session.running:
                 sessions.release(session.session_id)
+                self._known.forget(session.session_id)
 
     # ---- events out
 

@@ -210,7 +210,7 @@ class SchedulerSide:
         known = 0 if is_loading else min(turn.end, computed, request.num_tokens)
         added = self._added(turn, known)
         effects = self.state.handle(Computing(turn_id, known, known, added), now)
-        if (session := session_of(request)) is not None and known:
+        if (session := session_of(request)) is not None and known and not is_final(request):
             tokens = pack(request.all_token_ids[:known])
             prompt = min(known, request.num_prompt_tokens)
             self._known.left(SessionId(session), tokens, prompt_tokens=prompt)
@@ -280,6 +280,7 @@ class SchedulerSide:
         session = session_of(request)
         if session is not None and is_final(request):
             self._soft.released(session)
+            self._known.forget(SessionId(session))
         else:
             self._soft.finished(session, tuple(map(list, tables)), _now())
 
