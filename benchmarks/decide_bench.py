@@ -19,7 +19,8 @@ from pathlib import Path
 from statistics import median
 
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit, WorkerStatus
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.messages import (
     Arrive,
     Dispatch,
@@ -81,7 +82,7 @@ class World:
         for worker in self.draw.sample(self.workers, min(2 * BATCH, len(self.workers))):
             some = int(pending * self.draw.uniform(0.7, 1.3))
             unit = RoutingUnit(worker.id, 0, Incarnation(1))
-            status = WorkerStatus(unit, self.now_s, some, 8, 0, 40 * GIB, 100 * GIB)
+            status = WorkerLoad(unit, self.now_s, some, 8, 0, 40 * GIB, 100 * GIB)
             self.state.handle(Stamped(status), self.now_s)
 
 
@@ -146,7 +147,7 @@ def heat(world: World, name: SessionId) -> None:
     assert session is not None
     assert session.owner is not None
     unit = RoutingUnit(session.owner.id, 0, Incarnation(1))
-    status = WorkerStatus(unit, world.now_s + 0.1, 400_000, 16, 0, 10 * GIB, 100 * GIB)
+    status = WorkerLoad(unit, world.now_s + 0.1, 400_000, 16, 0, 10 * GIB, 100 * GIB)
     world.state.handle(Stamped(status), world.now_s)
 
 

@@ -23,7 +23,8 @@ from fault_net import Violation
 from ownerserve.directory import messages as ask
 from ownerserve.kv.epoch import Epoch, later
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit, WorkerStatus
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.messages import (
     Aborted,
     Arrive,
@@ -239,10 +240,10 @@ class Router:
 
     def _answer_probe(self, process: Process) -> None:
         pending, now_s = 1000 * process.waiting, self.world.net.now_s
-        status = WorkerStatus(process.unit, now_s, pending, process.waiting, 0, 0, 0)
+        status = WorkerLoad(process.unit, now_s, pending, process.waiting, 0, 0, 0)
         self.world.net.send(partial(self._lives, status))
 
-    def _lives(self, status: WorkerStatus) -> None:
+    def _lives(self, status: WorkerLoad) -> None:
         if self.dead:
             return
         unit = status.unit

@@ -12,7 +12,7 @@ from node_driver import B, NodeDriver
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
-from ownerserve.kv.messages import RoutingUnit, WorkerStatus
+from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Admit,
@@ -35,6 +35,7 @@ from ownerserve.kv.wire.rpc import (
     decode_request,
     encode,
 )
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.admission import RESERVED_FOR_S, Admission, Arrived, Levels
 from ownerserve.node.rpc.server import RpcClient, RpcServer
 
@@ -128,7 +129,7 @@ def test_a_session_is_released_once(driver: NodeDriver, admission: Admission) ->
 
 # ---- the wire
 
-STATUS = WorkerStatus(
+STATUS = WorkerLoad(
     unit=RoutingUnit(WorkerId("w"), 0, Incarnation(3)),
     as_of=1.0,
     pending_prefill_tokens=0,

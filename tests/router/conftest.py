@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class FakeEngine:
         self.refuses: tuple[int, str] | None = None
         """Status and reason of an admission that says no."""
         self.cached_tokens: int | None = None
+        self.states: bytes | None = None
+        """What it says on /ownerserve/status; None: 404, as engines that know no such path."""
         self._writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
         self.port = 0
@@ -82,6 +84,13 @@ class FakeEngine:
             status, reason = self.refuses
             says += b"x-ownerserve-refusal: %b\r\n" % reason.encode() if reason else b""
             writer.write(b"HTTP/1.1 %d No\r\n%bcontent-length: 2\r\n\r\n{}" % (status, says))
+            return
+        if path == b"/ownerserve/status":
+            stated = self.states or b"{}"
+            phrase = b"404 Not Found" if self.states is None else b"200 OK"
+            writer.write(
+                b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (phrase, len(stated), stated)
+            )
             return
         if path.startswith(b"/v1/drop"):
             raise ConnectionError
@@ -232,13 +241,20 @@ Scenario = Callable[[World], Awaitable[None]]
 
 @pytest.fixture
 def play() -> Callable[..., None]:
-    """Run a scenario in a world of `engines` engines; further arguments are Config's."""
+    """Run a scenario in a world of `engines` engines; further arguments are Config's.
 
-    def run(scenario: Scenario, *, engines: int = 2, **settings: Any) -> None:
+    `states`: what each engine says on /ownerserve/status, from before it is asked first.
+    """
+
+    def run(
+        scenario: Scenario, *, engines: int = 2, states: Sequence[bytes] = (), **settings: Any
+    ) -> None:
         async def world() -> None:
             fakes = [FakeEngine() for _ in range(engines)]
             for fake in fakes:
                 await fake.start()
+            for fake, said in zip(fakes, states, strict=False):
+                fake.states = said
             addresses = tuple(Address("127.0.0.1", fake.port) for fake in fakes)
             gateway = Gateway(Config(workers=addresses, **settings))
             await gateway.start()

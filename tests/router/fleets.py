@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit, WorkerStatus
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.inputs import Tier
@@ -81,8 +82,8 @@ def unit(name: str, incarnation: int = 1, dp_rank: int = 0) -> RoutingUnit:
 def status(
     name: str, as_of: float, *, pending: int = 0, running: int = 0, free: int = 50 * GIB,
     incarnation: int = 1,
-) -> WorkerStatus:  # fmt: skip
-    return WorkerStatus(
+) -> WorkerLoad:  # fmt: skip
+    return WorkerLoad(
         unit=unit(name, incarnation),
         as_of=as_of,
         pending_prefill_tokens=pending,

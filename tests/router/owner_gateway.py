@@ -25,7 +25,8 @@ from fault_net import Violation
 from ownerserve.directory import messages as ask
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit, WorkerStatus
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.gateway.owners import Owners
 from ownerserve.router.gateway.receipts import unit_of
@@ -391,5 +392,5 @@ class Gateway:
         job.heard(outcomes)
 
 
-def _status(place: Place, now_s: float) -> WorkerStatus:
-    return WorkerStatus(place.unit, now_s, place.pending, 0, 0, 0, 0)
+def _status(place: Place, now_s: float) -> WorkerLoad:
+    return WorkerLoad(place.unit, now_s, place.pending, 0, 0, 0, 0)

@@ -17,9 +17,9 @@ from rig import Rig, settle
 
 from ownerserve.engines.vllm.plugin import ask
 from ownerserve.kv.artifacts import tenant_salt
-from ownerserve.kv.messages import WorkerStatus
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Admit, Probe, Reject, Seed, Status, StatusIs
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.store.model import Want
 from ownerserve.store.snapshot import StoreSnapshot
 
@@ -108,7 +108,7 @@ def test_what_decoding_leaves_of_recurrent_state_is_a_prefills(rig: Rig, tmp_pat
         assert _distance(of_decoding[name, 448], there) > 30 * RECURRENT_NOISE
 
 
-def _load(store: Path) -> WorkerStatus:
+def _load(store: Path) -> WorkerLoad:
     answer = ask(store, Status())
     assert isinstance(answer, StatusIs)
     return answer.status

@@ -219,8 +219,9 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
         if isinstance(ready_file, Path):
             write_ready_file(ready_file, url)
 
+    app = make_app(worker, rpc=None if rpc is None else rpc.address)
     try:
-        serve(make_app(worker), bound, on_ready=on_ready)
+        serve(app, bound, on_ready=on_ready)
     finally:
         if rpc is not None:
             rpc.stop()

@@ -67,15 +67,3 @@ class RoutingUnit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     worker: WorkerId
     dp_rank: int
     incarnation: Incarnation
-
-
-class WorkerStatus(msgspec.Struct, frozen=True, gc=False):
-    """A worker's load as it stamps it on every answer; `as_of` is on the worker's own clock."""
-
-    unit: RoutingUnit
-    as_of: float
-    pending_prefill_tokens: int
-    running_sequences: int
-    waiting_sequences: int
-    kv_bytes_free: int
-    kv_bytes_total: int

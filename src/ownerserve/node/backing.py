@@ -143,6 +143,10 @@ class Backing:
     def __init__(
         self, tiers: Sequence[Tier], *, write: WritePolicy | None = None, upkeep_s: float = 0.0
     ) -> None:
+        self.sizes: dict[Medium, int | None] = {
+            MEDIUM_OF[tier.name]: _bytes_of(tier) for tier in tiers
+        }
+        """What each medium may hold, in bytes; None: it does not say."""
         self.tiers = NodeTiers(tiers, write)
         self.upkeep = Upkeep(tiers, upkeep_s)
         self.service = StoreService(self.tiers, WallClock())
@@ -153,6 +157,11 @@ class Backing:
         self.upkeep.stop()
         self.service.close()
         self.tiers.close()
+
+
+def _bytes_of(tier: Tier) -> int | None:
+    """What `tier` may hold; None for one that knows no limit."""
+    return tier.limits.capacity_bytes if isinstance(tier, MemoryTier | DiskTier) else None
 
 
 def open_backing(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -39,12 +40,14 @@ class Calibration:
         self._saved_s = 0.0
 
     def observe(self, seen: Iterable[Observation]) -> None:
-        """Learn from what was measured; a clock's zero is no measurement."""
+        """Learn from what was measured just now; a clock's zero is no measurement."""
+        at_s = time.time()
         for item in seen:
             if isinstance(item, Loaded) and item.tier not in self.model.tiers:
                 continue
             if item.ms > 0.0:
                 self.model.observe(item)
+                self.model.date(item, at_s)
                 self._observed += 1
 
     def save_if_due(self, now: float) -> None:

@@ -44,6 +44,7 @@ from ownerserve.node.records import Inside
 from ownerserve.node.state import NodeState
 from ownerserve.plan.cost.events import Loaded, Observation
 from ownerserve.plan.explain import summary
+from ownerserve.plan.inputs import Tier
 from ownerserve.store.flights import Ticket
 from ownerserve.store.model import Hit, Meta, Miss, MissReason, Part, Present, Stored
 from ownerserve.store.service import Pending
@@ -72,7 +73,7 @@ class NodeRuntime:
         self._engine = engine
         self._backing = backing
         self._store = backing.service
-        self._calibration = calibration
+        self.calibration = calibration
         self._asked: dict[Errand, tuple[Ticket, Find | Fetch]] = {}
         self._parts: dict[Errand, tuple[Part, ...]] = {}
         self._writing: dict[Errand, tuple[Ticket, Writing]] = {}
@@ -95,10 +96,15 @@ class NodeRuntime:
                 started += self.handle(self._event(errand, asked, answer), now)
         for errand, (ticket, writing) in list(self._writing.items()):
             self._advance(errand, ticket, writing, now)
-        self._calibration.observe(_taken(self._backing.tiers.timings))
-        self._calibration.save_if_due(now)
+        self.calibration.observe(_taken(self._backing.tiers.timings))
+        self.calibration.save_if_due(now)
         started += self.handle(Tick(), now)
         return started
+
+    @property
+    def tiers(self) -> Mapping[Tier, int | None]:
+        """The media of its store, with the bytes that each may hold; None: not known."""
+        return self._backing.sizes
 
     @property
     def upkeep_counts(self) -> Mapping[str, int]:
@@ -130,7 +136,7 @@ class NodeRuntime:
 
     def observe(self, seen: Observation) -> None:
         """A pass or a wait was measured."""
-        self._calibration.observe((seen,))
+        self.calibration.observe((seen,))
 
     def close(self, now: float, *, within_s: float) -> None:
         """Copy what is idle, as far as `within_s` goes, and close the store."""
@@ -140,7 +146,7 @@ class NodeRuntime:
         while (self.state.is_busy or self._writing) and time.monotonic() < until:
             self.poll(now)
             time.sleep(POLL_S)
-        self._calibration.save()
+        self.calibration.save()
         self._backing.close()
 
     # -- effects -------------------------------------------------------------------------------

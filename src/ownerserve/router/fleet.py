@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import WorkerId
-from ownerserve.kv.messages import RoutingUnit, WorkerStatus
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.messages import WorkerUp
 from ownerserve.router.worker import Worker
@@ -49,7 +50,7 @@ class Fleet:
         known = self._workers.get((unit.worker, unit.dp_rank))
         return known if known is not None and known.incarnation == unit.incarnation else None
 
-    def heard(self, status: WorkerStatus, now_s: float) -> None:
+    def heard(self, status: WorkerLoad, now_s: float) -> None:
         """A worker's word on its load. It also tells of a restart, earlier than any probe."""
         unit = status.unit
         known = self._workers.get((unit.worker, unit.dp_rank))

@@ -17,7 +17,8 @@ import msgspec
 
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit, WorkerStatus
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.profile import Profile
 from ownerserve.router.usage import Usage
@@ -136,7 +137,7 @@ class Drain(msgspec.Struct, frozen=True, gc=False):
 class Stamped(msgspec.Struct, frozen=True, gc=False):
     """A worker's word on its load, heard now; older stamps than the last one are ignored."""
 
-    status: WorkerStatus
+    status: WorkerLoad
 
 
 class Reported(msgspec.Struct, frozen=True, gc=False):
@@ -188,7 +189,7 @@ class FirstByte(msgspec.Struct, frozen=True, gc=False):
     """The worker began to answer: its prefill is over. `status`: its stamp on this answer."""
 
     receipt: Receipt
-    status: WorkerStatus | None = None
+    status: WorkerLoad | None = None
 
 
 class Done(msgspec.Struct, frozen=True, gc=False):
@@ -197,7 +198,7 @@ class Done(msgspec.Struct, frozen=True, gc=False):
     receipt: Receipt
     usage: Usage | None = None
     alias: SessionId | None = None
-    status: WorkerStatus | None = None
+    status: WorkerLoad | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, gc=False):

@@ -1,4 +1,4 @@
-"""What a worker is, as it says itself when it registers: constant in one life of it.
+"""What a worker is, as it says itself; its speed follows what it measures.
 
 Owns the words for it, no load. A worker that says nothing serves every model, at the speed of
 DEFAULT_SPEED, and can do what any engine can.
@@ -35,7 +35,8 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     A decode step takes `step_ms` + `step_ms_per_sequence` x batch. `media`: loading from its own
     host memory and disk, from a peer's memory over the network, from the shared store.
     `replay_tokens`: what is computed again after state came from anywhere but the device, beside
-    the tail (0 where point state is kept; kv.geometry).
+    the tail (0 where point state is kept; kv.geometry). A sequence takes `kv_bytes_per_sequence`
+    of device memory, and `kv_bytes_per_token` more for each of its tokens.
     """
 
     prefill: Coefficients
@@ -43,6 +44,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     step_ms_per_sequence: float
     media: dict[Tier, Medium]
     kv_bytes_per_token: float
+    kv_bytes_per_sequence: float = 0.0
     replay_tokens: int = 0
     first_prompt_ms: float = 0.0
     """Made here: the prefill of FIRST_PROMPT_TOKENS; it orders workers of unlike speed."""
@@ -54,6 +56,12 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(
             self, "first_prompt_ms", self.prefill.ms(FIRST_PROMPT_TOKENS, 0)
         )
+
+    def sequence_bytes(self, tokens: int) -> float:
+        """Device memory that a sequence of `tokens` takes; nothing for none."""
+        if tokens <= 0:
+            return 0.0
+        return self.kv_bytes_per_sequence + tokens * self.kv_bytes_per_token
 
 
 DEFAULT_SPEED = Speed(

@@ -20,7 +20,7 @@ import msgspec
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import Incarnation, WorkerId
-from ownerserve.kv.messages import WorkerStatus
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.profile import UNKNOWN, Profile
 
 TRANSIT_S = 0.002
@@ -50,8 +50,9 @@ class Load(msgspec.Struct, gc=False):
 class Estimate(msgspec.Struct, gc=False):
     """Everybody's load at a worker, as far as it is known. Read it at once: it changes in place.
 
-    `pending_tokens` of prefill stand before a new request, for `queue_ms`. `kv_bytes_free` is free
-    or evictable, infinite where nothing is known; `occupancy` the share in use, then 0.
+    `pending_tokens` of prefill stand before a new request, for `queue_ms`. `kv_bytes_free` is what
+    a new turn could have, free or evictable, and infinite where nothing is known; `occupancy` the
+    share that holds state, in use or evictable, then 0.
     """
 
     pending_tokens: int = 0
@@ -126,7 +127,7 @@ class Worker:
         """Whether its load has changed since it was estimated."""
         self._load = Estimate()
         self._recent: deque[Load] = deque(maxlen=RECENT_MAX)
-        self._stamp: WorkerStatus | None = None
+        self._stamp: WorkerLoad | None = None
         self._stamped_batch = 0
         self._clock_s = float("inf")
         self._delta_pending = self._delta_batch = self._delta_held = 0
@@ -144,7 +145,7 @@ class Worker:
         self._forget_stamps()
         self.refresh()
 
-    def stamp(self, status: WorkerStatus, now_s: float) -> None:
+    def stamp(self, status: WorkerLoad, now_s: float) -> None:
         """Take the worker's word, and add what was dispatched since it was given."""
         known = self._stamp
         if known is not None and status.as_of <= known.as_of:
@@ -228,8 +229,10 @@ class Worker:
         load, stamp, pending = self._load, self._stamp, self._delta_pending
         if stamp is None:
             total = free = self.profile.kv_bytes_total
+            evictable = 0
         else:
             total, free = stamp.kv_bytes_total, stamp.kv_bytes_free
+            evictable = stamp.kv_bytes_evictable
             pending += stamp.pending_prefill_tokens
         if pending > 0:
             prefill = self.speed.prefill
@@ -240,9 +243,9 @@ class Worker:
         else:
             load.pending_tokens, load.queue_ms = 0, 0.0
         if total:
-            left = free - self._delta_held * self.speed.kv_bytes_per_token
-            load.kv_bytes_free = left = 0.0 if left < 0.0 else left if left < total else total
-            load.occupancy = 1.0 - left / total
+            unused = free - self._delta_held * self.speed.kv_bytes_per_token
+            load.kv_bytes_free = min(max(unused + evictable, 0.0), total)
+            load.occupancy = 1.0 - min(max(unused, 0.0), total) / total
         else:
             load.kv_bytes_free, load.occupancy = _INFINITE, 0.0
         return load

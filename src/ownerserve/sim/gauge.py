@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ownerserve.kv.messages import WorkerStatus
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.sim.metrics.counters import Counters
 from ownerserve.sim.metrics.samples import WorkerSample
 from ownerserve.sim.worker import Worker
 
 
-def status(worker: Worker, now: float) -> WorkerStatus:
+def status(worker: Worker, now: float) -> WorkerLoad:
     """The stamp on an answer. What can be evicted counts as free: a new turn could have it."""
     machine, restoring = worker.machine, worker.restoring
     engine = machine.engine
@@ -17,7 +17,7 @@ def status(worker: Worker, now: float) -> WorkerStatus:
         pending, waiting = pending_tokens(worker), waiting + len(restoring)
     free_bytes = machine.cache.rooms.obtainable_blocks() * worker.block_bytes
     running = len(engine.decoding) + len(engine.prefilling)
-    return WorkerStatus(
+    return WorkerLoad(
         worker.unit, now, pending, running, waiting, free_bytes, worker.kv_bytes_total
     )
 

@@ -78,6 +78,7 @@ class DiskTier:
         landing: Landing | None = None,
     ) -> None:
         self._options = options or DiskOptions()
+        self.limits = self._options.limits
         self._landing = landing or BufferPool()
         segments, parts, keys, home = self._open(directory)
         self.recovery = parts.report

@@ -77,6 +77,7 @@ class MemoryTier:
         landing: Landing | None = None,
         order: Order = by_age,
     ) -> None:
+        self.limits = limits
         self._clock = clock
         # Reservations and evicted records that a reader still sees come on top of the limits.
         self._landing = landing or BufferPool(2 * limits.capacity_bytes + 2 * CHUNK)

@@ -161,8 +161,8 @@ def test_abort_gives_the_pool_back() -> None:
         for _ in range(6):
             await stream.next()
         rig.engine.abort("a")
-        status = await rig.engine.status(5)
-        assert (status.running, status.waiting) == (0, 0)
+        load = (await rig.engine.status(5)).load
+        assert (load.running_sequences, load.waiting_sequences) == (0, 0)
 
     rig.play(scenario)
     assert rooms.states.free == rooms.states.capacity

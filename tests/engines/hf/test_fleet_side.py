@@ -16,10 +16,10 @@ from ownerserve.engines.hf.answering import (
     extent_header,
     load_headers,
 )
-from ownerserve.engines.hf.status import WorkerStatus
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import hash_prefix, pack
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.gateway.stamps import (
     PREFIX,
     WorkerRefusal,
@@ -28,10 +28,10 @@ from ownerserve.router.gateway.stamps import (
 )
 
 LIFE = 1_700_000_000_123_456_789
-STATUS = WorkerStatus(
-    as_of_s=1234.5, incarnation=LIFE, model="tiny-v4", block_tokens=16, sequence_tokens=4096,
-    waiting=2, running=3, pending_prefill_tokens=700, sessions=1, free_slots={}, slots={},
-    slot_bytes={}, evictable_blocks=4, kv_bytes_free=60, kv_bytes_total=100, steps=9,
+LOAD = WorkerLoad(
+    RoutingUnit(WorkerId("w"), 0, Incarnation(LIFE)), 1234.5,
+    pending_prefill_tokens=700, running_sequences=3, waiting_sequences=2,
+    kv_bytes_free=20, kv_bytes_total=100, kv_bytes_evictable=40,
 )  # fmt: skip
 
 
@@ -46,14 +46,15 @@ def as_heard(headers: dict[str, str]) -> dict[bytes, bytes]:
 
 def test_a_gateway_reads_what_a_worker_writes() -> None:
     prompt = list(range(100))
-    headers = {**load_headers(STATUS), **extent_header(prompt, 16)}
+    headers = {**load_headers(LOAD), **extent_header(prompt, 16)}
     stamp = read_stamp(WorkerId("w"), as_heard(headers))
     assert stamp is not None
     assert stamp.unit.incarnation == LIFE
     assert stamp.status is not None
     assert stamp.status.as_of == 1234.5
     assert (stamp.status.running_sequences, stamp.status.waiting_sequences) == (3, 2)
-    assert (stamp.status.kv_bytes_free, stamp.status.kv_bytes_total) == (60, 100)
+    heard = stamp.status
+    assert (heard.kv_bytes_free, heard.kv_bytes_evictable, heard.kv_bytes_total) == (20, 40, 100)
     assert stamp.extent is not None
     assert stamp.extent.tokens == 96
     assert stamp.extent.prefix_hash == hash_prefix(pack(prompt), 16)[-1]
@@ -65,7 +66,7 @@ def test_a_prompt_shorter_than_a_block_leaves_nothing_to_find() -> None:
 
 def test_a_worker_takes_what_is_meant_for_its_life_and_nothing_else() -> None:
     """Seed 003, v2: two counters drifted apart, and sessions ended on workers that had none."""
-    stamp = read_stamp(WorkerId("10.0.0.1:80"), as_heard(load_headers(STATUS)))
+    stamp = read_stamp(WorkerId("10.0.0.1:80"), as_heard(load_headers(LOAD)))
     assert stamp is not None
     check_target(None, LIFE)
     check_target(stamp.unit, LIFE)

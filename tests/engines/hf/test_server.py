@@ -28,7 +28,8 @@ from ownerserve.engines.hf.serve import listen, url_of  # noqa: E402
 from ownerserve.engines.hf.server import make_app  # noqa: E402
 from ownerserve.kv.ids import TurnId  # noqa: E402
 from ownerserve.kv.wire.refusals import WorkerRefusal  # noqa: E402
-from ownerserve.kv.wire.rpc import Reject, Release, Reserve, Reserved, Seed  # noqa: E402  # noqa: E402
+from ownerserve.kv.wire.rpc import Reject, Release, Reserve, Reserved, Seed  # noqa: E402
+from ownerserve.kv.wire.status import read_status  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -147,8 +148,28 @@ def test_a_session_appends_to_its_last_turn(served: Served) -> None:
     assert second.headers["x-ownerserve-mode"] == "direct_append"
     cached = second.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert int(second.headers["x-ownerserve-cached-tokens"]) == cached == 128
-    assert served.status()["sessions"] >= 1
+    assert served.status()["device"]["sessions"] >= 1
     assert served.metric('ownerserve_cached_tokens_total{component="csa_main"}') >= 128
+
+
+def test_the_status_is_the_record_that_gateways_read_with_what_was_measured(
+    served: Served,
+) -> None:
+    ask(served, max_tokens=20)
+    read = read_status(served.http.get("/ownerserve/status").content)
+    assert (read.status is not None, read.problems) == (True, ())
+    assert read.status is not None
+    load, profile, worker = read.status.load, read.status.profile, served.worker
+    assert profile.models == (MODEL,)
+    assert profile.actions == ("colocated_prefill", "decode_continuation"), "it has no store"
+    assert profile.sequence_tokens == worker.facts.sequence_tokens
+    assert load.kv_bytes_free + load.kv_bytes_evictable == load.kv_bytes_total > 0
+    assert load.kv_bytes_evictable > 0, "sessions that are idle hold it"
+    assert profile.kv_bytes_per_token > 0 < profile.kv_bytes_per_sequence
+    speed = profile.speed
+    assert speed is not None and speed.step_ms + speed.step_ms_per_sequence > 0
+    for measured_s in (speed.prefill_measured_s, speed.step_measured_s):
+        assert measured_s is not None and abs(time.time() - measured_s) < 2 * WAIT_S
 
 
 def test_choices_seeds_and_stop(served: Served) -> None:
@@ -220,7 +241,7 @@ def test_the_context_limit_is_an_error_with_its_code(served: Served) -> None:
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_hangs_up_frees_what_it_held(served: Served, streamed: bool) -> None:
-    idle = served.status()
+    idle = served.status()["device"]
     aborted = served.metric('ownerserve_requests_total{outcome="aborted"}')
     body = {"prompt": "y" * 200, "max_tokens": 5000, "stream": streamed, "ignore_eos": True}
     host = served.url.removeprefix("http://").split(":")
@@ -230,9 +251,9 @@ def test_a_client_that_hangs_up_frees_what_it_held(served: Served, streamed: boo
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data)
             + data
         )
-        until(lambda: served.status()["running"] == 1)
-    until(lambda: served.status()["running"] == 0)
-    after = served.status()
+        until(lambda: served.status()["load"]["running_sequences"] == 1)
+    until(lambda: served.status()["load"]["running_sequences"] == 0)
+    after = served.status()["device"]
     # what it had sealed stays in the cache, evictable; nothing else does
     free, was = after["free_slots"], idle["free_slots"]
     assert free["state"] == after["slots"]["state"]

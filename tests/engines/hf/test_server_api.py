@@ -19,7 +19,13 @@ from ownerserve.engines.hf.openai_api import (
 from ownerserve.engines.hf.requests import Request
 from ownerserve.kv.errors import InvalidInput
 
-FACTS = Facts(model="tiny", vocab_size=272, sequence_tokens=100, eos_token_ids=frozenset({257}))
+FACTS = Facts(
+    model="tiny",
+    vocab_size=272,
+    sequence_tokens=100,
+    eos_token_ids=frozenset({257}),
+    block_tokens=16,
+)
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 

@@ -22,11 +22,11 @@ from ownerserve.engines.hf.requests import (
     Finished,
     Request,
 )
-from ownerserve.engines.hf.status import WorkerStatus
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import PrefixChain, pack
 from ownerserve.kv.wire import turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.status import WorkerLoad
 
 STATUS_OF_REASON = {
     WorkerRefusal.CONTEXT_LENGTH: 400,
@@ -81,7 +81,9 @@ def failure(event: Failed) -> ApiError:
     )
 
 
-def turn_headers(request: Request, admitted: Admitted, status: WorkerStatus) -> dict[str, str]:
+def turn_headers(
+    request: Request, admitted: Admitted, load: WorkerLoad, *, block_tokens: int
+) -> dict[str, str]:
     """What happened to the prompt, and the worker's load at `as-of` (seconds, wall clock)."""
     return {
         "x-request-id": request.request_id,
@@ -91,22 +93,23 @@ def turn_headers(request: Request, admitted: Admitted, status: WorkerStatus) -> 
         **({"x-ownerserve-plan": admitted.plan} if admitted.plan else {}),
         **({"x-ownerserve-lost-tokens": str(admitted.lost_tokens)} if admitted.lost_tokens else {}),
         "x-ownerserve-prompt-tokens": str(len(request.prompt)),
-        **extent_header(request.prompt, status.block_tokens),
-        **load_headers(status),
+        **extent_header(request.prompt, block_tokens),
+        **load_headers(load),
     }
 
 
-def load_headers(status: WorkerStatus) -> dict[str, str]:
+def load_headers(load: WorkerLoad) -> dict[str, str]:
     """Who speaks, in which life, and its load: the same on every answer, /health too."""
     return {
-        "x-ownerserve-incarnation": str(status.incarnation),
-        "x-ownerserve-rank": "0",
-        "x-ownerserve-as-of": f"{status.as_of_s:.6f}",
-        "x-ownerserve-pending-prefill-tokens": str(status.pending_prefill_tokens),
-        "x-ownerserve-running": str(status.running),
-        "x-ownerserve-waiting": str(status.waiting),
-        "x-ownerserve-kv-bytes-free": str(status.kv_bytes_free),
-        "x-ownerserve-kv-bytes-total": str(status.kv_bytes_total),
+        "x-ownerserve-incarnation": str(load.unit.incarnation),
+        "x-ownerserve-rank": str(load.unit.dp_rank),
+        "x-ownerserve-as-of": f"{load.as_of:.6f}",
+        "x-ownerserve-pending-prefill-tokens": str(load.pending_prefill_tokens),
+        "x-ownerserve-running": str(load.running_sequences),
+        "x-ownerserve-waiting": str(load.waiting_sequences),
+        "x-ownerserve-kv-bytes-free": str(load.kv_bytes_free),
+        "x-ownerserve-kv-bytes-evictable": str(load.kv_bytes_evictable),
+        "x-ownerserve-kv-bytes-total": str(load.kv_bytes_total),
     }
 
 

@@ -93,6 +93,7 @@ def build_worker(options: WorkerOptions) -> Worker:
         vocab_size=runner.vocab_size,
         sequence_tokens=limits.sequence_tokens,
         eos_token_ids=checkpoint.eos_ids,
+        block_tokens=runner.layout.block_tokens,
     )
     codec, metrics = Codec(checkpoint.tokenizer), WorkerMetrics()
     node = build_node(options, checkpoint, runner=runner, cache=cache)
@@ -107,7 +108,12 @@ def build_worker(options: WorkerOptions) -> Worker:
         scheduler,
         cache=cache,
         decoder=codec,
-        identity=Identity(checkpoint.name, time.time_ns(), limits.sequence_tokens),
+        identity=Identity(
+            checkpoint.name,
+            time.time_ns(),
+            limits.sequence_tokens,
+            runner.spec_digest().hex(),
+        ),
         metrics=metrics,
     )
     if node is not None:

@@ -9,9 +9,7 @@ import time
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.engines.hf.scheduler import Scheduler
-from ownerserve.engines.hf.status import Identity
-from ownerserve.kv.ids import Incarnation, WorkerId
-from ownerserve.kv.messages import RoutingUnit, WorkerStatus
+from ownerserve.engines.hf.status import Identity, worker_load
 from ownerserve.kv.wire.rpc import (
     Answer,
     Commit,
@@ -23,6 +21,7 @@ from ownerserve.kv.wire.rpc import (
     Status,
     StatusIs,
 )
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.admission import Admission, Levels
 
 
@@ -40,7 +39,7 @@ class Desk:
         now, admission = time.monotonic(), self.admission
         match request:
             case Status():
-                return StatusIs(self._status())
+                return StatusIs(self._load())
             case Probe(wanted):
                 return admission.probe(wanted, self._levels(), now)
             case Reserve(turn_id, wanted):
@@ -64,18 +63,7 @@ class Desk:
             sequence_tokens=limits.sequence_tokens,
         )
 
-    def _status(self) -> WorkerStatus:
-        load, rooms = self._scheduler.load(), self._cache.rooms
-        sizes = {c.name: c.slot_bytes for c in self._cache.layout.components}
-        block_bytes = sum(sizes[name] for name in self._cache.layout.range_names)
-        free = rooms.blocks.free + rooms.evictable_blocks()
-        identity = self._identity
-        return WorkerStatus(
-            unit=RoutingUnit(WorkerId(identity.model), 0, Incarnation(identity.incarnation)),
-            as_of=time.time(),
-            pending_prefill_tokens=load.pending_prefill_tokens,
-            running_sequences=load.running,
-            waiting_sequences=load.waiting,
-            kv_bytes_free=free * block_bytes,
-            kv_bytes_total=rooms.blocks.capacity * block_bytes,
+    def _load(self) -> WorkerLoad:
+        return worker_load(
+            self._identity, self._cache, load=self._scheduler.load(), as_of_s=time.time()
         )

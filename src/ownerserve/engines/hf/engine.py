@@ -18,9 +18,10 @@ from ownerserve.cache.metrics import Snapshot
 from ownerserve.engines.hf.inbox import Abort, Ask, AskCache, Call, EngineDead, Stop, Submit
 from ownerserve.engines.hf.loop import StepLoop
 from ownerserve.engines.hf.requests import Failed, Finished, Request, StreamEvent
-from ownerserve.engines.hf.status import WorkerStatus
+from ownerserve.engines.hf.status import HfStatus
 from ownerserve.kv.wire.rpc import Answer as RpcAnswer
 from ownerserve.kv.wire.rpc import Request as RpcRequest
+from ownerserve.kv.wire.status import WorkerLoad
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,8 @@ class Engine:
         self._asyncio: asyncio.AbstractEventLoop | None = None
 
     @property
-    def latest(self) -> WorkerStatus:
-        """The status after the last step: dated, but at once."""
+    def latest(self) -> WorkerLoad:
+        """The load after the last step: dated, but at once."""
         return self._steps.latest
 
     @property
@@ -103,9 +104,9 @@ class Engine:
         with suppress(EngineDead):  # and with it the request
             self._steps.inbox.put(Abort(request_id))
 
-    async def status(self, timeout_s: float) -> WorkerStatus:
+    async def status(self, timeout_s: float) -> HfStatus:
         """The engine thread's own answer. Raises EngineDead, or TimeoutError when it is stuck."""
-        answer: Future[WorkerStatus] = Future()
+        answer: Future[HfStatus] = Future()
         self._steps.inbox.put(Ask(answer))
         return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
 

@@ -14,7 +14,7 @@ import msgspec
 
 from ownerserve.cache.metrics import Snapshot
 from ownerserve.engines.hf.requests import Request
-from ownerserve.engines.hf.status import WorkerStatus
+from ownerserve.engines.hf.status import HfStatus
 from ownerserve.kv.wire.rpc import Answer as RpcAnswer
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 
@@ -31,7 +31,7 @@ class Abort(msgspec.Struct, frozen=True):
 class Ask(msgspec.Struct, frozen=True):
     """Answered by the engine thread itself: proof that it still takes turns."""
 
-    answer: Future[WorkerStatus]
+    answer: Future[HfStatus]
 
 
 class AskCache(msgspec.Struct, frozen=True):

@@ -22,6 +22,7 @@ from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.table import Table
 from ownerserve.engines.hf.desk import Desk
 from ownerserve.engines.hf.inbox import Abort, Ask, AskCache, Call, EngineDead, Inbox, Stop, Submit
+from ownerserve.engines.hf.measuring import Measuring
 from ownerserve.engines.hf.metrics import WorkerMetrics
 from ownerserve.engines.hf.requests import (
     Admitted,
@@ -36,7 +37,13 @@ from ownerserve.engines.hf.restoring import STOP_WITHIN_S, Restoring, WithoutNod
 from ownerserve.engines.hf.runner import DecodeRow
 from ownerserve.engines.hf.sampling import Sampler, sample
 from ownerserve.engines.hf.scheduler import Scheduler
-from ownerserve.engines.hf.status import Identity, WorkerStatus, worker_status
+from ownerserve.engines.hf.status import (
+    HfStatus,
+    Identity,
+    worker_load,
+    worker_profile,
+    worker_status,
+)
 from ownerserve.engines.hf.step import Admission, Arrival, Rejected, StepPlan
 from ownerserve.engines.hf.text import Choice, Decoder
 from ownerserve.kv.execution import execution_mode, lost_tokens
@@ -44,6 +51,7 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Packed, pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.known import KnownSessions
 
 logger = logging.getLogger(__name__)
@@ -88,7 +96,7 @@ class _Voice(msgspec.Struct, eq=False):
 class StepLoop:
     """`run` is the engine thread. `inbox` is the way in, the outbox the way out.
 
-    `latest` is the status after the last step, replaced whole: any thread may read it.
+    `latest` is the load after the last step, replaced whole: any thread may read it.
     """
 
     def __init__(
@@ -109,6 +117,7 @@ class StepLoop:
         self._identity = identity
         self._metrics = metrics
         self._restoring: Restoring = WithoutNode(cache, scheduler)
+        self._measuring = Measuring(self._restoring.calibration)
         self._desk = Desk(cache, scheduler, identity)
         self._known = KnownSessions(cache.layout.block_tokens)
         self._live: dict[str, _Live] = {}
@@ -117,11 +126,12 @@ class StepLoop:
         self._over: list[SessionId] = []
         """Sessions whose last turn ends with the present step."""
         self._steps = 0
-        self.latest = self._status()
+        self.latest = self._load()
 
     def attach(self, restoring: Restoring) -> None:
         """Serve with a node beside the engine; before `run`."""
         self._restoring = restoring
+        self._measuring = Measuring(restoring.calibration)
 
     def run(self, outbox: Outbox) -> None:
         """Serve until told to stop. However it ends, every stream gets its last event."""
@@ -216,16 +226,21 @@ class StepLoop:
         self._restoring.gone(TurnId(f"{request_id}.0"))
         if self._forget(request_id):
             self._metrics.finished("aborted")
-            self.latest = self._status()
+            self.latest = self._load()
 
-    def _status(self) -> WorkerStatus:
-        return worker_status(
-            self._identity,
-            self._cache,
-            load=self._scheduler.load(),
-            steps=self._steps,
-            as_of_s=time.time(),
+    def _load(self) -> WorkerLoad:
+        return worker_load(
+            self._identity, self._cache, load=self._scheduler.load(), as_of_s=time.time()
         )
+
+    def _status(self) -> HfStatus:
+        profile = worker_profile(
+            self._identity,
+            self._cache.layout,
+            costs=self._measuring.costs,
+            tiers=self._restoring.tiers,
+        )
+        return worker_status(self._load(), profile, self._cache, steps=self._steps)
 
     # ---- one step
 
@@ -235,27 +250,29 @@ class StepLoop:
         self._announce(plan)
         self._hand_out(outbox)
         self._runner.apply(plan.effects)
-        computing_s = time.monotonic()
         sampled = self._compute(plan)
         now = time.monotonic()
-        self._restoring.computed(plan, took_s=now - computing_s)
+        self._restoring.computed(plan)
         ended = [turn_id for turn_id, token in sampled.items() if self._speak(turn_id, token, now)]
         tokens = {turn_id: token.token for turn_id, token in sampled.items()}
         self._runner.apply(self._scheduler.step_done(tokens, ended, now=now))
         self._end_sessions()
         self._restoring.ended(ended)
         self._steps += 1
-        self.latest = self._status()
+        self.latest = self._load()
+        took_s = time.monotonic() - started_s
+        self._measuring.stepped(plan, took_s * 1e3)
         self._metrics.generated(len(sampled))
         self._metrics.step(
             _kind(plan),
-            took_s=time.monotonic() - started_s,
+            took_s=took_s,
             load=self._scheduler.load(),
             cache=self._cache,
         )
 
     def _announce(self, plan: StepPlan) -> None:
         for admission in plan.admitted:
+            self._measuring.admitted(admission)
             if not admission.again and admission.request_id in self._live:
                 self._admitted(admission)
         for request_id in plan.failed:
@@ -372,8 +389,10 @@ class StepLoop:
         live = self._live.pop(request_id, None)
         if live is None:
             return False
-        for turn_id in _turn_ids(live.request):
+        turn_ids = _turn_ids(live.request)
+        for turn_id in turn_ids:
             self._voices.pop(turn_id, None)
+        self._measuring.forget(turn_ids)
         return True
 
     def _die(self, because: str, outbox: Outbox) -> None:

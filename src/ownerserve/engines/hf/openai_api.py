@@ -114,6 +114,7 @@ class Facts(msgspec.Struct, frozen=True):
     vocab_size: int
     sequence_tokens: int
     eos_token_ids: frozenset[int]
+    block_tokens: int
 
 
 def parse_body(data: bytes, body_type: type[B]) -> B:

@@ -7,7 +7,7 @@ A loop without a node has `WithoutNode`, and behaves as if there were none.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -17,16 +17,17 @@ from ownerserve.cache.pressure import Checkpoint
 from ownerserve.engines.hf.requests import Request
 from ownerserve.engines.hf.restore_metrics import RestoreMetrics
 from ownerserve.engines.hf.scheduler import Scheduler
-from ownerserve.engines.hf.step import Admission, Chunk, StepPlan
+from ownerserve.engines.hf.step import Admission, StepPlan
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction
 from ownerserve.kv.prefix import pack
+from ownerserve.node.calibration import Calibration
 from ownerserve.node.events import Arrived, Ended, Gone, RestoreOutcome, RestoreReport
 from ownerserve.node.runtime import NodeRuntime
 from ownerserve.node.survey import LOADS
-from ownerserve.plan.cost.events import Prefilled, Replayed, Waited
+from ownerserve.plan.cost.events import Waited
 from ownerserve.plan.explain import summary
-from ownerserve.plan.inputs import Backlog
+from ownerserve.plan.inputs import Backlog, Tier
 
 STOP_WITHIN_S = 5.0
 """How long a stopping worker may go on copying idle sessions to the store."""
@@ -43,11 +44,16 @@ class Brought(msgspec.Struct, frozen=True):
 class Restoring(Protocol):
     """What the loop tells, and asks."""
 
+    calibration: Calibration
+    """Where what is measured goes."""
+
+    @property
+    def tiers(self) -> Mapping[Tier, int | None]: ...
     def arrived(self, turn_id: TurnId, request: Request) -> None: ...
     def poll(self) -> None: ...
     def wait_s(self) -> float | None: ...
     def began(self, admission: Admission) -> Brought: ...
-    def computed(self, plan: StepPlan, *, took_s: float) -> None: ...
+    def computed(self, plan: StepPlan) -> None: ...
     def ended(self, turn_ids: Iterable[TurnId]) -> None: ...
     def gone(self, turn_id: TurnId) -> None: ...
     def close(self, *, within_s: float) -> None: ...
@@ -60,6 +66,12 @@ class WithoutNode:
         self._pressure = cache.pressure
         self._sessions = cache.sessions
         self._scheduler = scheduler
+        self.calibration = Calibration(None)
+
+    @property
+    def tiers(self) -> Mapping[Tier, int | None]:
+        """None: state is kept on the device only."""
+        return {}
 
     def arrived(self, turn_id: TurnId, request: Request) -> None: ...
 
@@ -79,7 +91,7 @@ class WithoutNode:
     def began(self, admission: Admission) -> Brought:
         return Brought()
 
-    def computed(self, plan: StepPlan, *, took_s: float) -> None: ...
+    def computed(self, plan: StepPlan) -> None: ...
     def ended(self, turn_ids: Iterable[TurnId]) -> None: ...
     def gone(self, turn_id: TurnId) -> None: ...
     def close(self, *, within_s: float) -> None: ...
@@ -95,10 +107,6 @@ class _Turn(msgspec.Struct, eq=False):
     began_s: float = 0.0
     restored: int = 0
     sampled: int = 0
-    computed: int = 0
-    is_measured: bool = True
-    prefill_ms: float = 0.0
-    replay_ms: float = 0.0
     report: RestoreReport | None = None
 
 
@@ -110,6 +118,12 @@ class WithNode:
         self._scheduler = scheduler
         self._metrics = metrics
         self._turns: dict[TurnId, _Turn] = {}
+        self.calibration = node.calibration
+
+    @property
+    def tiers(self) -> Mapping[Tier, int | None]:
+        """Where the node keeps state, and how many bytes fit; None: not known."""
+        return self._node.tiers
 
     def arrived(self, turn_id: TurnId, request: Request) -> None:
         """A queued turn keeps its place and waits for the node's word."""
@@ -151,7 +165,7 @@ class WithNode:
         if turn is None:
             return Brought()
         turn.began_s = time.monotonic()
-        turn.restored = turn.computed = admission.restored
+        turn.restored = admission.restored
         actions, plan, tokens = list[RestoreAction](), "", 0
         kept = max(admission.restored, admission.floor)
         if kept and turn.report is not None and turn.report.outcome is RestoreOutcome.LOADED:
@@ -168,19 +182,14 @@ class WithNode:
         self._metrics.acted(actions)
         return Brought(tokens, " + ".join(dict.fromkeys(actions)), plan)
 
-    def computed(self, plan: StepPlan, *, took_s: float) -> None:
+    def computed(self, plan: StepPlan) -> None:
         """A step's forwards are done."""
-        is_alone = len(plan.chunks) == 1 and not plan.rows
         for chunk in plan.chunks:
             turn = self._turns.get(chunk.turn_id)
             if turn is None:
                 continue
-            # One that was preempted begins again somewhere else: no measurement.
-            goes_on = chunk.start == turn.computed
-            turn.is_measured = turn.is_measured and is_alone and goes_on
-            _add(turn, chunk, took_s * 1e3)
             if chunk.sample_for and not turn.sampled:
-                self._first_token(turn, chunk)
+                self._first_token(turn)
         for turn_id in (
             *(row.turn_id for row in plan.rows),
             *(turn_id for chunk in plan.chunks for turn_id in chunk.sample_for),
@@ -188,21 +197,13 @@ class WithNode:
             if turn_id in self._turns:
                 self._turns[turn_id].sampled += 1
 
-    def _first_token(self, turn: _Turn, chunk: Chunk) -> None:
-        """A prompt is computed: a measurement, when nothing ran beside any of its chunks.
-
-        Whole prompts are measured and not chunks: a price must hold what many chunks cost.
-        """
+    def _first_token(self, turn: _Turn) -> None:
+        """A prompt is computed."""
         self._metrics.recomputed(
             load_s=turn.report.waited_s if turn.report else 0.0,
             queue_s=turn.began_s - turn.started_s,
             recompute_s=time.monotonic() - turn.began_s,
         )
-        floor, end = max(turn.restored, chunk.write_floor), chunk.start + len(chunk.tokens)
-        if turn.is_measured:
-            self._node.observe(Prefilled(end - floor, floor, turn.prefill_ms))
-            if turn.replay_ms:
-                self._node.observe(Replayed(floor - turn.restored, turn.restored, turn.replay_ms))
 
     def ended(self, turn_ids: Iterable[TurnId]) -> None:
         """These turns are over: their sessions are idle from now on."""
@@ -223,12 +224,3 @@ class WithNode:
     def close(self, *, within_s: float) -> None:
         """The engine stops: what is idle goes to the store, as far as there is time."""
         self._node.close(time.monotonic(), within_s=within_s)
-
-
-def _add(turn: _Turn, chunk: Chunk, ms: float) -> None:
-    """Share a chunk's time between what it replays and what it computes anew."""
-    new = len(chunk.tokens)
-    turn.computed = chunk.start + new
-    again = min(max(0, chunk.write_floor - chunk.start), new)
-    turn.replay_ms += ms * again / new
-    turn.prefill_ms += ms * (new - again) / new

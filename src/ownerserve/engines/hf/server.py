@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -60,7 +61,7 @@ from ownerserve.engines.hf.requests import (
     Failed,
     Request,
 )
-from ownerserve.engines.hf.status import WorkerStatus
+from ownerserve.engines.hf.status import HfStatus
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.wire import turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
@@ -80,8 +81,9 @@ CLIENT_GONE = 499
 class Endpoints:
     """The routes, over one worker."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, rpc: str | None) -> None:
         self._worker = worker
+        self._rpc = rpc
         self._started_s = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -109,11 +111,15 @@ class Endpoints:
     async def health(self, http: HttpRequest) -> Response:
         """200 only if the engine thread itself answers."""
         status = await self._status()
-        headers = {**load_headers(status), "x-ownerserve-model": status.model}
-        return json_response({"status": "ok", "as_of_s": status.as_of_s}, headers=headers)
+        load = self._worker.engine.latest
+        headers = {**load_headers(load), "x-ownerserve-model": self._worker.facts.model}
+        return json_response({"status": "ok", "as_of_s": status.load.as_of_s}, headers=headers)
 
     async def status(self, http: HttpRequest) -> Response:
-        return json_response(await self._status())
+        """The engine thread's record (kv.wire.status), with where the node's RPC port is."""
+        status = await self._status()
+        profile = msgspec.structs.replace(status.profile, rpc=self._rpc)
+        return json_response(msgspec.structs.replace(status, profile=profile))
 
     async def cache(self, http: HttpRequest) -> Response:
         return json_response(await self._in_time(self._worker.engine.cache(HEALTH_TIMEOUT_S)))
@@ -138,7 +144,7 @@ class Endpoints:
 
     # ---- parts
 
-    async def _status(self) -> WorkerStatus:
+    async def _status(self) -> HfStatus:
         return await self._in_time(self._worker.engine.status(HEALTH_TIMEOUT_S))
 
     async def _in_time(self, answer: Awaitable[T]) -> T:
@@ -153,7 +159,7 @@ class Endpoints:
     ) -> Request:
         line = turn_line.received(http.headers)
         if line is not None:
-            check_target(line.target, self._worker.engine.latest.incarnation)
+            check_target(line.target, self._worker.engine.latest.unit.incarnation)
         return make_request(
             body,
             prompt,
@@ -190,7 +196,9 @@ class Endpoints:
             if isinstance(first, Failed):
                 raise failure(first)
             assert isinstance(first, Admitted)
-            headers = turn_headers(request, first, engine.latest)
+            headers = turn_headers(
+                request, first, engine.latest, block_tokens=self._worker.facts.block_tokens
+            )
             if body.stream:
                 is_handed_on = True
                 return EventStream(stream, form, give_up=give_up, headers=headers)
@@ -239,8 +247,8 @@ def _error(
     return error_response(ApiError(status, str(problem), code=code, param=param))
 
 
-def make_app(worker: Worker) -> Starlette:
-    """The ASGI application; its lifespan is the engine thread's."""
+def make_app(worker: Worker, *, rpc: str | None = None) -> Starlette:
+    """The ASGI application; its lifespan is the engine thread's. `rpc`: the node's RPC address."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -255,7 +263,7 @@ def make_app(worker: Worker) -> Starlette:
         *(ClientGone, ClientDisconnect, Exception),
     )
     return Starlette(
-        routes=Endpoints(worker).routes(),
+        routes=Endpoints(worker, rpc).routes(),
         lifespan=lifespan,
         exception_handlers=dict.fromkeys(handled, _on_error),
     )

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.layout import Extent, Layout
 from ownerserve.engines.hf.step import Load
+from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.status import (
+    ProfileStatement,
+    WorkerLoad,
+    WorkerStatus,
+    load_statement,
+    unit_statement,
+)
+from ownerserve.node.stating import actions_of, speed_statement, tier_statements
+from ownerserve.plan.cost.model import CostModel
+from ownerserve.plan.inputs import Tier
 
 
 class PoolUse(msgspec.Struct, frozen=True):
@@ -15,26 +30,22 @@ class PoolUse(msgspec.Struct, frozen=True):
     free: int
 
 
-class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One dated copy. `as_of_s` is wall-clock time; `incarnation` grows with every start."""
+class DeviceStatement(msgspec.Struct, frozen=True, kw_only=True):
+    """The reference engine's pools, for people: slots by component, sessions, steps so far."""
 
-    as_of_s: float
-    incarnation: int
-    model: str
     block_tokens: int
-    sequence_tokens: int
-    waiting: int
-    running: int
-    pending_prefill_tokens: int
     sessions: int
-    free_slots: dict[str, int]
     slots: dict[str, int]
+    free_slots: dict[str, int]
     slot_bytes: dict[str, int]
     evictable_blocks: int
-    kv_bytes_free: int
-    """Of range blocks: free or evictable."""
-    kv_bytes_total: int
     steps: int
+
+
+class HfStatus(WorkerStatus, frozen=True, kw_only=True):
+    """A worker's record, with what only this engine tells."""
+
+    device: DeviceStatement
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -43,6 +54,11 @@ class Identity(msgspec.Struct, frozen=True):
     model: str
     incarnation: int
     sequence_tokens: int
+    spec_digest: str = ""
+
+    @property
+    def unit(self) -> RoutingUnit:
+        return RoutingUnit(WorkerId(self.model), 0, Incarnation(self.incarnation))
 
 
 def pool_uses(cache: HeteroCache) -> dict[str, PoolUse]:
@@ -61,27 +77,62 @@ def slot_bytes(cache: HeteroCache) -> dict[str, int]:
     return {**sizes, cache.rooms.states.name: cache.layout.state_bytes}
 
 
-def worker_status(
-    identity: Identity, cache: HeteroCache, *, load: Load, steps: int, as_of_s: float
-) -> WorkerStatus:
-    uses, sizes = pool_uses(cache), slot_bytes(cache)
-    block_bytes = sum(sizes[name] for name in cache.layout.range_names)
-    evictable_blocks = cache.rooms.evictable_blocks()
-    return WorkerStatus(
-        as_of_s=as_of_s,
-        incarnation=identity.incarnation,
-        model=identity.model,
-        block_tokens=cache.layout.block_tokens,
-        sequence_tokens=identity.sequence_tokens,
-        waiting=load.waiting,
-        running=load.running,
+def worker_load(
+    identity: Identity, cache: HeteroCache, *, load: Load, as_of_s: float
+) -> WorkerLoad:
+    """The stamp on answers. Bytes are those of range blocks: they are what runs short."""
+    blocks = cache.rooms.blocks
+    block_bytes = _slot_bytes(cache.layout, Extent.RANGE)
+    return WorkerLoad(
+        unit=identity.unit,
+        as_of=as_of_s,
         pending_prefill_tokens=load.pending_prefill_tokens,
-        sessions=len(cache.sessions),
-        free_slots={name: use.free for name, use in uses.items()},
-        slots={name: use.capacity for name, use in uses.items()},
-        slot_bytes=sizes,
-        evictable_blocks=evictable_blocks,
-        kv_bytes_free=(cache.rooms.blocks.free + evictable_blocks) * block_bytes,
-        kv_bytes_total=cache.rooms.blocks.capacity * block_bytes,
-        steps=steps,
+        running_sequences=load.running,
+        waiting_sequences=load.waiting,
+        kv_bytes_free=blocks.free * block_bytes,
+        kv_bytes_total=blocks.capacity * block_bytes,
+        kv_bytes_evictable=cache.rooms.evictable_blocks() * block_bytes,
     )
+
+
+def worker_profile(
+    identity: Identity, layout: Layout, *, costs: CostModel, tiers: Mapping[Tier, int | None]
+) -> ProfileStatement:
+    """What the worker is, at the speed that was measured until now. State from a tier comes with
+    its points, so nothing is replayed after a load."""
+    return ProfileStatement(
+        models=(identity.model,),
+        actions=actions_of(tiers),
+        spec_digest=identity.spec_digest,
+        kv_bytes_per_token=_slot_bytes(layout, Extent.RANGE) / layout.block_tokens,
+        kv_bytes_per_sequence=float(_slot_bytes(layout, Extent.POINT)),
+        speed=speed_statement(costs, replay_tokens=0),
+        tiers=tuple(tier_statements(costs, tiers)),
+        sequence_tokens=identity.sequence_tokens,
+    )
+
+
+def worker_status(
+    load: WorkerLoad, profile: ProfileStatement, cache: HeteroCache, *, steps: int
+) -> HfStatus:
+    """The whole record."""
+    uses = pool_uses(cache)
+    return HfStatus(
+        unit=unit_statement(load.unit),
+        load=load_statement(load),
+        profile=profile,
+        device=DeviceStatement(
+            block_tokens=cache.layout.block_tokens,
+            sessions=len(cache.sessions),
+            slots={name: use.capacity for name, use in uses.items()},
+            free_slots={name: use.free for name, use in uses.items()},
+            slot_bytes=slot_bytes(cache),
+            evictable_blocks=cache.rooms.evictable_blocks(),
+            steps=steps,
+        ),
+    )
+
+
+def _slot_bytes(layout: Layout, extent: Extent) -> int:
+    """What one slot of every component of this extent occupies together."""
+    return sum(one.slot_bytes for one in layout.components if one.extent is extent)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit, WorkerStatus
+from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Admit,
@@ -33,6 +33,7 @@ from ownerserve.kv.wire.rpc import (
     StatusIs,
     Wanted,
 )
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.rpc.server import RpcServer
 
 ADDRESS_FILE = "rpc.address"
@@ -162,10 +163,10 @@ class Desk:
             return Reject(WorkerRefusal.NO_ROOM)
         return Admit(resident_tokens=0, ahead_prefill_tokens=status.pending_prefill_tokens)
 
-    def _status(self) -> WorkerStatus:
+    def _status(self) -> WorkerLoad:
         """Of the last step. Made here and not in it: steps are many, questions few."""
         told, limits = self._told, self._limits
-        return WorkerStatus(
+        return WorkerLoad(
             unit=self._unit,
             as_of=told.as_of,
             pending_prefill_tokens=told.pending_tokens,

@@ -16,8 +16,8 @@ import msgspec
 
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.messages import WorkerStatus
 from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.status import WorkerLoad
 
 VERSION = 1
 OLDEST = 1
@@ -113,7 +113,7 @@ Request = Status | Probe | Reserve | Commit | Release | ReleaseSession
 class StatusIs(msgspec.Struct, frozen=True, tag="status_is"):
     """The worker's load, dated."""
 
-    status: WorkerStatus
+    status: WorkerLoad
 
 
 Answer = StatusIs | Admit | Reject | Reserved | Committed | Released

@@ -31,6 +31,13 @@ class Replayed(msgspec.Struct, frozen=True, tag=True):
     ms: float
 
 
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    """A step that decoded `batch` sequences, and nothing beside, took `ms`."""
+
+    batch: int
+    ms: float
+
+
 class Waited(msgspec.Struct, frozen=True, tag=True):
     """A request that met `backlog` on arrival started `ms` later."""
 
@@ -38,4 +45,4 @@ class Waited(msgspec.Struct, frozen=True, tag=True):
     ms: float
 
 
-Observation = Loaded | Prefilled | Replayed | Waited
+Observation = Loaded | Prefilled | Replayed | Stepped | Waited

@@ -11,16 +11,20 @@ from math import exp, log
 import msgspec
 
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
+from ownerserve.kv.units import KIB, MIB
 from ownerserve.plan.cost.compute import Coefficients, ComputeFit
 from ownerserve.plan.cost.estimate import TRUST_MIN_SAMPLES, ErrorTrack, Estimate, Source
-from ownerserve.plan.cost.events import Loaded, Observation, Prefilled, Replayed, Waited
+from ownerserve.plan.cost.events import Loaded, Observation, Prefilled, Replayed, Stepped, Waited
 from ownerserve.plan.cost.load import LoadTable, Medium, TierLoad
-from ownerserve.plan.cost.prices import PREFILL, QUEUE, REPLAY, Prices
+from ownerserve.plan.cost.prices import PREFILL, QUEUE, REPLAY, STEP, Prices
+from ownerserve.plan.cost.steps import ASSUMED, StepFit, StepTimes
 from ownerserve.plan.inputs import Backlog, Tier
 
 VERSION = 1
 QUEUE_WEIGHT = 0.1
 RATIO_LIMITS = (0.05, 20.0)
+LINE_BYTES = (64 * KIB, 16 * MIB)
+"""Between these a tier's line is drawn: a block's state, and a long session's."""
 
 
 class Defaults(msgspec.Struct, frozen=True):
@@ -32,6 +36,7 @@ class Defaults(msgspec.Struct, frozen=True):
     label: str
     prefill: Coefficients
     tiers: dict[Tier, Medium]
+    step: StepTimes = ASSUMED
 
 
 class _State(msgspec.Struct):
@@ -44,6 +49,8 @@ class _State(msgspec.Struct):
     tiers: dict[Tier, TierLoad]
     queue_log_ratio: float
     queue_error: ErrorTrack
+    steps: StepFit = msgspec.field(default_factory=StepFit)
+    measured_s: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class CostModel:
@@ -58,6 +65,7 @@ class CostModel:
             tiers={tier: TierLoad(medium) for tier, medium in defaults.tiers.items()},
             queue_log_ratio=0.0,
             queue_error=ErrorTrack(),
+            steps=StepFit(defaults.step),
         )
         self._prices: Prices | None = None
         self._tables: dict[Tier, LoadTable] = {}
@@ -73,7 +81,7 @@ class CostModel:
         return tuple(self._state.tiers)
 
     def observe(self, seen: Observation) -> None:
-        """Learn from one measured load, pass or wait."""
+        """Learn from one measured load, pass, step or wait."""
         self._prices = None
         match seen:
             case Loaded(tier, count, ms):
@@ -84,8 +92,35 @@ class CostModel:
             case Replayed(new, prefix, ms):
                 self._adopt_prefill_as_replay_default()
                 self._state.replay.observe(new, prefix, ms)
+            case Stepped(batch, ms):
+                self._state.steps.observe(batch, ms)
             case Waited(backlog, ms):
                 self._observe_wait(backlog, ms)
+
+    def date(self, seen: Observation, at_s: float) -> None:
+        """Say that `seen` was observed at `at_s`, seconds since 1970."""
+        match seen:
+            case Loaded(tier):
+                self._state.measured_s[str(tier)] = at_s
+            case Prefilled():
+                self._state.measured_s[PREFILL] = at_s
+            case Stepped():
+                self._state.measured_s[STEP] = at_s
+
+    def measured_s(self, name: str) -> float | None:
+        """When the estimate `name` was last measured, seconds since 1970; None: it is assumed."""
+        return self._state.measured_s.get(name)
+
+    def steps(self) -> StepTimes:
+        """What a decode step takes."""
+        return self._state.steps.times()
+
+    def line(self, tier: Tier) -> Medium:
+        """`tier`'s present times as one straight line, through a small and a large load."""
+        table = self._table(tier)
+        small, large = LINE_BYTES
+        rate = (large - small) / max(table.ms(large) - table.ms(small), 1e-9)
+        return Medium(max(0.0, table.ms(small) - small / rate), rate)
 
     def prices(self) -> Prices:
         """The present prices; the same object until something was observed."""

@@ -8,7 +8,7 @@ from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import LoadTable
 from ownerserve.plan.inputs import Backlog, Tier
 
-PREFILL, REPLAY, QUEUE = "prefill", "replay", "queue"
+PREFILL, REPLAY, QUEUE, STEP = "prefill", "replay", "queue", "step"
 """Names of the estimates that are no tier, beside the tiers' own names."""
 
 

@@ -22,6 +22,7 @@ from ownerserve.router.extents import Copy
 from ownerserve.router.gateway.metrics import GatewayCollector
 from ownerserve.router.gateway.observe import Decided
 from ownerserve.router.messages import Dispatch
+from ownerserve.router.worker import Worker
 
 if TYPE_CHECKING:
     from ownerserve.router.gateway.service import Gateway
@@ -60,6 +61,7 @@ def status(gateway: Gateway) -> dict[str, Any]:
                 "queue_ms": round(worker.queue_ms, 3),
                 "batch": worker.batch,
                 "occupancy": round(worker.occupancy, 4),
+                "profile": _profile(gateway, worker),
                 "connections_opened": gateway.pools[worker.id].opened,
                 "connections_reused": gateway.pools[worker.id].reused,
                 "connections_idle": gateway.pools[worker.id].idle,
@@ -67,6 +69,26 @@ def status(gateway: Gateway) -> dict[str, Any]:
             for worker in state.fleet
         ],
         "never_up": [name for name in gateway.pools if name not in {w.id for w in state.fleet}],
+    }
+
+
+def _profile(gateway: Gateway, worker: Worker) -> dict[str, Any]:
+    """What the worker is priced by, and what it says of itself."""
+    profile, monitor = worker.profile, gateway.monitors[worker.id]
+    speed, stated = profile.speed, monitor.stated
+    return {
+        "models": sorted(profile.names - {""}),
+        "role": profile.role,
+        "actions": sorted(profile.actions),
+        "spec_digest": profile.spec_digest,
+        "kv_bytes_total": profile.kv_bytes_total,
+        "kv_bytes_per_token": speed.kv_bytes_per_token,
+        "kv_bytes_per_sequence": speed.kv_bytes_per_sequence,
+        "prefill_ms": msgspec.structs.astuple(speed.prefill),
+        "step_ms": speed.step_ms,
+        "step_ms_per_sequence": speed.step_ms_per_sequence,
+        "stated": None if stated is None else stated.profile,
+        "problems": monitor.problems,
     }
 
 

@@ -1,30 +1,38 @@
-"""Who is up, and in which life: asks each worker's /health from time to time and tells the state.
+"""Who is up, in which life, and what it is: asks each worker from time to time, tells the state.
 
-A worker is up with its first good answer, and down after two bad ones in a row; when nobody
-listens at its port any more, at once. Its stamp on that answer says its life and its load, so that
-an idle worker's load is known too. What it serves is asked for once a life. Owns nothing but
-counts.
+A worker of ours answers `/ownerserve/status` with all of it (kv.wire.status), which is read on
+every probe: prices follow what the worker measures. Any other engine is asked for `/health`, and
+once a life for `/v1/models`. A worker is up with its first good answer, and down after two bad
+ones in a row; when nobody listens at its port any more, at once.
+
+Owns counts, the last statement, and what was wrong with it: a statement that can't be read costs a
+warning, never a worker.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
 
-import httptools
 import msgspec
 
 from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import Incarnation
-from ownerserve.kv.units import KIB
+from ownerserve.kv.wire.status import WorkerStatus, load_of, read_status
 from ownerserve.router.gateway.config import Address, Config
-from ownerserve.router.gateway.heads import Header, read_response_head
+from ownerserve.router.gateway.fetching import SmallAnswer, fetch
+from ownerserve.router.gateway.heads import read_response_head
 from ownerserve.router.gateway.stamps import number, read_stamp
+from ownerserve.router.gateway.statements import profile_of
 from ownerserve.router.messages import Down, Stamped, WorkerDown, WorkerUp
 from ownerserve.router.profile import Profile
 
+log = logging.getLogger("ownerserve.gateway")
+
 BAD_ANSWERS_UNTIL_DOWN = 2
-ANSWER_MAX_BYTES = 256 * KIB
+STATUS_PATH = b"/ownerserve/status"
 
 News = WorkerUp | WorkerDown | Stamped
 
@@ -37,33 +45,22 @@ class _Models(msgspec.Struct):
     data: list[_Model] = []
 
 
-class _Answer:
-    """A small answer, read whole."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.headers: list[Header] = []
-        self.body = b""
-        self.is_whole = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name, value))
-
-    def on_body(self, body: bytes) -> None:
-        self.body += body
-
-    def on_message_complete(self) -> None:
-        self.is_whole = True
-
-
 class HealthMonitor:
     """Probes one worker."""
 
     def __init__(self, address: Address, config: Config, *, tell: Callable[[News], None]) -> None:
-        self._address = address
+        self.address = address
+        self.problems: tuple[str, ...] = ()
+        """What was wrong with the last statement; empty when nothing was."""
+        self.problem_counts: Counter[str] = Counter()
+        """Statements of which something was refused, by field."""
+        self.stated: WorkerStatus | None = None
+        """The last statement; None of an engine that makes none."""
         self._config = config
         self._tell = tell
         self._bad = 0
+        self._states_itself = True
+        """Until it has answered 404: asked again after it was down."""
         self._life: Incarnation | None = None
         self._profile: Profile | None = None
 
@@ -76,27 +73,52 @@ class HealthMonitor:
 
     async def probe(self) -> list[News]:
         """Ask once; nothing when one bad answer says nothing yet."""
-        worker = self._address.worker
+        worker = self.address.worker
         try:
             async with asyncio.timeout(self._config.health_timeout_s):
-                answer = await self._ask(b"/health")
-                if 200 <= answer.status < 300:
-                    self._bad = 0
-                    return await self._up(answer)
+                news = await self._by_status() or await self._by_health()
+            if news:
+                self._bad = 0
+                return news
         except ConnectionRefusedError:
             self._bad = BAD_ANSWERS_UNTIL_DOWN
-            self._profile = None
+            self._forget()
             return [WorkerDown(worker, Down.UNREACHABLE)]
         except OSError:  # TimeoutError too
             pass
         self._bad += 1
         if self._bad < BAD_ANSWERS_UNTIL_DOWN:
             return []
-        self._profile = None
+        self._forget()
         return [WorkerDown(worker, Down.UNHEALTHY)]
 
-    async def _up(self, answer: _Answer) -> list[News]:
-        worker = self._address.worker
+    async def _by_status(self) -> list[News]:
+        """From the worker's own statement; nothing when it makes none that can be read."""
+        if not self._states_itself:
+            return []
+        answer = await fetch(self.address, STATUS_PATH)
+        if not answer.is_good:
+            self._states_itself = answer.status != 404
+            self.stated = None
+            return []
+        read = read_status(answer.body)
+        self.stated = status = read.status
+        if status is None:
+            self._note(read.problems)
+            return []
+        profile, problems = profile_of(status, status.profile.models, default=self._config.speed)
+        self._note((*read.problems, *problems))
+        load = load_of(status, self.address.worker)
+        life = load.unit.incarnation or None
+        up = WorkerUp(self.address.worker, load.unit.dp_rank, life, profile)
+        return [up] if life is None else [up, Stamped(load)]
+
+    async def _by_health(self) -> list[News]:
+        """From `/health`, which a worker of ours stamps; nothing when it is not well."""
+        answer = await fetch(self.address, b"/health")
+        if not answer.is_good:
+            return []
+        worker = self.address.worker
         headers = read_response_head(answer.status, b"", answer.headers).stamp
         stamp = read_stamp(worker, headers)
         life = None if stamp is None else stamp.unit.incarnation
@@ -114,15 +136,10 @@ class HealthMonitor:
         told = headers.get(b"model")
         if told is not None:
             return self._profile_of([told.decode("latin-1")], total)
-        answer = await self._ask(b"/v1/models")
-        try:
-            models = msgspec.json.decode(answer.body, type=_Models) if answer.body else _Models()
-        except UNREADABLE:
-            models = _Models()
-        names = [model.id for model in models.data] if answer.status == 200 else []
-        return self._profile_of(names or [""], total)
+        answer = await fetch(self.address, b"/v1/models")
+        return self._profile_of(_names(answer) or [""], total)
 
-    def _profile_of(self, names: list[str], kv_bytes_total: int) -> Profile:
+    def _profile_of(self, names: Sequence[str], kv_bytes_total: int) -> Profile:
         return Profile(
             model=names[0],
             adapters=frozenset(names[1:]),
@@ -130,26 +147,28 @@ class HealthMonitor:
             kv_bytes_total=kv_bytes_total,
         )
 
-    async def _ask(self, target: bytes) -> _Answer:
-        """GET `target`; status 0 when the answer is none."""
-        answer, host, port = _Answer(), self._address.host, self._address.port
-        parser = httptools.HttpResponseParser(answer)
-        reader, writer = await asyncio.open_connection(host, port)
-        try:
-            writer.write(
-                b"GET %b HTTP/1.1\r\nHost: %b:%d\r\nConnection: close\r\n\r\n"
-                % (target, host.encode(), port)
+    def _note(self, problems: tuple[str, ...]) -> None:
+        """Count what was wrong with a statement; say so when it is something new."""
+        for problem in problems:
+            self.problem_counts[problem.partition(":")[0]] += 1
+        if problems and problems != self.problems:
+            log.warning(
+                "worker %s: its /ownerserve/status is not what it should be: %s",
+                self.address.worker,
+                "; ".join(problems),
             )
-            read_bytes = 0
-            while not answer.is_whole and read_bytes < ANSWER_MAX_BYTES:
-                data = await reader.read(16 * KIB)
-                if not data:
-                    break
-                read_bytes += len(data)
-                parser.feed_data(data)
-            answer.status = parser.get_status_code()
-        except httptools.HttpParserError:
-            answer.status = 0
-        finally:
-            writer.close()
-        return answer
+        self.problems = problems
+
+    def _forget(self) -> None:
+        """The worker is down: what it was says nothing of what comes back."""
+        self._profile = self.stated = None
+        self._states_itself = True
+        self.problems = ()
+
+
+def _names(answer: SmallAnswer) -> list[str]:
+    try:
+        models = msgspec.json.decode(answer.body, type=_Models) if answer.body else _Models()
+    except UNREADABLE:
+        models = _Models()
+    return [model.id for model in models.data] if answer.is_good else []

@@ -142,6 +142,15 @@ class GatewayCollector(Collector):
             for worker in self._gateway.state.fleet:
                 family.add_metric([worker.id], float(getattr(worker, attribute)))
             yield family
+        problems = CounterMetricFamily(
+            "ownerserve_worker_statement_problems",
+            "Statements of a worker (/ownerserve/status) in which a field could not be used.",
+            labels=["worker", "field"],
+        )
+        for name, monitor in self._gateway.monitors.items():
+            for field, value in monitor.problem_counts.items():
+                problems.add_metric([name, field], value)
+        yield problems
         connections = CounterMetricFamily(
             "ownerserve_worker_connections",
             "Connections opened to a worker, and exchanges on a kept one.",

@@ -74,6 +74,10 @@ class Gateway:
             tell=self._claimed,
         )
         self.observer = Observer(self.now, decisions_kept=config.decisions_kept)
+        self.monitors = {
+            address.worker: HealthMonitor(address, config, tell=self._heard)
+            for address in config.workers
+        }
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
         self._ids = count(1)
@@ -96,9 +100,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Ask every worker once, then listen."""
-        monitors = [
-            HealthMonitor(address, self.config, tell=self._heard) for address in self.config.workers
-        ]
+        monitors = self.monitors.values()
         for heard in await asyncio.gather(*(monitor.probe() for monitor in monitors)):
             for news in heard:
                 self._heard(news)  # in the order of the settings, whoever answered first

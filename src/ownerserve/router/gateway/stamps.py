@@ -6,7 +6,8 @@ no number is taken as not sent: a bad stamp may cost a cache hit, never a reques
 | header x-ownerserve- | is |
 |---|---|
 | incarnation, rank | which life of which data-parallel rank speaks |
-| as-of, pending-prefill-tokens, running, waiting, kv-bytes-free, kv-bytes-total | its load, dated |
+| as-of, pending-prefill-tokens, running, waiting | its load, dated |
+| kv-bytes-free, kv-bytes-evictable, kv-bytes-total | device memory: unused, may go, all |
 | extent | PREFIX_HASH:TOKENS, what the device holds of this prompt once it is computed |
 | mode, cached-tokens, prompt-tokens | what came of the prompt |
 | refusal | admission said no, and why |
@@ -20,8 +21,9 @@ from collections.abc import Mapping
 import msgspec
 
 from ownerserve.kv.ids import Incarnation, PrefixHash, WorkerId
-from ownerserve.kv.messages import RoutingUnit, WorkerStatus
+from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.status import WorkerLoad
 
 PREFIX = b"x-ownerserve-"
 
@@ -62,7 +64,7 @@ class Stamp(msgspec.Struct, frozen=True, gc=False):
     """What an answer's head says of its worker."""
 
     unit: RoutingUnit
-    status: WorkerStatus | None
+    status: WorkerLoad | None
     extent: Extent | None
 
 
@@ -81,7 +83,7 @@ def number(headers: Mapping[bytes, bytes], name: bytes) -> int | None:
     return int(value) if value is not None and value.isdigit() and len(value) < 20 else None
 
 
-def _status(unit: RoutingUnit, headers: Mapping[bytes, bytes]) -> WorkerStatus | None:
+def _status(unit: RoutingUnit, headers: Mapping[bytes, bytes]) -> WorkerLoad | None:
     try:
         as_of = float(headers.get(b"as-of", b""))
     except ValueError:
@@ -89,7 +91,7 @@ def _status(unit: RoutingUnit, headers: Mapping[bytes, bytes]) -> WorkerStatus |
     pending = number(headers, b"pending-prefill-tokens")
     if pending is None:
         return None
-    return WorkerStatus(
+    return WorkerLoad(
         unit=unit,
         as_of=as_of,
         pending_prefill_tokens=pending,
@@ -97,6 +99,7 @@ def _status(unit: RoutingUnit, headers: Mapping[bytes, bytes]) -> WorkerStatus |
         waiting_sequences=number(headers, b"waiting") or 0,
         kv_bytes_free=number(headers, b"kv-bytes-free") or 0,
         kv_bytes_total=number(headers, b"kv-bytes-total") or 0,
+        kv_bytes_evictable=number(headers, b"kv-bytes-evictable") or 0,
     )
 
 

@@ -1,0 +1,379 @@
+"""What a worker says of itself on `GET /ownerserve/status`: who it is, its load, what it can do.
+
+Owns the record, its JSON and its reader. Version 1; a field that this build does not know is
+ignored and one that an older build does not send has a default, so that N reads N - 1.
+
+| part | says |
+|---|---|
+| unit | worker id, data-parallel rank, incarnation |
+| load | what waits and runs, bytes of device memory for state that are free, evictable, in all |
+| profile | models, role, actions, KV bytes, measured speed, tiers, RPC address |
+
+A number that is no number, negative or absurd is refused by its field's name: the field counts as
+not said, the rest of the record stands, and the reader's `problems` name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+
+import msgspec
+
+from ownerserve.kv.errors import UNREADABLE
+from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.kv.messages import RoutingUnit
+
+VERSION = 1
+OLDEST = 1
+
+COUNT_MAX = 1 << 53
+"""Tokens, sequences and bytes above this are a fault and no machine."""
+MS_MAX = 1e9
+"""No pass, step or latency takes eleven days."""
+RATE_MAX = 1e12
+"""Bytes a millisecond: a petabyte a second."""
+TEXT_MAX = 512
+NAMES_MAX = 1024
+"""Models, actions or tiers in one record."""
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
+    """A worker's load as it stamps it on every answer; `as_of` is on the worker's own clock.
+
+    Of the device memory for state, `kv_bytes_free` is unused now, `kv_bytes_evictable` holds state
+    that nobody uses and a new turn may displace; the rest of `kv_bytes_total` is in use.
+    """
+
+    unit: RoutingUnit
+    as_of: float
+    pending_prefill_tokens: int
+    running_sequences: int
+    waiting_sequences: int
+    kv_bytes_free: int
+    kv_bytes_total: int
+    kv_bytes_evictable: int = 0
+
+
+class UnitStatement(msgspec.Struct, frozen=True):
+    """Who speaks; `worker` is what the worker calls itself."""
+
+    worker: str = ""
+    rank: int = 0
+    incarnation: int = 0
+
+
+class LoadStatement(msgspec.Struct, frozen=True, kw_only=True):
+    """A WorkerLoad without its unit, in the words of the record."""
+
+    as_of_s: float = 0.0
+    pending_prefill_tokens: int = 0
+    running_sequences: int = 0
+    waiting_sequences: int = 0
+    kv_bytes_free: int = 0
+    kv_bytes_evictable: int = 0
+    kv_bytes_total: int = 0
+
+
+class SpeedStatement(msgspec.Struct, frozen=True, kw_only=True):
+    """What computing takes on the worker.
+
+    A prefill of n tokens after p others takes `prefill_pass_ms` + n x (`prefill_token_ms` +
+    `prefill_attention_ms` x (p + n / 2)); a decode step `step_ms` + `step_ms_per_sequence` x batch.
+    `*_measured_s`: when that was last measured (seconds since 1970); None: assumed, not measured.
+    `replay_tokens` are computed again after state came from anywhere but the device.
+    """
+
+    prefill_pass_ms: float
+    prefill_token_ms: float
+    prefill_attention_ms: float
+    step_ms: float
+    step_ms_per_sequence: float
+    replay_tokens: int = 0
+    prefill_measured_s: float | None = None
+    step_measured_s: float | None = None
+
+
+class TierStatement(msgspec.Struct, frozen=True, kw_only=True):
+    """One place below the device that the worker keeps state in: `host`, `disk` or `remote`.
+
+    `bytes_total` None: not known. Loading n bytes takes `latency_ms` + n / `bytes_per_ms`, as last
+    measured at `measured_s` (None: assumed).
+    """
+
+    name: str
+    bytes_total: int | None = None
+    latency_ms: float
+    bytes_per_ms: float
+    measured_s: float | None = None
+
+
+class ProfileStatement(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is and can do; constant but for `speed` and `tiers`, which it measures.
+
+    `models`: the names it serves, the first its own. `actions`: the placement actions that it can
+    carry out as the worker that runs the turn. `kv_bytes_per_token` and `kv_bytes_per_sequence`:
+    device memory that each token of a sequence takes, and what a sequence takes beside.
+    `sequence_tokens`: the longest sequence it takes; 0: not said.
+    """
+
+    models: tuple[str, ...] = ()
+    role: str = "hybrid"
+    actions: tuple[str, ...] | None = None
+    spec_digest: str = ""
+    kv_bytes_per_token: float = 0.0
+    kv_bytes_per_sequence: float = 0.0
+    speed: SpeedStatement | None = None
+    tiers: tuple[TierStatement, ...] = ()
+    rpc: str | None = None
+    sequence_tokens: int = 0
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The record. Who answers may add fields of its own; readers ignore them."""
+
+    version: int = VERSION
+    unit: UnitStatement
+    load: LoadStatement
+    profile: ProfileStatement
+
+
+class StatusRead(msgspec.Struct, frozen=True):
+    """A record as it was read: `status` None when nothing of it can be used, and each thing that
+    was refused, by the name of its field."""
+
+    status: WorkerStatus | None
+    problems: tuple[str, ...] = ()
+
+
+def load_statement(load: WorkerLoad) -> LoadStatement:
+    """`load` as the record says it."""
+    return LoadStatement(
+        as_of_s=load.as_of,
+        pending_prefill_tokens=load.pending_prefill_tokens,
+        running_sequences=load.running_sequences,
+        waiting_sequences=load.waiting_sequences,
+        kv_bytes_free=load.kv_bytes_free,
+        kv_bytes_evictable=load.kv_bytes_evictable,
+        kv_bytes_total=load.kv_bytes_total,
+    )
+
+
+def unit_statement(unit: RoutingUnit) -> UnitStatement:
+    """`unit` as the record says it."""
+    return UnitStatement(unit.worker, unit.dp_rank, unit.incarnation)
+
+
+def load_of(status: WorkerStatus, worker: WorkerId) -> WorkerLoad:
+    """The record's load, spoken by the worker that its reader calls `worker`."""
+    unit, load = status.unit, status.load
+    return WorkerLoad(
+        unit=RoutingUnit(worker, unit.rank, Incarnation(unit.incarnation)),
+        as_of=load.as_of_s,
+        pending_prefill_tokens=load.pending_prefill_tokens,
+        running_sequences=load.running_sequences,
+        waiting_sequences=load.waiting_sequences,
+        kv_bytes_free=load.kv_bytes_free,
+        kv_bytes_total=load.kv_bytes_total,
+        kv_bytes_evictable=load.kv_bytes_evictable,
+    )
+
+
+def read_status(document: bytes) -> StatusRead:
+    """The record in `document`. Never raises: what is wrong is named in `problems`."""
+    try:
+        found = msgspec.json.decode(document)
+    except UNREADABLE as error:
+        return StatusRead(None, (f"document: {error}",))
+    if not isinstance(found, dict):
+        return StatusRead(None, ("document: is no JSON object",))
+    fields = _Fields(found, "", [])
+    version = fields.count("version", default=0)
+    if version < OLDEST:  # a later one has fields that are ignored, and keeps these
+        return StatusRead(None, (f"version: {found.get('version')!r}; speak {OLDEST} or later",))
+    status = WorkerStatus(
+        version=version,
+        unit=_unit(fields.part("unit")),
+        load=_load(fields.part("load")),
+        profile=_profile(fields.part("profile")),
+    )
+    return StatusRead(status, tuple(fields.problems))
+
+
+# ---- reading, field by field
+
+
+class _Fields:
+    """One object of the record. What is refused goes into `problems`, which all parts share."""
+
+    def __init__(self, found: Mapping[str, object], path: str, problems: list[str]) -> None:
+        self.problems = problems
+        self._found = found
+        self._path = path
+
+    def number(self, name: str, *, default: float, most: float) -> float:
+        """A number from 0 to `most`."""
+        value = self._found.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return self._refuse(name, value, default)
+        if not isfinite(value) or not 0 <= value <= most:
+            return self._refuse(name, value, default)
+        return float(value)
+
+    def count(self, name: str, *, default: int = 0, most: int = COUNT_MAX) -> int:
+        """A whole number from 0 to `most`."""
+        value = self._found.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            return int(self._refuse(name, value, default))
+        return value
+
+    def date(self, name: str) -> float | None:
+        """Seconds since 1970, or None."""
+        if self._found.get(name) is None:
+            return None
+        return self.number(name, default=0.0, most=float(COUNT_MAX)) or None
+
+    def text(self, name: str, *, default: str = "") -> str:
+        value = self._found.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str) or len(value) > TEXT_MAX:
+            self._refuse(name, value, 0.0)
+            return default
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...] | None:
+        """A list of texts; None when it is not said."""
+        value = self._found.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) > NAMES_MAX:
+            self._refuse(name, value, 0.0)
+            return None
+        good = [one for one in value if isinstance(one, str) and len(one) <= TEXT_MAX]
+        if len(good) < len(value):
+            self._refuse(name, value, 0.0)
+        return tuple(good)
+
+    def part(self, name: str) -> _Fields:
+        """An object inside this one; an empty one where it is missing."""
+        value = self._found.get(name)
+        if value is not None and not isinstance(value, dict):
+            self._refuse(name, value, 0.0)
+        return _Fields(_object(value), self._name(name), self.problems)
+
+    def parts(self, name: str) -> Sequence[_Fields]:
+        """A list of objects inside this one."""
+        value = self._found.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or len(value) > NAMES_MAX:
+            self._refuse(name, value, 0.0)
+            return ()
+        return [
+            _Fields(_object(one), f"{self._name(name)}[{at}]", self.problems)
+            for at, one in enumerate(value)
+        ]
+
+    def __contains__(self, name: str) -> bool:
+        return self._found.get(name) is not None
+
+    def _name(self, name: str) -> str:
+        return f"{self._path}.{name}" if self._path else name
+
+    def _refuse(self, name: str, value: object, default: float) -> float:
+        shown = repr(value)
+        self.problems.append(f"{self._name(name)}: {shown[:80]}")
+        return default
+
+
+def _object(value: object) -> Mapping[str, object]:
+    """`value` where it is an object; an empty one where it is not."""
+    return value if isinstance(value, dict) else {}
+
+
+def _unit(fields: _Fields) -> UnitStatement:
+    return UnitStatement(
+        fields.text("worker"),
+        fields.count("rank", most=1 << 20),
+        fields.count("incarnation", most=1 << 63),
+    )
+
+
+def _load(fields: _Fields) -> LoadStatement:
+    total = fields.count("kv_bytes_total")
+    return LoadStatement(
+        as_of_s=fields.number("as_of_s", default=0.0, most=float(COUNT_MAX)),
+        pending_prefill_tokens=fields.count("pending_prefill_tokens"),
+        running_sequences=fields.count("running_sequences"),
+        waiting_sequences=fields.count("waiting_sequences"),
+        kv_bytes_free=fields.count("kv_bytes_free"),
+        kv_bytes_evictable=fields.count("kv_bytes_evictable"),
+        kv_bytes_total=total,
+    )
+
+
+def _profile(fields: _Fields) -> ProfileStatement:
+    return ProfileStatement(
+        models=fields.texts("models") or (),
+        role=fields.text("role", default="hybrid"),
+        actions=fields.texts("actions"),
+        spec_digest=fields.text("spec_digest"),
+        kv_bytes_per_token=fields.number("kv_bytes_per_token", default=0.0, most=float(COUNT_MAX)),
+        kv_bytes_per_sequence=fields.number(
+            "kv_bytes_per_sequence", default=0.0, most=float(COUNT_MAX)
+        ),
+        speed=_speed(fields.part("speed")) if "speed" in fields else None,
+        tiers=tuple(tier for part in fields.parts("tiers") if (tier := _tier(part)) is not None),
+        rpc=fields.text("rpc") or None,
+        sequence_tokens=fields.count("sequence_tokens"),
+    )
+
+
+def _speed(fields: _Fields) -> SpeedStatement | None:
+    """None when one of its times is missing or was refused: half a price is none."""
+    refused = len(fields.problems)
+    times = {name: fields.number(name, default=-1.0, most=MS_MAX) for name in _TIMES}
+    missing = [name for name, ms in times.items() if ms < 0.0]
+    if missing:
+        if len(fields.problems) == refused:
+            fields.problems.append(f"profile.speed: lacks {', '.join(missing)}")
+        return None
+    if times["prefill_token_ms"] + times["prefill_pass_ms"] <= 0.0:
+        fields.problems.append("profile.speed: a prefill would take no time")
+        return None
+    return SpeedStatement(
+        **times,
+        replay_tokens=fields.count("replay_tokens"),
+        prefill_measured_s=fields.date("prefill_measured_s"),
+        step_measured_s=fields.date("step_measured_s"),
+    )
+
+
+_TIMES = (
+    "prefill_pass_ms",
+    "prefill_token_ms",
+    "prefill_attention_ms",
+    "step_ms",
+    "step_ms_per_sequence",
+)
+
+
+def _tier(fields: _Fields) -> TierStatement | None:
+    name = fields.text("name")
+    latency_ms = fields.number("latency_ms", default=-1.0, most=MS_MAX)
+    rate = fields.number("bytes_per_ms", default=0.0, most=RATE_MAX)
+    if not name or latency_ms < 0.0 or rate <= 0.0:
+        fields.problems.append(f"profile.tiers: {name or 'a tier'} has no name, latency or rate")
+        return None
+    return TierStatement(
+        name=name,
+        bytes_total=fields.count("bytes_total") if "bytes_total" in fields else None,
+        latency_ms=latency_ms,
+        bytes_per_ms=rate,
+        measured_s=fields.date("measured_s"),
+    )

@@ -1,0 +1,54 @@
+"""A node's own figures in the words of kv.wire.status: its speed, its tiers, what it can do.
+
+Translates; measures and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.wire.status import SpeedStatement, TierStatement
+from ownerserve.plan.cost.model import CostModel
+from ownerserve.plan.cost.prices import PREFILL, STEP
+from ownerserve.plan.inputs import Tier
+
+
+def actions_of(tiers: Collection[Tier]) -> tuple[str, ...]:
+    """What a worker with these tiers can do as the one that runs the turn, sorted.
+
+    Nobody offers `artifact_fetch`, `state_migration` or `remote_prefill` yet: no worker sends.
+    """
+    actions = {PlacementAction.COLOCATED_PREFILL, PlacementAction.DECODE_CONTINUATION}
+    if tiers:
+        actions.add(PlacementAction.TAIL_RECOMPUTE)
+    return tuple(sorted(actions))
+
+
+def speed_statement(costs: CostModel, *, replay_tokens: int) -> SpeedStatement:
+    """Prefill and decode as `costs` has them now, with their dates."""
+    prefill, steps = costs.prices().prefill, costs.steps()
+    return SpeedStatement(
+        prefill_pass_ms=prefill.a_ms,
+        prefill_token_ms=prefill.b_ms,
+        prefill_attention_ms=prefill.c_ms,
+        step_ms=steps.step_ms,
+        step_ms_per_sequence=steps.sequence_ms,
+        replay_tokens=replay_tokens,
+        prefill_measured_s=costs.measured_s(PREFILL),
+        step_measured_s=costs.measured_s(STEP),
+    )
+
+
+def tier_statements(costs: CostModel, sizes: Mapping[Tier, int | None]) -> list[TierStatement]:
+    """Each tier of `sizes` (bytes; None: not known) with the times that loads from it took."""
+    return [
+        TierStatement(
+            name=str(tier),
+            bytes_total=count,
+            latency_ms=(line := costs.line(tier)).latency_ms,
+            bytes_per_ms=line.bytes_per_ms,
+            measured_s=costs.measured_s(str(tier)),
+        )
+        for tier, count in sizes.items()
+    ]

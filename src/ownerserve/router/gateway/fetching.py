@@ -1,0 +1,67 @@
+"""One small GET to a worker, read whole: how the gateway asks a worker about itself.
+
+Owns no connection: each question has its own, which is closed after the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import httptools
+
+from ownerserve.kv.units import KIB, MIB
+from ownerserve.router.gateway.config import Address
+from ownerserve.router.gateway.heads import Header
+
+ANSWER_MAX_BYTES = 4 * MIB
+"""A list of a thousand models with all that vLLM says of each."""
+
+
+class SmallAnswer:
+    """A small answer, read whole; `status` 0 when it is none."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: list[Header] = []
+        self.body = b""
+        self.is_whole = False
+
+    @property
+    def is_good(self) -> bool:
+        return self.is_whole and 200 <= self.status < 300
+
+    # httptools callbacks
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name, value))
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        self.is_whole = True
+
+
+async def fetch(address: Address, target: bytes) -> SmallAnswer:
+    """GET `target`. Raises OSError when there is no connection, or it breaks."""
+    answer = SmallAnswer()
+    parser = httptools.HttpResponseParser(answer)
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    try:
+        writer.write(
+            b"GET %b HTTP/1.1\r\nHost: %b:%d\r\nConnection: close\r\n\r\n"
+            % (target, address.host.encode(), address.port)
+        )
+        read_bytes = 0
+        while not answer.is_whole and read_bytes < ANSWER_MAX_BYTES:
+            data = await reader.read(16 * KIB)
+            if not data:
+                break
+            read_bytes += len(data)
+            parser.feed_data(data)
+        answer.status = parser.get_status_code()
+    except httptools.HttpParserError:
+        answer.status = 0
+    finally:
+        writer.close()
+    return answer

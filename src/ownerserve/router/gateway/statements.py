@@ -1,0 +1,78 @@
+"""From what a worker states of itself (kv.wire.status) to the profile that the router prices by.
+
+Owns what stands in for a part that is not stated. Pure; never raises: what can't be used is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.wire.status import ProfileStatement, WorkerStatus
+from ownerserve.plan.cost.coefficients import Coefficients
+from ownerserve.plan.cost.load import Medium
+from ownerserve.plan.inputs import Tier
+from ownerserve.router.profile import EVERY_ENGINE, Profile, Role, Speed
+
+
+def profile_of(
+    status: WorkerStatus, models: Sequence[str], *, default: Speed
+) -> tuple[Profile, tuple[str, ...]]:
+    """The router's profile of a worker that serves `models` (none: any), and what of its statement
+    was not understood. `default` prices what it does not state."""
+    stated = status.profile
+    problems: list[str] = []
+    profile = Profile(
+        model=models[0] if models else "",
+        adapters=frozenset(models[1:]),
+        spec_digest=stated.spec_digest,
+        role=_role(stated.role, problems),
+        speed=_speed(stated, default),
+        actions=_actions(stated.actions),
+        kv_bytes_total=status.load.kv_bytes_total,
+    )
+    return profile, tuple(problems)
+
+
+def _role(stated: str, problems: list[str]) -> Role:
+    try:
+        return Role(stated)
+    except ValueError:
+        problems.append(f"profile.role: {stated!r}")
+        return Role.HYBRID
+
+
+def _actions(stated: Sequence[str] | None) -> frozenset[PlacementAction]:
+    """Words of a later version are none of ours; who says none can do what any engine can."""
+    known = {action.value for action in PlacementAction}
+    actions = frozenset(PlacementAction(word) for word in stated or () if word in known)
+    return actions or EVERY_ENGINE
+
+
+def _speed(stated: ProfileStatement, default: Speed) -> Speed:
+    tiers = {tier.value for tier in Tier}
+    media = {
+        Tier(tier.name): Medium(tier.latency_ms, tier.bytes_per_ms)
+        for tier in stated.tiers
+        if tier.name in tiers
+    }
+    speed = replace(
+        default,
+        media={**default.media, **media},
+        kv_bytes_per_token=stated.kv_bytes_per_token or default.kv_bytes_per_token,
+        kv_bytes_per_sequence=stated.kv_bytes_per_sequence,
+    )
+    measured = stated.speed
+    if measured is None:
+        return speed
+    return replace(
+        speed,
+        prefill=Coefficients(
+            measured.prefill_pass_ms, measured.prefill_token_ms, measured.prefill_attention_ms
+        ),
+        step_ms=measured.step_ms,
+        step_ms_per_sequence=measured.step_ms_per_sequence,
+        replay_tokens=measured.replay_tokens,
+    )

@@ -1,0 +1,158 @@
+"""What a worker states of itself, as another process reads it: well, damaged, older, newer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.status import (
+    LoadStatement,
+    ProfileStatement,
+    SpeedStatement,
+    TierStatement,
+    UnitStatement,
+    WorkerLoad,
+    WorkerStatus,
+    load_of,
+    load_statement,
+    read_status,
+    unit_statement,
+)
+
+UNIT = RoutingUnit(WorkerId("own-name"), 1, Incarnation(1_700_000_000_123_456_789))
+LOAD = WorkerLoad(UNIT, 12.5, 700, 3, 2, 20, 100, 40)
+STATUS = WorkerStatus(
+    unit=unit_statement(UNIT),
+    load=load_statement(LOAD),
+    profile=ProfileStatement(
+        models=("tiny", "tiny-lora"),
+        role="decode",
+        actions=("colocated_prefill", "tail_recompute"),
+        spec_digest="ab",
+        kv_bytes_per_token=1024.0,
+        kv_bytes_per_sequence=4096.0,
+        speed=SpeedStatement(
+            prefill_pass_ms=1.0,
+            prefill_token_ms=0.25,
+            prefill_attention_ms=0.0,
+            step_ms=2.0,
+            step_ms_per_sequence=0.5,
+            prefill_measured_s=1.8e9,
+        ),
+        tiers=(TierStatement(name="disk", bytes_total=1 << 36, latency_ms=0.5, bytes_per_ms=1e6),),
+        rpc="tcp://127.0.0.1:5000",
+        sequence_tokens=4096,
+    ),
+)
+
+
+def document(**changes: Any) -> bytes:
+    """The record as JSON with some of its fields, named by their path, set to something else."""
+    tree = msgspec.json.decode(msgspec.json.encode(STATUS))
+    for path, value in changes.items():
+        *parts, last = path.split("__")
+        at = tree
+        for part in parts:
+            at = at[int(part)] if isinstance(at, list) else at[part]
+        at[last] = value
+    return msgspec.json.encode(tree)
+
+
+def test_what_is_written_is_read() -> None:
+    read = read_status(msgspec.json.encode(STATUS))
+    assert (read.status, read.problems) == (STATUS, ())
+    assert read.status is not None
+    heard = load_of(read.status, WorkerId("10.0.0.1:80"))
+    assert heard.unit == RoutingUnit(WorkerId("10.0.0.1:80"), 1, UNIT.incarnation)
+    assert msgspec.structs.replace(heard, unit=UNIT) == LOAD
+
+
+def test_fields_of_a_later_version_are_ignored_and_missing_ones_have_defaults() -> None:
+    assert read_status(document(version=2, tomorrow={"x": 1}, load__dust=3)).problems == ()
+    bare = read_status(b'{"version": 1}')
+    assert bare.problems == ()
+    assert bare.status == WorkerStatus(
+        unit=UnitStatement(), load=LoadStatement(), profile=ProfileStatement()
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("load__kv_bytes_free", -1),
+        ("load__kv_bytes_total", 1 << 60),
+        ("load__waiting_sequences", 2.5),
+        ("load__running_sequences", True),
+        ("load__pending_prefill_tokens", "many"),
+        ("profile__kv_bytes_per_token", -5.0),
+        ("profile__kv_bytes_per_sequence", 1e300),
+        ("profile__speed__step_ms", -1.0),
+        ("profile__speed__prefill_token_ms", 1e10),
+        ("profile__speed__replay_tokens", -1),
+        ("profile__sequence_tokens", [1]),
+        ("profile__rpc", 5000),
+        ("profile__models", "tiny"),
+        ("profile__models", [1]),
+        ("unit__rank", -1),
+        ("unit__incarnation", 1 << 80),
+        ("profile", 5),
+        ("load", []),
+    ],
+)
+def test_a_bad_value_is_refused_by_its_name_and_the_rest_stands(field: str, value: Any) -> None:
+    read = read_status(document(**{field: value}))
+    assert [problem.partition(":")[0] for problem in read.problems] == [field.replace("__", ".")]
+    assert read.status is not None
+    if not field.startswith("profile"):
+        assert read.status.profile == STATUS.profile
+
+
+def test_a_speed_with_a_refused_time_is_no_speed_and_a_tier_without_a_rate_none() -> None:
+    read = read_status(document(profile__speed__step_ms=-1))
+    assert read.status is not None and read.status.profile.speed is None
+    read = read_status(
+        document(profile__speed__prefill_token_ms=0, profile__speed__prefill_pass_ms=0)
+    )
+    assert read.status is not None and read.status.profile.speed is None
+    read = read_status(document(profile__tiers__0__bytes_per_ms=0))
+    assert read.status is not None and read.status.profile.tiers == ()
+    assert read.problems == ("profile.tiers: disk has no name, latency or rate",)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"nonsense", b"[]", b"{}", b'{"version": "1"}', b'{"version": NaN}', b"\xff", b"["],
+)
+def test_what_is_no_record_says_so(text: bytes) -> None:
+    read = read_status(text)
+    assert read.status is None
+    assert len(read.problems) >= 1
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), 1 << 63) | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = sorted(
+    {f"load__{name}" for name in LoadStatement.__struct_fields__}
+    | {f"unit__{name}" for name in UnitStatement.__struct_fields__}
+    | {f"profile__{name}" for name in ProfileStatement.__struct_fields__}
+    | {f"profile__speed__{name}" for name in SpeedStatement.__struct_fields__}
+    | {f"profile__tiers__0__{name}" for name in TierStatement.__struct_fields__}
+)
+
+
+@given(field=st.sampled_from(FIELDS), value=ANYTHING)
+def test_no_value_of_any_field_raises(field: str, value: Any) -> None:
+    read = read_status(document(**{field: value}))
+    if read.status is not None:
+        times = read.status.profile.speed
+        assert times is None or times.prefill_token_ms + times.prefill_pass_ms > 0
+        assert read.status.load.kv_bytes_free >= 0

@@ -1,0 +1,165 @@
+"""The gateway prices each worker by what the worker says of itself, now and after every change."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.kv.messages import PlacementAction, RoutingUnit
+from ownerserve.kv.wire.status import (
+    LoadStatement,
+    ProfileStatement,
+    SpeedStatement,
+    TierStatement,
+    WorkerStatus,
+    unit_statement,
+)
+from ownerserve.plan.inputs import Tier
+from ownerserve.router.gateway.admin import admin_app
+from ownerserve.router.profile import DEFAULT_SPEED, Role
+
+Play = Callable[..., None]
+World = Any  # conftest.World; a test module can't import its conftest
+
+LIFE = 1_700_000_000_000_000_000
+
+
+def stated(
+    model: str, token_ms: float, step_ms: float, *, as_of_s: float = 1.0, **profile: Any
+) -> WorkerStatus:
+    """A worker's record."""
+    speed = SpeedStatement(
+        prefill_pass_ms=1.0,
+        prefill_token_ms=token_ms,
+        prefill_attention_ms=0.0,
+        step_ms=step_ms,
+        step_ms_per_sequence=0.5,
+        prefill_measured_s=1.8e9,
+        step_measured_s=1.8e9,
+    )
+    return WorkerStatus(
+        unit=unit_statement(RoutingUnit(WorkerId("own-name"), 0, Incarnation(LIFE))),
+        load=LoadStatement(
+            as_of_s=as_of_s,
+            pending_prefill_tokens=40,
+            running_sequences=2,
+            kv_bytes_free=10,
+            kv_bytes_evictable=80,
+            kv_bytes_total=100,
+        ),
+        profile=ProfileStatement(models=(model,), speed=speed, **profile),
+    )
+
+
+async def admin(world: World, path: str) -> httpx.Response:
+    transport = httpx.ASGITransport(admin_app(world.gateway))
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
+        return await client.get(path)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(4):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_two_unlike_workers_are_priced_by_their_own_figures(play: Play) -> None:
+    small = stated(
+        "small", 0.5, 4.0, kv_bytes_per_token=1024.0, role="decode",
+        actions=("colocated_prefill", "tail_recompute", "a_later_word"), spec_digest="d1",
+        tiers=(TierStatement(name="disk", latency_ms=2.0, bytes_per_ms=5e5),),
+    )  # fmt: skip
+    large = stated("large", 3.0, 40.0, kv_bytes_per_token=5511.0, kv_bytes_per_sequence=7e5)
+
+    async def scenario(world: World) -> None:
+        client, fleet = await world.client(), world.gateway.state.fleet
+        first, second = fleet
+        assert (first.speed.prefill.b_ms, second.speed.prefill.b_ms) == (0.5, 3.0)
+        assert (first.speed.step_ms, second.speed.step_ms) == (4.0, 40.0)
+        assert first.speed.sequence_bytes(10) == 10_240
+        assert second.speed.sequence_bytes(10) == 755_110
+        assert first.speed.media[Tier.DISK].ms(1e6) == 4.0
+        assert first.speed.media[Tier.HOST] == DEFAULT_SPEED.media[Tier.HOST], "not stated"
+        profile = first.profile
+        assert (profile.role, profile.spec_digest) == (Role.DECODE, "d1")
+        assert profile.actions == {
+            PlacementAction.COLOCATED_PREFILL, PlacementAction.TAIL_RECOMPUTE,
+        }  # fmt: skip
+        for model, token_ms, step_ms in (("small", 0.5, 4.0), ("large", 3.0, 40.0)):
+            prompt = "word " * 400
+            body = json.dumps({"model": model, "prompt": prompt}).encode()
+            await client.post("/v1/completions", body, x__session__id=f"s-{model}")
+            decided = (await admin(world, "/decisions?last=1")).json()["decisions"][0]
+            (priced,) = decided["priced"]
+            own_ms = 1.0 + decided["prefill_tokens"] * token_ms + 256 * (step_ms + 0.5 * 3)
+            assert priced["terms_ms"]["compute"] == pytest.approx(own_ms, rel=0.1)
+
+    play(scenario, states=[msgspec.json.encode(small), msgspec.json.encode(large)])
+
+
+def test_a_stated_load_is_heard_and_evictable_state_fills_memory_and_makes_room(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        (worker,) = world.gateway.state.fleet
+        assert (worker.pending_tokens, worker.batch) == (40, 2)
+        assert worker.incarnation == LIFE
+        assert worker.occupancy == pytest.approx(0.9)
+        assert worker.load.kv_bytes_free == 90
+
+    play(scenario, engines=1, states=[msgspec.json.encode(stated("m", 1.0, 1.0))])
+
+
+def test_a_worker_whose_figures_change_is_priced_anew(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        (engine,), (worker,) = world.engines, world.gateway.state.fleet
+        assert worker.speed.prefill.b_ms == 1.0
+        engine.states = msgspec.json.encode(stated("m", 8.0, 1.0, as_of_s=2.0))
+        await until(lambda: worker.speed.prefill.b_ms == 8.0)
+        assert worker.queue_ms == 40 * 8.0
+        world.gateway.state.fleet.check()
+
+    states = [msgspec.json.encode(stated("m", 1.0, 1.0))]
+    play(scenario, engines=1, states=states, health_interval_s=0.02)
+
+
+def test_a_bad_field_is_a_warning_a_metric_and_a_line_and_the_worker_serves(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = msgspec.json.decode(msgspec.json.encode(stated("m", 1.0, 1.0, role="wizard")))
+    tree["profile"]["speed"]["step_ms"] = -4
+    tree["load"]["kv_bytes_total"] = 1 << 60
+
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        assert (await client.post("/v1/chat/completions", b'{"a":1}')).status == 200
+        (worker,) = world.gateway.state.fleet
+        assert worker.speed.step_ms == DEFAULT_SPEED.step_ms, "half a speed is none"
+        metrics = (await admin(world, "/metrics")).text
+        (shown,) = (await admin(world, "/status")).json()["workers"]
+        problems = shown["profile"]["problems"]
+        for field in ("load.kv_bytes_total", "profile.speed.step_ms", "profile.role"):
+            assert f'field="{field}"' in metrics
+            assert any(problem.startswith(field) for problem in problems)
+            assert field in caplog.text
+
+    with caplog.at_level(logging.WARNING, "ownerserve.gateway"):
+        play(scenario, engines=1, states=[msgspec.json.encode(tree)])
+
+
+@pytest.mark.parametrize("said", [b"", b"no json", b'{"as_of_s": 1.0, "model": "m"}', b"[1]"])
+def test_a_statement_that_is_none_leaves_health_and_models_to_tell(play: Play, said: bytes) -> None:
+    async def scenario(world: World) -> None:
+        client, (worker,) = await world.client(), world.gateway.state.fleet
+        assert worker.speed == DEFAULT_SPEED
+        assert (await client.post("/v1/chat/completions", b'{"a":1}')).status == 200
+        (shown,) = (await admin(world, "/status")).json()["workers"]
+        assert shown["profile"]["problems"]
+
+    play(scenario, engines=1, states=[said or b" "])
