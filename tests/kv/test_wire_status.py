@@ -68,7 +68,7 @@ def test_what_is_written_is_read() -> None:
     read = read_status(msgspec.json.encode(STATUS))
     assert (read.status, read.problems) == (STATUS, ())
     assert read.status is not None
-    heard = load_of(read.status, WorkerId("10.0.0.1:80"))
+    heard = load_of(read.status.unit, read.status.load, worker=WorkerId("10.0.0.1:80"))
     assert heard.unit == RoutingUnit(WorkerId("10.0.0.1:80"), 1, UNIT.incarnation)
     assert msgspec.structs.replace(heard, unit=UNIT) == LOAD
 

@@ -46,8 +46,7 @@ class Calibration:
             if isinstance(item, Loaded) and item.tier not in self.model.tiers:
                 continue
             if item.ms > 0.0:
-                self.model.observe(item)
-                self.model.date(item, at_s)
+                self.model.observe(item, at_s)
                 self._observed += 1
 
     def save_if_due(self, now: float) -> None:

@@ -27,7 +27,8 @@ def actions_of(tiers: Collection[Tier]) -> tuple[str, ...]:
 
 def speed_statement(costs: CostModel, *, replay_tokens: int) -> SpeedStatement:
     """Prefill and decode as `costs` has them now, with their dates."""
-    prefill, steps = costs.prices().prefill, costs.steps()
+    prices, steps = costs.prices(), costs.steps()
+    prefill = prices.prefill
     return SpeedStatement(
         prefill_pass_ms=prefill.a_ms,
         prefill_token_ms=prefill.b_ms,
@@ -35,20 +36,21 @@ def speed_statement(costs: CostModel, *, replay_tokens: int) -> SpeedStatement:
         step_ms=steps.step_ms,
         step_ms_per_sequence=steps.sequence_ms,
         replay_tokens=replay_tokens,
-        prefill_measured_s=costs.measured_s(PREFILL),
-        step_measured_s=costs.measured_s(STEP),
+        prefill_measured_s=prices.measured_s.get(PREFILL),
+        step_measured_s=prices.measured_s.get(STEP),
     )
 
 
 def tier_statements(costs: CostModel, sizes: Mapping[Tier, int | None]) -> list[TierStatement]:
     """Each tier of `sizes` (bytes; None: not known) with the times that loads from it took."""
+    prices = costs.prices()
     return [
         TierStatement(
             name=str(tier),
             bytes_total=count,
-            latency_ms=(line := costs.line(tier)).latency_ms,
+            latency_ms=(line := prices.tiers[tier].line()).latency_ms,
             bytes_per_ms=line.bytes_per_ms,
-            measured_s=costs.measured_s(str(tier)),
+            measured_s=prices.measured_s.get(str(tier)),
         )
         for tier, count in sizes.items()
     ]

@@ -164,9 +164,8 @@ def unit_statement(unit: RoutingUnit) -> UnitStatement:
     return UnitStatement(unit.worker, unit.dp_rank, unit.incarnation)
 
 
-def load_of(status: WorkerStatus, worker: WorkerId) -> WorkerLoad:
-    """The record's load, spoken by the worker that its reader calls `worker`."""
-    unit, load = status.unit, status.load
+def load_of(unit: UnitStatement, load: LoadStatement, *, worker: WorkerId) -> WorkerLoad:
+    """What `unit`, which its reader calls `worker`, says of its load."""
     return WorkerLoad(
         unit=RoutingUnit(worker, unit.rank, Incarnation(unit.incarnation)),
         as_of=load.as_of_s,

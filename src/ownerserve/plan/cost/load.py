@@ -18,10 +18,13 @@ from math import exp, log
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.units import KIB, MIB
 from ownerserve.plan.cost.estimate import ErrorTrack
 
 CLASSES = 11
 NODE_BYTES = tuple(4096 << (2 * k) for k in range(CLASSES))
+LINE_BYTES = (64 * KIB, 16 * MIB)
+"""Between these a tier's line is drawn: a block's state, and a long session's."""
 RATIO_WEIGHT = 0.15
 """Share of the newest observation in a class's ratio: half is forgotten after four."""
 
@@ -59,6 +62,12 @@ class LoadTable(msgspec.Struct, frozen=True):
         elif i > CLASSES:
             i = CLASSES
         return self.base_ms[i] + self.ms_per_byte[i] * count
+
+    def line(self) -> Medium:
+        """One straight line, through a small and a large load."""
+        small, large = LINE_BYTES
+        rate = (large - small) / max(self.ms(large) - self.ms(small), 1e-9)
+        return Medium(max(0.0, self.ms(small) - small / rate), rate)
 
     def scaled(self, factor: float) -> LoadTable:
         """The table of a tier that takes `factor` times as long."""

@@ -11,7 +11,6 @@ from math import exp, log
 import msgspec
 
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
-from ownerserve.kv.units import KIB, MIB
 from ownerserve.plan.cost.compute import Coefficients, ComputeFit
 from ownerserve.plan.cost.estimate import TRUST_MIN_SAMPLES, ErrorTrack, Estimate, Source
 from ownerserve.plan.cost.events import Loaded, Observation, Prefilled, Replayed, Stepped, Waited
@@ -23,8 +22,6 @@ from ownerserve.plan.inputs import Backlog, Tier
 VERSION = 1
 QUEUE_WEIGHT = 0.1
 RATIO_LIMITS = (0.05, 20.0)
-LINE_BYTES = (64 * KIB, 16 * MIB)
-"""Between these a tier's line is drawn: a block's state, and a long session's."""
 
 
 class Defaults(msgspec.Struct, frozen=True):
@@ -80,9 +77,12 @@ class CostModel:
         """The tiers that can be priced."""
         return tuple(self._state.tiers)
 
-    def observe(self, seen: Observation) -> None:
-        """Learn from one measured load, pass, step or wait."""
+    def observe(self, seen: Observation, at_s: float | None = None) -> None:
+        """Learn from one measured load, pass, step or wait. `at_s`: when, in seconds since 1970;
+        None: estimates that rest on it bear no date."""
         self._prices = None
+        if at_s is not None and (name := _estimate_of(seen)) is not None:
+            self._state.measured_s[name] = at_s
         match seen:
             case Loaded(tier, count, ms):
                 self._tables.pop(tier, None)
@@ -97,30 +97,9 @@ class CostModel:
             case Waited(backlog, ms):
                 self._observe_wait(backlog, ms)
 
-    def date(self, seen: Observation, at_s: float) -> None:
-        """Say that `seen` was observed at `at_s`, seconds since 1970."""
-        match seen:
-            case Loaded(tier):
-                self._state.measured_s[str(tier)] = at_s
-            case Prefilled():
-                self._state.measured_s[PREFILL] = at_s
-            case Stepped():
-                self._state.measured_s[STEP] = at_s
-
-    def measured_s(self, name: str) -> float | None:
-        """When the estimate `name` was last measured, seconds since 1970; None: it is assumed."""
-        return self._state.measured_s.get(name)
-
     def steps(self) -> StepTimes:
         """What a decode step takes."""
         return self._state.steps.times()
-
-    def line(self, tier: Tier) -> Medium:
-        """`tier`'s present times as one straight line, through a small and a large load."""
-        table = self._table(tier)
-        small, large = LINE_BYTES
-        rate = (large - small) / max(table.ms(large) - table.ms(small), 1e-9)
-        return Medium(max(0.0, table.ms(small) - small / rate), rate)
 
     def prices(self) -> Prices:
         """The present prices; the same object until something was observed."""
@@ -134,6 +113,7 @@ class CostModel:
                 prefill=state.prefill.fitted,
                 replay=self._replay.fitted,
                 queue_ratio=exp(state.queue_log_ratio),
+                measured_s=dict(state.measured_s),
                 untrusted={n: track.factor for n, track in tracks.items() if not track.is_trusted},
             )
         return self._prices
@@ -216,3 +196,16 @@ class CostModel:
             known = ", ".join(self._state.tiers)
             raise InvalidInput("tier", f"{tier!r} has no cost", f"use one of {known}")
         return self._state.tiers[tier]
+
+
+def _estimate_of(seen: Observation) -> str | None:
+    """The estimate that a dated observation makes a measured one; None: none that is told."""
+    match seen:
+        case Loaded(tier):
+            return str(tier)
+        case Prefilled():
+            return PREFILL
+        case Stepped():
+            return STEP
+        case _:
+            return None

@@ -24,6 +24,8 @@ class Prices(msgspec.Struct, frozen=True):
     replay: Coefficients
     queue_ratio: float
     untrusted: dict[str, float]
+    measured_s: dict[str, float] = {}
+    """When each estimate was last measured, seconds since 1970; what is missing is assumed."""
 
     def queue_ms(self, backlog: Backlog) -> float:
         """How long the engine is busy with what stands before a new request."""

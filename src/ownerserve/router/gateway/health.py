@@ -20,7 +20,7 @@ import msgspec
 
 from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import Incarnation
-from ownerserve.kv.wire.status import WorkerStatus, load_of, read_status
+from ownerserve.kv.wire.status import StatusRead, WorkerStatus, load_of, read_status
 from ownerserve.router.gateway.config import Address, Config
 from ownerserve.router.gateway.fetching import SmallAnswer, fetch
 from ownerserve.router.gateway.heads import read_response_head
@@ -101,16 +101,19 @@ class HealthMonitor:
             self._states_itself = answer.status != 404
             self.stated = None
             return []
-        read = read_status(answer.body)
+        return self._take(read_status(answer.body))
+
+    def _take(self, read: StatusRead) -> list[News]:
         self.stated = status = read.status
         if status is None:
             self._note(read.problems)
             return []
-        profile, problems = profile_of(status, status.profile.models, default=self._config.speed)
+        worker, default = self.address.worker, self._config.speed
+        profile, problems = profile_of(status, status.profile.models, default=default)
         self._note((*read.problems, *problems))
-        load = load_of(status, self.address.worker)
+        load = load_of(status.unit, status.load, worker=worker)
         life = load.unit.incarnation or None
-        up = WorkerUp(self.address.worker, load.unit.dp_rank, life, profile)
+        up = WorkerUp(worker, load.unit.dp_rank, life, profile)
         return [up] if life is None else [up, Stamped(load)]
 
     async def _by_health(self) -> list[News]:

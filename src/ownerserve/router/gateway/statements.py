@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ownerserve.kv.messages import PlacementAction
-from ownerserve.kv.wire.status import ProfileStatement, WorkerStatus
+from ownerserve.kv.wire.status import (
+    ProfileStatement,
+    SpeedStatement,
+    TierStatement,
+    WorkerStatus,
+)
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.inputs import Tier
@@ -52,27 +57,35 @@ def _actions(stated: Sequence[str] | None) -> frozenset[PlacementAction]:
 
 
 def _speed(stated: ProfileStatement, default: Speed) -> Speed:
-    tiers = {tier.value for tier in Tier}
-    media = {
-        Tier(tier.name): Medium(tier.latency_ms, tier.bytes_per_ms)
-        for tier in stated.tiers
-        if tier.name in tiers
-    }
+    media = dict(default.media)
+    for tier in stated.tiers:
+        if tier.name in _TIERS:
+            media[Tier(tier.name)] = _medium(tier)
     speed = replace(
         default,
-        media={**default.media, **media},
+        media=media,
         kv_bytes_per_token=stated.kv_bytes_per_token or default.kv_bytes_per_token,
         kv_bytes_per_sequence=stated.kv_bytes_per_sequence,
     )
-    measured = stated.speed
-    if measured is None:
-        return speed
+    return speed if stated.speed is None else _at(speed, stated.speed)
+
+
+_TIERS = frozenset(tier.value for tier in Tier)
+
+
+def _medium(tier: TierStatement) -> Medium:
+    return Medium(tier.latency_ms, tier.bytes_per_ms)
+
+
+def _at(speed: Speed, stated: SpeedStatement) -> Speed:
+    """`speed`, computing as stated."""
+    prefill = Coefficients(
+        stated.prefill_pass_ms, stated.prefill_token_ms, stated.prefill_attention_ms
+    )
     return replace(
         speed,
-        prefill=Coefficients(
-            measured.prefill_pass_ms, measured.prefill_token_ms, measured.prefill_attention_ms
-        ),
-        step_ms=measured.step_ms,
-        step_ms_per_sequence=measured.step_ms_per_sequence,
-        replay_tokens=measured.replay_tokens,
+        prefill=prefill,
+        step_ms=stated.step_ms,
+        step_ms_per_sequence=stated.step_ms_per_sequence,
+        replay_tokens=stated.replay_tokens,
     )
