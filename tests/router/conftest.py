@@ -35,6 +35,8 @@ class FakeEngine:
         self.refuses: tuple[int, str] | None = None
         """Status and reason of an admission that says no."""
         self.cached_tokens: int | None = None
+        self.usage: bytes | None = None
+        """What its answers say of their size, instead of what is so."""
         self.states: bytes | None = None
         """What it says on /ownerserve/status; None: 404, as engines that know no such path."""
         self._writers: set[asyncio.StreamWriter] = set()
@@ -109,11 +111,11 @@ class FakeEngine:
         details = b""
         if self.cached_tokens is not None:
             details = b', "prompt_tokens_details": {"cached_tokens": %d}' % self.cached_tokens
-        text = b'{"id": "resp_%d", "usage": {"prompt_tokens": %d, "completion_tokens": 1%b}}' % (
-            len(self.seen),
+        usage = self.usage or b'{"prompt_tokens": %d, "completion_tokens": 1%b}' % (
             max(len(body) // 2, 1),
             details,
         )
+        text = b'{"id": "resp_%d", "usage": %b}' % (len(self.seen), usage)
         writer.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: keep-alive\r\n"
             b"x-request-id: engine\r\n%bcontent-length: %d\r\n\r\n%b" % (says, len(text), text)

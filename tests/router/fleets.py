@@ -67,6 +67,8 @@ def request(prompt: int = 1000, **known: Any) -> Request:
     defaults: dict[str, Any] = {"session": SessionId("s"), "output_tokens": 100}
     if known.get("copies") and "known_tokens" not in known:
         known["known_tokens"] = max(copy.tokens for copy in known["copies"])
+    if "owner" in known:
+        defaults["home"] = known["owner"]
     return Request(prompt_tokens=prompt, **{**defaults, **known})
 
 

@@ -212,13 +212,7 @@ class Gateway:
             return
         unit = unit_of(outcome.decision.worker)
         assert unit is not None and outcome.session == turn.session
-        known = self.alive.get(unit.worker)
-        if known is None or known.incarnation < unit.incarnation:
-            self.alive[unit.worker] = unit  # a stamp told of this life before any probe
-        self.owners.runs_at(turn.session, unit, parent=turn.parent)
-        self.world.ran(turn, self, unit)
-        self._ask_soon()
-        delay_s = self.world.net.rng.uniform(0.005, 0.2)
+        delay_s = self.world.net.rng.choice((0.001, 0.02, 0.2))
         self.world.net.after(delay_s, partial(self._reaches, turn, outcome, unit, 0.0))
 
     def _reaches(self, turn: Turn, dispatch: Dispatch, unit: RoutingUnit, hung_s: float) -> None:
@@ -250,6 +244,14 @@ class Gateway:
         """The first byte, with the worker's word on the prompt."""
         world, now_s = self.world, self.world.net.now_s
         self.state.handle(FirstByte(dispatch.receipt), now_s)
+        worker = dispatch.decision.worker
+        if worker.up and unit_of(worker) == unit:
+            known = self.alive.get(unit.worker)
+            if known is None or known.incarnation < unit.incarnation:
+                self.alive[unit.worker] = unit  # a stamp told of this life before any probe
+            self.owners.runs_at(turn.session, unit, parent=turn.parent)
+            world.ran(turn, self, unit)
+            self._ask_soon()
         if world.net.rng.random() < world.tells[turn.session]:
             tip = PrefixHash(f"{turn.session}/{next(self._prompts)}".encode().ljust(32))
             self.state.handle(Reported(unit, Tier.DEVICE, tip, TOKENS, turn.session), now_s)

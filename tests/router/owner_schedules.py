@@ -208,7 +208,7 @@ class World:
 
     def ended(self, turn: Turn, gateway: Gateway) -> None:
         self.counts["ends"] += 1
-        if self._ran_by[turn.session] == {gateway} or self.net.now_s > HEAL_S + WELL_S:
+        if self._ran_by.get(turn.session) == {gateway} or self.net.now_s > HEAL_S + WELL_S:
             self.over[turn.session] = gateway
 
     # ---- what goes wrong

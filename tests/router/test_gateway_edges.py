@@ -355,3 +355,33 @@ def test_the_embedded_directory_follows_the_turns(play: Play) -> None:
 async def _probe(world: World) -> list[Any]:
     (address,) = world.gateway.config.workers
     return await HealthMonitor(address, world.gateway.config, tell=print).probe()
+
+
+def test_a_turn_that_no_worker_serves_leaves_its_session_where_it_was(play: Play) -> None:
+    """An error says nothing of where the session is; the directory hears only of answers."""
+
+    async def scenario(world: World) -> None:
+        client, (engine,) = await world.client(), world.engines
+        engine.says = stamped()
+        await client.post("/v1/chat/completions", x__session__id="other")
+        told = world.gateway.owners.owners.answers
+        async with asyncio.timeout(3):
+            while not told["bound"]:
+                await asyncio.sleep(0.01)
+        engine.refuses = (500, "")
+        failed = await client.post("/v1/chat/completions", x__session__id="a")
+        assert failed.status == 500
+        engine.refuses = None
+        engine.says = stamped(mode="failed")
+        await client.post("/v1/chat/completions", x__session__id="a")
+        assert told["bound"] == 1
+        engine.says = stamped()
+        served = await client.post("/v1/chat/completions", x__session__id="a")
+        assert served["x-ownerserve-reason"] in ("new_session", "fork", "replica")
+        async with asyncio.timeout(3):
+            while told["bound"] < 2:
+                await asyncio.sleep(0.01)
+        next_turn = await client.post("/v1/chat/completions", x__session__id="a")
+        assert next_turn["x-ownerserve-reason"] == "owner"
+
+    play(scenario, engines=1, health_interval_s=10.0)

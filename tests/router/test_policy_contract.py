@@ -62,7 +62,7 @@ def decisions(policy: Policy) -> list[tuple[Request, Candidates, Decision]]:
         for worker in fleet:
             load(worker, pending=worker.order * 50_000, sequences=worker.order)
         for asked in questions(fleet):
-            if asked.owner is not None and asked.owner not in candidates:
+            if asked.home is not None and asked.home not in candidates:
                 continue
             made.append((asked, candidates, policy.decide(asked, candidates)))
     return made

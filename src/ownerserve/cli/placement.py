@@ -154,6 +154,7 @@ def _scene(
         session=SessionId("session"),
         turn=turn,
         turns=1 if known and owner is not None else 0,
+        home=owner,
         owner=owner,
         copies=tuple(copies),
         known_tokens=known,

@@ -22,6 +22,7 @@ class Account:
         "reasons",
         "received",
         "refusals",
+        "usages_refused",
     )
 
     def __init__(self) -> None:
@@ -29,6 +30,8 @@ class Account:
         self.finished = 0
         self.broken = 0
         self.aborted = 0
+        self.usages_refused = 0
+        """Answers whose counts no sequence can have."""
         self.reasons: Counter[Reason] = Counter()
         self.refusals: Counter[Refusal] = Counter()
         self.failures: Counter[Failure] = Counter()

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+import msgspec
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.router.fleet import Fleet
+from ownerserve.router.messages import Receipt
 from ownerserve.router.sessions import SessionTable
 from ownerserve.router.worker import Load, Worker
 
 
-def audit(fleet: Fleet, sessions: SessionTable, loads: Sequence[tuple[Worker, Load]]) -> None:
+class Books(msgspec.Struct, frozen=True):
+    """What the state counts of its live dispatches: their loads, and who was not answered yet."""
+
+    loads: Sequence[tuple[Worker, Load]]
+    unanswered: Collection[Receipt]
+
+
+def audit(fleet: Fleet, sessions: SessionTable, books: Books) -> None:
     """Raise InvariantViolated unless ledgers, bindings, references and orders agree."""
     bound = Counter(
-        session.owner
+        session.home
         for _, session in sessions.items()
-        if session.owner is not None and session.owner.life == session.owner_life
+        if session.home is not None and session.home.life == session.home_life
     )
     for worker in fleet:
-        own = [load for where, load in loads if where is worker]
+        own = [load for where, load in books.loads if where is worker]
         expected = (
             len(own),
             sum(load.prefill_tokens for load in own),
@@ -34,8 +44,19 @@ def audit(fleet: Fleet, sessions: SessionTable, loads: Sequence[tuple[Worker, Lo
         )
         if counted != expected:
             raise InvariantViolated(f"invariant 5: {worker.id} has {counted}, not {expected}")
+    _check_homes(sessions, books)
     _check_references(sessions)
     fleet.check()
+
+
+def _check_homes(sessions: SessionTable, books: Books) -> None:
+    """A session's home is its owner, but for a dispatch that nobody has begun to answer."""
+    for name, session in sessions.items():
+        if session.heading is None:
+            if (session.home, session.home_life) != (session.owner, session.owner_life):
+                raise InvariantViolated(f"invariant 5: {name} has a home that nothing leads to")
+        elif session.heading not in books.unanswered:
+            raise InvariantViolated(f"invariant 5: {name} waits for a dispatch that is over")
 
 
 def _check_references(sessions: SessionTable) -> None:

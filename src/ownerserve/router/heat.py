@@ -32,7 +32,7 @@ TARGETS = 4
 
 
 class Heat(Enum):
-    """A session's state at its owner."""
+    """A session's state at its home."""
 
     CALM = "calm"
     COOLING = "cooling"
@@ -51,7 +51,7 @@ Pressure: TypeAlias = Callable[[Request, Worker, Candidates], float]
 def wait_ms(request: Request, worker: Worker, fleet: Candidates) -> float:
     """EAR's pressure: how long others' pending prefill keeps the turn waiting there."""
     load, own = worker.load, request.own_pending_tokens
-    if not own or worker is not request.owner or load.pending_tokens <= 0:
+    if not own or worker is not request.home or load.pending_tokens <= 0:
         return load.queue_ms
     return load.queue_ms * max(load.pending_tokens - own, 0) / load.pending_tokens
 
@@ -59,14 +59,14 @@ def wait_ms(request: Request, worker: Worker, fleet: Candidates) -> float:
 def heat(
     request: Request,
     pressure_ms: float,
-    owner: Worker,
+    home: Worker,
     *,
     fleet: Candidates,
     settings: Settings,
     pressure: Pressure,
 ) -> tuple[Heat, Worker | None]:
-    """Under a pressure over T_hot at its owner: the session's state, and where it leaves for."""
-    target = least_with_room(request, owner, fleet)
+    """Under a pressure over T_hot at its home: the session's state, and where it leaves for."""
+    target = least_with_room(request, home, fleet)
     if target is None:
         return _STUCK, None
     if pressure_ms <= settings.hot_ratio * pressure(request, target, fleet):
@@ -76,14 +76,14 @@ def heat(
     return _LEAVING, target
 
 
-def least_with_room(request: Request, owner: Worker | None, fleet: Candidates) -> Worker | None:
-    """The least loaded worker but `owner` whose free memory takes the whole context."""
+def least_with_room(request: Request, home: Worker | None, fleet: Candidates) -> Worker | None:
+    """The least loaded worker but `home` whose free memory takes the whole context."""
     tokens = request.prompt_tokens + request.output_tokens
     least = fleet.least_one()
-    if least is not owner and _has_room(least, tokens):
+    if least is not home and _has_room(least, tokens):
         return least  # as a rule: the others need not be listed
     for worker in fleet.least(TARGETS):
-        if worker is not owner and _has_room(worker, tokens):
+        if worker is not home and _has_room(worker, tokens):
             return worker
     return None
 

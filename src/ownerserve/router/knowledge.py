@@ -78,8 +78,7 @@ class Knowledge:
         if worker is None or _is_earlier(session, event.epoch):
             return NOTED
         session.epoch = event.epoch
-        self._sessions.bind(session, worker)
-        worker.refresh()
+        self._sessions.claim(session, worker)
         return NOTED
 
     def migrated(self, event: Migrated, now_s: float) -> Noted:
@@ -94,8 +93,7 @@ class Knowledge:
                 session.prefix.drop(source, Tier.DEVICE)
             session.prefix.hold(worker, Tier.DEVICE, event.tokens)
         session.moved_at_s = now_s
-        self._sessions.bind(session, worker)
-        worker.refresh()
+        self._sessions.claim(session, worker)
         return NOTED
 
     def _adopt(self, event: Reported) -> Prefix | None:

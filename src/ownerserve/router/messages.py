@@ -21,7 +21,7 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.profile import Profile
-from ownerserve.router.usage import Usage
+from ownerserve.router.usage import Prompt, Usage
 
 if TYPE_CHECKING:
     from ownerserve.router.decision import Decision
@@ -97,6 +97,16 @@ class Failure(Label):
     """The answer was no HTTP."""
     REFUSED = "refused"
     """The worker's admission said no: nothing is wrong with it, and the session stays its own."""
+
+
+class Answer(Label):
+    """What an answer's own lines say of the worker that gives it."""
+
+    TURN = "turn"
+    """It serves the turn: a status below 400, and no execution mode that says otherwise. From then
+    on the worker has the session's state up to the end of the prompt."""
+    ERROR = "error"
+    """It passes an error on: it says nothing of where the session is."""
 
 
 class Down(Label):
@@ -186,19 +196,29 @@ class Arrive(msgspec.Struct, frozen=True, gc=False):
 
 
 class FirstByte(msgspec.Struct, frozen=True, gc=False):
-    """The worker began to answer: its prefill is over. `status`: its stamp on this answer."""
+    """The worker began to answer: its prefill is over. `status`: its stamp on this answer.
+
+    With Answer.TURN the worker is the session's owner from here on, until W8's nodes say so
+    themselves. Done without a FirstByte before it says both at once.
+    """
 
     receipt: Receipt
     status: WorkerLoad | None = None
+    answer: Answer = Answer.TURN
 
 
 class Done(msgspec.Struct, frozen=True, gc=False):
-    """The answer is complete. `alias`: a name under which the next turn may ask for the session."""
+    """The answer is complete. `alias`: a name under which the next turn may ask for the session.
+
+    `usage` is refused, and counted, when no sequence of the worker's model can have such counts.
+    `prompt`: of one that is not in the body, its bytes teach nothing of its tokens.
+    """
 
     receipt: Receipt
     usage: Usage | None = None
     alias: SessionId | None = None
     status: WorkerLoad | None = None
+    prompt: Prompt = Prompt.IN_BODY
 
 
 class Failed(msgspec.Struct, frozen=True, gc=False):

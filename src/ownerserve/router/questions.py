@@ -37,9 +37,12 @@ def ask(
         prefix, known_tokens = session.stem, session.stem_tokens
     if known_tokens >= prompt_tokens:
         known_tokens = prompt_tokens - 1  # the last one is always computed
-    owner = session.live_owner
-    if owner is not None and owner not in candidates.serving:
+    home, owner = session.live_home, session.live_owner
+    serving = candidates.serving
+    if owner is not None and owner not in serving:
         owner = None
+    if home is not None and home not in serving:
+        home = owner
     turns, idle_s = session.turns, now_s - session.idle_since_s
     return Request(
         prompt_tokens=prompt_tokens,
@@ -48,17 +51,18 @@ def ask(
             turns=turns,
             known_tokens=known_tokens,
             new_tokens=prompt_tokens - known_tokens,
-            is_cold=owner is None or idle_s > limits.cold_after_s,
+            is_cold=home is None or idle_s > limits.cold_after_s,
             limits=limits,
         ),
         turns=turns,
+        home=home,
         owner=owner,
         copies=session.copies(),
         spec_digest="" if prefix is None else prefix.spec_digest,
         known_tokens=known_tokens,
         output_tokens=int(session.output_tokens) or limits.output_tokens,
-        own_pending_tokens=session.pending_tokens,
+        own_pending_tokens=0 if home is None else session.pending_at(home),
         idle_s=idle_s,
-        since_move_s=now_s - session.moved_at_s,
+        since_move_s=now_s - session.last_move_s,
         now_s=now_s,
     )

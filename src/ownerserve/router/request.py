@@ -23,8 +23,12 @@ class Request(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     turn: TurnClass = TurnClass.SMALL_INCREMENT
     turns: int = 0
     """Earlier requests of the session that were dispatched."""
+    home: Worker | None = None
+    """Where the session's next turn goes unless there is a better place; None when it is new, or
+    that worker is gone or no candidate."""
     owner: Worker | None = None
-    """Where the session runs; None when it is new, or that worker is gone or no candidate."""
+    """Who has the session, and alone can hand it over: its home, but while a turn that was sent
+    elsewhere is not answered. None as for `home`."""
     copies: tuple[Copy, ...] = ()
     """Who holds the beginning of the prompt. Only copies that can be used now; the owner's too."""
     spec_digest: str = ""
@@ -33,7 +37,7 @@ class Request(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """How much of the prompt was computed once, wherever it lies now."""
     output_tokens: int = 0
     own_pending_tokens: int = 0
-    """Prefill of the session's own other requests that its owner has not begun to answer."""
+    """Prefill of the session's own other requests that its home has not begun to answer."""
     idle_s: float = 0.0
     """Since the session's last turn ended."""
     since_move_s: float = float("inf")

@@ -1,10 +1,21 @@
 """What the router remembers of each session, in bounded memory.
 
-Owns: which worker a session is bound to, how many bytes its tokens take, which prefix it stands
-on. Losing an entry costs a cache hit, never a right answer.
+Owns: where a session's next turn goes and whose it is, how many bytes its tokens take, which prefix
+it stands on. Losing an entry costs a cache hit, never a right answer.
 
-A binding is good for one life of a worker, so that a restart unbinds all its sessions at once
-without a look at any of them.
+Two facts, told apart by what makes them true:
+
+    owner   who may change the session for others: the directory's word, else the worker that began
+            to answer its newest turn
+    home    where the next turn goes: where the newest dispatch went, until the first byte settles
+            it; from then on, and when the dispatch comes to nothing, the owner
+
+            send            answered                    send            lost
+    w0 ───────────> home w1 ────────> owner, home w1    ───> home w2 ────────> home w1 again
+    owner w0        owner w0
+
+Each is good for one life of a worker, so that a restart unbinds all its sessions at once without a
+look at any of them.
 """
 
 from __future__ import annotations
@@ -16,11 +27,14 @@ from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.extents import Copy, Prefix
-from ownerserve.router.usage import Usage
-from ownerserve.router.worker import Worker
+from ownerserve.router.messages import Receipt
+from ownerserve.router.usage import Usage, bytes_per_token
+from ownerserve.router.worker import Load, Worker
 
 DEFAULT_BYTES_PER_TOKEN = 4.0
 """Until a session has shown its own ratio (English text and code lie between 3 and 5)."""
+
+_NEVER = float("-inf")
 
 OUTPUT_WEIGHT = 0.3
 """Share of the newest answer in the expected length of the next."""
@@ -29,31 +43,41 @@ SESSIONS_MAX = 131_072
 
 
 class Session:
-    """One session. `owner` in its life `owner_life` is where it runs; None before the first turn.
+    """One session: its owner in the life `owner_life`, its home in `home_life`; None: none yet.
 
-    `prefix` is what its last turn left; `stem` the prefix that it was forked from. `turns` counts
-    dispatches, `moved_at_s` when it last changed its owner for load's sake.
+    `heading` is the dispatch that made its home another than its owner may be: sent, and without
+    a first byte so far. `prefix` is what its last turn left; `stem` the prefix that it was forked
+    from. `turns` counts those that are under way or were answered. `pending` are the parts of its
+    own live dispatches. `moved_at_s`: when it last changed its owner for load's sake; `left_at_s`:
+    when it was last sent away, while that is not settled.
     """
 
     __slots__ = (
-        "bytes_per_token", "epoch", "idle_since_s", "moved_at_s", "output_tokens", "owner",
-        "owner_life", "pending_tokens", "prefix", "seen_at_s", "stem",
-        "stem_tokens", "turns",
+        "answered_by", "bytes_per_token", "epoch", "heading", "home", "home_life", "idle_since_s",
+        "is_forgotten", "left_at_s", "moved_at_s", "output_tokens", "owner", "owner_life",
+        "pending", "prefix", "seen_at_s", "stem", "stem_tokens", "turns",
     )  # fmt: skip
 
     def __init__(self, now_s: float) -> None:
         self.owner: Worker | None = None
         self.owner_life = 0
+        self.home: Worker | None = None
+        self.home_life = 0
+        self.heading: Receipt | None = None
+        self.answered_by = 0
+        """The newest dispatch that a worker began to answer."""
+        self.is_forgotten = False
+        """Whether the table has let it go: it binds nobody any more."""
         self.epoch: Epoch | None = None
         self.prefix: Prefix | None = None
         self.stem: Prefix | None = None
         self.stem_tokens = 0
         self.bytes_per_token = DEFAULT_BYTES_PER_TOKEN
         self.output_tokens = 0.0
-        self.pending_tokens = 0
+        self.pending: tuple[tuple[Worker, Load], ...] = ()
         self.turns = 0
         self.seen_at_s = self.idle_since_s = now_s
-        self.moved_at_s = float("-inf")
+        self.moved_at_s = self.left_at_s = _NEVER
 
     @property
     def live_owner(self) -> Worker | None:
@@ -63,9 +87,28 @@ class Session:
             return None
         return owner
 
-    def is_bound_to(self, worker: Worker) -> bool:
-        """Whether `worker`, in its present life, is the owner."""
-        return self.owner is worker and self.owner_life == worker.life
+    @property
+    def live_home(self) -> Worker | None:
+        """Where the next turn goes: home, if it is up and in that life, else the owner."""
+        home = self.home
+        if home is None or not home.up or home.life != self.home_life:
+            return self.live_owner
+        return home
+
+    @property
+    def last_move_s(self) -> float:
+        """When it last left for load's sake; a leaving that came to nothing does not count."""
+        return self.left_at_s if self.left_at_s > self.moved_at_s else self.moved_at_s
+
+    def pending_at(self, worker: Worker) -> int:
+        """Prefill tokens of its own live turns that `worker` has not begun to answer."""
+        return sum(load.prefill_tokens for where, load in self.pending if where is worker)
+
+    def ended(self, loads: tuple[Load, ...]) -> None:
+        """A dispatch that counted for `loads` is over."""
+        self.pending = tuple(
+            [part for part in self.pending if not any(part[1] is load for load in loads)]
+        )
 
     @property
     def known_tokens(self) -> int:
@@ -90,9 +133,11 @@ class Session:
         self.stem, self.stem_tokens = parent, min(tokens, parent.tokens)
 
     def grow(self, worker: Worker, usage: Usage, *, prompt_bytes: int) -> None:
-        """A finished turn: its ratio, and the context that `worker` holds now."""
-        if usage.prompt_tokens > 0 and prompt_bytes > 0:
-            self.bytes_per_token = prompt_bytes / usage.prompt_tokens
+        """A finished turn: the context that `worker` holds now, and the session's ratio from the
+        `prompt_bytes` (0: not known) that its prompt took."""
+        learnt = bytes_per_token(prompt_bytes, usage.prompt_tokens)
+        if learnt is not None:
+            self.bytes_per_token = learnt
         weight = OUTPUT_WEIGHT if self.output_tokens else 1.0
         self.output_tokens += weight * (usage.output_tokens - self.output_tokens)
         stem = self.stem
@@ -132,7 +177,7 @@ class Session:
 class SessionTable:
     """Sessions by id, least recently used first; at most `limit`, none idle for over `idle_s`.
 
-    Owns the binding on both sides: `session.owner` and the worker's `bound_sessions`.
+    Owns the binding on both sides: `session.home` and the worker's `bound_sessions`.
     """
 
     def __init__(self, *, limit: int = SESSIONS_MAX, idle_s: float = 4 * 3600.0) -> None:
@@ -165,21 +210,51 @@ class SessionTable:
         known.seen_at_s = now_s
         return known
 
-    def bind(self, session: Session, worker: Worker) -> None:
-        """`worker` in its present life is where the session runs now."""
-        if session.is_bound_to(worker):
-            return
-        self.unbind(session)
-        session.owner, session.owner_life = worker, worker.life
-        worker.bound_sessions += 1
+    def send(self, session: Session, worker: Worker, receipt: Receipt) -> None:
+        """The dispatch `receipt` of the session goes to `worker`, in its present life."""
+        self._move_home(session, worker, worker.life)
+        session.heading = receipt
 
-    def unbind(self, session: Session) -> None:
-        """Nobody owns it."""
-        owner = session.owner
-        if owner is not None and owner.life == session.owner_life:
-            owner.bound_sessions -= 1
-            owner.refresh()
-        session.owner = None
+    def answered(self, session: Session, worker: Worker, receipt: Receipt) -> None:
+        """`worker` began to answer that dispatch: it has the session, unless a later turn has run
+        elsewhere since."""
+        if session.is_forgotten:
+            return
+        if receipt >= session.answered_by:
+            session.answered_by = receipt
+            if session.home is worker and not _is_in(worker, session.owner, session.owner_life):
+                session.moved_at_s = session.last_move_s
+            session.owner, session.owner_life = worker, worker.life
+        self._settle(session, receipt)
+
+    def lost(self, session: Session, receipt: Receipt) -> None:
+        """That dispatch came to nothing before a first byte: the next turn goes to the owner."""
+        if not session.is_forgotten and session.heading == receipt:
+            self._settle(session, receipt)
+
+    def claim(self, session: Session, worker: Worker) -> None:
+        """The directory's word: `worker` in its present life owns the session."""
+        session.owner, session.owner_life = worker, worker.life
+        self._settle(session, None)
+
+    def _settle(self, session: Session, receipt: Receipt | None) -> None:
+        """Nothing is known of a home but the owner, unless a later dispatch is on its way."""
+        if session.heading not in (None, receipt):
+            return
+        session.heading, session.left_at_s = None, _NEVER
+        self._move_home(session, session.owner, session.owner_life)
+
+    def _move_home(self, session: Session, worker: Worker | None, life: int) -> None:
+        former, former_life = session.home, session.home_life
+        if former is worker and former_life == life:
+            return
+        session.home, session.home_life = worker, life
+        if former is not None and former.life == former_life:
+            former.bound_sessions -= 1
+            former.refresh()
+        if worker is not None and worker.life == life:
+            worker.bound_sessions += 1
+            worker.refresh()
 
     def alias(self, alias: SessionId, session: SessionId) -> None:
         """Let `alias` mean `session`."""
@@ -191,7 +266,8 @@ class SessionTable:
     def forget(self, session: SessionId) -> None:
         known = self._sessions.pop(session, None)
         if known is not None:
-            self.unbind(known)
+            self._move_home(known, None, 0)
+            known.is_forgotten, known.heading, known.owner = True, None, None
             known.leave()
 
     def _make_room(self, now_s: float) -> None:
@@ -203,3 +279,8 @@ class SessionTable:
             if oldest is None or now_s - oldest[1].seen_at_s <= self._idle_s:
                 return
             self.forget(oldest[0])
+
+
+def _is_in(worker: Worker, owner: Worker | None, life: int) -> bool:
+    """Whether `worker`, in its present life, is that owner in that life."""
+    return owner is worker and life == worker.life

@@ -23,9 +23,9 @@ from ownerserve.router.worker import Worker
 
 
 def few(request: Request, fleet: Candidates, *, count: int) -> list[Worker]:
-    """The small set that is priced: the owner, the holders and the `count` least loaded."""
-    owner = () if request.owner is None else (request.owner,)
-    return [*owner, *request.holders(fleet), *fleet.least(count)]
+    """The small set that is priced: the home, the holders and the `count` least loaded."""
+    home = () if request.home is None else (request.home,)
+    return [*home, *request.holders(fleet), *fleet.least(count)]
 
 
 def rank(

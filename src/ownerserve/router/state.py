@@ -5,12 +5,18 @@
 | WorkerUp, WorkerDown | candidates change; a new life unbinds what the old one held | Noted |
 | Stamped | the worker's word on its load replaces what was known | Noted |
 | Reported, Gone, Claimed, Migrated | the dated copy of extents and owners follows | Noted |
-| Arrive | the policy decides, load is counted, the session is bound | Dispatch, Refuse |
-| FirstByte | the prefill part of the load comes off | Noted |
+| Arrive | the policy decides, load is counted, the session's home is there | Dispatch, Refuse |
+| FirstByte | the prefill part of the load comes off; the session's owner is there | Noted |
 | Done, Broken, Aborted | the rest comes off; Done teaches the session's ratio and extent | Noted |
 | Failed | the load comes off; another attempt, within a budget | Dispatch, Refuse |
 | SessionEnd | the session is forgotten | Noted |
 | Drain | every later Arrive is refused | Noted |
+
+Home is where the next turn goes, owner who has the session (sessions.py). A dispatch that ends
+before its first byte (Failed, Broken, Aborted), or whose first byte is of an error, leaves home
+with the owner. `Claimed` sets the owner by the directory's word; an answer that begins does too,
+until workers say themselves what they own: its lines name the worker and its life (the stamp) and
+that it serves the turn (status, mode). Of two answers that of the later dispatch counts.
 
 Owns the live dispatches and their receipts. A dispatch is live from Dispatch until its receipt is
 given back by Done, Failed, Broken or Aborted; giving back twice raises. A worker that goes down
@@ -30,7 +36,7 @@ from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.account import Account
-from ownerserve.router.audit import audit
+from ownerserve.router.audit import Books, audit
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision
 from ownerserve.router.fleet import Fleet
@@ -38,6 +44,7 @@ from ownerserve.router.knowledge import Knowledge
 from ownerserve.router.messages import (
     NOTED,
     Aborted,
+    Answer,
     Arrive,
     Broken,
     Claimed,
@@ -70,6 +77,7 @@ from ownerserve.router.request import Request
 from ownerserve.router.retries import RetryBudget
 from ownerserve.router.sessions import Session, SessionTable
 from ownerserve.router.settings import DEFAULTS, Settings
+from ownerserve.router.usage import Prompt, believed
 from ownerserve.router.worker import Load, Worker
 
 
@@ -85,6 +93,7 @@ class _Live(msgspec.Struct, gc=False):
     reason: Reason
     attempt: int = 1
     tried: tuple[Worker, ...] = ()
+    has_answered: bool = False
 
     def parts(self) -> tuple[tuple[Worker, Load], ...]:
         """What it counts for where it runs and, apart from it, where its prompt is computed."""
@@ -179,20 +188,16 @@ class RouterState:
             if event.parent is not None and not session.turns:
                 self._knowledge.fork(session, event)
         request = ask(event, session, candidates, limits=self._settings, now_s=now)
-        if session is not None:
-            session.turns += 1
         decision = self._policy.decide(request, candidates)
         live = _Live(event, name, session, decision, 0, (), decision.reason)
         return self._dispatch(live, request)
 
     def _dispatch(self, live: _Live, request: Request) -> Dispatch:
-        """Count `live` at its workers, bind its session there, make its receipt."""
+        """Count `live` at its workers, make it its session's home, make its receipt."""
         decision, session = live.decision, live.session
         worker, prefill = decision.worker, decision.prefill
-        if session is not None and not session.is_bound_to(worker):
-            if request.owner is not None:
-                session.moved_at_s = request.now_s
-            self.sessions.bind(session, worker)
+        self._issued += 1
+        receipt = Receipt(self._issued)
         prompt_tokens = request.prompt_tokens
         prefill_tokens = prompt_tokens - decision.cached_tokens
         if prefill_tokens < 1:
@@ -206,11 +211,13 @@ class RouterState:
             live.loads = (load, apart)
             prefill.add(apart)
         worker.add(load)
+        live.life, live.has_answered = worker.life, False
         if session is not None:
-            session.pending_tokens += prefill_tokens
-        live.life = worker.life
-        self._issued += 1
-        receipt = Receipt(self._issued)
+            session.turns += 1
+            session.pending += live.parts()
+            if worker is not request.home and request.home is not None:
+                session.left_at_s = request.now_s
+            self.sessions.send(session, worker, receipt)
         self._live[receipt] = live
         self.account.reasons[live.reason] += 1
         return Dispatch(
@@ -227,51 +234,84 @@ class RouterState:
         if live is None:
             raise InvariantViolated(f"invariant 5: first byte for no receipt {event.receipt}")
         for worker, load in live.parts():
-            if live.session is not None:
-                live.session.pending_tokens -= load.prefill_tokens
             worker.take_prefill(load)
+        life = live.life
         if event.status is not None:
             self.fleet.heard(event.status, now)
+            if self.fleet.find(event.status.unit) is live.decision.worker:
+                life = live.decision.worker.life  # who answers may be younger than was known
+        if not live.has_answered:
+            self._answered(live, event, life)
         return NOTED
+
+    def _answered(self, live: _Live, event: FirstByte | Done, life: int) -> None:
+        """An answer of the worker's `life` begins: what its own lines say of the session."""
+        if isinstance(event, FirstByte) and event.answer is Answer.ERROR:
+            self._came_to_nothing(live, event.receipt)
+            return
+        live.has_answered = True
+        session, worker = live.session, live.decision.worker
+        if session is None:
+            return
+        if worker.life == life:
+            self.sessions.answered(session, worker, event.receipt)
+        else:
+            self.sessions.lost(session, event.receipt)  # that state is gone
+
+    def _came_to_nothing(self, live: _Live, receipt: Receipt) -> None:
+        """It ended without a turn's first byte: as if it had not been sent."""
+        if live.has_answered:
+            return
+        live.has_answered = True
+        if live.session is not None:
+            live.session.turns -= 1
+            self.sessions.lost(live.session, receipt)
 
     def _done(self, event: Done, now: float) -> Noted:
         live = self._release(event.receipt)
         self.account.finished += 1
         if event.status is not None:
             self.fleet.heard(event.status, now)
+        if not live.has_answered:
+            self._answered(live, event, live.life)
         worker, session = live.decision.worker, live.session
+        usage = believed(event.usage, worker.profile.sequence_tokens)
+        if usage is not event.usage:
+            self.account.usages_refused += 1
         is_there = worker.up and worker.life == live.life
         alias = event.alias
         if session is None and alias and is_there:
             # The client can only name this session by its answer's id.
             session = live.session = self.sessions.touch(alias, now)
             session.turns += 1
-            self.sessions.bind(session, worker)
+            self.sessions.answered(session, worker, event.receipt)
         elif alias and live.name is not None:
             self.sessions.alias(alias, live.name)
         if session is None:
             return NOTED
         session.idle_since_s = now
-        if event.usage is not None and worker.life == live.life:
-            session.grow(worker, event.usage, prompt_bytes=live.arrive.prompt_bytes)
+        if usage is not None and worker.life == live.life:
+            prompt_bytes = live.arrive.prompt_bytes if event.prompt is Prompt.IN_BODY else 0
+            session.grow(worker, usage, prompt_bytes=prompt_bytes)
             if live.decision.prefill is not None:
-                session.lent(live.decision.prefill, event.usage.prompt_tokens)
+                session.lent(live.decision.prefill, usage.prompt_tokens)
             if live.decision.action is PlacementAction.STATE_MIGRATION:
                 session.released(live.decision.source)
         return NOTED
 
     def _broken(self, event: Broken, now: float) -> Noted:
-        self._release(event.receipt)
+        self._came_to_nothing(self._release(event.receipt), event.receipt)
         self.account.broken += 1
         return NOTED
 
     def _aborted(self, event: Aborted, now: float) -> Noted:
-        self._release(event.receipt)
+        self._came_to_nothing(self._release(event.receipt), event.receipt)
         self.account.aborted += 1
         return NOTED
 
     def _failed(self, event: Failed, now: float) -> Dispatch | Refuse:
         live = self._release(event.receipt)
+        self._came_to_nothing(live, event.receipt)
         self.account.failures[event.failure] += 1
         if live.name is not None:
             live.session = self.sessions.get(live.name)  # it may have ended meanwhile
@@ -306,9 +346,9 @@ class RouterState:
         if live is None:
             raise InvariantViolated(f"invariant 5: receipt {receipt} was given back before")
         for worker, load in live.parts():
-            if live.session is not None:
-                live.session.pending_tokens -= load.prefill_tokens
             worker.take(load)
+        if live.session is not None:
+            live.session.ended(live.loads)
         return live
 
     def check(self) -> None:
@@ -319,5 +359,7 @@ class RouterState:
                 f"invariant 3: {account.received} in, {account.done} done, "
                 f"{account.rejected} rejected, {live} live"
             )
-        loads = [part for one in self._live.values() for part in one.parts()]
-        audit(self.fleet, self.sessions, loads)
+        audit(self.fleet, self.sessions, Books(
+            loads=[part for one in self._live.values() for part in one.parts()],
+            unanswered={receipt for receipt, one in self._live.items() if not one.has_answered},
+        ))  # fmt: skip

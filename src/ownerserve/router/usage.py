@@ -3,17 +3,30 @@
 Owns the patterns; never parses an answer. OpenAI chat, completions and responses and Anthropic
 messages all end with a `usage` object, streamed (in the last events, when asked for) or not.
 The pattern '"usage":' can't occur inside a JSON string, where its quotes would be escaped.
+
+Owns too what of it is believed: an engine's counts teach the router how long sessions are, and a
+wrong one must cost an estimate at most. Counts that no sequence can have are refused whole; what a
+body's bytes say of its tokens is learnt only when the prompt is in the body.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from enum import Enum
 
 import msgspec
 
 TAIL_BYTES = 4096
 """How much of an answer's end is kept to be scanned; longer tails hide `usage` and cost nothing."""
+
+TOKENS_MAX = 1 << 24
+"""Longer is no sequence, whatever the model: 16 times the longest contexts that are served."""
+
+BYTES_PER_TOKEN_MIN = 1.0
+"""A token takes a byte at least: tokenizers fall back to single bytes, and JSON only adds some."""
+BYTES_PER_TOKEN_MAX = 16.0
+"""Text and code lie between 3 and 5; runs of blanks, the longest tokens in use, reach this."""
 
 _KEY = b'"usage":'
 _WINDOW = 1024
@@ -33,6 +46,54 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     tells_cached: bool = True
 
 
+class Prompt(Enum):
+    """Where the text of a turn's prompt is."""
+
+    IN_BODY = "in_body"
+    ELSEWHERE = "elsewhere"
+    """A part of it is no text of the body: a former answer that the body names, an image, a file,
+    or all of it compressed. Its bytes say nothing of its tokens."""
+
+
+_ELSEWHERE = re.compile(
+    rb'"(?:previous_response_id|conversation)"\s*:\s*["{]'
+    rb'|"type"\s*:\s*"(?:image|image_url|input_image|video_url|audio_url|input_audio|document'
+    rb'|file|input_file|item_reference)"'
+)
+"""Inside a JSON string the quotes would be escaped."""
+
+
+def place_of_prompt(body: bytes, *, content_encoding: bytes) -> Prompt:
+    """Where the prompt of a request is. Takes some 0.3 ms for 400 KB: ask when it matters."""
+    is_plain = content_encoding.lower() in (b"", b"identity")
+    return Prompt.IN_BODY if is_plain and not _ELSEWHERE.search(body) else Prompt.ELSEWHERE
+
+
+def is_surprising(usage: Usage, expected_tokens: int) -> bool:
+    """Whether the prompt's length is far from what its body's bytes led to expect."""
+    return not expected_tokens / 1.25 <= usage.prompt_tokens <= expected_tokens * 1.25
+
+
+def believed(usage: Usage | None, tokens_max: int) -> Usage | None:
+    """`usage`, or None when no sequence of a model that takes `tokens_max` tokens (0: unknown) can
+    have such counts."""
+    if usage is None:
+        return None
+    limit = tokens_max or TOKENS_MAX
+    is_possible = (
+        0 < usage.prompt_tokens <= limit
+        and 0 <= usage.output_tokens <= limit - usage.prompt_tokens
+        and 0 <= usage.cached_tokens <= usage.prompt_tokens
+    )
+    return usage if is_possible else None
+
+
+def bytes_per_token(prompt_bytes: int, prompt_tokens: int) -> float | None:
+    """What a turn teaches; None when it has more tokens than bytes: those are not all in it."""
+    ratio = prompt_bytes / prompt_tokens
+    return None if ratio < BYTES_PER_TOKEN_MIN else min(ratio, BYTES_PER_TOKEN_MAX)
+
+
 def scan_usage(tail: bytes) -> Usage | None:
     """The last `usage` object in `tail`, or None when the answer carries none."""
     at = tail.rfind(_KEY)
@@ -41,8 +102,8 @@ def scan_usage(tail: bytes) -> Usage | None:
     at += len(_KEY)
     try:
         found, _ = _JSON.raw_decode(tail[at : at + _WINDOW].decode("latin-1").lstrip())
-    except ValueError:
-        return None  # cut off
+    except (ValueError, RecursionError):
+        return None  # cut off, a number of thousands of digits, or a nest
     if not isinstance(found, dict):
         return None
     count = found.get

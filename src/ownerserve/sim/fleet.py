@@ -23,6 +23,7 @@ from ownerserve.kv.messages import ExecutionMode, PlacementAction, Reason
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.gateway.stamps import Extent
 from ownerserve.router.messages import (
+    Answer,
     Arrive,
     Broken,
     Dispatch,
@@ -174,7 +175,7 @@ class Fleet:
 
     def _owner(self, session: SessionId) -> Unit | None:
         known = self.router.sessions.get(session)
-        return None if known is None else known.live_owner
+        return None if known is None else known.live_home
 
     def _at(self, dispatch: Dispatch) -> Worker:
         return self.workers[dispatch.decision.worker.order]
@@ -189,8 +190,6 @@ class Fleet:
         live.row.action = decision.action
         if self.foresight is not None:
             self.foresight.runs_at(turn, live.worker)
-        if self.ownership is not None:
-            self.ownership.runs_at(turn.name, live.worker.unit, parent=turn.parent, now=now)
         source = None if decision.source is None else decision.source.worker
         if decision.prefill is not None:
             prefiller = self.workers[decision.prefill.order]
@@ -240,6 +239,9 @@ class Fleet:
         live.has_begun = True
         status = gauge.status(live.worker, now)
         self.router.handle(FirstByte(live.dispatch.receipt, status), now)
+        if self.ownership is not None:
+            turn = live.turn
+            self.ownership.runs_at(turn.name, live.worker.unit, parent=turn.parent, now=now)
         self._report(live, now)
 
     def _report(self, live: Live, now: float) -> None:
@@ -314,6 +316,7 @@ class Fleet:
         del self._live[live.sequence.turn_id]
         outcome: Dispatch | Refuse | None = None
         if reason is Reason.TOO_LONG:  # a client's error: nobody else is asked
+            self.router.handle(FirstByte(receipt, None, Answer.ERROR), now)
             self.router.handle(Done(receipt), now)
         elif live.has_begun:
             self.router.handle(Broken(receipt), now)

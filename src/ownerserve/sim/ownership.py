@@ -56,7 +56,7 @@ class Ownership:
     def runs_at(
         self, session: SessionId, unit: RoutingUnit, *, parent: SessionId | None, now: float
     ) -> None:
-        """A turn was sent."""
+        """A worker began to answer a turn."""
         self.owners.runs_at(session, unit, parent=parent)
         if self.owners.has_wishes:  # else the session is where it was: there is nothing to say
             self._ask_soon(now)

@@ -18,7 +18,7 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.router.gateway.owners import Owners
 from ownerserve.router.gateway.receipts import unit_of
-from ownerserve.router.gateway.stamps import Extent
+from ownerserve.router.gateway.stamps import Extent, Stamp
 from ownerserve.router.messages import Arrive, Claimed, Dispatch
 
 log = logging.getLogger("ownerserve.gateway")
@@ -56,10 +56,14 @@ class DirectoryLink:
         """A worker is down."""
         self.owners.silent(worker)
 
-    def dispatched(self, dispatch: Dispatch, arrive: Arrive) -> None:
-        """A turn was sent."""
-        unit = unit_of(dispatch.decision.worker)
-        if unit is None or dispatch.session is None:
+    def began(self, dispatch: Dispatch, arrive: Arrive, stamp: Stamp | None) -> None:
+        """A worker began to answer a turn. The directory hears of it only then: a turn that was
+        sent somewhere, or is answered by a life that is over, moves no session."""
+        worker = dispatch.decision.worker
+        unit = unit_of(worker)
+        if unit is None or not worker.up or dispatch.session is None:
+            return
+        if stamp is not None and stamp.unit != unit:
             return
         self.owners.runs_at(dispatch.session, unit, parent=arrive.parent)
         self._ask_soon()

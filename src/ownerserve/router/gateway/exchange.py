@@ -26,9 +26,10 @@ from ownerserve.router.gateway.heads import ResponseHead
 from ownerserve.router.gateway.receipts import order_lines, receipt_lines, turn_line_of
 from ownerserve.router.gateway.replies import Rejected, pressed, refused
 from ownerserve.router.gateway.requests import Request
-from ownerserve.router.gateway.stamps import Stamp, read_stamp, refusal_of
+from ownerserve.router.gateway.stamps import Stamp, answer_of, read_stamp, refusal_of
 from ownerserve.router.messages import (
     Aborted,
+    Answer,
     Broken,
     Dispatch,
     Done,
@@ -44,7 +45,16 @@ from ownerserve.router.messages import (
 )
 from ownerserve.router.scan import with_text
 from ownerserve.router.seats import Ticket
-from ownerserve.router.usage import TAIL_BYTES, scan_response_id, scan_usage
+from ownerserve.router.usage import (
+    TAIL_BYTES,
+    Prompt,
+    Usage,
+    believed,
+    is_surprising,
+    place_of_prompt,
+    scan_response_id,
+    scan_usage,
+)
 
 if TYPE_CHECKING:
     from ownerserve.router.gateway.client import ClientConnection
@@ -156,7 +166,6 @@ class Exchange:
             return
         self._dispatch, self._receipt = outcome, outcome.receipt
         self._refusal = None
-        gateway.owners.dispatched(outcome, asked.arrive)
         pool = gateway.pools[outcome.worker]
         kept = None if outcome.reason is Reason.RETRY_NEW_CONNECTION else pool.take()
         if kept is not None:
@@ -211,8 +220,12 @@ class Exchange:
                 gateway.state.handle(Stamped(stamp.status), now)
             return
         status = None if stamp is None else stamp.status
-        gateway.state.handle(FirstByte(dispatch.receipt, status), now)
+        answer = answer_of(head.status, head.stamp)
+        gateway.state.handle(FirstByte(dispatch.receipt, status, answer), now)
         gateway.observer.first_byte(now - self._started_s)
+        if answer is Answer.TURN:
+            assert self._asked is not None
+            gateway.owners.began(dispatch, self._asked.arrive, stamp)
         if stamp is not None:
             self._report(stamp, now)
         if head.chunked and self.request.head.version == b"1.0":
@@ -246,11 +259,13 @@ class Exchange:
         assert dispatch is not None
         assert self._head is not None
         now = gateway.now()
-        usage = scan_usage(tail)
+        told = scan_usage(tail)
+        usage = believed(told, dispatch.decision.worker.profile.sequence_tokens)
         self._tokens = 0 if usage is None else usage.prompt_tokens + usage.output_tokens
         came = what_came(self._head.stamp, usage, self._known_tokens(dispatch))
         alias = asked.alias(self._alias) if self._alias else None
-        gateway.state.handle(Done(self._take_receipt(), usage, alias), now)
+        done = Done(self._take_receipt(), told, alias, prompt=self._place_of_prompt(usage))
+        gateway.state.handle(done, now)
         gateway.observer.finished(now - self._started_s, usage)
         gateway.observer.compared(dispatch, usage, came)
         self._over()
@@ -286,6 +301,14 @@ class Exchange:
         gateway.observer.pressed("refused", self._refusal.value)
         event = Failed(self._take_receipt(), Failure.REFUSED)
         self._follow(gateway.state.handle(event, gateway.now()))
+
+    def _place_of_prompt(self, usage: Usage | None) -> Prompt:
+        """Looked at only where the worker counted otherwise than was expected: it costs."""
+        assert self._dispatch is not None
+        if usage is None or not is_surprising(usage, self._dispatch.prompt_tokens):
+            return Prompt.IN_BODY
+        encoding = self.request.head.special.get(b"content-encoding", b"")
+        return place_of_prompt(self.request.body, content_encoding=encoding)
 
     def _report(self, stamp: Stamp, now: float) -> None:
         """The worker says where the prompt's state will be once the turn has run."""

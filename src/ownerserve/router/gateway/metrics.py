@@ -74,6 +74,11 @@ class GatewayCollector(Collector):
         for end in ("finished", "broken", "aborted"):
             ends.add_metric([end], getattr(account, end))
         yield ends
+        yield CounterMetricFamily(
+            "ownerserve_usages_refused",
+            "Answers whose `usage` no sequence of the model can have.",
+            value=account.usages_refused,
+        )
         yield GaugeMetricFamily(
             "ownerserve_live", "Dispatches not ended.", value=self._gateway.state.live
         )

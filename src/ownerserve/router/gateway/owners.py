@@ -1,9 +1,9 @@
 """The gateway's side of the ownership directory: who owns which session, told and heard. Pure.
 
 The gateway speaks for its workers: it keeps their leases (leases.py), binds a session where its
-first turn runs, moves it by compare-and-set when a turn runs elsewhere, and says which prefix the
-session stands on. Owns the grants it was given, as a dated copy. What another gateway decided
-comes back as `Claimed`; RouterState then follows.
+first turn runs, moves it by compare-and-set once a turn is answered elsewhere, and says which
+prefix the session stands on. Owns the grants it was given, as a dated copy. What another gateway
+decided comes back as `Claimed`; RouterState then follows.
 
     wish ── requests ──> directory ── outcomes ──> Claimed events, grants
 
@@ -68,7 +68,7 @@ class _Aim(enum.Enum):
     """What a wish is for."""
 
     RUN = enum.auto()
-    """A turn was sent to the unit: it is to own the session."""
+    """The unit began to answer a turn: it is to own the session."""
     STAND = enum.auto()
     """The session is to stand on the extent, if the unit owns it."""
     LOOK = enum.auto()
@@ -122,7 +122,7 @@ class Owners:
     def runs_at(
         self, session: SessionId, unit: RoutingUnit, *, parent: SessionId | None = None
     ) -> None:
-        """A turn of the session was sent to `unit`."""
+        """`unit` began to answer a turn of the session."""
         self.lives(unit)  # the router may have heard of a new life by a worker's stamp
         wish, grant = self._wishes.get(session), self.grants.get(session)
         is_home = grant is not None and grant.unit == unit and grant.memory == self._memory

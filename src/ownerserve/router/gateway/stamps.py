@@ -21,9 +21,10 @@ from collections.abc import Mapping
 import msgspec
 
 from ownerserve.kv.ids import Incarnation, PrefixHash, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import ExecutionMode, RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.router.messages import Answer
 
 PREFIX = b"x-ownerserve-"
 
@@ -35,6 +36,9 @@ _BY_STATUS = {
     503: WorkerRefusal.ENGINE_BUSY,
     529: WorkerRefusal.ENGINE_BUSY,
 }
+
+
+_NOT_SERVED = (ExecutionMode.REFUSED.value.encode(), ExecutionMode.FAILED.value.encode())
 
 
 def refusal_of(status: int, headers: Mapping[bytes, bytes]) -> WorkerRefusal | None:
@@ -51,6 +55,12 @@ def refusal_of(status: int, headers: Mapping[bytes, bytes]) -> WorkerRefusal | N
         return WorkerRefusal(told.decode("latin-1"))
     except ValueError:
         return WorkerRefusal.OTHER
+
+
+def answer_of(status: int, headers: Mapping[bytes, bytes]) -> Answer:
+    """What the lines of an answer that is no refusal say: a turn is served, or an error told."""
+    served = status < 400 and headers.get(b"mode") not in _NOT_SERVED
+    return Answer.TURN if served else Answer.ERROR
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False):

@@ -26,11 +26,11 @@ AFFINITY_SHARE = 0.1
 
 
 class Dynamo:
-    """Keeps no state: the binding is the session's owner and its age."""
+    """Keeps no state: the binding is the session's home and its age."""
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
         best = min(fleet, key=lambda worker: _cost(request, worker))
-        return run_at(request, best, Reason.OWNER if best is request.owner else Reason.SCORE)
+        return run_at(request, best, Reason.OWNER if best is request.home else Reason.SCORE)
 
 
 def _cost(request: Request, worker: Worker) -> tuple[float, int, int]:
@@ -41,6 +41,6 @@ def _cost(request: Request, worker: Worker) -> tuple[float, int, int]:
             credit = max(credit, CREDITS.get(copy.tier, 0.0) * tokens)
     prefill = (worker.pending_tokens + request.prompt_tokens - credit) / BLOCK_TOKENS
     decode = (worker.held_tokens + request.prompt_tokens) / BLOCK_TOKENS
-    if worker is request.owner and request.idle_s <= AFFINITY_TTL_S:
+    if worker is request.home and request.idle_s <= AFFINITY_TTL_S:
         prefill -= AFFINITY_SHARE * request.prompt_tokens / BLOCK_TOKENS
     return PREFILL_SCALE * prefill + decode, worker.bound_sessions, worker.order

@@ -35,44 +35,44 @@ class Ear:
         self._pricer = Pricer(settings)
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
-        owner = request.owner
-        if owner is None:
+        home = request.home
+        if home is None:
             if request.copies:
                 return start(request, fleet, pricer=self._pricer, settings=self._settings)
             return start_at(request, fleet.least_one())
-        waits_ms = wait_ms(request, owner, fleet)
+        waits_ms = wait_ms(request, home, fleet)
         state, target = STAYS_CALM
         if waits_ms > self._settings.hot_ms:
             state, target = heat(
-                request, waits_ms, owner, fleet=fleet, settings=self._settings, pressure=wait_ms
+                request, waits_ms, home, fleet=fleet, settings=self._settings, pressure=wait_ms
             )
         if target is None:
-            return run_at(request, owner, _STAYS[state])
-        return move(request, owner, target, fleet=fleet)
+            return run_at(request, home, _STAYS[state])
+        return move(request, home, target, fleet=fleet)
 
 
-def move(request: Request, owner: Worker, target: Worker, *, fleet: Candidates) -> Decision:
-    """Leave `owner` for `target`: migrate; else fetch, load or compute anew, and want it migrated.
+def move(request: Request, home: Worker, target: Worker, *, fleet: Candidates) -> Decision:
+    """Leave `home` for `target`: migrate; else fetch, load or compute anew, and want it migrated.
 
     Computing a long context anew can take longer than any queue: then the turn stays, with the
     wish, which whoever performs migrations may grant in the next tool gap.
     """
     actions = target.profile.actions
     peer, stored = peer_copy(request, target), stored_copy(request, target)
-    wanted = Move(owner, target, request.known_tokens)
+    wanted = Move(request.owner or home, target, request.known_tokens)
     reason = Reason.HOT_OWNER
-    if peer is not None and peer.worker is owner and _MIGRATION in actions:
+    if peer is not None and peer.worker is request.owner and _MIGRATION in actions:
         return bring_to(request, target, reason, action=_MIGRATION, source=peer)
     if peer is not None and _FETCH in actions:
         return bring_to(request, target, reason, action=_FETCH, source=peer, wanted=wanted)
     if stored is not None and _RESTORE in actions:
         return bring_to(request, target, reason, action=_RESTORE, source=stored, wanted=wanted)
-    held, kept = request.cached_on(target), request.cached_on(owner)
+    held, kept = request.cached_on(target), request.cached_on(home)
     anew_ms = target.speed.prefill.ms(request.prompt_tokens - held, held)
-    stay_ms = owner.speed.prefill.ms(request.prompt_tokens - kept, kept)
-    if target.queue_ms + anew_ms < wait_ms(request, owner, fleet) + stay_ms:
+    stay_ms = home.speed.prefill.ms(request.prompt_tokens - kept, kept)
+    if target.queue_ms + anew_ms < wait_ms(request, home, fleet) + stay_ms:
         return run_at(request, target, reason, wanted=wanted)
-    return run_at(request, owner, Reason.HOT_NO_TARGET, wanted=wanted)
+    return run_at(request, home, Reason.HOT_NO_TARGET, wanted=wanted)
 
 
 _MIGRATION = PlacementAction.STATE_MIGRATION

@@ -39,36 +39,36 @@ class OwnerServe:
         self._pricer = Pricer(settings)
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
-        owner = request.owner
-        if owner is None:
+        home = request.home
+        if home is None:
             return start(request, fleet, pricer=self._pricer, settings=self._settings)
-        pressure_ms = self.pressure_ms(request, owner, fleet)
+        pressure_ms = self.pressure_ms(request, home, fleet)
         state, target = STAYS_CALM
         if pressure_ms > self._settings.hot_ms:
             state, target = heat(
                 request,
                 pressure_ms,
-                owner,
+                home,
                 fleet=fleet,
                 settings=self._settings,
                 pressure=self.pressure_ms,
             )
         if state is _CALM and request.turn in _SHORT:  # as most are
-            option = self._pricer.local(request, owner)
+            option = self._pricer.local(request, home)
             return Decision(
-                owner, option.action, _OWNER, option.cached_tokens, alternatives=(option,)
+                home, option.action, _OWNER, option.cached_tokens, alternatives=(option,)
             )
-        workers: Iterable[Worker] = (owner,)
+        workers: Iterable[Worker] = (home,)
         if target is not None:
-            workers = (owner, *request.holders(fleet), target)
+            workers = (home, *request.holders(fleet), target)
         elif state is _CALM and request.turn is _COLD:
             workers = few(request, fleet, count=self._settings.candidates)
         ranked = rank(request, workers, pricer=self._pricer, fleet=fleet)
         best = ranked[0]
         reason = _STAYS[state]
-        if best.worker is not owner:
+        if best.worker is not home:
             reason = _CHEAPEST if target is None else _HOT_OWNER
-        return take(best, reason, ranked=ranked, wanted=self._wish(request, owner, target, best))
+        return take(best, reason, ranked=ranked, wanted=self._wish(request, home, target, best))
 
     def pressure_ms(self, request: Request, worker: Worker, fleet: Candidates) -> float:
         """All that leaving can save: the queue, and what a larger batch than elsewhere costs.
@@ -85,20 +85,23 @@ class OwnerServe:
         return waits_ms + excess * (self._settings.interference * prefill_ms + slower_ms)
 
     def _wish(
-        self, request: Request, owner: Worker, target: Worker | None, best: Option
+        self, request: Request, home: Worker, target: Worker | None, best: Option
     ) -> Move | None:
         """A migration that should follow the turn, or that would have been cheaper."""
-        if best.worker is not owner:
+        if best.worker is not home:
             is_moved = best.action is _MIGRATION
             tokens = request.known_tokens
-            return None if is_moved or not tokens else Move(owner, best.worker, tokens)
+            return (
+                None if is_moved or not tokens else Move(request.owner or home, best.worker, tokens)
+            )
         source = None if target is None else peer_copy(request, target)
-        if target is None or source is None or source.worker is not owner:
+        holder = None if source is None else source.worker
+        if target is None or source is None or holder is None or holder is not request.owner:
             return None
         moving = self._pricer.bring(request, target, action=_MIGRATION, source=source)
-        return (
-            Move(owner, target, request.known_tokens) if moving.total_ms < best.total_ms else None
-        )
+        if moving.total_ms >= best.total_ms:
+            return None
+        return Move(holder, target, request.known_tokens)
 
 
 _STAYS = {

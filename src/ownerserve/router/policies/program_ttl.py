@@ -16,12 +16,12 @@ TTL_S = 120.0
 
 
 class ProgramTtl:
-    """Keeps no state: the place is the session's owner, its age the session's idle time."""
+    """Keeps no state: the place is the session's home, its age the session's idle time."""
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
-        owner = request.owner
-        if owner is None:
+        home = request.home
+        if home is None:
             return start_at(request, fleet.least_one())
         if request.idle_s > TTL_S:
             return run_at(request, fleet.least_one(), Reason.EXPIRED)
-        return run_at(request, owner, Reason.OWNER)
+        return run_at(request, home, Reason.OWNER)

@@ -14,10 +14,10 @@ from ownerserve.router.request import Request
 
 
 class StaticPdDelta:
-    """D is the session's owner, P whoever else holds most of the prompt. Keeps no state."""
+    """D is the session's home, P whoever else holds most of the prompt. Keeps no state."""
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
-        worker = request.owner or fleet.least_one()
+        worker = request.home or fleet.least_one()
         able = prefillers(worker, [*request.prefill_holders(fleet), *fleet.least_prefill(2)])
         if not able:
             return start_at(request, worker)

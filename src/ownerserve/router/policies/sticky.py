@@ -15,9 +15,9 @@ from ownerserve.router.request import Request
 
 
 class Sticky:
-    """The owner when it is a candidate, else the least loaded. Keeps no state."""
+    """The home when it is a candidate, else the least loaded. Keeps no state."""
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
-        if request.owner is not None:
-            return run_at(request, request.owner, Reason.OWNER)
+        if request.home is not None:
+            return run_at(request, request.home, Reason.OWNER)
         return start_at(request, fleet.least_one())

@@ -21,12 +21,12 @@ class TtftGate:
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
         least = fleet.least_one()
-        owner = request.owner
-        if owner is None:
+        home = request.home
+        if home is None:
             return start_at(request, least)
-        if _ttft_ms(request, owner) - _ttft_ms(request, least) > PENALTY_MS_MAX:
+        if _ttft_ms(request, home) - _ttft_ms(request, least) > PENALTY_MS_MAX:
             return run_at(request, least, Reason.HOT_OWNER)
-        return run_at(request, owner, Reason.OWNER)
+        return run_at(request, home, Reason.OWNER)
 
 
 def _ttft_ms(request: Request, worker: Worker) -> float:
