@@ -89,11 +89,9 @@ class OwnerServe:
     ) -> Move | None:
         """A migration that should follow the turn, or that would have been cheaper."""
         if best.worker is not home:
-            is_moved = best.action is _MIGRATION
-            tokens = request.known_tokens
-            return (
-                None if is_moved or not tokens else Move(request.owner or home, best.worker, tokens)
-            )
+            if best.action is _MIGRATION or not request.known_tokens:
+                return None
+            return Move(request.owner or home, best.worker, request.known_tokens)
         source = None if target is None else peer_copy(request, target)
         holder = None if source is None else source.worker
         if target is None or source is None or holder is None or holder is not request.owner:
