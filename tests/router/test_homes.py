@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import PlacementAction, WorkerStatus
+from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import run_at
@@ -108,8 +109,8 @@ def epoch(counter: int) -> Epoch:
     return Epoch(Term(1, 0), counter)
 
 
-def stamp(name: str, life: int) -> WorkerStatus:
-    return WorkerStatus(unit(name, life), 1.0, 0, 0, 0, 0, 0)
+def stamp(name: str, life: int) -> WorkerLoad:
+    return WorkerLoad(unit(name, life), 1.0, 0, 0, 0, 0, 0)
 
 
 Row = tuple[str, Callable[[Receipt], list[Event]], str | None, str | None]
@@ -185,7 +186,7 @@ def test_the_next_turn_goes_where_the_tokens_are_when_a_migration_is_aborted() -
     assert isinstance(first, Dispatch)
     state.handle(FirstByte(first.receipt), 2.0)
     state.handle(Done(first.receipt, Usage(110_000, 10, 0)), 3.0)
-    hot = WorkerStatus(unit(first.worker), 4.0, 500_000, 1, 0, 10**12, 10**12)
+    hot = WorkerLoad(unit(first.worker), 4.0, 500_000, 1, 0, 10**12, 10**12)
     state.handle(Stamped(hot), 4.0)
     away = state.handle(Arrive(S, 440_400), 5.0)
     assert isinstance(away, Dispatch)
@@ -193,7 +194,7 @@ def test_the_next_turn_goes_where_the_tokens_are_when_a_migration_is_aborted() -
     assert away.decision.action is PlacementAction.STATE_MIGRATION
     state.handle(Aborted(away.receipt), 6.0)
     state.check()
-    calm = WorkerStatus(unit(first.worker), 7.0, 0, 0, 0, 10**12, 10**12)
+    calm = WorkerLoad(unit(first.worker), 7.0, 0, 0, 0, 10**12, 10**12)
     state.handle(Stamped(calm), 7.0)
     back = state.handle(Arrive(S, 440_400), 8.0)
     assert isinstance(back, Dispatch)
@@ -209,7 +210,7 @@ def test_a_move_that_came_to_nothing_does_not_cool() -> None:
     first = state.handle(Arrive(S, 40_000), 1.0)
     assert isinstance(first, Dispatch)
     state.handle(Done(first.receipt, Usage(10_000, 10, 0)), 3.0)
-    hot = WorkerStatus(unit(first.worker), 4.0, 500_000, 1, 0, 10**12, 10**12)
+    hot = WorkerLoad(unit(first.worker), 4.0, 500_000, 1, 0, 10**12, 10**12)
     state.handle(Stamped(hot), 4.0)
     for now in (5.0, 6.0):
         away = state.handle(Arrive(S, 40_400), now)
@@ -219,9 +220,9 @@ def test_a_move_that_came_to_nothing_does_not_cool() -> None:
     away = state.handle(Arrive(S, 40_400), 7.0)
     assert isinstance(away, Dispatch)
     state.handle(Done(away.receipt, Usage(10_100, 10, 0)), 8.0)
-    hot = WorkerStatus(unit(away.worker), 9.0, 500_000, 1, 0, 10**12, 10**12)
+    hot = WorkerLoad(unit(away.worker), 9.0, 500_000, 1, 0, 10**12, 10**12)
     state.handle(Stamped(hot), 9.0)
-    state.handle(Stamped(WorkerStatus(unit(first.worker), 9.0, 0, 0, 0, 10**12, 10**12)), 9.0)
+    state.handle(Stamped(WorkerLoad(unit(first.worker), 9.0, 0, 0, 0, 10**12, 10**12)), 9.0)
     stays = state.handle(Arrive(S, 40_800), 10.0)
     assert isinstance(stays, Dispatch)
     assert (stays.reason, stays.worker) == (Reason.HOT_COOLING, away.worker)

@@ -163,3 +163,18 @@ def test_a_statement_that_is_none_leaves_health_and_models_to_tell(play: Play, s
         assert shown["profile"]["problems"]
 
     play(scenario, engines=1, states=[said or b" "])
+
+
+def test_a_usage_beyond_the_stated_length_teaches_nothing(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client, (engine,) = await world.client(), world.engines
+        account = world.gateway.state.account
+        for prompt_tokens, refused in ((4000, 0), (4001, 1)):
+            engine.usage = b'{"prompt_tokens": %d, "completion_tokens": 96}' % prompt_tokens
+            await client.post("/v1/chat/completions", x__session__id="a")
+            assert account.usages_refused == refused
+        told = (await admin(world, "/metrics")).text
+        assert "ownerserve_usages_refused_total 1.0" in told
+
+    record = stated("m", 1.0, 1.0, sequence_tokens=4096)
+    play(scenario, states=[msgspec.json.encode(record)])

@@ -37,6 +37,7 @@ def profile_of(
         speed=_speed(stated, default),
         actions=_actions(stated.actions),
         kv_bytes_total=status.load.kv_bytes_total,
+        sequence_tokens=stated.sequence_tokens,
     )
     return profile, tuple(problems)
 
