@@ -80,7 +80,7 @@ def arrival(blocks: int, *, digests_known: bool) -> float:
     tokens = pack(range(blocks * B + 1))
     turn, session = TurnId("t"), SessionId("s") if digests_known else None
     if digests_known:
-        state._chains.digests(tokens, session)
+        state.chains.digests(tokens, session)
 
     def arrive() -> None:
         state.handle(Arrived(turn, session, tokens), 0.0)
@@ -149,6 +149,22 @@ def turn_end(gaps: int) -> float:
     return median_us(ended, prepare=prepare, times=25)
 
 
+def plan(*, free: int) -> float:
+    """How a branch of 800 blocks begins, 2,000 idle sessions beside it; `free` blocks are free."""
+    state = node(blocks=4800 + free, points=4096)
+    tokens = pack(range(800 * B))
+    finish_one(state, tokens, 0, 0.0)
+    for number in range(1, 2001):
+        finish_one(state, pack(range(number * 1000, number * 1000 + 2 * B)), number, float(number))
+    assert state.cache.rooms.blocks.free == free
+    prompt = tokens[: 700 * B * 4] + pack(range(100 * B))
+
+    def resume() -> None:
+        assert state.resume(prompt) is not None
+
+    return median_us(resume, prepare=lambda: None, times=101)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the rows there")
@@ -158,6 +174,8 @@ def main() -> None:
         "the same, prefix hashed before": arrival(1024, digests_known=True),
         "turn end, gaps unknown": turn_end(0),
         "turn end, 8 gaps known": turn_end(8),
+        "plan of a branch, room for it": plan(free=200),
+        "plan of a branch, others go for it": plan(free=0),
     }
     for points in (1000, 20_000):
         rows |= pressure(points)

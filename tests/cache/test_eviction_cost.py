@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from cache_driver import Driver, blocks_of
+from cache_driver import DENSE, Driver, blocks_of
 
+from ownerserve.cache.evictor import LOOK_TAILS
 from ownerserve.cache.policies.base import Candidate, Key
 from ownerserve.cache.policies.cost_aware import CostAware
 from ownerserve.cache.pressure import Dropped, Spill, Watermarks
@@ -51,3 +52,37 @@ def test_a_run_asks_for_the_keys_of_what_it_evicts() -> None:
         status = cache.sessions.status(SessionId(f"s{number}"))
         assert status is not None
     driver.check()
+
+
+def test_a_look_at_what_goes_next_names_it_and_moves_nothing() -> None:
+    driver = Driver(blocks=12, points=12)
+    for number in range(4):
+        driver.turn(
+            f"t{number}", blocks_of(number + 1, number + 1, number + 1), session=f"s{number}"
+        )
+        driver.now += 1.0
+    rooms, before = driver.cache.rooms, driver.resident
+    short = rooms.shortage(5)
+    driver.check()
+    assert driver.resident == before and rooms.blocks.free == 0
+    assert [(v.blocks, v.position, v.is_expected) for v in short.victims] == [
+        (1, 48, True),  # behind the state at 32, which none of its blocks is behind
+        (1, 48, True),
+        (1, 48, True),
+        (1, 48, True),
+    ]
+    assert {v.tokens for v in short.victims} == {16}, "to compute again for who comes back"
+    gone = before - (driver.evict(1) and driver.resident)
+    assert len(gone) == 1 and short.victims[0].position == len(gone.pop()) // 4
+    assert rooms.shortage(1).victims == (), "there is room for one"
+    driver.cache.sessions.release(SessionId("s1"))
+    assert not rooms.shortage(2).victims[0].is_expected, "whom nobody expects goes first"
+
+
+def test_a_look_at_what_goes_next_is_bounded() -> None:
+    driver = Driver(DENSE, blocks=4 * COUNT)
+    for number in range(COUNT):
+        driver.turn(f"t{number}", blocks_of(number + 1, number + 1), session=f"s{number}")
+    short = driver.cache.rooms.shortage(4 * COUNT)
+    assert len(short.victims) == LOOK_TAILS < COUNT
+    assert {v.tokens for v in short.victims} == {32}, "both blocks of each"

@@ -85,6 +85,9 @@ class EngineBlocks:
             return Later()
         return Match(self.hit, (Point(self.hit),) if self.hit else ())
 
+    def shortage(self, blocks: int) -> None:
+        """The engine does not say."""
+
     def reserve(self, turn_id: TurnId, arrival: Arrival, now: float) -> Reserved | Later:
         if not self.has_blocks:
             return Later()

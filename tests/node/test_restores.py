@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from node_driver import B, NodeDriver
 
-from ownerserve.cache.outcomes import Begun, Turn
+from ownerserve.cache.outcomes import Begun, Replay, Restore, Resume, Shortage, Turn, Victim
+from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import TurnId
+from ownerserve.kv.prefix import pack
 from ownerserve.node.events import (
     Copy,
     Fetch,
@@ -17,6 +20,7 @@ from ownerserve.node.events import (
     Tick,
 )
 from ownerserve.node.settings import NodeSettings
+from ownerserve.node.worth import memory_price
 from ownerserve.plan.inputs import Tier
 
 LONG = list(range(10 * B + 5))
@@ -321,6 +325,63 @@ def test_sessionless_turns_are_not_put_away() -> None:
     driver.turn(LONG, session=None)
     driver.idle()
     assert not driver.stored
+
+
+# ---- the price of memory
+
+
+def resumed_with(driver: NodeDriver, tokens: list[int]) -> Resume | None:
+    """How a turn of `tokens` would begin now."""
+    return driver.state.resume(pack(tokens))
+
+
+def branched(driver: NodeDriver) -> list[int]:
+    """A prompt with 160 tokens on the device, whose state stands at 144: going on there, or from
+    there in a replay that keeps the blocks up to 160, computes the same."""
+    said = list(range(1000, 1200))
+    driver.turn(said[:150])
+    driver.turn(said)
+    return said[:165] + [7] * 40
+
+
+def fill(driver: NodeDriver, *, free: int) -> None:
+    """Somebody else's session takes all room but so many blocks."""
+    driver.watermarks(Watermarks(low=0.0, high=0.0))
+    driver.turn([77] * ((driver.cache.rooms.blocks.free - free) * B), session="other")
+    assert driver.cache.rooms.blocks.free == free
+
+
+def test_a_plan_changes_when_memory_is_dear() -> None:
+    """With room to spare the turn goes on at its state; where others would lose theirs for it, it
+    keeps the 16 tokens that are resident, and takes no second block for them."""
+    driver = NodeDriver(blocks=40)
+    prompt = branched(driver)
+    assert driver.cache.rooms.blocks.free > len(prompt) // B
+    assert resumed_with(driver, prompt) == Restore(144)
+    fill(driver, free=0)
+    assert resumed_with(driver, prompt) == Replay(144, 160)
+
+
+@pytest.mark.parametrize("free", [0, 1, 2, 3])
+def test_memory_has_a_price_as_soon_as_something_would_go(free: int) -> None:
+    """A turn of 13 blocks, 10 of them resident, wants 3."""
+    driver = NodeDriver(blocks=40)
+    prompt = branched(driver)
+    fill(driver, free=free)
+    short = driver.cache.rooms.shortage(3)
+    assert sum(victim.blocks for victim in short.victims) == 3 - free
+    price = memory_price(short, driver.state.costs.prices())
+    assert (price > 0.0) is (free < 3)
+    assert isinstance(resumed_with(driver, prompt), Replay if price else Restore)
+
+
+def test_what_was_copied_is_cheaper_to_evict_and_what_nobody_waits_for_cheaper_still() -> None:
+    prices = NodeDriver().state.costs.prices()
+    [lost, backed, old] = [
+        memory_price(Shortage(2, 0, 64, (Victim(2, 320, 32, is_backed, is_expected),)), prices)
+        for is_backed, is_expected in ((False, True), (True, True), (True, False))
+    ]
+    assert lost > backed > old > 0.0
 
 
 # ---- prefetches

@@ -16,8 +16,12 @@ from heapq import heapify, heappop, heappush, heapreplace
 from ownerserve.cache import paths
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.node import ABSENT, Key, Node, Stop
+from ownerserve.cache.outcomes import Victim
 from ownerserve.cache.policies.base import Policy, Prices
 from ownerserve.cache.tree import Freed, PrefixTree
+
+LOOK_TAILS = 32
+"""Entries of the order that a look at what goes next takes; what follows them costs as much."""
 
 SMALL_HEAP = 256
 """Heaps up to this length are not worth cleaning of entries that are out of date."""
@@ -110,6 +114,36 @@ class Evictor:
             policy.evicted(present)
             need -= count
         return freed
+
+    def next_tails(self, need: int) -> list[Victim]:
+        """What `evict_blocks(need)` would take, as the order stands now; evicts nothing.
+
+        Looks at `LOOK_TAILS` entries at most, however large the tree is, and at one stretch of
+        each interval: entries whose worth has risen since they were made come too early.
+        """
+        if self.tree.exposed:
+            self._look_at_exposed()
+        heap, found = self._tails, list[Victim]()
+        front = [(heap[0], 0)] if heap else []
+        for _ in range(LOOK_TAILS):
+            if need <= 0 or not front:
+                break
+            (key, _, node), index = heappop(front)
+            for below in (2 * index + 1, 2 * index + 2):
+                if below < len(heap):
+                    heappush(front, (heap[below], below))
+            if node.is_live and key is node.queued and node.end > node.floor:
+                found.append(self._victim(node, need))
+                need -= found[-1].blocks
+        return found
+
+    def _victim(self, node: Node, need: int) -> Victim:
+        """Up to `need` blocks of what shares the fate of the interval's last stop."""
+        stop = node.stops[-1]
+        blocks = min(need, stop.depth - self.segment_floor(node))
+        lost = stop.depth - self.restorable_before(stop) if self.point_bytes else blocks
+        at, size = stop.depth * self.block_tokens, self.block_tokens
+        return Victim(blocks, at, lost * size, bool(stop.backed), stop.refs > 0)
 
     def _look_at_exposed(self) -> None:
         exposed, heap = self.tree.exposed, self._tails

@@ -117,6 +117,30 @@ class Finished(msgspec.Struct, frozen=True):
     version: int | None
 
 
+class Victim(msgspec.Struct, frozen=True):
+    """State that would be evicted next: `blocks` range blocks that end at token `position`.
+
+    Whoever comes back for it computes `tokens` again, or loads it where it is `is_backed` by a
+    copy below the device. `is_expected`: a session with a soft reference stands there.
+    """
+
+    blocks: int
+    position: int
+    tokens: int
+    is_backed: bool
+    is_expected: bool
+
+
+class Shortage(msgspec.Struct, frozen=True):
+    """Room for `wanted` range blocks, of which `free` are free: what would go for the others, as
+    far as the cache looked. A block takes `block_bytes`."""
+
+    wanted: int
+    free: int
+    block_bytes: int
+    victims: tuple[Victim, ...]
+
+
 class Point(msgspec.Struct, frozen=True):
     """A restorable point: range state of [0, position) is resident; `lacks` names what else is
     needed to go on there and is not."""

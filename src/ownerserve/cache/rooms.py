@@ -12,7 +12,7 @@ from ownerserve.cache.evictor import Evictor
 from ownerserve.cache.layout import Extent, Layout
 from ownerserve.cache.metrics import Counters, Lost
 from ownerserve.cache.node import ABSENT, Stop
-from ownerserve.cache.outcomes import NoRoom
+from ownerserve.cache.outcomes import NoRoom, Shortage
 from ownerserve.cache.pool import SlotPool
 from ownerserve.cache.tree import Freed
 from ownerserve.kv.errors import InvalidInput
@@ -68,6 +68,12 @@ class Rooms:
         """Free ones, and those that can be evicted."""
         tree = self._tree
         return self.blocks.free + tree.blocks - tree.protected
+
+    def shortage(self, count: int) -> Shortage:
+        """What would go for `count` range blocks. O(1) while they are free, else bounded."""
+        missing = count - self.blocks.free
+        victims = tuple(self._evictor.next_tails(missing)) if missing > 0 else ()
+        return Shortage(count, self.blocks.free, self._block_bytes, victims)
 
     def take_blocks(self, count: int) -> list[int] | NoRoom:
         """`count` range blocks; evicts what is missing, or takes and evicts nothing."""

@@ -15,7 +15,15 @@ import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Layout
-from ownerserve.cache.outcomes import Arrival, Inserted, Match, NoRoom, Refused, Reserved
+from ownerserve.cache.outcomes import (
+    Arrival,
+    Inserted,
+    Match,
+    NoRoom,
+    Refused,
+    Reserved,
+    Shortage,
+)
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Packed
 
@@ -32,6 +40,10 @@ class Device(Protocol):
 
     def match(self, turn_id: TurnId, tokens: Packed) -> Match | Later:
         """What of `tokens` is here."""
+        ...
+
+    def shortage(self, blocks: int) -> Shortage | None:
+        """What would have to go for so many range blocks; None: the device does not say."""
         ...
 
     def reserve(
@@ -61,6 +73,9 @@ class OwnDevice:
 
     def match(self, turn_id: TurnId, tokens: Packed) -> Match:
         return self._cache.match(tokens)
+
+    def shortage(self, blocks: int) -> Shortage:
+        return self._cache.rooms.shortage(blocks)
 
     def reserve(
         self, turn_id: TurnId, arrival: Arrival, now: float

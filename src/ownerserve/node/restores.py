@@ -62,6 +62,7 @@ from ownerserve.node.events import (
 )
 from ownerserve.node.records import Digests, RecordNames
 from ownerserve.node.settings import NodeSettings
+from ownerserve.node.worth import memory_price
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.inputs import Backlog, Tier
 from ownerserve.plan.outcome import Priced, RestorePlan
@@ -200,8 +201,13 @@ class Restores:
         tokens: int,
         backlog: Backlog,
     ) -> RestorePlan:
-        question = survey.query(names, match, stored, tokens=tokens, backlog=backlog)
-        return self._planner.plan(question, self._costs.prices())
+        prices = self._costs.prices()
+        short = self._device.shortage(-(-tokens // self._block) - match.range_tokens // self._block)
+        rate = 0.0 if short is None else memory_price(short, prices)
+        question = survey.query(
+            names, match, stored, tokens=tokens, backlog=backlog, hbm_ms_per_gib=rate
+        )
+        return self._planner.plan(question, prices)
 
     # -- events --------------------------------------------------------------------------------
 

@@ -100,9 +100,15 @@ def held(
 
 
 def query(
-    names: RecordNames, match: Match, stored: Held, *, tokens: int, backlog: Backlog
+    names: RecordNames,
+    match: Match,
+    stored: Held,
+    *,
+    tokens: int,
+    backlog: Backlog,
+    hbm_ms_per_gib: float = 0.0,
 ) -> RestoreQuery:
-    """The planner's question for a prompt of `tokens` tokens."""
+    """The planner's question for a prompt of `tokens` tokens, at that price of device memory."""
     layout = names.layout
     block = layout.block_tokens
     spans = spans_of(_range_rows(names, match, stored), layout.range_names)
@@ -124,7 +130,12 @@ def query(
         (row for row in rows if row.position <= deepest), layout.point_names, positions=positions
     )
     return RestoreQuery(
-        tokens=tokens, spans=spans, points=points, known_tokens=covered, backlog=backlog
+        tokens=tokens,
+        spans=spans,
+        points=points,
+        known_tokens=covered,
+        backlog=backlog,
+        hbm_ms_per_gib=hbm_ms_per_gib,
     )
 
 

@@ -14,9 +14,20 @@ from math import ceil
 
 import msgspec
 
+from ownerserve.cache.outcomes import Shortage, Victim
+from ownerserve.cache.policies.cost_aware import REUSE_OF_REFERENCED
 from ownerserve.node.records import Cell, RecordNames
-from ownerserve.plan.benefit import DROP_BELOW_MS, point_benefit, range_benefit
+from ownerserve.plan.benefit import (
+    DROP_BELOW_MS,
+    Benefit,
+    EvictionWeights,
+    eviction_weights,
+    hbm_price,
+    point_benefit,
+    range_benefit,
+)
 from ownerserve.plan.cost.model import CostModel
+from ownerserve.plan.cost.prices import Prices
 from ownerserve.plan.inputs import Piece, Point, RestoreQuery, Span, Tier
 from ownerserve.plan.restore import Planner
 
@@ -27,6 +38,29 @@ KEPT_IN = Tier.DISK
 KNOTS = 8
 """A session's cells are priced at so many depths, and between them by a straight line: the price
 of a long session's cells is smooth, and a plan for each of them costs more than it tells."""
+
+
+def memory_price(short: Shortage, prices: Prices) -> float:
+    """lambda, in ms per GiB of device memory: what those lose who would be evicted for a turn, by
+    what computing or loading it again takes; nothing while there is room.
+
+    What no session is expected back for counts as much less as the cache's order has it.
+    """
+    if short.wanted <= short.free:
+        return 0.0
+    weights = eviction_weights(prices, copies=KEPT_IN)
+    return hbm_price(
+        [_benefit(victim, weights, short.block_bytes) for victim in short.victims],
+        short.wanted * short.block_bytes,
+        free_bytes=short.free * short.block_bytes,
+    )
+
+
+def _benefit(victim: Victim, weights: EvictionWeights, block_bytes: int) -> Benefit:
+    held = victim.blocks * block_bytes
+    copied = held if victim.is_backed else 0
+    lost_ms = weights.lost_ms(victim.tokens, victim.position, copy_bytes=copied)
+    return Benefit(lost_ms, held, 1.0 if victim.is_expected else 1.0 / REUSE_OF_REFERENCED)
 
 
 class Valued(msgspec.Struct, eq=False):

@@ -50,6 +50,7 @@ def summary(plan: RestorePlan) -> str:
         describe(way),
         f"ttft {t.ttft_ms:.1f} ms (queue {t.queue_ms:.1f}, load {t.load_ms:.1f},"
         f" recompute {t.recompute_ms:.1f}, stall {t.stall_ms:.1f}, hidden {t.hidden_ms:.1f})",
+        f"memory {t.hbm_ms:.2f} ms",
         f"saves {plan.reuse_benefit_ms:.1f} ms against a full prefill",
         f"by {plan.basis}",
     )
@@ -82,7 +83,7 @@ def to_data(explanation: Explanation) -> dict[str, object]:
         "basis": plan.basis.value,
         "decided_by_cost": plan.basis is Basis.COST,
         "reuse_benefit_ms": plan.reuse_benefit_ms,
-        "full_prefill_ms": plan.prefill_total_ms,
+        "full_prefill_ms": plan.prefill_ttft_ms,
         "alternatives": [_priced(way) for way in explanation.alternatives],
         "not_offered": [msgspec.to_builtins(item) for item in explanation.not_offered],
     }

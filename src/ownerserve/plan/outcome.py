@@ -90,12 +90,13 @@ class RestorePlan(msgspec.Struct, frozen=True, gc=False):
 
     chosen: Priced
     basis: Basis
-    prefill_total_ms: float
+    prefill_ttft_ms: float
 
     @property
     def reuse_benefit_ms(self) -> float:
-        """Seed 000 A2: C_prefill - C_load - C_recompute - C_stall; never below 0 by choice."""
-        return self.prefill_total_ms - self.chosen.terms.total_ms
+        """Seed 000 A2: C_prefill - C_load - C_recompute - C_stall: time alone. Never below 0 by
+        choice, but for a way that is taken because it needs less memory that is dear."""
+        return self.prefill_ttft_ms - self.chosen.terms.ttft_ms
 
 
 class Why(StrEnum):

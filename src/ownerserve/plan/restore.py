@@ -63,8 +63,8 @@ class Planner:
             if len(rivals) > 1:
                 priced = [pricer.priced(rival) for rival in rivals]
                 chosen = min(priced, key=lambda p: _observable(p, query))
-                return RestorePlan(chosen, Basis.OBSERVABLES, search.prefill_total_ms)
-        return RestorePlan(pricer.priced(way), Basis.COST, search.prefill_total_ms)
+                return RestorePlan(chosen, Basis.OBSERVABLES, search.prefill_ttft_ms)
+        return RestorePlan(pricer.priced(way), Basis.COST, search.prefill_ttft_ms)
 
     def explain(self, query: RestoreQuery, prices: Prices) -> Explanation:
         """The same plan with every alternative priced and every omission explained. Slow."""
@@ -125,7 +125,7 @@ class _Search:
             prices.replay.b_ms < prices.prefill.b_ms or prices.replay.c_ms < prices.prefill.c_ms
         )
         self._resuming_dominates = not cheaper and query.hbm_ms_per_gib <= 0.0
-        self.prefill_total_ms = inf
+        self.prefill_ttft_ms = inf
         self._best_ms = inf
         self._best = PREFILL_ALL
         self._points_ms: dict[tuple[Tier, int], float] = {}
@@ -134,8 +134,9 @@ class _Search:
         """The cheapest open way."""
         tokens, points = self._query.tokens, self._query.points
         queue_ms, ms_until = self._queue_ms, self._loads.ms_until
-        self.prefill_total_ms = self._total_ms(0.0, self._prices.prefill.ms(tokens, 0), 0)
-        self._best_ms = self.prefill_total_ms * (1.0 + PREFER_SEALED)
+        prefill_ms = self._prices.prefill.ms(tokens, 0)
+        self.prefill_ttft_ms = self._ttft_ms(0.0, prefill_ms)
+        self._best_ms = self._total_ms(0.0, prefill_ms, 0) * (1.0 + PREFER_SEALED)
         deepest = min(tokens - 1, self._loads.covered)
         first = bisect_left(points, -deepest, key=lambda point: -point.position)
         if first == len(points):
@@ -238,15 +239,16 @@ class _Search:
 
     def _total_ms(self, load_ms: float, compute_ms: float, position: int) -> float:
         """Time to the first token and lambda * M_HBM, as Pricer.terms adds them up."""
+        total = self._ttft_ms(load_ms, compute_ms)
+        rate = self._query.hbm_ms_per_gib
+        return total + rate * self._new_bytes(position) / GIB if rate else total
+
+    def _ttft_ms(self, load_ms: float, compute_ms: float) -> float:
         begin = self._load_from_ms + load_ms / self._stages
         if begin < self._queue_ms:
             begin = self._queue_ms
-        total = begin + compute_ms
         end = self._load_from_ms + load_ms + compute_ms / self._stages
-        if end > total:
-            total = end
-        rate = self._query.hbm_ms_per_gib
-        return total + rate * self._new_bytes(position) / GIB if rate else total
+        return max(begin + compute_ms, end)
 
     def _new_bytes(self, position: int) -> float:
         own = self._model.range_bytes_per_token * (self._query.tokens - position)

@@ -81,6 +81,36 @@ def test_blocks_go_after_their_sessions_are_stored(tmp_path: Path) -> None:
         assert_right(answer)
 
 
+def test_memory_has_a_price_when_others_go_for_a_turn(tmp_path: Path) -> None:
+    """Three sessions of 16 blocks in 40: who comes back evicts somebody, and its plan says what
+    that costs; the first turns, for whom there was room, paid nothing."""
+    node = NodeSettings(spill_after_s=0.01)
+    rig = Rig(
+        blocks=40, max_running=2, options=WorkerOptions(model="tiny-v4", store=tmp_path, node=node)
+    )
+    prompts = {name: text(240, seed=seed) for seed, name in enumerate("abc")}
+
+    async def scenario() -> list[Answer]:
+        answers = []
+        for turn in range(3):
+            for name in prompts:
+                [answer] = await rig.ask(
+                    request(f"{name}{turn}", prompts[name], new=8, session=name)
+                )
+                answers.append(answer)
+                prompts[name] += [*answer.tokens(), *text(20, seed=turn)]
+                await asyncio.sleep(0.1)
+        return answers
+
+    answers = rig.play(scenario)
+    plans = [answer.admitted.plan for answer in answers if answer.admitted]
+    memory_ms = [float(plan.split("memory ")[1].split(" ms")[0]) for plan in plans if plan]
+    assert memory_ms and max(memory_ms) > 0.0, plans
+    assert not any(plans[:3]), "nothing was brought for those"
+    for answer in answers:
+        assert_right(answer)
+
+
 def test_without_a_store_room_is_made_all_the_same() -> None:
     rig = Rig(blocks=40, points=8, max_running=2)
     watch(rig, Watermarks(low=0.3, high=0.6))

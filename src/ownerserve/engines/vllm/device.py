@@ -68,6 +68,9 @@ class EngineDevice:
         depth = self._layout.boundary_at_or_before(hit)
         return Match(depth, (Point(depth),) if depth else ())
 
+    def shortage(self, blocks: int) -> None:
+        """vLLM's pool has an order of its own, and says nothing of what goes next is worth."""
+
     def reserve(self, turn_id: TurnId, arrival: Arrival, now: float) -> Reserved | Later:
         """A slot is a unit's place in the prefix, a point's its position; `Place`s follow."""
         if turn_id not in self._taken:
