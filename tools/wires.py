@@ -88,7 +88,6 @@ DEAD: dict[str, str] = {
     "ownerserve.kv.wire.rpc.Commit": ADMISSION,
     "ownerserve.kv.wire.rpc.Release": ADMISSION,
     "ownerserve.kv.wire.rpc.Reserve": ADMISSION,
-    "ownerserve.plan.benefit.hbm_price": "W7: memory has a price in a plan",
     "ownerserve.router.messages.Migrated": "W15: owners move",
     "ownerserve.router.messages.Noted": "an answer that asks for nothing",
     "ownerserve.store.mooncake.MooncakeBlobs": "W14: a worker's remote tier",
