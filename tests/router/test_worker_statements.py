@@ -177,4 +177,4 @@ def test_a_usage_beyond_the_stated_length_teaches_nothing(play: Play) -> None:
         assert "ownerserve_usages_refused_total 1.0" in told
 
     record = stated("m", 1.0, 1.0, sequence_tokens=4096)
-    play(scenario, states=[msgspec.json.encode(record)])
+    play(scenario, states=[msgspec.json.encode(record)], engines=1)
