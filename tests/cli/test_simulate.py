@@ -118,7 +118,7 @@ def test_faults_are_performed(tmp_path: Path) -> None:
         (("--fold", "0"), "fold"),
         (("no-such-trace.jsonl",), "no-such-trace.jsonl"),
         (("--generate", "chatter"), "chatter"),
-        (("--tool-scale", "-1"), "tool_scale"),
+        (("--tool-scale", "-1"), "--tool-scale"),
     ],
 )
 def test_what_can_not_be_is_one_clear_line_and_exit_code_2(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
@@ -11,13 +13,14 @@ import click
 import msgspec
 from rich.table import Table
 
-from ownerserve.cli.output import console_for, json_option, write_json
+from ownerserve.cli.options import PORT, Finite
+from ownerserve.cli.output import OutputFile, OutputFolder, console_for, json_option, write_json
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.port import LEASE_S, Directory, DirectoryStatus
-from ownerserve.directory.rpc.client import DirectoryClient
+from ownerserve.directory.rpc.client import DirectoryClient, check_address
 from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile
-from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.errors import InvalidInput, PeerLost
 
 POLL_S = 0.1
 
@@ -44,10 +47,10 @@ def command() -> None:
 
 
 @command.command("serve", short_help="Run the directory.")
-@click.option("--port", default=0, show_default=True, help="Port; 0 takes a free one.")
+@click.option("--port", type=PORT, default=0, show_default=True, help="Port; 0 takes a free one.")
 @click.option(
     "--home",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OutputFolder(),
     help="Where the term's high-water mark is kept. Without it workers raise the term.",
 )
 @click.option(
@@ -55,9 +58,18 @@ def command() -> None:
     metavar="URL",
     help="valkey://HOST:PORT[,HOST:PORT] or sentinel://HOST:PORT/NAME; default: this process.",
 )
-@click.option("--lease", "lease_s", default=LEASE_S, show_default=True, metavar="SECONDS")
+@click.option(
+    "--lease",
+    "lease_s",
+    type=Finite(min=0, min_open=True),
+    default=LEASE_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long an owner owns without being heard.",
+)
 @click.option(
     "--min-replicas",
+    type=click.IntRange(min=0),
     default=0,
     show_default=True,
     help="With --backend: replicas that must have a change before it is told.",
@@ -69,7 +81,7 @@ def command() -> None:
 )
 @click.option(
     "--ready-file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     help="Written with the address when the port is open.",
 )
 def serve(
@@ -82,8 +94,6 @@ def serve(
     ready_file: Path | None,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM."""
-    if lease_s <= 0:
-        raise InvalidInput("--lease", f"{lease_s}", "use more than 0 seconds")
     if backend is None:
         opens_in_s = 0.0 if new_fleet else None
         directory: Directory = EmbeddedDirectory(
@@ -114,11 +124,8 @@ def status(address: str, json_target: str | None) -> None:
     \b
     ownerserve directory status tcp://127.0.0.1:7700 --json - | jq .term
     """
-    client = DirectoryClient(address)
-    try:
+    with _asking(address) as client:
         _report(client.status(), "directory.status", json_target)
-    finally:
-        client.close()
 
 
 @command.command("rebuild", short_help="Forget all; workers fill it from their inventories.")
@@ -126,6 +133,7 @@ def status(address: str, json_target: str | None) -> None:
 @click.option(
     "--wait",
     "wait_s",
+    type=Finite(min=0),
     default=60.0,
     show_default=True,
     metavar="SECONDS",
@@ -135,14 +143,25 @@ def status(address: str, json_target: str | None) -> None:
 def rebuild(address: str, wait_s: float, json_target: str | None) -> None:
     """Start a new term with empty memory. Safe at any time: no epoch repeats, and nobody loses a
     session whose lease runs; new sessions wait for one lease."""
-    client = DirectoryClient(address)
-    try:
+    with _asking(address) as client:
         found = client.forget()
         deadline_s = time.monotonic() + wait_s
         while found.opens_in_s > 0 and time.monotonic() < deadline_s:
             time.sleep(min(POLL_S, found.opens_in_s))
             found = client.status()
         _report(found, "directory.rebuild", json_target)
+
+
+@contextmanager
+def _asking(address: str) -> Iterator[DirectoryClient]:
+    """A client of the directory there. Raises InvalidInput when nobody answers."""
+    check_address(address, field="ADDRESS")
+    client = DirectoryClient(address)
+    try:
+        yield client
+    except PeerLost as error:
+        mend = "is `ownerserve directory serve` running there?"
+        raise InvalidInput("ADDRESS", f"{address}: {error}", mend) from error
     finally:
         client.close()
 

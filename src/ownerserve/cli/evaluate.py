@@ -16,8 +16,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ownerserve.cli.output import console_for, json_option, write_json
+from ownerserve.cli.output import OutputFolder, console_for, json_option, write_json
 from ownerserve.cli.runners import runner_of, runner_options
+from ownerserve.kv.errors import InvalidInput
 from ownerserve.report.page import SIGNS, Verdict
 from ownerserve.sim.pool import Runner
 from ownerserve.sim.suites.base import Scale
@@ -43,13 +44,13 @@ COLOURS = {
 )
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=OutputFolder(),
     default=Path("evaluation"),
     show_default=True,
     metavar="DIR",
     help="Where report.html, tables and figures are written.",
 )
-@click.option("--only", default="", metavar="NAME,...", help="These experiments alone.")
+@click.option("--only", metavar="NAME,...", help="These experiments alone.")
 @click.option("--list", "lists", is_flag=True, help="List the experiments and leave.")
 @click.option("--quick", is_flag=True, help="Tiny generated traces: that it works, no evidence.")
 @runner_options
@@ -68,7 +69,9 @@ def command(
     same bytes.
     """
     console = console_for(json_target)
-    only = tuple(filter(None, (name.strip() for name in given["only"].split(","))))
+    only = tuple(filter(None, (name.strip() for name in (given["only"] or "").split(","))))
+    if given["only"] is not None and not only:
+        raise InvalidInput("--only", "names no experiment", "see --list")
     experiments = chosen(suite, only)
     if given["lists"]:
         for experiment in experiments:

@@ -11,6 +11,8 @@ import click
 import uvloop
 from msgspec.structs import replace
 
+from ownerserve.cli.options import PORT, Finite, check_host
+from ownerserve.cli.output import OutputFile
 from ownerserve.directory.port import Directory
 from ownerserve.router.gateway.admin import admin_server
 from ownerserve.router.gateway.config import Config, parse_worker
@@ -60,13 +62,13 @@ def _policies() -> str:
 @click.option(
     "--prefill-ms",
     "token_ms",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     metavar="MS",
     help="What one prefill token takes on a worker. Default: 0.0122, of a 30B MoE on an H200.",
 )
 @click.option(
     "--hot-ms",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=DEFAULTS.hot_ms,
     show_default=True,
     metavar="MS",
@@ -74,7 +76,7 @@ def _policies() -> str:
 )
 @click.option(
     "--cool-s",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=DEFAULTS.cool_s,
     show_default=True,
     metavar="SECONDS",
@@ -82,17 +84,22 @@ def _policies() -> str:
 )
 @click.option(
     "--seats",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     metavar="SHARE",
     help="Hold a new session's first turn while the sessions at work fill this share of the"
     " workers' memory for state (0.9, where more come than fit). Default: all are let in.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of both ports.")
-@click.option("--port", default=0, show_default=True, help="Data port; 0 takes a free one.")
-@click.option("--admin-port", default=0, show_default=True, help="Admin port; 0 takes a free one.")
+@click.option(
+    "--port", type=PORT, default=0, show_default=True, help="Data port; 0 takes a free one."
+)
+@click.option(
+    "--admin-port", type=PORT, default=0, show_default=True, help="Admin port; 0 takes a free one."
+)
 @click.option(
     "--drain-timeout",
     "drain_timeout_s",
+    type=Finite(min=0),
     default=30.0,
     show_default=True,
     metavar="SECONDS",
@@ -100,7 +107,7 @@ def _policies() -> str:
 )
 @click.option(
     "--ready-file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     help="Written when the ports are open: the gateway's URL, then the admin port's, a line each.",
 )
 def command(
@@ -132,6 +139,7 @@ def command(
     curl localhost:ADMIN/decisions?last=5           where requests went, why, at which prices
     curl localhost:ADMIN/metrics                    Prometheus
     """
+    check_host(host)
     config = Config(
         workers=tuple(parse_worker(url) for url in workers),
         policy=policy,
@@ -149,13 +157,14 @@ def command(
 
 def _open_directory(url: str) -> Directory:
     if url.startswith("tcp://"):
-        from ownerserve.directory.rpc.client import DirectoryClient
+        from ownerserve.directory.rpc.client import DirectoryClient, check_address
 
+        check_address(url, field="--directory")
         return DirectoryClient(url)
     from ownerserve.directory.valkey.directory import ValkeyDirectory
     from ownerserve.directory.valkey.primary import parse_source
 
-    return ValkeyDirectory(parse_source(url))
+    return ValkeyDirectory(parse_source(url, field="--directory"))
 
 
 def _speed(token_ms: float) -> Speed:

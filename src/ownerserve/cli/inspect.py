@@ -18,7 +18,7 @@ Default: what the family's published figures assume."""
 
 
 @click.command()
-@click.argument("config")
+@click.argument("config", metavar="CONFIG")
 @click.option("--kv", metavar="DESCRIPTOR", help=KV_HELP)
 @click.option(
     "--context",

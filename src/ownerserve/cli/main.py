@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import traceback
+from collections.abc import Sequence
 
 import click
 
 from ownerserve import __version__
-from ownerserve.kv.errors import OwnerServeError
+from ownerserve.cli.failures import REPORT, told
+
+DEFECT = 70
+"""Exit code for a defect of ours (EX_SOFTWARE of sysexits.h)."""
 
 # name -> (module that defines `command`, one-line help shown without importing it)
 COMMANDS = {
@@ -58,19 +64,42 @@ def cli() -> None:
     """
 
 
-def main() -> None:
-    """Entry point: our errors become one line and exit code 2, Ctrl-C exit code 130."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command, by default the one of this process, and exit.
+
+    Exit codes: 1 or 2 after one line that says what to mend, 130 after Ctrl-C, 70 for a defect of
+    ours, which keeps its traceback.
+    """
     try:
-        cli.main(standalone_mode=False)
-    except click.exceptions.Abort:
+        cli.main(arguments, prog_name="ownerserve", standalone_mode=False)
+    except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         sys.exit(130)
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
-    except OwnerServeError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    except click.ClickException as error:
+        click.echo(f"error: {_one_line(error)}", err=True)
+        sys.exit(error.exit_code)
+    except Exception as error:  # noqa: BLE001 - the root of the process
+        sys.exit(_told(error))
+
+
+def _one_line(error: click.ClickException) -> str:
+    """What click found wrong, and for the use of a command where that is taught."""
+    line = " ".join(error.format_message().split()).rstrip(".")
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        return f"{line}; see `{error.ctx.command_path} --help`"
+    return line
+
+
+def _told(error: Exception) -> int:
+    """Print what went wrong and return the exit code."""
+    line = told(error)
+    if line is None or os.environ.get("OWNERSERVE_LOG", "").lower() == "debug":
+        traceback.print_exception(error)
+    click.echo(REPORT if line is None else f"error: {line}", err=True)
+    return DEFECT if line is None else 2
 
 
 if __name__ == "__main__":

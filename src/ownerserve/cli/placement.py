@@ -7,10 +7,12 @@ from typing import Any
 import click
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from ownerserve.cli.options import GPU_COUNT, Count
 from ownerserve.cli.output import console_for, json_option, write_json
-from ownerserve.cli.pricing import GPU_NAMES, costs_of, count_of, tokens_of
+from ownerserve.cli.pricing import GPU_NAMES, costs_of, number_of, tokens_of
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.ids import SessionId, WorkerId
@@ -44,7 +46,7 @@ EXAMPLE = "'owner holds=110K pending=60K batch=8'"
 
 
 @click.command()
-@click.argument("config")
+@click.argument("config", metavar="CONFIG")
 @click.option("--context", default="110K", show_default=True, help="Tokens the session had.")
 @click.option("--new", "new_tokens", default="758", show_default=True, help="Tokens it adds.")
 @click.option("--answer", default="256", show_default=True, help="Tokens expected back.")
@@ -55,8 +57,8 @@ EXAMPLE = "'owner holds=110K pending=60K batch=8'"
 @click.option("--policy", type=click.Choice(POLICIES), default="ownerserve", show_default=True,
               help="Who decides.")  # fmt: skip
 @click.option("--gpu", default="H200", show_default=True, help=f"One of {GPU_NAMES}.")
-@click.option("--gpus", type=int, default=1, show_default=True, help="Tensor-parallel GPUs.")
-@click.option("--active-params", metavar="N", help="Active parameters, like 3.3B.")
+@click.option("--gpus", type=GPU_COUNT, default=1, show_default=True, help="Tensor-parallel GPUs.")
+@click.option("--active-params", type=Count(), metavar="N", help="Active parameters, like 3.3B.")
 @click.option("--costs", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
               help="Measured costs of a worker, instead of data-sheet defaults.")  # fmt: skip
 @json_option
@@ -86,7 +88,7 @@ def placement(config: str, json_target: str | None, **options: Any) -> None:
     decision = make_policy(str(text["policy"]), settings).decide(request, candidates)
     ranked = rank(request, candidates, pricer=Pricer(settings), fleet=candidates)
     if json_target != "-":
-        title = f"{name}, {request.turn.value}, costs: {label}"
+        title = f"{escape(name)}, {request.turn.value}, costs: {escape(label)}"
         _show(ranked, decision, console_for(json_target), title=title)
     body = {
         "model": name,
@@ -105,7 +107,7 @@ def speed_of(config: str, text: dict[str, str | None]) -> tuple[Speed, str, str]
     path = find_config(config)
     loaded = read_config(path)
     spec = build(loaded, None)
-    shape = shape_of(spec, loaded, active_parameters=count_of(text["active_params"]))
+    shape = shape_of(spec, loaded, active_parameters=number_of(text["active_params"]))
     model = costs_of(text, shape)
     state = model_state(Geometry.of(spec))
     media = {

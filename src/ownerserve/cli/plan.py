@@ -7,11 +7,13 @@ from collections.abc import Mapping
 import click
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from ownerserve.cli.options import GPU_COUNT, Count
 from ownerserve.cli.output import console_for, json_option, write_json
 from ownerserve.cli.placement import placement
-from ownerserve.cli.pricing import GPU_NAMES, costs_of, count_of, tokens_of
+from ownerserve.cli.pricing import GPU_NAMES, costs_of, number_of, tokens_of
 from ownerserve.kv.descriptor import load_descriptor
 from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.registry import build
@@ -50,7 +52,7 @@ command.add_command(placement)
 
 
 @command.command()
-@click.argument("config")
+@click.argument("config", metavar="CONFIG")
 @click.option("--context", default="64K", show_default=True, help="Tokens the session had.")
 @click.option(
     "--new", "new_tokens", default="758", show_default=True, help="Tokens this turn adds."
@@ -65,8 +67,8 @@ command.add_command(placement)
 @click.option("--engine", type=click.Choice(list(ENGINES)), default="hf", show_default=True,
               help="Whose abilities to plan with.")  # fmt: skip
 @click.option("--gpu", default="H200", show_default=True, help=f"One of {GPU_NAMES}.")
-@click.option("--gpus", type=int, default=1, show_default=True, help="Tensor-parallel GPUs.")
-@click.option("--active-params", metavar="N", help="Active parameters, like 3.3B.")
+@click.option("--gpus", type=GPU_COUNT, default=1, show_default=True, help="Tensor-parallel GPUs.")
+@click.option("--active-params", type=Count(), metavar="N", help="Active parameters, like 3.3B.")
 @click.option("--kv", metavar="DESCRIPTOR", help="Engine KV descriptor; see `inspect --help`.")
 @click.option("--approximate", "allowed", flag_value=Exactness.BOUNDED_REPLAY.value,
               help="Also offer bounded replay, which is not exact.")  # fmt: skip
@@ -95,14 +97,18 @@ def restore(config: str, json_target: str | None, **options: str | int | None) -
     kv = text["kv"]
     spec = build(loaded, None if kv is None else load_descriptor(kv))
     geometry = Geometry.of(spec)
-    shape = shape_of(spec, loaded, active_parameters=count_of(text["active_params"]))
+    shape = shape_of(spec, loaded, active_parameters=number_of(text["active_params"]))
     model = costs_of(text, shape)
     query = _query(text, geometry)
     planner = Planner(model_state(geometry), ENGINES[str(text["engine"])])
     explanation = planner.explain(query, model.prices())
     name = path.parent.name if path.name == "config.json" else path.stem
     if json_target != "-":
-        _show(explanation, console_for(json_target), title=f"{name}, costs: {model.label}")
+        _show(
+            explanation,
+            console_for(json_target),
+            title=f"{escape(name)}, costs: {escape(model.label)}",
+        )
     head = {
         "model": name,
         "kv_descriptor": spec.kv_descriptor,
@@ -154,7 +160,7 @@ def _show(explanation: Explanation, console: Console, *, title: str) -> None:
             style="bold" if row == explain.row_of(explanation.plan.chosen) else "",
         )
     console.print(table)
-    console.print(f"[bold]taken:[/] {explain.summary(explanation.plan)}", highlight=False)
+    console.print(f"[bold]taken:[/] {escape(explain.summary(explanation.plan))}", highlight=False)
     for reason, positions in explain.grouped(explanation.not_offered).items():
         where = f"at {positions[0]:,}" if len(positions) == 1 else f"{len(positions)} points"
-        console.print(f"[dim]not offered: {reason} ({where})[/]", highlight=False)
+        console.print(f"[dim]not offered: {escape(reason)} ({where})[/]", highlight=False)

@@ -30,12 +30,6 @@ def tokens_of(text: Mapping[str, str | None], name: str, *, least: int = 1) -> i
     return count
 
 
-def count_of(text: str | None) -> float | None:
-    """Parameters as `3.3B`, `700M` or a plain number."""
-    if text is None:
-        return None
-    scale = {"M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
-    try:
-        return float(text if scale == 1.0 else text[:-1]) * scale
-    except ValueError as error:
-        raise InvalidInput("--active-params", f"{text!r}", "write it like 3.3B") from error
+def number_of(text: str | None) -> float | None:
+    """A number that click has checked."""
+    return None if text is None else float(text)

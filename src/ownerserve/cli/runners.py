@@ -17,7 +17,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 def runner_options(command: Command) -> Command:
     """`--jobs` and `--ray`."""
-    jobs = click.option("--jobs", type=int, default=0, help="Runs at once.  [one a core]")
+    jobs = click.option(
+        "--jobs", type=click.IntRange(0, 1024), default=0, help="Runs at once.  [one a core]"
+    )
     ray = click.option(
         "--ray",
         metavar="ADDRESS",

@@ -11,8 +11,10 @@ from typing import Any
 import click
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ownerserve.cli.options import FACTOR, SEED, SESSIONS, Finite
 from ownerserve.cli.output import console_for, json_option, write_json
 from ownerserve.cli.runners import runner_of, runner_options
 from ownerserve.kv.errors import InvalidInput
@@ -62,10 +64,12 @@ DEFAULT_POLICIES = "round_robin,least_load,lmetric,sticky,ear,ownerserve"
     metavar="NAME,...",
     help=f"Router policies, or 'all'; may be given again: {', '.join(POLICIES)}.",
 )
-@click.option("--workers", type=int, default=8, show_default=True, help="Routing units.")
+@click.option(
+    "--workers", type=click.IntRange(1, 10_000), default=8, show_default=True, help="Routing units."
+)
 @click.option(
     "--prefill-workers",
-    type=int,
+    type=click.IntRange(0, 10_000),
     default=0,
     show_default=True,
     help="Of the workers, those that only prefill. 0: half of them, for policies that split.",
@@ -82,7 +86,14 @@ DEFAULT_POLICIES = "round_robin,least_load,lmetric,sticky,ear,ownerserve"
 @click.option("--host", default="0", show_default=True, metavar="SIZE", help="Host cache.")
 @click.option("--disk", default="0", show_default=True, metavar="SIZE", help="SSD of a worker.")
 @click.option("--remote", default="0", show_default=True, metavar="SIZE", help="Shared store.")
-@click.option("--nic", type=float, default=12.5, show_default=True, help="GB/s between workers.")
+@click.option(
+    "--nic",
+    type=Finite(1e-3, 1e6),
+    default=12.5,
+    show_default=True,
+    metavar="GB/S",
+    help="GB/s between workers.",
+)
 @click.option(
     "--checkpoints",
     default="turn-end",
@@ -97,11 +108,15 @@ DEFAULT_POLICIES = "round_robin,least_load,lmetric,sticky,ear,ownerserve"
     help="closed: a turn follows its predecessor's end and the tool; open: as recorded; "
     "capped:N: closed, N sessions at once.",
 )
-@click.option("--sessions", type=int, help="Only so many sessions (generated: so many).  [all]")
+@click.option(
+    "--sessions", type=SESSIONS, help="Only so many sessions (generated: so many).  [all]"
+)
 @click.option("--sample", is_flag=True, help="Draw them by the seed instead of the first ones.")
-@click.option("--time-scale", type=float, default=1.0, help="Factor on arrivals.  [1]")
-@click.option("--tool-scale", type=float, default=1.0, help="Factor on tool times; 0: none.  [1]")
-@click.option("--top-share", type=float, help="Skew: the top 1 % hold this share of the input.")
+@click.option("--time-scale", type=FACTOR, default=1.0, help="Factor on arrivals.  [1]")
+@click.option("--tool-scale", type=FACTOR, default=1.0, help="Factor on tool times; 0: none.  [1]")
+@click.option(
+    "--top-share", type=Finite(0, 1), help="Skew: the top 1 % hold this share of the input."
+)
 @click.option("--shared-heads", is_flag=True, help="Equal system prompts are one prefix.")
 @click.option(
     "--generate",
@@ -119,12 +134,12 @@ DEFAULT_POLICIES = "round_robin,least_load,lmetric,sticky,ear,ownerserve"
 )
 @click.option(
     "--fold",
-    type=int,
+    type=click.IntRange(1, FOLD_MAX),
     default=None,
     metavar="N",
     help="Decode steps in one event at most; 1 simulates every step.  [no limit: same results]",
 )
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of all draws.")
 @runner_options
 @click.option("--details", is_flag=True, help="Every metric, and latencies by execution mode.")
 @json_option
@@ -153,8 +168,9 @@ def command(
     setups = {name: _setup(name, given) for name in names}
     loaded = _load(trace, given, console)
     result = _simulate(loaded, setups, given, console)
-    title = f"{loaded.name}: {result.requests // len(setups):,} requests on {given['workers']} x "
-    console.print(summary_table(result.policies, title + given["pace"]))
+    requests = result.requests // len(setups)
+    title = f"{loaded.name}: {requests:,} requests on {given['workers']} x {given['pace']}"
+    console.print(summary_table(result.policies, escape(title)))
     if given["details"]:
         console.print(details_table(result.policies, "details"))
         console.print(modes_table(result.policies, "execution modes"))
@@ -220,7 +236,7 @@ def _faults(given: dict[str, Any]) -> tuple[Fault, ...]:
 
 
 def _size(given: dict[str, Any], name: str) -> int:
-    return parse_bytes(given[name], field=f"--{name}") if given[name] else 0
+    return parse_bytes(given[name], field=f"--{name}") if given[name] is not None else 0
 
 
 def _shape(given: dict[str, Any]) -> Shape:
@@ -247,10 +263,10 @@ def _mode(text: str) -> Closed | Open | Capped:
 
 def _load(path: Path | None, given: dict[str, Any], console: Console) -> Trace:
     if path is not None:
-        with console.status(f"reading {path.name}"):
+        with console.status(f"reading {escape(path.name)}"):
             return read_trace(path)
     options = Options(sessions=given["sessions"] or 50, seed=given["seed"])
-    with console.status(f"making {given['workload']}"):
+    with console.status(f"making {escape(given['workload'])}"):
         return generate(given["workload"], options)
 
 

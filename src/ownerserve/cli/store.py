@@ -10,9 +10,11 @@ from pathlib import Path
 
 import click
 import msgspec
+from rich.markup import escape
 from rich.table import Table
 
-from ownerserve.cli.output import console_for, json_option, write_json
+from ownerserve.cli.options import Finite
+from ownerserve.cli.output import OutputFolder, console_for, json_option, write_json
 from ownerserve.kv.artifacts import tenant_salt
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import KIB, MIB, format_bytes, parse_bytes
@@ -29,6 +31,8 @@ from ownerserve.store.wallclock import WallClock
 
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
+
+HOURS = Finite(0, 1e6)
 
 key_option = click.option(
     "--key-file", type=FILE, metavar="FILE", help="Master key, 32 bytes. Default: DIR/KEY."
@@ -51,7 +55,14 @@ def command() -> None:
 
 @command.command("ls", short_help="What is stored, of whom, and where.")
 @click.argument("directory", metavar="DIR", type=DIRECTORY)
-@click.option("--limit", metavar="N", default=20, show_default=True, help="Records shown.")
+@click.option(
+    "--limit",
+    metavar="N",
+    type=click.IntRange(0, 1_000_000),
+    default=20,
+    show_default=True,
+    help="Records shown.",
+)
 @click.option("--tenant", metavar="HEX", help="Only this tenant's records (64 hex digits).")
 @json_option
 def ls(directory: Path, limit: int, tenant: str | None, json_target: str | None) -> None:
@@ -82,7 +93,7 @@ def ls(directory: Path, limit: int, tenant: str | None, json_target: str | None)
         store.close()
     records = [_describe(entry) for entry in entries]
     console = console_for(json_target)
-    table = Table("tenant", "kind", "records", "bytes", title=f"{directory}")
+    table = Table("tenant", "kind", "records", "bytes", title=escape(str(directory)))
     for row in usage:
         size = format_bytes(float(str(row["stored_bytes"])))
         table.add_row(str(row["tenant"])[:16], str(row["kind"]), str(row["records"]), size)
@@ -149,12 +160,14 @@ def verify(directory: Path, key_file: Path | None, json_target: str | None) -> N
     finally:
         store.close()
     console = console_for(json_target)
-    table = Table("outcome", "records", title=f"{directory}: {format_bytes(size)} read")
+    table = Table(
+        "outcome", "records", title=f"{escape(str(directory))}: {format_bytes(size)} read"
+    )
     for name, count in counts.items():
         table.add_row(name, str(count))
     console.print(table)
     for item in bad[:20]:
-        console.print(f"{item['id'][:16]}  {item['reason']}")
+        console.print(f"{item['id'][:16]}  {escape(item['reason'])}")
     body = {"read_bytes": size, "counts": counts, "bad": bad, "reasons": details}
     write_json(json_target, "store.verify", body)
     if bad:
@@ -163,13 +176,13 @@ def verify(directory: Path, key_file: Path | None, json_target: str | None) -> N
 
 @command.command("gc", short_help="Expire, shrink to a capacity, compact, forget quarantine.")
 @click.argument("directory", metavar="DIR", type=DIRECTORY)
-@click.option("--range-ttl", metavar="HOURS", type=float, help="Expire range artifacts unused for.")
-@click.option("--point-ttl", metavar="HOURS", type=float, help="Expire point artifacts unused for.")
+@click.option("--range-ttl", metavar="HOURS", type=HOURS, help="Expire range artifacts unused for.")
+@click.option("--point-ttl", metavar="HOURS", type=HOURS, help="Expire point artifacts unused for.")
 @click.option("--capacity", metavar="SIZE", help="Evict the least useful down to this size.")
 @click.option(
     "--quarantine-ttl",
     metavar="HOURS",
-    type=float,
+    type=HOURS,
     default=QUARANTINE_KEPT_S / 3600,
     show_default=True,
     help="Erase quarantined records older than this.",
@@ -198,7 +211,7 @@ def gc(
     home = Home.open(directory)
     if rebuild_index:
         discard_index(home)
-    size = split(parse_bytes(capacity, field="--capacity")) if capacity else Limits(
+    size = split(parse_bytes(capacity, field="--capacity")) if capacity is not None else Limits(
         KindLimits(1 << 62), KindLimits(1 << 62)
     )  # fmt: skip
     limits = Limits(
@@ -221,7 +234,7 @@ def gc(
     finally:
         tier.close()
     console = console_for(json_target)
-    table = Table("step", "result", title=f"{directory}")
+    table = Table("step", "result", title=escape(str(directory)))
     for name, value in body.items():
         if name != "recovery":
             table.add_row(name.replace("_", " "), str(value))
@@ -284,9 +297,16 @@ def _tag(text: str, secret_file: Path | None = None) -> bytes:
 
 
 @command.command("bench", short_help="How fast a store is on this medium.")
-@click.argument("directory", metavar="DIR", type=DIRECTORY)
+@click.argument("directory", metavar="DIR", type=OutputFolder())
 @click.option("--size", metavar="SIZE", default="256MiB", show_default=True, help="Bytes a round.")
-@click.option("--rounds", metavar="N", default=3, show_default=True, help="The median is shown.")
+@click.option(
+    "--rounds",
+    metavar="N",
+    type=click.IntRange(1, 1000),
+    default=3,
+    show_default=True,
+    help="The median is shown.",
+)
 @json_option
 def bench(directory: Path, size: str, rounds: int, json_target: str | None) -> None:
     """Measure durable writes and verified reads in a temporary store under DIR.
@@ -306,7 +326,9 @@ def bench(directory: Path, size: str, rounds: int, json_target: str | None) -> N
         rows += measure_index(root, rows=min(20_000, total_bytes // KIB), rounds=rounds)
     finally:
         shutil.rmtree(root)
-    table = Table("metric", "median", "best", "unit", "CPU s", title=f"store on {directory}")
+    table = Table(
+        "metric", "median", "best", "unit", "CPU s", title=f"store on {escape(str(directory))}"
+    )
     for row in rows:
         cells = (f"{row.value:,.4g}", f"{row.best:,.4g}", row.unit, f"{row.cpu_s:.2f}")
         table.add_row(row.metric, *cells)

@@ -9,9 +9,11 @@ from pathlib import Path
 import click
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ownerserve.cli.output import console_for, json_option, write_json
+from ownerserve.cli.options import FACTOR, SEED, SESSIONS, Count, Finite
+from ownerserve.cli.output import OutputFile, console_for, json_option, write_json
 from ownerserve.kv.descriptor import load_descriptor
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.report.trace_table import cost_table, problem_lines, stats_tables
@@ -21,12 +23,11 @@ from ownerserve.trace.model import Trace
 from ownerserve.trace.read import READERS, read_trace
 from ownerserve.trace.stats import measure
 from ownerserve.trace.synth.generate import WORKLOADS, generate
-from ownerserve.trace.synth.options import Options
+from ownerserve.trace.synth.options import MAX_BLOCK, MIN_BLOCK, Options
 from ownerserve.trace.transform import keep, scale_gaps, scale_lengths
 from ownerserve.trace.write import write_trace
 
 TRACE_PATH = click.Path(exists=True, path_type=Path)
-COUNT_SUFFIX = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 format_option = click.option(
     "--format",
@@ -75,6 +76,7 @@ def command() -> None:
 @click.option("--kv", metavar="DESCRIPTOR", help="Engine KV descriptor for --model (see inspect).")
 @click.option(
     "--active-params",
+    type=Count(),
     metavar="N",
     help="Parameters a token uses, like 3.3B; needed where --model's configuration does not tell.",
 )
@@ -86,7 +88,7 @@ def stats(
     strict: bool,
     config: Path | None,
     kv: str | None,
-    active_params: str | None,
+    active_params: float | None,
     json_target: str | None,
 ) -> None:
     """Measure a trace: lengths, gaps, what could be re-used, how uneven sessions are.
@@ -99,6 +101,9 @@ def stats(
     ownerserve trace stats sessions.jsonl.zst --model examples/configs/qwen3-30b-a3b.json \\
         --active-params 3.3B --json -
     """
+    for flag, given in (("--kv", kv), ("--active-params", active_params)):
+        if config is None and given is not None:
+            raise InvalidInput(flag, "says something of a model", "name the model: --model")
     console = console_for(json_target)
     trace, problems = _load(path, console, format_name=format_name, strict=strict)
     measured = measure(trace)
@@ -109,7 +114,7 @@ def stats(
             read_config(config),
             model=config.stem,
             kv=None if kv is None else load_descriptor(kv),
-            parameters=None if active_params is None else _parse_count(active_params),
+            parameters=active_params,
         )
     for table in stats_tables(measured):
         console.print(table)
@@ -125,12 +130,12 @@ def stats(
 
 @command.command(short_help="Turn any trace into our JSONL, whole or cut to size.")
 @click.argument("source", type=TRACE_PATH)
-@click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("target", type=OutputFile())
 @format_option
 @strict_option
-@click.option("--sessions", type=click.IntRange(1), help="Keep the first N sessions.")
+@click.option("--sessions", type=SESSIONS, help="Keep the first N sessions.")
 @click.option("--turns", type=click.IntRange(1), help="Keep the first N requests of a session.")
-@click.option("--tool-time", type=click.FloatRange(0), help="Factor on all waits and arrivals.")
+@click.option("--tool-time", type=FACTOR, help="Factor on all waits and arrivals.")
 @click.option(
     "--max-tokens",
     type=click.IntRange(16),
@@ -171,23 +176,25 @@ def convert(
 
 
 @command.command(name="generate")
-@click.argument("workload", type=click.Choice(list(WORKLOADS)))
-@click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--sessions", type=int, default=100, show_default=True, help="How many sessions.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same bytes.")
+@click.argument("workload", metavar="WORKLOAD", type=click.Choice(list(WORKLOADS)))
+@click.argument("target", type=OutputFile())
+@click.option(
+    "--sessions", type=SESSIONS, default=100, show_default=True, help="How many sessions."
+)
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Same seed, same bytes.")
 @click.option(
     "--skew",
-    type=float,
+    type=Finite(0, 3),
     default=0.0,
     show_default=True,
     help="Zipf exponent of session length (longdoc: of document popularity).",
 )
 @click.option(
-    "--tool-time", type=float, default=1.0, show_default=True, help="Factor on all think times."
+    "--tool-time", type=FACTOR, default=1.0, show_default=True, help="Factor on all think times."
 )
 @click.option(
     "--reuse",
-    type=float,
+    type=Finite(0, 1),
     default=1.0,
     show_default=True,
     help="Share of re-use kept: at 0 no turn finds its history.",
@@ -195,18 +202,23 @@ def convert(
 @click.option(
     "--rate",
     "arrivals_per_s",
-    type=float,
+    type=Finite(1e-6, 1e6),
     default=0.1,
     show_default=True,
     help="Sessions a second (Poisson).",
 )
 @click.option(
-    "--block", "block_tokens", type=int, default=64, show_default=True, help="Tokens a block id."
+    "--block",
+    "block_tokens",
+    type=click.IntRange(MIN_BLOCK, MAX_BLOCK),
+    default=64,
+    show_default=True,
+    help="Tokens a block id.",
 )
 @click.option(
     "--max-input",
     "max_input_tokens",
-    type=int,
+    type=click.IntRange(1024, 100_000_000),
     default=1_000_000,
     show_default=True,
     help="Longest prompt, in tokens; longer contexts are compacted.",
@@ -245,7 +257,7 @@ def _progress(console: Console, what: str, total: int) -> Iterator[Callable[[int
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task(what, total=total)
+        task = progress.add_task(escape(what), total=total)
         yield lambda amount: progress.advance(task, amount)
 
 
@@ -287,15 +299,3 @@ def _summary(trace: Trace, target: Path) -> dict[str, object]:
         "total_input_tokens": trace.input_tokens,
         "bytes": target.stat().st_size,
     }
-
-
-def _parse_count(text: str) -> float:
-    """'3.3B' -> 3.3e9."""
-    factor = COUNT_SUFFIX.get(text[-1:].upper(), 1.0)
-    digits = text[:-1] if factor != 1.0 else text
-    try:
-        return float(digits) * factor
-    except ValueError as error:
-        raise InvalidInput(
-            "--active-params", f"{text!r} is no count", "write it like 3.3B or 22e9"
-        ) from error

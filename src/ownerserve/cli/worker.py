@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ownerserve.cli.output import console_for, json_option, write_json
+from ownerserve.cli.options import PORT, SEED, Finite, check_host
+from ownerserve.cli.output import OutputFile, OutputFolder, console_for, json_option, write_json
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import format_bytes, parse_bytes
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     "--port",
     default=8100,
     show_default=True,
-    type=click.IntRange(0, 65535),
+    type=PORT,
     help="Port to listen on; 0 takes a free one and prints it.",
 )
 @click.option(
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--store",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OutputFolder(),
     metavar="DIR",
     help="Keep idle sessions in a store on disk and bring them back by plan, also after a restart."
     " One worker a directory.",
@@ -97,7 +98,7 @@ if TYPE_CHECKING:
 @click.option(
     "--spill-after",
     metavar="SECONDS",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     help="How long a session is idle before its state is copied to the store. Default: what its"
     " own gaps make cheapest, once three are known; 0.25 before.",
 )
@@ -114,7 +115,7 @@ if TYPE_CHECKING:
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     help="Interval at which the store drops what is past its TTL and compacts; 0: never.",
 )
 @click.option(
@@ -122,7 +123,7 @@ if TYPE_CHECKING:
     default=2.0,
     show_default=True,
     metavar="PERCENT",
-    type=click.FloatRange(0, 100),
+    type=Finite(0, 100),
     help="Low watermark: make room when less of a pool's slots is free; 0: only when a turn needs"
     " a slot.",
 )
@@ -131,17 +132,17 @@ if TYPE_CHECKING:
     default=5.0,
     show_default=True,
     metavar="PERCENT",
-    type=click.FloatRange(0, 100),
+    type=Finite(0, 100),
     help="High watermark: how much of a pool is free then.",
 )
 @click.option(
     "--rpc-port",
-    type=click.IntRange(0, 65535),
+    type=PORT,
     metavar="PORT",
     help="Answer STATUS, ADMIT and RELEASE over ZeroMQ on this loopback port; 0: a free one.",
 )
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
-@click.option("--seed", default=0, show_default=True, help="Weights of a tiny model.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Weights of a tiny model.")
 @click.option(
     "--threads",
     default=1,
@@ -151,7 +152,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--ready-file",
-    type=click.Path(path_type=Path),
+    type=OutputFile(),
     help="Written (whole, never partly) with the URL once the worker serves.",
 )
 @click.option("--allow-remote", is_flag=True, help="Allow an address beyond loopback: no auth.")
@@ -182,23 +183,26 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(flags["threads"]))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     host = str(flags["host"])
+    check_host(host)
     if not (flags["allow_remote"] or _is_loopback(host)):
         raise InvalidInput(
             "host",
             f"{host} is reachable from other machines and the worker has no authentication",
             "use 127.0.0.1 behind a gateway, or say --allow-remote",
         )
-    options = _options(flags)
+    sizes = {name: _size(flags, name) for name in ("kv_memory", "host_cache")}
     if os.environ.get("OWNERSERVE_LOG"):
         logging.basicConfig(level=os.environ["OWNERSERVE_LOG"].upper())
+    from ownerserve.engines.hf.serve import listen, serve, url_of, write_ready_file
+
+    bound = listen(host, int(str(flags["port"])))  # first: a taken port is known before the load
+    options = _options(flags, sizes)
     import torch
 
     from ownerserve.engines.hf.build import build_worker
-    from ownerserve.engines.hf.serve import listen, serve, url_of, write_ready_file
     from ownerserve.engines.hf.server import make_app
 
     torch.set_num_threads(int(str(flags["threads"])))
-    bound = listen(host, int(str(flags["port"])))  # first: a taken port is known before the load
     worker = build_worker(options)
     url = url_of(bound)
     rpc = None
@@ -227,7 +231,11 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
             rpc.stop()
 
 
-def _options(flags: dict[str, object]) -> WorkerOptions:
+def _size(flags: dict[str, object], name: str) -> int:
+    return parse_bytes(str(flags[name]), field="--" + name.replace("_", "-"))
+
+
+def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
     from ownerserve.cache.pressure import Watermarks
     from ownerserve.engines.hf.build import WorkerOptions
     from ownerserve.kv.descriptor import TailForm
@@ -242,14 +250,14 @@ def _options(flags: dict[str, object]) -> WorkerOptions:
     return WorkerOptions(
         model=str(flags["model"]),
         device=str(flags["device"]),
-        kv_bytes=parse_bytes(str(flags["kv_memory"]), field="kv-memory"),
+        kv_bytes=sizes["kv_memory"],
         max_running=int(str(flags["max_running"])),
         block_tokens=None if block is None else int(str(block)),
         chunk_tokens=None if chunk is None else int(str(chunk)),
         seed=int(str(flags["seed"])),
         hca_tail=TailForm.ONLINE if flags["hca_tail"] == "online" else TailForm.RAW_ROWS,
         store=store if isinstance(store, Path) else None,
-        host_cache_bytes=parse_bytes(str(flags["host_cache"]), field="host-cache"),
+        host_cache_bytes=sizes["host_cache"],
         remote=None if flags["remote"] is None else str(flags["remote"]),
         write=DEFAULT_WRITE if flags["write"] is None else str(flags["write"]),
         node=NodeSettings(spill_after_s=None if spill_after is None else float(str(spill_after))),

@@ -11,6 +11,9 @@ MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
 
+LARGEST_BYTES = 1_000_000 * TIB
+"""More than any medium holds, and small enough to be multiplied."""
+
 _FACTOR = {
     "": 1,
     "B": 1,
@@ -38,8 +41,13 @@ def parse_bytes(text: str, *, field: str = "size") -> int:
     match = _SIZE.fullmatch(text)
     factor = _FACTOR.get(match[2].upper()) if match else None
     if match is None or factor is None:
-        raise InvalidInput(field, f"{text!r} is not a size", "write it like 96GiB, 80GB or 4096")
-    return int(float(match[1]) * factor)
+        raise InvalidInput(
+            field, f"{text[:80]!r} is not a size", "write it like 96GiB, 80GB or 4096"
+        )
+    count = float(match[1]) * factor
+    if count > LARGEST_BYTES:
+        raise InvalidInput(field, f"{text[:80]!r} is too large", "use at most 1000000 TiB")
+    return int(count)
 
 
 def format_bytes(count: float) -> str:

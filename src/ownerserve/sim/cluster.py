@@ -12,13 +12,15 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
+from ownerserve.kv.addresses import parse_address
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.sim.pool import PARTS, Ended, Task
 
+AUTO = "auto"
 LOCAL = "local"
 CLIENT = "ray://"
+MEND = "use auto, local or ray://HOST:10001"
 REACH_S = 3.0
 """How long a head may take to accept a connection; Ray's own client keeps at it for 30 s."""
 
@@ -28,6 +30,8 @@ class RayRunner:
     cores that ends with it."""
 
     def __init__(self, address: str) -> None:
+        if address not in (AUTO, LOCAL):
+            _host_and_port(address)
         try:
             import ray
 
@@ -94,11 +98,17 @@ class RayRunner:
 
 
 def _reach(address: str) -> None:
-    """Raises OSError or ValueError when nothing listens at a `ray://HOST:PORT`."""
-    parts = urlsplit(address)
-    if not parts.hostname or not parts.port:
-        raise ValueError("is not ray://HOST:PORT")
-    socket.create_connection((parts.hostname, parts.port), REACH_S).close()
+    """Raises OSError when nothing listens at a `ray://HOST:PORT`."""
+    socket.create_connection(_host_and_port(address), REACH_S).close()
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """Where a `ray://HOST:PORT` is. Raises InvalidInput when it is none."""
+    try:
+        return parse_address(address.removeprefix(CLIENT), field="--ray", mend=MEND)
+    except InvalidInput as error:
+        problem = f"{address[:80]}: is not ray://HOST:PORT"
+        raise InvalidInput("--ray", problem, MEND) from error
 
 
 class _Hand:

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -26,6 +27,7 @@ from ownerserve.cli.demo.processes import terminate_as_interrupt
 from ownerserve.cli.demo.run import Setup, run_policy
 from ownerserve.cli.demo.vllm_command import VllmDemo, run_vllm_demo
 from ownerserve.cli.demo.workload import Transcript, conversations
+from ownerserve.cli.options import FACTOR, SEED
 from ownerserve.cli.output import console_for, json_option, write_json
 from ownerserve.report.demo_table import PolicyResult, policy_table, summary_table
 from ownerserve.router.policies import POLICIES as EVERY_POLICY
@@ -47,7 +49,9 @@ ALL_POLICIES = tuple(name for name in EVERY_POLICY if name not in NEEDS_PREFILL_
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", default="tiny-v4", show_default=True, help="A tiny-* model of the worker.")
-@click.option("--workers", default=2, show_default=True, help="Worker processes.")
+@click.option(
+    "--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="Worker processes."
+)
 @click.option(
     "--policy",
     "policies",
@@ -68,16 +72,30 @@ ALL_POLICIES = tuple(name for name in EVERY_POLICY if name not in NEEDS_PREFILL_
     type=click.Path(exists=True, path_type=Path),
     help="Drive a real trace (any format of `ownerserve trace`) instead of a generated one.",
 )
-@click.option("--sessions", default=8, show_default=True, help="Sessions taken or generated.")
-@click.option("--turns", default=8, show_default=True, help="Requests of each session, at most.")
+@click.option(
+    "--sessions",
+    type=click.IntRange(1, 10_000),
+    default=8,
+    show_default=True,
+    help="Sessions taken or generated.",
+)
+@click.option(
+    "--turns",
+    type=click.IntRange(1, 10_000),
+    default=8,
+    show_default=True,
+    help="Requests of each session, at most.",
+)
 @click.option(
     "--context",
+    type=click.IntRange(64, 1_000_000),
     default=3000,
     show_default=True,
     help="Longest prompt + answer in tokens; all lengths of the trace are scaled to fit.",
 )
 @click.option(
     "--time-scale",
+    type=FACTOR,
     default=0.02,
     show_default=True,
     help="Factor on recorded tool gaps and arrivals: 0.02 turns 50 s into 1 s.",
@@ -94,7 +112,7 @@ ALL_POLICIES = tuple(name for name in EVERY_POLICY if name not in NEEDS_PREFILL_
     show_default=True,
     help="Host memory of each worker for what its KV pool can't hold; 0: what goes is lost.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of the generated workload.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of the generated workload.")
 @click.option(
     "--engine",
     type=click.Choice(("hf", "vllm")),
@@ -149,7 +167,8 @@ def command(
     setup = Setup(model, workers, kv_memory, host_cache, turns_of)
     console.print(
         f"{len(setup.conversations)} sessions, {trace.request_count} requests, "
-        f"{trace.input_tokens:,} prompt tokens of {trace.name}; {workers} workers of {model}"
+        f"{trace.input_tokens:,} prompt tokens of {escape(trace.name)}; {workers} workers of "
+        f"{escape(model)}"
     )
     chosen = policies or (ALL_POLICIES if which == "all" else POLICIES)
     results, answers = _run_all(console, chosen, setup, trace.request_count)

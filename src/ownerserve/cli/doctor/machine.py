@@ -92,16 +92,18 @@ def _direct(directory: Path) -> Finding:
 
 def redis(url: str) -> Finding:
     """Whether a Redis or Valkey answers a PING; a password wish is an answer too."""
-    parts = urlsplit(url if "//" in url else f"redis://{url}")
-    where = f"{parts.hostname or 'localhost'}:{parts.port or REDIS_PORT}"
     try:
-        with socket.create_connection(
-            (parts.hostname or "localhost", parts.port or REDIS_PORT), REDIS_TIMEOUT_S
-        ) as connection:
+        parts = urlsplit(url if "//" in url else f"redis://{url}")
+        server, port = parts.hostname or "localhost", parts.port or REDIS_PORT
+    except ValueError as error:
+        return Finding("redis", Level.FAIL, f"{url[:80]!r}: {error}", "write redis://HOST:PORT")
+    where = f"{server[:80]}:{port}"
+    try:
+        with socket.create_connection((server, port), REDIS_TIMEOUT_S) as connection:
             connection.settimeout(REDIS_TIMEOUT_S)
             connection.sendall(b"PING\r\n")
             answer = connection.recv(64)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         mend = "start it, or use the embedded directory"
         return Finding("redis", Level.FAIL, f"{where}: {error}", mend)
     if answer.startswith(b"+PONG"):

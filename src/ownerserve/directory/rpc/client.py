@@ -28,7 +28,8 @@ from ownerserve.directory.rpc.frames import (
     decode_answer,
     encode,
 )
-from ownerserve.kv.errors import PeerLost
+from ownerserve.kv.addresses import parse_address
+from ownerserve.kv.errors import InvalidInput, PeerLost
 
 TIMEOUT_S = 3.0
 NUMBER_BYTES = 8
@@ -138,6 +139,14 @@ def _set_up(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str) -> Non
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.connect(address)
+
+
+def check_address(address: str, *, field: str) -> None:
+    """Raises InvalidInput naming `field` when no directory can have this address."""
+    mend = "write it like tcp://127.0.0.1:7700"
+    if not address.startswith("tcp://"):
+        raise InvalidInput(field, f"{address[:80]!r} is no address", mend)
+    parse_address(address.removeprefix("tcp://"), field=field, mend=mend)
 
 
 def _outcomes(answer: Answer, requests: Sequence[Request]) -> list[Outcome]:

@@ -15,6 +15,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
+from ownerserve.kv.addresses import parse_address
 from ownerserve.kv.errors import InvalidInput, PeerLost
 
 SCHEMES = ("valkey", "redis", "sentinel")
@@ -29,20 +30,15 @@ class Source(msgspec.Struct, frozen=True):
     name: str
 
 
-def parse_source(url: str) -> Source:
-    """Raises InvalidInput when `url` names no server."""
+def parse_source(url: str, *, field: str = "--backend") -> Source:
+    """Raises InvalidInput naming `field` when `url` names no server."""
     scheme, separator, rest = url.partition("://")
     hosts, _, name = rest.partition("/")
-    addresses = []
-    for address in hosts.split(","):
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise InvalidInput("backend", f"{url!r} is no address", SYNTAX)
-        addresses.append((host, int(port)))
     if scheme not in SCHEMES or not separator or (scheme == "sentinel" and not name):
-        raise InvalidInput("backend", f"{url!r} is no address", SYNTAX)
-    if scheme != "sentinel" and name and not name.isdigit():
-        raise InvalidInput("backend", f"database {name!r}", "use a number")
+        raise InvalidInput(field, f"{url[:80]!r} is no address", SYNTAX)
+    addresses = [parse_address(one, field=field, mend=SYNTAX) for one in hosts.split(",")]
+    if scheme != "sentinel" and name and not (name.isascii() and name.isdigit()):
+        raise InvalidInput(field, f"database {name[:80]!r}", "use a number")
     return Source(scheme, tuple(addresses), name)
 
 

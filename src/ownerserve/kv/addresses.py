@@ -1,0 +1,21 @@
+"""Addresses as people write them: "host:port", checked before anything connects."""
+
+from __future__ import annotations
+
+import re
+
+from ownerserve.kv.errors import InvalidInput
+
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]+\]")
+_PORT = re.compile(r"[0-9]{1,5}")
+LAST_PORT = 65535
+
+
+def parse_address(text: str, *, field: str, mend: str) -> tuple[str, int]:
+    """Host and port of "host:port". Raises InvalidInput naming `field`, with `mend`."""
+    host, _, port = text.rpartition(":")
+    if not _HOST.fullmatch(host) or not _PORT.fullmatch(port):
+        raise InvalidInput(field, f"{text[:80]!r} is no HOST:PORT", mend)
+    if not 0 < int(port) <= LAST_PORT:
+        raise InvalidInput(field, f"there is no port {port}", mend)
+    return host, int(port)
