@@ -252,7 +252,7 @@ def fault(answer: dict[str, Any], command: str, *, named: list[str], refused: bo
         return "taken" if refused else ""
     if answer["code"] not in (1, 2):
         return f"exit code {answer['code']}"
-    if command not in REPORTS and not told == answer["err"].strip("\n").split("\n"):
+    if command not in REPORTS and told != answer["err"].strip("\n").split("\n"):
         return f"not one line of error: {answer['err'][-300:]}"
     if refused and not any(name in line for name in named for line in told):
         return f"names none of {named}: {told}"

@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.managers import ValueProxy
 from typing import Any, Protocol, TypeAlias
 
@@ -107,13 +107,16 @@ def _run_apart(
     global _TASKS
     _TASKS = tasks
     context = multiprocessing.get_context("fork")
-    with context.Manager() as manager:
+    with _interrupts_held():
+        started = context.Manager()
+    with started as manager:
         parts, lock = manager.Value("q", 0), manager.Lock()
         pool = ProcessPoolExecutor(count, mp_context=context, initializer=_deaf)
         told = 0
         waiting: dict[Future[Any], str] = {}
         try:
-            waiting = {pool.submit(_run, name, parts, lock): name for name in tasks}
+            with _interrupts_held():  # the first one starts all processes
+                waiting = {pool.submit(_run, name, parts, lock): name for name in tasks}
             while waiting:
                 done, _ = wait(waiting, timeout=LOOK_EVERY_S, return_when=FIRST_COMPLETED)
                 if progress is not None:
@@ -129,6 +132,16 @@ def _run_apart(
                 with suppress(ProcessLookupError):
                     process.terminate()
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C comes after the block: a process that is being started can't answer it yet."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _deaf() -> None:
