@@ -165,11 +165,9 @@ def command(
         run_vllm_demo(console, VllmDemo(vllm_python, trace, turns_of, workers), json_target)
         return
     setup = Setup(model, workers, kv_memory, host_cache, turns_of)
-    console.print(
-        f"{len(setup.conversations)} sessions, {trace.request_count} requests, "
-        f"{trace.input_tokens:,} prompt tokens of {escape(trace.name)}; {workers} workers of "
-        f"{escape(model)}"
-    )
+    size = f"{len(setup.conversations)} sessions, {trace.request_count} requests"
+    told = f"{trace.input_tokens:,} prompt tokens of {trace.name}; {workers} workers of {model}"
+    console.print(f"{size}, {escape(told)}")
     chosen = policies or (ALL_POLICIES if which == "all" else POLICIES)
     results, answers = _run_all(console, chosen, setup, trace.request_count)
     comparisons = _compare_all(answers)
