@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,28 @@ def test_a_new_session_waits_until_another_is_over(play: Play) -> None:
         world.gateway.lobby.seats.check()
 
     play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
+
+
+def test_small_sessions_enter_a_small_worker_that_states_its_memory(play: Play) -> None:
+    """Priced like an H200's tokens, a worker of 64 MiB had no room for a second of ten tokens."""
+    state = {
+        "version": 1,
+        "unit": {"worker": "w", "rank": 0, "incarnation": 5},
+        "load": {"as_of_s": 1.0, "kv_bytes_free": 64 << 20, "kv_bytes_total": 64 << 20},
+        "profile": {"models": ["m"], "kv_bytes_per_token": 1024.0},
+    }
+
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        for _ in range(2):
+            for name in "abc":
+                body = b'{"prompt": "%b %b"}' % (name.encode(), b"z" * 20)
+                async with asyncio.timeout(2):
+                    assert (await client.post(CHAT, body, x__session__id=name)).status == 200
+        assert world.gateway.lobby.seats.impatient == 0
+
+    states = [json.dumps(state).encode()]
+    play(scenario, engines=1, states=states, seats=SeatSettings(share=0.9))
 
 
 def test_a_sub_agent_that_its_client_names_does_not_wait(play: Play) -> None:

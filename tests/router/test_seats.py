@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from fleets import PLAIN, fleet_of
+from fleets import PLAIN, fleet_of, load
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec.structs import replace
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.profile import Profile
 from ownerserve.router.seats import ENTER, Enter, Seats, SeatSettings, Wait
+from ownerserve.router.worker import Load, Worker
 
 KNOWN = Profile(speed=PLAIN.speed, kv_bytes_total=100_000_000)
 """100,000 tokens of 1,000 bytes."""
@@ -23,7 +25,17 @@ def s(name: str) -> SessionId:
 
 
 def seats(*profiles: Profile, rules: SeatSettings = RULES) -> Seats:
-    return Seats(fleet_of(*(profiles or (KNOWN,))), rules)
+    """In front of workers that all have something to do."""
+    fleet = fleet_of(*(profiles or (KNOWN,)))
+    for worker in fleet:
+        load(worker, sequences=1)
+    return Seats(fleet, rules)
+
+
+def idle_seats(*profiles: Profile, rules: SeatSettings = RULES) -> tuple[Seats, list[Worker]]:
+    """In front of workers that do nothing, and those."""
+    fleet = fleet_of(*profiles)
+    return Seats(fleet, rules), list(fleet)
 
 
 def test_sessions_are_let_in_until_their_contexts_fill_the_fleet() -> None:
@@ -96,6 +108,67 @@ def test_a_session_that_was_served_before_is_let_in_again() -> None:
     room.over(s("a"))
     assert isinstance(room.ask(s("a"), 1_000, parent=None, now_s=102.0), Wait), "a new one"
     room.check()
+
+
+def test_no_small_session_waits_beside_a_worker_that_does_nothing() -> None:
+    """With the default growth of 40,000 tokens a second one never fitted a small worker."""
+    small = Profile(speed=PLAIN.speed, kv_bytes_total=60_000 * 1000)
+    room, _ = idle_seats(small, rules=SeatSettings(share=0.9))
+    for number in range(3):
+        assert room.ask(s(f"{number}"), 10, parent=None, now_s=0.0) == ENTER
+        room.ended(s(f"{number}"), 20, 0.5)
+    room.check()
+
+
+def test_a_worker_that_becomes_idle_lets_in_one_who_waits_and_only_one() -> None:
+    small = Profile(speed=PLAIN.speed, kv_bytes_total=60_000 * 1000)
+    room, (worker,) = idle_seats(small, rules=SeatSettings(share=0.9))
+    assert room.ask(s("a"), 10, parent=None, now_s=0.0) == ENTER
+    running = Load(0.0, 0, 10)
+    worker.add(running)
+    waits = [room.ask(s(name), 10, parent=None, now_s=0.0) for name in "bc"]
+    assert room.due(1.0) == []
+    worker.take(running)
+    room.ended(s("a"), 20, 2.0)
+    assert [Wait(ticket) for ticket in room.due(2.0)] == waits[:1]
+    room.check()
+
+
+def test_contexts_that_fill_an_idle_worker_hold_the_next_unless_another_is_nobodys() -> None:
+    room, (home, other) = idle_seats(KNOWN, KNOWN)
+    home.bound_sessions = 2
+    for name in "ab":
+        room.ask(s(name), 95_000, parent=None, now_s=0.0)
+        room.ended(s(name), 95_000, 1.0)
+    assert room.ask(s("c"), 50_000, parent=None, now_s=2.0) == ENTER, "nobody lives on the other"
+    other.bound_sessions = 1
+    assert isinstance(room.ask(s("d"), 50_000, parent=None, now_s=3.0), Wait)
+    room.check()
+
+
+def test_a_session_that_no_idle_worker_can_hold_waits_for_the_fleet() -> None:
+    room, _ = idle_seats(KNOWN, KNOWN)
+    room.ask(s("a"), 80_000, parent=None, now_s=0.0)
+    assert isinstance(room.ask(s("giant"), 150_000, parent=None, now_s=0.0), Wait)
+
+
+def test_what_a_sequence_takes_at_all_is_counted_for_each() -> None:
+    """Point state of 20,000 tokens' worth a session: four of 10,000 tokens fill a worker."""
+    speed = replace(PLAIN.speed, kv_bytes_per_sequence=20_000_000.0)
+    rules = SeatSettings(share=1.0, growth_tokens=0)
+    room = seats(Profile(speed=speed, kv_bytes_total=100_000_000), rules=rules)
+    answers = [room.ask(s(name), 10_000, parent=None, now_s=0.0) for name in "abcd"]
+    assert [isinstance(answer, Enter) for answer in answers] == [True, True, True, False]
+
+
+def test_nobody_waits_for_ever_by_default() -> None:
+    """A proxy in front gives up on a silent server after 60 s."""
+    room = seats(rules=SeatSettings())
+    room.ask(s("a"), 95_000, parent=None, now_s=0.0)
+    waits = room.ask(s("b"), 90_000, parent=None, now_s=0.0)
+    assert isinstance(waits, Wait)
+    room.ask(s("a"), 95_000, parent=None, now_s=55.0)
+    assert room.due(59.0) == [waits.ticket]
 
 
 def test_patience_ends_and_is_counted() -> None:

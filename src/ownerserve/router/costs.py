@@ -12,6 +12,8 @@
 | duplicate | delta x GiB that lie on two devices from then on, x how full the other one is |
 | interference | mu x ms of prefill x sequences that decode there meanwhile |
 
+A sequence's bytes are those of its tokens and what it keeps beside: point state, which is taken,
+sent and held twice whole, however few tokens go with it.
 Network and restore are priced without overlap with compute: an upper bound, the same for all ways.
 Nothing is counted twice: what waits behind a queue is in `queue`, what runs is in the others.
 """
@@ -62,9 +64,9 @@ class Pricer:
         there = worker.speed
         step_ms = there.step_ms + there.step_ms_per_sequence * (worker.batch + 1)
         compute_ms = prefill_ms + request.output_tokens * step_ms
-        network_ms = speed.media[_PEER].ms((prompt - held) * speed.kv_bytes_per_token)
-        taken_tokens = prompt - held + request.output_tokens
-        memory_ms = self._lambda * taken_tokens * there.kv_bytes_per_token * worker.occupancy
+        network_ms = speed.media[_PEER].ms(speed.sequence_bytes(prompt - held))
+        taken_bytes = there.sequence_bytes(prompt - held + request.output_tokens)
+        memory_ms = self._lambda * taken_bytes * worker.occupancy
         # The prefilling worker keeps what it computed until it needs the room.
         duplicate_ms = self._held_twice_ms(prompt - lent, prefill)
         interference_ms = self._mu * prefill_ms * prefill.batch
@@ -86,7 +88,7 @@ class Pricer:
         """`held` of the `cached` tokens are there, the others come from `source`."""
         speed, load = worker.speed, worker.load
         batch, queue_ms, occupancy = worker.batch, load.queue_ms, load.occupancy
-        token_bytes, answer_tokens = speed.kv_bytes_per_token, request.output_tokens
+        answer_tokens = request.output_tokens
         prompt_tokens = request.prompt_tokens
         prefill_ms = speed.prefill.ms(prompt_tokens - cached, cached)
         compute_ms = prefill_ms + answer_tokens * (
@@ -94,7 +96,7 @@ class Pricer:
         )
         network_ms = restore_ms = memory_ms = duplicate_ms = 0.0
         if source is not None:
-            moved_bytes = (cached - held) * token_bytes
+            moved_bytes = speed.sequence_bytes(cached - held)
             if speed.replay_tokens:
                 restore_ms = speed.prefill.ms(min(speed.replay_tokens, cached), cached)
                 prefill_ms += restore_ms
@@ -105,7 +107,7 @@ class Pricer:
                 network_ms = speed.media[_PEER].ms(moved_bytes)
         if occupancy:
             taken_tokens = prompt_tokens - held + answer_tokens
-            memory_ms = self._lambda * taken_tokens * token_bytes * occupancy
+            memory_ms = self._lambda * speed.sequence_bytes(taken_tokens) * occupancy
         if action is not _MIGRATION:
             known_tokens = request.known_tokens
             for copy in request.copies:
@@ -130,7 +132,7 @@ class Pricer:
         return self._held_twice_ms(tokens, holder)
 
     def _held_twice_ms(self, tokens: int, holder: Worker) -> float:
-        return self._delta * tokens * holder.speed.kv_bytes_per_token * holder.occupancy
+        return self._delta * holder.speed.sequence_bytes(tokens) * holder.occupancy
 
 
 _CONTINUATION = TurnClass.DECODE_CONTINUATION

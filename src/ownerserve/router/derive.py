@@ -72,6 +72,6 @@ def derive(speed: Speed, sessions: Sessions = CLAUDE_CODE, *, spilled_to: Tier) 
 
 def move_ms(speed: Speed, tokens: int) -> float:
     """What it takes to have a session of `tokens` tokens somewhere else."""
-    fetch_ms = speed.media[Tier.PEER].ms(tokens * speed.kv_bytes_per_token)
+    fetch_ms = speed.media[Tier.PEER].ms(speed.sequence_bytes(tokens))
     fetch_ms += speed.prefill.ms(min(speed.replay_tokens, tokens), tokens)
     return min(fetch_ms, speed.prefill.ms(tokens, 0))

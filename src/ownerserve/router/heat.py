@@ -89,4 +89,4 @@ def least_with_room(request: Request, home: Worker | None, fleet: Candidates) ->
 
 
 def _has_room(worker: Worker, tokens: int) -> bool:
-    return worker.load.kv_bytes_free >= tokens * worker.speed.kv_bytes_per_token
+    return worker.load.kv_bytes_free >= worker.speed.sequence_bytes(tokens)

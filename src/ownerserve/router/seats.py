@@ -9,6 +9,10 @@ Later turns, sub-agents and forks of sessions inside are never held.
         `> Wait(ticket) -> due         room has come, or its patience is over: `ask` is not repeated
                         `> leave       the client hung up
 
+Nobody waits beside a worker that does nothing: where one runs no turn, a session enters if its
+prompt fits there and no session lives there, or if the contexts inside as they are, without what
+they may grow by, leave room for it. One worker lets one in at a time.
+
 A session is inside while a turn of it runs and for `idle_s` after; an idle one that comes back
 later finds its state gone or not, and is let in either way: it was promised service. Where the
 memory of one worker is not known there is no limit.
@@ -27,7 +31,9 @@ import msgspec
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.fleet import Fleet
+from ownerserve.router.profile import Role
 from ownerserve.router.sessions import SESSIONS_MAX
+from ownerserve.router.worker import Worker
 
 Ticket = NewType("Ticket", int)
 
@@ -39,14 +45,14 @@ class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
     """share            of the fleet's memory for state, in tokens, that sessions inside may fill
     growth_tokens       by how much a new session is expected to grow beyond its first prompt
     idle_s              an idle session's seat is free after this
-    patience_s          a session is let in after this, room or not; inf: it waits while its
-                        client does. It always comes to its turn: idle sessions lose their seats
+    patience_s          a session is let in after this, room or not: below the 60 s after which
+                        proxies and load balancers (nginx, cloud ones) give up on a silent server
     """
 
     share: float = 0.9
     growth_tokens: int = 40_000
     idle_s: float = 300.0
-    patience_s: float = inf
+    patience_s: float = 45.0
 
     def __post_init__(self) -> None:
         for field in ("share", "idle_s", "patience_s"):
@@ -69,7 +75,10 @@ ENTER = Enter()
 
 
 class _Inside(msgspec.Struct, gc=False):
+    """`tokens` are what it counts for; `context` what it is known to hold."""
+
     tokens: int
+    context: int
     seen_s: float
     live: int
 
@@ -77,7 +86,7 @@ class _Inside(msgspec.Struct, gc=False):
 class _Waiting(msgspec.Struct, gc=False):
     ticket: Ticket
     session: SessionId
-    tokens: int
+    prompt: int
     until_s: float
 
 
@@ -92,7 +101,7 @@ class Seats:
         self._inside: OrderedDict[SessionId, _Inside] = OrderedDict()  # least recently seen first
         self._served: OrderedDict[SessionId, None] = OrderedDict()  # let in once, not over
         self._promised: OrderedDict[SessionId, None] = OrderedDict()  # ever let in, not over
-        self._held_tokens = 0
+        self._held_tokens = self._context_tokens = 0
         self._waiting: deque[_Waiting] = deque()
         self._issued = 0
 
@@ -106,12 +115,11 @@ class Seats:
     ) -> Answer:
         """A turn of `tokens` prompt tokens is here. `parent`: whose sub-agent or fork it is."""
         if session in self._promised or parent in self._promised:
-            self._enter(session, tokens, now_s)
+            self._enter(session, tokens, now_s=now_s, growth=0)
             return ENTER
-        tokens += self.settings.growth_tokens
         self._expire(now_s)
-        if not self._waiting and self._has_room(tokens):
-            self._enter(session, tokens, now_s)
+        if not self._waiting and self._may_enter(tokens, set()):
+            self._enter(session, tokens, now_s=now_s, growth=self.settings.growth_tokens)
             return ENTER
         self._issued += 1
         ticket = Ticket(self._issued)
@@ -126,9 +134,7 @@ class Seats:
             return
         known.live -= 1
         known.seen_s = now_s
-        if tokens > known.tokens:
-            self._held_tokens += tokens - known.tokens
-            known.tokens = tokens
+        self._count(known, tokens, growth=0)
         self._inside.move_to_end(session)
 
     def over(self, session: SessionId) -> None:
@@ -146,14 +152,16 @@ class Seats:
             return []
         self._expire(now_s)
         found: list[Ticket] = []
+        taken: set[Worker] = set()
         while self._waiting:
             first = self._waiting[0]
-            has_room = self._has_room(first.tokens)
+            has_room = self._may_enter(first.prompt, taken)
             if not has_room and now_s < first.until_s:
                 break
             self.impatient += not has_room
             self._waiting.popleft()
-            self._enter(first.session, first.tokens, now_s)
+            growth = self.settings.growth_tokens
+            self._enter(first.session, first.prompt, now_s=now_s, growth=growth)
             found.append(first.ticket)
         return found
 
@@ -167,45 +175,63 @@ class Seats:
                 return min(until_s, known.seen_s + self.settings.idle_s)
         return until_s if until_s < inf else None
 
-    def _enter(self, session: SessionId, tokens: int, now_s: float) -> None:
+    def _enter(self, session: SessionId, prompt: int, *, now_s: float, growth: int) -> None:
         self._served[session] = None
         self._served.move_to_end(session)
         if len(self._served) > SESSIONS_MAX:
             self._served.popitem(last=False)
         known = self._inside.get(session)
         if known is None:
-            known = self._inside[session] = _Inside(0, now_s, 0)
+            known = self._inside[session] = _Inside(0, 0, now_s, 0)
         self._promised[session] = None
         self._promised.move_to_end(session)
         if len(self._promised) > PROMISES_MAX:
             self._promised.popitem(last=False)
         known.live += 1
         known.seen_s = now_s
-        if tokens > known.tokens:
-            self._held_tokens += tokens - known.tokens
-            known.tokens = tokens
+        self._count(known, prompt, growth=growth)
         self._inside.move_to_end(session)
 
-    def _free(self, session: SessionId) -> None:
-        known = self._inside.pop(session, None)
-        if known is not None:
-            self._held_tokens -= known.tokens
+    def _count(self, known: _Inside, context: int, *, growth: int) -> None:
+        """Its context is `context` now, unless it was longer before."""
+        if context > known.context:
+            self._context_tokens += context - known.context
+            known.context = context
+        if context + growth > known.tokens:
+            self._held_tokens += context + growth - known.tokens
+            known.tokens = context + growth
 
-    def _has_room(self, tokens: int) -> bool:
-        """Also when nobody is inside: one session is always let in."""
+    def _may_enter(self, prompt: int, taken: set[Worker]) -> bool:
+        """Also when nobody is inside: one session is always let in. `taken`: idle workers that have
+        let somebody in just now; one that does so here is added."""
         if not self._inside:
             return True
         capacity = self._capacity_tokens()
-        return capacity is None or self._held_tokens + tokens <= capacity
+        if capacity is None or self._held_tokens + prompt + self.settings.growth_tokens <= capacity:
+            return True
+        fits_beside = self._context_tokens + prompt <= capacity
+        for worker in self._fleet.up:
+            if worker.batch or worker in taken or worker.profile.role is Role.PREFILL:
+                continue
+            if not _fits(worker, prompt) or (worker.bound_sessions and not fits_beside):
+                continue
+            taken.add(worker)
+            return True
+        return False
 
     def _capacity_tokens(self) -> float | None:
-        total = 0.0
-        for worker in self._fleet.up:
-            profile = worker.profile
+        """What the fleet holds of the sessions inside and one more, beside what each takes at all;
+        None where the memory of a worker is not known."""
+        workers = self._fleet.up
+        total = fixed = 0.0
+        for worker in workers:
+            profile, speed = worker.profile, worker.speed
             if not profile.kv_bytes_total:
                 return None
-            total += profile.kv_bytes_total / profile.speed.kv_bytes_per_token
-        return total * self.settings.share
+            total += profile.kv_bytes_total / speed.kv_bytes_per_token
+            fixed += speed.kv_bytes_per_sequence / speed.kv_bytes_per_token
+        sessions = len(self._inside) + 1
+        return total * self.settings.share - fixed / max(len(workers), 1) * sessions
 
     def _expire(self, now_s: float) -> None:
         """Free the seats of sessions that were away for too long."""
@@ -225,11 +251,20 @@ class Seats:
         known = self._inside.pop(session, None)
         if known is not None:
             self._held_tokens -= known.tokens
+            self._context_tokens -= known.context
 
     def check(self) -> None:
         """Raise InvariantViolated unless the sum is that of who is inside."""
         held = sum(known.tokens for known in self._inside.values())
         if held != self._held_tokens:
             raise InvariantViolated(f"3: seats hold {held} tokens, counted {self._held_tokens}")
+        contexts = sum(known.context for known in self._inside.values())
+        if contexts != self._context_tokens:
+            raise InvariantViolated(f"3: contexts {contexts}, counted {self._context_tokens}")
         if any(known.live < 0 for known in self._inside.values()):
             raise InvariantViolated("3: a session inside ended more turns than it began")
+
+
+def _fits(worker: Worker, tokens: int) -> bool:
+    """Whether its memory takes a sequence of so many tokens at all."""
+    return worker.profile.kv_bytes_total >= worker.speed.sequence_bytes(tokens)

@@ -243,7 +243,10 @@ class Worker:
         else:
             load.pending_tokens, load.queue_ms = 0, 0.0
         if total:
-            unused = free - self._delta_held * self.speed.kv_bytes_per_token
+            speed = self.speed
+            unused = free - self._delta_held * speed.kv_bytes_per_token
+            if self._delta_batch > 0:
+                unused -= self._delta_batch * speed.kv_bytes_per_sequence
             load.kv_bytes_free = min(max(unused + evictable, 0.0), total)
             load.occupancy = 1.0 - min(max(unused, 0.0), total) / total
         else:

@@ -102,6 +102,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             step_ms_per_sequence=sequence_ms,
             media={Tier.HOST: Medium(0.05, link), **SURROUNDINGS},
             kv_bytes_per_token=geometry.bytes_per_token,
+            kv_bytes_per_sequence=geometry.fixed_bytes_per_sequence,
             replay_tokens=exact_replay_tokens(geometry.spec) or 0,
         )
 
