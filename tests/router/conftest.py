@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import ssl
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -39,12 +41,18 @@ class FakeEngine:
         """What its answers say of their size, instead of what is so."""
         self.states: bytes | None = None
         """What it says on /ownerserve/status; None: 404, as engines that know no such path."""
+        self.key: str | None = None
+        """What it wants as bearer on /v1/..., as vLLM with --api-key; /health is open."""
+        self.lists: Sequence[str] | None = None
+        """The models on /v1/models; None: an answer in which there are none."""
+        self.never_lists = False
+        """/v1/models gets no answer."""
         self._writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
         self.port = 0
 
-    async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+    async def start(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, ssl=tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def kill(self) -> None:
@@ -87,13 +95,14 @@ class FakeEngine:
             says += b"x-ownerserve-refusal: %b\r\n" % reason.encode() if reason else b""
             writer.write(b"HTTP/1.1 %d No\r\n%bcontent-length: 2\r\n\r\n{}" % (status, says))
             return
-        if path == b"/ownerserve/status":
-            stated = self.states or b"{}"
-            phrase = b"404 Not Found" if self.states is None else b"200 OK"
+        if (said := self._about_itself(path, head)) is not None:
+            status, text = said
             writer.write(
-                b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (phrase, len(stated), stated)
+                b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(text), text)
             )
             return
+        if path == b"/v1/models" and self.never_lists:
+            await self.go_on.wait()
         if path.startswith(b"/v1/drop"):
             raise ConnectionError
         if path.startswith(b"/v1/stream"):
@@ -121,6 +130,18 @@ class FakeEngine:
             b"x-request-id: engine\r\n%bcontent-length: %d\r\n\r\n%b" % (says, len(text), text)
         )
         await writer.drain()
+
+    def _about_itself(self, path: bytes, head: bytes) -> tuple[int, bytes] | None:
+        """Status and body, where it is asked what it is, or for its key; None: for a turn."""
+        if path == b"/ownerserve/status":
+            return (404, b"{}") if self.states is None else (200, self.states)
+        wanted = None if self.key is None else b"Bearer " + self.key.encode()
+        if wanted and path.startswith(b"/v1/") and header(head, b"authorization") != wanted:
+            return 401, b"{}"
+        if path == b"/v1/models" and self.lists is not None:
+            data = [{"id": name, "max_model_len": 4096} for name in self.lists]
+            return 200, json.dumps({"object": "list", "data": data}).encode()
+        return None
 
     async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")
@@ -245,19 +266,29 @@ Scenario = Callable[[World], Awaitable[None]]
 def play() -> Callable[..., None]:
     """Run a scenario in a world of `engines` engines; further arguments are Config's.
 
-    `states`: what each engine says on /ownerserve/status, from before it is asked first.
+    `states`: what each engine says on /ownerserve/status, from before it is asked first;
+    `prepare` does what else is to be done to them before, `reach` makes their addresses and `tls`
+    is theirs.
     """
 
     def run(
-        scenario: Scenario, *, engines: int = 2, states: Sequence[bytes] = (), **settings: Any
+        scenario: Scenario,
+        *,
+        engines: int = 2,
+        states: Sequence[bytes] = (),
+        prepare: Callable[[Sequence[FakeEngine]], None] = lambda _: None,
+        reach: Callable[[int, int], Address] = lambda _, port: Address("127.0.0.1", port),
+        tls: ssl.SSLContext | None = None,
+        **settings: Any,
     ) -> None:
         async def world() -> None:
             fakes = [FakeEngine() for _ in range(engines)]
             for fake in fakes:
-                await fake.start()
+                await fake.start(tls=tls)
             for fake, said in zip(fakes, states, strict=False):
                 fake.states = said
-            addresses = tuple(Address("127.0.0.1", fake.port) for fake in fakes)
+            prepare(fakes)
+            addresses = tuple(reach(number, fake.port) for number, fake in enumerate(fakes))
             gateway = Gateway(Config(workers=addresses, **settings))
             await gateway.start()
             made = World(fakes, gateway)

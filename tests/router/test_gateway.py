@@ -22,7 +22,7 @@ World = Any  # conftest.World; a test module can't import its conftest
 def test_a_session_stays_and_answers_say_where_and_why(play: Play) -> None:
     async def scenario(world: World) -> None:
         client = await world.client()
-        client.writer.write(b"GET /v1/models HTTP/1.1\r\nHost: t\r\nx-session-id: a\r\n\r\n")
+        client.writer.write(b"GET /v1/files HTTP/1.1\r\nHost: t\r\nx-session-id: a\r\n\r\n")
         assert (await client.read())["x-ownerserve-reason"] == "no_session"
         first = await client.post("/v1/chat/completions", x__session__id="a")
         assert first["x-ownerserve-reason"] == "new_session"
@@ -286,7 +286,7 @@ def test_the_admin_port_shows_workers_decisions_and_metrics(play: Play) -> None:
 
 def test_settings_are_refused_by_name() -> None:
     with pytest.raises(InvalidInput, match="worker"):
-        parse_worker("https://a:1")
+        parse_worker("ftp://a:1")
     with pytest.raises(InvalidInput, match="worker"):
         parse_worker("http://a")
     assert parse_worker("http://a:1/") == Address("a", 1)

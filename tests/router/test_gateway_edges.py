@@ -353,7 +353,8 @@ def test_the_embedded_directory_follows_the_turns(play: Play) -> None:
 
 async def _probe(world: World) -> list[Any]:
     (address,) = world.gateway.config.workers
-    return await HealthMonitor(address, world.gateway.config, tell=print).probe()
+    monitor = HealthMonitor(address, world.gateway.config, access=world.gateway.access, tell=print)
+    return await monitor.probe()
 
 
 def test_a_turn_that_no_worker_serves_leaves_its_session_where_it_was(play: Play) -> None:

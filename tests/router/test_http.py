@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from ownerserve.router.gateway import client as client_module
+from ownerserve.router.gateway.access import open_access
 from ownerserve.router.gateway.client import ClientConnection
 from ownerserve.router.gateway.config import Address, Config
 from ownerserve.router.gateway.heads import ResponseHead
@@ -108,7 +109,7 @@ CHUNKED = (
     + b"3;ext=1\r\nabc\r\n2\r\nde\r\n0\r\nTrail: er\r\n\r\n"
 )
 PLAIN = HEAD + b"Content-Length: 5\r\nX-A: 1\r\n\r\nabcde"
-PIPELINED = PLAIN + CHUNKED + b"GET /v1/models HTTP/1.1\r\nHost: h\r\n\r\n"
+PIPELINED = PLAIN + CHUNKED + b"GET /v1/files HTTP/1.1\r\nHost: h\r\n\r\n"
 
 
 def shape(kept: list[Recorder]) -> list[tuple[bytes, bytes, bytes]]:
@@ -238,7 +239,7 @@ class Sink:
 
 
 def receive(*pieces: bytes, method: bytes = b"POST", lost: bool = False) -> tuple[Sink, WorkerPool]:
-    pool = WorkerPool(Address("127.0.0.1", 1), connect_timeout_s=1)
+    pool = WorkerPool(Address("127.0.0.1", 1), open_access(None, None), connect_timeout_s=1)
     connection, sink = UpstreamConnection(pool), Sink()
     connection.connection_made(Wire())  # type: ignore[arg-type]
     connection.send(b"", b"", method=method, sink=sink)

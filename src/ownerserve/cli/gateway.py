@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from ownerserve.cli.options import PORT, Finite, check_host
 from ownerserve.cli.output import OutputFile
 from ownerserve.directory.port import Directory
+from ownerserve.router.gateway.access import read_key
 from ownerserve.router.gateway.admin import admin_server
 from ownerserve.router.gateway.config import Config, parse_worker
 from ownerserve.router.gateway.service import Gateway
@@ -42,7 +43,19 @@ def _policies() -> str:
     metavar="URL",
     multiple=True,
     required=True,
-    help="A worker, like http://127.0.0.1:8001. Once for each.",
+    help="A worker, like http://127.0.0.1:8001 or https://host:8001. Once for each. With"
+    " =MODEL[,MODEL] after it, it gets turns of these models only; needed where it does not tell.",
+)
+@click.option(
+    "--worker-key-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The key that the workers want, alone in a file. It goes with probes and turns in place of"
+    " the client's own, which then only tells tenants apart: keep the gateway's port private.",
+)
+@click.option(
+    "--worker-ca-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="PEM certificates that are believed of https workers, beside the system's.",
 )
 @click.option(
     "--policy",
@@ -112,6 +125,8 @@ def _policies() -> str:
 )
 def command(
     workers: tuple[str, ...],
+    worker_key_file: Path | None,
+    worker_ca_file: Path | None,
     policy: str,
     directory: str | None,
     token_ms: float | None,
@@ -149,6 +164,8 @@ def command(
         drain_timeout_s=drain_timeout_s,
         settings=replace(DEFAULTS, hot_ms=hot_ms, cool_s=cool_s),
         seats=None if seats is None else SeatSettings(share=seats),
+        worker_key=None if worker_key_file is None else read_key(worker_key_file),
+        worker_ca_file=worker_ca_file,
         speed=DEFAULT_SPEED if token_ms is None else _speed(token_ms),
     )
     shared = None if directory is None else _open_directory(directory)

@@ -115,6 +115,8 @@ class Down(Label):
     UNHEALTHY = "unhealthy"
     UNREACHABLE = "unreachable"
     REMOVED = "removed"
+    MODELS_UNKNOWN = "models_unknown"
+    """Nobody knows what it serves: it would answer for the wrong model."""
 
 
 # Events

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from ownerserve.router.decision import Decision
 from ownerserve.router.extents import Copy
+from ownerserve.router.gateway.health import HealthMonitor
 from ownerserve.router.gateway.metrics import GatewayCollector
 from ownerserve.router.gateway.observe import Decided
 from ownerserve.router.messages import Dispatch
@@ -68,7 +69,20 @@ def status(gateway: Gateway) -> dict[str, Any]:
             }
             for worker in state.fleet
         ],
+        "probes": {name: _probe(monitor) for name, monitor in gateway.monitors.items()},
         "never_up": [name for name in gateway.pools if name not in {w.id for w in state.fleet}],
+    }
+
+
+def _probe(monitor: HealthMonitor) -> dict[str, Any]:
+    """What the last probes of a worker found; also of one that never was up."""
+    unlearnt = monitor.unlearnt
+    return {
+        "states_itself": monitor.stated is not None,
+        "models": sorted(monitor.models),
+        "assigned": monitor.address.models,
+        "models_unknown": None if unlearnt is None else unlearnt.why,
+        "problems": monitor.problems,
     }
 
 

@@ -15,8 +15,10 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
 
 from ownerserve.router.gateway.exchange import Exchange
-from ownerserve.router.gateway.replies import Rejected, error_reply, reply
+from ownerserve.router.gateway.model_list import model_answer
+from ownerserve.router.gateway.replies import Rejected, error_reply, refused, reply
 from ownerserve.router.gateway.requests import Request, RequestReader
+from ownerserve.router.messages import Refusal
 
 if TYPE_CHECKING:
     from ownerserve.router.gateway.service import Gateway
@@ -106,6 +108,10 @@ class ClientConnection(asyncio.Protocol):
             if head.target == b"/health":
                 self._answer_health()
                 continue
+            path = head.target.partition(b"?")[0]
+            if head.method == b"GET" and (path + b"/").startswith(b"/v1/models/"):
+                self._answer_models(path)
+                continue
             self._exchange = Exchange(self._gateway, self, item)
             self._exchange.start()
         self._balance_reading()
@@ -133,6 +139,21 @@ class ClientConnection(asyncio.Protocol):
                 connection=b"close" if self.connection_line else b"keep-alive",
             )
         )
+        self.answer_complete()
+
+    def _answer_models(self, path: bytes) -> None:
+        """The union of what the workers serve: no worker is asked."""
+        gateway = self._gateway
+        request_id = gateway.next_request_id()
+        if not gateway.state.fleet.up:
+            self.answer_rejected(refused(Refusal.NO_WORKER), request_id)
+            return
+        body = model_answer(path, gateway.models())
+        if body is None:
+            self.answer_rejected(refused(Refusal.NO_SUCH_MODEL), request_id)
+            return
+        connection = b"close" if self.connection_line else b"keep-alive"
+        self.write(reply(HTTPStatus.OK, body, request_id=request_id, connection=connection))
         self.answer_complete()
 
     def _refuse_and_linger(self, rejected: Rejected) -> None:

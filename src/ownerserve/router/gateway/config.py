@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -15,10 +16,15 @@ from ownerserve.router.settings import DEFAULTS, Settings
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a worker listens. Its id is "host:port"."""
+    """Where a worker listens. Its id is "host:port".
+
+    `models`: what it serves, by its operator's word; none: what it says itself.
+    """
 
     host: str
     port: int
+    scheme: str = "http"
+    models: tuple[str, ...] = ()
 
     @property
     def worker(self) -> WorkerId:
@@ -50,19 +56,28 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     seats: SeatSettings | None = None
     """How many sessions may run at once; None: all that come."""
     speed: Speed = DEFAULT_SPEED
-    """Of the workers, which do not say theirs."""
+    """Of workers that do not state theirs."""
+    worker_key: str | None = None
+    """Presented to the workers, in place of a client's own; None: the client's own goes through."""
+    worker_ca_file: Path | None = None
+    """Certificates that are believed of https workers beside the system's."""
 
 
 def parse_worker(url: str) -> Address:
-    """The address in "http://host:port". Raises InvalidInput for anything else."""
-    mend = "write it like http://127.0.0.1:8001"
+    """The address in "http://host:port" or "https://host:port", with the models that the operator
+    says it serves after "=": "http://host:port=model-a,model-b". Raises InvalidInput."""
+    mend = "write it like http://127.0.0.1:8001, or http://127.0.0.1:8001=model-a,model-b"
+    place, assigned, names = url.partition("=")
+    models = tuple(name.strip() for name in names.split(","))
+    if assigned and not all(models):
+        raise InvalidInput("worker", f"{url!r} assigns no model", mend)
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(place)
         port = parts.port
     except ValueError as error:
         raise InvalidInput("worker", f"{url!r}: {error}", mend) from error
-    if parts.scheme != "http" or not parts.hostname or port is None:
-        raise InvalidInput("worker", f"{url!r} is not an http URL with a port", mend)
+    if parts.scheme not in ("http", "https") or not parts.hostname or port is None:
+        raise InvalidInput("worker", f"{url!r} is no http or https URL with a port", mend)
     if parts.path not in ("", "/") or parts.query:
         raise InvalidInput("worker", f"{url!r} has a path", mend)
-    return Address(parts.hostname, port)
+    return Address(parts.hostname, port, parts.scheme, models if assigned else ())

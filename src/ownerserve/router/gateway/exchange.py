@@ -202,7 +202,9 @@ class Exchange:
         line = turn_line_of(dispatch, asked)
         if asked.said is not None and line.name is not None:
             body = with_text(body, asked.said, session_id_of(line))
-        sent = head.to_worker(self.request_id, len(body), orders=order_lines(line))
+        sent = head.to_worker(
+            self.request_id, len(body), orders=self._gateway.access.line + order_lines(line)
+        )
         upstream.send(sent, body, method=head.method, sink=self)
 
     # The answer (upstream.Sink)

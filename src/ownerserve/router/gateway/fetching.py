@@ -10,6 +10,7 @@ import asyncio
 import httptools
 
 from ownerserve.kv.units import KIB, MIB
+from ownerserve.router.gateway.access import Access
 from ownerserve.router.gateway.config import Address
 from ownerserve.router.gateway.heads import Header
 
@@ -42,15 +43,17 @@ class SmallAnswer:
         self.is_whole = True
 
 
-async def fetch(address: Address, target: bytes) -> SmallAnswer:
+async def fetch(address: Address, target: bytes, access: Access) -> SmallAnswer:
     """GET `target`. Raises OSError when there is no connection, or it breaks."""
     answer = SmallAnswer()
     parser = httptools.HttpResponseParser(answer)
-    reader, writer = await asyncio.open_connection(address.host, address.port)
+    reader, writer = await asyncio.open_connection(
+        address.host, address.port, ssl=access.tls if address.scheme == "https" else None
+    )
     try:
         writer.write(
-            b"GET %b HTTP/1.1\r\nHost: %b:%d\r\nConnection: close\r\n\r\n"
-            % (target, address.host.encode(), address.port)
+            b"GET %b HTTP/1.1\r\nHost: %b:%d\r\n%bConnection: close\r\n\r\n"
+            % (target, address.host.encode(), address.port, access.line)
         )
         read_bytes = 0
         while not answer.is_whole and read_bytes < ANSWER_MAX_BYTES:

@@ -109,9 +109,15 @@ class RequestHead(msgspec.Struct, frozen=True):
 
 
 def read_request_head(
-    method: bytes, target: bytes, version: bytes, *, headers: list[Header]
+    method: bytes,
+    target: bytes,
+    version: bytes,
+    *,
+    headers: list[Header],
+    replaced: frozenset[bytes] = frozenset(),
 ) -> RequestHead:
-    """Sort a client's headers. Raises Rejected for a head that two readers could read differently.
+    """Sort a client's headers; the `replaced` ones are looked at and go no further. Raises Rejected
+    for a head that two readers could read differently.
 
     The parser has already refused Transfer-Encoding beside Content-Length, doubled lengths,
     folded lines and bare line feeds.
@@ -129,7 +135,7 @@ def read_request_head(
                     f"{key.decode()}: is given twice; send it once",
                 )
             special[key] = value
-            if key in _DROPPED_OF_CLIENTS:
+            if key in _DROPPED_OF_CLIENTS or key in replaced:
                 continue
         lines += (name, b": ", value, b"\r\n")
     if special.get(b"transfer-encoding", b"chunked").lower() != b"chunked":

@@ -13,17 +13,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
-from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import Incarnation
-from ownerserve.kv.wire.status import StatusRead, WorkerStatus, load_of, read_status
+from ownerserve.kv.wire.status import (
+    StatusRead,
+    WorkerLoad,
+    WorkerStatus,
+    load_of,
+    read_status,
+)
+from ownerserve.router.gateway.access import Access
 from ownerserve.router.gateway.config import Address, Config
-from ownerserve.router.gateway.fetching import SmallAnswer, fetch
+from ownerserve.router.gateway.fetching import fetch
 from ownerserve.router.gateway.heads import read_response_head
+from ownerserve.router.gateway.model_list import Models, Unlearnt, read_models, stated_models
 from ownerserve.router.gateway.stamps import number, read_stamp
 from ownerserve.router.gateway.statements import profile_of
 from ownerserve.router.messages import Down, Stamped, WorkerDown, WorkerUp
@@ -37,18 +46,22 @@ STATUS_PATH = b"/ownerserve/status"
 News = WorkerUp | WorkerDown | Stamped
 
 
-class _Model(msgspec.Struct):
-    id: str
+class _Up(msgspec.Struct, frozen=True):
+    """What one good answer says; `models` by name, none: they are to be asked for."""
 
-
-class _Models(msgspec.Struct):
-    data: list[_Model] = []
+    rank: int
+    life: Incarnation | None
+    profile: Profile
+    load: WorkerLoad | None
+    models: Models
 
 
 class HealthMonitor:
     """Probes one worker."""
 
-    def __init__(self, address: Address, config: Config, *, tell: Callable[[News], None]) -> None:
+    def __init__(
+        self, address: Address, config: Config, *, access: Access, tell: Callable[[News], None]
+    ) -> None:
         self.address = address
         self.problems: tuple[str, ...] = ()
         """What was wrong with the last statement; empty when nothing was."""
@@ -56,13 +69,18 @@ class HealthMonitor:
         """Statements of which something was refused, by field."""
         self.stated: WorkerStatus | None = None
         """The last statement; None of an engine that makes none."""
+        self.models: Models = {}
+        """What it serves; empty: not known, or whatever it is asked for."""
+        self.unlearnt: Unlearnt | None = None
+        """Why its models could not be learnt: it gets no turn."""
         self._config = config
+        self._access = access
         self._tell = tell
         self._bad = 0
         self._states_itself = True
         """Until it has answered 404: asked again after it was down."""
         self._life: Incarnation | None = None
-        self._profile: Profile | None = None
+        self._has_listed = False
 
     async def run(self) -> None:
         """Probe until cancelled; the first time after one interval."""
@@ -76,14 +94,16 @@ class HealthMonitor:
         worker = self.address.worker
         try:
             async with asyncio.timeout(self._config.health_timeout_s):
-                news = await self._by_status() or await self._by_health()
-            if news:
+                up = await self._by_status() or await self._by_health()
+            if up is not None:
                 self._bad = 0
-                return news
+                return await self._as_learnt(up)
         except ConnectionRefusedError:
             self._bad = BAD_ANSWERS_UNTIL_DOWN
             self._forget()
             return [WorkerDown(worker, Down.UNREACHABLE)]
+        except ssl.SSLError as error:
+            self._note((f"tls: {error.reason or error}",))
         except OSError:  # TimeoutError too
             pass
         self._bad += 1
@@ -92,63 +112,90 @@ class HealthMonitor:
         self._forget()
         return [WorkerDown(worker, Down.UNHEALTHY)]
 
-    async def _by_status(self) -> list[News]:
-        """From the worker's own statement; nothing when it makes none that can be read."""
+    async def _by_status(self) -> _Up | None:
+        """From the worker's own statement; None when it makes none that can be read."""
         if not self._states_itself:
-            return []
-        answer = await fetch(self.address, STATUS_PATH)
+            return None
+        answer = await fetch(self.address, STATUS_PATH, self._access)
         if not answer.is_good:
             self._states_itself = answer.status != 404
             self.stated = None
-            return []
-        return self._take(read_status(answer.body))
+            return None
+        return self._read(read_status(answer.body))
 
-    def _take(self, read: StatusRead) -> list[News]:
+    def _read(self, read: StatusRead) -> _Up | None:
         self.stated = status = read.status
         if status is None:
             self._note(read.problems)
-            return []
-        worker, default = self.address.worker, self._config.speed
-        profile, problems = profile_of(status, status.profile.models, default=default)
+            return None
+        worker, stated = self.address.worker, status.profile
+        profile, problems = profile_of(status, default=self._config.speed)
         self._note((*read.problems, *problems))
         load = load_of(status.unit, status.load, worker=worker)
         life = load.unit.incarnation or None
-        up = WorkerUp(worker, load.unit.dp_rank, life, profile)
-        return [up] if life is None else [up, Stamped(load)]
+        models = stated_models(stated.models, stated.sequence_tokens)
+        return _Up(load.unit.dp_rank, life, profile, None if life is None else load, models)
 
-    async def _by_health(self) -> list[News]:
-        """From `/health`, which a worker of ours stamps; nothing when it is not well."""
-        answer = await fetch(self.address, b"/health")
+    async def _by_health(self) -> _Up | None:
+        """From `/health`, which a worker of ours stamps; None when it is not well."""
+        answer = await fetch(self.address, b"/health", self._access)
         if not answer.is_good:
-            return []
-        worker = self.address.worker
+            return None
         headers = read_response_head(answer.status, b"", answer.headers).stamp
-        stamp = read_stamp(worker, headers)
-        life = None if stamp is None else stamp.unit.incarnation
-        if self._profile is None or life != self._life:
-            self._life, self._profile = life, await self._ask_profile(headers)
-        rank = 0 if stamp is None else stamp.unit.dp_rank
-        news: list[News] = [WorkerUp(worker, rank, life, self._profile)]
-        if stamp is not None and stamp.status is not None:
-            news.append(Stamped(stamp.status))
+        stamp = read_stamp(self.address.worker, headers)
+        total = number(headers, b"kv-bytes-total") or 0
+        profile = Profile(speed=self._config.speed, kv_bytes_total=total)
+        told = headers.get(b"model")
+        models = stated_models(() if told is None else (told.decode("latin-1"),), 0)
+        if stamp is None:
+            return _Up(0, None, profile, None, models)
+        return _Up(stamp.unit.dp_rank, stamp.unit.incarnation, profile, stamp.status, models)
+
+    async def _as_learnt(self, up: _Up) -> list[News]:
+        """The worker is well: tell so, once it is known which models it serves."""
+        worker, assigned = self.address.worker, self.address.models
+        if assigned:
+            self.models = {**stated_models(assigned, 0), **_of(up.models, assigned)}
+        elif up.models:
+            self.models = up.models
+        elif not self._has_listed or up.life != self._life:
+            await self._list()
+        self._life = up.life
+        if self.unlearnt is not None and not (assigned or up.models):
+            return [WorkerDown(worker, Down.MODELS_UNKNOWN)]
+        self.unlearnt = None
+        names = assigned or tuple(self.models) or ("",)
+        profile = replace(up.profile, model=names[0], adapters=frozenset(names[1:]))
+        news: list[News] = [WorkerUp(worker, up.rank, up.life, profile)]
+        if up.load is not None:
+            news.append(Stamped(up.load))
         return news
 
-    async def _ask_profile(self, headers: dict[bytes, bytes]) -> Profile:
-        """What the worker serves: its own word, else the engine's list of models."""
-        total = number(headers, b"kv-bytes-total") or 0
-        told = headers.get(b"model")
-        if told is not None:
-            return self._profile_of([told.decode("latin-1")], total)
-        answer = await fetch(self.address, b"/v1/models")
-        return self._profile_of(_names(answer) or [""], total)
-
-    def _profile_of(self, names: Sequence[str], kv_bytes_total: int) -> Profile:
-        return Profile(
-            model=names[0],
-            adapters=frozenset(names[1:]),
-            speed=self._config.speed,
-            kv_bytes_total=kv_bytes_total,
-        )
+    async def _list(self) -> None:
+        """Ask the engine which models it serves. It is well: a list that does not come is no sign
+        of the contrary."""
+        found: Models | Unlearnt
+        try:
+            async with asyncio.timeout(self._config.health_timeout_s):
+                found = read_models(await fetch(self.address, b"/v1/models", self._access))
+        except TimeoutError:
+            found = Unlearnt(f"/v1/models: no answer in {self._config.health_timeout_s:g} s")
+        except OSError as error:
+            found = Unlearnt(f"/v1/models: {error}")
+        self._has_listed = not isinstance(found, Unlearnt)
+        if not isinstance(found, Unlearnt):
+            self.models, self.unlearnt = found, None
+            return
+        self.problem_counts["models"] += 1
+        if self.unlearnt != found:
+            log.warning(
+                "worker %s gets no turns: %s, or assign its models: --worker %s://%s=MODEL",
+                self.address.worker,
+                found.why,
+                self.address.scheme,
+                self.address.worker,
+            )
+        self.models, self.unlearnt = {}, found
 
     def _note(self, problems: tuple[str, ...]) -> None:
         """Count what was wrong with a statement; say so when it is something new."""
@@ -164,14 +211,11 @@ class HealthMonitor:
 
     def _forget(self) -> None:
         """The worker is down: what it was says nothing of what comes back."""
-        self._profile = self.stated = None
+        self.stated = self.unlearnt = None
+        self._has_listed = False
         self._states_itself = True
         self.problems = ()
 
 
-def _names(answer: SmallAnswer) -> list[str]:
-    try:
-        models = msgspec.json.decode(answer.body, type=_Models) if answer.body else _Models()
-    except UNREADABLE:
-        models = _Models()
-    return [model.id for model in models.data] if answer.is_good else []
+def _of(models: Models, names: Sequence[str]) -> Models:
+    return {name: said for name, said in models.items() if name in names}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
+from ownerserve.router.gateway.access import Access
 from ownerserve.router.gateway.config import Address
 from ownerserve.router.gateway.upstream import UpstreamConnection
 
@@ -16,10 +17,11 @@ IDLE_MAX = 1024
 class WorkerPool:
     """Connections to one worker."""
 
-    def __init__(self, address: Address, *, connect_timeout_s: float) -> None:
+    def __init__(self, address: Address, access: Access, *, connect_timeout_s: float) -> None:
         self.address = address
         self.opened = 0
         self.reused = 0
+        self._tls = access.tls if address.scheme == "https" else None
         self._connect_timeout_s = connect_timeout_s
         self._idle: dict[UpstreamConnection, None] = {}
 
@@ -42,7 +44,7 @@ class WorkerPool:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 await loop.create_connection(
-                    lambda: connection, self.address.host, self.address.port
+                    lambda: connection, self.address.host, self.address.port, ssl=self._tls
                 )
         except BaseException:
             connection.abort()  # cancelled just as it came about: nobody else would close it

@@ -11,6 +11,7 @@ from http import HTTPStatus
 import httptools
 import msgspec
 
+from ownerserve.router.gateway.access import CREDENTIALS, NOTHING
 from ownerserve.router.gateway.config import Config
 from ownerserve.router.gateway.heads import Header, RequestHead, read_request_head
 from ownerserve.router.gateway.replies import Rejected
@@ -33,6 +34,7 @@ class RequestReader:
         """A request was refused: nothing more is read."""
         self._head_max_bytes = config.head_max_bytes
         self._body_max_bytes = config.body_max_bytes
+        self._replaced = CREDENTIALS if config.worker_key is not None else NOTHING
         self._parser = httptools.HttpRequestParser(self)
         self._items: list[Request | Rejected] = []
         self._url = b""
@@ -132,6 +134,7 @@ class RequestReader:
             self._url,
             b"1.1" if version == "1.1" else version.encode(),
             headers=self._headers,
+            replaced=self._replaced,
         )
         if head.bytes_held > self._head_max_bytes:
             raise self._head_too_large()

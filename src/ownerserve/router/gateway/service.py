@@ -16,12 +16,14 @@ from ownerserve.directory.terms import TermFile
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.router.gateway.access import open_access
 from ownerserve.router.gateway.asking import Asking
 from ownerserve.router.gateway.client import ClientConnection
 from ownerserve.router.gateway.config import Config
 from ownerserve.router.gateway.directory_link import DirectoryLink
 from ownerserve.router.gateway.health import HealthMonitor, News
 from ownerserve.router.gateway.lobby import Lobby
+from ownerserve.router.gateway.model_list import Models, union
 from ownerserve.router.gateway.observe import Observer
 from ownerserve.router.gateway.pool import WorkerPool
 from ownerserve.router.messages import Arrive, Claimed, Drain, Stamped, WorkerDown, WorkerUp
@@ -31,6 +33,8 @@ from ownerserve.router.state import RouterState
 
 SWEEP_INTERVAL_S = 5.0
 BACKLOG = 4096
+SOME_OTHER = "(not learnt)"
+"""Stands for the models of a worker whose list is not known: requests are looked at for theirs."""
 
 
 class _LoopClock:
@@ -53,13 +57,18 @@ class Gateway:
             )
         if not config.workers:
             raise InvalidInput("worker", "none given", "give --worker URL at least once")
+        if len({address.worker for address in config.workers}) < len(config.workers):
+            raise InvalidInput("worker", "one address is given twice", "give each once")
         self.config = config
         self.state = RouterState(
             make_policy(config.policy, config.settings), settings=config.settings
         )
+        self.access = open_access(config.worker_key, config.worker_ca_file)
         self.clients: set[ClientConnection] = set()
         self.pools: dict[WorkerId, WorkerPool] = {
-            address.worker: WorkerPool(address, connect_timeout_s=config.connect_timeout_s)
+            address.worker: WorkerPool(
+                address, self.access, connect_timeout_s=config.connect_timeout_s
+            )
             for address in config.workers
         }
         self.draining = False
@@ -75,7 +84,7 @@ class Gateway:
         )
         self.observer = Observer(self.now, decisions_kept=config.decisions_kept)
         self.monitors = {
-            address.worker: HealthMonitor(address, config, tell=self._heard)
+            address.worker: HealthMonitor(address, config, access=self.access, tell=self._heard)
             for address in config.workers
         }
         self._tasks: list[asyncio.Task[None]] = []
@@ -144,12 +153,20 @@ class Gateway:
             case WorkerUp(worker, dp_rank, incarnation):
                 if incarnation is not None:
                     self.owners.heard(RoutingUnit(worker, dp_rank, incarnation))
-                self.asking.serves({n for one in self.state.fleet for n in one.profile.names})
             case WorkerDown(worker):
                 self.owners.silent(worker)
                 self.pools[worker].close_idle()
             case Stamped():
-                pass
+                return
+        names = {name for one in self.state.fleet for name in one.profile.names}
+        if any(monitor.unlearnt is not None for monitor in self.monitors.values()):
+            names.add(SOME_OTHER)
+        self.asking.serves(names)
+
+    def models(self) -> Models:
+        """What the workers that are up serve, together."""
+        up = {worker.id for worker in self.state.fleet.up}
+        return union(monitor.models for name, monitor in self.monitors.items() if name in up)
 
     def _claimed(self, event: Claimed) -> None:
         self.state.handle(event, self.now())

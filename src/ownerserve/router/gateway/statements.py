@@ -22,16 +22,12 @@ from ownerserve.plan.inputs import Tier
 from ownerserve.router.profile import EVERY_ENGINE, Profile, Role, Speed
 
 
-def profile_of(
-    status: WorkerStatus, models: Sequence[str], *, default: Speed
-) -> tuple[Profile, tuple[str, ...]]:
-    """The router's profile of a worker that serves `models` (none: any), and what of its statement
-    was not understood. `default` prices what it does not state."""
+def profile_of(status: WorkerStatus, *, default: Speed) -> tuple[Profile, tuple[str, ...]]:
+    """The router's profile of a worker, but for its models, and what of its statement was not
+    understood. `default` prices what it does not state."""
     stated = status.profile
     problems: list[str] = []
     profile = Profile(
-        model=models[0] if models else "",
-        adapters=frozenset(models[1:]),
         spec_digest=stated.spec_digest,
         role=_role(stated.role, problems),
         speed=_speed(stated, default),
