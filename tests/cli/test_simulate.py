@@ -69,7 +69,8 @@ def test_the_table_fits_80_columns_and_nothing_is_cut_off(
 
 
 def test_long_names_of_policies_fit_too() -> None:
-    done = simulate("--sessions", "2", "--workers", "2", "--policy", PD)
+    few = ("--sessions", "2", "--workers", "2")
+    done = simulate(*few, "--policy", PD, "--engine-abilities", "ideal")
     assert done.returncode == 0, done.stderr
     assert "…" not in done.stdout and "round_robin_" in done.stdout
     assert max(len(line.rstrip()) for line in done.stdout.splitlines()) <= 80
@@ -175,7 +176,7 @@ def test_turns_that_were_refused_are_told_with_reason_and_mend(
     path = tmp_path / "out.json"
     small = ("--sessions", "4", "--workers", "2", "--kv", "3GiB", "--policy", "least_load")
     inside(monkeypatch, *small, "--json", str(path))  # exit code 0: what was served was measured
-    said, body = capsys.readouterr().out, json.loads(path.read_text())
+    said, body = " ".join(capsys.readouterr().out.split()), json.loads(path.read_text())
     metrics = body["policies"]["least_load"]
     refused = f"{metrics['error_rate']:.1%} of turns refused or failed"
     assert 0 < metrics["error_rate"] < 1
@@ -193,3 +194,29 @@ def test_a_fleet_that_serves_nothing_is_no_success(monkeypatch: pytest.MonkeyPat
 def test_a_fleet_that_serves_everything_warns_of_nothing(told: tuple[str, dict[str, Any]]) -> None:
     text, body = told
     assert body["warnings"] == [] and "refused" not in text
+
+
+def test_what_engines_are_granted_is_told_and_by_default_it_is_what_real_ones_do(
+    told: tuple[str, dict[str, Any]],
+) -> None:
+    text, body = told
+    engine = body["engine_abilities"]
+    assert engine["name"] == "hf" and engine["modelled_not_built"] == []
+    assert "engine abilities: hf" in text and "state_migration" not in engine["actions"]
+
+
+def test_what_is_modelled_and_not_yet_built_is_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inside(monkeypatch, *SMALL[:-1], "ear", "--engine-abilities", "ideal", "--json", "-")
+    body = json.loads(capsys.readouterr().out)
+    lacking = set(body["engine_abilities"]["modelled_not_built"])
+    assert {"state_migration", "artifact_fetch", "remote_prefill", "release_at_source"} <= lacking
+
+
+def test_a_policy_that_no_such_engine_can_carry_out_names_the_mend(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        inside(monkeypatch, *SMALL[:-1], "static_pd")
+    assert "--engine-abilities ideal" in " ".join(capsys.readouterr().err.split())

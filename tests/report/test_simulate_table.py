@@ -103,12 +103,14 @@ def test_modes() -> None:
 
 
 def test_json_has_the_agreed_keys() -> None:
-    result = Simulated({"name": "cc"}, 7, POLICIES, requests=500, cpu_s=0.25, digest="ab")
+    result = Simulated(
+        {"name": "cc"}, 7, POLICIES, requests=500, cpu_s=0.25, digest="ab", engine_abilities={}
+    )
     body = to_json(result)
     assert set(body) == {
         "trace", "seed", "policies", "requests", "cpu_s", "requests_per_cpu_s", "digest",
-        "warnings",
+        "warnings", "engine_abilities",
     }  # fmt: skip
     assert body["requests_per_cpu_s"] == 2_000
     assert body["policies"]["sticky"]["ttft_ms"]["p50"] == 18_020
-    assert to_json(Simulated({}, 7, {}, 0, 0.0, ""))["requests_per_cpu_s"] is None
+    assert to_json(Simulated({}, 7, {}, 0, 0.0, "", {}))["requests_per_cpu_s"] is None

@@ -20,10 +20,11 @@ from ownerserve.kv.registry import build
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.units import format_bytes
 from ownerserve.plan import explain
+from ownerserve.plan.abilities import ENGINES
 from ownerserve.plan.cost.shape import shape_of
 from ownerserve.plan.inputs import Exactness, RestoreQuery, Tier
 from ownerserve.plan.outcome import Explanation
-from ownerserve.plan.question import ENGINES, Held, ask, model_state
+from ownerserve.plan.question import Held, ask, model_state
 from ownerserve.plan.restore import Planner
 
 TIERS = [tier.value for tier in Tier]

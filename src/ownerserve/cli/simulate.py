@@ -18,7 +18,9 @@ from ownerserve.cli.options import FACTOR, SEED, SESSIONS, Finite
 from ownerserve.cli.output import console_for, json_option, write_json
 from ownerserve.cli.runners import runner_of, runner_options
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.messages import PlacementAction
 from ownerserve.kv.units import parse_bytes
+from ownerserve.plan.abilities import ENGINES
 from ownerserve.report.simulate_table import (
     Simulated,
     details_table,
@@ -30,6 +32,7 @@ from ownerserve.report.unserved import served_nothing, unserved
 from ownerserve.router.policies import POLICIES
 from ownerserve.sim.batch import FOLD_MAX
 from ownerserve.sim.faults import Fault, read_faults
+from ownerserve.sim.granted import EngineAbilities, granted
 from ownerserve.sim.metrics.summary import digest
 from ownerserve.sim.pace import paces
 from ownerserve.sim.pool import PARTS
@@ -101,6 +104,15 @@ DEFAULT_POLICIES = "round_robin,least_load,lmetric,sticky,ear,ownerserve"
     help="Which point state is stored: full, periodic:N, zero, turn-end, adaptive.",
 )
 @click.option(
+    "--engine-abilities",
+    "abilities",
+    type=click.Choice(list(ENGINES)),
+    default="hf",
+    show_default=True,
+    help="What engines may do: what our hf workers or vLLM state today, or ideal: all that is "
+    "designed, moves between workers included.",
+)
+@click.option(
     "--mode",
     default="closed",
     show_default=True,
@@ -164,7 +176,7 @@ def command(
     if lists_paces:
         console.print("\n".join(paces()), highlight=False)
         return
-    names = _policies(given["policies"])
+    names = _policies(given["policies"], given["abilities"])
     setups = {name: _setup(name, given) for name in names}
     loaded = _load(trace, given, console)
     result = _simulate(loaded, setups, given, console)
@@ -174,6 +186,8 @@ def command(
     if given["details"]:
         console.print(details_table(result.policies, "details"))
         console.print(modes_table(result.policies, "execution modes"))
+    engine = next(iter(setups.values())).granted
+    console.print(engine.words(), style="dim", highlight=False)
     _warn(console, unserved(result.policies))
     body = to_json(result)
     rate = body["requests_per_cpu_s"] or 0.0
@@ -190,13 +204,15 @@ def command(
 def _warn(console: Console, lines: list[str]) -> None:
     """Beside the table, so that it stands wherever the table does."""
     for line in lines:
-        console.print(line, style="yellow", highlight=False, soft_wrap=True)
+        console.print(line, style="yellow", highlight=False)
 
 
-def _policies(given: Sequence[str]) -> list[str]:
+def _policies(given: Sequence[str], abilities: EngineAbilities) -> list[str]:
+    """The policies that are named; `all` is all that such engines can carry out."""
     names = [name.strip() for text in given for name in text.split(",")]
     if "all" in names:
-        names = list(POLICIES)
+        splits = PlacementAction.REMOTE_PREFILL in granted(abilities).actions
+        names = [name for name in POLICIES if splits or name not in PD]
     for name in names:
         if name not in POLICIES:
             raise InvalidInput("--policy", f"{name!r}", f"use some of {', '.join(POLICIES)}")
@@ -214,6 +230,7 @@ def _setup(policy: str, given: dict[str, Any]) -> Setup:
         prefill_workers=prefill if policy in PD else 0,
         pace=given["pace"],
         kv_bytes=_size(given, "kv"),
+        abilities=given["abilities"],
         links=Links(nic_gb_s=given["nic"]),
         tiers=Tiers(
             host_bytes=_size(given, "host"),
@@ -290,7 +307,8 @@ def _simulate(
         "block_tokens": trace.block_tokens,
         "shape": msgspec.to_builtins(next(iter(setups.values())).shape),
     }
-    return Simulated(told, given["seed"], ordered, turns, cpu_s, digest(ordered))
+    engine = next(iter(setups.values())).granted.told()
+    return Simulated(told, given["seed"], ordered, turns, cpu_s, digest(ordered), engine)
 
 
 @contextmanager

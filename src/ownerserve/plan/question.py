@@ -12,32 +12,14 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry, exact_replay_tokens
 from ownerserve.kv.specs import Window
 from ownerserve.plan.inputs import (
-    FULL_ABILITIES,
-    Abilities,
     Exactness,
     ModelState,
-    Overlap,
     Piece,
     Point,
     RestoreQuery,
     Span,
     Tier,
 )
-
-ENGINES = {
-    "hf": FULL_ABILITIES,
-    # vLLM 0.32 through a connector: one prefix length for all groups, foreign KV lands in host
-    # memory, no replay of V4 (research/hybrid-kv.md §3, §5).
-    "vllm": Abilities(
-        can_replay=False,
-        can_reserve=False,
-        per_group_hit=False,
-        can_insert=False,
-        landing_tier=Tier.HOST,
-        layerwise_send=True,
-        overlap=Overlap.LAYERWISE,
-    ),
-}
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):

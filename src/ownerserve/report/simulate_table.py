@@ -26,7 +26,8 @@ NAME_WIDTH = 12
 
 
 class Simulated(msgspec.Struct, frozen=True):
-    """Policies on one trace. `cpu_s`: of the replays alone, outside the digest."""
+    """Policies on one trace. `cpu_s`: of the replays alone, outside the digest.
+    `engine_abilities`: what the engines were granted, and what of it no real worker does yet."""
 
     trace: dict[str, Any]
     seed: int
@@ -34,6 +35,7 @@ class Simulated(msgspec.Struct, frozen=True):
     requests: int
     cpu_s: float
     digest: str
+    engine_abilities: dict[str, Any]
 
 
 class Column(msgspec.Struct, frozen=True):

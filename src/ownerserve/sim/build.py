@@ -13,7 +13,6 @@ from ownerserve.cache.policies import POLICIES as ORDERS
 from ownerserve.cache.policies.base import Policy as Order
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry
-from ownerserve.kv.messages import PlacementAction
 from ownerserve.kv.registry import build as spec_of
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.specs import ModelSpec
@@ -21,7 +20,7 @@ from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.derive import derive
 from ownerserve.router.policies import Policy, make_policy
-from ownerserve.router.profile import EVERY_ACTION, EVERY_ENGINE, Profile, Role, Speed
+from ownerserve.router.profile import Profile, Role, Speed
 from ownerserve.router.seats import Seats
 from ownerserve.router.settings import Settings
 from ownerserve.router.state import RouterState
@@ -42,8 +41,6 @@ from ownerserve.sim.setup import Links, Setup
 from ownerserve.sim.transfers import Transfers
 from ownerserve.sim.worker import Machine, Node, Worker
 from ownerserve.sim.workload import Workload
-
-MOVING = EVERY_ACTION - EVERY_ENGINE
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,9 +165,7 @@ def _profile(setup: Setup, worker: Worker, pace: Pace, speed: Speed) -> Profile:
         spec_digest=pace.name,
         role=role,
         speed=speed,
-        actions=EVERY_ENGINE | MOVING - {PlacementAction.TAIL_RECOMPUTE}
-        if not setup.tiers.any
-        else EVERY_ACTION,
+        actions=setup.granted.actions,
         kv_bytes_total=worker.kv_bytes_total,
     )
 

@@ -56,6 +56,7 @@ class NodeMaker:
             store=store,
             pcie=pcie,
             policy=self._setup.tiers.checkpoints,
+            abilities=self._setup.granted.planner,
         )
         return SimNode(
             state, store, pcie, at=worker.later, started=worker.started, checkpoint=engine

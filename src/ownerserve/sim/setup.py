@@ -10,11 +10,13 @@ from typing import Literal
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.policies import POLICIES
 from ownerserve.router.seats import SeatSettings
 from ownerserve.sim.batch import FOLD_MAX
 from ownerserve.sim.faults import Fault
 from ownerserve.sim.faults import check as check_faults
+from ownerserve.sim.granted import FROM_TIERS, EngineAbilities, Granted, granted
 from ownerserve.sim.workload import Shape
 
 Oracle = Literal["", "infinite", "horizon", "next-use", "places", "residents", "places-residents"]
@@ -62,6 +64,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     longest_fold      decode steps in one event at most; 1 simulates every step
     transfer_s        after so long without room a transfer is given up
     cache_policy      eviction order on the device (cache.policies)
+    abilities         what engines may do: ideal, or what hf or vllm workers state (sim.granted)
     oracle            "": none; "infinite", "horizon" or a part of that: see sim.oracle
     seats             how many sessions may run at once (router.seats); None: all that come
     hot_ms, cool_s    T_hot and T_cool; None: derived from the pace (router.derive)
@@ -80,6 +83,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     longest_fold: int = FOLD_MAX
     transfer_s: float = 30.0
     cache_policy: str = "cost-aware"
+    abilities: EngineAbilities = "ideal"
     oracle: Oracle = ""
     seats: SeatSettings | None = None
     hot_ms: float | None = None
@@ -94,6 +98,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise InvalidInput("policy", f"{self.policy!r}", f"use one of {', '.join(POLICIES)}")
+        if self.policy in PD and PlacementAction.REMOTE_PREFILL not in self.granted.actions:
+            raise InvalidInput(
+                "policy",
+                f"{self.policy} needs remote_prefill, which {self.abilities} workers do not offer",
+                "use --engine-abilities ideal, or another policy",
+            )
         if not 0 <= self.prefill_workers < max(self.workers, 1):
             raise InvalidInput(
                 "prefill_workers",
@@ -108,3 +118,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidInput(field, f"{getattr(self, field)}", "use more than 0")
         disks = self.workers if self.tiers.disk_bytes else 0
         check_faults(self.faults, workers=self.workers, disks=disks)
+
+    @property
+    def granted(self) -> Granted:
+        """What this fleet's engines may do."""
+        return granted(self.abilities, tiers=FROM_TIERS if self.tiers.any else frozenset())

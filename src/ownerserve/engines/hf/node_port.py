@@ -19,13 +19,11 @@ from ownerserve.engines.hf.runner import Runner
 from ownerserve.kv.artifacts import SALT_BYTES, Identity, Numerics
 from ownerserve.kv.payload import FORMAT
 from ownerserve.node.weights import weight_files_digest
-from ownerserve.plan.inputs import FULL_ABILITIES, Abilities, Overlap
+from ownerserve.plan.abilities import HF
+from ownerserve.plan.inputs import Abilities
 
 SLOT_FORMAT = FORMAT
 """How a slot's bytes lie (engines.hf.pools): as the canonical payload does."""
-
-# Everything, but a restore is whole before its first forward: nothing overlaps yet.
-ABILITIES = msgspec.structs.replace(FULL_ABILITIES, overlap=Overlap.NONE)
 
 
 class HfPort:
@@ -36,7 +34,7 @@ class HfPort:
 
     @property
     def abilities(self) -> Abilities:
-        return ABILITIES
+        return HF
 
     def read_slots(self, component: str, slots: Sequence[int]) -> memoryview:
         return self._runner.read_slots(component, slots)

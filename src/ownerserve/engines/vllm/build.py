@@ -33,10 +33,11 @@ from ownerserve.node.guest import GuestState
 from ownerserve.node.records import RecordNames
 from ownerserve.node.saves import Capture, Saves
 from ownerserve.node.settings import NodeSettings
+from ownerserve.plan.abilities import VLLM
 from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import Defaults
-from ownerserve.plan.inputs import Abilities, Overlap, Tier
+from ownerserve.plan.inputs import Abilities, Tier
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.base import CheckpointPolicy
 from ownerserve.plan.swa.full import Full
@@ -143,15 +144,9 @@ class Parts:
         """What vLLM lets a connector do."""
         from vllm.platforms import current_platform
 
-        return Abilities(
-            can_replay=False,
-            can_reserve=False,
-            per_group_hit=False,
-            can_insert=False,
-            landing_tier=Tier.DEVICE if current_platform.is_cpu() else Tier.HOST,
-            layerwise_send=False,
-            overlap=Overlap.NONE,
-        )
+        if not current_platform.is_cpu():
+            return VLLM
+        return msgspec.structs.replace(VLLM, landing_tier=Tier.DEVICE)
 
 
 def scheduler_side(parts: Parts) -> SchedulerSide:

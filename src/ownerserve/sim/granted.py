@@ -1,0 +1,75 @@
+"""What a simulated engine may do, and which of it no real worker does yet.
+
+Owns the three sets by name. What the node may plan are the records that the engines state
+(plan.abilities); what the router may place is what their workers offer (router.profile). `ideal`
+grants all that is designed: what of that is modelled and not yet built is said wherever a result
+is shown.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from ownerserve.kv.messages import PlacementAction
+from ownerserve.plan.abilities import ENGINES
+from ownerserve.plan.inputs import Abilities
+from ownerserve.router.profile import EVERY_ACTION, EVERY_ENGINE
+
+EngineAbilities: TypeAlias = Literal["ideal", "hf", "vllm"]
+FROM_TIERS = frozenset({PlacementAction.TAIL_RECOMPUTE})
+"""Needs a tier below the device, whoever the engine is."""
+RELEASE_AT_SOURCE = "release_at_source"
+"""A session that moves is let go by its former worker at once, without a message."""
+
+
+class Granted(msgspec.Struct, frozen=True):
+    """One set. `planner`: what the node plans with; `actions`: what the router may decide;
+    `not_built`: of these, what is modelled here and no real worker does."""
+
+    name: EngineAbilities
+    planner: Abilities
+    actions: frozenset[PlacementAction]
+    not_built: tuple[str, ...] = ()
+
+    def told(self) -> dict[str, Any]:
+        """The same as plain data, for a report."""
+        return {
+            "name": self.name,
+            "planner": msgspec.to_builtins(self.planner),
+            "actions": sorted(action.value for action in self.actions),
+            "modelled_not_built": list(self.not_built),
+        }
+
+    def words(self) -> str:
+        """The same in a line."""
+        able = [name for name, value in self.told()["planner"].items() if value is True]
+        line = (
+            f"engine abilities: {self.name} ({', '.join(able) or 'none of the optional ones'}; "
+            f"lands in {self.planner.landing_tier}); placements: "
+            f"{', '.join(self.told()['actions'])}"
+        )
+        if self.not_built:
+            line += f"; modelled, not yet built: {', '.join(self.not_built)}"
+        return line
+
+
+def granted(name: EngineAbilities, *, tiers: frozenset[PlacementAction] = FROM_TIERS) -> Granted:
+    """The set called `name`. `tiers`: FROM_TIERS, or nothing for a worker without any tier."""
+    if name != "ideal":
+        return Granted(name, ENGINES[name], EVERY_ENGINE | tiers)
+    actions = EVERY_ACTION - FROM_TIERS | tiers
+    lacking = sorted(action.value for action in actions - EVERY_ENGINE - FROM_TIERS)
+    ideal = ENGINES[name]
+    return Granted(name, ideal, actions, (*lacking, RELEASE_AT_SOURCE, *_unlike_any_engine(ideal)))
+
+
+def _unlike_any_engine(planner: Abilities) -> list[str]:
+    """What no engine states of itself: with these a restore is priced, not carried out."""
+    stated = [one for name, one in ENGINES.items() if name != "ideal"]
+    return [
+        f"{field}={getattr(planner, field)}"
+        for field in planner.__struct_fields__
+        if getattr(planner, field) not in {getattr(one, field) for one in stated}
+    ]
