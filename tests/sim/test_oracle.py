@@ -16,7 +16,7 @@ from ownerserve.cache.tree import PrefixTree
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.units import GIB
 from ownerserve.sim.oracle.belady import Access, bound
-from ownerserve.sim.oracle.horizon import NOW, PARTS, NextUse, horizon
+from ownerserve.sim.oracle.horizon import NOW, PARTS, NextUse
 from ownerserve.sim.oracle.infinite import infinite
 from ownerserve.sim.run import simulate
 from ownerserve.sim.setup import Setup
@@ -95,10 +95,11 @@ def test_an_infinite_fleet_caches_what_can_be_cached(setup: Setup) -> None:
 def test_who_knows_the_future_caches_more(setup: Setup, workers: int) -> None:
     trace = generate("swe", Options(sessions=12, seed=3))
     tight = msgspec.structs.replace(setup, workers=workers, kv_bytes=4 * GIB // workers)
-    plain, known = simulate(trace, tight).metrics, simulate(trace, horizon(tight)).metrics
+    told = msgspec.structs.replace(tight, oracle="horizon")
+    plain, known = simulate(trace, tight).metrics, simulate(trace, told).metrics
     assert plain["pressure"]["evictions"] > 0
     assert known["cached_token_share"] > plain["cached_token_share"]
-    assert simulate(trace, horizon(tight)).metrics == known
+    assert simulate(trace, told).metrics == known
 
 
 @pytest.mark.parametrize("part", sorted(PARTS))

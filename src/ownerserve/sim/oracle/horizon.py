@@ -24,7 +24,6 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.messages import Gone, Reported
 from ownerserve.router.state import RouterState
-from ownerserve.sim.setup import Setup
 from ownerserve.sim.turns import Turn
 from ownerserve.sim.worker import Worker
 from ownerserve.sim.workload import Workload
@@ -122,8 +121,3 @@ class Foresight:
             session = worker.cache.sessions.get(name)
             if session is not None and session.stop is not None:
                 worker.cache.tree.cool(session.stop)
-
-
-def horizon(setup: Setup) -> Setup:
-    """The same fleet, router and seats, with all that can be known."""
-    return msgspec.structs.replace(setup, oracle="horizon")

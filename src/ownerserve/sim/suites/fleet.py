@@ -22,7 +22,7 @@ SESSIONS = 96
 GOAL_LANES = (8, 24, 32, 48)
 """Sessions at once, from far below what this fleet's device memory holds to far above it."""
 LANES = 32
-"""Of these, what single comparisons are made at: somewhat above the knee (goal.py)."""
+"""Of these, what single comparisons are made at: somewhat above the knee."""
 
 SEED_002 = ("round_robin", "lmetric", "kv_aware", "sticky", "static_pd", "ear")
 """Seed 002 §5.1, in its order: load balance, LMetric, KV-aware, sticky, static PD, EAR."""
@@ -35,19 +35,6 @@ EVERY = (*SEED_002, *STRONGER, OURS, SEATED)
 
 SEATS = SeatSettings(share=1.0, patience_s=86_400.0)
 """A lane's next session waits for as long as it takes: nobody hangs up in these runs."""
-
-COLOCATED_BASELINES = (
-    "round_robin",
-    "least_load",
-    "lmetric",
-    "kv_aware",
-    "sticky",
-    "multi_owner",
-    "lmetric_gate",
-    "dynamo",
-    "ttft_gate",
-    "program_ttl",
-)
 
 
 def agents(

@@ -26,6 +26,7 @@ from ownerserve import __version__
 from ownerserve.report import page
 from ownerserve.report.figures.style import Written, short, write
 from ownerserve.report.page import Block, Claim, Command, Grid, Page, Section, Text, plot_from
+from ownerserve.sim.granted import granted
 from ownerserve.sim.pool import Told, run_tasks
 from ownerserve.sim.suites.base import Cell, Drawing, Finding, Origin, Table
 from ownerserve.sim.suites.run import Concluded, describe
@@ -175,7 +176,13 @@ def _facts(origins: Mapping[str, Origin], digest: str) -> dict[str, str]:
         role: f"{origin} ({origin.sessions:,} sessions, {origin.requests:,} requests)"
         for role, origin in origins.items()
     }
-    return {"ownerserve": __version__, **told, "digest of all results": f"`{digest[:16]}`"}
+    engines = granted("ideal").words()
+    return {
+        "ownerserve": __version__,
+        "unless said otherwise": engines,
+        **told,
+        "digest of all results": f"`{digest[:16]}`",
+    }
 
 
 def _page(report: Report, command: str) -> Page:

@@ -103,6 +103,11 @@ def _setup(scale: Scale, checkpoints: str | None, seed: int = 0) -> Setup:
     )
 
 
+def hybrid_worker(scale: Scale, seed: int) -> Setup:
+    """The worker of these rows that keeps its state by expected worth."""
+    return _setup(scale, WAYS[OURS], seed)
+
+
 def _kept(result: Result) -> dict[str, Any]:
     """The metrics, and what the SSD wrote against the compressed state of what was computed."""
     table = result.rows.table()

@@ -11,6 +11,8 @@ import msgspec
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.sim.suites.base import Origin, Scale
+from ownerserve.sim.workload import Sample, Shape
+from ownerserve.sim.workload.cast import cast
 from ownerserve.trace.model import Trace
 from ownerserve.trace.read import read_trace
 from ownerserve.trace.synth.generate import generate
@@ -21,17 +23,24 @@ QUICK_INPUT_TOKENS = 60_000
 
 
 class Role(msgspec.Struct, frozen=True):
-    """`path` in --traces, "" for a role that is always generated; else the stand-in's workload."""
+    """`path` in --traces, "" for a role that is always generated; else the stand-in's workload.
+    `without`: so many sessions are left out, those that seed 0 draws: the fitted ones."""
 
     path: str
     workload: str
     options: Options
+    without: int = 0
 
+
+FITTED = 96
+"""Sessions that seed 0 draws of the Claude-Code trace: on them shares of seats, gates and patience
+were chosen. What is claimed of policies is tested on the others."""
+CLAUDE_CODE = "claude-code-weka/sessions.jsonl.zst"
 
 ROLES = {
-    "claude_code": Role(
-        "claude-code-weka/sessions.jsonl.zst", "coding-agent", Options(sessions=300)
-    ),
+    "claude_code": Role(CLAUDE_CODE, "coding-agent", Options(sessions=300)),
+    "held_out": Role(CLAUDE_CODE, "coding-agent", Options(sessions=300), without=FITTED),
+    "held_out_generated": Role("", "coding-agent", Options(sessions=200, seed=77, tool_time=0.5)),
     "mooncake_conversation": Role(
         "mooncake-fast25/conversation_trace.jsonl.zst",
         "chat",
@@ -66,12 +75,21 @@ def find(role: str, folder: Path | None, scale: Scale) -> tuple[Trace, Origin]:
         trace, is_generated = read_trace(path), False
     else:
         trace, is_generated = generate(told.workload, _sized(told.options, scale)), True
+    if told.without and len(trace.sessions) > 2 * told.without:
+        trace = held_out(trace, told.without)
     return trace, Origin(
         role,
         len(trace.sessions),
         trace.request_count,
         is_generated,
     )
+
+
+def held_out(trace: Trace, fitted: int) -> Trace:
+    """The sessions that seed 0 does not draw."""
+    drawn = {part.source for part in cast(trace, Shape(sessions=Sample(fitted)))}
+    left = (one for number, one in enumerate(trace.sessions) if number not in drawn)
+    return msgspec.structs.replace(trace, sessions=tuple(left))
 
 
 def _sized(options: Options, scale: Scale) -> Options:
