@@ -165,7 +165,8 @@ class Node(NodeDriver):
         if isinstance(answer, Reject):
             self.counts[f"refused {answer.reason}"] += 1
             return answer.reason
-        if self._admission.arrived(answer.reservation, now_s) != Came(event.turn_id):
+        came = self._admission.arrived(answer.reservation, now_s)
+        if not isinstance(came, Came) or came.turn_id != event.turn_id:
             raise Violation(f"the place of {event.turn_id} is another's")
         self._let_in += 1
         self.jobs[event.turn_id] = job

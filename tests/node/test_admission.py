@@ -80,7 +80,7 @@ def test_a_refusal_says_why(
     assert admission.probe(wanted, levels, 0.0) == Reject(reason)
     answer = admission.reserve(TurnId("t"), wanted, levels=levels, now=0.0)
     assert answer == Reject(reason)
-    assert admission.refused[reason] == 2
+    assert admission.counts[reason] == 2
 
 
 def test_an_append_to_lost_state_is_a_seed(driver: NodeDriver, admission: Admission) -> None:
@@ -99,12 +99,12 @@ def test_a_reservation_is_a_place_until_its_turn_arrives(admission: Admission) -
     assert admission.commit(one.reservation, 6.0) == Committed(RESERVED_FOR_S - 1.0)
     assert admission.release(two.reservation) == Released()
     assert isinstance(reserve("c", 6.0), Reserved)
-    assert admission.arrived(one.reservation, 6.0) == Arrived(TurnId("a"))
+    assert admission.arrived(one.reservation, 6.0) == Arrived(TurnId("a"), tokens=B)
     gone = Reject(WorkerRefusal.UNKNOWN_RESERVATION)
     assert admission.arrived(one.reservation, 6.0) == gone, "a place is used once"
     assert admission.arrived(two.reservation, 6.0) == gone
     assert admission.held(6.0) == 1
-    assert admission.refused[WorkerRefusal.UNKNOWN_RESERVATION] == 2
+    assert admission.counts[WorkerRefusal.UNKNOWN_RESERVATION] == 2
 
 
 def test_a_place_that_nobody_takes_is_free_again(admission: Admission) -> None:

@@ -95,6 +95,10 @@ class HeteroCache:
         points = restorable.points(node, cap, names=self._point_names, block_tokens=self._block)
         return Match(depth * self._block, points)
 
+    def obtainable_blocks(self) -> int:
+        """Range blocks that are free, and those that can be evicted."""
+        return self.rooms.obtainable_blocks()
+
     # -- opening a turn ------------------------------------------------------------------------
 
     def begin(self, turn: Turn, now: float, *, resume: Resume | None = None) -> Begun | Refused:

@@ -209,7 +209,9 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
     if flags["rpc_port"] is not None:
         from ownerserve.node.rpc.server import RpcServer
 
-        rpc = RpcServer(worker.engine.call, port=int(str(flags["rpc_port"])))
+        rpc = RpcServer(
+            worker.engine.call, port=int(str(flags["rpc_port"])), step_s=worker.engine.step_s
+        )
 
     def on_ready() -> None:
         if rpc is not None:

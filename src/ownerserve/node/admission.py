@@ -1,15 +1,24 @@
-"""Worker admission: the worker's word on whether a turn may come. Pure.
+"""Worker admission: the worker's word on whether a turn may come, and its keeping. Pure.
 
     probe ── Admit | Reject            nothing is held: a quote
-    reserve ── Reserved | Reject       a place in the queue, until its deadline
+    reserve ── Reserved | Reject       a place in the queue and its room, until its deadline
     commit ── Committed | Reject       the turn is on its way; the place waits for it
     release ── Released | Reject       the place, or a session, is given up
 
-    reservation   OPEN ── commit ──> COMMITTED ── the turn arrives ──> gone
-                   `── deadline, release ──> gone <── deadline ──'
+    reservation   OPEN ── commit ──> COMMITTED ── the turn arrives ──> ARRIVED ── it begins ──> gone
+                   `── deadline, release, revoked ──> gone <── deadline ──'   `── it fails ──> gone
 
-`append` asks for the session's state at `version`, as the last turn's end told it; `seed` brings
-the whole prompt. A refusal has a reason; there is no optimistic yes that ends in a timeout.
+What is promised can be kept: whoever is here counts with all the tokens it may ever need.
+
+    capacity  =  in use, locked | growth of running turns | turns that wait | places | room
+                                  `── to the length that they were let in for ──┘
+
+A place of an append locks what is resident of its session until the turn has begun, so nobody takes
+that room for free. A place has an order among arrivals: the turn that comes for it stands where the
+place was asked for, so younger turns give way to it and older ones were counted. Only when nothing
+else is left to take is a place revoked, the youngest first.
+
+There is no optimistic yes that ends in a timeout: a refusal has a reason.
 """
 
 from __future__ import annotations
@@ -37,37 +46,104 @@ RESERVED_FOR_S = 10.0
 
 
 class Levels(msgspec.Struct, frozen=True):
-    """The worker's load now. `room_tokens` are free or evictable; queue places are requests."""
+    """The worker's load now; queue places are requests.
+
+    `room_tokens` are free or evictable, less what running turns may still grow by and what those
+    that wait (`queued_tokens` in all) will take. `block_tokens`: room is given in such pieces.
+    """
 
     waiting: int
     max_waiting: int
     pending_prefill_tokens: int
     room_tokens: int
     sequence_tokens: int
+    queued_tokens: int = 0
+    capacity_tokens: int = 0
+    block_tokens: int = 1
     is_draining: bool = False
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """The turn that the place was held for."""
+    """The turn that the place was held for: its `order` among arrivals, and the `tokens` that it
+    was promised room for."""
 
     turn_id: TurnId
+    order: int = 0
+    tokens: int = 0
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """Levels with the open places: what a new seed is judged by. A dated copy; any thread's."""
+
+    levels: Levels
+    places: int = 0
+    promised_tokens: int = 0
+
+    @property
+    def spare_tokens(self) -> int:
+        """Room that is promised to nobody."""
+        return self.levels.room_tokens - self.promised_tokens
+
+    def judge(self, tokens: int, resident: int) -> WorkerRefusal | None:
+        """Why a turn of `tokens` tokens, so many of them resident, may not come."""
+        levels, block = self.levels, self.levels.block_tokens
+        if levels.is_draining:
+            return WorkerRefusal.DRAINING
+        if tokens > levels.sequence_tokens:
+            return WorkerRefusal.TOO_LONG
+        if levels.waiting + self.places >= levels.max_waiting:
+            return WorkerRefusal.QUEUE_FULL
+        if -(-tokens // block) * block - resident > self.spare_tokens:
+            return WorkerRefusal.NO_ROOM
+        return None
+
+    def judge_append(self, tokens: int) -> WorkerRefusal | None:
+        """Why an append that is here unasked may not stay.
+
+        It may wait for turns that run, since its state is here, but not behind so many others that
+        they and it would not fit an empty device.
+        """
+        ahead = self.levels.queued_tokens + self.promised_tokens
+        if (ahead and ahead + tokens > self.levels.capacity_tokens) or self.levels.is_draining:
+            return WorkerRefusal.DRAINING if self.levels.is_draining else WorkerRefusal.NO_ROOM
+        return None
+
+
+def probe_seed(wanted: Seed, standing: Standing) -> Admit | Reject:
+    """Would it be let in, by a dated copy? Touches nothing, so any thread may ask."""
+    refusal = standing.judge(wanted.tokens + wanted.output_tokens, 0)
+    if refusal is not None:
+        return Reject(refusal)
+    return Admit(0, standing.levels.pending_prefill_tokens)
 
 
 class _Place(msgspec.Struct):
     turn_id: TurnId
+    order: int
     tokens: int
+    resident: int
+    hold: int | None
     until_s: float
     is_committed: bool = False
 
+    def missing(self, block_tokens: int) -> int:
+        """Room that it still needs beyond what it has locked, in whole blocks."""
+        return -(-self.tokens // block_tokens) * block_tokens - self.resident
+
 
 class Admission:
-    """Open reservations of one worker. Owns nothing of the cache; asks the session table."""
+    """Open reservations of one worker. Owns its places; the session table owns their locks."""
 
     def __init__(self, sessions: Sessions) -> None:
-        self.refused: Counter[WorkerRefusal] = Counter()
+        self.counts: Counter[str] = Counter()
+        """`reserved`, `revoked`, `expired`, and refusals by reason."""
         self._sessions = sessions
         self._places: dict[int, _Place] = {}
+        self._arrived: dict[int, _Place] = {}
+        """Of turns that are here and have not begun; only those with a lock."""
         self._numbers = 0
+
+    # ---- asked by others
 
     def probe(self, wanted: Wanted, levels: Levels, now: float) -> Admit | Reject:
         """Would it be let in now?"""
@@ -77,16 +153,21 @@ class Admission:
         return Admit(answer, levels.pending_prefill_tokens)
 
     def reserve(
-        self, turn_id: TurnId, wanted: Wanted, *, levels: Levels, now: float
+        self, turn_id: TurnId, wanted: Wanted, *, levels: Levels, now: float, order: int = 0
     ) -> Reserved | Reject:
-        """Hold a place for it."""
-        answer = self._judge(wanted, levels, now)
-        if isinstance(answer, WorkerRefusal):
-            return self._refuse(answer)
+        """Hold a place and its room. `order`: where it stands among arrivals."""
+        resident = self._judge(wanted, levels, now)
+        if isinstance(resident, WorkerRefusal):
+            return self._refuse(resident)
         self._numbers += 1
-        tokens = self._tokens(wanted) - answer
-        self._places[self._numbers] = _Place(turn_id, tokens, now + RESERVED_FOR_S)
-        return Reserved(self._numbers, RESERVED_FOR_S, answer)
+        hold = None
+        if isinstance(wanted, Append):
+            hold = self._sessions.hold(wanted.session_id, resident)
+        self._places[self._numbers] = _Place(
+            turn_id, order, self._tokens(wanted), resident, hold, now + RESERVED_FOR_S
+        )
+        self.counts["reserved"] += 1
+        return Reserved(self._numbers, RESERVED_FOR_S, resident)
 
     def commit(self, reservation: int, now: float) -> Committed | Reject:
         """The turn will come. Saying so twice is harmless."""
@@ -100,8 +181,10 @@ class Admission:
 
     def release(self, reservation: int) -> Released | Reject:
         """The turn won't come."""
-        if self._places.pop(reservation, None) is None:
+        place = self._places.pop(reservation, None)
+        if place is None:
             return self._refuse(WorkerRefusal.UNKNOWN_RESERVATION)
+        self._let_go(place)
         return Released()
 
     def release_session(self, session_id: SessionId) -> Released | Reject:
@@ -114,22 +197,62 @@ class Admission:
         self._sessions.release(session_id)
         return Released()
 
+    # ---- told by the engine
+
     def arrived(self, reservation: int, now: float) -> Arrived | Reject:
-        """The turn of this reservation is here, committed or not: its place is used up."""
+        """The turn of this reservation is here, committed or not: its place is used up, its lock
+        stays until `begun`."""
         self._expire(now)
         place = self._places.pop(reservation, None)
         if place is None:
             return self._refuse(WorkerRefusal.UNKNOWN_RESERVATION)
-        return Arrived(place.turn_id)
+        if place.hold is not None:
+            self._arrived[reservation] = place
+        return Arrived(place.turn_id, place.order, place.tokens)
+
+    def begun(self, reservation: int) -> None:
+        """The turn of a place that was used up has locked its own path, or has ended."""
+        place = self._arrived.pop(reservation, None)
+        if place is not None:
+            self._let_go(place)
+
+    def standing(self, levels: Levels, now: float) -> Standing:
+        """What a seed is judged by now. A turn that waits is in `levels` with all its tokens: what
+        its place has locked is not wanted twice."""
+        self._expire(now)
+        promised = sum(place.missing(levels.block_tokens) for place in self._places.values())
+        promised -= sum(place.resident for place in self._arrived.values())
+        return Standing(levels, len(self._places), promised)
+
+    def withheld_tokens(self, order: int, block_tokens: int) -> int:
+        """Room that open places which stand before `order` still need."""
+        if not self._places:
+            return 0
+        before = (place for place in self._places.values() if place.order < order)
+        return sum(place.missing(block_tokens) for place in before)
+
+    def revoke(self) -> bool:
+        """Nothing else is left to take: give up the youngest place; False: there is none."""
+        if not self._places:
+            return False
+        youngest = max(self._places, key=lambda number: self._places[number].order)
+        self._let_go(self._places.pop(youngest))
+        self.counts["revoked"] += 1
+        return True
 
     def held(self, now: float) -> int:
         """Places that are held now."""
         self._expire(now)
         return len(self._places)
 
+    def next_expiry_s(self) -> float | None:
+        """When the next place ends by itself."""
+        return min((place.until_s for place in self._places.values()), default=None)
+
+    # ---- parts
+
     def _judge(self, wanted: Wanted, levels: Levels, now: float) -> int | WorkerRefusal:
         """Tokens of it that are resident, or why it may not come."""
-        self._expire(now)
         resident = 0
         if isinstance(wanted, Append):
             status = self._sessions.status(wanted.session_id)
@@ -142,29 +265,31 @@ class Admission:
             if not status.restorable_tokens:
                 return WorkerRefusal.STATE_GONE
             resident = status.restorable_tokens
-        if levels.is_draining:
-            return WorkerRefusal.DRAINING
-        if self._tokens(wanted) > levels.sequence_tokens:
-            return WorkerRefusal.TOO_LONG
-        if levels.waiting + len(self._places) >= levels.max_waiting:
-            return WorkerRefusal.QUEUE_FULL
-        held = sum(place.tokens for place in self._places.values())
-        if self._tokens(wanted) - resident + held > levels.room_tokens:
-            return WorkerRefusal.NO_ROOM
-        return resident
+        # What of it is evictable stands in the room, and leaves it when it is locked.
+        locked = 0
+        if isinstance(wanted, Append):
+            locked = min(resident, self._sessions.locked_tokens(wanted.session_id))
+        refusal = self.standing(levels, now).judge(self._tokens(wanted), locked)
+        return resident if refusal is None else refusal
 
     def _tokens(self, wanted: Wanted) -> int:
         match wanted:
-            case Append(session_id, _, new_tokens):
+            case Append(session_id, _, new_tokens, output_tokens):
                 session = self._sessions.get(session_id)
-                return new_tokens + (session.tokens if session is not None else 0)
+                known = session.tokens if session is not None else 0
+                return known + new_tokens + output_tokens
             case Seed(tokens):
-                return tokens
+                return tokens + wanted.output_tokens
 
     def _expire(self, now: float) -> None:
         for number in [n for n, place in self._places.items() if place.until_s <= now]:
-            del self._places[number]
+            self._let_go(self._places.pop(number))
+            self.counts["expired"] += 1
+
+    def _let_go(self, place: _Place) -> None:
+        if place.hold is not None:
+            self._sessions.let_go(place.hold)
 
     def _refuse(self, reason: WorkerRefusal) -> Reject:
-        self.refused[reason] += 1
+        self.counts[reason.value] += 1
         return Reject(reason)

@@ -257,9 +257,9 @@ def test_load_counts_what_is_queued_and_not_yet_computed() -> None:
     bench = Bench()
     bench.arrive("a", [1] * 20)
     bench.arrive("b", [2] * 5)
-    assert bench.scheduler.load() == Load(2, 0, 25)
+    assert bench.scheduler.load() == Load(2, 0, 25, queued_blocks=8)
     bench.step()
-    assert bench.scheduler.load() == Load(1, 1, 17)
+    assert bench.scheduler.load() == Load(1, 1, 17, growth_blocks=4, queued_blocks=2)
 
 
 def test_a_fresh_sequence_starts_from_an_empty_state() -> None:

@@ -32,6 +32,7 @@ STATUS_OF_REASON = {
     WorkerRefusal.CONTEXT_LENGTH: 400,
     WorkerRefusal.QUEUE_FULL: 429,
     WorkerRefusal.NO_ROOM: 503,
+    WorkerRefusal.DRAINING: 503,
     WorkerRefusal.ENGINE_DEAD: 503,
     WorkerRefusal.UNKNOWN_RESERVATION: 409,
 }

@@ -1,49 +1,82 @@
-"""The engine's desk: answers the node's RPC requests on the thread that owns the cache.
+"""The engine's desk: who is let in, and what the worker says of itself, on the cache's own thread.
 
-Translates the scheduler's and the cache's state into what admission asks; decides nothing.
+Translates the scheduler's and the cache's state into what admission asks; decides nothing. Owns the
+order of arrivals, and which request came for which place.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from itertools import count
+
+import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
+from ownerserve.engines.hf.requests import Request
 from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.status import Identity, worker_load
+from ownerserve.engines.hf.step import Rejected
+from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Answer,
     Commit,
     Probe,
+    Reject,
     Release,
     ReleaseSession,
-    Request,
     Reserve,
     Status,
     StatusIs,
 )
+from ownerserve.kv.wire.rpc import Request as Asked
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.node.admission import Admission, Levels
+from ownerserve.node.admission import Admission, Levels, Standing
+
+
+class LetIn(msgspec.Struct, frozen=True):
+    """A request may enter the queue, at this place among arrivals."""
+
+    order: int
+    is_promised: bool
 
 
 class Desk:
-    """See the module."""
+    """See the module. Keeps promised room from turns that stand behind it (step.Promises)."""
 
-    def __init__(self, cache: HeteroCache, scheduler: Scheduler, identity: Identity) -> None:
+    def __init__(
+        self,
+        cache: HeteroCache,
+        scheduler: Scheduler,
+        identity: Identity,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.admission = Admission(cache.sessions)
         self._cache = cache
         self._scheduler = scheduler
         self._identity = identity
+        self._now = now
+        self._block = cache.layout.block_tokens
+        self._orders = count(1)
+        self._came_for: dict[str, int] = {}
+        scheduler.promises = self
 
-    def answer(self, request: Request) -> Answer:
+    # ---- asked over RPC
+
+    def answer(self, request: Asked) -> Answer:
         """What the worker says to `request`."""
-        now, admission = time.monotonic(), self.admission
+        now, admission = self._now(), self.admission
         match request:
             case Status():
                 return StatusIs(self._load())
             case Probe(wanted):
                 return admission.probe(wanted, self._levels(), now)
             case Reserve(turn_id, wanted):
-                return admission.reserve(turn_id, wanted, levels=self._levels(), now=now)
+                order = next(self._orders)
+                return admission.reserve(
+                    turn_id, wanted, levels=self._levels(), now=now, order=order
+                )
             case Commit(reservation):
                 return admission.commit(reservation, now)
             case Release(reservation):
@@ -51,16 +84,70 @@ class Desk:
             case ReleaseSession(session_id):
                 return admission.release_session(session_id)
 
+    def standing(self) -> Standing:
+        """What seeds are judged by: a copy that any thread may read."""
+        return self.admission.standing(self._levels(), self._now())
+
+    def wait_s(self) -> float | None:
+        """How long until a place ends by itself, whose room others may wait for."""
+        at_s = self.admission.next_expiry_s()
+        return None if at_s is None else max(0.0, at_s - self._now())
+
+    # ---- turns that are here
+
+    def let_in(self, request: Request) -> LetIn | Rejected:
+        """Judge a request before any work is done for it, and use up its place.
+
+        One that names no open place is refused: whoever reserved it has been told that it is gone,
+        and may have gone elsewhere. So is one that is longer than its place and than what is left.
+        """
+        tokens = len(request.prompt) + request.stopping.max_tokens - 1
+        if request.reservation is None:
+            refusal = self.standing().judge_append(tokens) if request.is_judged else None
+            if refusal is not None:
+                return Rejected(refusal, f"{tokens} tokens do not fit beside those that wait")
+            return LetIn(next(self._orders), is_promised=False)
+        place = self.admission.arrived(request.reservation, self._now())
+        if isinstance(place, Reject):
+            number = request.reservation
+            message = f"reservation {number} is not open here: it was used, released or has expired"
+            return Rejected(place.reason, message)
+        self._came_for[request.request_id] = request.reservation
+        whole = -(-tokens // self._block) * self._block
+        if tokens > place.tokens and whole > self.standing().spare_tokens:
+            self.begun(request.request_id)
+            message = f"{tokens} tokens are more than the {place.tokens} that were promised room"
+            return Rejected(WorkerRefusal.NO_ROOM, message)
+        return LetIn(place.order, is_promised=True)
+
+    def begun(self, request_id: str) -> None:
+        """The request has locked its own path, or is over. One without a place is no error."""
+        reservation = self._came_for.pop(request_id, None)
+        if reservation is not None:
+            self.admission.begun(reservation)
+
+    # ---- step.Promises
+
+    def withheld_blocks(self, order: int) -> int:
+        return self.admission.withheld_tokens(order, self._block) // self._block
+
+    def revoke(self) -> bool:
+        return self.admission.revoke()
+
+    # ---- parts
+
     def _levels(self) -> Levels:
         load, limits = self._scheduler.load(), self._scheduler.limits
-        rooms = self._cache.rooms
-        blocks = rooms.blocks.free + rooms.evictable_blocks()
+        blocks = self._cache.obtainable_blocks() - load.growth_blocks - load.queued_blocks
         return Levels(
             waiting=load.waiting,
             max_waiting=limits.max_waiting,
             pending_prefill_tokens=load.pending_prefill_tokens,
-            room_tokens=blocks * self._cache.layout.block_tokens,
+            room_tokens=blocks * self._block,
             sequence_tokens=limits.sequence_tokens,
+            queued_tokens=load.queued_blocks * self._block,
+            capacity_tokens=self._cache.rooms.blocks.capacity * self._block,
+            block_tokens=self._block,
         )
 
     def _load(self) -> WorkerLoad:

@@ -20,8 +20,10 @@ from ownerserve.engines.hf.loop import StepLoop
 from ownerserve.engines.hf.requests import Failed, Finished, Request, StreamEvent
 from ownerserve.engines.hf.status import HfStatus
 from ownerserve.kv.wire.rpc import Answer as RpcAnswer
+from ownerserve.kv.wire.rpc import Probe, Seed
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.node.admission import probe_seed
 
 logger = logging.getLogger(__name__)
 
@@ -116,9 +118,19 @@ class Engine:
         self._steps.inbox.put(AskCache(answer))
         return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
 
+    def step_s(self) -> float:
+        """What the last step took."""
+        return self._steps.step_s
+
     def call(self, request: RpcRequest) -> Future[RpcAnswer]:
-        """A request of the node's RPC port; from any thread. Raises EngineDead."""
+        """A request of the node's RPC port; from any thread. Raises EngineDead.
+
+        A seed's probe is answered at once, by what the last step left.
+        """
         answer: Future[RpcAnswer] = Future()
+        if isinstance(request, Probe) and isinstance(request.wanted, Seed):
+            answer.set_result(probe_seed(request.wanted, self._steps.standing))
+            return answer
         self._steps.inbox.put(Call(request, answer))
         return answer
 

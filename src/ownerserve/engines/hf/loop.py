@@ -20,7 +20,7 @@ from ownerserve.cache.effects import Effect
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.table import Table
-from ownerserve.engines.hf.desk import Desk
+from ownerserve.engines.hf.desk import Desk, LetIn
 from ownerserve.engines.hf.inbox import Abort, Ask, AskCache, Call, EngineDead, Inbox, Stop, Submit
 from ownerserve.engines.hf.measuring import Measuring
 from ownerserve.engines.hf.metrics import WorkerMetrics
@@ -44,13 +44,15 @@ from ownerserve.engines.hf.status import (
     worker_profile,
     worker_status,
 )
-from ownerserve.engines.hf.step import Admission, Arrival, Rejected, StepPlan
+from ownerserve.engines.hf.step import Admission, Arrival, Queued, Rejected, StepPlan
 from ownerserve.engines.hf.text import Choice, Decoder
 from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Packed, pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.kv.wire.rpc import Reject
+from ownerserve.kv.wire.rpc import Answer as RpcAnswer
+from ownerserve.kv.wire.rpc import ReleaseSession, Reserve
+from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.known import KnownSessions
 
@@ -127,6 +129,10 @@ class StepLoop:
         """Sessions whose last turn ends with the present step."""
         self._steps = 0
         self.latest = self._load()
+        self.step_s = 0.0
+        """What the last step took."""
+        self.standing = self._desk.standing()
+        """What seeds are judged by, as of the last step; replaced whole, as `latest`."""
 
     def attach(self, restoring: Restoring) -> None:
         """Serve with a node beside the engine; before `run`."""
@@ -157,7 +163,8 @@ class StepLoop:
         if self._scheduler.has_work:
             command = self.inbox.take_ready()
         else:
-            command = self.inbox.take(self._restoring.wait_s())
+            waits = (self._restoring.wait_s(), self._desk.wait_s())
+            command = self.inbox.take(min((s for s in waits if s is not None), default=None))
         while command is not None:
             match command:
                 case Stop():
@@ -171,28 +178,40 @@ class StepLoop:
                         answer.set_result(self._status())
                 case Call(request, called):
                     if called.set_running_or_notify_cancel():
-                        called.set_result(self._desk.answer(request))
+                        called.set_result(self._answer(request))
                 case AskCache(asked):
                     if asked.set_running_or_notify_cancel():
                         asked.set_result(snapshot(self._cache, time.time()))
             command = self.inbox.take_ready()
+        self.standing = self._desk.standing()
         return True
+
+    def _answer(self, request: RpcRequest) -> RpcAnswer:
+        answer = self._desk.answer(request)
+        if isinstance(request, Reserve):
+            self._metrics.reserved(answer)
+        elif isinstance(request, ReleaseSession):
+            self._known.forget(request.session_id)
+        return answer
 
     def _submit(self, submit: Submit) -> None:
         request = submit.request
         turn_ids = _turn_ids(request)
-        if not self._is_expected(request):
-            return
-        answer = self._scheduler.arrive(
-            Arrival(
-                request_id=request.request_id,
-                turn_ids=turn_ids,
-                prompt=request.prompt,
-                max_new_tokens=request.stopping.max_tokens,
-                session_id=request.session_id,
+        answer: LetIn | Queued | Rejected = self._desk.let_in(request)
+        if isinstance(answer, LetIn):
+            answer = self._scheduler.arrive(
+                Arrival(
+                    request_id=request.request_id,
+                    turn_ids=turn_ids,
+                    prompt=request.prompt,
+                    max_new_tokens=request.stopping.max_tokens,
+                    session_id=request.session_id,
+                    order=answer.order,
+                    is_promised=answer.is_promised,
+                )
             )
-        )
         if isinstance(answer, Rejected):
+            self._desk.begun(request.request_id)
             self._emit(request.request_id, Failed(answer.reason, answer.message))
             self._metrics.refused(answer.reason)
             return
@@ -205,21 +224,6 @@ class StepLoop:
                 Choice(i, request.stopping, self._decoder),
                 Sampler(request, i, self._runner.device),
             )
-
-    def _is_expected(self, request: Request) -> bool:
-        """Use up the place that was held for a request; one that names no open place is refused:
-        whoever reserved it has been told that it is gone, and may have gone elsewhere."""
-        number = request.reservation
-        if number is None:
-            return True
-        answer = self._desk.admission.arrived(number, time.monotonic())
-        if not isinstance(answer, Reject):
-            return True
-        reason = WorkerRefusal.UNKNOWN_RESERVATION
-        message = f"reservation {number} is not open here: it was used, released or has expired"
-        self._emit(request.request_id, Failed(reason, message))
-        self._metrics.refused(reason)
-        return False
 
     def _abort(self, request_id: str) -> None:
         self._scheduler.abort(request_id, time.monotonic())
@@ -259,6 +263,7 @@ class StepLoop:
         self._end_sessions()
         self._restoring.ended(ended)
         self._steps += 1
+        self.step_s = time.monotonic() - started_s
         self.latest = self._load()
         took_s = time.monotonic() - started_s
         self._measuring.stepped(plan, took_s * 1e3)
@@ -286,6 +291,7 @@ class StepLoop:
 
     def _admitted(self, admission: Admission) -> None:
         live = self._live[admission.request_id]
+        self._desk.begun(admission.request_id)
         request, restored = live.request, admission.restored
         if admission.turn_id != _turn_ids(request)[0]:
             return  # another choice of the same prompt, which found no room to fork
@@ -389,6 +395,7 @@ class StepLoop:
         live = self._live.pop(request_id, None)
         if live is None:
             return False
+        self._desk.begun(request_id)
         turn_ids = _turn_ids(live.request)
         for turn_id in turn_ids:
             self._voices.pop(turn_id, None)

@@ -13,6 +13,8 @@ from ownerserve.engines.hf.status import pool_uses
 from ownerserve.engines.hf.step import Load
 from ownerserve.kv.messages import ExecutionMode
 from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import Answer as RpcAnswer
+from ownerserve.kv.wire.rpc import Reject
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536, 262144)
@@ -42,6 +44,11 @@ class WorkerMetrics:
         self._prompt_tokens.inc(prompt_tokens)
         for component, tokens in cached.items():
             self._cached_tokens.labels(component).inc(tokens)
+
+    def reserved(self, answer: RpcAnswer) -> None:
+        """What was said to somebody who asked for a place."""
+        outcome = answer.reason.value if isinstance(answer, Reject) else "reserved"
+        self._reservations.labels(outcome).inc()
 
     def refused(self, reason: WorkerRefusal) -> None:
         self._outcomes.labels(reason.value).inc()
@@ -101,6 +108,12 @@ class WorkerMetrics:
         self._lost_tokens = Counter(
             "ownerserve_lost_tokens",
             "Tokens that a session's last turn had left and that were not at hand for its next.",
+            registry=self.registry,
+        )
+        self._reservations = Counter(
+            "ownerserve_reservations",
+            "Answers to those who asked for a place: reserved, or the reason of a refusal.",
+            ["outcome"],
             registry=self.registry,
         )
         self._prompt_tokens = Counter(

@@ -23,7 +23,8 @@ MAX_LOGPROBS = 20
 MAX_SESSION_ID = 256
 SESSION_HEADER = "x-session-id"
 RESERVATION_HEADER = "x-ownerserve-reservation"
-"""The number of a `Reserved` answer of the node's RPC port: ties a request to its place."""
+"""The number of a `Reserved` answer of the node's RPC port: ties a request to its place. A gateway
+says it in its own line (kv.wire.turn_line)."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions."""
 DEFAULT_CHAT_TOKENS = 1024
@@ -100,11 +101,13 @@ B = TypeVar("B", bound=Body)
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What a turn's headers say beside its body. `is_final`: its session ends with it."""
+    """What a turn's headers say beside its body. `is_final`: its session ends with it; `is_judged`:
+    it is an append that nobody asked about."""
 
     session_id: str | None = None
     is_final: bool = False
     reservation: int | None = None
+    is_judged: bool = False
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -196,6 +199,7 @@ def make_request(
         session_id=turn.session_id,
         is_final=turn.is_final,
         reservation=turn.reservation,
+        is_judged=turn.is_judged,
     )
 
 
@@ -204,7 +208,8 @@ def told_of(headers: Mapping[str, str], body: Body, line: TurnLine | None) -> To
     client's own word for it names nothing; without one it is the client's."""
     reservation = _reservation(headers.get(RESERVATION_HEADER))
     if line is not None:
-        return Told(line.name, line.final, reservation)
+        place = reservation if line.reservation is None else line.reservation
+        return Told(line.name, line.final, place, line.judged)
     session_id = headers.get(SESSION_HEADER)
     if session_id and len(session_id) > MAX_SESSION_ID:
         raise InvalidInput(

@@ -54,8 +54,11 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and `choices` continuations of it. `reservation` is the place that admission
-    holds for it; None: it comes without one. `is_final`: its session ends with it."""
+    """One prompt and `choices` continuations of it. `is_final`: its session ends with it.
+
+    `reservation` is the place that admission holds for it; None: it comes without one. One that
+    `is_judged` is refused at its arrival when it would wait for long; others take their chance.
+    """
 
     request_id: str
     prompt: list[int]
@@ -65,6 +68,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None = None
     is_final: bool = False
     reservation: int | None = None
+    is_judged: bool = False
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

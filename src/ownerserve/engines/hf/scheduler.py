@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable, Mapping
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.outcomes import NoRoom, Refused, Turn
 from ownerserve.engines.hf.grid import chunk_end, resume_points
-from ownerserve.engines.hf.sequence import Phase, Sequence, age_of
+from ownerserve.engines.hf.sequence import Phase, Sequence, age_of, blocks_to_come
 from ownerserve.engines.hf.step import (
     Admission,
     Arrival,
@@ -36,6 +36,8 @@ from ownerserve.engines.hf.step import (
     Counts,
     Limits,
     Load,
+    NoPromises,
+    Promises,
     Queued,
     Rejected,
     ResumeOf,
@@ -65,6 +67,8 @@ class Scheduler:
                 "chunk", f"{limits.chunk_tokens} tokens", f"use a multiple of the block, {block}"
             )
         self.counts = Counts()
+        self.promises: Promises = NoPromises()
+        """Who keeps room for turns that are not here yet; set by who answers for it."""
         self._cache = cache
         self._limits = limits
         self._resume_of = resume_of or (lambda _: None)
@@ -81,7 +85,10 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something; else only an event can bring work."""
-        return bool(self._running) or (not self._starved and self._next_in_line() is not None)
+        if self._running:
+            return True
+        head = self._next_in_line()
+        return head is not None and not self._starved and not self._is_withheld(head)
 
     @property
     def limits(self) -> Limits:
@@ -93,7 +100,9 @@ class Scheduler:
         pending += sum(
             len(s.tokens) - s.computed for s in self._running if s.phase is Phase.PREFILL
         )
-        return Load(len(self._waiting), len(self._running), pending)
+        growth = sum(blocks_to_come(s, self._block) for s in self._running)
+        queued = sum(blocks_to_come(s, self._block) for s in self._waiting)
+        return Load(len(self._waiting), len(self._running), pending, growth, queued)
 
     # ---- events
 
@@ -108,7 +117,8 @@ class Scheduler:
                 f"{len(arrival.prompt)} prompt tokens and {arrival.max_new_tokens} new ones "
                 f"need {longest} places; a sequence here has {self._limits.sequence_tokens}",
             )
-        if len(self._waiting) >= self._limits.max_waiting:
+        is_full = len(self._waiting) >= self._limits.max_waiting
+        if is_full and not arrival.is_promised:
             return self._reject(
                 WorkerRefusal.QUEUE_FULL, f"{len(self._waiting)} requests wait already"
             )
@@ -117,10 +127,12 @@ class Scheduler:
             Sequence(
                 turn_id=first,
                 request_id=arrival.request_id,
-                age=(self.counts.arrived, 0),
+                age=(self.counts.arrived if arrival.order is None else arrival.order, 0),
                 tokens=list(arrival.prompt),
                 session_id=None if arrival.session_id is None else SessionId(arrival.session_id),
                 siblings=tuple(siblings),
+                most_tokens=longest,
+                is_promised=arrival.is_promised,
             )
         )
         return Queued()
@@ -155,6 +167,7 @@ class Scheduler:
         """Decide the next step."""
         self._between_steps()
         plan = StepPlan()
+        self._give_way(plan, now)
         for sequence in tuple(self._running):
             if sequence.phase is Phase.DECODE:
                 self._plan_row(sequence, plan, now)
@@ -204,6 +217,22 @@ class Scheduler:
         return at in wanted or at in sequence.checkpoints or sequence.is_at_risk
 
     # ---- planning one sequence
+
+    def _give_way(self, plan: StepPlan, now: float) -> None:
+        """A promised one waits for room: the youngest of those behind it goes, one a step."""
+        if not self._starved or not self._running:
+            return
+        victim = self._running[-1]
+        waiting = (s for s in self._waiting if s.is_promised and not s.is_held)
+        if any(promised.age < victim.age for promised in waiting):
+            self._preempt(victim, plan, now)
+
+    def _is_withheld(self, sequence: Sequence) -> bool:
+        """Whether its prompt would take room that is kept for others which stand before it."""
+        kept = 0 if sequence.is_promised else self.promises.withheld_blocks(sequence.age[0])
+        if not kept:
+            return False
+        return self._cache.obtainable_blocks() - kept < -(-len(sequence.tokens) // self._block)
 
     def _plan_row(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
         if self._make_room(sequence, sequence.computed + 1, plan=plan, now=now):
@@ -261,7 +290,7 @@ class Scheduler:
                 self._preempt(sequence, plan, now)
                 self._starved = len(self._running) == 0
                 return False
-            else:
+            elif not self.promises.revoke():
                 self._fail(sequence, plan, now)
                 return False
         return True
@@ -277,12 +306,13 @@ class Scheduler:
             and not self._starved
             and len(self._running) < self._limits.max_running
             and plan.prefill_tokens < budget
+            and not self._is_withheld(sequence)
         ):
             begun = self._begin(sequence, now)
             if begun is None:
                 if self._running or self._reserves_elsewhere:
                     self._starved = True
-                else:
+                elif not self.promises.revoke():
                     self._fail(sequence, plan, now)
                 continue
             restored, effects = begun
@@ -379,6 +409,8 @@ class Scheduler:
                 request_id=parent.request_id,
                 age=(parent.age[0], choice),
                 tokens=[*parent.tokens, tokens[turn_id]],
+                most_tokens=parent.most_tokens,
+                is_promised=parent.is_promised,
             )
             self._enqueue(child)
             if len(self._running) >= self._limits.max_running:

@@ -25,6 +25,7 @@ class CachePort(Protocol):
 
     @property
     def layout(self) -> Layout: ...
+    def obtainable_blocks(self) -> int: ...
     def begin(self, turn: Turn, now: float, *, resume: Resume | None = None) -> Begun | Refused: ...
     def reserve(self, turn_id: TurnId, upto: int, now: float) -> tuple[Effect, ...] | NoRoom: ...
     def advance(self, turn_id: TurnId, tokens: Packed, now: float) -> None: ...
@@ -63,13 +64,19 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
-    """A request enters. `turn_ids` has one id for each choice; the first one runs the prompt."""
+    """A request enters. `turn_ids` has one id for each choice; the first one runs the prompt.
+
+    `order`: where it stands among arrivals; None: behind all that came before. A place and its room
+    were promised to one that `is_promised`.
+    """
 
     request_id: str
     turn_ids: tuple[TurnId, ...]
     prompt: list[int]
     max_new_tokens: int
     session_id: str | None = None
+    order: int | None = None
+    is_promised: bool = False
 
 
 class Queued(msgspec.Struct, frozen=True):
@@ -143,6 +150,30 @@ class Load(msgspec.Struct, frozen=True):
     waiting: int
     running: int
     pending_prefill_tokens: int
+    growth_blocks: int = 0
+    """What running sequences may still take, to the length that they were let in for."""
+    queued_blocks: int = 0
+    """What those that wait will take, resident or not."""
+
+
+class Promises(Protocol):
+    """Room that is promised to turns that are not here yet."""
+
+    def withheld_blocks(self, order: int) -> int:
+        """So much is kept from turns that stand at `order` or behind."""
+
+    def revoke(self) -> bool:
+        """Nothing else is left to take: give one up; False: there is none."""
+
+
+class NoPromises:
+    """Nobody reserves."""
+
+    def withheld_blocks(self, order: int) -> int:
+        return 0
+
+    def revoke(self) -> bool:
+        return False
 
 
 class Counts(msgspec.Struct):

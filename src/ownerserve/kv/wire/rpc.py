@@ -24,18 +24,21 @@ OLDEST = 1
 
 
 class Append(msgspec.Struct, frozen=True, tag="append"):
-    """`new_tokens` more for a session whose state is here at `version`."""
+    """`new_tokens` more for a session whose state is here at `version`, and then an answer of
+    `output_tokens`."""
 
     session_id: SessionId
     version: int
     new_tokens: int
+    output_tokens: int = 0
 
 
 class Seed(msgspec.Struct, frozen=True, tag="seed"):
-    """A prompt of `tokens` tokens from its beginning."""
+    """A prompt of `tokens` tokens from its beginning, and then an answer of `output_tokens`."""
 
     tokens: int
     session_id: SessionId | None = None
+    output_tokens: int = 0
 
 
 Wanted = Append | Seed

@@ -9,6 +9,8 @@
 | group | sessions that share a head; read, and not sent yet |
 | final | true: the session ends with this turn |
 | target | [worker, rank, incarnation]: whom the turn was sent to; another life refuses it |
+| reservation | the place that the worker's admission holds for the turn |
+| judged | true: an append that was sent unasked; the worker refuses it before any work |
 
 vLLM hands its scheduler one free text of a request, x-session-id: `session_id_of` puts the name
 there, with `;final` behind it on the last turn, and `read_session_id` takes it apart again.
@@ -48,6 +50,8 @@ class TurnLine(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, kw_onl
     group: str | None = None
     final: bool = False
     target: RoutingUnit | None = None
+    reservation: int | None = None
+    judged: bool = False
 
 
 class _Checked(msgspec.Struct, frozen=True, gc=False):
@@ -58,6 +62,8 @@ class _Checked(msgspec.Struct, frozen=True, gc=False):
     group: _Name | None = None
     final: bool = False
     target: RoutingUnit | None = None
+    reservation: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    judged: bool = False
 
 
 NOTHING = TurnLine()
@@ -89,6 +95,8 @@ def decode(value: str) -> TurnLine:
         group=found.group,
         final=found.final,
         target=found.target,
+        reservation=found.reservation,
+        judged=found.judged,
     )
 
 

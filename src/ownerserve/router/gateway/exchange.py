@@ -16,13 +16,18 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import Reject
 from ownerserve.kv.wire.turn_line import session_id_of
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.gateway.asking import Asked
 from ownerserve.router.gateway.came import what_came
 from ownerserve.router.gateway.heads import ResponseHead
+from ownerserve.router.gateway.manner import Manner, is_direct_append, is_turn, seed_of
+from ownerserve.router.gateway.places import Place
 from ownerserve.router.gateway.receipts import order_lines, receipt_lines, turn_line_of
 from ownerserve.router.gateway.replies import Rejected, pressed, refused
 from ownerserve.router.gateway.requests import Request
@@ -75,6 +80,8 @@ class Exchange:
         "_gateway",
         "_head",
         "_is_inside",
+        "_manner",
+        "_place",
         "_receipt",
         "_refusal",
         "_started_s",
@@ -99,6 +106,8 @@ class Exchange:
         self._upstream: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._started_s = gateway.now()
+        self._manner = Manner.ASKING
+        self._place: Place | None = None
         self._ticket: Ticket | None = None
         self._is_inside = False
         self._tokens = 0
@@ -127,6 +136,7 @@ class Exchange:
             self._gateway.lobby.leave(self._ticket)
         if self._upstream is not None:
             self._upstream.abort()
+        self._leave_place()
         if self._receipt is not None:
             self._gateway.state.handle(Aborted(self._take_receipt()), self._gateway.now())
         self._over()
@@ -157,6 +167,12 @@ class Exchange:
         gateway, asked = self._gateway, self._asked
         assert asked is not None
         gateway.observer.decided(self.request_id, asked.identity, outcome)
+        if isinstance(outcome, Refuse) and self._can_wait():
+            # All said that they have no room now: the best one's queue is what is left.
+            self._manner = Manner.UNASKED
+            gateway.observer.pressed("unasked", "all_refused")
+            outcome = gateway.state.handle(asked.arrive, gateway.now())
+            gateway.observer.decided(self.request_id, asked.identity, outcome)
         if isinstance(outcome, Refuse):
             self._over()
             told = (
@@ -166,12 +182,46 @@ class Exchange:
             return
         self._dispatch, self._receipt = outcome, outcome.receipt
         self._refusal = None
+        if self._manner is Manner.ASKING and gateway.places.can_ask(outcome.worker):
+            if is_turn(self.request.head) and not is_direct_append(outcome):
+                self._connecting = asyncio.get_running_loop().create_task(self._ask())
+                return
+        self._go()
+
+    async def _ask(self) -> None:
+        """The worker's word before the turn is sent: nothing is promised without room."""
+        gateway, dispatch = self._gateway, self._dispatch
+        assert dispatch is not None
+        seed = seed_of(dispatch, gateway.state.sessions)
+        came = await gateway.places.reserve(dispatch.worker, self.request_id.decode(), seed)
+        self._connecting = None
+        if isinstance(came, Reject):
+            self._refusal = came.reason
+            self._refused_by_worker()
+            return
+        if came is None:
+            gateway.observer.pressed("unasked", "no_word")
+        self._place = came
+        self._go()
+
+    def _go(self) -> None:
+        gateway, outcome = self._gateway, self._dispatch
+        assert outcome is not None
         pool = gateway.pools[outcome.worker]
         kept = None if outcome.reason is Reason.RETRY_NEW_CONNECTION else pool.take()
         if kept is not None:
             self._send(kept)
         else:
             self._connecting = asyncio.get_running_loop().create_task(self._connect())
+
+    def _can_wait(self) -> bool:
+        """Whether workers that we asked, or that judged the turn, refused it for its room alone."""
+        return self._manner is Manner.ASKING and self._refusal is WorkerRefusal.NO_ROOM
+
+    def _leave_place(self) -> None:
+        if self._place is not None:
+            self._place.give_back()
+            self._place = None
 
     async def _look_up(self, session: SessionId) -> None:
         """A session that is new here: another gateway may know its owner."""
@@ -200,12 +250,19 @@ class Exchange:
         head, body = self.request.head, self.request.body
         self._upstream = upstream
         line = turn_line_of(dispatch, asked)
+        if self._place is not None:
+            line = structs.replace(line, reservation=self._place.number)
+        elif self._manner is Manner.ASKING and is_direct_append(dispatch):
+            line = structs.replace(line, judged=True)
         if asked.said is not None and line.name is not None:
             body = with_text(body, asked.said, session_id_of(line))
         sent = head.to_worker(
             self.request_id, len(body), orders=self._gateway.access.line + order_lines(line)
         )
         upstream.send(sent, body, method=head.method, sink=self)
+        if self._place is not None:
+            self._place.use()
+            self._place = None
 
     # The answer (upstream.Sink)
 
@@ -280,6 +337,7 @@ class Exchange:
 
     def answer_failed(self, failure: Failure) -> None:
         self._upstream = None
+        self._leave_place()
         gateway = self._gateway
         gateway.observer.pressed("failed", failure.value)
         event = Failed(self._take_receipt(), failure)

@@ -134,6 +134,14 @@ class GatewayCollector(Collector):
             "Tokens that sessions' last turns had left and that were not at hand for their next.",
             value=observer.lost_tokens,
         )
+        places = CounterMetricFamily(
+            "ownerserve_places",
+            "What workers said when asked for a place before a turn was sent.",
+            labels=["outcome"],
+        )
+        for outcome, value in self._gateway.places.counts.items():
+            places.add_metric([outcome], value)
+        yield places
         answers = CounterMetricFamily(
             "ownerserve_directory_answers", "The directory's answers.", labels=["answer"]
         )

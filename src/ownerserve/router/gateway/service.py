@@ -25,6 +25,7 @@ from ownerserve.router.gateway.health import HealthMonitor, News
 from ownerserve.router.gateway.lobby import Lobby
 from ownerserve.router.gateway.model_list import Models, union
 from ownerserve.router.gateway.observe import Observer
+from ownerserve.router.gateway.places import Places
 from ownerserve.router.gateway.pool import WorkerPool
 from ownerserve.router.messages import Arrive, Claimed, Drain, Stamped, WorkerDown, WorkerUp
 from ownerserve.router.policies import POLICIES, make_policy
@@ -87,6 +88,7 @@ class Gateway:
             address.worker: HealthMonitor(address, config, access=self.access, tell=self._heard)
             for address in config.workers
         }
+        self.places = Places()
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
         self._ids = count(1)
@@ -145,6 +147,7 @@ class Gateway:
         for pool in self.pools.values():
             pool.close_idle()
         self.owners.close()
+        self.places.close()
         await asyncio.sleep(0)  # let the transports report their end
 
     def _heard(self, event: News) -> None:
@@ -153,8 +156,12 @@ class Gateway:
             case WorkerUp(worker, dp_rank, incarnation):
                 if incarnation is not None:
                     self.owners.heard(RoutingUnit(worker, dp_rank, incarnation))
+                stated = self.monitors[worker].stated
+                rpc = None if stated is None else stated.profile.rpc
+                self.places.learn(worker, self.pools[worker].address.host, rpc)
             case WorkerDown(worker):
                 self.owners.silent(worker)
+                self.places.learn(worker, self.pools[worker].address.host, None)
                 self.pools[worker].close_idle()
             case Stamped():
                 return

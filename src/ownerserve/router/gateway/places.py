@@ -1,0 +1,195 @@
+"""The gateway's side of workers' admission: places are asked for before a turn is sent.
+
+Owns one connection to each worker that tells its RPC address; many requests are in flight on it, by
+number. Each wait has a deadline: who hears nothing sends the turn unasked. A place that comes too
+late is given back at once.
+
+    turn ── ask ── Reserved ── sent with its number, Commit behind it
+                |─ Reject(reason) ── the next candidate
+                `─ nothing in time, engine_busy ── sent unasked, counted
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from collections import Counter
+from itertools import count
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.asyncio
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import TurnId, WorkerId
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import (
+    Answer,
+    Commit,
+    Reject,
+    Release,
+    Request,
+    Reserve,
+    Reserved,
+    Seed,
+    decode_answer,
+    encode,
+)
+
+log = logging.getLogger("ownerserve.gateway")
+
+ASK_S = 0.6
+"""A little over what a worker takes at most to say that it is busy."""
+NUMBER_BYTES = 8
+
+_NO_WORD = (
+    WorkerRefusal.ENGINE_BUSY,
+    WorkerRefusal.TOO_LONG,  # by an estimate: the worker counts the tokens of the turn itself
+    WorkerRefusal.UNKNOWN_RESERVATION,  # it holds no places
+    WorkerRefusal.MALFORMED,
+)
+"""Refusals that say nothing of the turn: it is sent unasked."""
+
+
+class Place:
+    """A place at a worker, held for one turn: used once, or given back."""
+
+    def __init__(self, line: _Line, number: int) -> None:
+        self.number = number
+        self._line: _Line | None = line
+
+    def use(self) -> None:
+        """The turn is on its way."""
+        if self._line is not None:
+            self._line.tell(Commit(self.number))
+            self._line = None
+
+    def give_back(self) -> None:
+        """The turn won't come. After `use` this does nothing."""
+        if self._line is not None:
+            self._line.tell(Release(self.number))
+            self._line = None
+
+
+class Places:
+    """All workers' admission. `counts`: what came of asking, by outcome."""
+
+    def __init__(self, *, ask_s: float = ASK_S) -> None:
+        self.counts: Counter[str] = Counter()
+        self._ask_s = ask_s
+        self._lines: dict[WorkerId, _Line] = {}
+
+    def learn(self, worker: WorkerId, host: str, address: str | None) -> None:
+        """`worker`, which serves at `host`, answers at `address`; None: it does not.
+
+        An address on loopback is the worker's own: of use to who reaches the worker there too.
+        """
+        line = self._lines.get(worker)
+        if line is not None and line.address == address:
+            return
+        if line is not None:
+            self._lines.pop(worker).close()
+        if address is None or (_is_loopback(urlsplit(address).hostname) and not _is_loopback(host)):
+            return
+        try:
+            self._lines[worker] = _Line(address)
+        except zmq.ZMQError as error:
+            log.warning("worker %s: its RPC address %s: %s", worker, address, error)
+
+    def can_ask(self, worker: WorkerId) -> bool:
+        """Whether the worker told where its admission answers."""
+        return worker in self._lines
+
+    async def reserve(self, worker: WorkerId, turn: str, seed: Seed) -> Place | Reject | None:
+        """A place for the turn, or why not; None: nothing was heard in time."""
+        line = self._lines.get(worker)
+        answer = None
+        if line is not None:
+            answer = await line.ask(Reserve(TurnId(turn), seed), self._ask_s)
+        match answer:
+            case Reserved():
+                self.counts["reserved"] += 1
+                assert line is not None
+                return Place(line, answer.reservation)
+            case Reject(reason):
+                self.counts[reason.value] += 1
+                return None if reason in _NO_WORD else answer
+            case _:
+                self.counts["no_answer"] += 1
+        return None
+
+    def close(self) -> None:
+        """Ask nobody any more."""
+        for line in self._lines.values():
+            line.close()
+        self._lines.clear()
+
+
+class _Line:
+    """One connection; requests and answers by number."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+        self._numbers = count(1)
+        self._waiting: dict[bytes, asyncio.Future[Answer]] = {}
+        self._tasks: set[asyncio.Future[zmq.MessageTracker | None]] = set()
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def ask(self, request: Request, within_s: float) -> Answer | None:
+        """The answer; None when there is none in time."""
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        number = next(self._numbers).to_bytes(NUMBER_BYTES, "big")
+        self._waiting[number] = future
+        try:
+            self._send(number, request)
+            async with asyncio.timeout(within_s):
+                return await future
+        except TimeoutError:
+            return None
+        finally:
+            self._waiting.pop(number, None)
+
+    def tell(self, request: Request) -> None:
+        """Say something whose answer changes nothing."""
+        self._send(next(self._numbers).to_bytes(NUMBER_BYTES, "big"), request)
+
+    def close(self) -> None:
+        self._reader.cancel()
+        for future in self._waiting.values():
+            future.cancel()
+        for task in self._tasks:
+            task.cancel()
+        self._socket.close()
+
+    def _send(self, number: bytes, request: Request) -> None:
+        if self._socket.closed:
+            return
+        sent = asyncio.ensure_future(self._socket.send_multipart([number, encode(request)]))
+        self._tasks.add(sent)
+        sent.add_done_callback(self._tasks.discard)
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                number, data = frames
+                answer = decode_answer(data)
+            except (ValueError, InvalidInput) as error:
+                log.warning("worker at %s: an answer that can't be read: %s", self.address, error)
+                continue
+            future = self._waiting.pop(number, None)
+            if future is not None and not future.done():
+                future.set_result(answer)
+            elif isinstance(answer, Reserved):  # too late: nobody will come
+                self.tell(Release(answer.reservation))
+
+
+def _is_loopback(host: str | None) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
