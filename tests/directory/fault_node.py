@@ -140,7 +140,7 @@ class Node(NodeDriver):
         self._bad = bad
         self._store = store
         self._life = life
-        self._admission = Admission(self.cache.sessions)
+        self._admission = Admission(self.cache.holds)
         self._doors: dict[SessionId, Fence] = {}
         self._begun: dict[SessionId, Epoch] = {}
         self._let_in = self._over = 0

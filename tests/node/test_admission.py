@@ -53,7 +53,7 @@ def driver() -> NodeDriver:
 
 @pytest.fixture
 def admission(driver: NodeDriver) -> Admission:
-    return Admission(driver.cache.sessions)
+    return Admission(driver.cache.holds)
 
 
 def test_an_append_meets_its_state(admission: Admission) -> None:

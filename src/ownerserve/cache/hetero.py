@@ -26,6 +26,7 @@ from ownerserve.cache.effects import (
     SavePoint,
 )
 from ownerserve.cache.evictor import Evictor
+from ownerserve.cache.holds import Holds
 from ownerserve.cache.ingest import Ingest
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.metrics import Counters, Lost, Snapshot, snapshot
@@ -78,6 +79,7 @@ class HeteroCache:
             layout, slots, state_slots=state_slots, evictor=self.evictor, counters=self.counters
         )
         self.sessions = Sessions(self.tree, layout, policy=self.policy)
+        self.holds = Holds(self.tree, self.sessions, block_tokens=layout.block_tokens)
         self.ingest = Ingest(self.tree, self.rooms, self.counters)
         self.pressure = Pressure(self.rooms, self.evictor, self.running, counters=self.counters)
         self._order = 0
@@ -94,10 +96,6 @@ class HeteroCache:
         cap = min(depth, max(known - 1, 0) // self._block)
         points = restorable.points(node, cap, names=self._point_names, block_tokens=self._block)
         return Match(depth * self._block, points)
-
-    def obtainable_blocks(self) -> int:
-        """Range blocks that are free, and those that can be evicted."""
-        return self.rooms.obtainable_blocks()
 
     # -- opening a turn ------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 from ownerserve.cache import paths
 from ownerserve.cache.layout import Layout
-from ownerserve.cache.node import Receipt, Stop
+from ownerserve.cache.node import Stop
 from ownerserve.cache.outcomes import SessionStatus
 from ownerserve.cache.policies.base import Policy
 from ownerserve.cache.session import Session
@@ -38,9 +38,6 @@ class Sessions:
         self._by_id: dict[SessionId, Session] = {}
         self.expected: dict[TurnId, Session] = {}
         """Soft references of turns that are here and have not begun; see `expect`."""
-        self.holds: dict[int, Receipt] = {}
-        """Locks of what open reservations go on from; see `hold`."""
-        self._holds = 0
         self._checks: list[tuple[float, int, Session]] = []
         self._generations = 0
 
@@ -180,28 +177,6 @@ class Sessions:
         if stop is not None:
             stop.refs -= MORE_EXPECTED
         return stop
-
-    def hold(self, session_id: SessionId, tokens: int) -> int:
-        """Lock the first `tokens` resident tokens of a known session, until `let_go` of the
-        number."""
-        session, depth = self._by_id[session_id], tokens // self._layout.block_tokens
-        self._holds += 1
-        if session.node is not None and depth:
-            node = paths.locate(session.node, depth)
-            self.holds[self._holds] = self._tree.lock(node, depth)
-        return self._holds
-
-    def locked_tokens(self, session_id: SessionId) -> int:
-        """How much of a known session's path is under a lock, whoever's."""
-        session = self._by_id[session_id]
-        locked = paths.locked_depth(session.node, session.depth) if session.node is not None else 0
-        return locked * self._layout.block_tokens
-
-    def let_go(self, hold: int) -> None:
-        """Give a hold up. One of a session that had nothing is no error."""
-        receipt = self.holds.pop(hold, None)
-        if receipt is not None:
-            self._tree.unlock(receipt)
 
     def all(self) -> list[Session]:
         """Every record, oldest generation first."""

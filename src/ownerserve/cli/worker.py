@@ -137,9 +137,11 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--rpc-port",
+    default=0,
+    show_default=True,
     type=PORT,
     metavar="PORT",
-    help="Answer STATUS, ADMIT and RELEASE over ZeroMQ on this loopback port; 0: a free one.",
+    help="Where gateways on this host ask for places (ZeroMQ, loopback only); 0: a free port.",
 )
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Weights of a tiny model.")
@@ -201,36 +203,31 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
 
     from ownerserve.engines.hf.build import build_worker
     from ownerserve.engines.hf.server import make_app
+    from ownerserve.node.rpc.server import RpcServer
 
     torch.set_num_threads(int(str(flags["threads"])))
     worker = build_worker(options)
     url = url_of(bound)
-    rpc = None
-    if flags["rpc_port"] is not None:
-        from ownerserve.node.rpc.server import RpcServer
-
-        rpc = RpcServer(
-            worker.engine.call, port=int(str(flags["rpc_port"])), step_s=worker.engine.step_s
-        )
+    rpc = RpcServer(
+        worker.engine.call, port=int(str(flags["rpc_port"])), step_s=worker.engine.step_s
+    )
 
     def on_ready() -> None:
-        if rpc is not None:
-            rpc.start()
+        rpc.start()
         banner = _banner(url, worker, options)
-        banner += f"\n  RPC at {rpc.address}" if rpc is not None else ""
+        banner += f"\n  RPC at {rpc.address}"
         console_for(json_target).print(banner, highlight=False, soft_wrap=True)
-        report = _report(url, worker, options) | {"rpc": rpc.address if rpc is not None else None}
+        report = _report(url, worker, options) | {"rpc": rpc.address}
         write_json(json_target, "worker", report)
         ready_file = flags["ready_file"]
         if isinstance(ready_file, Path):
             write_ready_file(ready_file, url)
 
-    app = make_app(worker, rpc=None if rpc is None else rpc.address)
+    app = make_app(worker, rpc=rpc.address)
     try:
         serve(app, bound, on_ready=on_ready)
     finally:
-        if rpc is not None:
-            rpc.stop()
+        rpc.stop()
 
 
 def _size(flags: dict[str, object], name: str) -> int:

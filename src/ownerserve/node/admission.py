@@ -27,7 +27,7 @@ from collections import Counter
 
 import msgspec
 
-from ownerserve.cache.sessions import Sessions
+from ownerserve.cache.holds import Holds
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
@@ -132,12 +132,12 @@ class _Place(msgspec.Struct):
 
 
 class Admission:
-    """Open reservations of one worker. Owns its places; the session table owns their locks."""
+    """Open reservations of one worker. Owns its places; the cache owns their locks."""
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, holds: Holds) -> None:
         self.counts: Counter[str] = Counter()
         """`reserved`, `revoked`, `expired`, and refusals by reason."""
-        self._sessions = sessions
+        self._holds, self._sessions = holds, holds.sessions
         self._places: dict[int, _Place] = {}
         self._arrived: dict[int, _Place] = {}
         """Of turns that are here and have not begun; only those with a lock."""
@@ -162,7 +162,7 @@ class Admission:
         self._numbers += 1
         hold = None
         if isinstance(wanted, Append):
-            hold = self._sessions.hold(wanted.session_id, resident)
+            hold = self._holds.hold(wanted.session_id, resident)
         self._places[self._numbers] = _Place(
             turn_id, order, self._tokens(wanted), resident, hold, now + RESERVED_FOR_S
         )
@@ -268,7 +268,7 @@ class Admission:
         # What of it is evictable stands in the room, and leaves it when it is locked.
         locked = 0
         if isinstance(wanted, Append):
-            locked = min(resident, self._sessions.locked_tokens(wanted.session_id))
+            locked = min(resident, self._holds.locked_tokens(wanted.session_id))
         refusal = self.standing(levels, now).judge(self._tokens(wanted), locked)
         return resident if refusal is None else refusal
 
@@ -288,7 +288,7 @@ class Admission:
 
     def _let_go(self, place: _Place) -> None:
         if place.hold is not None:
-            self._sessions.let_go(place.hold)
+            self._holds.let_go(place.hold)
 
     def _refuse(self, reason: WorkerRefusal) -> Reject:
         self.counts[reason.value] += 1

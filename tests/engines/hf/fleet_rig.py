@@ -16,6 +16,7 @@ import uvicorn
 from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker
 from ownerserve.engines.hf.serve import listen, url_of
 from ownerserve.engines.hf.server import make_app
+from ownerserve.node.rpc.server import RpcServer
 from ownerserve.router.gateway.config import Config, parse_worker
 from ownerserve.router.gateway.metrics import GatewayCollector
 from ownerserve.router.gateway.service import Gateway
@@ -38,10 +39,14 @@ class ServedWorker:
     def __init__(self, options: WorkerOptions) -> None:
         torch.set_num_threads(1)
         self.worker: Worker = build_worker(options)
+        self.rpc = RpcServer(self.worker.engine.call, step_s=self.worker.engine.step_s)
+        self.rpc.start()
         bound: socket.socket = listen("127.0.0.1", 0)
         self.url = url_of(bound)
         config = uvicorn.Config(
-            make_app(self.worker), log_level="error", timeout_graceful_shutdown=1
+            make_app(self.worker, rpc=self.rpc.address),
+            log_level="error",
+            timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([bound],))
@@ -62,6 +67,7 @@ class ServedWorker:
         self.http.close()
         self._server.should_exit = True
         self._thread.join(WAIT_S)
+        self.rpc.stop()
 
 
 class ServedGateway:

@@ -52,7 +52,7 @@ class Desk:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.admission = Admission(cache.sessions)
+        self.admission = Admission(cache.holds)
         self._cache = cache
         self._scheduler = scheduler
         self._identity = identity
@@ -128,8 +128,9 @@ class Desk:
 
     # ---- step.Promises
 
-    def withheld_blocks(self, order: int) -> int:
-        return self.admission.withheld_tokens(order, self._block) // self._block
+    def withholds(self, blocks: int, order: int) -> bool:
+        kept = self.admission.withheld_tokens(order, self._block) // self._block
+        return kept > 0 and self._cache.rooms.obtainable_blocks() - kept < blocks
 
     def revoke(self) -> bool:
         return self.admission.revoke()
@@ -138,7 +139,7 @@ class Desk:
 
     def _levels(self) -> Levels:
         load, limits = self._scheduler.load(), self._scheduler.limits
-        blocks = self._cache.obtainable_blocks() - load.growth_blocks - load.queued_blocks
+        blocks = self._cache.rooms.obtainable_blocks() - load.growth_blocks - load.queued_blocks
         return Levels(
             waiting=load.waiting,
             max_waiting=limits.max_waiting,

@@ -23,7 +23,7 @@ from ownerserve.kv.wire.rpc import Answer as RpcAnswer
 from ownerserve.kv.wire.rpc import Probe, Seed
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.node.admission import probe_seed
+from ownerserve.node.admission import Standing, probe_seed
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +118,11 @@ class Engine:
         self._steps.inbox.put(AskCache(answer))
         return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
 
+    @property
+    def standing(self) -> Standing:
+        """What seeds are judged by, after the last step: dated, but at once."""
+        return self._steps.standing
+
     def step_s(self) -> float:
         """What the last step took."""
         return self._steps.step_s
@@ -129,7 +134,7 @@ class Engine:
         """
         answer: Future[RpcAnswer] = Future()
         if isinstance(request, Probe) and isinstance(request.wanted, Seed):
-            answer.set_result(probe_seed(request.wanted, self._steps.standing))
+            answer.set_result(probe_seed(request.wanted, self.standing))
             return answer
         self._steps.inbox.put(Call(request, answer))
         return answer

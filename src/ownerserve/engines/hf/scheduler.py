@@ -229,10 +229,8 @@ class Scheduler:
 
     def _is_withheld(self, sequence: Sequence) -> bool:
         """Whether its prompt would take room that is kept for others which stand before it."""
-        kept = 0 if sequence.is_promised else self.promises.withheld_blocks(sequence.age[0])
-        if not kept:
-            return False
-        return self._cache.obtainable_blocks() - kept < -(-len(sequence.tokens) // self._block)
+        blocks = -(-len(sequence.tokens) // self._block)
+        return not sequence.is_promised and self.promises.withholds(blocks, sequence.age[0])
 
     def _plan_row(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
         if self._make_room(sequence, sequence.computed + 1, plan=plan, now=now):

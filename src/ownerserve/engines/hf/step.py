@@ -25,7 +25,6 @@ class CachePort(Protocol):
 
     @property
     def layout(self) -> Layout: ...
-    def obtainable_blocks(self) -> int: ...
     def begin(self, turn: Turn, now: float, *, resume: Resume | None = None) -> Begun | Refused: ...
     def reserve(self, turn_id: TurnId, upto: int, now: float) -> tuple[Effect, ...] | NoRoom: ...
     def advance(self, turn_id: TurnId, tokens: Packed, now: float) -> None: ...
@@ -159,8 +158,8 @@ class Load(msgspec.Struct, frozen=True):
 class Promises(Protocol):
     """Room that is promised to turns that are not here yet."""
 
-    def withheld_blocks(self, order: int) -> int:
-        """So much is kept from turns that stand at `order` or behind."""
+    def withholds(self, blocks: int, order: int) -> bool:
+        """Whether a turn that stands at `order` would take promised room with so many blocks."""
 
     def revoke(self) -> bool:
         """Nothing else is left to take: give one up; False: there is none."""
@@ -169,8 +168,8 @@ class Promises(Protocol):
 class NoPromises:
     """Nobody reserves."""
 
-    def withheld_blocks(self, order: int) -> int:
-        return 0
+    def withholds(self, blocks: int, order: int) -> bool:
+        return False
 
     def revoke(self) -> bool:
         return False

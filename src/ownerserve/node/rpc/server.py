@@ -3,8 +3,8 @@
 Owns the socket and what is in flight. Never touches the node: a request is handed to `answer`,
 which runs it where the cache lives and gives a future. Many are in flight at once, each answered
 when it is ready, under the envelope that it came in (a client's number for it): a quick one
-overtakes a slow one. Each waits for a bounded time and is then refused as `engine_busy`; a place that was
-reserved all the same is given back.
+overtakes a slow one. Each waits for a bounded time and is then refused as `engine_busy`; a place
+that was reserved all the same is given back.
 """
 
 from __future__ import annotations

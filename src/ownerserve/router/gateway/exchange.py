@@ -182,11 +182,18 @@ class Exchange:
             return
         self._dispatch, self._receipt = outcome, outcome.receipt
         self._refusal = None
-        if self._manner is Manner.ASKING and gateway.places.can_ask(outcome.worker):
-            if is_turn(self.request.head) and not is_direct_append(outcome):
-                self._connecting = asyncio.get_running_loop().create_task(self._ask())
-                return
-        self._go()
+        if self._is_admitted(outcome) and not is_direct_append(outcome):
+            self._connecting = asyncio.get_running_loop().create_task(self._ask())
+        else:
+            self._go()
+
+    def _is_admitted(self, dispatch: Dispatch) -> bool:
+        """Whether the worker's admission has a word in this: it can be asked, and by us."""
+        return (
+            self._manner is Manner.ASKING
+            and self._gateway.places.can_ask(dispatch.worker)
+            and is_turn(self.request.head)
+        )
 
     async def _ask(self) -> None:
         """The worker's word before the turn is sent: nothing is promised without room."""
@@ -252,7 +259,7 @@ class Exchange:
         line = turn_line_of(dispatch, asked)
         if self._place is not None:
             line = structs.replace(line, reservation=self._place.number)
-        elif self._manner is Manner.ASKING and is_direct_append(dispatch):
+        elif self._is_admitted(dispatch) and is_direct_append(dispatch):
             line = structs.replace(line, judged=True)
         if asked.said is not None and line.name is not None:
             body = with_text(body, asked.said, session_id_of(line))

@@ -1,0 +1,149 @@
+"""A real gateway asks real workers before it sends: places, refusals, and silence."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import zmq
+from fleet_rig import ServedGateway, ServedWorker, until
+
+from ownerserve.engines.hf.build import WorkerOptions
+from ownerserve.kv.ids import TurnId, WorkerId
+from ownerserve.kv.wire.rpc import Release, Reserve, Reserved, Seed
+from ownerserve.node.rpc.server import RpcClient
+from ownerserve.router.gateway.places import Place
+
+
+def text(tokens: int, seed: int) -> list[int]:
+    return [(seed * 37 + i * i) % 240 + 5 for i in range(tokens)]
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[tuple[ServedWorker, ServedWorker]]:
+    options = WorkerOptions(model="tiny-qwen3", kv_bytes=3 << 20, max_running=4)
+    pair = ServedWorker(options), ServedWorker(options)
+    yield pair
+    for worker in pair:
+        worker.close()
+
+
+@pytest.fixture
+def gateway(workers: tuple[ServedWorker, ServedWorker]) -> Iterator[ServedGateway]:
+    gateway = ServedGateway(*workers)
+    yield gateway
+    gateway.close()
+
+
+def filled(worker: ServedWorker) -> int:
+    """Take what room the worker has by a reservation; its number."""
+    client = RpcClient(worker.rpc.address)
+    try:
+        most = worker.http.get("/v1/models").json()["data"][0]["max_model_len"]
+        answer = client.ask(Reserve(TurnId("test"), Seed(most - 64)))
+        assert isinstance(answer, Reserved), answer
+        return answer.reservation
+    finally:
+        client.close()
+
+
+def emptied(worker: ServedWorker, reservation: int) -> None:
+    client = RpcClient(worker.rpc.address)
+    client.ask(Release(reservation))
+    client.close()
+
+
+def test_a_new_session_comes_with_a_place_and_its_next_turn_without(
+    workers: tuple[ServedWorker, ServedWorker], gateway: ServedGateway
+) -> None:
+    before = sum(w.metric('ownerserve_reservations_total{outcome="reserved"}') for w in workers)
+    first = gateway.complete(text(300, 1), "a")
+    assert first.status_code == 200
+    assert gateway.metric("ownerserve_places_total", outcome="reserved") == 1
+    after = sum(w.metric('ownerserve_reservations_total{outcome="reserved"}') for w in workers)
+    assert after - before == 1
+    answer = first.json()["choices"][0]["token_ids"]
+    second = gateway.complete([*text(300, 1), *answer, *text(20, 2)], "a")
+    assert second.headers["x-ownerserve-mode"] == "direct_append"
+    assert gateway.metric("ownerserve_places_total", outcome="reserved") == 1, "sent unasked"
+    assert not gateway.read(lambda: dict(gateway.gateway.observer.pressure))
+
+
+def test_who_has_no_room_is_not_sent_the_turn(
+    workers: tuple[ServedWorker, ServedWorker], gateway: ServedGateway
+) -> None:
+    full = filled(workers[0])
+    try:
+        for number in range(4):
+            answer = gateway.complete(text(300, 10 + number), f"new {number}")
+            assert answer.headers["x-ownerserve-worker"] == workers[1].name
+        assert gateway.metric("ownerserve_pressure_total", kind="refused", reason="no_room") > 0
+    finally:
+        emptied(workers[0], full)
+
+
+def test_where_nobody_has_room_a_turn_waits_in_a_queue(
+    workers: tuple[ServedWorker, ServedWorker], gateway: ServedGateway
+) -> None:
+    full = [filled(worker) for worker in workers]
+
+    def relieve() -> None:
+        time.sleep(0.3)
+        for worker, number in zip(workers, full, strict=True):
+            emptied(worker, number)
+
+    thread = threading.Thread(target=relieve)
+    thread.start()
+    answer = gateway.complete(text(300, 20), "waits")
+    thread.join()
+    assert answer.status_code == 200
+    assert gateway.metric("ownerserve_pressure_total", kind="unasked") == 1
+
+
+def test_a_silent_admission_delays_a_turn_by_the_deadline_and_no_more(
+    workers: tuple[ServedWorker, ServedWorker],
+) -> None:
+    gateway = ServedGateway(*workers, health_interval_s=60.0)
+    silent = zmq.Context.instance().socket(zmq.ROUTER)
+    port = silent.bind_to_random_port("tcp://127.0.0.1")
+    places = gateway.gateway.places
+    gateway.gateway.config
+    names = [WorkerId(worker.name) for worker in workers]
+    try:
+        address = f"tcp://127.0.0.1:{port}"
+        gateway.read(lambda: [places.learn(name, "127.0.0.1", address) for name in names])
+        started_s = time.monotonic()
+        answer = gateway.complete(text(100, 30), "patient")
+        assert answer.status_code == 200
+        assert time.monotonic() - started_s < 5.0
+        assert gateway.metric("ownerserve_places_total", outcome="no_answer") == 1
+        assert gateway.metric("ownerserve_pressure_total", kind="unasked", reason="no_word") == 1
+    finally:
+        silent.close(0)
+        gateway.close()
+
+
+def test_a_client_that_hangs_up_gives_its_place_back(
+    workers: tuple[ServedWorker, ServedWorker], gateway: ServedGateway
+) -> None:
+    def held() -> int:
+        return sum(worker.worker.engine.standing.places for worker in workers)
+
+    places = gateway.gateway.places
+
+    async def asked() -> None:
+        place = await places.reserve(WorkerId(workers[0].name), "t", Seed(64))
+        assert isinstance(place, Place)
+        until_s = gateway.loop.time() + 10
+        while not held():
+            assert gateway.loop.time() < until_s
+        place.give_back()
+
+    gateway.run(asked())
+    until(lambda: not held())
