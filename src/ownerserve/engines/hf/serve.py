@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -67,9 +68,11 @@ def serve(app: Starlette, bound: socket.socket, *, on_ready: Callable[[], None])
         access_log=False,
         timeout_graceful_shutdown=GRACE_S,
     )
+    # uvicorn raises a signal again when it has shut down; the process goes on to its own end then.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         _Server(config, on_ready).run(sockets=[bound])
     except KeyboardInterrupt:
-        pass  # uvicorn raises the signal again when it has shut down
+        pass
     finally:
         bound.close()
