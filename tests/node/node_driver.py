@@ -33,11 +33,15 @@ from ownerserve.node.events import (
     Fill,
     Filled,
     Find,
+    Forget,
     Found,
     Gone,
     Kept,
+    Locate,
+    Located,
     NotFetched,
     NotKept,
+    Remember,
     RestoreReport,
     Start,
     Tick,
@@ -45,6 +49,7 @@ from ownerserve.node.events import (
 from ownerserve.node.records import Inside, RecordNames
 from ownerserve.node.settings import NodeSettings
 from ownerserve.node.state import NodeState
+from ownerserve.node.tips import Tip
 from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults
@@ -128,6 +133,7 @@ class NodeDriver:
         self.waiting: dict[TurnId, Arrived] = {}
         self.started: list[TurnId] = []
         self.reports: dict[TurnId, RestoreReport] = {}
+        self.file: dict[SessionId, Tip] = {}
         self._turns = 0
 
     # -- what a test does ----------------------------------------------------------------------
@@ -245,6 +251,13 @@ class NodeDriver:
                     pass  # the answer comes all the same, and must change nothing
                 case Fill() as fill:
                     effects.extend(self.state.handle(self._fill(fill), self.now))
+                case Locate(errand, ids):
+                    held = frozenset(ids).intersection(self.stored)
+                    effects.extend(self.state.handle(Located(errand, {Tier.DISK: held}), self.now))
+                case Remember(tip):
+                    self.file[tip.session_id] = tip
+                case Forget(session_id):
+                    del self.file[session_id]
 
     def _fill(self, fill: Fill) -> Filled:
         parts = self.fetched.pop(fill.errand)

@@ -272,6 +272,8 @@ class Evictor:
         if lost:
             self.policy.evicted(self._lost_key(stop))
         stop.slots[index] = ABSENT
+        if self.tree.slid is not None and stop.anchors:
+            self.tree.slid.add(stop)
         if all(slot == ABSENT for slot in stop.slots):
             stop.slots = None
             self.tree.prune(stop)

@@ -49,7 +49,7 @@ def _part(keys: memoryview, first: int, same: int, step: int, size: int) -> memo
 class PrefixTree:
     """Intervals of blocks of `block_bytes` token bytes each."""
 
-    __slots__ = ("block_bytes", "blocks", "cooled", "exposed", "left", "protected", "root")
+    __slots__ = ("block_bytes", "blocks", "cooled", "exposed", "left", "protected", "root", "slid")
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -62,6 +62,8 @@ class PrefixTree:
         """Stops likewise, for their point state; see `cool`."""
         self.left: list[Session] = []
         """Sessions of which nothing is resident any more, for their table to look at."""
+        self.slid: set[Stop] | None = None
+        """Stops whose sessions lost something, for who tells others; None: nobody does."""
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -351,6 +353,8 @@ class PrefixTree:
             self._drop_point(carrier, freed)
         if not (stops and stops[-1] is carrier):
             self._settle(carrier, place)
+        if self.slid is not None and carrier.anchors:
+            self.slid.add(carrier)
 
     def _settle(self, stop: Stop, place: Node) -> None:
         """Put a stop that slid down in its order among those of `place`. At the root nothing is

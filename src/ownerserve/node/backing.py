@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ownerserve.kv.units import GIB
+from ownerserve.node.losses import Losses
 from ownerserve.node.media import DEFAULT_WRITE, open_remote, write_policy
 from ownerserve.node.upkeep import Upkeep
 from ownerserve.plan.cost.events import Loaded
@@ -32,7 +33,7 @@ from ownerserve.store.pinned import CudaHost, PinnedMemory
 from ownerserve.store.placement import Placement, WritePolicy, WriteThrough
 from ownerserve.store.policy import by_utility, split
 from ownerserve.store.service import StoreService
-from ownerserve.store.tier import Reservation, Tier
+from ownerserve.store.tier import Reservation, Telling, Tier
 from ownerserve.store.tiered import TieredStore
 from ownerserve.store.wallclock import WallClock
 
@@ -74,6 +75,10 @@ class NodeTiers(TieredStore):
         super().__init__(tiers, Placement(write=write or WriteThrough(len(tiers) - 1)))
         self.timings: deque[Loaded] = deque(maxlen=256)
         self.worth_ms: dict[bytes, float] = {}
+        self.losses = Losses()
+        for tier in tiers:
+            if isinstance(tier, Telling):
+                tier.on_removed = self.losses.add
 
     def commit(self, reservations: Sequence[Reservation]) -> tuple[Outcome, ...]:
         """As the placement says, then prices."""
@@ -125,6 +130,17 @@ class NodeTiers(TieredStore):
         for tier in reversed(upper):
             near.update(dict.fromkeys(tier.find(tuple(near)), MEDIUM_OF[tier.name]))
         return near
+
+    def located(self, ids: Sequence[bytes]) -> dict[str, frozenset[bytes]]:
+        """Which of `ids` each tier has, by the tier's name. A shared medium is not asked, which
+        would cost a look at each id: what is written through to it counts as there."""
+        found: dict[str, frozenset[bytes]] = {}
+        for level, tier in enumerate(self.tiers):
+            if isinstance(tier, MemoryTier | DiskTier):
+                found[tier.name] = frozenset(tier.find(ids))
+            elif level == self.plan.home:
+                found[tier.name] = frozenset(ids)
+        return found
 
     def media(self, ids: Sequence[bytes]) -> dict[bytes, Medium]:
         """The fastest medium that has each id."""

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
-from ownerserve.kv.ids import SessionId
+from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.prefix import HashedPrefix, Packed, hash_prefix
 from ownerserve.node.records import Digests
 
@@ -35,6 +35,13 @@ class Chains:
         """Whole blocks of the session as last seen; empty when it was forgotten."""
         known = self._known.get(session_id)
         return known.tokens if known is not None else b""
+
+    def digest_at(self, session_id: SessionId, depth: int) -> PrefixHash | None:
+        """The digest of the session's first `depth` blocks, if it was seen here that far."""
+        known = self._known.get(session_id)
+        if known is None or not 0 < depth <= len(known.digests):
+            return None
+        return known.digests[depth - 1]
 
     def knows(self, session_id: SessionId | None) -> bool:
         """Whether the session was seen here."""

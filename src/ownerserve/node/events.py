@@ -12,9 +12,10 @@ from enum import StrEnum
 import msgspec
 
 from ownerserve.cache.pressure import Checkpoint
-from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.prefix import Packed
 from ownerserve.node.records import Inside
+from ownerserve.node.tips import Tip
 from ownerserve.plan.inputs import Backlog, Tier
 from ownerserve.plan.outcome import RestorePlan
 from ownerserve.store.model import SHARED, Meta, MissReason, Want
@@ -108,6 +109,27 @@ class NotKept(msgspec.Struct, frozen=True):
     errand: Errand
 
 
+class Located(msgspec.Struct, frozen=True):
+    """Which of the ids of a `Locate` each tier has. Empty: there was no answer."""
+
+    errand: Errand
+    held: Mapping[Tier, frozenset[bytes]]
+
+
+class RecordsLost(msgspec.Struct, frozen=True):
+    """Records went from a tier: evicted, expired or quarantined. `ends` are the prefix hashes at
+    their ends; `unnoted`: that many more went, and nobody knows which."""
+
+    ends: tuple[PrefixHash, ...]
+    unnoted: int = 0
+
+
+class Remembered(msgspec.Struct, frozen=True):
+    """What a former life of this worker wrote down: sessions whose state should be in the store."""
+
+    tips: tuple[Tip, ...]
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
@@ -137,6 +159,9 @@ Event = (
     | Gone
     | Kept
     | NotKept
+    | Located
+    | RecordsLost
+    | Remembered
     | Tick
 )
 
@@ -231,7 +256,41 @@ class Pin(msgspec.Struct, frozen=True):
     position: int
 
 
-Effect = Find | Fetch | Fill | Offer | Bring | Drop | Start | Copy | Pin | Checkpoint
+class Locate(msgspec.Struct, frozen=True):
+    """Which of `ids` has each tier? For what is told to others: no turn waits for it."""
+
+    errand: Errand
+    ids: tuple[bytes, ...]
+    deadline_s: float
+
+
+class Remember(msgspec.Struct, frozen=True):
+    """Write down, beside the store, that the tip is there: for the next life of this worker."""
+
+    tip: Tip
+
+
+class Forget(msgspec.Struct, frozen=True):
+    """Strike out what was written down of the session."""
+
+    session_id: SessionId
+
+
+Effect = (
+    Find
+    | Fetch
+    | Fill
+    | Offer
+    | Bring
+    | Drop
+    | Start
+    | Copy
+    | Pin
+    | Checkpoint
+    | Locate
+    | Remember
+    | Forget
+)
 
 
 # ---- what came of it

@@ -14,6 +14,7 @@ twice a turn. Every component has its own record; the payload is a unit of bytes
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -25,6 +26,12 @@ from ownerserve.store.model import ID_BYTES, SHARED, Kind, Meta, meta_of
 
 Digests = Sequence[PrefixHash]
 """Chain digests of a prefix: `digests[i]` stands for its first i + 1 blocks."""
+
+
+class Ends(Protocol):
+    """Chain digests by block: all of a prefix, or those at which its records end."""
+
+    def __getitem__(self, block: int, /) -> PrefixHash: ...
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -100,7 +107,7 @@ class RecordNames:
         for first in range(0, depth, self.blocks):
             yield Cell(first, min(first + self.blocks, depth))
 
-    def range_id(self, component: str, cell: Cell, digests: Digests) -> bytes:
+    def range_id(self, component: str, cell: Cell, digests: Ends) -> bytes:
         block = self.layout.block_tokens
         hashed = digests[cell.end - 1]
         return self._ids[component].range(hashed, cell.first * block, cell.end * block)
@@ -125,7 +132,7 @@ class RecordNames:
             places.append(self._ids[component].place(start, start + tokens))
         return places[number]
 
-    def point_id(self, component: str, depth: int, digests: Digests) -> bytes:
+    def point_id(self, component: str, depth: int, digests: Ends) -> bytes:
         return self._ids[component].point(digests[depth - 1], depth * self.layout.block_tokens)
 
     def shared_cell(self, inside: Inside, digests: Digests) -> Cell | None:

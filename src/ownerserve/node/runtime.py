@@ -18,7 +18,7 @@ from ownerserve.cache.outcomes import Resume
 from ownerserve.cache.pressure import Checkpoint
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Packed
-from ownerserve.node.backing import Backing, ListedPart
+from ownerserve.node.backing import MEDIUM_OF, Backing, ListedPart
 from ownerserve.node.calibration import Calibration
 from ownerserve.node.events import (
     Copy,
@@ -31,17 +31,24 @@ from ownerserve.node.events import (
     Fill,
     Filled,
     Find,
+    Forget,
     Found,
     Kept,
+    Locate,
+    Located,
     NotFetched,
     NotKept,
+    Remember,
+    Remembered,
     RestoreReport,
     Start,
     Tick,
 )
+from ownerserve.node.journal import Journal
 from ownerserve.node.port import EnginePort
 from ownerserve.node.records import Inside
 from ownerserve.node.state import NodeState
+from ownerserve.node.tips import Tip
 from ownerserve.plan.cost.events import Loaded, Observation
 from ownerserve.plan.explain import summary
 from ownerserve.plan.inputs import Tier
@@ -67,18 +74,28 @@ class NodeRuntime:
     """One node. `handle` and `poll` return the turns that may run now."""
 
     def __init__(
-        self, state: NodeState, engine: EnginePort, *, backing: Backing, calibration: Calibration
+        self,
+        state: NodeState,
+        engine: EnginePort,
+        *,
+        backing: Backing,
+        calibration: Calibration,
+        journal: Journal | None = None,
     ) -> None:
+        """`journal` None: there is no drive, and nothing for a later life to know."""
         self.state = state
         self._engine = engine
         self._backing = backing
         self._store = backing.service
         self.calibration = calibration
-        self._asked: dict[Errand, tuple[Ticket, Find | Fetch]] = {}
+        self._journal = journal
+        self._asked: dict[Errand, tuple[Ticket, Find | Fetch | Locate]] = {}
         self._parts: dict[Errand, tuple[Part, ...]] = {}
         self._writing: dict[Errand, tuple[Ticket, Writing]] = {}
         self._to_checkpoint: list[TurnId] = []
         self.stored_bytes = 0
+        if journal is not None and journal.found:
+            self.handle(Remembered(journal.found), time.monotonic())
 
     # -- the engine's side ---------------------------------------------------------------------
 
@@ -96,6 +113,8 @@ class NodeRuntime:
                 started += self.handle(self._event(errand, asked, answer), now)
         for errand, (ticket, writing) in list(self._writing.items()):
             self._advance(errand, ticket, writing, now)
+        if (lost := self._backing.tiers.losses.take()) is not None:
+            started += self.handle(lost, now)
         self.calibration.observe(_taken(self._backing.tiers.timings))
         self.calibration.save_if_due(now)
         started += self.handle(Tick(), now)
@@ -147,6 +166,8 @@ class NodeRuntime:
             self.poll(now)
             time.sleep(POLL_S)
         self.calibration.save()
+        if self._journal is not None:
+            self._journal.close()
         self._backing.close()
 
     # -- effects -------------------------------------------------------------------------------
@@ -180,6 +201,15 @@ class NodeRuntime:
                     self._copy(effect)
                 case Checkpoint(turns):
                     self._to_checkpoint += turns
+                case Locate(errand, ids, deadline_s):
+                    until_s = time.time() + deadline_s - now
+                    locate = partial(self._backing.tiers.located, ids)
+                    ticket = self._store.submit_look(locate, deadline_s=until_s)
+                    self._asked[errand] = (ticket, effect)
+                case Remember(tip) if self._journal is not None:
+                    self._journal.write(tip)
+                case Forget(session_id) if self._journal is not None:
+                    self._journal.write(Tip(session_id, 0))
         return started
 
     def _fill(self, fill: Fill) -> Filled:
@@ -197,7 +227,10 @@ class NodeRuntime:
 
     # -- answers -------------------------------------------------------------------------------
 
-    def _event(self, errand: Errand, asked: Find | Fetch, answer: object) -> Event:
+    def _event(self, errand: Errand, asked: Find | Fetch | Locate, answer: object) -> Event:
+        if isinstance(asked, Locate):
+            assert isinstance(answer, Mapping)
+            return Located(errand, {MEDIUM_OF[tier]: ids for tier, ids in answer.items()})
         match answer:
             case Hit(parts):
                 self._parts[errand] = parts

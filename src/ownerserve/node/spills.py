@@ -48,7 +48,8 @@ class Batch(msgspec.Struct, eq=False):
     """One session's copies. `missing` None: the store has not been heard yet.
 
     `pieces` are cells of range state, and empty ones that stand for the point at their end.
-    `unstored` counts the components of each point that the store does not have yet.
+    `unstored` counts the components of each point that the store does not have yet; `open` the
+    copies that nobody has answered. `is_asked`: there are no more to come.
     """
 
     session_id: SessionId
@@ -58,6 +59,8 @@ class Batch(msgspec.Struct, eq=False):
     missing: dict[bytes, Cell]
     unstored: Counter[int]
     worth: Valued
+    open: int = 0
+    is_asked: bool = False
 
 
 class Spills:
@@ -86,6 +89,8 @@ class Spills:
         self._looking: dict[Errand, Batch] = {}
         self._copying: deque[Batch] = deque()
         self._in_flight: dict[Errand, tuple[Copy, Batch]] = {}
+        self.over: list[Batch] = []
+        """Batches all of whose copies were answered for; whoever tells of them empties it."""
 
     # -- events --------------------------------------------------------------------------------
 
@@ -172,6 +177,8 @@ class Spills:
         copy, batch = self._in_flight.pop(errand, (None, None))
         if copy is None or batch is None:
             return None
+        batch.open -= 1
+        self._close(batch)
         self.counts["kept" if is_kept else "not_kept"] += 1
         if is_kept:
             self._stored(batch, batch.missing[copy.meta.id])
@@ -204,10 +211,13 @@ class Spills:
             if not batch.pieces:
                 self._copying.popleft()
                 self._done(batch.session_id)
+                batch.is_asked = True
+                self._close(batch)
                 continue
             for copy in self._copies(batch, batch.pieces.popleft(), next_errand):
                 left -= len(copy.slots) * self._names.slot_bytes(copy.component)
                 self._in_flight[copy.errand] = copy, batch
+                batch.open += 1
                 effects.append(copy)
         return effects
 
@@ -225,6 +235,10 @@ class Spills:
         return bool(self._looking or self._copying or self._in_flight)
 
     # -- parts ---------------------------------------------------------------------------------
+
+    def _close(self, batch: Batch) -> None:
+        if batch.is_asked and not batch.open:
+            self.over.append(batch)
 
     def _done(self, session_id: SessionId) -> None:
         self.counts["sessions"] += 1

@@ -35,21 +35,28 @@ from ownerserve.node.events import (
     Found,
     Gone,
     Kept,
+    Located,
     NotFetched,
     NotKept,
+    RecordsLost,
+    Remembered,
     RestoreOutcome,
     RestoreReport,
     Start,
     Tick,
 )
 from ownerserve.node.gaps import Gaps
+from ownerserve.node.inventory import Inventory
 from ownerserve.node.line import Line
+from ownerserve.node.on_device import OnDevice
 from ownerserve.node.prefetches import Prefetches
 from ownerserve.node.records import RecordNames
 from ownerserve.node.relief import Relief
+from ownerserve.node.residency import Residency
 from ownerserve.node.restores import Restores
 from ownerserve.node.settings import NodeSettings
 from ownerserve.node.spills import Spills
+from ownerserve.node.tips import tip_of
 from ownerserve.node.worth import KEPT_IN, Worth
 from ownerserve.plan.benefit import eviction_weights
 from ownerserve.plan.cost.model import CostModel
@@ -59,6 +66,9 @@ from ownerserve.plan.swa.turn_end import TurnEnd
 
 REPRICE_S = 10.0
 """How often what was measured reaches the cache's order and the checkpoint policy."""
+
+FOUND_LESS = (RestoreOutcome.MISS, RestoreOutcome.NOTHING_STORED)
+"""Of a session whose state was told to be in the store, these are news."""
 
 
 class NodeState:
@@ -101,16 +111,36 @@ class NodeState:
             gaps=self.gaps,
         )
         self.names = names
+        self.inventory = Inventory()
+        self.on_device = OnDevice(cache, self.inventory, digest_at=self.chains.digest_at)
+        can_replay = planner.abilities.can_replay and planner.model.exact_replay_tokens is not None
+        self.residency = Residency(names, self.inventory, can_replay=can_replay)
         self._repriced_s = -REPRICE_S
         self._turns: dict[TurnId, SessionId | None] = {}
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What to do about `event`."""
         effects = self._handle(event, now)
+        self._tell_copied(now)
+        effects += self.residency.to_file()
         for effect in effects:
             if isinstance(effect, Start):
                 self._learn(effect.turn_id, now)
         return [effect for effect in effects if not self._is_ours(effect)]
+
+    def _tell_copied(self, now: float) -> None:
+        """Sessions of which all was offered to the store: what came of it is looked for."""
+        over, self.spills.over = self.spills.over, []
+        size = self.cache.tree.block_bytes
+        for batch in over:
+            tip = tip_of(
+                self.names,
+                batch.session_id,
+                len(batch.tokens) // size,
+                digests=batch.digests,
+                points=batch.unstored,
+            )
+            self.residency.copied(tip, now)
 
     def _learn(self, turn_id: TurnId, now: float) -> None:
         session_id = self._turns.get(turn_id)
@@ -118,6 +148,8 @@ class NodeState:
         if report is not None and turn_id in self._turns:
             if report.outcome is RestoreOutcome.LOADED:
                 self.line.loaded(turn_id, now)
+            elif report.outcome in FOUND_LESS and session_id is not None:
+                self.residency.missed(session_id, now)
             ends = self.spills.turn_ends(session_id) if session_id is not None else frozenset()
             self.checkpoints.restored(report, ends)
 
@@ -156,6 +188,14 @@ class NodeState:
                 self._landed(errand, is_kept=True)
             case NotKept(errand):
                 self._landed(errand, is_kept=False)
+            case Located():
+                self.residency.located(event, now)
+            case RecordsLost(ends, unnoted):
+                self.residency.lost(ends, now)
+                if unnoted:
+                    self.residency.all_lost(now)
+            case Remembered(tips):
+                self.residency.remembered(tips, now)
             case Tick():
                 return self._tick(now)
         return []
@@ -168,6 +208,9 @@ class NodeState:
             effects += self._restore(event, now)
         effects += self.relief.tick(now, self._next_errand)
         effects += self.spills.tick(now, self._next_errand)
+        self._tell_copied(now)
+        effects += self.residency.tick(now, self._next_errand)
+        self.on_device.tick()
         for wish in self.prefetches.due(now):
             if len(self.line):  # what is here comes before what may come
                 self.prefetches.landed(wish.turn_id)
@@ -209,18 +252,20 @@ class NodeState:
             self.spills.next_due(),
             self.prefetches.next_due(),
             self.cache.sessions.next_due(),
+            self.residency.next_due(),
         )
         return min((at for at in instants if at is not None), default=None)
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is being copied to the store."""
-        return self.spills.is_busy or self.relief.is_busy
+        """Whether anything is being copied to the store, or looked for there to be told."""
+        return self.spills.is_busy or self.relief.is_busy or self.residency.is_busy
 
     def check(self) -> None:
         """Raise InvariantViolated unless the cache's books and the node's own agree."""
         self.cache.check()
         self.relief.check()
+        self.inventory.check()
         reserved, on_hold = self.cache.ingest.counts()
         if on_hold:
             raise InvariantViolated(f"invariant 1: {on_hold} blocks on hold, no writer is lost")
@@ -251,6 +296,7 @@ class NodeState:
             ends = frozenset(at // block for at in span.turn_ends())
             self.spills.ended(session_id, points=points, ends=ends, now=now)
             self.prefetches.ended(session_id, now)
+            self.on_device.ended(session_id)
 
     def _next_errand(self) -> int:
         return next(self._errands)

@@ -6,7 +6,10 @@ here is trusted beyond an estimate, and what names an earlier life of a worker i
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.ids import SessionId
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.extents import Prefix, PrefixIndex
 from ownerserve.router.fleet import Fleet
@@ -21,6 +24,8 @@ from ownerserve.router.messages import (
 )
 from ownerserve.router.sessions import Session, SessionTable
 
+ENDED_KEPT = 8192
+
 
 class Knowledge:
     """Applies Reported, Gone, Claimed and Migrated, and forks sessions."""
@@ -29,6 +34,7 @@ class Knowledge:
         self._fleet = fleet
         self._sessions = sessions
         self._prefixes = PrefixIndex()
+        self._ended: OrderedDict[SessionId, None] = OrderedDict()
 
     def fork(self, child: Session, arrive: Arrive) -> None:
         """A new session begins like its parent: it stands on the parent's prefix (rule 3)."""
@@ -48,24 +54,37 @@ class Knowledge:
         if tokens > 0:
             child.fork(prefix, tokens)
 
+    def ended(self, session: SessionId) -> None:
+        """The session is over: what workers still hold of it brings it back no more."""
+        self._ended[session] = None
+        if len(self._ended) > ENDED_KEPT:
+            self._ended.popitem(last=False)
+
     def reported(self, event: Reported, now_s: float) -> Noted:
         """A holder says what it holds."""
-        prefix = self._prefixes.get(event.prefix_hash)
-        if prefix is None and event.session is not None:
-            prefix = self._adopt(event)
+        worker = None if event.unit is None else self._fleet.find(event.unit)
+        if worker is None and event.unit is not None:
+            return NOTED  # an earlier life of it
+        prefix = None
+        if event.session is not None:
+            prefix = self._stands_on(event, now_s)
+        elif event.prefix_hash is not None:
+            prefix = self._prefixes.get(event.prefix_hash)
         if prefix is None:
             return NOTED  # no session here stands on it
-        if event.unit is None:
-            prefix.hold(None, event.tier, event.tokens)
-            return NOTED
-        worker = self._fleet.find(event.unit)
-        if worker is not None:
-            prefix.hold(worker, event.tier, event.tokens)
+        if not prefix.copies and worker is not None:
+            prefix.spec_digest = worker.profile.spec_digest
+        prefix.hold(worker, event.tier, event.tokens)
         return NOTED
 
     def gone(self, event: Gone, now_s: float) -> Noted:
         """A holder dropped it."""
-        prefix = self._prefixes.get(event.prefix_hash)
+        prefix = None
+        if event.session is not None:
+            session = self._sessions.get(self._sessions.resolve(event.session))
+            prefix = None if session is None else session.prefix
+        elif event.prefix_hash is not None:
+            prefix = self._prefixes.get(event.prefix_hash)
         worker = None if event.unit is None else self._fleet.find(event.unit)
         if prefix is not None and (event.unit is None or worker is not None):
             prefix.drop(worker, event.tier)
@@ -96,18 +115,29 @@ class Knowledge:
         self._sessions.claim(session, worker)
         return NOTED
 
-    def _adopt(self, event: Reported) -> Prefix | None:
-        """The prefix of the session that stands on it, which has this hash from now on."""
+    def _stands_on(self, event: Reported, now_s: float) -> Prefix | None:
+        """The prefix of the session that stands on it, which has this hash from now on.
+
+        A session that nobody here has seen ran before this router began: it is known from now on,
+        as one that has run and whose owner is not known.
+        """
         assert event.session is not None
-        session = self._sessions.get(self._sessions.resolve(event.session))
+        name = self._sessions.resolve(event.session)
+        session = self._sessions.get(name)
         if session is None:
-            return None
+            if name in self._ended:
+                return None
+            session = self._sessions.touch(name, now_s)
+            session.turns = 1
         if session.prefix is None:
             session.prefix = Prefix()
-        if session.prefix.refs > 1 and event.tokens != session.prefix.tokens:
+        prefix = session.prefix
+        if prefix.refs > 1 and event.tokens > prefix.tokens:
             return None  # shared and sealed: the next turn gives the session one of its own
-        self._prefixes.name(session.prefix, event.prefix_hash)
-        return session.prefix
+        is_its_own = prefix.refs == 1 or event.tokens == prefix.tokens
+        if event.prefix_hash is not None and is_its_own:
+            self._prefixes.name(prefix, event.prefix_hash)
+        return prefix
 
 
 def _is_earlier(session: Session, epoch: Epoch) -> bool:

@@ -155,22 +155,25 @@ class Stamped(msgspec.Struct, frozen=True, gc=False):
 class Reported(msgspec.Struct, frozen=True, gc=False):
     """`unit` (None: the shared store) holds [0, tokens) of a prefix in `tier`.
 
-    `session` stands on it, when given; that is how the router learns a session's prefix hash.
+    `session` stands on it, when given: that is how the router learns a session's prefix hash, and
+    of sessions that ran before it began. `prefix_hash` None: the holder has not hashed so far.
     """
 
     unit: RoutingUnit | None
     tier: Tier
-    prefix_hash: PrefixHash
+    prefix_hash: PrefixHash | None
     tokens: int
     session: SessionId | None = None
 
 
 class Gone(msgspec.Struct, frozen=True, gc=False):
-    """`unit` (None: the shared store) no longer holds the prefix in `tier`."""
+    """`unit` (None: the shared store) no longer holds the prefix in `tier`: the one that `session`
+    stands on, else the one that ends in `prefix_hash`."""
 
     unit: RoutingUnit | None
     tier: Tier
-    prefix_hash: PrefixHash
+    prefix_hash: PrefixHash | None = None
+    session: SessionId | None = None
 
 
 class Claimed(msgspec.Struct, frozen=True, gc=False):

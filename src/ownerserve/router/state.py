@@ -337,7 +337,9 @@ class RouterState:
         return ask(live.arrive, live.session, candidates, limits=self._settings, now_s=now)
 
     def _session_end(self, event: SessionEnd, now: float) -> Noted:
-        self.sessions.forget(self.sessions.resolve(event.session))
+        name = self.sessions.resolve(event.session)
+        self.sessions.forget(name)
+        self._knowledge.ended(name)
         return NOTED
 
     def _release(self, receipt: Receipt) -> _Live:

@@ -75,6 +75,14 @@ def stored_copy(request: Request, worker: Worker) -> Copy | None:
     return found
 
 
+def has_more_stored(request: Request, worker: Worker) -> bool:
+    """Whether `worker` can load more of the prompt than its device has: not for most turns."""
+    if len(request.copies) < 2 and (not request.copies or request.copies[0].tier is _DEVICE):
+        return False
+    stored = stored_copy(request, worker)
+    return stored is not None and stored.tokens > request.cached_on(worker)
+
+
 def peer_copy(request: Request, worker: Worker) -> Copy | None:
     """The longest copy that another worker holds, the least busy one's of equals."""
     found = None

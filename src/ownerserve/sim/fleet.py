@@ -50,6 +50,7 @@ from ownerserve.sim.metrics.rows import NO_WORKER, Finished, Rows
 from ownerserve.sim.oracle.horizon import Foresight
 from ownerserve.sim.ownership import Ownership
 from ownerserve.sim.sequence import Sequence, sequence_of
+from ownerserve.sim.told import Told
 from ownerserve.sim.transfers import Brought, Landing, Transfers
 from ownerserve.sim.turns import Turn, prefix_name
 from ownerserve.sim.worker import Worker
@@ -90,6 +91,7 @@ class Fleet:
         self._heap = heap
         self._workload = workload
         self._transfers = transfers
+        self._told = Told(self.workers, router.handle)
         self._accounts = Accounts(self.workers, self.counters, hot_ms=hot_ms)
         self._live: dict[TurnId, Live] = {}
         self._apart: dict[TurnId, Live] = {}
@@ -160,6 +162,7 @@ class Fleet:
         arrive = Arrive(
             turn.name, turn.prompt_tokens * BYTES_PER_TOKEN, None, turn.parent, shared_bytes
         )
+        self._told.look(now)
         owner = self._owner(turn.name)
         if owner is not None:
             row.owner, row.owner_wait_ms = owner.order, owner.queue_ms

@@ -19,7 +19,7 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import Resume
 from ownerserve.cache.pressure import Checkpoint
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import TurnId
+from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Packed
 from ownerserve.kv.units import GIB
 from ownerserve.node.checkpoints import policy_of
@@ -28,6 +28,7 @@ from ownerserve.node.events import (
     Copy,
     Drop,
     Effect,
+    Ended,
     Errand,
     Event,
     Fetch,
@@ -35,17 +36,27 @@ from ownerserve.node.events import (
     Fill,
     Filled,
     Find,
+    Forget,
     Found,
+    Gone,
     Kept,
+    Locate,
+    Located,
     NotFetched,
     NotKept,
+    RecordsLost,
+    Remember,
+    Remembered,
     RestoreReport,
     Start,
     Tick,
 )
+from ownerserve.node.inventory import Inventory
+from ownerserve.node.on_device import OnDevice
 from ownerserve.node.records import RecordNames
 from ownerserve.node.settings import NodeSettings
 from ownerserve.node.state import NodeState
+from ownerserve.node.tips import Tip
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.plan.cost.model import CostModel
@@ -54,7 +65,7 @@ from ownerserve.plan.restore import Planner
 from ownerserve.sim.layout import UnitModel, unit_defaults, unit_policy
 from ownerserve.sim.media import Duplex, in_series
 from ownerserve.sim.store import Move, Present, Reading, Room, SimStore
-from ownerserve.sim.stored import held_units
+from ownerserve.sim.stored import Losses, held_units, located
 from ownerserve.store.model import MissReason
 
 TICK_S = 0.01
@@ -131,6 +142,7 @@ class SimNode:
     ) -> None:
         """`started(turn, now)` is called once for each turn that arrived, also from within
         `handle`; `checkpoint(turns)` names turns to snapshot at their next boundary."""
+        self.inventory = state.inventory
         self.state = state
         self.store = store
         self.pcie = pcie
@@ -143,6 +155,14 @@ class SimNode:
         self._slot_bytes = {c.name: c.slot_bytes for c in state.cache.layout.components}
         self._armed_s: float | None = None
         self._ticked_s = 0.0
+        self._file: dict[SessionId, Tip] = {}
+        self._losses = Losses(store)
+
+    def goes_on(self, file: dict[SessionId, Tip], now: float) -> None:
+        """The file of a former life, which this one goes on writing."""
+        self._file = file
+        if file:
+            self.handle(Remembered(tuple(file.values())), now)
 
     # -- the worker's side ---------------------------------------------------------------------
 
@@ -193,6 +213,8 @@ class SimNode:
         if now != self._armed_s or not self.is_alive:
             return  # an earlier one came instead
         self._armed_s, self._ticked_s = None, now
+        if lost := self._losses.take():
+            self._perform(self.state.handle(RecordsLost(lost), now), now)
         self.handle(Tick(), now)
 
     def _perform(self, effects: Iterable[Effect], now: float) -> None:
@@ -219,6 +241,13 @@ class SimNode:
                     self._fetched.pop(errand, None)
                 case Checkpoint(turns) if self._checkpoint is not None:
                     self._checkpoint(turns)
+                case Locate(errand):
+                    self._asked.add(errand)
+                    self._at(now + self.store.lookup_s, partial(self._locate, effect))
+                case Remember(tip):
+                    self._file[tip.session_id] = tip
+                case Forget(session_id):
+                    self._file.pop(session_id, None)
         if copies:
             self._copy(copies, now)
 
@@ -236,6 +265,10 @@ class SimNode:
             if inside:
                 held |= self.store.find(item.meta.id for item in inside)
             self.handle(Found(find.errand, held, inside), now)
+
+    def _locate(self, locate: Locate, now: float) -> None:
+        if self._take(locate.errand):
+            self.handle(Located(locate.errand, located(self.store, locate.ids)), now)
 
     # -- fetching ------------------------------------------------------------------------------
 
@@ -328,7 +361,7 @@ class SimNode:
 class DeviceOnly:
     """A worker without a store: turns run with what the device has, short room is evicted.
 
-    Has SimNode's face. Replays and spills nothing.
+    Has SimNode's face. Replays and spills nothing; tells what the device holds, as such a worker.
     """
 
     def __init__(
@@ -338,15 +371,27 @@ class DeviceOnly:
         started: Started,
         checkpoint: ToCheckpoint | None = None,
     ) -> None:
+        self.inventory = Inventory()
+        self._on_device = OnDevice(cache, self.inventory)
         self._pressure = cache.pressure
         self._sessions = cache.sessions
         self._started = started
         self._checkpoint = checkpoint
+        self._session_of: dict[TurnId, SessionId] = {}
 
     def handle(self, event: Event, now: float) -> None:
-        """Only an arrival matters: it starts."""
-        if isinstance(event, Arrived):
-            self._started(event.turn_id, now)
+        """A turn that arrives starts; what is left of one that ends is told."""
+        match event:
+            case Arrived(turn_id, session_id):
+                if session_id is not None:
+                    self._session_of[turn_id] = session_id
+                self._started(turn_id, now)
+            case Ended(turn_id):
+                session = self._session_of.pop(turn_id, None)
+                if session is not None:
+                    self._on_device.ended(session)
+            case Gone(turn_id):
+                self._session_of.pop(turn_id, None)
 
     def resume(self, tokens: Packed) -> Resume | None:
         """At the deepest complete point, as the cache does by itself."""
@@ -367,6 +412,7 @@ class DeviceOnly:
     def look(self, now: float) -> None:
         """Soft references end; make room where little is left."""
         self._sessions.expire(now)
+        self._on_device.tick()
         if self._pressure.is_due:
             for directive in self._pressure.relieve(now):
                 if isinstance(directive, Checkpoint) and self._checkpoint is not None:

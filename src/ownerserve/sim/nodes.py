@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import SessionId
+from ownerserve.node.tips import Tip
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.inputs import Tier
 from ownerserve.sim.layout import UnitModel
@@ -29,6 +31,7 @@ class NodeMaker:
 
     def __init__(self, setup: Setup, pace: Pace, model: UnitModel) -> None:
         self.disks: dict[int, SimTier] = {}
+        self._files: dict[int, dict[SessionId, Tip]] = {}
         self._setup = setup
         self._pace = pace
         self.model = model
@@ -58,9 +61,12 @@ class NodeMaker:
             policy=self._setup.tiers.checkpoints,
             abilities=self._setup.granted.planner,
         )
-        return SimNode(
+        node = SimNode(
             state, store, pcie, at=worker.later, started=worker.started, checkpoint=engine
         )
+        if worker.index in self.disks:
+            node.goes_on(self._files.setdefault(worker.index, {}), worker.heap.now)
+        return node
 
     def tally(self, counters: Counters) -> None:
         """Add what was written to drives, and read from them."""

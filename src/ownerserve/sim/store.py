@@ -90,6 +90,8 @@ class SimStore:
         self.counters: Counter[str] = Counter()
         self.network_bytes = 0
         self._plan = self.placement.write.plan(len(self.tiers))
+        self.home = self._plan.home
+        """The level whose write is the answer."""
         if placement is None:
             self._plan = self._plan._replace(with_it=tuple(range(home)))
         self._nic = nic

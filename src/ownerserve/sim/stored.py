@@ -1,11 +1,45 @@
-"""What a worker's host memory holds of a prompt: for transfers, which may send from there. Pure."""
+"""What a worker's tiers hold: of a prompt, for transfers, which may send from host memory; of the
+records of a session, for what is told to others; and what went from them. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ownerserve.kv.ids import PrefixHash
 from ownerserve.node.records import Cell, Digests, RecordNames
 from ownerserve.plan.inputs import Tier
 from ownerserve.sim.store import SimStore
 from ownerserve.sim.tier import SimTier
+
+
+def located(store: SimStore, ids: Sequence[bytes]) -> dict[Tier, frozenset[bytes]]:
+    """Which of `ids` each tier has. A remote one is not asked, as by a worker: what is written
+    through to it counts as there."""
+    found: dict[Tier, frozenset[bytes]] = {}
+    for level, tier in enumerate(store.tiers):
+        if tier.tier is not Tier.REMOTE:
+            found[tier.tier] = frozenset(id_ for id_ in ids if tier.get(id_) is not None)
+        elif level == store.home:
+            found[tier.tier] = frozenset(ids)
+    return found
+
+
+class Losses:
+    """Records that went from a node's own tiers since they were last taken."""
+
+    def __init__(self, store: SimStore) -> None:
+        self._tiers = [tier for tier in store.tiers if tier.tier is not Tier.REMOTE]
+        for tier in self._tiers:
+            tier.lost = []
+
+    def take(self) -> tuple[PrefixHash, ...]:
+        """Their prefix hashes, each once."""
+        ends: dict[PrefixHash, None] = {}
+        for tier in self._tiers:
+            if tier.lost:
+                ends |= dict.fromkeys(tier.lost)
+                tier.lost = []
+        return tuple(ends)
 
 
 def held_units(names: RecordNames, digests: Digests, store: SimStore) -> int:

@@ -13,6 +13,7 @@ from struct import Struct
 import msgspec
 
 from ownerserve.kv.errors import InvariantViolated
+from ownerserve.kv.ids import PrefixHash
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.inputs import Tier
 from ownerserve.sim.media import Pipe
@@ -58,6 +59,8 @@ class SimTier:
         self._standing: dict[tuple[bytes, Kind], Usage] = {}
         self._ledger = Ledger(plan.limits, self._standing)
         self._ends: dict[int, list[bytes]] = {}
+        self.lost: list[PrefixHash] | None = None
+        """Prefix hashes of records that went, for who tells others; None: nobody does."""
         self._tidied_s = 0.0
 
     @property
@@ -158,6 +161,8 @@ class SimTier:
         if record is None:
             return
         del self._held[record.meta.kind][id_]
+        if self.lost is not None:
+            self.lost.append(PrefixHash(record.meta.prefix_hash))
         self._count(record, -1)
         self._unindex(record.meta)
         if self.segments is not None:

@@ -19,6 +19,7 @@ from ownerserve.kv.ids import Incarnation, TurnId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.node.events import Arrived, Ended, Event, Gone, RestoreReport
+from ownerserve.node.inventory import Inventory
 from ownerserve.plan.inputs import Backlog
 from ownerserve.sim.engine import Engine
 from ownerserve.sim.heap import Call, Entry, Heap
@@ -28,6 +29,8 @@ from ownerserve.sim.sequence import Sequence
 
 class Node(Protocol):
     """What brings a turn's state and keeps it when it goes: SimNode, or DeviceOnly."""
+
+    inventory: Inventory
 
     def handle(self, event: Event, now: float) -> None: ...
 

@@ -45,7 +45,7 @@ from ownerserve.store.model import (
 from ownerserve.store.policy import Limits, Order, WriteBudget, by_utility, choose
 from ownerserve.store.recover import Recovered, recover
 from ownerserve.store.seal import Keys, SealKind
-from ownerserve.store.tier import OnEvict, Reservation
+from ownerserve.store.tier import OnEvict, OnRemoved, Reservation, nobody_listens
 from ownerserve.store.verify import draft, record_room
 
 
@@ -83,6 +83,8 @@ class DiskTier:
         segments, parts, keys, home = self._open(directory)
         self.recovery = parts.report
         self.on_evict: OnEvict | None = None
+        self.on_removed: OnRemoved = nobody_listens
+        parts.index.on_removed = lambda metas: self.on_removed(metas)
         self.core = DiskCore(home, keys, clock, parts=parts)
         self._ledger = Ledger(self._options.limits, parts.index.standing)
         self._reader = DiskReader(

@@ -24,6 +24,7 @@ from ownerserve.store.index import (
     mark_of,
 )
 from ownerserve.store.model import Kind, Usage
+from ownerserve.store.tier import OnRemoved, nobody_listens
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -34,6 +35,7 @@ class IndexWriter(IndexReader):
     def __init__(self, path: Path, store_id: bytes) -> None:
         super().__init__(path)
         self.is_new = False
+        self.on_removed: OnRemoved = nobody_listens
         self.standing: dict[tuple[bytes, Kind], Usage] = {}
         try:
             self._open_or_create(store_id)
@@ -122,6 +124,9 @@ class IndexWriter(IndexReader):
                 before = self.standing.get(key, Usage())
                 self.standing[key] = Usage(*(a + b for a, b in zip(before, growth, strict=True)))
         self._remember((), self._generation)
+        if change.remove:
+            moved = {entry.meta.id for entry in change.add}
+            self.on_removed([e.meta for e in change.remove if e.meta.id not in moved])
 
     def release(self, quarantined: Sequence[Quarantined]) -> None:
         """Quarantined records become doomed spans."""

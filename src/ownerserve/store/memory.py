@@ -39,7 +39,7 @@ from ownerserve.store.model import (
 )
 from ownerserve.store.policy import Limits, Order, by_age
 from ownerserve.store.seal import SealKind, Xxh3Seal
-from ownerserve.store.tier import OnEvict, Reservation
+from ownerserve.store.tier import OnEvict, OnRemoved, Reservation, nobody_listens
 from ownerserve.store.verify import BadRange, chunk_span, open_chunks, span_of
 
 _SEAL = Xxh3Seal()
@@ -83,6 +83,7 @@ class MemoryTier:
         self._landing = landing or BufferPool(2 * limits.capacity_bytes + 2 * CHUNK)
         self._order = order
         self.on_evict: OnEvict | None = None
+        self.on_removed: OnRemoved = nobody_listens
         self._held: dict[Kind, OrderedDict[bytes, Held]] = {kind: OrderedDict() for kind in Kind}
         self._boundaries: dict[bytes, dict[bytes, int]] = {}  # hash -> id -> units up to there
         self._standing: dict[tuple[bytes, Kind], Usage] = {}
@@ -231,6 +232,7 @@ class MemoryTier:
                 if gone is not None:
                     self._count(gone.header.meta, -len(gone.payload), -1)
                     self._forget_boundaries(gone.header.meta)
+                    self.on_removed((gone.header.meta,))
                     return 1
         return 0
 

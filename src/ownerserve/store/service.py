@@ -47,8 +47,9 @@ class Pending(msgspec.Struct, frozen=True):
 
 
 Found = Mapping[bytes, Listed]
+Located = Mapping[str, frozenset[bytes]]
 Reserved = Reservation | Present | Refused
-Answer = ReadOutcome | WriteOutcome | Found | Reserved
+Answer = ReadOutcome | WriteOutcome | Found | Located | Reserved
 
 
 class _Job(msgspec.Struct):
@@ -86,7 +87,9 @@ class StoreService:
         job = _Job(Flight(0), lambda: self._tier.find(ids), {})
         return self._submit(job, self._read_jobs, key=("find", ids), deadline_s=deadline_s)
 
-    def submit_look(self, look: Callable[[], Found], *, deadline_s: float | None = None) -> Ticket:
+    def submit_look(
+        self, look: Callable[[], Found | Located], *, deadline_s: float | None = None
+    ) -> Ticket:
         """As `submit_find`, where the caller knows more ways to look than a tier's `find`."""
         job = _Job(Flight(0), look, {})
         return self._submit(job, self._read_jobs, key=None, deadline_s=deadline_s)

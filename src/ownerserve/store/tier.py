@@ -94,6 +94,22 @@ OnEvict = Callable[[Listed, Callable[[], memoryview | None]], None]
 may read the medium: verified, or None when they are bad."""
 
 
+OnRemoved = Callable[[Sequence[Meta]], None]
+"""Called with what was evicted, expired, purged or quarantined, after it went; on the thread that
+did it, under the tier's lock: it must be short."""
+
+
+def nobody_listens(metas: Sequence[Meta]) -> None:
+    """The OnRemoved of a tier that nobody asks."""
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """A tier that tells what it holds no more, whatever the reason."""
+
+    on_removed: OnRemoved
+
+
 @runtime_checkable
 class Evicting(Protocol):
     """A tier that tells what it evicts. None: nobody listens."""

@@ -29,6 +29,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.node.backing import open_backing
 from ownerserve.node.calibration import Calibration
 from ownerserve.node.checkpoints import policy_of
+from ownerserve.node.journal import Journal
 from ownerserve.node.media import DEFAULT_WRITE
 from ownerserve.node.records import RecordNames
 from ownerserve.node.runtime import NodeRuntime
@@ -139,7 +140,10 @@ def build_node(
     if backing is None:
         return None
     identity, port = identity_of(checkpoint, runner), HfPort(runner)
-    costs = f"costs-{identity.digest().hex()[:16]}.json"
+    digest = identity.digest().hex()[:16]
+    costs, journal = f"costs-{digest}.json", None
+    if options.store is not None and any(tier.name == "disk" for tier in backing.tiers.tiers):
+        journal = Journal(options.store / f"sessions-{digest}.jsonl")
     calibration = Calibration(options.store / costs if options.store is not None else None)
     names = RecordNames(
         identity,
@@ -157,7 +161,7 @@ def build_node(
         settings=options.node,
         policy=policy_of(options.checkpoints, planner.model, calibration.model),
     )
-    return NodeRuntime(state, port, backing=backing, calibration=calibration)
+    return NodeRuntime(state, port, backing=backing, calibration=calibration, journal=journal)
 
 
 def _limits(options: WorkerOptions, runner: Runner, sizes: PoolSizes) -> Limits:

@@ -15,10 +15,20 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from ownerserve.cache.metrics import Snapshot
-from ownerserve.engines.hf.inbox import Abort, Ask, AskCache, Call, EngineDead, Stop, Submit
+from ownerserve.engines.hf.inbox import (
+    Abort,
+    Ask,
+    AskCache,
+    AskInventory,
+    Call,
+    EngineDead,
+    Stop,
+    Submit,
+)
 from ownerserve.engines.hf.loop import StepLoop
 from ownerserve.engines.hf.requests import Failed, Finished, Request, StreamEvent
 from ownerserve.engines.hf.status import HfStatus
+from ownerserve.kv.wire.inventory import Page
 from ownerserve.kv.wire.rpc import Answer as RpcAnswer
 from ownerserve.kv.wire.rpc import Probe, Seed
 from ownerserve.kv.wire.rpc import Request as RpcRequest
@@ -126,6 +136,12 @@ class Engine:
     def step_s(self) -> float:
         """What the last step took."""
         return self._steps.step_s
+
+    async def inventory(self, after: int, timeout_s: float) -> Page:
+        """What is held here and was said after word `after`, as `status`."""
+        answer: Future[Page] = Future()
+        self._steps.inbox.put(AskInventory(after, answer))
+        return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
 
     def call(self, request: RpcRequest) -> Future[RpcAnswer]:
         """A request of the node's RPC port; from any thread. Raises EngineDead.

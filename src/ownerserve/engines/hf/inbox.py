@@ -15,6 +15,7 @@ import msgspec
 from ownerserve.cache.metrics import Snapshot
 from ownerserve.engines.hf.requests import Request
 from ownerserve.engines.hf.status import HfStatus
+from ownerserve.kv.wire.inventory import Page
 from ownerserve.kv.wire.rpc import Answer as RpcAnswer
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 
@@ -40,6 +41,13 @@ class AskCache(msgspec.Struct, frozen=True):
     answer: Future[Snapshot]
 
 
+class AskInventory(msgspec.Struct, frozen=True):
+    """What is held here, as far as it was said after the word number `after`."""
+
+    after: int
+    answer: Future[Page]
+
+
 class Call(msgspec.Struct, frozen=True):
     """A request of the node's RPC port."""
 
@@ -51,7 +59,7 @@ class Stop(msgspec.Struct, frozen=True):
     pass
 
 
-Command = Submit | Abort | Ask | AskCache | Call | Stop
+Command = Submit | Abort | Ask | AskCache | AskInventory | Call | Stop
 
 
 class EngineDead(RuntimeError):

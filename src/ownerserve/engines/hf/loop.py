@@ -21,7 +21,17 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.table import Table
 from ownerserve.engines.hf.desk import Desk, LetIn
-from ownerserve.engines.hf.inbox import Abort, Ask, AskCache, Call, EngineDead, Inbox, Stop, Submit
+from ownerserve.engines.hf.inbox import (
+    Abort,
+    Ask,
+    AskCache,
+    AskInventory,
+    Call,
+    EngineDead,
+    Inbox,
+    Stop,
+    Submit,
+)
 from ownerserve.engines.hf.measuring import Measuring
 from ownerserve.engines.hf.metrics import WorkerMetrics
 from ownerserve.engines.hf.requests import (
@@ -182,6 +192,10 @@ class StepLoop:
                 case AskCache(asked):
                     if asked.set_running_or_notify_cancel():
                         asked.set_result(snapshot(self._cache, time.time()))
+                case AskInventory(after, wanted):
+                    if wanted.set_running_or_notify_cancel():
+                        life = self._identity.incarnation
+                        wanted.set_result(self._restoring.inventory.page(after, incarnation=life))
             command = self.inbox.take_ready()
         self.standing = self._desk.standing()
         return True
@@ -410,7 +424,7 @@ class StepLoop:
             self._emit(request_id, Failed(WorkerRefusal.ENGINE_DEAD, because))
         for command in left:
             if (
-                isinstance(command, Ask | AskCache | Call)
+                isinstance(command, Ask | AskCache | AskInventory | Call)
                 and command.answer.set_running_or_notify_cancel()
             ):
                 command.answer.set_exception(EngineDead(because))

@@ -23,6 +23,8 @@ from ownerserve.kv.messages import RestoreAction
 from ownerserve.kv.prefix import pack
 from ownerserve.node.calibration import Calibration
 from ownerserve.node.events import Arrived, Ended, Gone, RestoreOutcome, RestoreReport
+from ownerserve.node.inventory import Inventory
+from ownerserve.node.on_device import OnDevice
 from ownerserve.node.runtime import NodeRuntime
 from ownerserve.node.survey import LOADS
 from ownerserve.plan.cost.events import Waited
@@ -49,6 +51,10 @@ class Restoring(Protocol):
 
     @property
     def tiers(self) -> Mapping[Tier, int | None]: ...
+
+    @property
+    def inventory(self) -> Inventory: ...
+
     def arrived(self, turn_id: TurnId, request: Request) -> None: ...
     def poll(self) -> None: ...
     def wait_s(self) -> float | None: ...
@@ -63,9 +69,12 @@ class WithoutNode:
     """No store, no node: every turn runs with what the device has; short room is evicted."""
 
     def __init__(self, cache: HeteroCache, scheduler: Scheduler) -> None:
+        self.inventory = Inventory()
+        self._on_device = OnDevice(cache, self.inventory)
         self._pressure = cache.pressure
         self._sessions = cache.sessions
         self._scheduler = scheduler
+        self._session_of: dict[TurnId, SessionId] = {}
         self.calibration = Calibration(None)
 
     @property
@@ -73,7 +82,10 @@ class WithoutNode:
         """None: state is kept on the device only."""
         return {}
 
-    def arrived(self, turn_id: TurnId, request: Request) -> None: ...
+    def arrived(self, turn_id: TurnId, request: Request) -> None:
+        """Its session is what is told of."""
+        if request.session_id:
+            self._session_of[turn_id] = SessionId(request.session_id)
 
     def poll(self) -> None:
         """Between two steps: soft references end, room is made where little is left."""
@@ -83,6 +95,7 @@ class WithoutNode:
             for directive in self._pressure.relieve(now):
                 if isinstance(directive, Checkpoint):
                     self._scheduler.checkpoint(directive.turns)
+        self._on_device.tick()
 
     def wait_s(self) -> float | None:
         due = self._sessions.next_due()
@@ -92,8 +105,18 @@ class WithoutNode:
         return Brought()
 
     def computed(self, plan: StepPlan) -> None: ...
-    def ended(self, turn_ids: Iterable[TurnId]) -> None: ...
-    def gone(self, turn_id: TurnId) -> None: ...
+
+    def ended(self, turn_ids: Iterable[TurnId]) -> None:
+        """Their sessions' state is on the device."""
+        for turn_id in turn_ids:
+            session_id = self._session_of.pop(turn_id, None)
+            if session_id is not None:
+                self._on_device.ended(session_id)
+
+    def gone(self, turn_id: TurnId) -> None:
+        """The turn's request was given up or has failed."""
+        self._session_of.pop(turn_id, None)
+
     def close(self, *, within_s: float) -> None: ...
 
 
@@ -124,6 +147,11 @@ class WithNode:
     def tiers(self) -> Mapping[Tier, int | None]:
         """Where the node keeps state, and how many bytes fit; None: not known."""
         return self._node.tiers
+
+    @property
+    def inventory(self) -> Inventory:
+        """What the node tells that it holds."""
+        return self._node.state.inventory
 
     def arrived(self, turn_id: TurnId, request: Request) -> None:
         """A queued turn keeps its place and waits for the node's word."""

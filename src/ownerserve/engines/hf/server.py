@@ -95,6 +95,7 @@ class Endpoints:
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/ownerserve/status", self.status, methods=["GET"]),
             Route("/ownerserve/cache", self.cache, methods=["GET"]),
+            Route("/ownerserve/inventory", self.inventory, methods=["GET"]),
         ]
 
     async def models(self, http: HttpRequest) -> Response:
@@ -123,6 +124,14 @@ class Endpoints:
 
     async def cache(self, http: HttpRequest) -> Response:
         return json_response(await self._in_time(self._worker.engine.cache(HEALTH_TIMEOUT_S)))
+
+    async def inventory(self, http: HttpRequest) -> Response:
+        """What is held here, as far as it was said after word `after`."""
+        after = http.query_params.get("after", "0")
+        if not (after.isascii() and after.isdigit() and len(after) < 19):
+            raise InvalidInput("after", f"{after!r} is no number", "send a page's last, or 0")
+        page = self._worker.engine.inventory(int(after), HEALTH_TIMEOUT_S)
+        return json_response(await self._in_time(page))
 
     async def metrics(self, http: HttpRequest) -> Response:
         content = self._worker.metrics.render()

@@ -22,12 +22,22 @@ from ownerserve.router.gateway.client import ClientConnection
 from ownerserve.router.gateway.config import Config
 from ownerserve.router.gateway.directory_link import DirectoryLink
 from ownerserve.router.gateway.health import HealthMonitor, News
+from ownerserve.router.gateway.inventory import InventoryReader
 from ownerserve.router.gateway.lobby import Lobby
 from ownerserve.router.gateway.model_list import Models, union
 from ownerserve.router.gateway.observe import Observer
 from ownerserve.router.gateway.places import Places
 from ownerserve.router.gateway.pool import WorkerPool
-from ownerserve.router.messages import Arrive, Claimed, Drain, Stamped, WorkerDown, WorkerUp
+from ownerserve.router.messages import (
+    Arrive,
+    Claimed,
+    Drain,
+    Gone,
+    Reported,
+    Stamped,
+    WorkerDown,
+    WorkerUp,
+)
 from ownerserve.router.policies import POLICIES, make_policy
 from ownerserve.router.seats import Seats
 from ownerserve.router.state import RouterState
@@ -89,6 +99,12 @@ class Gateway:
             for address in config.workers
         }
         self.places = Places()
+        self.inventories = {
+            address.worker: InventoryReader(
+                address, config, access=self.access, fleet=self.state.fleet, tell=self._told
+            )
+            for address in config.workers
+        }
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
         self._ids = count(1)
@@ -101,7 +117,12 @@ class Gateway:
     def stranger(self, arrive: Arrive) -> SessionId | None:
         """The session's name, if another gateway may know more of it than this one."""
         name = arrive.session
-        return name if name and self.owners.is_shared and not self._is_known(name) else None
+        if not name or not self.owners.is_shared:
+            return None
+        known = self.state.sessions.get(self.state.sessions.resolve(name))
+        # One without an owner is known by a worker's inventory alone.
+        is_ours = known is not None and (known.owner is not None or known.epoch is not None)
+        return None if is_ours else name
 
     @property
     def port(self) -> int:
@@ -115,11 +136,13 @@ class Gateway:
         for heard in await asyncio.gather(*(monitor.probe() for monitor in monitors)):
             for news in heard:
                 self._heard(news)  # in the order of the settings, whoever answered first
+        await asyncio.gather(*(reader.read() for reader in self.inventories.values()))
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
             lambda: ClientConnection(self), self.config.host, self.config.port, backlog=BACKLOG
         )
         self._tasks = [loop.create_task(monitor.run()) for monitor in monitors]
+        self._tasks += [loop.create_task(reader.run()) for reader in self.inventories.values()]
         self._tasks.append(loop.create_task(self._sweep()))
         self._tasks.append(loop.create_task(self.owners.run()))
 
@@ -154,6 +177,7 @@ class Gateway:
         self.state.handle(event, self.now())
         match event:
             case WorkerUp(worker, dp_rank, incarnation):
+                self.inventories[worker].call()
                 if incarnation is not None:
                     self.owners.heard(RoutingUnit(worker, dp_rank, incarnation))
                 stated = self.monitors[worker].stated
@@ -174,6 +198,9 @@ class Gateway:
         """What the workers that are up serve, together."""
         up = {worker.id for worker in self.state.fleet.up}
         return union(monitor.models for name, monitor in self.monitors.items() if name in up)
+
+    def _told(self, event: Reported | Gone) -> None:
+        self.state.handle(event, self.now())
 
     def _claimed(self, event: Claimed) -> None:
         self.state.handle(event, self.now())

@@ -22,7 +22,7 @@ from ownerserve.router.request import Request
 from ownerserve.router.settings import DEFAULTS, Settings
 from ownerserve.router.starts import few, rank, start
 from ownerserve.router.turns import TurnClass
-from ownerserve.router.ways import peer_copy
+from ownerserve.router.ways import has_more_stored, peer_copy
 from ownerserve.router.worker import Worker
 
 _CALM, _COLD = Heat.CALM, TurnClass.COLD_RESUME
@@ -53,7 +53,7 @@ class OwnerServe:
                 settings=self._settings,
                 pressure=self.pressure_ms,
             )
-        if state is _CALM and request.turn in _SHORT:  # as most are
+        if state is _CALM and request.turn in _SHORT and not has_more_stored(request, home):
             option = self._pricer.local(request, home)
             return Decision(
                 home, option.action, _OWNER, option.cached_tokens, alternatives=(option,)

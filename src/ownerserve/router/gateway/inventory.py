@@ -1,0 +1,121 @@
+"""Reads what a worker says that it holds, and tells the state: one reader for each worker.
+
+A reader asks after each good probe of its worker, so also at once in a new life of it. A worker
+that does not understand the question is not asked again in that life. One that does not answer is
+counted, logged once, and asked again: it costs cache hits, never a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from ownerserve.kv.wire.inventory import decode_page
+from ownerserve.router.fleet import Fleet
+from ownerserve.router.gateway.access import Access
+from ownerserve.router.gateway.config import Address, Config
+from ownerserve.router.gateway.fetching import fetch
+from ownerserve.router.residents import News, Residents
+from ownerserve.router.worker import Worker
+
+log = logging.getLogger("ownerserve.gateway")
+
+PATH = b"/ownerserve/inventory?after=%d"
+PAGES_A_ROUND = 64
+NOT_NOW = (401, 403, 429, 500, 503)
+"""The answers of one who may know, and does not say it now or to us."""
+
+
+class InventoryReader:
+    """Reads one worker's inventory and tells what is new."""
+
+    def __init__(
+        self,
+        address: Address,
+        config: Config,
+        *,
+        access: Access,
+        fleet: Fleet,
+        tell: Callable[[News], None],
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.residents = Residents(address.worker)
+        self._address = address
+        self._access = access
+        self._timeout_s = config.health_timeout_s
+        self._fleet = fleet
+        self._tell = tell
+        self._is_called = asyncio.Event()
+        self._silent_life: int | None = None
+        """The worker's life in which it does not know the question."""
+        self._is_warned = False
+
+    async def run(self) -> None:
+        """Read until cancelled."""
+        while True:
+            await self._is_called.wait()
+            self._is_called.clear()
+            await self.read()
+
+    def call(self) -> None:
+        """The worker is up: there may be something new."""
+        self._is_called.set()
+
+    async def read(self) -> None:
+        """Read what is new, once; whatever goes wrong, the next time may be better."""
+        worker = self._worker()
+        if worker is None or worker.life == self._silent_life:
+            return
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for _ in range(PAGES_A_ROUND):
+                    if not await self._read_page(worker):
+                        return
+        except OSError as error:  # TimeoutError too
+            self._failed(f"{type(error).__name__}: {error}")
+
+    async def _read_page(self, worker: Worker) -> bool:
+        """Ask for one page and tell its news; whether there is more to be asked for."""
+        asked, life = self.residents.after, worker.life
+        answer = await fetch(self._address, PATH % asked, self._access)
+        if worker.life != life:
+            return False  # its answer may be that of a former life
+        page = decode_page(answer.body) if answer.is_good else None
+        if page is None:
+            if answer.status in NOT_NOW:
+                self._failed(f"status {answer.status}")
+            else:
+                self._is_no_answer(worker)
+            return False
+        if page.incarnation != worker.incarnation:
+            return False  # the probe will tell of the new life, and it is asked then
+        self._is_warned = False
+        self.counts["pages"] += 1
+        self.counts["words"] += len(page.words)
+        self._say(self.residents.take(page, asked=asked))
+        return not self.residents.is_caught_up
+
+    def _is_no_answer(self, worker: Worker) -> None:
+        """Any other engine: what a former life of the worker said counts no longer."""
+        self._silent_life = worker.life
+        if worker.incarnation is not None:
+            self._say(self.residents.silent(worker.incarnation))
+
+    def _say(self, news: list[News]) -> None:
+        for one in news:
+            self._tell(one)
+
+    def _worker(self) -> Worker | None:
+        """The worker's first rank, when it is up."""
+        for worker in self._fleet:
+            if worker.id == self._address.worker and worker.up:
+                return worker
+        return None
+
+    def _failed(self, why: str) -> None:
+        self.counts["failed"] += 1
+        if not self._is_warned:
+            self._is_warned = True
+            log.warning("worker %s: its inventory can't be read: %s", self._address.worker, why)
