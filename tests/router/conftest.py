@@ -290,9 +290,9 @@ def play() -> Callable[..., None]:
             prepare(fakes)
             addresses = tuple(reach(number, fake.port) for number, fake in enumerate(fakes))
             gateway = Gateway(Config(workers=addresses, **settings))
-            await gateway.start()
             made = World(fakes, gateway)
             try:
+                await gateway.start()
                 async with asyncio.timeout(5):
                     await scenario(made)
                     await made.settled()

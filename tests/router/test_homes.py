@@ -45,6 +45,7 @@ from ownerserve.router.messages import (
     WorkerUp,
 )
 from ownerserve.router.policies import make_policy
+from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.request import Request
 from ownerserve.router.settings import Settings
 from ownerserve.router.state import RouterState
@@ -58,6 +59,8 @@ OTHER_REASON = Reason.SCORE
 
 class Sends:
     """A policy that sends where the test says, while that worker is a candidate."""
+
+    needs = ANY_WORKER
 
     def __init__(self) -> None:
         self.to = "w0"

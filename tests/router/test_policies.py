@@ -115,6 +115,7 @@ def test_pd_policies_do_not_split_what_the_engine_cannot() -> None:
     for name in ("static_pd", "static_pd_delta", "round_robin_pd"):
         decision = make_policy(name).decide(request(), fleet.candidates(None))
         assert decision.action is PlacementAction.COLOCATED_PREFILL
+        assert decision.reason is Reason.NOT_OFFERED
 
 
 def test_multi_owner_takes_any_holder_until_load_is_uneven() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fleet_driver import MIB, agents, ready, run, setup
 
+from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import ExecutionMode
 from ownerserve.router.policies import POLICIES
 from ownerserve.sim.metrics.rows import MODES, SERVED
@@ -105,3 +106,8 @@ def test_a_move_that_comes_too_late_is_counted_as_given_up() -> None:
     fleet = run(ready(TRACE, slow))
     assert [move.completed for move in fleet.counters.migrations] == [0]
     assert np.isin(fleet.rows.table()["mode"], SERVED).all()
+
+
+def test_a_policy_that_nobody_can_carry_out_is_refused_before_anything_happens() -> None:
+    with pytest.raises(InvalidInput, match="static_pd needs remote_prefill, which none of 1"):
+        ready(TRACE, setup("static_pd", workers=1, prefill_workers=0))

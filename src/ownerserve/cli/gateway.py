@@ -25,11 +25,15 @@ from ownerserve.router.settings import DEFAULTS
 
 
 def _policies() -> str:
-    """A line for each policy: the first of its module."""
+    """A line for each policy: the first of its module; and what it needs of its workers."""
     lines = []
     for name in POLICIES:
-        module = sys.modules[type(make_policy(name)).__module__]
+        policy = make_policy(name)
+        module = sys.modules[type(policy).__module__]
         lines.append(f"{name:<16} {(module.__doc__ or '').partition(chr(10))[0]}")
+        if policy.needs:
+            needs = ", ".join(sorted(policy.needs))
+            lines.append(f"{'':<16} needs {needs}: refuses to start where no worker offers it")
     return "\n".join(lines)
 
 

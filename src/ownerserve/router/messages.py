@@ -67,6 +67,8 @@ class Reason(Label):
     """The owner is too busy, but nobody is better and has room: it stays."""
     EXPIRED = "expired"
     """The session was away for longer than it is kept a place for: it starts anew."""
+    NOT_OFFERED = "not_offered"
+    """No worker offers the action that the policy needs (any more): the turn runs on the spot."""
     SPLIT = "split"
     """Prefill and decode on different workers, as the policy always does."""
     RETRY_NEW_CONNECTION = "retry_new_connection"

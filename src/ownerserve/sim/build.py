@@ -19,6 +19,7 @@ from ownerserve.kv.specs import ModelSpec
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.derive import derive
+from ownerserve.router.offers import lacking, unmet
 from ownerserve.router.policies import Policy, make_policy
 from ownerserve.router.profile import Profile, Role, Speed
 from ownerserve.router.seats import Seats
@@ -106,7 +107,8 @@ def build(workload: Workload, setup: Setup, parts: Parts = PRODUCTION) -> Built:
     model = unit_model(geometry, workload.block_tokens)
     speed = speed_of(pace, geometry, setup.links)
     settings = settings_of(setup, speed)
-    router = RouterState(_policy(setup, settings, parts), settings=settings)
+    policy = _policy(setup, settings, parts)
+    router = RouterState(policy, settings=settings)
     make_transfers = parts.transfers or _transfers
     transfers = make_transfers(heap, setup.transfer_s)
     fleet = Fleet(heap, workload, router, transfers=transfers, hot_ms=settings.hot_ms)
@@ -127,6 +129,9 @@ def build(workload: Workload, setup: Setup, parts: Parts = PRODUCTION) -> Built:
             index, heap, make, nic=nic, unit_tokens=workload.block_tokens, listener=fleet
         )
         fleet.join(worker, _profile(setup, worker, pace, speed), heap.now)
+    action = unmet(policy, router.fleet.candidates(None))
+    if action is not None:
+        raise lacking(setup.policy, action, setup.workers)
     Injector(heap, fleet, nodes.disks).plan(setup.faults)
     return Built(heap, fleet, pace, settings, nodes)
 

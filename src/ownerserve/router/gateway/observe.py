@@ -15,7 +15,7 @@ from ownerserve.kv.messages import ExecutionMode
 from ownerserve.router.gateway.came import Came
 from ownerserve.router.gateway.replies import Rejected
 from ownerserve.router.identity import Identity
-from ownerserve.router.messages import Dispatch, Refuse
+from ownerserve.router.messages import Dispatch, Reason, Refuse
 from ownerserve.router.usage import Usage
 
 TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
@@ -64,6 +64,8 @@ class Observer:
         self, request_id: bytes, identity: Identity | None, outcome: Dispatch | Refuse
     ) -> None:
         self.decisions.append((self._now(), request_id, identity, outcome))
+        if isinstance(outcome, Dispatch) and outcome.decision.reason is Reason.NOT_OFFERED:
+            self.pressure["fallback", Reason.NOT_OFFERED.value] += 1
 
     def rejected(self, rejected: Rejected) -> None:
         self.rejections[rejected.code] += 1

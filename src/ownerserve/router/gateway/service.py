@@ -7,6 +7,7 @@ been asked once; `drain` lets what is live run to its end.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from itertools import count
 
@@ -38,6 +39,7 @@ from ownerserve.router.messages import (
     WorkerDown,
     WorkerUp,
 )
+from ownerserve.router.offers import lacking, unmet
 from ownerserve.router.policies import POLICIES, make_policy
 from ownerserve.router.seats import Seats
 from ownerserve.router.state import RouterState
@@ -46,6 +48,8 @@ SWEEP_INTERVAL_S = 5.0
 BACKLOG = 4096
 SOME_OTHER = "(not learnt)"
 """Stands for the models of a worker whose list is not known: requests are looked at for theirs."""
+
+log = logging.getLogger("ownerserve.gateway")
 
 
 class _LoopClock:
@@ -71,9 +75,8 @@ class Gateway:
         if len({address.worker for address in config.workers}) < len(config.workers):
             raise InvalidInput("worker", "one address is given twice", "give each once")
         self.config = config
-        self.state = RouterState(
-            make_policy(config.policy, config.settings), settings=config.settings
-        )
+        self.policy = make_policy(config.policy, config.settings)
+        self.state = RouterState(self.policy, settings=config.settings)
         self.access = open_access(config.worker_key, config.worker_ca_file)
         self.clients: set[ClientConnection] = set()
         self.pools: dict[WorkerId, WorkerPool] = {
@@ -131,11 +134,16 @@ class Gateway:
         return port
 
     async def start(self) -> None:
-        """Ask every worker once, then listen."""
+        """Ask every worker once, then listen.
+
+        Raises InvalidInput when all have answered and none offers what the policy needs. One that
+        has not answered may: until then turns run on the spot, and are counted (`not_offered`).
+        """
         monitors = self.monitors.values()
         for heard in await asyncio.gather(*(monitor.probe() for monitor in monitors)):
             for news in heard:
                 self._heard(news)  # in the order of the settings, whoever answered first
+        self._look_at_offers()
         await asyncio.gather(*(reader.read() for reader in self.inventories.values()))
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
@@ -201,6 +209,21 @@ class Gateway:
 
     def _told(self, event: Reported | Gone) -> None:
         self.state.handle(event, self.now())
+
+    def _look_at_offers(self) -> None:
+        """Can the policy be what its name says, over the workers that answered?"""
+        answered = len({worker.id for worker in self.state.fleet if worker.up})
+        action = unmet(self.policy, self.state.fleet.candidates(None))
+        if action is None:
+            return
+        if answered == len(self.pools):
+            self.owners.close()
+            raise lacking(self.config.policy, action, answered)
+        log.warning(
+            "policy %s needs %s, which none of the %d workers that answered offers; %d have not"
+            " answered: until one offers it, turns run on the spot (reason not_offered)",
+            self.config.policy, action.value, answered, len(self.pools) - answered,
+        )  # fmt: skip
 
     def _claimed(self, event: Claimed) -> None:
         self.state.handle(event, self.now())

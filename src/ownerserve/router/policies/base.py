@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision
 from ownerserve.router.request import Request
 
+ANY_WORKER: frozenset[PlacementAction] = frozenset()
+"""What a policy needs that makes do with what any engine can."""
+
 
 class Policy(Protocol):
     """Chooses where a turn runs. May keep state of its own, fed by its own choices only."""
+
+    @property
+    def needs(self) -> frozenset[PlacementAction]:
+        """Placement actions without which it is another policy (offers.py)."""
+        ...
 
     def decide(self, request: Request, fleet: Candidates) -> Decision: ...

@@ -14,6 +14,7 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import run_at
 from ownerserve.router.decision import Decision
 from ownerserve.router.messages import Reason
+from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.request import Request
 from ownerserve.router.worker import Worker
 
@@ -27,6 +28,8 @@ AFFINITY_SHARE = 0.1
 
 class Dynamo:
     """Keeps no state: the binding is the session's home and its age."""
+
+    needs = ANY_WORKER
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
         best = min(fleet, key=lambda worker: _cost(request, worker))

@@ -14,6 +14,7 @@ from ownerserve.router.deciding import bring_to, run_at, start_at
 from ownerserve.router.decision import Decision, Move
 from ownerserve.router.heat import STAYS_CALM, Heat, heat, wait_ms
 from ownerserve.router.messages import Reason
+from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.request import Request
 from ownerserve.router.settings import DEFAULTS, Settings
 from ownerserve.router.starts import start
@@ -29,6 +30,8 @@ _STAYS = {
 
 class Ear:
     """Keeps no state: when a session moved is the session's."""
+
+    needs = ANY_WORKER
 
     def __init__(self, settings: Settings = DEFAULTS) -> None:
         self._settings = settings

@@ -11,6 +11,7 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import run_at
 from ownerserve.router.decision import Decision
 from ownerserve.router.messages import Reason
+from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.request import Request
 from ownerserve.router.worker import Worker
 
@@ -19,6 +20,8 @@ LOAD_WEIGHT = 1.0
 
 class KvAware:
     """argmax cached / prompt - LOAD_WEIGHT x pending / most pending. Keeps no state."""
+
+    needs = ANY_WORKER
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
         most = max(max(worker.pending_tokens for worker in fleet), request.prompt_tokens)

@@ -10,11 +10,14 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import run_at
 from ownerserve.router.decision import Decision
 from ownerserve.router.messages import Reason
+from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.request import Request
 
 
 class LeastLoad:
     """The first in the order of load. Keeps no state."""
+
+    needs = ANY_WORKER
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
         return run_at(request, fleet.least_one(), Reason.LEAST_LOAD)

@@ -10,12 +10,15 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import run_at
 from ownerserve.router.decision import Decision
 from ownerserve.router.messages import Reason
+from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.request import Request
 from ownerserve.router.worker import Worker
 
 
 class LMetric:
     """argmin (pending + new) x (batch + 1). Keeps no state."""
+
+    needs = ANY_WORKER
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
         best = min(fleet, key=lambda worker: lmetric(request, worker))

@@ -10,6 +10,7 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import run_at
 from ownerserve.router.decision import Decision
 from ownerserve.router.messages import Reason
+from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.policies.lmetric import LMetric, lmetric
 from ownerserve.router.request import Request
 
@@ -18,6 +19,8 @@ GATE_SHARE = 0.5
 
 class LMetricGate:
     """Keeps no state."""
+
+    needs = ANY_WORKER
 
     def __init__(self) -> None:
         self._base = LMetric()

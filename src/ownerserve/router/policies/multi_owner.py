@@ -11,6 +11,7 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import run_at, start_at
 from ownerserve.router.decision import Decision
 from ownerserve.router.messages import Reason
+from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.request import Request
 
 APART_REQUESTS = 32
@@ -20,6 +21,8 @@ MATCH_SHARE = 0.5
 
 class MultiOwner:
     """Keeps no state. Looks at every worker's batch."""
+
+    needs = ANY_WORKER
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
         batches = [worker.batch for worker in fleet]

@@ -18,6 +18,7 @@ from ownerserve.router.deciding import take
 from ownerserve.router.decision import Decision, Move, Option
 from ownerserve.router.heat import STAYS_CALM, Heat, heat, wait_ms
 from ownerserve.router.messages import Reason
+from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.request import Request
 from ownerserve.router.settings import DEFAULTS, Settings
 from ownerserve.router.starts import few, rank, start
@@ -33,6 +34,8 @@ _SHORT = (TurnClass.SMALL_INCREMENT, TurnClass.DECODE_CONTINUATION)
 
 class OwnerServe:
     """Keeps no state of its own."""
+
+    needs = ANY_WORKER
 
     def __init__(self, settings: Settings = DEFAULTS) -> None:
         self._settings = settings

@@ -10,6 +10,7 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import run_at, start_at
 from ownerserve.router.decision import Decision
 from ownerserve.router.messages import Reason
+from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.request import Request
 
 TTL_S = 120.0
@@ -17,6 +18,8 @@ TTL_S = 120.0
 
 class ProgramTtl:
     """Keeps no state: the place is the session's home, its age the session's idle time."""
+
+    needs = ANY_WORKER
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
         home = request.home

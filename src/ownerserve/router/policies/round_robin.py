@@ -6,12 +6,15 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import run_at
 from ownerserve.router.decision import Decision
 from ownerserve.router.messages import Reason
+from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.policies.rotation import Rotation
 from ownerserve.router.request import Request
 
 
 class RoundRobin:
     """The next worker in stable order after the one that was chosen last."""
+
+    needs = ANY_WORKER
 
     def __init__(self) -> None:
         self._rotation = Rotation()

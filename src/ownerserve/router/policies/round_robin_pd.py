@@ -6,24 +6,30 @@ Source: seed 000 §3.8. All of the state is sent each time.
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.deciding import split_over, start_at
+from ownerserve.router.deciding import split_over
 from ownerserve.router.decision import Decision
+from ownerserve.router.policies.apart import NEEDS, on_the_spot, prefillers
 from ownerserve.router.policies.rotation import Rotation
-from ownerserve.router.policies.static_pd import prefillers
 from ownerserve.router.request import Request
 
 
 class RoundRobinPd:
     """Two rotations; in a fleet of hybrid workers both go over all of them."""
 
+    needs = NEEDS
+
     def __init__(self) -> None:
         self._decode = Rotation()
         self._prefill = Rotation()
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
-        worker = self._decode.next(fleet)
-        others = prefillers(worker, fleet.prefilling())
+        worker, prefilling = self._decode.next(fleet), fleet.prefilling()
+        others = prefillers(worker, prefilling)
         if not others:
-            return start_at(request, worker)
+            able = [one for one in fleet if prefillers(one, prefilling)]
+            if not able:
+                return on_the_spot(request, worker)
+            worker = self._decode.next(able)
+            others = prefillers(worker, prefilling)
         prefill = self._prefill.next(others)
         return split_over(request, worker, prefill, moved_tokens=request.prompt_tokens)

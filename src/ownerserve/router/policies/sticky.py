@@ -11,11 +11,14 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import run_at, start_at
 from ownerserve.router.decision import Decision
 from ownerserve.router.messages import Reason
+from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.request import Request
 
 
 class Sticky:
     """The home when it is a candidate, else the least loaded. Keeps no state."""
+
+    needs = ANY_WORKER
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
         if request.home is not None:

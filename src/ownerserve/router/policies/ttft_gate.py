@@ -10,6 +10,7 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import run_at, start_at
 from ownerserve.router.decision import Decision
 from ownerserve.router.messages import Reason
+from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.request import Request
 from ownerserve.router.worker import Worker
 
@@ -18,6 +19,8 @@ PENALTY_MS_MAX = 5000.0
 
 class TtftGate:
     """Keeps no state."""
+
+    needs = ANY_WORKER
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
         least = fleet.least_one()

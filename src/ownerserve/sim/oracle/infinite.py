@@ -16,6 +16,7 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import start_at
 from ownerserve.router.decision import Decision
 from ownerserve.router.messages import Reason
+from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.request import Request
 from ownerserve.router.ways import peer_copy
 from ownerserve.sim.setup import Setup
@@ -27,6 +28,8 @@ FREE_GB_S = 1e12
 
 class FreeTransfer:
     """Least load, with the longest copy of anybody's at hand."""
+
+    needs = ANY_WORKER
 
     def decide(self, request: Request, fleet: Candidates) -> Decision:
         worker = fleet.least_one()

@@ -25,7 +25,7 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import run_at, split_over, start_at
 from ownerserve.router.decision import Decision
 from ownerserve.router.messages import Reason
-from ownerserve.router.policies.static_pd import prefillers
+from ownerserve.router.policies.apart import NEEDS, prefillers
 from ownerserve.router.request import Request
 from ownerserve.router.worker import Worker as Unit
 from ownerserve.sim.heap import Heap
@@ -220,6 +220,8 @@ class SlotRouter:
     one the turn falls back to plain PD and leaves nothing behind. `slots`: the hard cap of v3 and
     v4. None: the worker's word decides (v5): a slot wherever the prompt fits its free memory.
     """
+
+    needs = NEEDS
 
     def __init__(self, slots: int | None) -> None:
         self._slots = slots
