@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from msgspec.structs import replace
 
 from ownerserve.cli.options import PORT, SEED, Finite, check_host
 from ownerserve.cli.output import OutputFile, OutputFolder, console_for, json_option, write_json
@@ -143,6 +144,12 @@ if TYPE_CHECKING:
     metavar="PORT",
     help="Where gateways on this host ask for places (ZeroMQ, loopback only); 0: a free port.",
 )
+@click.option(
+    "--worker-id",
+    metavar="ID",
+    help="What the worker calls itself, unlike any other of its fleet. Default: the HOST:PORT at"
+    " which it serves.",
+)
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Weights of a tiny model.")
 @click.option(
@@ -192,10 +199,18 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
             f"{host} is reachable from other machines and the worker has no authentication",
             "use 127.0.0.1 behind a gateway, or say --allow-remote",
         )
+    if flags["worker_id"] == "":
+        raise InvalidInput("worker-id", "is empty", "name the worker, or leave the option out")
     sizes = {name: _size(flags, name) for name in ("kv_memory", "host_cache")}
     if os.environ.get("OWNERSERVE_LOG"):
         logging.basicConfig(level=os.environ["OWNERSERVE_LOG"].upper())
-    from ownerserve.engines.hf.serve import listen, serve, url_of, write_ready_file
+    from ownerserve.engines.hf.serve import (
+        listen,
+        serve,
+        url_of,
+        worker_id_of,
+        write_ready_file,
+    )
 
     bound = listen(host, int(str(flags["port"])))  # first: a taken port is known before the load
     options = _options(flags, sizes)
@@ -206,7 +221,8 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
     from ownerserve.node.rpc.server import RpcServer
 
     torch.set_num_threads(int(str(flags["threads"])))
-    worker = build_worker(options)
+    worker_id = str(flags["worker_id"] or worker_id_of(bound))
+    worker = build_worker(replace(options, worker_id=worker_id))
     url = url_of(bound)
     rpc = RpcServer(
         worker.engine.call, port=int(str(flags["rpc_port"])), step_s=worker.engine.step_s
@@ -217,7 +233,7 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
         banner = _banner(url, worker, options)
         banner += f"\n  RPC at {rpc.address}"
         console_for(json_target).print(banner, highlight=False, soft_wrap=True)
-        report = _report(url, worker, options) | {"rpc": rpc.address}
+        report = _report(url, worker, options) | {"worker": worker_id, "rpc": rpc.address}
         write_json(json_target, "worker", report)
         ready_file = flags["ready_file"]
         if isinstance(ready_file, Path):

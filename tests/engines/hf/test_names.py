@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -150,6 +151,54 @@ def test_a_session_has_its_name_at_the_worker(
     assert known is not None
     assert (known.version, known.is_referenced) == (2, True)
     fleet._until(lambda: fleet.spilled() > spilled)
+
+
+def test_a_sessions_end_is_heard(fleet: Fleet) -> None:
+    """Nothing of an ended session is kept back from eviction, and its id begins anew."""
+    headers = {"x-session-id": "ends"}
+    name = fleet.turn("ends", 1, headers=headers)
+    assert fleet.session(name) is not None
+    fleet.turn("ends", 2, headers={**headers, "x-ownerserve-session-final": "true"})
+    assert fleet.session(name) is None
+    assert fleet.turn("ends", 3, headers=headers) == name
+    again = fleet.session(name)
+    assert again is not None
+    assert (again.version, again.is_referenced) == (1, True)
+
+
+def test_a_forged_line_is_not_believed(fleet: Fleet) -> None:
+    forged = json.dumps({"name": "ab" * 16, "target": ["elsewhere", 0, 1]})
+    name = fleet.turn("forged", 1, headers={"x-session-id": "f", "x-ownerserve-session": forged})
+    assert fleet.session(name) is not None
+    assert fleet.session(SessionId("ab" * 16)) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "status"),
+    [
+        ('{"name": "abc"}', "x-ownerserve-session.name", 400),
+        ("mine", "x-ownerserve-session", 400),
+        (json.dumps({"target": ["elsewhere", 0, 7]}), None, 409),
+    ],
+)
+def test_a_broken_line_is_a_clear_error_at_the_worker(
+    fleet: Fleet, line: str, field: str | None, status: int
+) -> None:
+    answer = fleet.http.post(
+        f"{fleet.url}/v1/completions",
+        json={"prompt": "hi", "max_tokens": 1},
+        headers={"x-ownerserve-session": line},
+    )
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, field)
+
+
+def test_without_a_gateway_a_client_names_its_session(fleet: Fleet) -> None:
+    fleet.http.post(
+        f"{fleet.url}/v1/completions",
+        json={"prompt": "of my own. " * 20, "max_tokens": 1},
+        headers={"x-session-id": "my own"},
+    ).raise_for_status()
+    assert fleet.session(SessionId("my own")) is not None
 
 
 def test_equal_ids_of_two_tenants_never_meet(fleet: Fleet) -> None:

@@ -30,6 +30,7 @@ def main(folder: Path) -> None:
     )
 
     from ownerserve.engines.vllm.desk import Desk, Limits
+    from ownerserve.kv.ids import WorkerId
 
     app = FastAPI()
     attach_endpoint_plugins(app, ("generate",))
@@ -52,7 +53,9 @@ def main(folder: Path) -> None:
     asyncio.run(init_endpoint_plugins_state(None, app.state, args))
     report["no engine"] = ask("/ownerserve/status")
 
-    limits = Limits(model="m", dp_rank=0, sequence_tokens=1000, max_waiting=2, token_bytes=10)
+    limits = Limits(
+        worker=WorkerId("m"), dp_rank=0, sequence_tokens=1000, max_waiting=2, token_bytes=10
+    )
     desk = Desk(limits)
     desk.open(store)
     desk.arrived("one", 300)

@@ -26,6 +26,7 @@ from ownerserve.engines.hf.status import Identity
 from ownerserve.engines.hf.step import Limits
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import WorkerId
 from ownerserve.node.backing import open_backing
 from ownerserve.node.calibration import Calibration
 from ownerserve.node.checkpoints import policy_of
@@ -43,7 +44,8 @@ CHUNK_BLOCKS = 16
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is made from. `block_tokens` and `chunk_tokens` None: the model's default.
-    `checkpoints` names a policy (node.checkpoints); `store_upkeep_s` 0: never.
+    `checkpoints` names a policy (node.checkpoints); `store_upkeep_s` 0: never. `worker_id`: what
+    the worker calls itself; unlike any other's in its fleet.
 
     With a `store` (a directory), a host cache or a shared medium (`remote`) it has a node, which
     writes to them as `write` says (node.media); without, it keeps state on the device only.
@@ -66,6 +68,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     watermarks: Watermarks = Watermarks()
     checkpoints: str = "turn-end"
     store_upkeep_s: float = 60.0
+    worker_id: str = ""
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -114,6 +117,7 @@ def build_worker(options: WorkerOptions) -> Worker:
             time.time_ns(),
             limits.sequence_tokens,
             runner.spec_digest().hex(),
+            worker=WorkerId(options.worker_id),
         ),
         metrics=metrics,
     )

@@ -37,6 +37,13 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def worker_id_of(bound: socket.socket) -> str:
+    """Where it serves, as a gateway names it: host:port. One that listens at every address is
+    called by its machine's name."""
+    host, port = bound.getsockname()[:2]
+    return f"{socket.gethostname() if host in ('0.0.0.0', '::') else host}:{port}"
+
+
 def write_ready_file(path: Path, url: str) -> None:
     """`url` and a newline, all or nothing: a reader never sees half of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")

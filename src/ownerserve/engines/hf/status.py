@@ -55,10 +55,11 @@ class Identity(msgspec.Struct, frozen=True):
     incarnation: int
     sequence_tokens: int
     spec_digest: str = ""
+    worker: WorkerId = WorkerId("")
 
     @property
     def unit(self) -> RoutingUnit:
-        return RoutingUnit(WorkerId(self.model), 0, Incarnation(self.incarnation))
+        return RoutingUnit(self.worker, 0, Incarnation(self.incarnation))
 
 
 def pool_uses(cache: HeteroCache) -> dict[str, PoolUse]:

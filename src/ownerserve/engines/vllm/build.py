@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from functools import cached_property
 from typing import Any
 from uuid import uuid4
@@ -26,6 +27,7 @@ from ownerserve.engines.vllm.tenants import Tenants
 from ownerserve.engines.vllm.worker import WorkerSide
 from ownerserve.kv.artifacts import Identity
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import WorkerId
 from ownerserve.kv.payload import CONV, DENSE, FORMAT, RECURRENT, WINDOW
 from ownerserve.node.backing import open_backing
 from ownerserve.node.calibration import Calibration
@@ -182,11 +184,19 @@ def outside(parts: Parts) -> Outside:
     slot_bytes = {component.name: component.slot_bytes for component in layout.components}
     token_bytes = sum(slot_bytes[name] for name in ranges) // layout.block_tokens
     return Outside(
-        opened(Desk(limits_of(parts.config, token_bytes)), parts.settings),
+        opened(Desk(limits_of(parts.config, token_bytes, worker=worker_id(parts))), parts.settings),
         Residency() if follows and ranges else None,
         component=ranges[0] if ranges else "",
         groups=parts.shape.group_tokens,
     )
+
+
+def worker_id(parts: Parts) -> WorkerId:
+    """What the worker calls itself: the setting, else vLLM's own id of the engine, which it makes
+    anew with each start. All data-parallel ranks of an engine are one worker; vLLM tells theirs
+    apart by a suffix."""
+    engine_id = re.sub(r"(?:_dp\d+)+$", "", str(parts.config.kv_transfer_config.engine_id))
+    return WorkerId(parts.settings.worker_id or engine_id)
 
 
 def opened(desk: Desk, settings: Settings) -> Desk | None:

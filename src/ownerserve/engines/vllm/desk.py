@@ -42,7 +42,7 @@ ADDRESS_FILE = "rpc.address"
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What does not change in the engine's life."""
 
-    model: str
+    worker: WorkerId
     dp_rank: int
     sequence_tokens: int
     max_waiting: int
@@ -67,7 +67,7 @@ class Desk:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         incarnation = Incarnation(time.time_ns())
-        self._unit = RoutingUnit(WorkerId(limits.model), limits.dp_rank, incarnation)
+        self._unit = RoutingUnit(limits.worker, limits.dp_rank, incarnation)
         self._waiting: dict[str, int] = {}
         self._running: dict[str, int] = {}
         self._pending_tokens = 0
@@ -177,11 +177,11 @@ class Desk:
         )
 
 
-def limits_of(vllm_config: Any, token_bytes: int) -> Limits:
+def limits_of(vllm_config: Any, token_bytes: int, *, worker: WorkerId) -> Limits:
     """From vLLM's configuration."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     return Limits(
-        model=str(model.served_model_name or model.model),
+        worker=worker,
         dp_rank=int(vllm_config.parallel_config.data_parallel_rank),
         sequence_tokens=int(model.max_model_len),
         max_waiting=4 * int(scheduler.max_num_seqs),

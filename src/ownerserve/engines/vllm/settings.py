@@ -48,6 +48,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     checkpoints         which boundaries of a prompt get window and recurrent state
     copy_bytes          most bytes of KV that are held in the pool until they are copied
     readers             threads that read, verify and write back
+    worker_id           what the worker calls itself, unlike any other of its fleet; empty: vLLM's
+                        engine_id
     weights             digest or revision of the weights; empty: made from the checkpoint's files
     """
 
@@ -60,6 +62,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     checkpoints: str = "turn-end"
     copy_bytes: int = 256 * MIB
     readers: int = 2
+    worker_id: str = ""
     weights: str = ""
     soft_reference: SoftReference = SoftReference()
 
