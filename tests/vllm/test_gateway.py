@@ -3,88 +3,19 @@ routes on its own port."""
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
 import time
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import connectors
 import httpx
-import msgspec
 import openai
 import pytest
-from fleet import ROOT, vllm_python
+from fleet import ROOT
 from rig import Rig
-
-from ownerserve.cli.demo.processes import Child
+from serving import SERVE_S, gateway, serve
 
 pytestmark = pytest.mark.vllm
-
-SERVE_S = 240.0
-FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--block-size", "32"]
-FLAGS += ["--num-gpu-blocks-override", "300", "--kv-cache-memory-bytes", str(1 << 30)]
-FLAGS += ["--generation-config", "vllm", "--served-model-name", "tiny"]
-FLAGS += ["--enable-prompt-tokens-details"]
-
-
-@contextmanager
-def serve(
-    model: Path, connector: dict[str, Any], log: Path, *, installed: Path | None = None
-) -> Iterator[str]:
-    """The real OpenAI server as an operator starts it; yields its URL. `installed`: a folder with
-    our distribution, whose plug-ins are allowed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    config = msgspec.json.encode(connector["kv_transfer_config"]).decode()
-    # `vllm serve` of the CPU wheel asks for a package called vllm and dies; this is its server.
-    command = [str(vllm_python()), "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(model), "--host", "127.0.0.1", "--port", str(port), *FLAGS]
-    command += ["--kv-transfer-config", config]
-    path = [ROOT / "src", *([installed] if installed else [])]
-    settings = {
-        "PYTHONPATH": os.pathsep.join(map(str, path)),
-        **({"VLLM_PLUGINS": "ownerserve"} if installed else {}),
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-    }
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, env={**os.environ, **settings}, start_new_session=True
-        )
-        try:
-            _wait_healthy(url, process, log)
-            yield url
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
-def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + SERVE_S
-    while True:
-        try:
-            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        if process.poll() is not None or time.monotonic() > deadline:
-            pytest.fail(f"vllm serve did not come up\n{log.read_text()[-4000:]}")
-        time.sleep(0.2)
 
 
 def say(client: openai.OpenAI, messages: list[dict[str, str]]) -> tuple[str, int]:
@@ -121,27 +52,17 @@ def talk(url: str, turns: int) -> tuple[list[str], list[int]]:
     return texts, cached
 
 
-@contextmanager
-def gateway(worker: str, folder: Path) -> Iterator[str]:
-    folder.mkdir()
-    child = Child("gateway", ["gateway", "--worker", worker], folder)
-    try:
-        yield child.wait_ready(60)[0]
-    finally:
-        child.stop()
-
-
 def test_an_agents_loop_goes_on_over_a_restart_of_its_worker(
     rig: Rig, store: Path, tmp_path: Path
 ) -> None:
     model = rig.checkpoint("gemma3")
     connector = connectors.ours(store)
     with serve(model, connector, tmp_path / "first.log") as worker:
-        with gateway(worker, tmp_path / "one") as url:
+        with gateway(worker, tmp_path / "one") as (url, _):
             before, hits = talk(url, turns=4)
         assert min(hits[1:]) > 0, "a later turn finds what the turn before it left"
     with serve(model, connector, tmp_path / "second.log") as worker:
-        with gateway(worker, tmp_path / "two") as url:
+        with gateway(worker, tmp_path / "two") as (url, _):
             after, hits = talk(url, turns=4)
         assert hits[0] >= 256, "the first turn is restored from the store, in another process"
     assert after == before
@@ -162,13 +83,13 @@ def distribution(folder: Path) -> Path:
 def test_our_routes_answer_on_vllms_own_port(rig: Rig, store: Path, tmp_path: Path) -> None:
     """Through the whole server: its plug-in loader, the engine core in another process, back."""
     model, installed = rig.checkpoint("qwen3"), distribution(tmp_path / "site")
-    connector = connectors.ours(store)
+    connector = connectors.ours(store, worker_id="gpu-0")
     with serve(model, connector, tmp_path / "vllm.log", installed=installed) as url:
         texts, _ = talk(url, turns=2)
         assert all(texts)
         with httpx.Client(base_url=f"{url}/ownerserve", timeout=30) as desk:
             load = desk.get("/status").json()
-            assert load["unit"][0] == "tiny"
+            assert load["unit"][0] == "gpu-0"
             assert load["kv_bytes_total"] > load["kv_bytes_free"] / 2 > 0
             assert (load["running_sequences"], load["waiting_sequences"]) == (0, 0)
             assert time.time() - load["as_of"] < SERVE_S

@@ -227,6 +227,7 @@ class SchedulerSide:
             "turns": len(self._turns),
             "holds": len(self.holds),
             "loads": len(self.outbox.bringing),
+            "wished_blocks": len(self._soft),
             **self.counting.totals(),
         }
 

@@ -1,0 +1,96 @@
+"""A real `vllm serve` and a real gateway in front of it, as an operator starts them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from fleet import ROOT, vllm_python
+
+from ownerserve.cli.demo.processes import Child
+
+SERVE_S = 240.0
+FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--block-size", "32"]
+FLAGS += ["--num-gpu-blocks-override", "300", "--kv-cache-memory-bytes", str(1 << 30)]
+FLAGS += ["--generation-config", "vllm", "--served-model-name", "tiny"]
+FLAGS += ["--enable-prompt-tokens-details"]
+
+
+@contextmanager
+def serve(
+    model: Path,
+    connector: dict[str, Any],
+    log: Path,
+    *more: str,
+    installed: Path | None = None,
+) -> Iterator[str]:
+    """The real OpenAI server as an operator starts it, with `more` flags; yields its URL.
+    `installed`: a folder with our distribution, whose plug-ins are allowed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    config = msgspec.json.encode(connector["kv_transfer_config"]).decode()
+    # `vllm serve` of the CPU wheel asks for a package called vllm and dies; this is its server.
+    command = [str(vllm_python()), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--host", "127.0.0.1", "--port", str(port), *FLAGS]
+    command += ["--kv-transfer-config", config, *more]
+    path = [ROOT / "src", *([installed] if installed else [])]
+    settings = {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        **({"VLLM_PLUGINS": "ownerserve"} if installed else {}),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env={**os.environ, **settings}, start_new_session=True
+        )
+        try:
+            _wait_healthy(url, process, log)
+            yield url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + SERVE_S
+    while True:
+        try:
+            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        if process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"vllm serve did not come up\n{log.read_text()[-4000:]}")
+        time.sleep(0.2)
+
+
+@contextmanager
+def gateway(worker: str, folder: Path) -> Iterator[tuple[str, str]]:
+    """One in front of `worker`: its URL and its admin port's."""
+    folder.mkdir()
+    child = Child("gateway", ["gateway", "--worker", worker], folder)
+    try:
+        url, admin = child.wait_ready(60)
+        yield url, admin
+    finally:
+        child.stop()
