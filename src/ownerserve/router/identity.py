@@ -112,11 +112,6 @@ def response_alias(scope: Scope, response_id: str) -> SessionId:
     return scope.name("previous_response_id", response_id)
 
 
-def names_session(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a header names the session, so that `identify` does not look into the body."""
-    return any(headers.get(name) for name in _SESSION_HEADERS)
-
-
 def identify(headers: Mapping[bytes, bytes], body: BodyFields, *, scope: Scope) -> Identity:
     """The session of a request from its lower-case identity `headers` and its `body` fields."""
     if headers:

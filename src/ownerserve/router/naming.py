@@ -14,12 +14,17 @@ the gateway has not yet learnt what they serve (the model is then "").
 
 from __future__ import annotations
 
+from functools import lru_cache
 from hashlib import blake2b
 
 import msgspec
 
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.turn_line import NAME_DIGITS
+
+NAMES_KEPT = 16_384
+KEPT_ID_MAX = 128
+"""Characters. Names of sessions that come again are kept, so long as their ids are short."""
 
 
 class Scope(msgspec.Struct, frozen=True, gc=False):
@@ -30,12 +35,15 @@ class Scope(msgspec.Struct, frozen=True, gc=False):
 
     def name(self, field: str, *values: str) -> SessionId:
         """The session that a client means by `field` = `values`."""
-        parts = (self.tenant, self.model, field, *values)
-        text = "".join([f"{len(part)}:{part}" for part in parts])
-        return SessionId(
-            blake2b(
-                text.encode("utf-8", "surrogatepass"),
-                digest_size=NAME_DIGITS // 2,
-                person=b"ownerserve-name",
-            ).hexdigest()
-        )
+        make = _kept if sum(map(len, values)) <= KEPT_ID_MAX else _name
+        return make(self.tenant, self.model, field, *values)
+
+
+def _name(*parts: str) -> SessionId:
+    text = "".join([f"{len(part)}:{part}" for part in parts])
+    data = text.encode("utf-8", "surrogatepass")
+    digest = blake2b(data, digest_size=NAME_DIGITS // 2, person=b"ownerserve-name")
+    return SessionId(digest.hexdigest())
+
+
+_kept = lru_cache(NAMES_KEPT)(_name)

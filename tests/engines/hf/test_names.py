@@ -56,7 +56,8 @@ class Fleet:
         options = WorkerOptions(model=MODEL, store=store, node=NodeSettings(spill_after_s=0.0))
         self.rig = Rig(MODEL, blocks=2000, options=options)
         loaded = checkpoint(MODEL)
-        facts = Facts(MODEL, self.rig.runner.vocab_size, 4000, loaded.eos_ids)
+        block = self.rig.runner.layout.block_tokens
+        facts = Facts(MODEL, self.rig.runner.vocab_size, 4000, loaded.eos_ids, block)
         codec = Codec(loaded.tokenizer)
         worker = Worker(self.rig.engine, codec, facts, self.rig.metrics, PoolSizes({}, 0))
         bound = listen("127.0.0.1", 0)

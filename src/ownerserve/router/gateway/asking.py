@@ -26,7 +26,6 @@ from ownerserve.router.identity import (
     Source,
     content_of,
     identify,
-    names_session,
     response_alias,
     says_final,
 )
@@ -92,18 +91,17 @@ class Asking:
         scope, model = Scope(head.tenant, self._only_model or ""), None
         if not body:
             return Asked(ANONYMOUS, Arrive(None, 0), scope)
-        is_named = names_session(head.special)
-        if is_named and self._only_model is not None:
-            identity = self._resolved(identify(head.special, NO_FIELDS, scope=scope))
-            name = identity.session
-            assert name is not None
-            if self._is_known(name) and name not in self._twice_named:
-                return Asked(identity, Arrive(name, len(body)), scope, identity.parent)
-        fields = _scan_if_it_tells(head, body, is_named=is_named)
-        if self._only_model is None:
+        identity = self._resolved(identify(head.special, NO_FIELDS, scope=scope))
+        name = identity.session
+        is_known = name is not None and self._is_known(name)
+        if is_known and not self.serves_many and name not in self._twice_named:
+            return Asked(identity, Arrive(name, len(body)), scope, identity.parent)
+        fields = _scan_if_it_tells(head, body, is_named=name is not None)
+        if self.serves_many:
             model = fields.text("model")
             scope = Scope(head.tenant, model or "")
-        identity = self._resolved(identify(head.special, fields, scope=scope))
+        if name is None or self.serves_many:
+            identity = self._resolved(identify(head.special, fields, scope=scope))
         shared_bytes, named_parent = 0, identity.parent
         if identity.session is None or not self._is_known(identity.session):
             identity, shared_bytes = self._by_content(identity, fields, scope=scope, head=head)
