@@ -55,7 +55,9 @@ def test_the_gateways_name_reaches_the_connector(rig: Rig, store: Path, tmp_path
         names = {}
         for agent, said in AGENTS.items():
             for turns in (1, 2):
-                talk = [f"{agent}, step {n}: " + "so it goes, " * 100 for n in range(turns)]
+                talk = [
+                    f"{agent}, step {n}: " + "so on, " * (160 // (9 * n + 1)) for n in range(turns)
+                ]
                 body = {"messages": [{"role": "user", "content": text} for text in talk]}
                 body |= {"model": "tiny", "max_tokens": 4, **said.get("body", {})}
                 headers = said.get("headers", {})

@@ -6,10 +6,10 @@ costs the same, and nothing of a client's text leaves the gateway.
 
 **The model is in the name from the first turn on**, so that a fleet that learns of a second model
 renames nobody. Where all workers serve one model it is that one, without a look at the body; where
-they serve several it is the one that the body names. Both are equal for whoever is served: a
-worker that serves one model answers no other name. Two exceptions, each of which costs a session
-its cached state once: a body that names no model, when a second model comes; and workers of which
-the gateway has not yet learnt what they serve (the model is then "").
+they serve several, or it is not known what one of them serves, it is the one that the body names.
+Both are equal for whoever is served: a worker that serves one model answers no other name. One
+exception costs a session its cached state once: a body that names no model, on the day when the
+fleet learns of a second one.
 """
 
 from __future__ import annotations
