@@ -9,7 +9,8 @@ stable order, which also names the worker.
 
 A worker whose load changes only says so; it is put in its place when the order is next asked for.
 So a turn that stays with its owner costs the order nothing, and no decision looks at all workers
-unless most of them have changed since the last one.
+unless most of them have changed since the last one. The same order, apart by room (rooms.py), is
+kept for those who ask for it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.router.profile import Role
+from ownerserve.router.rooms import Rooms
 from ownerserve.router.worker import Watch, Worker
 
 _ORDER = (1 << 24) - 1
@@ -30,13 +32,16 @@ RESORT_SHARE = 8
 class _Order:
     """Workers by key."""
 
-    __slots__ = ("_key_of", "_keys", "by_order", "watch")
+    __slots__ = ("_key_of", "_keys", "_rooms", "_unroomed", "by_order", "watch")
 
     def __init__(self) -> None:
         self.by_order: dict[int, Worker] = {}
         self.watch = Watch()
         self._keys: list[int] = []
         self._key_of: dict[int, int] = {}
+        self._rooms = Rooms()
+        self._unroomed: set[Worker] = set()
+        """Whose room has not been looked at since their load changed."""
 
     def add(self, worker: Worker) -> None:
         self.place(worker)
@@ -53,6 +58,8 @@ class _Order:
             key = self._key_of.pop(worker.order, None)
             if key is not None:
                 del self._keys[bisect_left(self._keys, key)]
+            self._rooms.discard(worker)
+            self._unroomed.discard(worker)
             self.watch.changed.discard(worker)
             self.watch.sequences -= worker.batch
             worker.watchers = tuple(one for one in worker.watchers if one is not self.watch)
@@ -74,12 +81,21 @@ class _Order:
                         del keys[bisect_left(keys, old)]
                     insort(keys, new)
                     key_of[worker.order] = new
+        self._unroomed |= changed
         changed.clear()
         return keys
 
     def least(self, count: int) -> list[Worker]:
         by_order = self.by_order
         return [by_order[key & _ORDER] for key in self.keys()[:count]]
+
+    def least_with_room(self, tokens: float, *, but: Worker | None) -> Worker | None:
+        """The least loaded but `but` of those with room for so many tokens (rooms.py)."""
+        self.keys()
+        self._rooms.place(self._unroomed, self._key_of)
+        self._unroomed.clear()
+        key = self._rooms.least(tokens, but=but)
+        return None if key is None else self.by_order[key & _ORDER]
 
     def check(self) -> None:
         if self.keys() != sorted(_key(worker) for worker in self.by_order.values()):
@@ -136,6 +152,10 @@ class Candidates:
         """The least loaded of those that run turns."""
         serving = self._serving
         return serving.by_order[serving.keys()[0] & _ORDER]
+
+    def least_with_room(self, tokens: float, *, but: Worker | None) -> Worker | None:
+        """The least loaded of those that run turns, but `but`, with room for so many tokens."""
+        return self._serving.least_with_room(tokens, but=but)
 
     def least_prefill(self, count: int) -> list[Worker]:
         """The `count` least loaded of those that prefill for others, least first."""

@@ -6,7 +6,7 @@ A session at its owner, when a turn of it arrives:
 |---|---|---|
 | calm | the pressure there is <= T_hot, or <= hot_ratio x the target's | stays |
 | cooling | it is hot, and the session moved less than T_cool ago | stays |
-| stuck | it is hot, but nobody with room for the context is less busy | stays |
+| stuck | it is hot, but nobody else has room for the context | stays |
 | leaving | otherwise | moves to the least busy worker with room |
 
 Pressure is measured by what is observable: for EAR pending prefill tokens, as time at the worker's
@@ -24,11 +24,9 @@ from typing import TypeAlias
 
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.request import Request
+from ownerserve.router.rooms import room_tokens
 from ownerserve.router.settings import Settings
 from ownerserve.router.worker import Worker
-
-TARGETS = 4
-"""How many of the least loaded are looked at for one with room."""
 
 
 class Heat(Enum):
@@ -77,16 +75,9 @@ def heat(
 
 
 def least_with_room(request: Request, home: Worker | None, fleet: Candidates) -> Worker | None:
-    """The least loaded worker but `home` whose free memory takes the whole context."""
+    """The least loaded worker but `home` whose free memory takes the whole context, of all."""
     tokens = request.prompt_tokens + request.output_tokens
     least = fleet.least_one()
-    if least is not home and _has_room(least, tokens):
-        return least  # as a rule: the others need not be listed
-    for worker in fleet.least(TARGETS):
-        if worker is not home and _has_room(worker, tokens):
-            return worker
-    return None
-
-
-def _has_room(worker: Worker, tokens: int) -> bool:
-    return worker.load.kv_bytes_free >= worker.speed.sequence_bytes(tokens)
+    if least is not home and room_tokens(least) >= tokens:
+        return least  # as a rule: the others need not be looked at
+    return fleet.least_with_room(tokens, but=home)
