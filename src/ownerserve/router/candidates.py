@@ -161,11 +161,6 @@ class Candidates:
         """The `count` least loaded of those that prefill for others, least first."""
         return self._prefill.least(count)
 
-    def least_prefill_one(self) -> Worker | None:
-        """The least loaded of those, if there are any."""
-        prefill = self._prefill
-        return prefill.by_order[prefill.keys()[0] & _ORDER] if prefill.by_order else None
-
     def can_prefill(self, worker: Worker) -> bool:
         """Whether it is one of those that prefill for others."""
         return self._prefill.by_order.get(worker.order) is worker
