@@ -45,9 +45,9 @@ def ways_at(request: Request, worker: Worker, *, pricer: Pricer, fleet: Candidat
     profile = worker.profile
     offer = _offer(request.turn, profile.actions)
     if offer.apart:
-        for prefill in fleet.least_prefill(1):
-            if prefill is not worker and shares_state(prefill, worker):
-                ways.append(pricer.apart(request, worker, prefill))
+        prefill = next(iter(fleet.least_prefill(1)), worker)
+        if prefill is not worker and shares_state(prefill, worker):
+            ways.append(pricer.apart(request, worker, prefill))
     if not request.copies or request.spec_digest != profile.spec_digest:
         return ways
     held = request.cached_on(worker)
