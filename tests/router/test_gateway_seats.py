@@ -90,6 +90,25 @@ def test_a_sub_agent_that_its_client_names_does_not_wait(play: Play) -> None:
     play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
 
 
+def test_a_session_has_one_seat_whatever_its_turns_call_it(play: Play) -> None:
+    """A turn that names the answer before it was a new session to the seats: it waited for its own
+    seat, and its end freed none."""
+
+    async def scenario(world: World) -> None:
+        small(world)
+        client = await world.client()
+        first = await client.post("/v1/responses", ONE.replace(b"messages", b"input"))
+        told = json.loads(first.body)["id"]
+        later = OTHER.replace(b"messages", b"input")
+        body = b'{"previous_response_id": "%b", %b' % (told.encode(), later[1:])
+        async with asyncio.timeout(2):
+            answer = await client.post("/v1/responses", body, x__ownerserve__session__final="1")
+            assert answer.status == 200
+            assert (await client.post(CHAT, OTHER, x__session__id="b")).status == 200
+
+    play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
+
+
 def test_who_hangs_up_while_waiting_is_forgotten(play: Play) -> None:
     async def scenario(world: World) -> None:
         small(world)

@@ -104,8 +104,8 @@ def test_a_chain_of_responses_is_one_session_under_one_name(play: Play) -> None:
     play(scenario, engines=1)
 
 
-def test_a_session_with_aliases_has_one_seat_and_ends_whole(play: Play) -> None:
-    """Seats and the content chain knew such a session under each of its names."""
+def test_a_session_with_aliases_ends_whole(play: Play) -> None:
+    """The content chain knew such a session under its first name only, and kept it."""
 
     async def scenario(world: World) -> None:
         client = await world.client()
