@@ -22,6 +22,12 @@ from ownerserve.report.demo_table import PolicyResult, PoolUse, Pressure, spread
 T = TypeVar("T")
 
 
+class Status(msgspec.Struct):
+    """A worker's status, as far as the table needs it."""
+
+    device: PoolUse
+
+
 class Setup(msgspec.Struct, frozen=True):
     """What every policy gets alike."""
 
@@ -107,7 +113,7 @@ def _result(
     kept: Counter[str] = Counter()
     pressure = Pressure()
     for url in worker_urls:
-        kept.update(_ask(url, "status", PoolUse).kept_bytes())
+        kept.update(_ask(url, "status", Status).device.kept_bytes())
         pressure.add(_pressure(url))
     return PolicyResult(
         requests=len(answers),
