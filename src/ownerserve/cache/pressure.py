@@ -23,7 +23,7 @@ import msgspec
 from ownerserve.cache import paths
 from ownerserve.cache.evictor import Evictor
 from ownerserve.cache.metrics import Counters, Lost
-from ownerserve.cache.node import ABSENT, Receipt, Stop
+from ownerserve.cache.node import Receipt, Stop
 from ownerserve.cache.pool import SlotPool
 from ownerserve.cache.rooms import Rooms
 from ownerserve.cache.running import Running
@@ -87,7 +87,12 @@ class Checkpoint(msgspec.Struct, frozen=True, tag=True):
 
 Directive = Spill | Dropped | Checkpoint
 
-Held = tuple[Stop, Receipt]
+
+class _OpenSpill(msgspec.Struct):
+    """A spill that waits for a report. `held` is empty once its bytes are copied off the device."""
+
+    prefixes: tuple[Packed, ...]
+    held: list[tuple[Stop, Receipt]]
 
 
 class Pressure:
@@ -107,7 +112,7 @@ class Pressure:
         self._evictor = evictor
         self._running = running
         self._counters = counters
-        self._spills: dict[int, list[Held]] = {}
+        self._spills: dict[int, _OpenSpill] = {}
         self._tickets = 0
         # The levels at which the last run found nothing to free: until they change none will.
         self._stuck: tuple[int, ...] = ()
@@ -202,7 +207,7 @@ class Pressure:
     @property
     def _coming(self) -> int:
         """Slots of each point pool that open spills will make easy to free."""
-        return sum(map(len, self._spills.values()))
+        return sum(len(spill.prefixes) for spill in self._spills.values())
 
     def _drop_superseded(self, near: Iterable[Stop]) -> int:
         """Point state that can restore nothing, or that no session stands at while a later stop
@@ -238,7 +243,8 @@ class Pressure:
             held.append((stop, tree.lock(stop.node, stop.depth)))
             points.append(self._describe(stop))
         self._tickets += 1
-        self._spills[self._tickets] = held
+        prefixes = tuple(point.prefix for point in points)
+        self._spills[self._tickets] = _OpenSpill(prefixes, held)
         return Spill(self._tickets, marks.tier, tuple(points))
 
     def _describe(self, stop: Stop) -> SpilledPoint:
@@ -247,41 +253,61 @@ class Pressure:
         slots = dict(zip((p.name for p in self._rooms.points), stop.slots or (), strict=True))
         return SpilledPoint(prefix, slots, tuple(SessionId(name) for name in stop.anchors or ()))
 
+    def copied(self, ticket: int) -> None:
+        """The bytes are off the device: nothing is locked for them any more, whenever the medium
+        answers. Saying so twice is harmless."""
+        self._let_go(self._spill_of(ticket))
+
     def spilled(self, ticket: int) -> None:
         """The copies are safe: this state is cheap to bring back now, and may go early."""
-        stops = self._release(ticket)
-        self._counters.spilled_points += len(stops)
-        for stop in stops:
-            self._back(stop)
+        for prefix in self._close(ticket):
+            stop = self._standing(prefix)
+            if stop is not None:
+                self._counters.spilled_points += 1
+                self._back(stop)
 
     def spill_failed(self, ticket: int) -> None:
         """No copy was made. The next run evicts without: the same spill would fail the same way."""
-        self._release(ticket)
+        self._close(ticket)
         self._counters.failed_spills += 1
         self._spill_again = False
 
     def backed(self, prefix: Packed) -> None:
         """The point state behind `prefix` has a copy below, whoever made it."""
+        stop = self._standing(prefix)
+        if stop is not None:
+            self._back(stop)
+
+    def _standing(self, prefix: Packed) -> Stop | None:
+        """The complete point state behind `prefix`, if the device still has it."""
         depth = len(prefix) // self._evictor.tree.block_bytes
         node, reached = self._evictor.tree.walk(prefix, depth)
         stop = paths.complete_stop(node, depth) if reached == depth else None
-        if stop is not None and stop.depth == depth:
-            self._back(stop)
+        return stop if stop is not None and stop.depth == depth else None
 
     def _back(self, stop: Stop) -> None:
         if self.watermarks.tier not in stop.backed:
             stop.backed = (*stop.backed, self.watermarks.tier)
         self._evictor.offer(stop)
 
-    def _release(self, ticket: int) -> list[Stop]:
-        held = self._spills.pop(ticket, None)
-        if held is None:
+    def _spill_of(self, ticket: int) -> _OpenSpill:
+        spill = self._spills.get(ticket)
+        if spill is None:
             raise InvalidInput("ticket", f"{ticket} is no open spill", "report each one once")
-        for stop, lock in held:
+        return spill
+
+    def _close(self, ticket: int) -> tuple[Packed, ...]:
+        spill = self._spill_of(ticket)
+        del self._spills[ticket]
+        self._let_go(spill)
+        return spill.prefixes
+
+    def _let_go(self, spill: _OpenSpill) -> None:
+        for stop, lock in spill.held:
             stop.holds -= 1
             self._evictor.tree.cool(stop)
             self._evictor.tree.unlock(lock)
-        return [stop for stop, _ in held if stop.slots is not None and ABSENT not in stop.slots]
+        spill.held = []
 
     @property
     def open_spills(self) -> tuple[int, ...]:
@@ -290,4 +316,4 @@ class Pressure:
 
     def locks(self) -> list[Receipt]:
         """Locks of open spills."""
-        return [lock for held in self._spills.values() for _, lock in held]
+        return [lock for spill in self._spills.values() for _, lock in spill.held]

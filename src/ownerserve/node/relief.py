@@ -5,6 +5,10 @@
     Spill ── Copy, some bytes a tick ── all Kept ── spilled: cheap to bring back, goes next
                                      `─ a NotKept ── spill_failed: the next run evicts without
 
+The bytes are off the device when a tick's copies are performed: the locks go with the next tick and
+wait for no medium. A spill that is not answered by its deadline has failed; what comes later is an
+echo.
+
 Blocks go only after the sessions that were pressed are stored, or after `PRESS_WAIT_S`: a turn
 that needs slots meanwhile evicts on demand and waits for nobody. Owns the open spills' copies; the
 cache owns the slots and holds them until they are reported.
@@ -22,10 +26,10 @@ from ownerserve.cache.pressure import Checkpoint, Spill
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.node.chains import Chains
-from ownerserve.node.events import Copy, Effect, Errand
+from ownerserve.node.events import Copy, Drop, Effect, Errand
 from ownerserve.node.records import Cell, RecordNames
 from ownerserve.node.settings import NodeSettings
-from ownerserve.node.spills import Spills
+from ownerserve.node.spills import COPY_DEADLINE_S, Spills
 from ownerserve.node.worth import Worth
 
 TIER = "store"
@@ -39,6 +43,7 @@ class Ticket(msgspec.Struct, eq=False):
 
     copies: Iterator[Copy]
     waiting: dict[Errand, Copy]
+    until_s: float
     is_asked: bool = False
     is_bad: bool = False
 
@@ -67,18 +72,25 @@ class Relief:
         self._tickets: dict[int, Ticket] = {}
         self._queue: deque[int] = deque()
         self._by_errand: dict[Errand, int] = {}
+        self._copied: list[int] = []
+        """Tickets all of whose bytes were read by the effects of the last tick."""
         self._pressed: set[SessionId] = set()
         self._pressed_until_s = 0.0
 
     def tick(self, now: float, next_errand: Callable[[], Errand]) -> list[Effect]:
         """Relieve when it is due, and copy some bytes of what is being spilled."""
-        effects: list[Effect] = []
+        for number in self._copied:
+            if number in self._tickets:
+                self._cache.pressure.copied(number)
+        self._copied.clear()
+        effects: list[Effect] = self._give_up(now)
         if self._cache.pressure.is_due and not self._waits(now):
             for directive in self._cache.pressure.relieve(now):
                 match directive:
                     case Spill():
                         copies = self._copies(directive, next_errand)
-                        self._tickets[directive.ticket] = Ticket(copies, {})
+                        until_s = now + COPY_DEADLINE_S
+                        self._tickets[directive.ticket] = Ticket(copies, {}, until_s)
                         self._queue.append(directive.ticket)
                     case Checkpoint():
                         effects.append(directive)
@@ -90,6 +102,7 @@ class Relief:
             if copy is None:
                 self._queue.popleft()
                 ticket.is_asked = True
+                self._copied.append(number)
                 self._report(number)
                 continue
             left -= self._names.slot_bytes(copy.component)
@@ -113,9 +126,13 @@ class Relief:
         """When `tick` has something to do; 0: now."""
         if self._queue and len(self._by_errand) < self._settings.copies_in_flight:
             return 0.0
+        if self._copied:
+            return 0.0
+        deadline = next((ticket.until_s for ticket in self._tickets.values()), None)
         if self._cache.pressure.is_due:
-            return self._pressed_until_s if self._pressed else 0.0
-        return None
+            due = self._pressed_until_s if self._pressed else 0.0
+            return due if deadline is None else min(due, deadline)
+        return deadline
 
     @property
     def is_busy(self) -> bool:
@@ -128,6 +145,19 @@ class Relief:
             raise InvariantViolated("invariant 1: a spill is open that nobody copies, or the other")
 
     # -- parts ---------------------------------------------------------------------------------
+
+    def _give_up(self, now: float) -> list[Effect]:
+        """Spills whose medium does not answer have failed."""
+        effects: list[Effect] = []
+        for number in [n for n, ticket in self._tickets.items() if ticket.until_s <= now]:
+            ticket = self._tickets.pop(number)
+            for errand in ticket.waiting:
+                del self._by_errand[errand]
+                effects.append(Drop(errand))
+            if number in self._queue:
+                self._queue.remove(number)
+            self._cache.pressure.spill_failed(number)
+        return effects
 
     def _waits(self, now: float) -> bool:
         """Whether sessions are being copied whose blocks would go; presses them when none are."""

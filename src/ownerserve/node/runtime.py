@@ -195,6 +195,7 @@ class NodeRuntime:
                     if asked is not None:
                         self._store.cancel(asked[0])
                     self._parts.pop(errand, None)
+                    self._forget_copy(errand)
                 case Fill():
                     waiting.extend(self.state.handle(self._fill(effect), now))
                 case Copy():
@@ -224,6 +225,13 @@ class NodeRuntime:
         self._backing.tiers.worth_ms[copy.meta.id] = copy.restore_cost_ms
         ticket = self._store.submit_reserve(copy.meta, len(payload))
         self._writing[copy.errand] = (ticket, Writing(copy.meta, payload))
+
+    def _forget_copy(self, errand: Errand) -> None:
+        """Nobody waits for this copy any more. One that is being committed may become durable."""
+        ticket, writing = self._writing.pop(errand, (None, None))
+        if ticket is not None and writing is not None:
+            self._store.cancel(ticket)
+            self._backing.tiers.worth_ms.pop(writing.meta.id, None)
 
     # -- answers -------------------------------------------------------------------------------
 

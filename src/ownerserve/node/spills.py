@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Set
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -24,13 +24,17 @@ from ownerserve.cache.node import Node
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed
 from ownerserve.node.chains import Chains
-from ownerserve.node.events import Copy, Effect, Errand, Find, Found
+from ownerserve.node.events import Copy, Drop, Effect, Errand, Find, Found
 from ownerserve.node.gaps import Gaps
 from ownerserve.node.records import Cell, Digests, RecordNames
 from ownerserve.node.settings import NodeSettings
 from ownerserve.node.worth import Valued, Worth
 
 FIND_DEADLINE_S = 5.0
+ECHO_S = 1.0
+"""How long after a deadline its performer may take to say so."""
+COPY_DEADLINE_S = 30.0
+"""A copy that is in no store by then is given up: others want its place among those in flight."""
 SESSIONS_KEPT = 4096
 """Idle sessions that are remembered, with their gaps; the longest idle are forgotten first."""
 
@@ -61,6 +65,15 @@ class Batch(msgspec.Struct, eq=False):
     worth: Valued
     open: int = 0
     is_asked: bool = False
+    until_s: float = 0.0
+
+
+class Flying(msgspec.Struct, eq=False):
+    """A copy that was asked for and that nobody has answered."""
+
+    copy: Copy
+    batch: Batch
+    until_s: float
 
 
 class Spills:
@@ -88,7 +101,7 @@ class Spills:
         self._queue: list[tuple[float, SessionId]] = []  # of _due; entries may be out of date
         self._looking: dict[Errand, Batch] = {}
         self._copying: deque[Batch] = deque()
-        self._in_flight: dict[Errand, tuple[Copy, Batch]] = {}
+        self._in_flight: dict[Errand, Flying] = {}
         self.over: list[Batch] = []
         """Batches all of whose copies were answered for; whoever tells of them empties it."""
 
@@ -153,7 +166,7 @@ class Spills:
     def is_pending(self, sessions: Set[SessionId]) -> bool:
         """Whether anything of `sessions` is still to be copied."""
         batches = (*self._looking.values(), *self._copying)
-        flying = (batch for _, batch in self._in_flight.values())
+        flying = (one.batch for one in self._in_flight.values())
         return any(b.session_id in sessions for b in (*batches, *flying)) or any(
             self._due.get(name) == 0.0 for name in sessions
         )
@@ -174,15 +187,15 @@ class Spills:
 
     def landed(self, errand: Errand, *, is_kept: bool) -> Copy | None:
         """A copy was kept, or was not; the copy. None for one that nobody knows: an echo."""
-        copy, batch = self._in_flight.pop(errand, (None, None))
-        if copy is None or batch is None:
+        flying = self._in_flight.pop(errand, None)
+        if flying is None:
             return None
-        batch.open -= 1
-        self._close(batch)
+        flying.batch.open -= 1
+        self._close(flying.batch)
         self.counts["kept" if is_kept else "not_kept"] += 1
         if is_kept:
-            self._stored(batch, batch.missing[copy.meta.id])
-        return copy
+            self._stored(flying.batch, flying.batch.missing[flying.copy.meta.id])
+        return flying.copy
 
     def _stored(self, batch: Batch, cell: Cell) -> None:
         """One record more is below. Point state that is there whole may go early."""
@@ -194,7 +207,7 @@ class Spills:
 
     def tick(self, now: float, next_errand: Callable[[], Errand]) -> list[Effect]:
         """Open batches for who is due, and copy some bytes."""
-        effects: list[Effect] = []
+        effects: list[Effect] = self._give_up(now)
         while self._queue and self._queue[0][0] <= now:
             due_s, session_id = heappop(self._queue)
             if self._due.get(session_id) != due_s:
@@ -203,6 +216,7 @@ class Spills:
             batch = self._batch(session_id, self._idle[session_id])
             if batch is not None:
                 errand = next_errand()
+                batch.until_s = now + FIND_DEADLINE_S + ECHO_S
                 self._looking[errand] = batch
                 effects.append(Find(errand, tuple(batch.missing), now + FIND_DEADLINE_S))
         left = self._settings.copy_bytes_a_tick
@@ -216,7 +230,7 @@ class Spills:
                 continue
             for copy in self._copies(batch, batch.pieces.popleft(), next_errand):
                 left -= len(copy.slots) * self._names.slot_bytes(copy.component)
-                self._in_flight[copy.errand] = copy, batch
+                self._in_flight[copy.errand] = Flying(copy, batch, now + COPY_DEADLINE_S)
                 batch.open += 1
                 effects.append(copy)
         return effects
@@ -227,7 +241,27 @@ class Spills:
             return 0.0
         while self._queue and self._due.get(self._queue[0][1]) != self._queue[0][0]:
             heappop(self._queue)
-        return self._queue[0][0] if self._queue else None
+        waits = [next(iter(self._looking.values())).until_s] if self._looking else []
+        if self._in_flight:
+            waits.append(next(iter(self._in_flight.values())).until_s)
+        if self._queue:
+            waits.append(self._queue[0][0])
+        return min(waits, default=None)
+
+    def _give_up(self, now: float) -> list[Effect]:
+        """Look-ups and copies that were not answered in time; what comes later is an echo. Both
+        tables are in the order of their deadlines."""
+        late = list(takewhile(lambda item: item[1].until_s <= now, self._looking.items()))
+        for errand, _ in late:
+            del self._looking[errand]
+        lost = list(takewhile(lambda item: item[1].until_s <= now, self._in_flight.items()))
+        for errand, flying in lost:
+            del self._in_flight[errand]
+            flying.batch.open -= 1
+            self._close(flying.batch)
+        if late or lost:
+            self.counts["overdue"] += len(late) + len(lost)
+        return [Drop(errand) for errand, _ in (*late, *lost)]
 
     @property
     def is_busy(self) -> bool:

@@ -19,6 +19,8 @@ from ownerserve.store.tier import Tier
 
 log = logging.getLogger("ownerserve.node")
 
+STOP_S = 10.0
+
 
 class Upkeep:
     """Runs a pass over `tiers` every `every_s` seconds between `start` and `stop`; 0: never."""
@@ -39,10 +41,12 @@ class Upkeep:
             self._thread.start()
 
     def stop(self) -> None:
-        """End after the pass that is under way. Before the tiers are closed."""
+        """End after the pass that is under way, within `STOP_S`. Before the tiers are closed."""
         self._stopping.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(STOP_S)
+            if self._thread.is_alive():
+                log.warning("the store's upkeep does not end: its medium is silent")
 
     def run_once(self) -> None:
         """One pass: TTLs, old quarantine, sparse and empty segments."""

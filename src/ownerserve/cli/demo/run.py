@@ -80,6 +80,10 @@ class _Blocks(msgspec.Struct):
     block_tokens: int
 
 
+class _Device(msgspec.Struct):
+    device: _Blocks
+
+
 SPILLED = re.compile(r'^ownerserve_spilled_slots_total\{component="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
@@ -87,7 +91,7 @@ def _pressure(url: str) -> Pressure:
     """What one worker counted. Its range components are evicted in lock-step."""
     counted = _ask(url, "cache", _Counted)
     pressure = counted.counters
-    blocks = pressure.evicted_tokens // _ask(url, "status", _Blocks).block_tokens
+    blocks = pressure.evicted_tokens // _ask(url, "status", _Device).device.block_tokens
     pressure.evicted_blocks = dict.fromkeys(counted.cached_tokens, blocks)
     metrics = httpx.get(f"{url}/metrics", timeout=30, trust_env=False).raise_for_status().text
     pressure.spilled_slots = {name: int(float(n)) for name, n in SPILLED.findall(metrics)}
