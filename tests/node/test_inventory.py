@@ -8,7 +8,7 @@ from node_driver import B, NodeDriver
 
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.inventory import Has, Lost, Page
-from ownerserve.node.events import RecordsLost, Remembered, Tick
+from ownerserve.node.events import RecordsLost, Remembered, SessionOver, Tick
 from ownerserve.node.inventory import Inventory
 from ownerserve.plan.inputs import Tier
 
@@ -130,6 +130,16 @@ def test_a_record_that_went_shortens_what_is_told_and_all_of_them_end_it() -> No
     driver.idle()
     assert held(driver.state.inventory) == {("s", "device"): len(TOKENS)}
     assert not driver.file, "and a later life is not told of it"
+
+
+def test_nobody_is_told_of_a_session_that_is_over() -> None:
+    driver = NodeDriver()
+    driver.turn(TOKENS)
+    driver.idle()
+    driver.handle(SessionOver(S))
+    assert not held(driver.state.inventory)
+    assert not driver.file
+    driver.check()
 
 
 def test_a_restore_that_missed_is_looked_into() -> None:

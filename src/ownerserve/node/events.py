@@ -97,6 +97,13 @@ class Gone(msgspec.Struct, frozen=True):
     turn_id: TurnId
 
 
+class SessionOver(msgspec.Struct, frozen=True):
+    """The session has ended: its state is what any prompt may find, and nobody asks for it by
+    name."""
+
+    session_id: SessionId
+
+
 class Kept(msgspec.Struct, frozen=True):
     """A `Copy` is stored, and is READY: it has its digest."""
 
@@ -157,6 +164,7 @@ Event = (
     | Computing
     | Ended
     | Gone
+    | SessionOver
     | Kept
     | NotKept
     | Located

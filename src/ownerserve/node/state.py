@@ -42,6 +42,7 @@ from ownerserve.node.events import (
     Remembered,
     RestoreOutcome,
     RestoreReport,
+    SessionOver,
     Start,
     Tick,
 )
@@ -188,6 +189,9 @@ class NodeState:
                 self._landed(errand, is_kept=True)
             case NotKept(errand):
                 self._landed(errand, is_kept=False)
+            case SessionOver(session_id):
+                self.residency.forget(session_id)
+                self.inventory.forget(session_id)
             case Located():
                 self.residency.located(event, now)
             case RecordsLost(ends, unnoted):

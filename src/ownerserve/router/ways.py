@@ -21,7 +21,7 @@ _APART = PlacementAction.REMOTE_PREFILL
 _RESTORE = PlacementAction.TAIL_RECOMPUTE
 _MIGRATION = PlacementAction.STATE_MIGRATION
 _BRINGING = (_MIGRATION, PlacementAction.ARTIFACT_FETCH)
-_DEVICE = Tier.DEVICE
+_DEVICE, _DISK = Tier.DEVICE, Tier.DISK
 
 
 class _Offer(NamedTuple):
@@ -84,11 +84,14 @@ def has_more_stored(request: Request, worker: Worker) -> bool:
 
 
 def peer_copy(request: Request, worker: Worker) -> Copy | None:
-    """The longest copy that another worker holds, the least busy one's of equals."""
+    """The longest copy that another worker can send, the least busy one's of equals: nobody sends
+    from a disk."""
     found = None
     for copy in request.copies:
         other = copy.worker
-        if other is None or other is worker or not shares_state(other, worker):
+        if other is None or other is worker or copy.tier is _DISK:
+            continue
+        if not shares_state(other, worker):
             continue
         if found is None or found.worker is None or (copy.tokens, -other.queue_ms) > (
             found.tokens, -found.worker.queue_ms

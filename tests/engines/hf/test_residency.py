@@ -167,12 +167,12 @@ class Agent:
         self.name = name
         self.tokens = text(PROMPT_TOKENS, seed=seed)
 
-    async def turn(self, new: int = 40) -> httpx.Headers:
+    async def turn(self, new: int = 40, **more: str) -> httpx.Headers:
         body = {
             "model": MODEL, "prompt": self.tokens, "max_tokens": 4, "temperature": 0,
             "return_token_ids": True,
         }  # fmt: skip
-        headers = {"x-session-id": self.name}
+        headers = {"x-session-id": self.name, **more}
         answer = await self.client.post("/v1/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         self.tokens += answer.json()["choices"][0]["token_ids"]
@@ -319,5 +319,21 @@ def test_a_session_that_lost_its_place_on_the_device_is_expected_from_disk(tmp_p
                 assert sorted(errors)[len(errors) // 2] <= 16, errors
         finally:
             life.end()
+
+    asyncio.run(scenario())
+
+
+def test_a_session_that_ends_is_told_no_more(fleet: Fleet) -> None:
+    async def scenario() -> None:
+        async with gateway_over(fleet.config()) as (gateway, client):
+            agent = Agent(client, "s", 1)
+            await agent.turn()
+            await all_on_disk(gateway, 1)
+            assert len(gateway.state.sessions) == 1
+            await agent.turn(**{"x-ownerserve-session-final": "true"})
+            await until(lambda: not any(life.held("disk") for life in fleet.lives))
+            await asyncio.sleep(0.3)  # and what is read later brings it back no more
+            assert len(gateway.state.sessions) == 0
+            assert not any(life.held("device") for life in fleet.lives)
 
     asyncio.run(scenario())

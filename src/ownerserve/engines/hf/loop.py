@@ -393,6 +393,7 @@ class StepLoop:
             if session is not None and not session.running:
                 sessions.release(session.session_id)
                 self._known.forget(session.session_id)
+                self._restoring.over(session.session_id)
 
     # ---- events out
 

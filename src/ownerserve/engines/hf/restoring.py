@@ -22,7 +22,14 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction
 from ownerserve.kv.prefix import pack
 from ownerserve.node.calibration import Calibration
-from ownerserve.node.events import Arrived, Ended, Gone, RestoreOutcome, RestoreReport
+from ownerserve.node.events import (
+    Arrived,
+    Ended,
+    Gone,
+    RestoreOutcome,
+    RestoreReport,
+    SessionOver,
+)
 from ownerserve.node.inventory import Inventory
 from ownerserve.node.on_device import OnDevice
 from ownerserve.node.runtime import NodeRuntime
@@ -62,6 +69,7 @@ class Restoring(Protocol):
     def computed(self, plan: StepPlan) -> None: ...
     def ended(self, turn_ids: Iterable[TurnId]) -> None: ...
     def gone(self, turn_id: TurnId) -> None: ...
+    def over(self, session_id: SessionId) -> None: ...
     def close(self, *, within_s: float) -> None: ...
 
 
@@ -116,6 +124,10 @@ class WithoutNode:
     def gone(self, turn_id: TurnId) -> None:
         """The turn's request was given up or has failed."""
         self._session_of.pop(turn_id, None)
+
+    def over(self, session_id: SessionId) -> None:
+        """The session is over: nobody will ask for it."""
+        self.inventory.forget(session_id)
 
     def close(self, *, within_s: float) -> None: ...
 
@@ -248,6 +260,10 @@ class WithNode:
         if self._turns.pop(turn_id, None) is not None:
             self._node.handle(Gone(turn_id), time.monotonic())
             self._node.report(turn_id)
+
+    def over(self, session_id: SessionId) -> None:
+        """The session is over: nobody will ask for it."""
+        self._node.handle(SessionOver(session_id), time.monotonic())
 
     def close(self, *, within_s: float) -> None:
         """The engine stops: what is idle goes to the store, as far as there is time."""

@@ -1,0 +1,85 @@
+"""What simulated workers say that they hold reaches the router, and turns go by it."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import msgspec
+import numpy as np
+import pytest
+from fleet_driver import MIB, agents, ready, run, setup
+
+from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.units import GIB
+from ownerserve.plan.inputs import Tier
+from ownerserve.sim.fleet import Fleet
+from ownerserve.sim.metrics.rows import ACTIONS, SERVED
+from ownerserve.sim.setup import Links, Setup, Tiers
+from ownerserve.sim.told import Told
+
+DISKS = Tiers(disk_bytes=256 * GIB)
+FAST_DISK = Links(disk_gb_s=40.0)
+"""Else computing again is cheaper on an H200 (docs/simulator.md)."""
+RESTORE = list(ACTIONS).index(PlacementAction.TAIL_RECOMPUTE)
+
+
+def small(**changes: object) -> Setup:
+    """Two workers, each with room for about two sessions, and a disk that pays."""
+    return setup(workers=2, kv_bytes=1000 * MIB, tiers=DISKS, links=FAST_DISK, **changes)
+
+
+def told_and_cached(fleet: Fleet) -> tuple[int, int]:
+    """Turns that were sent to load from a tier, and those of them that found all but a little."""
+    table = fleet.rows.table()
+    sent = table[(table["action"] == RESTORE) & np.isin(table["mode"], SERVED)]
+    return len(sent), int((sent["cached_tokens"] > 0).sum())
+
+
+def test_a_turn_is_sent_to_load_what_its_worker_holds_below_the_device() -> None:
+    fleet = run(ready(agents(10, 6, seed=5), small()))
+    sent, found = told_and_cached(fleet)
+    assert sent > 5
+    assert found >= 0.9 * sent
+    for worker in fleet.workers:
+        inventory = worker.machine.node.inventory
+        inventory.check()
+        assert any(word.tier == Tier.DISK.value for word in inventory)
+
+
+def test_cut_the_wire_and_nobody_is() -> None:
+    with patch.object(Told, "look", lambda self, now: None):
+        fleet = run(ready(agents(10, 6, seed=5), small()))
+    assert told_and_cached(fleet) == (0, 0)
+
+
+def test_the_next_life_of_a_worker_tells_what_its_disk_holds() -> None:
+    built = ready(agents(10, 6, seed=5), small())
+    fleet, heap = built.fleet, built.heap
+    fleet.begin()
+    heap.run(until_s=8.0)
+    worker = fleet.workers[0]
+    before = _on_disk(fleet)
+    assert before
+    fleet.down(worker, heap.now)
+    heap.run(until_s=8.5)
+    fleet.back(worker, heap.now)
+    heap.run(until_s=9.0)
+    after = _on_disk(fleet)
+    assert before.keys() <= after.keys()
+    run_on = [session for session in before if before[session] <= after[session]]
+    assert len(run_on) == len(before)
+    while fleet.is_busy:
+        heap.run_some(1000)
+    fleet.check()
+
+
+def _on_disk(fleet: Fleet) -> dict[str, int]:
+    words = fleet.workers[0].machine.node.inventory
+    return {word.session: word.tokens for word in words if word.tier == Tier.DISK.value}
+
+
+@pytest.mark.parametrize("tiers", [Tiers(), DISKS])
+def test_equal_runs_are_told_equal_things(tiers: Tiers) -> None:
+    wanted = msgspec.structs.replace(small(), tiers=tiers)
+    tables = [run(ready(agents(6, 4, seed=2), wanted)).rows.table() for _ in range(2)]
+    assert tables[0].tobytes() == tables[1].tobytes()
