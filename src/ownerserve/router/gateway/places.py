@@ -99,7 +99,8 @@ class Places:
 
     def can_ask(self, worker: WorkerId) -> bool:
         """Whether the worker told where its admission answers."""
-        return worker in self._lines
+        line = self._lines.get(worker)
+        return line is not None and line.holds_places
 
     async def reserve(self, worker: WorkerId, turn: str, seed: Seed) -> Place | Reject | None:
         """A place for the turn, or why not; None: nothing was heard in time."""
@@ -114,6 +115,8 @@ class Places:
                 return Place(line, answer.reservation)
             case Reject(reason):
                 self.counts[reason.value] += 1
+                if line is not None and reason is WorkerRefusal.UNKNOWN_RESERVATION:
+                    line.holds_places = False
                 return None if reason in _NO_WORD else answer
             case _:
                 self.counts["no_answer"] += 1
@@ -131,6 +134,8 @@ class _Line:
 
     def __init__(self, address: str) -> None:
         self.address = address
+        self.holds_places = True
+        """False once the worker has said that it holds none (vLLM): it is asked no more."""
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)
