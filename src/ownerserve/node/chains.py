@@ -2,16 +2,22 @@
 
 Owns the digests of the sessions seen last. A prompt that does not go on from its session's tokens
 (a branch, a compaction) is hashed from where the two part.
+
+A long prompt is hashed where it is read (`PromptPrefixes`, on any thread) and comes to the node
+with its digests; what comes without is hashed by the node.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from threading import Lock
 from typing import Protocol
 
+import msgspec
+
 from ownerserve.kv.ids import PrefixHash, SessionId
-from ownerserve.kv.prefix import HashedPrefix, Packed, hash_prefix
+from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed, hash_prefix, pack
 from ownerserve.node.records import Digests
 
 SESSIONS = 256
@@ -20,7 +26,9 @@ SESSIONS = 256
 class Hashes(Protocol):
     """Who knows the digests of a prompt."""
 
-    def hashed(self, tokens: Packed, session_id: SessionId | None) -> HashedPrefix: ...
+    def hashed(
+        self, tokens: Packed, session_id: SessionId | None, made: HashedPrefix | None = None
+    ) -> HashedPrefix: ...
 
 
 class Chains:
@@ -60,9 +68,17 @@ class Chains:
         """Digests of all full blocks of `tokens`. The result is not to be changed or kept."""
         return self.hashed(tokens, session_id).digests
 
-    def hashed(self, tokens: Packed, session_id: SessionId | None) -> HashedPrefix:
-        """The full blocks of `tokens` with their digests. It grows with its session."""
+    def hashed(
+        self, tokens: Packed, session_id: SessionId | None, made: HashedPrefix | None = None
+    ) -> HashedPrefix:
+        """The full blocks of `tokens` with their digests. It grows with its session.
+
+        `made`: the same as somebody else made it; it is the caller's to give away. What of it does
+        not begin `tokens` is not used.
+        """
         known = self._known.pop(session_id, None) if session_id is not None else None
+        if made is not None:
+            known = made
         if known is None:
             known = HashedPrefix(self._block_tokens)
         if not known.grow(tokens):
@@ -72,3 +88,32 @@ class Chains:
             if len(self._known) > SESSIONS:
                 self._known.popitem(last=False)
         return known
+
+
+class PromptPrefix(msgspec.Struct, frozen=True):
+    """A prompt as packed tokens with the digests of its full blocks: `blocks` of them, the last is
+    `tip`. `hashed` grows with its session once a node has it; the other fields stay."""
+
+    tokens: Packed
+    hashed: HashedPrefix
+    blocks: int
+    tip: PrefixHash | None
+
+
+class PromptPrefixes:
+    """Makes prompts' prefixes wherever they are read: any thread may call. A session's next prompt
+    costs what it adds."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._chains = Chains(block_tokens, block_bytes=block_tokens * TOKEN_BYTES)
+        self._lock = Lock()
+
+    def of(self, prompt: Sequence[int], session: str | None) -> PromptPrefix:
+        """The prompt's prefix, the receiver's own: what is kept here grows no further with it."""
+        tokens = pack(prompt)
+        session_id = None if session is None else SessionId(session)
+        with self._lock:
+            known = self._chains.hashed(tokens, session_id)
+            own = known.branch(known.tokens)
+        digests = own.digests
+        return PromptPrefix(tokens, own, len(digests), digests[-1] if digests else None)

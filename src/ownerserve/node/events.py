@@ -13,7 +13,7 @@ import msgspec
 
 from ownerserve.cache.pressure import Checkpoint
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
-from ownerserve.kv.prefix import Packed
+from ownerserve.kv.prefix import HashedPrefix, Packed
 from ownerserve.node.records import Inside
 from ownerserve.node.tips import Tip
 from ownerserve.plan.inputs import Backlog, Tier
@@ -35,6 +35,8 @@ class Arrived(msgspec.Struct, frozen=True):
     backlog: Backlog = Backlog()
     tenant: bytes = b""
     """Whose state it may use and makes; empty: what all share."""
+    hashed: HashedPrefix | None = None
+    """The digests of `tokens`, where somebody has made them before; the node's from now on."""
 
 
 class Found(msgspec.Struct, frozen=True):

@@ -49,7 +49,9 @@ class _Hashed:
     def __init__(self, prefix: HashedPrefix) -> None:
         self._prefix = prefix
 
-    def hashed(self, tokens: Packed, session_id: SessionId | None) -> HashedPrefix:
+    def hashed(
+        self, tokens: Packed, session_id: SessionId | None, made: HashedPrefix | None = None
+    ) -> HashedPrefix:
         return self._prefix
 
 

@@ -227,7 +227,7 @@ class Restores:
         if complete >= cap:
             wish = Wish(event, names, (), now, deadline_s)
             return [self._start(wish, RestoreOutcome.RESIDENT, now)]
-        hashed = chains.hashed(event.tokens, event.session_id)
+        hashed = chains.hashed(event.tokens, event.session_id, event.hashed)
         wish = Wish(event, names, hashed.digests, now, deadline_s, hashed=hashed, bad=set())
         wish.resident = min(cap, match.range_tokens // self._block)
         wish.complete, wish.cap = complete, cap

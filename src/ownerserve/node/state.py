@@ -281,6 +281,8 @@ class NodeState:
         if event.session_id is not None:
             self.spills.resumed(event.session_id, now)
             self.prefetches.resumed(event.session_id)
+            if event.hashed is not None:
+                self.chains.hashed(event.tokens, event.session_id, event.hashed)
         self.line.arrived(event, now)
         effects: list[Effect] = []
         for next_one in self.line.let_on(now):

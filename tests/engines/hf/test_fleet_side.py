@@ -20,6 +20,7 @@ from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.node.chains import PromptPrefixes
 from ownerserve.router.gateway.stamps import (
     PREFIX,
     WorkerRefusal,
@@ -46,7 +47,7 @@ def as_heard(headers: dict[str, str]) -> dict[bytes, bytes]:
 
 def test_a_gateway_reads_what_a_worker_writes() -> None:
     prompt = list(range(100))
-    headers = {**load_headers(LOAD), **extent_header(prompt, 16)}
+    headers = {**load_headers(LOAD), **extent_header(PromptPrefixes(16).of(prompt, None), 16)}
     stamp = read_stamp(WorkerId("w"), as_heard(headers))
     assert stamp is not None
     assert stamp.unit.incarnation == LIFE
@@ -61,7 +62,7 @@ def test_a_gateway_reads_what_a_worker_writes() -> None:
 
 
 def test_a_prompt_shorter_than_a_block_leaves_nothing_to_find() -> None:
-    assert extent_header([1, 2, 3], 16) == {}
+    assert extent_header(PromptPrefixes(16).of([1, 2, 3], None), 16) == {}
 
 
 def test_a_worker_takes_what_is_meant_for_its_life_and_nothing_else() -> None:

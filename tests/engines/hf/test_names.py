@@ -27,6 +27,7 @@ from ownerserve.engines.hf.openai_api import Facts
 from ownerserve.engines.hf.serve import listen, url_of
 from ownerserve.engines.hf.server import make_app
 from ownerserve.kv.ids import SessionId
+from ownerserve.node.chains import PromptPrefixes
 from ownerserve.node.settings import NodeSettings
 from ownerserve.router.gateway.config import Config, parse_worker
 from ownerserve.router.gateway.service import Gateway
@@ -59,7 +60,9 @@ class Fleet:
         block = self.rig.runner.layout.block_tokens
         facts = Facts(MODEL, self.rig.runner.vocab_size, 4000, loaded.eos_ids, block)
         codec = Codec(loaded.tokenizer)
-        worker = Worker(self.rig.engine, codec, facts, self.rig.metrics, PoolSizes({}, 0))
+        prefixes = PromptPrefixes(self.rig.runner.layout.block_tokens)
+        metrics, sizes = self.rig.metrics, PoolSizes({}, 0)
+        worker = Worker(self.rig.engine, codec, facts, metrics, sizes, prefixes)
         bound = listen("127.0.0.1", 0)
         self.url = url_of(bound)
         self._server = uvicorn.Server(uvicorn.Config(make_app(worker), log_level="error"))

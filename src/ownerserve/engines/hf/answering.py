@@ -23,10 +23,10 @@ from ownerserve.engines.hf.requests import (
     Request,
 )
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.kv.prefix import PrefixChain, pack
 from ownerserve.kv.wire import turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.node.chains import PromptPrefix
 
 STATUS_OF_REASON = {
     WorkerRefusal.CONTEXT_LENGTH: 400,
@@ -94,7 +94,7 @@ def turn_headers(
         **({"x-ownerserve-plan": admitted.plan} if admitted.plan else {}),
         **({"x-ownerserve-lost-tokens": str(admitted.lost_tokens)} if admitted.lost_tokens else {}),
         "x-ownerserve-prompt-tokens": str(len(request.prompt)),
-        **extent_header(request.prompt, block_tokens),
+        **(extent_header(request.prefix, block_tokens) if request.prefix else {}),
         **load_headers(load),
     }
 
@@ -114,12 +114,11 @@ def load_headers(load: WorkerLoad) -> dict[str, str]:
     }
 
 
-def extent_header(prompt: list[int], block_tokens: int) -> dict[str, str]:
+def extent_header(prefix: PromptPrefix, block_tokens: int) -> dict[str, str]:
     """What the device holds of the prompt once it is computed: its full blocks, by their hash."""
-    hashes = PrefixChain(block_tokens).extend(pack(prompt))
-    if not hashes:
+    if prefix.tip is None:
         return {}
-    return {"x-ownerserve-extent": f"{hashes[-1].hex()}:{len(hashes) * block_tokens}"}
+    return {"x-ownerserve-extent": f"{prefix.tip.hex()}:{prefix.blocks * block_tokens}"}
 
 
 def check_target(target: RoutingUnit | None, incarnation: int) -> None:

@@ -29,6 +29,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import WorkerId
 from ownerserve.node.backing import open_backing
 from ownerserve.node.calibration import Calibration
+from ownerserve.node.chains import PromptPrefixes
 from ownerserve.node.checkpoints import policy_of
 from ownerserve.node.journal import Journal
 from ownerserve.node.media import DEFAULT_WRITE
@@ -72,13 +73,15 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """Everything a server needs; `sizes` is for people."""
+    """Everything a server needs; `sizes` is for people. `prefixes` makes the digests of prompts
+    as they are read: for the answer's extent, and for a node."""
 
     engine: Engine
     codec: Codec
     facts: Facts
     metrics: WorkerMetrics
     sizes: PoolSizes
+    prefixes: PromptPrefixes
 
 
 def build_worker(options: WorkerOptions) -> Worker:
@@ -123,7 +126,8 @@ def build_worker(options: WorkerOptions) -> Worker:
     )
     if node is not None:
         steps.attach(WithNode(node, scheduler, RestoreMetrics(metrics.registry)))
-    return Worker(Engine(steps), codec, facts, metrics, sizes)
+    prefixes = PromptPrefixes(runner.layout.block_tokens)
+    return Worker(Engine(steps), codec, facts, metrics, sizes, prefixes)
 
 
 def build_node(

@@ -12,6 +12,7 @@ import msgspec
 
 from ownerserve.kv.messages import ExecutionMode
 from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.node.chains import PromptPrefix
 
 
 class FinishReason(StrEnum):
@@ -58,6 +59,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     `reservation` is the place that admission holds for it; None: it comes without one. One that
     `is_judged` is refused at its arrival when it would wait for long; others take their chance.
+    `prefix`: the prompt's digests, where somebody has made them on the way.
     """
 
     request_id: str
@@ -69,6 +71,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     is_final: bool = False
     reservation: int | None = None
     is_judged: bool = False
+    prefix: PromptPrefix | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.step import Admission, StepPlan
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction
-from ownerserve.kv.prefix import pack
+from ownerserve.kv.prefix import HashedPrefix, Packed, pack
 from ownerserve.node.calibration import Calibration
 from ownerserve.node.events import (
     Arrived,
@@ -173,9 +173,9 @@ class WithNode:
         session = SessionId(request.session_id) if request.session_id else None
         self._turns[turn_id] = _Turn(count, backlog, now)
         self._scheduler.hold(turn_id)
-        self._start(
-            self._node.handle(Arrived(turn_id, session, pack(request.prompt), backlog), now)
-        )
+        tokens, hashed = _prefix_of(request)
+        event = Arrived(turn_id, session, tokens, backlog, hashed=hashed)
+        self._start(self._node.handle(event, now))
 
     def poll(self) -> None:
         """Between two steps: take what the store has answered, copy what is idle."""
@@ -268,3 +268,9 @@ class WithNode:
     def close(self, *, within_s: float) -> None:
         """The engine stops: what is idle goes to the store, as far as there is time."""
         self._node.close(time.monotonic(), within_s=within_s)
+
+
+def _prefix_of(request: Request) -> tuple[Packed, HashedPrefix | None]:
+    """The prompt as packed tokens, with its digests where they were made as it was read."""
+    made = request.prefix
+    return (pack(request.prompt), None) if made is None else (made.tokens, made.hashed)

@@ -142,13 +142,13 @@ class Endpoints:
     async def chat(self, http: HttpRequest) -> Response:
         body = parse_body(await _read_body(http), ChatBody)
         prompt = await asyncio.to_thread(chat_prompt, body, self._worker.codec)
-        request = self._request(http, body, prompt)
+        request = await self._request(http, body, prompt)
         return await self._answer(http, body, ChatFormat(*self._form("chatcmpl", body, request)))
 
     async def completions(self, http: HttpRequest) -> Response:
         body = parse_body(await _read_body(http), CompletionBody)
         prompt = await asyncio.to_thread(completion_prompt, body, self._worker.codec)
-        request = self._request(http, body, prompt)
+        request = await self._request(http, body, prompt)
         return await self._answer(http, body, CompletionFormat(*self._form("cmpl", body, request)))
 
     # ---- parts
@@ -163,13 +163,13 @@ class Endpoints:
             message = f"the engine thread has taken no command for {HEALTH_TIMEOUT_S:g} s"
             raise ApiError(503, message, code="engine_stuck", param=None) from error
 
-    def _request(
+    async def _request(
         self, http: HttpRequest, body: ChatBody | CompletionBody, prompt: list[int]
     ) -> Request:
         line = turn_line.received(http.headers)
         if line is not None:
             check_target(line.target, self._worker.engine.latest.unit.incarnation)
-        return make_request(
+        request = make_request(
             body,
             prompt,
             facts=self._worker.facts,
@@ -177,6 +177,8 @@ class Endpoints:
             turn=told_of(http.headers, body, line),
             fresh_seed=secrets.randbits(63),
         )
+        prefix = await asyncio.to_thread(self._worker.prefixes.of, prompt, request.session_id)
+        return msgspec.structs.replace(request, prefix=prefix)
 
     def _form(
         self, prefix: str, body: Body, request: Request
