@@ -13,10 +13,11 @@ from node_driver import IDENTITY, LAYOUT, B
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.kv.units import MIB
+from ownerserve.node import upkeep as upkeep_module
 from ownerserve.node.backing import Backing, ListedPart, NodeTiers, open_backing
 from ownerserve.node.media import open_remote, write_policy
 from ownerserve.node.records import Cell, Inside, RecordNames
-from ownerserve.node.upkeep import Upkeep
+from ownerserve.node.upkeep import MORE_AFTER_S, Upkeep
 from ownerserve.plan.inputs import Tier as Medium
 from ownerserve.store.disk import DiskOptions, DiskTier
 from ownerserve.store.memory import MemoryTier
@@ -185,6 +186,28 @@ def test_a_pass_drops_what_is_past_its_ttl(tmp_path: Path) -> None:
     upkeep.run_once()
     assert upkeep.counts["expired"] == 2
     assert not tiers.usage()
+    tiers.close()
+
+
+@pytest.mark.parametrize("medium", ["memory", "disk"])
+def test_a_pass_is_bounded_and_the_next_one_comes_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, medium: str
+) -> None:
+    """Five records are past their time and a pass takes two: the worker stops behind a pass."""
+    monkeypatch.setattr(upkeep_module, "EXPIRE_AT_ONCE", 2)
+    clock = ManualClock(1000.0)
+    tier: DiskTier | MemoryTier = (
+        DiskTier(tmp_path, clock, options=DiskOptions(limits=KEPT))
+        if medium == "disk"
+        else MemoryTier(clock, KEPT)
+    )
+    tiers = NodeTiers([tier])
+    for depth in range(1, 6):
+        write(tiers, NAMES.point_meta("swa", depth, DIGESTS))
+    upkeep = Upkeep(tiers.tiers, 60.0)
+    clock.advance(20.0)
+    passes = [(upkeep.run_once(), upkeep.counts["expired"]) for _ in range(4)]
+    assert passes == [(MORE_AFTER_S, 2), (MORE_AFTER_S, 4), (60.0, 5), (60.0, 5)]
     tiers.close()
 
 

@@ -222,7 +222,11 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
 
     torch.set_num_threads(int(str(flags["threads"])))
     worker_id = str(flags["worker_id"] or worker_id_of(bound))
-    worker = build_worker(replace(options, worker_id=worker_id))
+    try:
+        worker = build_worker(replace(options, worker_id=worker_id))
+    except BaseException:
+        bound.close()
+        raise
     url = url_of(bound)
     rpc = RpcServer(
         worker.engine.call, port=int(str(flags["rpc_port"])), step_s=worker.engine.step_s

@@ -1,7 +1,8 @@
 """Upkeep: the store forgets what nobody asked for, and gives its room back. A thread.
 
 Off the engine's thread and off those that read and write for it: a pass may wait for the medium,
-and holds the store's lock for one bounded step at a time.
+and holds the store's lock for one bounded step at a time. A pass is bounded too, since the worker
+stops behind it: where it leaves something to do the next one comes soon.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from ownerserve.store.tier import Tier
 log = logging.getLogger("ownerserve.node")
 
 STOP_S = 10.0
+EXPIRE_AT_ONCE = 4096
+"""Records of each tier that one pass removes at most."""
+COMPACT_AT_ONCE = 2
+"""Segments that one pass compacts at most."""
+MORE_AFTER_S = 1.0
+"""How soon the next pass comes behind one that reached a bound."""
 
 
 class Upkeep:
@@ -48,24 +55,31 @@ class Upkeep:
             if self._thread.is_alive():
                 log.warning("the store's upkeep does not end: its medium is silent")
 
-    def run_once(self) -> None:
-        """One pass: TTLs, old quarantine, sparse and empty segments."""
-        total = self.counts.copy()
+    def run_once(self) -> float:
+        """One pass: TTLs, old quarantine, sparse and empty segments. How many seconds later the
+        next one is to come."""
+        total, has_more = self.counts.copy(), False
         total["passes"] += 1
         for tier in self._tiers:
-            total["expired"] += tier.expire()
+            expired = tier.expire(EXPIRE_AT_ONCE)
+            total["expired"] += expired
+            has_more = has_more or expired >= EXPIRE_AT_ONCE
             if isinstance(tier, DiskTier):
-                done = collect(tier.core, self._landing)
+                done = collect(tier.core, self._landing, most=COMPACT_AT_ONCE)
+                has_more = has_more or done.segments_compacted >= COMPACT_AT_ONCE
                 total["segments_compacted"] += done.segments_compacted
                 total["segments_dropped"] += done.segments_dropped
                 total["compacted_bytes"] += done.bytes_copied
                 total["quarantine_released"] += done.quarantine_released
         self.counts = total
+        return min(MORE_AFTER_S, self._every_s) if has_more else self._every_s
 
     def _serve(self) -> None:
-        while not self._stopping.wait(self._every_s):
+        after_s = self._every_s
+        while not self._stopping.wait(after_s):
+            after_s = self._every_s
             try:
-                self.run_once()
+                after_s = self.run_once()
             except Exception:  # a thread's root: a store that can't be tidied still serves
                 self.counts = self.counts + Counter(failed=1)
                 log.exception("the store's upkeep failed")

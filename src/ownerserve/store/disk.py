@@ -45,7 +45,13 @@ from ownerserve.store.model import (
 from ownerserve.store.policy import Limits, Order, WriteBudget, by_utility, choose
 from ownerserve.store.recover import Recovered, recover
 from ownerserve.store.seal import Keys, SealKind
-from ownerserve.store.tier import OnEvict, OnRemoved, Reservation, nobody_listens
+from ownerserve.store.tier import (
+    EVERY_RECORD,
+    OnEvict,
+    OnRemoved,
+    Reservation,
+    nobody_listens,
+)
 from ownerserve.store.verify import draft, record_room
 
 
@@ -234,16 +240,16 @@ class DiskTier:
         """Records gone, of those that were there."""
         return self.core.attempt(lambda: self.core.evict(ids), 0)
 
-    def expire(self) -> int:
-        """Remove what has not been touched for its kind's TTL."""
+    def expire(self, most: int = EVERY_RECORD) -> int:
+        """Remove what has not been touched for its kind's TTL, at most so many records."""
         gone = 0
         for kind in Kind:
             ttl_s = self._options.limits.of(kind).ttl_s
-            while ttl_s is not None:
+            while ttl_s is not None and gone < most:
                 before_s = self.core.clock.now() - ttl_s
                 late = [
                     r.meta.id
-                    for r in self.core.oldest_flushed(kind, 1024)
+                    for r in self.core.oldest_flushed(kind, min(1024, most - gone))
                     if r.touched_s < before_s
                 ]
                 removed = self.remove(late)

@@ -20,6 +20,7 @@ from ownerserve.store.model import Hit, MissReason, ReadOutcome, Want
 from ownerserve.store.reclaim import SPARSE_SHARE, sparse
 from ownerserve.store.scan import records
 from ownerserve.store.segment import Segment, segment_path
+from ownerserve.store.tier import EVERY_RECORD
 
 QUARANTINE_KEPT_S = 7 * 86400.0
 
@@ -34,16 +35,22 @@ class Collected(msgspec.Struct):
 
 
 def collect(
-    core: DiskCore, landing: Landing, *, share: float = SPARSE_SHARE, kept_s: float | None = None
+    core: DiskCore,
+    landing: Landing,
+    *,
+    share: float = SPARSE_SHARE,
+    kept_s: float | None = None,
+    most: int = EVERY_RECORD,
 ) -> Collected:
-    """Release old quarantine, compact sparse segments, drop empty ones."""
+    """Release old quarantine, compact sparse segments, drop empty ones; `most` segments are
+    compacted, the emptiest first."""
     done = Collected()
     kept = QUARANTINE_KEPT_S if kept_s is None else kept_s
     with core.shielded():
         done.quarantine_released = release_quarantine(core, core.clock.now() - kept)
         done.segments_dropped = core.reclaimer.drop_empty()
         rows = sparse(core.index.segments(), share)
-    for row in rows if len(rows) > 1 else []:
+    for row in rows[:most] if len(rows) > 1 else []:
         with core.exclusive():
             core.flush()
             copied = core.reclaimer.compact(

@@ -39,7 +39,13 @@ from ownerserve.store.model import (
 )
 from ownerserve.store.policy import Limits, Order, by_age
 from ownerserve.store.seal import SealKind, Xxh3Seal
-from ownerserve.store.tier import OnEvict, OnRemoved, Reservation, nobody_listens
+from ownerserve.store.tier import (
+    EVERY_RECORD,
+    OnEvict,
+    OnRemoved,
+    Reservation,
+    nobody_listens,
+)
 from ownerserve.store.verify import BadRange, chunk_span, open_chunks, span_of
 
 _SEAL = Xxh3Seal()
@@ -256,14 +262,14 @@ class MemoryTier:
                     found.append(held.listed())
         return found
 
-    def expire(self) -> int:
-        """Remove what has not been touched for its kind's TTL."""
-        now_s, late = self._clock.now(), []
+    def expire(self, most: int = EVERY_RECORD) -> int:
+        """Remove what has not been touched for its kind's TTL, at most so many records."""
+        now_s, late = self._clock.now(), list[bytes]()
         with self._lock:
             for kind, records in self._held.items():
                 ttl_s = self._ledger.limits.of(kind).ttl_s
                 for id_, held in records.items():
-                    if ttl_s is None or held.touched_s >= now_s - ttl_s:
+                    if ttl_s is None or held.touched_s >= now_s - ttl_s or len(late) == most:
                         break
                     late.append(id_)
         return self.remove(late)

@@ -50,7 +50,7 @@ from ownerserve.store.model import (
 )
 from ownerserve.store.policy import ExpectedUse, Limits
 from ownerserve.store.seal import Keys
-from ownerserve.store.tier import Reservation
+from ownerserve.store.tier import EVERY_RECORD, Reservation
 from ownerserve.store.verify import (
     BadRange,
     NoKey,
@@ -271,14 +271,17 @@ class RemoteTier:
             self.counters["io_errors"] += 1
             return []
 
-    def expire(self) -> int:
-        """Remove what was not used for its kind's TTL, and what dead writers left."""
+    def expire(self, most: int = EVERY_RECORD) -> int:
+        """Remove what was not used for its kind's TTL, at most so many records, and what dead
+        writers left."""
         now_s = self._clock.now()
         with suppress(OSError, Backpressure):
             self._catalogue.note_uses()
             self.counters["tidied"] += self._blobs.tidy(now_s - UNFINISHED_S)
         gone = 0
         for row in self._rows():
+            if gone >= most:
+                break
             ttl_s = self._ttls.of(row.record.meta.kind).ttl_s
             if ttl_s is not None and row.record.touched_s < now_s - ttl_s:
                 gone += self._delete(row)

@@ -60,6 +60,10 @@ class Reservation:
         return record
 
 
+EVERY_RECORD = 1 << 62
+"""How many records a call may take that is to take all of them."""
+
+
 class Tier(Protocol):
     """One place where artifacts are kept."""
 
@@ -78,7 +82,7 @@ class Tier(Protocol):
 
     def remove(self, ids: Sequence[bytes]) -> int: ...
 
-    def expire(self) -> int: ...
+    def expire(self, most: int = EVERY_RECORD) -> int: ...
 
     def purge(self, tenant: bytes) -> int: ...
 

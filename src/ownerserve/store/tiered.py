@@ -39,7 +39,7 @@ from ownerserve.store.model import (
 )
 from ownerserve.store.moves import Move, MoveQueue
 from ownerserve.store.placement import COMES_AGAIN, HAS_NO_ROOM, Placement
-from ownerserve.store.tier import Evicting, Reservation, Tier, put
+from ownerserve.store.tier import EVERY_RECORD, Evicting, Reservation, Tier, put
 
 _TRY_NEXT = frozenset({MissReason.CORRUPT, MissReason.ABSENT, MissReason.IO_ERROR, MissReason.BUSY})
 
@@ -268,9 +268,9 @@ class TieredStore:
             self.moves.forget(ids)  # after: a read that began before may have queued a copy
         return there
 
-    def expire(self) -> int:
-        """Copies removed, over all tiers."""
-        return sum(tier.expire() for tier in self.tiers)
+    def expire(self, most: int = EVERY_RECORD) -> int:
+        """Copies removed, over all tiers, at most so many of each."""
+        return sum(tier.expire(most) for tier in self.tiers)
 
     def purge(self, tenant: bytes) -> int:
         """Copies removed, over all tiers; what waits to be moved is dropped too."""

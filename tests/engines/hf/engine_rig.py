@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from ownerserve.cache.effects import ResetState
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.table import Table
+from ownerserve.engines.hf import loop, restoring
 from ownerserve.engines.hf.build import WorkerOptions, build_node
 from ownerserve.engines.hf.checkpoint import Checkpoint, load_checkpoint
 from ownerserve.engines.hf.codec import Codec
@@ -48,6 +51,19 @@ GREEDY = Sampling(temperature=0.0, logprobs=1)
 def checkpoint(name: str) -> Checkpoint:
     torch.set_num_threads(1)
     return load_checkpoint(name)
+
+
+class Later:
+    """The engine thread's clock, which a test may put forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.by_s = 0.0
+        self.time, self.perf_counter, self.sleep = time.time, time.perf_counter, time.sleep
+        for module in (loop, restoring):
+            monkeypatch.setattr(module, "time", self)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.by_s
 
 
 class Rig:
@@ -91,7 +107,7 @@ class Rig:
             checkpoints_of=node.state.checkpoints.during if node is not None else None,
         )
         self.metrics = WorkerMetrics()
-        loop = StepLoop(
+        steps = StepLoop(
             self.runner,
             self.scheduler,
             cache=self.cache,
@@ -101,8 +117,8 @@ class Rig:
         )
         if self.node is not None:
             restores = RestoreMetrics(self.metrics.registry)
-            loop.attach(WithNode(self.node, self.scheduler, restores))
-        self.engine = Engine(loop)
+            steps.attach(WithNode(self.node, self.scheduler, restores))
+        self.engine = Engine(steps)
 
     def play(self, scenario: Callable[[], Awaitable[Any]]) -> Any:
         """Run `scenario` with the engine started; afterwards the books must balance."""

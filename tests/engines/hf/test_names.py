@@ -60,7 +60,7 @@ class Fleet:
         block = self.rig.runner.layout.block_tokens
         facts = Facts(MODEL, self.rig.runner.vocab_size, 4000, loaded.eos_ids, block)
         codec = Codec(loaded.tokenizer)
-        prefixes = PromptPrefixes(self.rig.runner.layout.block_tokens)
+        prefixes = PromptPrefixes(block)
         metrics, sizes = self.rig.metrics, PoolSizes({}, 0)
         worker = Worker(self.rig.engine, codec, facts, metrics, sizes, prefixes)
         bound = listen("127.0.0.1", 0)

@@ -11,30 +11,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from engine_rig import Rig, request, text  # noqa: E402
+from engine_rig import Later, Rig, request, text  # noqa: E402
 
 from ownerserve.cache.outcomes import DEFAULT_TTL_S  # noqa: E402
 from ownerserve.cache.session import Session  # noqa: E402
-from ownerserve.engines.hf import loop, restoring  # noqa: E402
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
 from ownerserve.engines.hf.requests import Delta  # noqa: E402
 from ownerserve.kv.ids import SessionId  # noqa: E402
 from ownerserve.node.settings import NodeSettings  # noqa: E402
 
 pytestmark = pytest.mark.engine
-
-
-class Later:
-    """The engine thread's clock, which a test may put forward."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.by_s = 0.0
-        self.time, self.perf_counter, self.sleep = time.time, time.perf_counter, time.sleep
-        for module in (loop, restoring):
-            monkeypatch.setattr(module, "time", self)
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.by_s
 
 
 def rig_with(store: Path | None) -> Rig:
@@ -72,7 +58,7 @@ def test_soft_references_end_while_only_decode_runs(
             pass
         clock.by_s = DEFAULT_TTL_S + 1.0
         await until_expired(session)
-        assert rig.engine.latest.running == 1, "nothing has arrived or ended since"
+        assert rig.engine.latest.running_sequences == 1, "nothing has arrived or ended since"
         assert session.stop is not None and session.stop.refs == 0, "it goes first from now on"
         rig.engine.abort("long")
 
