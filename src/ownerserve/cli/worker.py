@@ -234,8 +234,7 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
 
     def on_ready() -> None:
         rpc.start()
-        banner = _banner(url, worker, options)
-        banner += f"\n  RPC at {rpc.address}"
+        banner = f"{_banner(url, worker, options)}\n  RPC at {rpc.address}"
         console_for(json_target).print(banner, highlight=False, soft_wrap=True)
         report = _report(url, worker, options) | {"worker": worker_id, "rpc": rpc.address}
         write_json(json_target, "worker", report)
