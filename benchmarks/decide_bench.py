@@ -99,7 +99,7 @@ def answer_us(world: World, events: list[Arrive]) -> float:
     """CPU us of the question and its answer alone, for sessions that exist."""
     decide, now_s = world.policy.decide, world.now_s
     candidates = world.state.fleet.candidates("m")
-    sessions = [world.state.sessions.get(SessionId(f"{event.session}#m")) for event in events]
+    sessions = [world.state.sessions.get(SessionId(event.session or "")) for event in events]
     began = time.process_time_ns()
     for event, session in zip(events, sessions, strict=True):
         decide(ask(event, session, candidates, limits=DEFAULTS, now_s=now_s), candidates)
@@ -136,14 +136,14 @@ def decide_us(world: World, case: str) -> tuple[float, float]:
 
 
 def arrival(world: World, name: SessionId) -> Arrive:
-    session = world.state.sessions.get(SessionId(f"{name}#m"))
+    session = world.state.sessions.get(name)
     assert session is not None
     return Arrive(name, CONTEXT_BYTES + session.turns * TURN_BYTES, model="m")
 
 
 def heat(world: World, name: SessionId) -> None:
     """The owner of `name` says that it is very busy."""
-    session = world.state.sessions.get(SessionId(f"{name}#m"))
+    session = world.state.sessions.get(name)
     assert session is not None
     assert session.owner is not None
     unit = RoutingUnit(session.owner.id, 0, Incarnation(1))

@@ -49,6 +49,7 @@ def test_policies_agree_and_staying_re_uses_more(tmp_path: Path) -> None:
         assert policy["tpot_ms"]["p90"] > 0
         assert 1 <= policy["hotspot_index"] <= 2
         assert policy["wall_clock_factor"] > 1
+        assert sum(policy["reasons"].values()) >= policy["requests"]
     assert stays["cached_token_share"] > spread["cached_token_share"]
     assert stays["prefill_tokens_saved"] > spread["prefill_tokens_saved"]
     resumed = result["cold_resume"]

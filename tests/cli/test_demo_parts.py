@@ -7,6 +7,7 @@ import math
 from ownerserve.cli.demo.compare import TOLERANCE, compare
 from ownerserve.cli.demo.drive import Answer
 from ownerserve.cli.demo.workload import conversations
+from ownerserve.report.demo_table import PolicyResult, Pressure, Spread, heat_line
 from ownerserve.trace.model import Agent, Request, Session, Trace
 
 
@@ -89,3 +90,24 @@ def test_heads_of_equal_sizes_are_equal_text_and_agents_have_contexts_of_their_o
     assert main.messages[0] == sub.messages[0]
     assert main.messages[1] != sub.messages[1]
     assert (main.agent, sub.agent) == ("s", "s/1")
+
+
+NOTHING = Spread(0.0, 0.0, 0.0, 0.0)
+
+
+def result(**reasons: int) -> PolicyResult:
+    return PolicyResult(
+        requests=9, errors=0, prompt_tokens=9, cached_token_share=0.5, prefill_tokens_saved=4,
+        ttft_ms=NOTHING, tpot_ms=NOTHING, hotspot_index=1.0, wall_clock_factor=1.0, e2e_s=NOTHING,
+        modes={}, requests_by_worker={}, kv_bytes={}, pressure=Pressure(), first_errors=[],
+        reasons=reasons,
+    )  # fmt: skip
+
+
+def test_heat_moves_are_counted_by_the_gateways_own_reasons_or_their_lack_is_explained() -> None:
+    moved = result(owner=5, hot_owner=2)
+    assert (moved.heat_moves, heat_line("ear", moved)) == (2, "ear: 2 turns left a hot worker")
+    assert "busier than T_hot" in heat_line("ear", result(owner=9))
+    line = heat_line("ear", result(owner=5, hot_cooling=1, hot_no_target=3))
+    assert "4 met a hot one: 3 had no other with room" in line
+    assert "1 had moved a short time before" in line

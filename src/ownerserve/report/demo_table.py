@@ -83,7 +83,8 @@ class PolicyResult(msgspec.Struct, frozen=True):
     `tpot_ms`: per turn, the time of each output token after the first. `hotspot_index`: prompt
     tokens computed by the busiest worker over the mean of all (1 = even). `wall_clock_factor`: how
     long the run took over how long it takes when answers cost no time (arrivals and tool gaps).
-    `kv_bytes`: component -> bytes in use on all workers when the last turn ended.
+    `kv_bytes`: component -> bytes in use on all workers when the last turn ended. `reasons`: why
+    the gateway's decisions went where they did -> dispatches.
     """
 
     requests: int
@@ -101,6 +102,30 @@ class PolicyResult(msgspec.Struct, frozen=True):
     kv_bytes: dict[str, int]
     pressure: Pressure
     first_errors: list[str]
+    reasons: dict[str, int] = {}
+
+    @property
+    def heat_moves(self) -> int:
+        """Turns that the gateway sent away from a hot worker."""
+        return self.reasons.get("hot_owner", 0)
+
+
+def heat_line(name: str, result: PolicyResult) -> str:
+    """How many turns left a hot worker under the policy `name`; why none did, by its decisions."""
+    moves = result.heat_moves
+    if moves:
+        return f"{name}: {moves} turn{'s' * (moves > 1)} left a hot worker"
+    cooling, stuck = (result.reasons.get(f"hot_{why}", 0) for why in ("cooling", "no_target"))
+    if not cooling and not stuck:
+        return (
+            f"{name}: no turn left its worker for heat: at no turn's arrival was its worker busier"
+            " than T_hot and than the least busy one by the hot ratio (docs/routing.md)"
+        )
+    return (
+        f"{name}: no turn left its worker for heat, though {cooling + stuck} met a hot one:"
+        f" {stuck} had no other with room, or where computing anew would have ended earlier;"
+        f" {cooling} had moved a short time before"
+    )
 
 
 def summary_table(results: Mapping[str, PolicyResult]) -> Table:
@@ -109,7 +134,7 @@ def summary_table(results: Mapping[str, PolicyResult]) -> Table:
     table.add_column("policy", no_wrap=True)
     for heading in ("TTFT ms\np50", "\np90", "TPOT ms\np90", "cached\nshare"):
         table.add_column(heading, justify="right")
-    for heading in ("hotspot\nindex", "wall-clock\nfactor"):
+    for heading in ("hotspot\nindex", "heat\nmoves", "wall-clock\nfactor"):
         table.add_column(heading, justify="right")
     for name, result in results.items():
         table.add_row(
@@ -119,6 +144,7 @@ def summary_table(results: Mapping[str, PolicyResult]) -> Table:
             f"{result.tpot_ms.p90:.1f}",
             f"{result.cached_token_share:.1%}",
             f"{result.hotspot_index:.2f}",
+            str(result.heat_moves),
             f"{result.wall_clock_factor:.2f}",
         )
     return table
@@ -143,6 +169,7 @@ def policy_table(results: Mapping[str, PolicyResult]) -> Table:
     row("TTFT p50 / p90, ms", [f"{c.ttft_ms.p50:.0f} / {c.ttft_ms.p90:.0f}" for c in columns])
     row("TPOT p90, ms", [f"{c.tpot_ms.p90:.1f}" for c in columns])
     row("hotspot index", [f"{c.hotspot_index:.2f}" for c in columns])
+    row("heat moves", [str(c.heat_moves) for c in columns])
     row("wall-clock factor", [f"{c.wall_clock_factor:.2f}" for c in columns])
     row("session end to end, mean s", [f"{c.e2e_s.mean:.2f}" for c in columns])
     row("session end to end, p95 s", [f"{c.e2e_s.p95:.2f}" for c in columns])

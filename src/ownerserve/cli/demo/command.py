@@ -29,7 +29,7 @@ from ownerserve.cli.demo.vllm_command import VllmDemo, run_vllm_demo
 from ownerserve.cli.demo.workload import Transcript, conversations
 from ownerserve.cli.options import FACTOR, SEED
 from ownerserve.cli.output import console_for, json_option, write_json
-from ownerserve.report.demo_table import PolicyResult, policy_table, summary_table
+from ownerserve.report.demo_table import PolicyResult, heat_line, policy_table, summary_table
 from ownerserve.router.policies import POLICIES as EVERY_POLICY
 from ownerserve.trace.model import Trace
 from ownerserve.trace.read import read_trace
@@ -39,6 +39,9 @@ from ownerserve.trace.transform import keep, scale_lengths
 
 POLICIES = ("round_robin", "least_load", "lmetric", "sticky", "ear", "ownerserve")
 """Compared by default: seed 002's baselines, EAR, and ours."""
+
+HEAT_POLICIES = ("ear", "ownerserve")
+"""Those that move sessions away from hot workers."""
 
 DETAILED_MAX = 3
 """Policies side by side in the long table; of more, the first and the last (--json has all)."""
@@ -195,6 +198,9 @@ def _show(
     shown = names if len(names) <= DETAILED_MAX else [names[0], names[-1]]
     console.print(policy_table({name: results[name] for name in shown}))
     console.print(summary_table(results))
+    for name in HEAT_POLICIES:
+        if name in results:
+            console.print(heat_line(name, results[name]), highlight=False)
     for name, comparison in comparisons.items():
         console.print(_verdict(next(iter(results)), name, comparison))
 

@@ -88,7 +88,7 @@ class Fleet:
         self._folder = folder
         self._children: list[Child] = []
         self.worker_urls: list[str] = []
-        self.gateway_url = ""
+        self.gateway_url = self.admin_url = ""
 
     def start(self, worker_arguments: Sequence[str], workers: int, policy: str) -> None:
         """Start workers, wait for them, then the gateway over them. Raises PeerLost."""
@@ -96,7 +96,7 @@ class Fleet:
         self.worker_urls = [child.wait_ready(120)[0] for child in pending]
         over = [part for url in self.worker_urls for part in ("--worker", url)]
         gateway = self._spawn("gateway", ["gateway", "--policy", policy, *GATEWAY_ARGUMENTS, *over])
-        self.gateway_url = gateway.wait_ready(30)[0]
+        self.gateway_url, self.admin_url = gateway.wait_ready(30)
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> Child:
         child = Child(name, arguments, self._folder)

@@ -68,7 +68,8 @@ def run_policy(
         took_s = time.perf_counter() - started_s
         answers = [answer for session in sessions for answer in session.answers]
         factor = wall_clock_factor(took_s, setup.conversations)
-        return _result(sessions, answers, fleet.worker_urls, factor=factor), answers
+        result = _result(sessions, answers, fleet.worker_urls, factor=factor)
+        return msgspec.structs.replace(result, reasons=_reasons(fleet.admin_url)), answers
 
 
 class _Counted(msgspec.Struct):
@@ -85,6 +86,15 @@ class _Device(msgspec.Struct):
 
 
 SPILLED = re.compile(r'^ownerserve_spilled_slots_total\{component="(\w+)"\} (\S+)$', re.MULTILINE)
+
+
+DISPATCHES = re.compile(r'^ownerserve_dispatches_total\{reason="(\w+)"\} (\S+)$', re.MULTILINE)
+
+
+def _reasons(admin_url: str) -> dict[str, int]:
+    """Why the gateway sent turns where it did: its own count of dispatches."""
+    metrics = httpx.get(f"{admin_url}/metrics", timeout=30, trust_env=False).raise_for_status().text
+    return {name: int(float(count)) for name, count in DISPATCHES.findall(metrics)}
 
 
 def _pressure(url: str) -> Pressure:
