@@ -80,6 +80,7 @@ class Residents:
 
     def _begin(self, page: Page) -> None:
         self.after, self._floor, self._is_reading = 0, page.floor, True
+        self.is_caught_up = False
         self._unconfirmed = set(self._told)
 
     def _hear(self, word: Has | Lost, news: list[News]) -> None:

@@ -164,6 +164,23 @@ class GatewayCollector(Collector):
             for field, value in monitor.problem_counts.items():
                 problems.add_metric([name, field], value)
         yield problems
+        read = CounterMetricFamily(
+            "ownerserve_worker_inventory",
+            "Pages of a worker's inventory that were read, words in them, readings that failed.",
+            labels=["worker", "kind"],
+        )
+        held = GaugeMetricFamily(
+            "ownerserve_worker_extents",
+            "Sessions' extents that a worker says it holds, one for each tier.",
+            labels=["worker"],
+        )
+        for name, reader in self._gateway.inventories.items():
+            for kind in ("pages", "words", "failed"):
+                read.add_metric([name, kind], reader.counts[kind])
+            read.add_metric([name, "ignored"], reader.residents.ignored)
+            held.add_metric([name], len(reader.residents))
+        yield read
+        yield held
         connections = CounterMetricFamily(
             "ownerserve_worker_connections",
             "Connections opened to a worker, and exchanges on a kept one.",

@@ -1,0 +1,116 @@
+"""The gateway's reader of a worker's inventory, over a socket that answers well, ill and not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from ownerserve.kv.ids import Incarnation
+from ownerserve.kv.wire.inventory import Has, Page
+from ownerserve.router.fleet import Fleet
+from ownerserve.router.gateway.access import open_access
+from ownerserve.router.gateway.config import Address, Config
+from ownerserve.router.gateway.inventory import InventoryReader
+from ownerserve.router.messages import WorkerUp
+from ownerserve.router.residents import News
+
+LIFE = Incarnation(7)
+ONE = (200, msgspec.json.encode(Page(7, 0, 0, 1, (Has(1, "s", "disk", 64),))))
+NO_MORE = (200, msgspec.json.encode(Page(7, 0, 0, 1)))
+
+
+class Rig:
+    """One worker that says `says`, in turn, then the last of it for ever."""
+
+    def __init__(self) -> None:
+        self.says: list[tuple[int, bytes] | None] = []
+        self.asked: list[bytes] = []
+        self.news: list[News] = []
+        self.fleet = Fleet()
+        self.reader: InventoryReader
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        self.asked.append(head.split(b" ", 2)[1])
+        said = self.says.pop(0) if len(self.says) > 1 else self.says[0]
+        if said is not None:
+            status, body = said
+            head = b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
+            writer.write(head + body)
+            await writer.drain()
+        writer.close()
+
+    def up(self, life: int) -> None:
+        self.fleet.raise_up(WorkerUp(self.address.worker, 0, Incarnation(life)))
+
+    def play(self, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def main() -> None:
+            server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+            self.address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
+            config = Config(workers=(self.address,), health_timeout_s=0.5)
+            self.reader = InventoryReader(
+                self.address,
+                config,
+                access=open_access(None, None),
+                fleet=self.fleet,
+                tell=self.news.append,
+            )
+            self.up(LIFE)
+            await scenario()
+            server.close()
+
+        asyncio.run(main())
+
+
+def test_it_goes_on_where_it_ended_and_reads_a_new_life_from_the_start() -> None:
+    rig = Rig()
+
+    async def scenario() -> None:
+        rig.says = [ONE, NO_MORE]
+        await rig.reader.read()
+        await rig.reader.read()
+        assert rig.asked == [b"/ownerserve/inventory?after=0", b"/ownerserve/inventory?after=1"]
+        assert len(rig.news) == 1
+        await rig.reader.read()  # the former life's page, when the new one is known
+        rig.up(8)
+        await rig.reader.read()
+        assert len(rig.news) == 1
+        rig.says = [(200, msgspec.json.encode(Page(8, 0, 0, 3, (Has(3, "t", "disk", 32),))))]
+        await rig.reader.read()
+        assert [one.session for one in rig.news] == ["s", "t", "s"], "what was said before is gone"
+
+    rig.play(scenario)
+
+
+def test_an_engine_that_does_not_understand_is_asked_once_a_life() -> None:
+    for answer in ((404, b"{}"), (200, b"<html>"), (200, b'{"incarnation": "x"}')):
+        rig = Rig()
+
+        async def scenario(rig: Rig = rig, answer: tuple[int, bytes] = answer) -> None:
+            rig.says = [ONE, answer]
+            for _ in range(4):
+                await rig.reader.read()
+            assert len(rig.asked) == 2
+            assert len(rig.news) == 2, "what it had said counts no longer"
+            rig.up(8)
+            await rig.reader.read()
+            assert len(rig.asked) == 3
+
+        rig.play(scenario)
+
+
+def test_one_that_fails_now_is_asked_again_and_nothing_is_forgotten() -> None:
+    rig = Rig()
+
+    async def scenario() -> None:
+        rig.says = [ONE, (503, b"{}"), (401, b""), NO_MORE]
+        for _ in range(4):
+            await rig.reader.read()
+        assert len(rig.asked) == 4
+        assert len(rig.news) == 1
+        assert rig.reader.counts["failed"] == 2
+
+    rig.play(scenario)
