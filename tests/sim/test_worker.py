@@ -52,7 +52,7 @@ def test_a_crash_loses_what_ran_and_waited_and_the_next_life_is_empty() -> None:
     worker.check()
 
 
-def test_a_stamp_counts_evictable_room_as_free() -> None:
+def test_a_stamp_says_what_is_free_what_may_go_and_all() -> None:
     driver = WorkerDriver(make_engine)
     driver.submit(turn(1, own_ids(1), 40, 1), 0.0)
     driver.submit(turn(2, own_ids(2), 40, 30), 1.0)
@@ -61,7 +61,8 @@ def test_a_stamp_counts_evictable_room_as_free() -> None:
     assert status.running_sequences == 1 and status.waiting_sequences == 0
     assert status.kv_bytes_total == 100 * 64
     # 40 tokens and the 5 of the steps since: 12 of 100 blocks; t1's 10 could go.
-    assert status.kv_bytes_free == (100 - 11) * 64  # a fold's blocks are taken when it ends
+    assert status.kv_bytes_evictable == 10 * 64
+    assert status.kv_bytes_free == (100 - 11 - 10) * 64  # a fold's blocks are taken when it ends
     assert status.pending_prefill_tokens == 0
 
 

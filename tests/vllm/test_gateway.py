@@ -9,11 +9,14 @@ from pathlib import Path
 
 import connectors
 import httpx
+import msgspec
 import openai
 import pytest
 from fleet import ROOT
 from rig import Rig
 from serving import SERVE_S, gateway, serve
+
+from ownerserve.kv.wire.status import read_status
 
 pytestmark = pytest.mark.vllm
 
@@ -88,11 +91,17 @@ def test_our_routes_answer_on_vllms_own_port(rig: Rig, store: Path, tmp_path: Pa
         texts, _ = talk(url, turns=2)
         assert all(texts)
         with httpx.Client(base_url=f"{url}/ownerserve", timeout=30) as desk:
-            load = desk.get("/status").json()
-            assert load["unit"][0] == "gpu-0"
-            assert load["kv_bytes_total"] > load["kv_bytes_free"] / 2 > 0
+            read = read_status(desk.get("/status").content)
+            assert (read.status is not None, read.problems) == (True, ())
+            assert read.status is not None
+            load, profile = msgspec.to_builtins(read.status.load), read.status.profile
+            assert load["kv_bytes_free"] + load["kv_bytes_evictable"] == load["kv_bytes_total"] > 0
+            assert profile.models == ("tiny",)
+            assert profile.actions is not None and "tail_recompute" in profile.actions
+            assert profile.speed is not None and profile.speed.step_measured_s is not None
+            assert read.status.unit.worker == "gpu-0"
             assert (load["running_sequences"], load["waiting_sequences"]) == (0, 0)
-            assert time.time() - load["as_of"] < SERVE_S
+            assert time.time() - load["as_of_s"] < SERVE_S
             admitted = desk.post("/admit", json={"tokens": 1000, "session_id": "agent-1"})
             assert (admitted.status_code, admitted.json()["type"]) == (200, "admit")
             refused = desk.post("/admit", json={"tokens": 5000, "session_id": "agent-1"})

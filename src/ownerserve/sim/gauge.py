@@ -9,16 +9,23 @@ from ownerserve.sim.worker import Worker
 
 
 def status(worker: Worker, now: float) -> WorkerLoad:
-    """The stamp on an answer. What can be evicted counts as free: a new turn could have it."""
+    """The stamp on an answer."""
     machine, restoring = worker.machine, worker.restoring
     engine = machine.engine
     pending, waiting = engine.pending_tokens, engine.waiting
     if restoring:
         pending, waiting = pending_tokens(worker), waiting + len(restoring)
-    free_bytes = machine.cache.rooms.obtainable_blocks() * worker.block_bytes
+    rooms = machine.cache.rooms
     running = len(engine.decoding) + len(engine.prefilling)
     return WorkerLoad(
-        worker.unit, now, pending, running, waiting, free_bytes, worker.kv_bytes_total
+        worker.unit,
+        now,
+        pending,
+        running,
+        waiting,
+        kv_bytes_free=rooms.blocks.free * worker.block_bytes,
+        kv_bytes_total=worker.kv_bytes_total,
+        kv_bytes_evictable=rooms.evictable_blocks() * worker.block_bytes,
     )
 
 

@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
     )
 
     from ownerserve.engines.vllm.desk import Desk, Limits
-    from ownerserve.kv.ids import WorkerId
+    from ownerserve.kv.wire.status import SpeedStatement, TierStatement
 
     app = FastAPI()
     attach_endpoint_plugins(app, ("generate",))
@@ -54,13 +54,29 @@ def main(folder: Path) -> None:
     report["no engine"] = ask("/ownerserve/status")
 
     limits = Limits(
-        worker=WorkerId("m"), dp_rank=0, sequence_tokens=1000, max_waiting=2, token_bytes=10
+        model="m",
+        dp_rank=0,
+        sequence_tokens=1000,
+        max_waiting=2,
+        token_bytes=10,
+        sequence_bytes=70,
+        spec_digest="ab",
     )
     desk = Desk(limits)
     desk.open(store)
     desk.arrived("one", 300)
     desk.arrived("two", 50)
-    desk.stepped({"one": 200}, free_tokens=700, total_tokens=800)
+    desk.stepped({"one": 200}, free_tokens=300, evictable_tokens=400, total_tokens=800)
+    desk.measured(
+        SpeedStatement(
+            prefill_pass_ms=1,
+            prefill_token_ms=2,
+            prefill_attention_ms=0,
+            step_ms=3,
+            step_ms_per_sequence=4,
+        ),
+        [TierStatement(name="disk", latency_ms=1, bytes_per_ms=5)],
+    )
     report["status"] = ask("/ownerserve/status")
     report["admit"] = ask("/ownerserve/admit", {"tokens": 500})
     report["too long"] = ask("/ownerserve/admit", {"tokens": 1001})

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from ownerserve.kv.wire.status import read_status
+
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[3]
@@ -50,12 +52,21 @@ def test_the_routes_answer_for_the_engine_core(tmp_path: Path) -> None:
     status, body = report["no connector"]
     assert (status, "--kv-transfer-config" in body["error"]) == (503, True)
     assert report["no engine"][0] == 503
-    status, load = report["status"]
+    status, told = report["status"]
     assert status == 200
-    assert load["unit"][0:2] == ["m", 0]
+    read = read_status(json.dumps(told).encode())
+    assert (read.problems, read.status is not None) == ((), True)
+    unit, load, profile = told["unit"], told["load"], told["profile"]
+    assert (unit["worker"], unit["rank"]) == ("m", 0)
     assert load["pending_prefill_tokens"] == 250
     assert (load["running_sequences"], load["waiting_sequences"]) == (1, 1)
-    assert (load["kv_bytes_free"], load["kv_bytes_total"]) == (7000, 8000)
+    memory = [load[f"kv_bytes_{part}"] for part in ("free", "evictable", "total")]
+    assert memory == [3000, 4000, 8000]
+    assert profile["models"] == ["m"]
+    assert profile["actions"] == ["colocated_prefill", "decode_continuation", "tail_recompute"]
+    assert (profile["kv_bytes_per_token"], profile["kv_bytes_per_sequence"]) == (10, 70)
+    assert (profile["speed"]["step_ms"], profile["tiers"][0]["bytes_per_ms"]) == (3, 5)
+    assert profile["rpc"].startswith("tcp://127.0.0.1:")
     assert report["admit"] == [
         200,
         {"type": "admit", "resident_tokens": 0, "ahead_prefill_tokens": 250},
@@ -69,8 +80,8 @@ def test_the_routes_answer_for_the_engine_core(tmp_path: Path) -> None:
     assert report["malformed"][0] == 400
     assert report["release"][0] == 200
     assert report["released"] == [["s"], []]
-    assert report["idle"][1]["pending_prefill_tokens"] == 0
-    assert report["idle"][1]["running_sequences"] == 0
+    assert report["idle"][1]["load"]["pending_prefill_tokens"] == 0
+    assert report["idle"][1]["load"]["running_sequences"] == 0
     assert report["closed"][0] == 503
 
 

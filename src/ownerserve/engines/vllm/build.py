@@ -35,16 +35,18 @@ from ownerserve.node.guest import GuestState
 from ownerserve.node.records import RecordNames
 from ownerserve.node.saves import Capture, Saves
 from ownerserve.node.settings import NodeSettings
+from ownerserve.node.stating import speed_statement, tier_statements
 from ownerserve.plan.abilities import VLLM
 from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium
-from ownerserve.plan.cost.model import Defaults
+from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.inputs import Abilities, Tier
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.base import CheckpointPolicy
 from ownerserve.plan.swa.full import Full
 from ownerserve.plan.swa.turn_end import TurnEnd
 from ownerserve.plan.swa.zero import Zero
+from ownerserve.store.disk import DiskOptions
 
 log = logging.getLogger("vllm.ownerserve")
 
@@ -159,15 +161,23 @@ def scheduler_side(parts: Parts) -> SchedulerSide:
     components = ", ".join(parts.shape.components)
     log.info("OwnerServe: blocks of %d tokens, %s", parts.layout.block_tokens, components)
     lookup = Lookup(parts.settings.directory(rank=0, world=parts.world))
+    told = outside(parts)
+    tiers = tiers_of(parts.settings)
+
+    def tell(costs: CostModel) -> None:
+        told.measured(speed_statement(costs, replay_tokens=0), tier_statements(costs, tiers))
+
     around = Around(
         lookup=lookup,
         soft=SoftReferences(parts.settings.soft_reference),
         measuring=Measuring(
-            parts.calibration if parts.settings.restores == "by-cost" else None,
+            # Where prices are given they are not learnt; what things take is told all the same.
+            parts.calibration if parts.settings.restores == "by-cost" else Calibration(None),
             lookup.later,
+            tell=tell,
             least_tokens=parts.layout.block_tokens,
         ),
-        outside=outside(parts),
+        outside=told,
         tenants=Tenants.of(parts.settings.directory(rank=0, world=1)),
         workers=parts.world,
         step_tokens=int(parts.config.scheduler_config.max_num_batched_tokens),
@@ -183,8 +193,15 @@ def outside(parts: Parts) -> Outside:
     follows = events is not None and events.enable_kv_cache_events
     slot_bytes = {component.name: component.slot_bytes for component in layout.components}
     token_bytes = sum(slot_bytes[name] for name in ranges) // layout.block_tokens
+    limits = limits_of(
+        parts.config,
+        worker=worker_id(parts),
+        token_bytes=token_bytes,
+        sequence_bytes=sum(slot_bytes[name] for name in layout.point_names),
+        spec_digest=parts.identity.spec_digest.hex(),
+    )
     return Outside(
-        opened(Desk(limits_of(parts.config, token_bytes, worker=worker_id(parts))), parts.settings),
+        opened(Desk(limits), parts.settings),
         Residency() if follows and ranges else None,
         component=ranges[0] if ranges else "",
         groups=parts.shape.group_tokens,
@@ -197,6 +214,12 @@ def worker_id(parts: Parts) -> WorkerId:
     apart by a suffix."""
     engine_id = re.sub(r"(?:_dp\d+)+$", "", str(parts.config.kv_transfer_config.engine_id))
     return WorkerId(parts.settings.worker_id or engine_id)
+
+
+def tiers_of(settings: Settings) -> dict[Tier, int | None]:
+    """Where this engine keeps state below its device, and how much of it."""
+    disk: dict[Tier, int | None] = {Tier.DISK: DiskOptions().limits.capacity_bytes}
+    return {Tier.HOST: settings.host_cache_bytes, **disk} if settings.host_cache_bytes else disk
 
 
 def opened(desk: Desk, settings: Settings) -> Desk | None:

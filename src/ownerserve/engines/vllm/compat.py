@@ -64,6 +64,19 @@ def block_tables(scheduler_output: Any, cache_manager: Any, request_id: str) -> 
     return tables
 
 
+def evictable_blocks(pool: Any) -> int:
+    """Blocks of vLLM's pool that nobody uses and that hold something, at least.
+
+    vLLM counts them as free, and counts no more than that: those in use are taken to be cached
+    too, which all but the last of a request are.
+    """
+    by_block = getattr(pool, "cached_block_hashes_by_block", None)
+    cached = len(pool.cached_block_hash_to_block) if by_block is None else len(by_block)
+    free = int(pool.get_num_free_blocks())
+    in_use = int(pool.num_gpu_blocks) - 1 - free
+    return min(free, max(0, cached - in_use))
+
+
 def delta_state_is_transposed() -> bool:
     """Whether a gated delta net's state lies as [heads, value, key] and not [heads, key, value]."""
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator

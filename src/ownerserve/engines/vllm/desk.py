@@ -10,6 +10,7 @@ The address is written to STORE/rpc.address, where the API server's process look
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,8 +34,15 @@ from ownerserve.kv.wire.rpc import (
     StatusIs,
     Wanted,
 )
-from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.kv.wire.status import (
+    ProfileStatement,
+    SpeedStatement,
+    TierStatement,
+    WorkerLoad,
+)
 from ownerserve.node.rpc.server import RpcServer
+from ownerserve.node.stating import actions_of
+from ownerserve.plan.inputs import Tier
 
 ADDRESS_FILE = "rpc.address"
 
@@ -43,11 +51,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What does not change in the engine's life."""
 
     worker: WorkerId
+    model: str
     dp_rank: int
     sequence_tokens: int
     max_waiting: int
     token_bytes: int
     """KV bytes of one more token, over all groups."""
+    sequence_bytes: int = 0
+    """KV bytes that a sequence keeps beside those of its tokens."""
+    spec_digest: str = ""
 
 
 class Told(msgspec.Struct, frozen=True, gc=False):
@@ -59,6 +71,7 @@ class Told(msgspec.Struct, frozen=True, gc=False):
     waiting: int = 0
     free_tokens: int = 0
     total_tokens: int = 0
+    evictable_tokens: int = 0
 
 
 class Desk:
@@ -72,6 +85,8 @@ class Desk:
         self._running: dict[str, int] = {}
         self._pending_tokens = 0
         self._told = Told(time.time())
+        self._speed: SpeedStatement | None = None
+        self._tiers: tuple[TierStatement, ...] = ()
         self._released: SimpleQueue[SessionId] = SimpleQueue()
         self._server: RpcServer | None = None
         self._address_file: Path | None = None
@@ -100,9 +115,16 @@ class Desk:
         self._waiting[request_id] = tokens
         self._pending_tokens += tokens
 
-    def stepped(self, left: dict[str, int], *, free_tokens: int, total_tokens: int) -> None:
-        """A step runs these requests, and leaves so many prompt tokens of each to compute; the
-        pool has so much room."""
+    def stepped(
+        self,
+        left: dict[str, int],
+        *,
+        free_tokens: int,
+        total_tokens: int,
+        evictable_tokens: int = 0,
+    ) -> None:
+        """A step runs these requests, and leaves so many prompt tokens of each to compute; of the
+        pool so much is unused, and so much held by what nobody uses."""
         running, waiting = self._running, self._waiting
         for request_id, tokens in left.items():
             before = running.get(request_id)
@@ -117,11 +139,24 @@ class Desk:
             len(waiting),
             free_tokens,
             total_tokens,
+            evictable_tokens,
         )
 
+    def measured(self, speed: SpeedStatement, tiers: Sequence[TierStatement]) -> None:
+        """What prompts, steps and loads take now."""
+        self._speed, self._tiers = speed, tuple(tiers)
+
     def gone(self, request_id: str) -> None:
-        """A request ended, however."""
+        """A request ended, however. After the last one no step follows that would tell so."""
         self._pending_tokens -= self._waiting.pop(request_id, 0) + self._running.pop(request_id, 0)
+        if not self._running and not self._waiting:
+            told = self._told
+            self._told = Told(
+                time.time(),
+                free_tokens=told.free_tokens,
+                total_tokens=told.total_tokens,
+                evictable_tokens=told.evictable_tokens,
+            )
 
     def released(self) -> list[SessionId]:
         """Sessions that went elsewhere since the last call."""
@@ -141,7 +176,7 @@ class Desk:
     def _answer(self, request: Request) -> Answer:
         match request:
             case Status():
-                return StatusIs(self._status())
+                return StatusIs(self._status(), self._profile())
             case Probe(wanted):
                 return self._probe(wanted)
             case ReleaseSession(session_id):
@@ -174,16 +209,42 @@ class Desk:
             waiting_sequences=told.waiting,
             kv_bytes_free=told.free_tokens * limits.token_bytes,
             kv_bytes_total=told.total_tokens * limits.token_bytes,
+            kv_bytes_evictable=told.evictable_tokens * limits.token_bytes,
+        )
+
+    def _profile(self) -> ProfileStatement:
+        """A desk is only there beside a store."""
+        limits, server = self._limits, self._server
+        return ProfileStatement(
+            models=(limits.model,),
+            actions=actions_of((Tier.DISK,)),
+            spec_digest=limits.spec_digest,
+            kv_bytes_per_token=float(limits.token_bytes),
+            kv_bytes_per_sequence=float(limits.sequence_bytes),
+            speed=self._speed,
+            tiers=self._tiers,
+            rpc=None if server is None else server.address,
+            sequence_tokens=limits.sequence_tokens,
         )
 
 
-def limits_of(vllm_config: Any, token_bytes: int, *, worker: WorkerId) -> Limits:
+def limits_of(
+    vllm_config: Any,
+    *,
+    worker: WorkerId,
+    token_bytes: int,
+    sequence_bytes: int,
+    spec_digest: str,
+) -> Limits:
     """From vLLM's configuration."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     return Limits(
         worker=worker,
+        model=str(model.served_model_name or model.model),
         dp_rank=int(vllm_config.parallel_config.data_parallel_rank),
         sequence_tokens=int(model.max_model_len),
         max_waiting=4 * int(scheduler.max_num_seqs),
         token_bytes=token_bytes,
+        sequence_bytes=sequence_bytes,
+        spec_digest=spec_digest,
     )

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ownerserve.engines.vllm import compat
 from ownerserve.engines.vllm.desk import Desk
 from ownerserve.engines.vllm.events import Residency, Span, span_of
+from ownerserve.kv.wire.status import SpeedStatement, TierStatement
 from ownerserve.store.model import Meta
 
 
@@ -58,12 +60,20 @@ class Outside:
             left[request_id] = max(0, request.num_prompt_tokens - computed)
             if not left[request_id]:
                 del self._filling[request_id]
+        free = pool.get_num_free_blocks()
+        evictable = compat.evictable_blocks(pool)
         desk.stepped(
             left,
-            free_tokens=self._tokens(pool.get_num_free_blocks()),
+            free_tokens=self._tokens(free - evictable),
+            evictable_tokens=self._tokens(evictable),
             total_tokens=self._tokens(pool.num_gpu_blocks - 1),
         )
         return desk.released()
+
+    def measured(self, speed: SpeedStatement, tiers: Sequence[TierStatement]) -> None:
+        """What prompts, steps and loads take now."""
+        if self._desk is not None:
+            self._desk.measured(speed, tiers)
 
     def gone(self, request_id: str) -> None:
         """It ended, however."""

@@ -2,7 +2,7 @@
 
     VLLM_PLUGINS=ownerserve vllm serve ...
 
-    GET  /ownerserve/status     the worker's load, dated
+    GET  /ownerserve/status     who it is, its load, what it can do (kv.wire.status)
     POST /ownerserve/admit      {"tokens": 1200, "session_id": "s"} -> admitted, or 429 and why
     POST /ownerserve/release    {"session_id": "s"}: the session has gone elsewhere
 
@@ -27,6 +27,13 @@ from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.rpc import Answer, Probe, Reject, ReleaseSession, Seed, Status, StatusIs
 from ownerserve.kv.wire.rpc import Request as RpcRequest
+from ownerserve.kv.wire.status import (
+    ProfileStatement,
+    WorkerLoad,
+    WorkerStatus,
+    load_statement,
+    unit_statement,
+)
 from ownerserve.node.rpc.server import RpcClient
 
 NO_CONNECTOR = "this vLLM runs without OwnerServe's connector: set --kv-transfer-config"
@@ -50,6 +57,7 @@ class OwnerServeEndpoints:
 
     def __init__(self) -> None:
         self._store: Path | None = None
+        self._state: Any = None
 
     def attach_router(self, app: Any) -> None:
         """Add the routes to vLLM's FastAPI application."""
@@ -58,14 +66,22 @@ class OwnerServeEndpoints:
         app.add_api_route("/ownerserve/release", self.release, methods=["POST"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Where this engine's store is."""
+        """Where this engine's store is, and who knows which models it serves."""
+        self._state = state
         transfer = getattr(args, "kv_transfer_config", None)
         extra = getattr(transfer, "kv_connector_extra_config", None) or {}
         if getattr(transfer, "kv_connector", None) == "OwnerServeConnector" and "store" in extra:
             self._store = Path(extra["store"])
 
     async def status(self) -> Response:
+        """The record of kv.wire.status."""
         return await self._asked(Status())
+
+    def _served(self) -> tuple[str, ...]:
+        """All names that this server answers to, adapters among them."""
+        models = getattr(self._state, "openai_serving_models", None)
+        names = [path.name for path in getattr(models, "base_model_paths", ())]
+        return (*names, *getattr(models, "lora_requests", ()))
 
     async def admit(self, request: Request) -> Response:
         try:
@@ -90,7 +106,9 @@ class OwnerServeEndpoints:
             return _json(503, {"error": NO_ANSWER})
         if isinstance(answer, Reject):
             return _json(429, answer)
-        return _json(200, answer.status if isinstance(answer, StatusIs) else answer)
+        if isinstance(answer, StatusIs) and answer.profile is not None:
+            return _json(200, _status(answer.status, answer.profile, self._served()))
+        return _json(200, answer)
 
 
 def ask(store: Path, request: RpcRequest) -> Answer:
@@ -100,6 +118,13 @@ def ask(store: Path, request: RpcRequest) -> Answer:
         return client.ask(request)
     finally:
         client.close()
+
+
+def _status(load: WorkerLoad, profile: ProfileStatement, served: tuple[str, ...]) -> WorkerStatus:
+    """The record, with the names by which the API server knows its models."""
+    if served:
+        profile = msgspec.structs.replace(profile, models=served)
+    return WorkerStatus(unit=unit_statement(load.unit), load=load_statement(load), profile=profile)
 
 
 def _json(status: int, body: Any) -> Response:

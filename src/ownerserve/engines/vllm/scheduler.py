@@ -162,6 +162,7 @@ class SchedulerSide:
         for loaded in self._turns.values():
             self._discredit(loaded)
         scheduled = output.num_scheduled_tokens
+        self._measuring.scheduled(scheduled, _now())
         for request_id, count in scheduled.items():
             turn = self._turns.get(TurnId(request_id))
             if turn is not None:
@@ -189,7 +190,7 @@ class SchedulerSide:
             for brought in report.brought:
                 self._brought(brought, now)
             self._counts["stored_bytes"] += report.stored_bytes
-        self._measuring.stepped(now)
+        self._measuring.reported(now)
 
     def finished(self, request: Any, tables: Tables) -> None:
         """A request is over, or was given up: keep what is computed beyond doubt."""

@@ -17,7 +17,7 @@ import msgspec
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.kv.wire.status import ProfileStatement, WorkerLoad
 
 VERSION = 1
 OLDEST = 1
@@ -114,9 +114,10 @@ Request = Status | Probe | Reserve | Commit | Release | ReleaseSession
 
 
 class StatusIs(msgspec.Struct, frozen=True, tag="status_is"):
-    """The worker's load, dated."""
+    """The worker's load, dated; `profile`: what it is, where its engine says so here."""
 
     status: WorkerLoad
+    profile: ProfileStatement | None = None
 
 
 Answer = StatusIs | Admit | Reject | Reserved | Committed | Released
