@@ -81,7 +81,8 @@ def _policies() -> str:
     "token_ms",
     type=Finite(min=0, min_open=True),
     metavar="MS",
-    help="What one prefill token takes on a worker. Default: 0.0122, of a 30B MoE on an H200.",
+    help="What one prefill token takes on a worker that does not state its speed. Default: 0.0122,"
+    " of a 30B MoE on an H200.",
 )
 @click.option(
     "--hot-ms",

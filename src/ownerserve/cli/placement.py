@@ -122,6 +122,7 @@ def speed_of(config: str, text: dict[str, str | None]) -> tuple[Speed, str, str]
         step_ms_per_sequence=read_ms,
         media=media,
         kv_bytes_per_token=state.range_bytes_per_token,
+        kv_bytes_per_sequence=float(state.point_bytes),
         replay_tokens=state.exact_replay_tokens or 0,
     )
     return speed, model.label, path.parent.name if path.name == "config.json" else path.stem
@@ -175,7 +176,8 @@ def _worker(fleet: Fleet, name: str, said: dict[str, str], *, speed: Speed) -> W
     fleet.raise_up(WorkerUp(WorkerId(name), profile=profile))
     worker = fleet[WorkerId(name)]
     used = memory - _n(said["free"]) if "free" in said else 0
-    held, batch = int(used / speed.kv_bytes_per_token), int(said.get("batch", "0"))
+    batch = int(said.get("batch", "0"))
+    held = int(max(0.0, used - batch * speed.kv_bytes_per_sequence) / speed.kv_bytes_per_token)
     pending = _n(said["pending"]) if "pending" in said else 0
     worker.add(Load(0.0, pending, held, batch))
     return worker

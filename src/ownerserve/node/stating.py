@@ -42,7 +42,8 @@ def speed_statement(costs: CostModel, *, replay_tokens: int) -> SpeedStatement:
 
 
 def tier_statements(costs: CostModel, sizes: Mapping[Tier, int | None]) -> list[TierStatement]:
-    """Each tier of `sizes` (bytes; None: not known) with the times that loads from it took."""
+    """Each tier of `sizes` (bytes; None: not known) with the times that loads from it
+    took. One that the costs do not know is not told."""
     prices = costs.prices()
     return [
         TierStatement(
@@ -53,4 +54,5 @@ def tier_statements(costs: CostModel, sizes: Mapping[Tier, int | None]) -> list[
             measured_s=prices.measured_s.get(str(tier)),
         )
         for tier, count in sizes.items()
+        if tier in prices.tiers
     ]

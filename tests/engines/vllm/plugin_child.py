@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 
 def install(folder: Path) -> None:
@@ -20,6 +21,36 @@ def install(folder: Path) -> None:
     sys.path.insert(0, str(folder))
 
 
+def make_desk() -> Any:
+    from ownerserve.engines.vllm.desk import Desk, Limits
+    from ownerserve.kv.ids import WorkerId
+
+    limits = Limits(
+        worker=WorkerId("w1"),
+        model="m",
+        dp_rank=0,
+        sequence_tokens=1000,
+        max_waiting=2,
+        token_bytes=10,
+        sequence_bytes=70,
+        spec_digest="ab",
+    )
+    return Desk(limits)
+
+
+def measured() -> tuple[Any, list[Any]]:
+    from ownerserve.kv.wire.status import SpeedStatement, TierStatement
+
+    speed = SpeedStatement(
+        prefill_pass_ms=1,
+        prefill_token_ms=2,
+        prefill_attention_ms=0,
+        step_ms=3,
+        step_ms_per_sequence=4,
+    )
+    return speed, [TierStatement(name="disk", latency_ms=1, bytes_per_ms=5)]
+
+
 def main(folder: Path) -> None:
     install(folder)
     from fastapi import FastAPI
@@ -28,9 +59,6 @@ def main(folder: Path) -> None:
         attach_endpoint_plugins,
         init_endpoint_plugins_state,
     )
-
-    from ownerserve.engines.vllm.desk import Desk, Limits
-    from ownerserve.kv.wire.status import SpeedStatement, TierStatement
 
     app = FastAPI()
     attach_endpoint_plugins(app, ("generate",))
@@ -53,30 +81,12 @@ def main(folder: Path) -> None:
     asyncio.run(init_endpoint_plugins_state(None, app.state, args))
     report["no engine"] = ask("/ownerserve/status")
 
-    limits = Limits(
-        model="m",
-        dp_rank=0,
-        sequence_tokens=1000,
-        max_waiting=2,
-        token_bytes=10,
-        sequence_bytes=70,
-        spec_digest="ab",
-    )
-    desk = Desk(limits)
+    desk = make_desk()
     desk.open(store)
     desk.arrived("one", 300)
     desk.arrived("two", 50)
     desk.stepped({"one": 200}, free_tokens=300, evictable_tokens=400, total_tokens=800)
-    desk.measured(
-        SpeedStatement(
-            prefill_pass_ms=1,
-            prefill_token_ms=2,
-            prefill_attention_ms=0,
-            step_ms=3,
-            step_ms_per_sequence=4,
-        ),
-        [TierStatement(name="disk", latency_ms=1, bytes_per_ms=5)],
-    )
+    desk.measured(*measured())
     report["status"] = ask("/ownerserve/status")
     report["admit"] = ask("/ownerserve/admit", {"tokens": 500})
     report["too long"] = ask("/ownerserve/admit", {"tokens": 1001})

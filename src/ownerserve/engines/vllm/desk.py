@@ -199,8 +199,13 @@ class Desk:
         return Admit(resident_tokens=0, ahead_prefill_tokens=status.pending_prefill_tokens)
 
     def _status(self) -> WorkerLoad:
-        """Of the last step. Made here and not in it: steps are many, questions few."""
+        """Of the last step. Made here and not in it: steps are many, questions few.
+
+        Where nothing runs or waits, what was in use is cached now, or held for a last copy.
+        """
         told, limits = self._told, self._limits
+        is_idle = not told.running and not told.waiting
+        evictable = told.total_tokens - told.free_tokens if is_idle else told.evictable_tokens
         return WorkerLoad(
             unit=self._unit,
             as_of=told.as_of,
@@ -209,7 +214,7 @@ class Desk:
             waiting_sequences=told.waiting,
             kv_bytes_free=told.free_tokens * limits.token_bytes,
             kv_bytes_total=told.total_tokens * limits.token_bytes,
-            kv_bytes_evictable=told.evictable_tokens * limits.token_bytes,
+            kv_bytes_evictable=evictable * limits.token_bytes,
         )
 
     def _profile(self) -> ProfileStatement:

@@ -115,8 +115,9 @@ class Measuring:
         self._calibration.observe((Loaded(Tier.DISK, brought.bytes, brought.ms),))
 
     def forget(self, turn_id: TurnId) -> None:
-        """The turn was given up, or lost its blocks."""
+        """The turn is over, or lost its blocks. What it taught is told: no step may follow."""
         self._prompts.pop(turn_id, None)
+        self._tell(self._calibration.model)
 
     def close(self) -> None:
         """Keep what was learnt."""
