@@ -18,7 +18,7 @@ import msgspec
 from fault_node import HUNG_UP, STALE_EPOCH, TICK_S, Job, Node
 
 from ownerserve.directory import messages as ask
-from ownerserve.directory.owner import Asks, Grant, OwnerState
+from ownerserve.directory.owner import Asks, Grant, OwnerState, Tip
 from ownerserve.directory.rules import Kind, Tier
 from ownerserve.kv.epoch import FenceOutcome, Stale
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
@@ -98,6 +98,8 @@ class Process:
 
     def send(self, asks: Asks) -> None:
         for one in asks:
+            if isinstance(one.request, ask.Advance):
+                self.world.told_of(one.request)
             self.world.net.send(partial(self.world.asked, self, one.number, one.request))
 
     def answered(self, number: int, outcome: ask.Outcome) -> None:
@@ -239,7 +241,8 @@ class Process:
     def _written(self, serving: Serving, outcome: FenceOutcome, length: int) -> None:
         session_id, grant = serving.client[0], serving.grant
         if isinstance(outcome, Stale):
-            if self.owner.grants.get(session_id) == grant:
+            mine = self.owner.grants.get(session_id)
+            if mine is not None and mine.epoch == grant.epoch:
                 self.owner.fenced(session_id, outcome)
             return
         for router, receipt, _ in self._callers.pop(serving.request, ()):
@@ -293,7 +296,9 @@ class Process:
             elif isinstance(outcome, ask.Granted):
                 self.duties[prefix_hash] = outcome
         elif isinstance(grant, Grant) and rng.random() < 0.6:
-            world.advance(self, session_id, grant, prefix_hash, tokens)
+            if tokens > grant.tokens:
+                tip = Tip(prefix_hash, tokens, kinds=Kind.DENSE)
+                self.send(self.owner.finished(session_id, tip, now_s))
         elif rng.random() < 0.3 and prefix_hash in self.duties:
             world.ask_now(ask.Release(prefix_hash, self.unit, self.duties[prefix_hash].epoch))
         elif now_s < world.pledged.get((prefix_hash, self.unit), 0.0):

@@ -160,20 +160,9 @@ class World:
         outcome = self.ask_now(request)
         self.net.send(partial(process.deliver, process.answered, number, outcome))
 
-    def advance(
-        self, process: Process, session_id: SessionId, grant: Grant, tip: PrefixHash, tokens: int
-    ) -> None:
-        """Sent over the bad network: an old one may come late, after a later one."""
-        session = self.state.handle(ask.FindSession(session_id), self.net.now_s)
-        if not isinstance(session, ask.SessionIs) or tokens <= session.tokens:
-            return
-        moved = ask.Advance(session_id, process.unit, grant.epoch, session.version + 1, tip, tokens)
-        self.pledged[tip, process.unit] = self.net.now_s + self.net.latest_s
-        self.net.send(partial(self._advanced, moved))
-
-    def _advanced(self, moved: ask.Advance) -> None:
-        if self.net.now_s >= self.away_until_s:
-            self.ask_now(moved)
+    def told_of(self, moved: ask.Advance) -> None:
+        """A report is on its way: an old one may come late, after a later one."""
+        self.pledged[moved.prefix_hash, moved.unit] = self.net.now_s + self.net.latest_s
 
     def _forget(self) -> None:
         """The directory's process died with its memory."""

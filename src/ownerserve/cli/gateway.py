@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from ownerserve.cli.options import PORT, Finite, check_host
 from ownerserve.cli.output import OutputFile
+from ownerserve.directory.opening import opener_of
 from ownerserve.directory.port import Directory
 from ownerserve.router.gateway.access import read_key
 from ownerserve.router.gateway.admin import admin_server
@@ -173,20 +174,8 @@ def command(
         worker_ca_file=worker_ca_file,
         speed=DEFAULT_SPEED if token_ms is None else _speed(token_ms),
     )
-    shared = None if directory is None else _open_directory(directory)
+    shared = None if directory is None else opener_of(directory)()
     uvloop.run(_serve(config, shared, ready_file))
-
-
-def _open_directory(url: str) -> Directory:
-    if url.startswith("tcp://"):
-        from ownerserve.directory.rpc.client import DirectoryClient, check_address
-
-        check_address(url, field="--directory")
-        return DirectoryClient(url)
-    from ownerserve.directory.valkey.directory import ValkeyDirectory
-    from ownerserve.directory.valkey.primary import parse_source
-
-    return ValkeyDirectory(parse_source(url, field="--directory"))
 
 
 def _speed(token_ms: float) -> Speed:

@@ -151,6 +151,13 @@ if TYPE_CHECKING:
     " which it serves.",
 )
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option(
+    "--directory",
+    metavar="URL",
+    help="Own sessions: ask this directory whose they are, and tell it of their turns."
+    " tcp://HOST:PORT of `ownerserve directory serve`, valkey://HOST:PORT or"
+    " sentinel://HOST:PORT/NAME, the gateways' own. Default: gateways keep sessions themselves.",
+)
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Weights of a tiny model.")
 @click.option(
     "--threads",
@@ -255,6 +262,7 @@ def _size(flags: dict[str, object], name: str) -> int:
 
 def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
     from ownerserve.cache.pressure import Watermarks
+    from ownerserve.directory.opening import opener_of
     from ownerserve.engines.hf.build import WorkerOptions
     from ownerserve.kv.descriptor import TailForm
     from ownerserve.node.media import DEFAULT_WRITE
@@ -264,6 +272,8 @@ def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
     low, high = (float(str(flags[name])) / 100 for name in ("evict_below", "evict_to"))
     if low > high:
         raise InvalidInput("evict-below", f"{low:.1%} is above --evict-to", "order the watermarks")
+    if flags["directory"] is not None:
+        opener_of(str(flags["directory"]))  # a wrong address is known before the load
     block, chunk = flags["block"], flags["chunk"]
     return WorkerOptions(
         model=str(flags["model"]),
@@ -282,6 +292,7 @@ def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
         watermarks=Watermarks(low, high),
         checkpoints=str(flags["checkpoints"]),
         store_upkeep_s=float(str(flags["store_upkeep"])),
+        directory=None if flags["directory"] is None else str(flags["directory"]),
     )
 
 

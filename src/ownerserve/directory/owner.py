@@ -8,10 +8,14 @@ can. The resource's fence is the second line, for writes that were under way whe
                         LIVE --unknown_holder--> JOINING, grants wait until the directory, which
                                                  lost its memory, has adopted them
     any     --stale_incarnation--> SUPERSEDED: a later life of this unit is there; serves nothing
+    any     --retire--> RETIRED: what was owned is free for others at once
 
 A grant that is being handed over or ended is not served, whatever the answer will be. An answer
 that never comes is asked for again; what comes of an attempt that was given up is void, because
 whoever binds gets an epoch above all that it has seen.
+
+Finished turns are counted here (`version`) and told by Advance, one under way for each session:
+what is finished meanwhile goes as one behind it.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ import msgspec
 from msgspec.structs import replace
 
 from ownerserve.directory.messages import (
+    Advance,
+    Advanced,
     Bind,
     Bound,
     Conflict,
@@ -38,13 +44,19 @@ from ownerserve.directory.messages import (
     Register,
     RenewLease,
     Request,
+    Retire,
+    SessionIs,
     Transfer,
 )
+from ownerserve.directory.rules import MAIN_KINDS, Kinds, Tier
 from ownerserve.kv.epoch import Epoch, Stale, Term, later
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import RoutingUnit
 
 ASK_AGAIN_S = 0.5
+RENEW_AGAIN_S = 1.0
+WANTED_MAX = 10_000
+"""Sessions that wait for the directory; of more, the first is a guest here until its next turn."""
 RENEW_AT = 3  # a lease is renewed when 1/3 of it is over
 
 
@@ -54,6 +66,7 @@ class Phase(StrEnum):
     JOINING = "joining"
     LIVE = "live"
     SUPERSEDED = "superseded"
+    RETIRED = "retired"
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -65,10 +78,27 @@ class Grant(msgspec.Struct, frozen=True):
     tokens: int = 0
 
 
+class Tip(msgspec.Struct, frozen=True, gc=False):
+    """Where a finished turn leaves its session: tokens [0, tokens) and what is held of them."""
+
+    prefix_hash: PrefixHash
+    tokens: int
+    tier: Tier = Tier.DEVICE
+    kinds: Kinds = MAIN_KINDS
+    group: str = ""
+
+
 class NotMine(msgspec.Struct, frozen=True):
     """Don't serve it. `holder`: who was said to own it when we last asked."""
 
     holder: RoutingUnit | None = None
+
+
+class _Wanted(msgspec.Struct):
+    """`turns` were finished here since it was asked for."""
+
+    parent: SessionId | None = None
+    turns: int = 0
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -93,13 +123,20 @@ class OwnerState:
         self.grants: dict[SessionId, Grant] = {}
         self._margin_s = margin_s
         self._lease_until_s = float("-inf")
-        self._renew_at_s = float("-inf")
+        self._renewed_s = self._renew_at_s = float("-inf")
         self._memory: Term | None = None
         self._number = 0
         self._asks: dict[int, Ask] = {}
         # Waiting to be adopted, each with the end of the lease that covered it.
         self._carried: dict[SessionId, tuple[Grant, float]] = {}
         self._holders: dict[SessionId, RoutingUnit] = {}
+        self._wanted: dict[SessionId, _Wanted] = {}
+        """Sessions that are asked for, or will be when we are registered."""
+        self._tips: dict[SessionId, Tip] = {}
+        """The newest of each session, until the directory has it."""
+        self._advancing: set[SessionId] = set()
+        self._doubted: set[SessionId] = set()
+        """Those that the directory said once it does not know."""
 
     # ---- what the engine asks
 
@@ -110,13 +147,32 @@ class OwnerState:
             return NotMine(self._holders.get(session_id))
         return grant
 
-    def want(self, session_id: SessionId, now_s: float) -> Asks:
-        """A turn came for a session that isn't ours (yet)."""
-        if self.phase is not Phase.LIVE or not self._lease_covers(now_s):
-            return self.tick(now_s)
-        if session_id in self.grants or self._is_binding(session_id):
-            return []
-        return [self._ask(Bind(session_id, self.unit, seen=self.seen), now_s)]
+    def want(self, session_id: SessionId, now_s: float, *, parent: SessionId | None = None) -> Asks:
+        """A turn came for a session that isn't ours (yet). `parent`: whose fork it is."""
+        self._void_if_over(now_s)
+        is_known = any(session_id in known for known in (self.grants, self._carried, self._wanted))
+        if not is_known and self.phase not in _ENDED:
+            if len(self._wanted) >= WANTED_MAX:
+                del self._wanted[next(iter(self._wanted))]
+            self._wanted[session_id] = _Wanted(parent)
+            if self.phase is Phase.LIVE:
+                return [self._bind(session_id, now_s)]
+        return self.tick(now_s)
+
+    def finished(self, session_id: SessionId, tip: Tip, now_s: float) -> Asks:
+        """A turn has ended. Of a guest's nothing is told; one that ended while we asked for the
+        session counts when it is ours."""
+        self._void_if_over(now_s)
+        grant = self.grants.get(session_id)
+        if grant is not None:
+            self._tips[session_id] = tip
+            self.grants[session_id] = _after(grant, tip, turns=1)
+            return self._advance(session_id, now_s)
+        wanted = self._wanted.get(session_id)
+        if wanted is not None:
+            self._tips[session_id] = tip
+            wanted.turns += 1
+        return []
 
     def hand_over(self, session_id: SessionId, target: RoutingUnit, now_s: float) -> Asks:
         """The state is at the target, verified: from this instant on we don't serve it."""
@@ -138,9 +194,26 @@ class OwnerState:
     def fenced(self, session_id: SessionId, stale: Stale) -> None:
         """A resource refused our epoch: what we hold is history. Binding again gets a later one."""
         self.seen = later(self.seen, stale.seen)
-        self.grants.pop(session_id, None)
+        self._lose(session_id)
+
+    def retire(self, now_s: float) -> Asks:
+        """The unit leaves: from this instant on it owns nothing."""
+        was_known = self.phase is Phase.LIVE
+        self._wanted.clear()
+        self._void()
+        self.phase = Phase.RETIRED
+        return [self._ask(Retire(self.unit), now_s)] if was_known else []
 
     # ---- time and answers
+
+    def renewal(self, now_s: float) -> Asks:
+        """A frame goes anyway: the lease is renewed with it, once a second at most."""
+        if self.phase is not Phase.LIVE or now_s < self._renewed_s + RENEW_AGAIN_S:
+            return []
+        asking = {type(ask.request) for ask in self._asks.values()}
+        if RenewLease in asking or Register in asking or Publish in asking:
+            return []
+        return [self._ask(RenewLease(self.unit, self.seen, self._memory), now_s)]
 
     def tick(self, now_s: float) -> Asks:
         """Call often: renews, notices the end of the lease, asks again what was not answered."""
@@ -148,7 +221,7 @@ class OwnerState:
         due = [ask for ask in self._asks.values() if now_s >= ask.again_s]
         asks = [self._ask_again(ask, now_s) for ask in due]
         asking = {type(ask.request) for ask in self._asks.values()}
-        if self.phase is Phase.SUPERSEDED or Register in asking or Publish in asking:
+        if self.phase in _ENDED or Register in asking or Publish in asking:
             return asks
         if self.phase is Phase.JOINING:
             asks.append(self._ask(Register(self.unit, self.seen), now_s))
@@ -175,7 +248,9 @@ class OwnerState:
             case Publish() if isinstance(outcome, Published):
                 self._adopted(outcome, now_s)
             case Bind(session_id):
-                self._bound(session_id, outcome)
+                return self._bound(session_id, outcome, now_s)
+            case Advance() as told:
+                return self._advanced(told, outcome, now_s)
             case Transfer() as request:
                 return self._transferred(request, outcome, now_s)
         return []
@@ -198,7 +273,7 @@ class OwnerState:
 
     def _stop_serving(self, session_id: SessionId) -> None:
         """Before the hand-over is asked for, not after it was answered."""
-        del self.grants[session_id]
+        self._lose(session_id)
 
     def _take(self, number: int) -> Ask | None:
         """Each ask is answered once."""
@@ -219,6 +294,7 @@ class OwnerState:
 
     def _leased(self, ask: Ask, outcome: Leased, now_s: float) -> Asks:
         self._lease_until_s = self._lease_end(ask, outcome.lease_s, now_s)
+        self._renewed_s = ask.sent_s
         self._renew_at_s = ask.sent_s + outcome.lease_s / RENEW_AT
         self._memory = outcome.memory
         self.phase = Phase.LIVE
@@ -227,10 +303,19 @@ class OwnerState:
             for name, (one, until_s) in self._carried.items()
             if self._is_still_ours(until_s, now_s)
         )
-        if not held:
+        asks: Asks = []
+        if held:
+            asks.append(self._ask(Publish(self.unit, sessions=held, seen=self.seen), now_s))
+        else:
             self._carried.clear()
-            return []
-        return [self._ask(Publish(self.unit, sessions=held, seen=self.seen), now_s)]
+        asking = {
+            one.request.session_id for one in self._asks.values() if isinstance(one.request, Bind)
+        }
+        return asks + [self._bind(name, now_s) for name in self._wanted if name not in asking]
+
+    def _bind(self, session_id: SessionId, now_s: float) -> Ask:
+        parent = self._wanted[session_id].parent
+        return self._ask(Bind(session_id, self.unit, parent, self.seen), now_s)
 
     def _adopted(self, outcome: Published, now_s: float) -> None:
         carried, self._carried = self._carried, {}
@@ -239,14 +324,71 @@ class OwnerState:
             if grant is not None and self._is_still_ours(until_s, now_s):
                 self.grants[session_id] = grant
 
-    def _bound(self, session_id: SessionId, outcome: Outcome) -> None:
-        if isinstance(outcome, HeldBy):
-            self._holders[session_id] = outcome.owner
+    def _bound(self, session_id: SessionId, outcome: Outcome, now_s: float) -> Asks:
+        wanted = self._wanted.pop(session_id, None)
         if isinstance(outcome, Bound):
             self.seen = later(self.seen, outcome.epoch)
-            self.grants[session_id] = Grant(
-                outcome.epoch, outcome.version, outcome.prefix_hash, outcome.tokens
-            )
+            grant = Grant(outcome.epoch, outcome.version, outcome.prefix_hash, outcome.tokens)
+            tip = self._tips.get(session_id)
+            if tip is None:
+                self.grants[session_id] = grant
+                return []
+            self.grants[session_id] = _after(grant, tip, turns=wanted.turns if wanted else 0)
+            return self._advance(session_id, now_s)
+        self._tips.pop(session_id, None)
+        if isinstance(outcome, HeldBy):
+            self._holders[session_id] = outcome.owner
+        return []
+
+    def _advance(self, session_id: SessionId, now_s: float) -> Asks:
+        """Tell the newest tip, unless an earlier one is still under way: then behind it."""
+        grant, tip = self.grants[session_id], self._tips.get(session_id)
+        if tip is None or session_id in self._advancing:
+            return []
+        self._advancing.add(session_id)
+        return [self._ask(_told(session_id, self.unit, grant, tip, seen=self.seen), now_s)]
+
+    def _advanced(self, told: Advance, outcome: Outcome, now_s: float) -> Asks:
+        session_id = told.session_id
+        self._advancing.discard(session_id)
+        grant = self.grants.get(session_id)
+        if grant is None or grant.epoch != told.epoch:
+            return []
+        if isinstance(outcome, Conflict) and not self._is_ours(outcome.current, grant):
+            self._holders[session_id] = outcome.current.owner
+            self._lose(session_id)
+            return []
+        if isinstance(outcome, Advanced):
+            self.seen = later(self.seen, outcome.duty)
+        elif isinstance(outcome, Refused) and outcome.reason is Refusal.UNKNOWN_SESSION:
+            return self._doubt(session_id, told, now_s)
+        self._doubted.discard(session_id)
+        if grant.version == told.version:
+            self._tips.pop(session_id, None)
+        return self._advance(session_id, now_s)
+
+    def _doubt(self, session_id: SessionId, told: Advance, now_s: float) -> Asks:
+        """A directory that does not know what it gave us has lost its memory, and says so when the
+        lease is renewed. One that renews it has swept the session, or ended it."""
+        if session_id in self._doubted:
+            self._doubted.discard(session_id)
+            self._lose(session_id)
+            return []
+        self._doubted.add(session_id)
+        self._advancing.add(session_id)
+        self._renew_at_s = now_s
+        asks = self.tick(now_s)
+        self._ask(told, now_s)
+        return asks
+
+    def _is_ours(self, current: SessionIs, grant: Grant) -> bool:
+        """A later report of ours was there first."""
+        return current.owner == self.unit and current.epoch == grant.epoch
+
+    def _lose(self, session_id: SessionId) -> None:
+        """Nothing of the session is ours any more, and nothing of it is told."""
+        self.grants.pop(session_id, None)
+        self._tips.pop(session_id, None)
 
     def _transferred(self, request: Transfer, outcome: Outcome, now_s: float) -> Asks:
         """It is the target's, or by an earlier attempt already was; else we take it again."""
@@ -263,12 +405,13 @@ class OwnerState:
         if self.phase is not Phase.LIVE and not isinstance(ask.request, Register | Publish):
             return []
         if reason is Refusal.STALE_INCARNATION:
+            self._wanted.clear()
             self._void()
             self.phase = Phase.SUPERSEDED
             return []
         if reason is Refusal.UNKNOWN_HOLDER:
             self._carry()
-            self._asks.clear()
+            self._forget_asks()
         else:
             self._void()
         self.phase = Phase.JOINING
@@ -277,7 +420,14 @@ class OwnerState:
     def _void(self) -> None:
         self.grants.clear()
         self._carried = {}
+        self._forget_asks()
+
+    def _forget_asks(self) -> None:
+        """Sessions that are wanted stay so: they are asked for under the next lease."""
         self._asks.clear()
+        self._advancing.clear()
+        self._doubted.clear()
+        self._tips = {name: tip for name, tip in self._tips.items() if name in self._wanted}
 
     # ---- asks
 
@@ -290,15 +440,33 @@ class OwnerState:
         """Under a new number: an answer counts for the attempt that it belongs to. A lease is
         counted from its own attempt, so answers of earlier attempts are not waited for."""
         del self._asks[ask.number]
-        return self._ask(_updated(ask.request, self.seen), now_s)
+        return self._ask(self._updated(ask.request), now_s)
 
-    def _is_binding(self, session_id: SessionId) -> bool:
-        return any(
-            isinstance(ask.request, Bind) and ask.request.session_id == session_id
-            for ask in self._asks.values()
-        )
+    def _updated(self, request: Request) -> Request:
+        """With what is known by now: of a session's turns, the newest."""
+        if isinstance(request, Advance):
+            grant, tip = self.grants.get(request.session_id), self._tips.get(request.session_id)
+            if grant is not None and tip is not None and grant.epoch == request.epoch:
+                return _told(request.session_id, self.unit, grant, tip, seen=self.seen)
+        if isinstance(request, Register | RenewLease | Publish | Bind | Transfer):
+            return replace(request, seen=self.seen)
+        return request
 
 
+def _after(grant: Grant, tip: Tip, *, turns: int) -> Grant:
+    return Grant(grant.epoch, grant.version + turns, tip.prefix_hash, tip.tokens)
+
+
+def _told(
+    session_id: SessionId, unit: RoutingUnit, grant: Grant, tip: Tip, *, seen: Epoch | None
+) -> Advance:
+    return Advance(
+        session_id, unit, grant.epoch, grant.version, tip.prefix_hash, tip.tokens, tip.tier,
+        tip.kinds, tip.group, seen,
+    )  # fmt: skip
+
+
+_ENDED = (Phase.SUPERSEDED, Phase.RETIRED)
 _STANDING = (Refusal.UNKNOWN_HOLDER, Refusal.STALE_INCARNATION, Refusal.LEASE_LAPSED)
 _LATER = (
     Refusal.REBUILDING,
@@ -306,9 +474,3 @@ _LATER = (
     Refusal.CONTENDED,
     Refusal.NOT_REPLICATED,
 )
-
-
-def _updated(request: Request, seen: Epoch | None) -> Request:
-    if isinstance(request, Register | RenewLease | Publish | Bind | Transfer):
-        return replace(request, seen=seen)
-    return request

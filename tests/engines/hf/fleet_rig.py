@@ -13,6 +13,7 @@ import httpx
 import torch
 import uvicorn
 
+from ownerserve.directory.opening import opener_of
 from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker
 from ownerserve.engines.hf.serve import listen, url_of
 from ownerserve.engines.hf.server import make_app
@@ -73,7 +74,8 @@ class ServedWorker:
 class ServedGateway:
     """A gateway on its own event loop in a thread."""
 
-    def __init__(self, *workers: ServedWorker, **config: Any) -> None:
+    def __init__(self, *workers: ServedWorker, directory: str | None = None, **config: Any) -> None:
+        self._directory = directory
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
@@ -82,7 +84,8 @@ class ServedGateway:
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.gateway.port}", timeout=WAIT_S)
 
     async def _start(self, config: Config) -> Gateway:
-        gateway = Gateway(config)
+        directory = None if self._directory is None else opener_of(self._directory)()
+        gateway = Gateway(config, directory)
         await gateway.start()
         return gateway
 

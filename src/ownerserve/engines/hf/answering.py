@@ -13,6 +13,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ownerserve.directory.owner import Grant
 from ownerserve.engines.hf.engine import Stream
 from ownerserve.engines.hf.openai_format import Format
 from ownerserve.engines.hf.requests import (
@@ -112,6 +113,16 @@ def load_headers(load: WorkerLoad) -> dict[str, str]:
         "x-ownerserve-kv-bytes-evictable": str(load.kv_bytes_evictable),
         "x-ownerserve-kv-bytes-total": str(load.kv_bytes_total),
     }
+
+
+def owner_headers(grant: Grant | None) -> dict[str, str]:
+    """That this worker owns the session, under which epoch and at which version; nothing where it
+    serves as a guest."""
+    if grant is None:
+        return {}
+    epoch = grant.epoch
+    told = f"{epoch.term.ordinal}.{epoch.term.nonce}.{epoch.counter}"
+    return {"x-ownerserve-epoch": told, "x-ownerserve-version": str(grant.version)}
 
 
 def extent_header(prefix: PromptPrefix, block_tokens: int) -> dict[str, str]:

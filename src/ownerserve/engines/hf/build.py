@@ -11,6 +11,7 @@ import torch
 from ownerserve.cache.budget import PoolSizes, share_memory
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.pressure import Watermarks
+from ownerserve.directory.opening import opener_of
 from ownerserve.engines.hf.checkpoint import Checkpoint, load_checkpoint
 from ownerserve.engines.hf.codec import Codec
 from ownerserve.engines.hf.engine import Engine
@@ -18,6 +19,7 @@ from ownerserve.engines.hf.loop import StepLoop
 from ownerserve.engines.hf.metrics import WorkerMetrics
 from ownerserve.engines.hf.node_port import SLOT_FORMAT, HfPort, identity_of
 from ownerserve.engines.hf.openai_api import Facts
+from ownerserve.engines.hf.ownership_metrics import OwnershipCollector
 from ownerserve.engines.hf.restore_metrics import RestoreMetrics
 from ownerserve.engines.hf.restoring import WithNode
 from ownerserve.engines.hf.runner import Runner
@@ -33,6 +35,7 @@ from ownerserve.node.chains import PromptPrefixes
 from ownerserve.node.checkpoints import policy_of
 from ownerserve.node.journal import Journal
 from ownerserve.node.media import DEFAULT_WRITE
+from ownerserve.node.ownership import Ownership, Owning, Unowned
 from ownerserve.node.records import RecordNames
 from ownerserve.node.runtime import NodeRuntime
 from ownerserve.node.settings import NodeSettings
@@ -46,7 +49,8 @@ CHUNK_BLOCKS = 16
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is made from. `block_tokens` and `chunk_tokens` None: the model's default.
     `checkpoints` names a policy (node.checkpoints); `store_upkeep_s` 0: never. `worker_id`: what
-    the worker calls itself; unlike any other's in its fleet.
+    the worker calls itself; unlike any other's in its fleet. `directory`: where it asks
+    whose the sessions are (directory.opening); None: it owns none.
 
     With a `store` (a directory), a host cache or a shared medium (`remote`) it has a node, which
     writes to them as `write` says (node.media); without, it keeps state on the device only.
@@ -70,6 +74,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: str = "turn-end"
     store_upkeep_s: float = 60.0
     worker_id: str = ""
+    directory: str | None = None
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -82,6 +87,7 @@ class Worker(msgspec.Struct, frozen=True):
     metrics: WorkerMetrics
     sizes: PoolSizes
     prefixes: PromptPrefixes
+    ownership: Owning = msgspec.field(default_factory=Unowned)
 
 
 def build_worker(options: WorkerOptions) -> Worker:
@@ -110,24 +116,29 @@ def build_worker(options: WorkerOptions) -> Worker:
         resume_of=node.resume if node else None,
         checkpoints_of=node.state.checkpoints.during if node else None,
     )
+    identity = Identity(
+        checkpoint.name,
+        time.time_ns(),
+        limits.sequence_tokens,
+        runner.spec_digest().hex(),
+        worker=WorkerId(options.worker_id),
+        owns_sessions=options.directory is not None,
+    )
     steps = StepLoop(
-        runner,
-        scheduler,
-        cache=cache,
-        decoder=codec,
-        identity=Identity(
-            checkpoint.name,
-            time.time_ns(),
-            limits.sequence_tokens,
-            runner.spec_digest().hex(),
-            worker=WorkerId(options.worker_id),
-        ),
-        metrics=metrics,
+        runner, scheduler, cache=cache, decoder=codec, identity=identity, metrics=metrics
     )
     if node is not None:
         steps.attach(WithNode(node, scheduler, RestoreMetrics(metrics.registry)))
+    if options.directory is not None:
+        ownership = Ownership(
+            identity.unit,
+            opener_of(options.directory),
+            block_tokens=runner.layout.block_tokens,
+        )
+        metrics.registry.register(OwnershipCollector(ownership))
+        steps.own(ownership)
     prefixes = PromptPrefixes(runner.layout.block_tokens)
-    return Worker(Engine(steps), codec, facts, metrics, sizes, prefixes)
+    return Worker(Engine(steps), codec, facts, metrics, sizes, prefixes, steps.ownership)
 
 
 def build_node(

@@ -65,6 +65,7 @@ from ownerserve.kv.wire.rpc import ReleaseSession, Reserve
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.known import KnownSessions
+from ownerserve.node.ownership import Came, Left, Over, Owning, Unowned
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +132,7 @@ class StepLoop:
         self._restoring: Restoring = WithoutNode(cache, scheduler)
         self._measuring = Measuring(self._restoring.calibration)
         self._desk = Desk(cache, scheduler, identity)
+        self.ownership: Owning = Unowned()
         self._known = KnownSessions(cache.layout.block_tokens)
         self._live: dict[str, _Live] = {}
         self._voices: dict[TurnId, _Voice] = {}
@@ -149,9 +151,14 @@ class StepLoop:
         self._restoring = restoring
         self._measuring = Measuring(restoring.calibration)
 
+    def own(self, ownership: Owning) -> None:
+        """Serve with a directory that knows whose the sessions are; before `run`."""
+        self.ownership = ownership
+
     def run(self, outbox: Outbox) -> None:
         """Serve until told to stop. However it ends, every stream gets its last event."""
         because, within_s = "the engine has stopped", STOP_WITHIN_S
+        self.ownership.start()
         try:
             while self._drain():
                 self._restoring.poll()
@@ -165,6 +172,7 @@ class StepLoop:
         finally:
             self._die(because, outbox)
             self._restoring.close(within_s=within_s)
+            self.ownership.close(within_s=within_s)
 
     # ---- commands
 
@@ -230,6 +238,8 @@ class StepLoop:
             self._metrics.refused(answer.reason)
             return
         self._restoring.arrived(turn_ids[0], request)
+        if request.is_named and request.session_id is not None:
+            self.ownership.tell(Came(SessionId(request.session_id), request.parent))
         live = _Live(request, submit.arrived_s, request.choices)
         self._live[request.request_id] = live
         for i, turn_id in enumerate(turn_ids):
@@ -383,6 +393,8 @@ class StepLoop:
             tokens = live.prompt + pack(live.first_choice[:-1])
             name = SessionId(request.session_id)
             self._known.left(name, tokens, prompt_tokens=len(request.prompt))
+            if request.is_named:
+                self.ownership.tell(Left(name, tokens))
 
     def _end_sessions(self) -> None:
         """What these sessions have here is ordinary cached state from now on. One that another
@@ -394,6 +406,7 @@ class StepLoop:
                 sessions.release(session.session_id)
                 self._known.forget(session.session_id)
                 self._restoring.over(session.session_id)
+                self.ownership.tell(Over(session.session_id))
 
     # ---- events out
 

@@ -16,6 +16,7 @@ import msgspec
 from ownerserve.engines.hf.codec import Codec
 from ownerserve.engines.hf.requests import Request, Sampling, Stopping
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.turn_line import TurnLine
 
 MAX_CHOICES = 64
@@ -102,12 +103,15 @@ B = TypeVar("B", bound=Body)
 
 class Told(msgspec.Struct, frozen=True):
     """What a turn's headers say beside its body. `is_final`: its session ends with it; `is_judged`:
-    it is an append that nobody asked about."""
+    it is an append that nobody asked about; `is_named`: a gateway named the session, which can be
+    owned then; `parent`: whose fork it is."""
 
     session_id: str | None = None
     is_final: bool = False
     reservation: int | None = None
     is_judged: bool = False
+    is_named: bool = False
+    parent: SessionId | None = None
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -198,6 +202,8 @@ def make_request(
         choices=body.n or 1,
         session_id=turn.session_id,
         is_final=turn.is_final,
+        is_named=turn.is_named,
+        parent=turn.parent,
         reservation=turn.reservation,
         is_judged=turn.is_judged,
     )
@@ -209,7 +215,14 @@ def told_of(headers: Mapping[str, str], body: Body, line: TurnLine | None) -> To
     reservation = _reservation(headers.get(RESERVATION_HEADER))
     if line is not None:
         place = reservation if line.reservation is None else line.reservation
-        return Told(line.name, line.final, place, line.judged)
+        return Told(
+            line.name,
+            line.final,
+            place,
+            line.judged,
+            is_named=line.name is not None,
+            parent=line.parent,
+        )
     session_id = headers.get(SESSION_HEADER)
     if session_id and len(session_id) > MAX_SESSION_ID:
         raise InvalidInput(

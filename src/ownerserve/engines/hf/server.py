@@ -22,6 +22,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ownerserve.directory.owner import Grant
 from ownerserve.engines.hf.answering import (
     ApiError,
     ClientGone,
@@ -32,6 +33,7 @@ from ownerserve.engines.hf.answering import (
     failure,
     json_response,
     load_headers,
+    owner_headers,
     turn_headers,
     while_connected,
 )
@@ -63,6 +65,7 @@ from ownerserve.engines.hf.requests import (
 )
 from ownerserve.engines.hf.status import HfStatus
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire import turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
 
@@ -180,6 +183,12 @@ class Endpoints:
         prefix = await asyncio.to_thread(self._worker.prefixes.of, prompt, request.session_id)
         return msgspec.structs.replace(request, prefix=prefix)
 
+    def _grant_of(self, request: Request) -> Grant | None:
+        """What this worker owns of the turn's session now."""
+        if not request.is_named or request.session_id is None:
+            return None
+        return self._worker.ownership.standing(SessionId(request.session_id))
+
     def _form(
         self, prefix: str, body: Body, request: Request
     ) -> tuple[Envelope, Request, Any, Wishes]:
@@ -209,7 +218,7 @@ class Endpoints:
             assert isinstance(first, Admitted)
             headers = turn_headers(
                 request, first, engine.latest, block_tokens=self._worker.facts.block_tokens
-            )
+            ) | owner_headers(self._grant_of(request))
             if body.stream:
                 is_handed_on = True
                 return EventStream(stream, form, give_up=give_up, headers=headers)

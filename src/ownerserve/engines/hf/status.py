@@ -56,6 +56,7 @@ class Identity(msgspec.Struct, frozen=True):
     sequence_tokens: int
     spec_digest: str = ""
     worker: WorkerId = WorkerId("")
+    owns_sessions: bool = False
 
     @property
     def unit(self) -> RoutingUnit:
@@ -110,6 +111,7 @@ def worker_profile(
         speed=speed_statement(costs, replay_tokens=0),
         tiers=tuple(tier_statements(costs, tiers)),
         sequence_tokens=identity.sequence_tokens,
+        owns_sessions=identity.owns_sessions,
     )
 
 

@@ -114,7 +114,8 @@ class ProfileStatement(msgspec.Struct, frozen=True, kw_only=True):
     `models`: the names it serves, the first its own. `actions`: the placement actions that it can
     carry out as the worker that runs the turn. `kv_bytes_per_token` and `kv_bytes_per_sequence`:
     device memory that each token of a sequence takes, and what a sequence takes beside.
-    `sequence_tokens`: the longest sequence it takes; 0: not said.
+    `sequence_tokens`: the longest sequence it takes; 0: not said. `owns_sessions`: it speaks with
+    the directory itself, so that no gateway does for it.
     """
 
     models: tuple[str, ...] = ()
@@ -127,6 +128,7 @@ class ProfileStatement(msgspec.Struct, frozen=True, kw_only=True):
     tiers: tuple[TierStatement, ...] = ()
     rpc: str | None = None
     sequence_tokens: int = 0
+    owns_sessions: bool = False
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,6 +232,13 @@ class _Fields:
             return int(self._refuse(name, value, default))
         return value
 
+    def is_true(self, name: str) -> bool:
+        """Whether it says so; anything but true and false is refused and counts as false."""
+        value = self._found.get(name)
+        if value is not None and not isinstance(value, bool):
+            self._refuse(name, value, 0.0)
+        return value is True
+
     def date(self, name: str) -> float | None:
         """Seconds since 1970, or None."""
         if self._found.get(name) is None:
@@ -330,6 +339,7 @@ def _profile(fields: _Fields) -> ProfileStatement:
         tiers=tuple(tier for part in fields.parts("tiers") if (tier := _tier(part)) is not None),
         rpc=fields.text("rpc") or None,
         sequence_tokens=fields.count("sequence_tokens"),
+        owns_sessions=fields.is_true("owns_sessions"),
     )
 
 

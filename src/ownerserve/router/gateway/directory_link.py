@@ -14,12 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ownerserve.directory.messages import Outcome, Request
 from ownerserve.directory.port import Directory
-from ownerserve.kv.ids import SessionId
+from ownerserve.kv.ids import Incarnation, SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.router.gateway.owners import Owners
 from ownerserve.router.gateway.receipts import unit_of
 from ownerserve.router.gateway.stamps import Extent, Stamp
 from ownerserve.router.messages import Arrive, Claimed, Dispatch
+from ownerserve.router.profile import Profile
 
 log = logging.getLogger("ownerserve.gateway")
 
@@ -38,6 +39,8 @@ class DirectoryLink:
         self, directory: Directory, *, is_shared: bool, tell: Callable[[Claimed], None]
     ) -> None:
         self.owners = Owners()
+        self._lives: dict[tuple[Incarnation, int], RoutingUnit] = {}
+        """Lives that answer, as this gateway names them."""
         self.is_shared = is_shared
         self._directory = directory
         self._tell = tell
@@ -47,13 +50,16 @@ class DirectoryLink:
 
     # ---- what the gateway sees
 
-    def heard(self, unit: RoutingUnit) -> None:
-        """A worker answers."""
-        self.owners.lives(unit)
-        self._ask_soon()
+    def heard(self, unit: RoutingUnit, profile: Profile | None) -> None:
+        """A worker answers. One that owns sessions speaks for itself."""
+        self._lives[unit.incarnation, unit.dp_rank] = unit
+        if profile is None or not profile.owns_sessions:
+            self.owners.lives(unit)
+            self._ask_soon()
 
     def silent(self, worker: str) -> None:
         """A worker is down."""
+        self._lives = {life: unit for life, unit in self._lives.items() if unit.worker != worker}
         self.owners.silent(worker)
 
     def began(self, dispatch: Dispatch, arrive: Arrive, stamp: Stamp | None) -> None:
@@ -63,20 +69,20 @@ class DirectoryLink:
         unit = unit_of(worker)
         if unit is None or not worker.up or dispatch.session is None:
             return
-        if stamp is not None and stamp.unit != unit:
+        if worker.profile.owns_sessions or (stamp is not None and stamp.unit != unit):
             return
         self.owners.runs_at(dispatch.session, unit, parent=arrive.parent)
         self._ask_soon()
 
     def reported(self, dispatch: Dispatch, unit: RoutingUnit, extent: Extent) -> None:
         """A worker holds the prompt of this turn."""
-        if dispatch.session is not None:
+        if dispatch.session is not None and not dispatch.decision.worker.profile.owns_sessions:
             self.owners.stands_on(dispatch.session, unit, extent)
             self._ask_soon()
 
     def ended(self, dispatch: Dispatch) -> None:
         """The session of this turn is over."""
-        if dispatch.session is not None:
+        if dispatch.session is not None and not dispatch.decision.worker.profile.owns_sessions:
             self.owners.ends(dispatch.session)
             self._ask_soon()
 
@@ -123,4 +129,6 @@ class DirectoryLink:
 
     def _hear(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
         for news in self.owners.answered(requests, outcomes):
-            self._tell(news)
+            unit = news.unit  # a worker that speaks for itself has a name of its own
+            here = self._lives.get((unit.incarnation, unit.dp_rank), unit)
+            self._tell(Claimed(news.session, here, news.epoch))

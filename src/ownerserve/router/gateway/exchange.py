@@ -36,6 +36,7 @@ from ownerserve.router.messages import (
     Aborted,
     Answer,
     Broken,
+    Claimed,
     Dispatch,
     Done,
     Failed,
@@ -294,6 +295,9 @@ class Exchange:
             gateway.owners.began(dispatch, self._asked.arrive, stamp)
         if stamp is not None:
             self._report(stamp, now)
+            if stamp.epoch is not None and dispatch.session is not None:
+                claimed = Claimed(dispatch.session, stamp.unit, stamp.epoch)
+                gateway.state.handle(claimed, now)
         if head.chunked and self.request.head.version == b"1.0":
             self._dechunk = True
             head, first = head.unchunked(), upstream.payload()

@@ -184,10 +184,10 @@ class Gateway:
     def _heard(self, event: News) -> None:
         self.state.handle(event, self.now())
         match event:
-            case WorkerUp(worker, dp_rank, incarnation):
+            case WorkerUp(worker, dp_rank, incarnation, profile):
                 self.inventories[worker].call()
                 if incarnation is not None:
-                    self.owners.heard(RoutingUnit(worker, dp_rank, incarnation))
+                    self.owners.heard(RoutingUnit(worker, dp_rank, incarnation), profile)
                 stated = self.monitors[worker].stated
                 rpc = None if stated is None else stated.profile.rpc
                 self.places.learn(worker, self.pools[worker].address.host, rpc)

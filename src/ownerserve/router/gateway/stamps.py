@@ -11,6 +11,7 @@ no number is taken as not sent: a bad stamp may cost a cache hit, never a reques
 | extent | PREFIX_HASH:TOKENS, what the device holds of this prompt once it is computed |
 | mode, cached-tokens, prompt-tokens | what came of the prompt |
 | refusal | admission said no, and why |
+| epoch, version | the worker owns the turn's session: under which epoch, after how many turns |
 | model | on /health: what it serves |
 """
 
@@ -20,6 +21,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from ownerserve.kv.epoch import NONCE_LIMIT, ORDINAL_LIMIT, Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, WorkerId
 from ownerserve.kv.messages import ExecutionMode, RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
@@ -71,11 +73,13 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
 
 
 class Stamp(msgspec.Struct, frozen=True, gc=False):
-    """What an answer's head says of its worker."""
+    """What an answer's head says of its worker. `epoch`: under which it owns the turn's session;
+    None: it does not, or says nothing of it."""
 
     unit: RoutingUnit
     status: WorkerLoad | None
     extent: Extent | None
+    epoch: Epoch | None = None
 
 
 def read_stamp(worker: WorkerId, headers: Mapping[bytes, bytes]) -> Stamp | None:
@@ -84,7 +88,8 @@ def read_stamp(worker: WorkerId, headers: Mapping[bytes, bytes]) -> Stamp | None
     if incarnation is None:
         return None
     unit = RoutingUnit(worker, number(headers, b"rank") or 0, Incarnation(incarnation))
-    return Stamp(unit, _status(unit, headers), _extent(headers.get(b"extent")))
+    status, extent = _status(unit, headers), _extent(headers.get(b"extent"))
+    return Stamp(unit, status, extent, _epoch(headers.get(b"epoch")))
 
 
 def number(headers: Mapping[bytes, bytes], name: bytes) -> int | None:
@@ -111,6 +116,16 @@ def _status(unit: RoutingUnit, headers: Mapping[bytes, bytes]) -> WorkerLoad | N
         kv_bytes_total=number(headers, b"kv-bytes-total") or 0,
         kv_bytes_evictable=number(headers, b"kv-bytes-evictable") or 0,
     )
+
+
+def _epoch(value: bytes | None) -> Epoch | None:
+    parts = (value or b"").split(b".")
+    if len(parts) != 3 or not all(part.isdigit() and len(part) < 20 for part in parts):
+        return None
+    ordinal, nonce, counter = map(int, parts)
+    if ordinal >= ORDINAL_LIMIT or nonce >= NONCE_LIMIT:
+        return None
+    return Epoch(Term(ordinal, nonce), counter)
 
 
 def _extent(value: bytes | None) -> Extent | None:

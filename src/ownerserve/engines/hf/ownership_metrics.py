@@ -1,0 +1,42 @@
+"""Prometheus metrics of a worker that owns sessions, read from its `Ownership`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ownerserve.directory.owner import Phase
+from ownerserve.node.ownership import Ownership
+
+
+class OwnershipCollector(Collector):
+    """Registered only by a worker that asks a directory."""
+
+    def __init__(self, ownership: Ownership) -> None:
+        self._ownership = ownership
+
+    def collect(self) -> Iterator[Metric]:
+        ownership = self._ownership
+        yield GaugeMetricFamily(
+            "ownerserve_sessions_owned",
+            "Sessions that are this worker's.",
+            value=len(ownership.owner.grants),
+        )
+        yield GaugeMetricFamily(
+            "ownerserve_directory_leased",
+            "1 while the directory counts this worker among the living.",
+            value=ownership.phase is Phase.LIVE,
+        )
+        yield CounterMetricFamily(
+            "ownerserve_directory_frames", "Frames sent to the directory.", value=ownership.frames
+        )
+        answers = CounterMetricFamily(
+            "ownerserve_directory_answers",
+            "What the directory answered: outcomes, and refusals by reason.",
+            labels=["answer"],
+        )
+        for answer, count in list(ownership.answers.items()):
+            answers.add_metric([answer], count)
+        yield answers

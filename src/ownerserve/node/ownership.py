@@ -1,0 +1,205 @@
+"""A worker's word with the directory: a thread that keeps one unit's `OwnerState` and asks for it.
+
+    engine's thread ── came, left, over ──> inbox ── each FLUSH_S ──> one frame ──> directory
+    any thread <── standing ── OwnerState <──────────────── answers ───────────────────────┘
+
+The engine never waits: what it tells goes into a queue, and who owns what is read from memory. A
+directory that is away or hung holds up this thread alone; the lease then ends by this unit's own
+clock, turns are served as a guest, and what is still true is told once it answers again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+from ownerserve.directory.messages import Outcome, Refused
+from ownerserve.directory.owner import Asks, Grant, OwnerState, Phase, Tip
+from ownerserve.directory.port import Directory
+from ownerserve.directory.rules import MAIN_KINDS, Kinds, Tier
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.prefix import TOKEN_BYTES, Packed
+from ownerserve.node.chains import Chains
+
+log = logging.getLogger("ownerserve.node")
+
+FLUSH_S = 0.05
+"""What is told within this time goes as one frame."""
+
+LOOK_S = 0.5
+"""How often an idle unit looks whether something is due."""
+
+MARGIN_S = 0.1
+"""By how much this unit's clock may drift from the directory's over one lease."""
+
+
+class Came(msgspec.Struct, frozen=True, gc=False):
+    """A turn of the session is here. `parent`: whose fork it is."""
+
+    session: SessionId
+    parent: SessionId | None = None
+
+
+class Left(msgspec.Struct, frozen=True, gc=False):
+    """A turn of the session has ended and left it at the last whole block of `tokens`."""
+
+    session: SessionId
+    tokens: Packed
+
+
+class Over(msgspec.Struct, frozen=True, gc=False):
+    """The session is over."""
+
+    session: SessionId
+
+
+Told: TypeAlias = Came | Left | Over
+
+
+def boot_time_s() -> float:
+    """Seconds since this machine started, suspended ones included: a lease ends while we sleep."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Owning(Protocol):
+    """What an engine tells, and asks."""
+
+    def tell(self, told: Told) -> None: ...
+    def standing(self, session: SessionId) -> Grant | None: ...
+    def start(self) -> None: ...
+    def close(self, *, within_s: float) -> None: ...
+
+
+class Unowned:
+    """A worker without a directory: it owns nothing, and gateways keep its sessions themselves."""
+
+    def tell(self, told: Told) -> None: ...
+    def standing(self, session: SessionId) -> Grant | None:
+        return None
+
+    def start(self) -> None: ...
+    def close(self, *, within_s: float) -> None: ...
+
+
+class Ownership:
+    """One unit's. `open_directory` is called on the thread that then asks; digests of what turns
+    left are made there too, `block_tokens` tokens a block."""
+
+    def __init__(
+        self,
+        unit: RoutingUnit,
+        open_directory: Callable[[], Directory],
+        *,
+        block_tokens: int,
+        kinds: Kinds = MAIN_KINDS,
+    ) -> None:
+        self.owner = OwnerState(unit, margin_s=MARGIN_S)
+        self.answers: Counter[str] = Counter()
+        """Outcomes by name, refusals by reason: metric labels. Written by the thread alone."""
+        self.frames = 0
+        self._open_directory = open_directory
+        self._chains = Chains(block_tokens, block_bytes=block_tokens * TOKEN_BYTES)
+        self._block_tokens = block_tokens
+        self._kinds = kinds
+        self._inbox: SimpleQueue[Told | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ownership", daemon=True)
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._thread.start()
+
+    def close(self, *, within_s: float) -> None:
+        """Give everything back, if the directory answers in time."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(within_s)
+
+    # ---- told by the engine's thread
+
+    def tell(self, told: Told) -> None:
+        """Never waits."""
+        self._inbox.put(told)
+
+    def standing(self, session: SessionId) -> Grant | None:
+        """What this unit owns of the session now; None: it serves as a guest."""
+        standing = self.owner.may_serve(session, boot_time_s())
+        return standing if isinstance(standing, Grant) else None
+
+    @property
+    def phase(self) -> Phase:
+        return self.owner.phase
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        directory = self._open_directory()
+        try:
+            while self._round(directory):
+                pass
+            self._ask(self.owner.retire(boot_time_s()), directory)
+        finally:
+            directory.close()
+
+    def _round(self, directory: Directory) -> bool:
+        """Take what was told, ask what is due; False: it is time to go."""
+        told, goes_on = self._gather()
+        now_s = boot_time_s()
+        asks = [ask for one in told for ask in self._take(one, now_s)]
+        asks += self.owner.tick(now_s)
+        if asks:
+            asks += self.owner.renewal(now_s)
+        self._ask(asks, directory)
+        return goes_on
+
+    def _gather(self) -> tuple[list[Told], bool]:
+        """All that is told within FLUSH_S of the first."""
+        told: list[Told] = []
+        wait_s, until_s = LOOK_S, float("inf")
+        while wait_s > 0:
+            try:
+                one = self._inbox.get(timeout=wait_s)
+            except Empty:
+                break
+            if one is None:
+                return told, False
+            if not told:
+                until_s = boot_time_s() + FLUSH_S
+            told.append(one)
+            wait_s = until_s - boot_time_s()
+        return told, True
+
+    def _take(self, told: Told, now_s: float) -> Asks:
+        match told:
+            case Came(session, parent):
+                return self.owner.want(session, now_s, parent=parent)
+            case Left(session, tokens):
+                hashed = self._chains.digests(tokens, session)
+                if not hashed:
+                    return []
+                tip = Tip(hashed[-1], len(hashed) * self._block_tokens, Tier.DEVICE, self._kinds)
+                return self.owner.finished(session, tip, now_s)
+            case Over(session):
+                return self.owner.end(session, now_s)
+
+    def _ask(self, asks: Asks, directory: Directory) -> None:
+        """One frame, and one more for what its answers ask for."""
+        while asks:
+            self.frames += 1
+            outcomes = directory.execute([ask.request for ask in asks])
+            now_s, more = boot_time_s(), Asks()
+            for ask, outcome in zip(asks, outcomes, strict=True):
+                self.answers[_label(outcome)] += 1
+                more += self.owner.answered(ask.number, outcome, now_s)
+            asks = more
+
+
+def _label(outcome: Outcome) -> str:
+    return outcome.reason.value if isinstance(outcome, Refused) else type(outcome).__name__.lower()

@@ -1,0 +1,145 @@
+"""Workers that own: two gateways, real workers and a directory service of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fleet_rig import ServedGateway, ServedWorker, until
+
+from ownerserve.directory import messages as ask
+from ownerserve.directory.embedded import EmbeddedDirectory
+from ownerserve.directory.rpc.client import DirectoryClient
+from ownerserve.directory.rpc.server import DirectoryServer
+from ownerserve.directory.terms import TermFile
+from ownerserve.engines.hf.build import WorkerOptions
+from ownerserve.kv.ids import SessionId
+from ownerserve.node.ownership import boot_time_s
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [7 + n % 200 for n in range(96)]
+
+
+class BootClock:
+    def now(self) -> float:
+        return boot_time_s()
+
+
+class Counted(EmbeddedDirectory):
+    """A directory that counts what it is asked, by type."""
+
+    def __init__(self) -> None:
+        super().__init__(BootClock(), TermFile(), lease_s=5.0, opens_in_s=0.0)
+        self.asked: dict[str, int] = {}
+
+    def execute(self, requests):  # type: ignore[no-untyped-def]
+        for one in requests:
+            name = type(one).__name__
+            self.asked[name] = self.asked.get(name, 0) + 1
+        return super().execute(requests)
+
+
+class Fleet:
+    """One directory, `workers` workers, two gateways."""
+
+    def __init__(self, workers: int) -> None:
+        self.directory = Counted()
+        self.server = DirectoryServer(self.directory)
+        self.server.start()
+        address = self.server.address
+        self.workers = [
+            ServedWorker(
+                WorkerOptions(
+                    model="tiny-qwen3", kv_bytes=8 << 20, directory=address, worker_id=f"w{n}"
+                )
+            )
+            for n in range(workers)
+        ]
+        self.gateways = [
+            ServedGateway(*self.workers, directory=address, policy="ownerserve") for _ in range(2)
+        ]
+
+    def record(self, session: str) -> ask.SessionIs | ask.Miss:
+        client = DirectoryClient(self.server.address)
+        try:
+            (found,) = client.execute([ask.FindSession(SessionId(session))])
+        finally:
+            client.close()
+        assert isinstance(found, ask.SessionIs | ask.Miss)
+        return found
+
+    def version(self, session: str) -> int:
+        found = self.record(session)
+        return found.version if isinstance(found, ask.SessionIs) else -1
+
+    def close(self) -> None:
+        for one in (*self.gateways, *self.workers):
+            one.close()
+        self.server.stop()
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    one = Fleet(2)
+    yield one
+    one.close()
+
+
+def name_of(gateway: ServedGateway, index: int = 0) -> str:
+    """The gateway's name of the session that it met as `index`th."""
+    return gateway.read(lambda: [str(name) for name, _ in gateway.gateway.state.sessions.items()])[
+        index
+    ]
+
+
+def test_a_worker_binds_and_advances_the_session_that_it_serves(fleet: Fleet) -> None:
+    first, second = fleet.gateways
+    prompt = PROMPT
+    where = ""
+    for turn in range(1, 4):
+        answer = first.complete(prompt, "s")
+        assert answer.status_code == 200
+        prompt = prompt + answer.json()["choices"][0]["token_ids"] + [11, 12, 13]
+        where = answer.headers["x-ownerserve-worker"]
+        name = name_of(first)
+        until(lambda turn=turn, name=name: fleet.version(name) == turn)
+    record = fleet.record(name_of(first))
+    assert isinstance(record, ask.SessionIs)
+    assert record.owner.worker and record.tokens >= len(PROMPT) // 16 * 16
+
+    answer = second.complete(prompt, "s")  # a gateway that never met it
+    assert answer.headers["x-ownerserve-worker"] == where
+    assert answer.headers["x-ownerserve-mode"] == "direct_append"
+    assert answer.headers["x-ownerserve-version"] == "3"
+    until(lambda: fleet.version(name_of(second)) == 4)
+    asked = fleet.directory.asked
+    assert asked["Bind"] == 1 and asked["Advance"] <= 4 and "Transfer" not in asked
+
+
+def test_the_end_of_a_session_reaches_the_directory(fleet: Fleet) -> None:
+    gateway = fleet.gateways[0]
+    assert gateway.complete(PROMPT, "s").status_code == 200
+    name = name_of(gateway)
+    until(lambda: fleet.version(name) == 1)
+    body = {"prompt": [*PROMPT, 5], "max_tokens": 2, "temperature": 0}
+    headers = {"x-session-id": "s", "x-ownerserve-session-final": "true"}
+    assert gateway.http.post("/v1/completions", json=body, headers=headers).status_code == 200
+    until(lambda: isinstance(fleet.record(name), ask.Miss))
+
+
+def test_a_worker_that_stops_gives_its_sessions_free_and_the_next_one_owns(fleet: Fleet) -> None:
+    gateway = fleet.gateways[0]
+    answer = gateway.complete(PROMPT, "s")
+    name = name_of(gateway)
+    until(lambda: fleet.version(name) == 1)
+    here = answer.headers["x-ownerserve-worker"]
+    leaving = next(one for one in fleet.workers if one.name == here)
+    before = fleet.record(name)
+    leaving.close()
+    answer = gateway.complete([*PROMPT, 9], "s")
+    assert answer.status_code == 200 and answer.headers["x-ownerserve-worker"] != here
+    until(lambda: fleet.version(name) == 2)
+    after = fleet.record(name)
+    assert isinstance(before, ask.SessionIs) and isinstance(after, ask.SessionIs)
+    assert after.epoch > before.epoch and after.owner != before.owner

@@ -1,0 +1,182 @@
+"""A node's thread with the directory: real sockets, a real directory service, real time."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ownerserve.directory import messages as ask
+from ownerserve.directory.embedded import EmbeddedDirectory
+from ownerserve.directory.owner import Phase
+from ownerserve.directory.rpc.client import DirectoryClient
+from ownerserve.directory.rpc.server import DirectoryServer
+from ownerserve.directory.terms import TermFile
+from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.prefix import Packed, hash_prefix, pack
+from ownerserve.node.ownership import Came, Left, Over, Ownership, boot_time_s
+
+S1, S2 = SessionId("s1"), SessionId("s2")
+WAIT_S = 20.0
+
+
+class BootClock:
+    def now(self) -> float:
+        return boot_time_s()
+
+
+def unit(name: str, life: int = 1) -> RoutingUnit:
+    return RoutingUnit(WorkerId(name), 0, Incarnation(life))
+
+
+BLOCK = 16
+
+
+def tokens(blocks: int) -> Packed:
+    """What a session of so many blocks, and a bit more, has left."""
+    return pack(range(blocks * BLOCK + 3))
+
+
+def serve(*, port: int = 0, lease_s: float = 5.0) -> DirectoryServer:
+    embedded = EmbeddedDirectory(BootClock(), TermFile(), lease_s=lease_s, opens_in_s=0.0)
+    server = DirectoryServer(embedded, port=port)
+    server.start()
+    return server
+
+
+@pytest.fixture
+def server() -> Iterator[DirectoryServer]:
+    one = serve()
+    yield one
+    one.stop()
+
+
+@pytest.fixture
+def nodes() -> Iterator[Callable[[RoutingUnit, str], Ownership]]:
+    made: list[Ownership] = []
+
+    def join(which: RoutingUnit, address: str) -> Ownership:
+        node = Ownership(which, lambda: DirectoryClient(address, timeout_s=0.5), block_tokens=BLOCK)
+        made.append(node)
+        node.start()
+        return node
+
+    yield join
+    for node in made:
+        node.close(within_s=5.0)
+
+
+def until(holds: Callable[[], object]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < end_s, "it never held"
+        time.sleep(0.01)
+
+
+def found(address: str, session: SessionId) -> ask.SessionIs | ask.Miss:
+    client = DirectoryClient(address)
+    try:
+        (outcome,) = client.execute([ask.FindSession(session)])
+    finally:
+        client.close()
+    assert isinstance(outcome, ask.SessionIs | ask.Miss)
+    return outcome
+
+
+def is_at(address: str, session: SessionId, version: int) -> bool:
+    record = found(address, session)
+    return isinstance(record, ask.SessionIs) and record.version == version
+
+
+def test_turns_that_end_together_go_as_one_report(
+    server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership]
+) -> None:
+    node = nodes(unit("w1"), server.address)
+    node.tell(Came(S1))
+    until(lambda: node.standing(S1))
+    frames = node.frames
+    for number in range(1, 21):
+        node.tell(Left(S1, tokens(number)))
+    until(lambda: is_at(server.address, S1, 20))
+    record = found(server.address, S1)
+    assert isinstance(record, ask.SessionIs)
+    assert (record.owner, record.prefix_hash, record.tokens) == (
+        node.owner.unit, hash_prefix(tokens(20), BLOCK)[-1], 20 * BLOCK,
+    )  # fmt: skip
+    assert node.frames - frames < 20
+
+
+def test_a_turn_that_ends_before_its_session_is_bound_counts(
+    server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership]
+) -> None:
+    node = nodes(unit("w1"), server.address)
+    node.tell(Came(S1))
+    node.tell(Left(S1, tokens(1)))
+    until(lambda: is_at(server.address, S1, 1))
+
+
+def test_a_guest_tells_nothing_and_owns_once_the_owner_has_left(
+    server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership]
+) -> None:
+    first, second = nodes(unit("w1"), server.address), nodes(unit("w2"), server.address)
+    first.tell(Came(S1))
+    first.tell(Left(S1, tokens(1)))
+    until(lambda: is_at(server.address, S1, 1))
+    second.tell(Came(S1))
+    second.tell(Left(S1, tokens(2)))
+    until(lambda: second.answers["heldby"])
+    assert second.standing(S1) is None and is_at(server.address, S1, 1)
+    first.close(within_s=5.0)
+    second.tell(Came(S1))
+    until(lambda: second.standing(S1))
+    second.tell(Left(S1, tokens(3)))
+    until(lambda: is_at(server.address, S1, 2))  # a change of owner finishes no turn
+
+
+def test_an_ended_session_is_forgotten(
+    server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership]
+) -> None:
+    node = nodes(unit("w1"), server.address)
+    node.tell(Came(S1))
+    until(lambda: node.standing(S1))
+    node.tell(Over(S1))
+    until(lambda: isinstance(found(server.address, S1), ask.Miss))
+    assert node.standing(S1) is None
+
+
+def test_a_directory_that_comes_late_holds_up_nobody(
+    nodes: Callable[[RoutingUnit, str], Ownership],
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    node = nodes(unit("w1"), f"tcp://127.0.0.1:{port}")
+    began_s = time.thread_time()
+    for number in range(1, 4):
+        node.tell(Came(S1))
+        node.tell(Left(S1, tokens(number)))
+        assert node.standing(S1) is None
+    assert time.thread_time() - began_s < 0.1
+    late = serve(port=port)
+    try:
+        until(lambda: is_at(late.address, S1, 3))
+        assert node.phase is Phase.LIVE
+    finally:
+        late.stop()
+
+
+def test_a_former_life_is_told_so_and_owns_nothing(
+    server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership]
+) -> None:
+    former = nodes(unit("w1", 1), server.address)
+    former.tell(Came(S1))
+    until(lambda: former.standing(S1))
+    later = nodes(unit("w1", 2), server.address)
+    later.tell(Came(S1))
+    until(lambda: later.standing(S1))
+    former.tell(Left(S1, tokens(1)))
+    until(lambda: former.standing(S1) is None)
+    until(lambda: former.phase is Phase.SUPERSEDED)
