@@ -98,7 +98,7 @@ def test_our_routes_answer_on_vllms_own_port(rig: Rig, store: Path, tmp_path: Pa
             assert load["kv_bytes_free"] + load["kv_bytes_evictable"] == load["kv_bytes_total"] > 0
             assert profile.models == ("tiny",)
             assert profile.actions is not None and "tail_recompute" in profile.actions
-            assert profile.speed is not None
+            assert profile.speed is not None and profile.speed.step_measured_s is not None
             assert read.status.unit.worker == "gpu-0"
             assert (load["running_sequences"], load["waiting_sequences"]) == (0, 0)
             assert time.time() - load["as_of_s"] < SERVE_S
