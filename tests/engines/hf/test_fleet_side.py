@@ -61,6 +61,21 @@ def test_a_gateway_reads_what_a_worker_writes() -> None:
     assert stamp.extent.prefix_hash == hash_prefix(pack(prompt), 16)[-1]
 
 
+@pytest.mark.parametrize("as_of", ["nan", "inf", "-1", "1e300", "soon"])
+def test_a_stamp_from_no_time_is_not_taken(as_of: str) -> None:
+    headers = {**load_headers(LOAD), "x-ownerserve-as-of": as_of}
+    stamp = read_stamp(WorkerId("w"), as_heard(headers))
+    assert stamp is not None and stamp.status is None
+
+
+@pytest.mark.parametrize("told", ["1.2.3", "1.2", "1.2.x", "1.2.-3", f"{1 << 48}.2.3", ""])
+def test_an_epoch_is_three_numbers_or_none(told: str) -> None:
+    headers = {**load_headers(LOAD), "x-ownerserve-epoch": told}
+    stamp = read_stamp(WorkerId("w"), as_heard(headers))
+    assert stamp is not None
+    assert (stamp.epoch is not None) == (told == "1.2.3")
+
+
 def test_a_prompt_shorter_than_a_block_leaves_nothing_to_find() -> None:
     assert extent_header(PromptPrefixes(16).of([1, 2, 3], None), 16) == {}
 

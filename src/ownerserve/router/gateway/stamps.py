@@ -30,6 +30,9 @@ from ownerserve.router.messages import Answer
 
 PREFIX = b"x-ownerserve-"
 
+AS_OF_MAX_S = 1e11
+"""Three thousand years of seconds."""
+
 _HASH_DIGITS = 64
 
 
@@ -102,6 +105,8 @@ def _status(unit: RoutingUnit, headers: Mapping[bytes, bytes]) -> WorkerLoad | N
     try:
         as_of = float(headers.get(b"as-of", b""))
     except ValueError:
+        return None
+    if not 0 <= as_of <= AS_OF_MAX_S:  # nan too: a stamp from no time would outlast all later ones
         return None
     pending = number(headers, b"pending-prefill-tokens")
     if pending is None:
