@@ -96,11 +96,16 @@ def any_answer(restores: Restores, errand: int, *_: Phase) -> Wish | None:
     return restores._by_errand.get(errand)
 
 
-def session_goes_on(chains: Chains, tokens: Packed, session_id: SessionId | None) -> HashedPrefix:
+def session_goes_on(
+    chains: Chains,
+    tokens: Packed,
+    session_id: SessionId | None,
+    made: HashedPrefix | None = None,
+) -> HashedPrefix:
     """Without a look whether the prompt begins with what the session had before."""
     known = chains._known.get(session_id) if session_id is not None else None
     if known is None:
-        return hashed(chains, tokens, session_id)
+        return hashed(chains, tokens, session_id, made)
     count = len(known.tokens)
     known.grow(known.tokens + tokens[count:])
     return known

@@ -19,7 +19,7 @@ from fault_run import main, run
 from fault_world import World, play
 from mutations import MUTATIONS, Mutation, first_caught
 
-CAUGHT_WITHIN = 1000
+CAUGHT_WITHIN = 2000
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))
