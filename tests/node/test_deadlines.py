@@ -180,7 +180,7 @@ class _SilentTier:
         self.entered = threading.Event()
         self.go_on = threading.Event()
 
-    def expire(self) -> int:
+    def expire(self, limit: int) -> int:
         self.entered.set()
         self.go_on.wait(30)
         return 0
