@@ -108,6 +108,7 @@ def test_heat_moves_are_counted_by_the_gateways_own_reasons_or_their_lack_is_exp
     moved = result(owner=5, hot_owner=2)
     assert (moved.heat_moves, heat_line("ear", moved)) == (2, "ear: 2 turns left a hot worker")
     assert "busier than T_hot" in heat_line("ear", result(owner=9))
-    line = heat_line("ear", result(owner=5, hot_cooling=1, hot_no_target=3))
-    assert "4 met a hot one: 3 had no other with room" in line
+    line = heat_line("ear", result(owner=5, hot_cooling=1, hot_no_target=3, hot_too_dear=2))
+    assert "6 met a hot one: 3 had no other with room" in line
+    assert "2 had one with room, where the turn would have cost more than the wait" in line
     assert "1 had moved a short time before" in line

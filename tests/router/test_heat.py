@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from fleets import ABLE, GIB, PLAIN, SPEED, fleet_of, load, on, owned, request, stored
+from fleets import (
+    ABLE, GIB, PLAIN, SPEED, dispatched, fleet_of, load, on, owned, request, served, status, stored,
+)  # fmt: skip
 
+from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.decision import Decision
 from ownerserve.router.fleet import Fleet
-from ownerserve.router.messages import Reason
+from ownerserve.router.messages import Reason, Stamped, WorkerUp
 from ownerserve.router.policies import make_policy
 from ownerserve.router.profile import Profile
 from ownerserve.router.request import Request
 from ownerserve.router.settings import Settings
+from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Worker
 
 SETTINGS = Settings(hot_ms=100.0, hot_ratio=2.0, cool_s=30.0)
@@ -58,7 +62,7 @@ def test_without_any_transfer_it_computes_anew_only_if_that_ends_earlier() -> No
     short = decide(owned(owner, context=10_000), fleet)  # 105 ms there, 200 + 5 ms here
     assert (short.worker, short.action) == (other, PlacementAction.COLOCATED_PREFILL)
     giant = decide(owned(owner, context=500_000), fleet)  # 5 s there
-    assert (giant.worker, giant.reason) == (owner, Reason.HOT_NO_TARGET)
+    assert (giant.worker, giant.reason) == (owner, Reason.HOT_TOO_DEAR), "the other has room"
     assert giant.wanted is not None  # whoever migrates may do it in the tool gap
 
 
@@ -133,3 +137,24 @@ def test_ownerserve_also_leaves_a_crowd_that_only_decodes() -> None:
     assert decide(owned(owner), fleet, "ownerserve").worker is other
     load(other, sequences=20)
     assert decide(owned(owner), fleet, "ownerserve").worker is owner
+
+
+def test_a_long_session_beside_an_idle_worker_says_that_leaving_takes_too_long() -> None:
+    """Workers that state what they offer today move nothing. The other had 60 GB free, and the
+    reason said that nobody has room."""
+    state = RouterState(make_policy("ear", Settings()))
+    for name in ("w0", "w1"):
+        state.handle(WorkerUp(WorkerId(name), 0, Incarnation(1), Profile(kv_bytes_total=80 * GIB)), 0)
+    first = served(state, "s", 1.0, tokens=110_000)
+    for worker in ("w0", "w1"):
+        pending = 200_000 if worker == first.worker else 0
+        state.handle(Stamped(status(worker, 2.5, pending=pending)), 2.5)
+    second = dispatched(state, "s", 3.0, prompt_bytes=443_000)
+    assert (second.worker, second.reason) == (first.worker, Reason.HOT_TOO_DEAR)
+
+
+def test_ownerserve_that_prices_leaving_and_stays_says_so_too() -> None:
+    fleet, (owner, _) = pair(PLAIN)
+    load(owner, pending=HOT)
+    stays = decide(owned(owner, context=500_000), fleet, "ownerserve")
+    assert (stays.worker, stays.reason) == (owner, Reason.HOT_TOO_DEAR)

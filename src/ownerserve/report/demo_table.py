@@ -115,15 +115,19 @@ def heat_line(name: str, result: PolicyResult) -> str:
     moves = result.heat_moves
     if moves:
         return f"{name}: {moves} turn{'s' * (moves > 1)} left a hot worker"
-    cooling, stuck = (result.reasons.get(f"hot_{why}", 0) for why in ("cooling", "no_target"))
-    if not cooling and not stuck:
+    cooling, stuck, dear = (
+        result.reasons.get(f"hot_{why}", 0) for why in ("cooling", "no_target", "too_dear")
+    )
+    met = cooling + stuck + dear
+    if not met:
         return (
             f"{name}: no turn left its worker for heat: at no turn's arrival was its worker busier"
             " than T_hot and than the least busy one by the hot ratio (docs/routing.md)"
         )
     return (
-        f"{name}: no turn left its worker for heat, though {cooling + stuck} met a hot one:"
-        f" {stuck} had no other with room, or where computing anew would have ended earlier;"
+        f"{name}: no turn left its worker for heat, though {met} met a hot one:"
+        f" {stuck} had no other with room;"
+        f" {dear} had one with room, where the turn would have cost more than the wait;"
         f" {cooling} had moved a short time before"
     )
 

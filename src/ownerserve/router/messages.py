@@ -64,7 +64,10 @@ class Reason(Label):
     HOT_COOLING = "hot_cooling"
     """The owner is too busy, but the session moved a short time ago: it stays."""
     HOT_NO_TARGET = "hot_no_target"
-    """The owner is too busy, but nobody is better and has room: it stays."""
+    """The owner is too busy, but nobody else has room for the context: it stays."""
+    HOT_TOO_DEAR = "hot_too_dear"
+    """The owner is too busy and another has room, but the turn there, its state brought or computed
+    anew, would cost more than the wait that it spares: it stays."""
     EXPIRED = "expired"
     """The session was away for longer than it is kept a place for: it starts anew."""
     NOT_OFFERED = "not_offered"

@@ -75,7 +75,7 @@ def move(request: Request, home: Worker, target: Worker, *, fleet: Candidates) -
     stay_ms = home.speed.prefill.ms(request.prompt_tokens - kept, kept)
     if target.queue_ms + anew_ms < wait_ms(request, home, fleet) + stay_ms:
         return run_at(request, target, reason, wanted=wanted)
-    return run_at(request, home, Reason.HOT_NO_TARGET, wanted=wanted)
+    return run_at(request, home, Reason.HOT_TOO_DEAR, wanted=wanted)
 
 
 _MIGRATION = PlacementAction.STATE_MIGRATION

@@ -109,5 +109,5 @@ _STAYS = {
     Heat.CALM: Reason.OWNER,
     Heat.COOLING: Reason.HOT_COOLING,
     Heat.STUCK: Reason.HOT_NO_TARGET,
-    Heat.LEAVING: Reason.CHEAPEST,
+    Heat.LEAVING: Reason.HOT_TOO_DEAR,
 }
