@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import pytest
 from fleets import (
-    ABLE, GIB, PLAIN, SPEED, dispatched, fleet_of, load, on, owned, request, served, status, stored,
+    ABLE,
+    GIB,
+    PLAIN,
+    SPEED,
+    dispatched,
+    fleet_of,
+    load,
+    on,
+    owned,
+    raise_up,
+    request,
+    served,
+    status,
+    stored,
 )  # fmt: skip
 
-from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.decision import Decision
 from ownerserve.router.fleet import Fleet
-from ownerserve.router.messages import Reason, Stamped, WorkerUp
+from ownerserve.router.messages import Reason, Stamped
 from ownerserve.router.policies import make_policy
 from ownerserve.router.profile import Profile
 from ownerserve.router.request import Request
@@ -143,8 +155,7 @@ def test_a_long_session_beside_an_idle_worker_says_that_leaving_takes_too_long()
     """Workers that state what they offer today move nothing. The other had 60 GB free, and the
     reason said that nobody has room."""
     state = RouterState(make_policy("ear", Settings()))
-    for name in ("w0", "w1"):
-        state.handle(WorkerUp(WorkerId(name), 0, Incarnation(1), Profile(kv_bytes_total=80 * GIB)), 0)
+    raise_up(state, "w0", "w1", profile=Profile(kv_bytes_total=80 * GIB))
     first = served(state, "s", 1.0, tokens=110_000)
     for worker in ("w0", "w1"):
         pending = 200_000 if worker == first.worker else 0

@@ -10,9 +10,9 @@ test_owners.py can): that an earlier epoch is not followed (turns are told when 
 by then a gateway has mostly heard of the lost memory), that a target without a lease is waited for
 (its registration goes before the move, in the same batch), that a dead worker's refusal voids no
 grants (they are looked at again), that what conflicted is asked again at once (the next renewal
-asks it), and `SESSIONS_MAX`. Nor that a report moves no session: a wish that a late report made is
-mostly overtaken by the next turn's, so that schedule 1,848 is the first to miss it; three scenarios
-do, `test_a_report_of_an_earlier_turn_does_not_move_the_session_back` first of all.
+asks it), and `SESSIONS_MAX`. Nor that a report moves no session: here it comes at once after its
+own turn's word of where it runs, so that schedule 1,848 is the first to miss the check; three
+scenarios do, `test_a_report_of_an_earlier_turn_does_not_move_the_session_back` first of all.
 """
 
 from __future__ import annotations
