@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ownerserve.cli.main import main
+from ownerserve.sim.metrics.summary import digest
 
 RUN = (sys.executable, "-m", "ownerserve.cli.main", "simulate")
 PD = "static_pd_delta,round_robin_pd"
@@ -54,6 +55,28 @@ def test_without_a_trace_a_workload_is_made_and_the_body_has_the_keys_of_the_des
     assert metrics["requests"] == body["trace"]["requests"] > 0
     assert body["requests"] == 2 * metrics["requests"]
     assert body["cpu_s"] > 0 and body["requests_per_cpu_s"] > 0 and len(body["digest"]) == 64
+
+
+def nulls(value: Any, path: str) -> list[str]:
+    """The paths below `path` at which nothing is said."""
+    if value is None:
+        return [path]
+    within = value.items() if isinstance(value, dict) else ()
+    return [found for name, inner in within for found in nulls(inner, f"{path}.{name}")]
+
+
+def test_what_did_not_happen_is_left_out_or_counted_as_none(
+    told: tuple[str, dict[str, Any]],
+) -> None:
+    """No SSD, no restore, no move: no null, and the counts say so."""
+    _, body = told
+    assert nulls(body["policies"], "policies") == []
+    assert nulls(body["trace"], "trace") == []
+    metrics = body["policies"]["ear"]
+    assert metrics["ssd_written_bytes"] == 0 and "ssd_write_amplification" not in metrics
+    assert metrics["restore"] == {"turns": 0}
+    assert metrics["migrations"] == {"count": 0, "given_up": 0, "rate": 0.0, "bytes": 0}
+    assert body["digest"] == digest(body["policies"]), "of what stands there"
 
 
 def test_the_table_fits_80_columns_and_nothing_is_cut_off(

@@ -33,6 +33,7 @@ from ownerserve.router.policies import POLICIES
 from ownerserve.sim.batch import FOLD_MAX
 from ownerserve.sim.faults import Fault, read_faults
 from ownerserve.sim.granted import EngineAbilities, granted
+from ownerserve.sim.metrics.spreads import known
 from ownerserve.sim.metrics.summary import digest
 from ownerserve.sim.pace import paces
 from ownerserve.sim.pool import PARTS
@@ -298,14 +299,14 @@ def _simulate(
         for outcome in run_all(jobs, runner=runner, progress=advance):
             found[outcome.name] = outcome.kept
             cpu_s, turns = cpu_s + outcome.cpu_s, turns + outcome.turns
-    ordered = {name: found[name] for name in setups}
-    told = {
+    ordered: dict[str, Any] = {name: known(found[name]) for name in setups}
+    told: dict[str, Any] = {
         "name": trace.name,
         "origin": trace.origin,
         "requests": trace.request_count,
         "sessions": len(trace.sessions),
         "block_tokens": trace.block_tokens,
-        "shape": msgspec.to_builtins(next(iter(setups.values())).shape),
+        "shape": known(msgspec.to_builtins(next(iter(setups.values())).shape)),
     }
     engine = next(iter(setups.values())).granted.told()
     return Simulated(told, given["seed"], ordered, turns, cpu_s, digest(ordered), engine)

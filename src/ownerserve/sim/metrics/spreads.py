@@ -25,6 +25,13 @@ def ratio(part: float, whole: float) -> float | None:
     return float(part) / float(whole) if whole else None
 
 
+def known(metric: Metric) -> Metric:
+    """The metric without what the run does not tell: names whose value is None are left out."""
+    if isinstance(metric, dict):
+        return {name: known(value) for name, value in metric.items() if value is not None}
+    return metric
+
+
 def rounded(metric: Metric) -> Metric:
     """Floats to nine significant digits: what a summation's order can change is not a result."""
     if isinstance(metric, dict):
