@@ -45,6 +45,7 @@ OUTSIDE: dict[str, str] = {
     "ownerserve.engines.vllm.offload_tier.OwnerServeTier": VLLM,
     "ownerserve.engines.vllm.plugin.OwnerServeEndpoints": VLLM,
     "ownerserve.kv.clock.ManualClock": "the clock of tests",
+    "ownerserve.kv.wire.rpc.Admit": "who asks POST /ownerserve/admit of vLLM's server reads it",
     "ownerserve.plan.gaps.expected_cost_ms": ORACLE,
     "ownerserve.plan.inputs.check_query": ORACLE,
     "ownerserve.sim.block_lru.BlockLru": ORACLE,
@@ -55,7 +56,7 @@ OUTSIDE: dict[str, str] = {
 }
 
 OWNING = "W8: nodes own, publish and release"
-ADMISSION = "W7: the gateway asks before it sends"
+ACKNOWLEDGED = "an answer that asks for nothing: who hears it goes on as before"
 
 DEAD: dict[str, str] = {
     "ownerserve.directory.messages.ClaimOwner": OWNING,
@@ -77,13 +78,11 @@ DEAD: dict[str, str] = {
     "ownerserve.kv.epoch.Fence": OWNING,
     "ownerserve.kv.prefix.RunChain": "W8: used or gone",
     "ownerserve.kv.prefix.unpack": "W8: used or gone",
-    "ownerserve.kv.wire.rpc.Admit": ADMISSION,
-    "ownerserve.kv.wire.rpc.Append": ADMISSION,
-    "ownerserve.node.admission.Arrived": ADMISSION,
-    "ownerserve.kv.wire.rpc.Committed": ADMISSION,
-    "ownerserve.kv.wire.rpc.Released": ADMISSION,
+    "ownerserve.kv.wire.rpc.Append": "W8: append by version",
+    "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
+    "ownerserve.kv.wire.rpc.Released": ACKNOWLEDGED,
     "ownerserve.router.messages.Migrated": "W15: owners move",
-    "ownerserve.router.messages.Noted": "an answer that asks for nothing",
+    "ownerserve.router.messages.Noted": ACKNOWLEDGED,
     "ownerserve.store.mooncake.MooncakeBlobs": "W14: a worker's remote tier",
     "ownerserve.store.tiered.spill": "W14: a worker's remote tier",
 }

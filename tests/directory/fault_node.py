@@ -160,7 +160,7 @@ class Node(NodeDriver):
             room_tokens=(rooms.blocks.free + rooms.evictable_blocks()) * B,
             sequence_tokens=BLOCKS * B,
         )
-        wanted = Seed((len(event.tokens) + len(job.output)) // TOKEN_BYTES, event.session_id)
+        wanted = Seed((len(event.tokens) + len(job.output)) // TOKEN_BYTES)
         answer = self._admission.reserve(event.turn_id, wanted, levels=levels, now=now_s)
         if isinstance(answer, Reject):
             self.counts[f"refused {answer.reason}"] += 1

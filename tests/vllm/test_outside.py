@@ -59,8 +59,8 @@ def test_the_desk_tells_the_load(rig: Rig, store: Path) -> None:
     assert 0 < load.running_sequences + load.waiting_sequences <= 4
     assert 0 < load.kv_bytes_free + load.kv_bytes_evictable < load.kv_bytes_total
     assert load.kv_bytes_total == 255 * B * worker.hook("fill_kv_bytes")
-    assert isinstance(ask(store, Probe(Seed(1000, None))), Admit)
-    assert ask(store, Probe(Seed(3000, None))) == Reject(WorkerRefusal.TOO_LONG)
+    assert isinstance(ask(store, Probe(Seed(1000))), Admit)
+    assert ask(store, Probe(Seed(3000))) == Reject(WorkerRefusal.TOO_LONG)
     worker.wait(asked)
     settle(worker)
     idle = _load(store)

@@ -22,7 +22,6 @@ from ownerserve.kv.wire.rpc import (
     Answer,
     Commit,
     Probe,
-    Reject,
     Release,
     ReleaseSession,
     Reserve,
@@ -31,7 +30,7 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.kv.wire.rpc import Request as Asked
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.node.admission import Admission, Levels, Standing
+from ownerserve.node.admission import Admission, Arrived, Levels, Standing
 
 
 class LetIn(msgspec.Struct, frozen=True):
@@ -108,7 +107,7 @@ class Desk:
                 return Rejected(refusal, f"{tokens} tokens do not fit beside those that wait")
             return LetIn(next(self._orders), is_promised=False)
         place = self.admission.arrived(request.reservation, self._now())
-        if isinstance(place, Reject):
+        if not isinstance(place, Arrived):
             number = request.reservation
             message = f"reservation {number} is not open here: it was used, released or has expired"
             return Rejected(place.reason, message)

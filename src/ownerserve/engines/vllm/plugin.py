@@ -3,7 +3,7 @@
     VLLM_PLUGINS=ownerserve vllm serve ...
 
     GET  /ownerserve/status     who it is, its load, what it can do (kv.wire.status)
-    POST /ownerserve/admit      {"tokens": 1200, "session_id": "s"} -> admitted, or 429 and why
+    POST /ownerserve/admit      {"tokens": 1200} -> admitted, or 429 and why
     POST /ownerserve/release    {"session_id": "s"}: the session has gone elsewhere
 
 Owns no state: each request asks the engine core's desk over loopback (desk.py), found by the
@@ -42,7 +42,6 @@ NO_ANSWER = "the engine core does not answer: it is starting or gone"
 
 class AdmitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: int
-    session_id: SessionId | None = None
 
 
 class ReleaseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,8 +86,8 @@ class OwnerServeEndpoints:
         try:
             body = msgspec.json.decode(await request.body(), type=AdmitBody)
         except UNREADABLE as error:
-            return _json(400, {"error": f'{error}; send {{"tokens": 1200, "session_id": "s"}}'})
-        return await self._asked(Probe(Seed(body.tokens, body.session_id)))
+            return _json(400, {"error": f'{error}; send {{"tokens": 1200}}'})
+        return await self._asked(Probe(Seed(body.tokens)))
 
     async def release(self, request: Request) -> Response:
         try:

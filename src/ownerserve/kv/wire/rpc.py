@@ -37,7 +37,6 @@ class Seed(msgspec.Struct, frozen=True, tag="seed"):
     """A prompt of `tokens` tokens from its beginning, and then an answer of `output_tokens`."""
 
     tokens: int
-    session_id: SessionId | None = None
     output_tokens: int = 0
 
 

@@ -58,6 +58,5 @@ def seed_of(dispatch: Dispatch, sessions: SessionTable) -> Seed:
     output = known.output_tokens if known is not None else 0.0
     return Seed(
         int(dispatch.prompt_tokens * MARGIN) + 1,
-        dispatch.session,
         output_tokens=int(output * MARGIN) + 1 if output else OUTPUT_TOKENS,
     )
