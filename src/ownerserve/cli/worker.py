@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from ownerserve.cli.options import PORT, SEED, Finite, check_host
 from ownerserve.cli.output import OutputFile, OutputFolder, console_for, json_option, write_json
+from ownerserve.directory.opening import opener_of
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import format_bytes, parse_bytes
 
@@ -198,17 +199,7 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
     # Before torch is imported, which reads the first one once; nothing is ever downloaded.
     os.environ.setdefault("OMP_NUM_THREADS", str(flags["threads"]))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    host = str(flags["host"])
-    check_host(host)
-    if not (flags["allow_remote"] or _is_loopback(host)):
-        raise InvalidInput(
-            "host",
-            f"{host} is reachable from other machines and the worker has no authentication",
-            "use 127.0.0.1 behind a gateway, or say --allow-remote",
-        )
-    if flags["worker_id"] == "":
-        raise InvalidInput("worker-id", "is empty", "name the worker, or leave the option out")
-    sizes = {name: _size(flags, name) for name in ("kv_memory", "host_cache")}
+    sizes = _checked(flags)
     if os.environ.get("OWNERSERVE_LOG"):
         logging.basicConfig(level=os.environ["OWNERSERVE_LOG"].upper())
     from ownerserve.engines.hf.serve import (
@@ -219,6 +210,7 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
         write_ready_file,
     )
 
+    host = str(flags["host"])
     bound = listen(host, int(str(flags["port"])))  # first: a taken port is known before the load
     options = _options(flags, sizes)
     import torch
@@ -256,13 +248,30 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
         rpc.stop()
 
 
+def _checked(flags: dict[str, object]) -> dict[str, int]:
+    """What can be known to be wrong before a port is taken or anything is loaded raises
+    InvalidInput. Returns the sizes in bytes."""
+    host = str(flags["host"])
+    check_host(host)
+    if not (flags["allow_remote"] or _is_loopback(host)):
+        raise InvalidInput(
+            "host",
+            f"{host} is reachable from other machines and the worker has no authentication",
+            "use 127.0.0.1 behind a gateway, or say --allow-remote",
+        )
+    if flags["worker_id"] == "":
+        raise InvalidInput("worker-id", "is empty", "name the worker, or leave the option out")
+    if flags["directory"] is not None:
+        opener_of(str(flags["directory"]))
+    return {name: _size(flags, name) for name in ("kv_memory", "host_cache")}
+
+
 def _size(flags: dict[str, object], name: str) -> int:
     return parse_bytes(str(flags[name]), field="--" + name.replace("_", "-"))
 
 
 def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
     from ownerserve.cache.pressure import Watermarks
-    from ownerserve.directory.opening import opener_of
     from ownerserve.engines.hf.build import WorkerOptions
     from ownerserve.kv.descriptor import TailForm
     from ownerserve.node.media import DEFAULT_WRITE
@@ -272,8 +281,6 @@ def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
     low, high = (float(str(flags[name])) / 100 for name in ("evict_below", "evict_to"))
     if low > high:
         raise InvalidInput("evict-below", f"{low:.1%} is above --evict-to", "order the watermarks")
-    if flags["directory"] is not None:
-        opener_of(str(flags["directory"]))  # a wrong address is known before the load
     block, chunk = flags["block"], flags["chunk"]
     return WorkerOptions(
         model=str(flags["model"]),
