@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,37 @@ def test_nobody_there_is_an_outcome() -> None:
     with pytest.raises(PeerLost):
         client.status()
     client.close()
+
+
+@pytest.mark.parametrize("answer", [[b"\xc1"], [b""], [b"\x92\x09\xc0"], [], [b"a", b"b"]])
+def test_an_answer_that_cannot_be_read_is_none(answer: list[bytes]) -> None:
+    """Neither client raises, and the one for asyncio goes on reading."""
+    port = zmq.Context.instance().socket(zmq.ROUTER)
+    address = f"tcp://127.0.0.1:{port.bind_to_random_port('tcp://127.0.0.1')}"
+    lost = ask.Refused(Refusal.UNREACHABLE)
+
+    def babble() -> None:
+        for _ in range(4):
+            peer, number, _ = port.recv_multipart()
+            port.send_multipart([peer, number, *answer])
+
+    async def drive() -> None:
+        client = AsyncDirectoryClient(address)
+        for _ in range(2):
+            async with asyncio.timeout(1):
+                assert await client.execute([ask.FindSession(S1)]) == [lost]
+        await client.close()
+
+    thread = threading.Thread(target=babble)
+    thread.start()
+    client = DirectoryClient(address)
+    assert client.execute([ask.FindSession(S1)]) == [lost]
+    with pytest.raises(PeerLost):
+        client.status()
+    client.close()
+    asyncio.run(drive())
+    thread.join()
+    port.close(linger=0)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -166,6 +166,69 @@ def test_a_directory_that_comes_late_holds_up_nobody(
         assert node.phase is Phase.LIVE
     finally:
         late.stop()
+
+
+class Faulty:
+    """A directory whose backend fails until it is mended."""
+
+    def __init__(self, address: str, fault: Exception | list[ask.Outcome]) -> None:
+        self._client = DirectoryClient(address, timeout_s=0.5)
+        self.fault: Exception | list[ask.Outcome] | None = fault
+        self.asked = 0
+
+    def execute(self, requests: Sequence[ask.Request]) -> list[ask.Outcome]:
+        self.asked += 1
+        if isinstance(self.fault, Exception):
+            raise self.fault
+        return self._client.execute(requests) if self.fault is None else self.fault
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("boom"), []])
+def test_a_fault_of_the_directory_ends_no_thread_and_does_not_spin(
+    server: DirectoryServer, fault: Exception | list[ask.Outcome], caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty = Faulty(server.address, fault)
+    node = Ownership(unit("w1"), lambda: faulty, block_tokens=BLOCK)  # type: ignore[arg-type, return-value]
+    node.start()
+    node.tell(Came(S1))
+    until(lambda: node.answers["failed"] >= 2)
+    time.sleep(1.0)
+    assert faulty.asked <= 8
+    assert len([one for one in caplog.records if one.name == "ownerserve.node"]) == 1
+    faulty.fault = None
+    until(lambda: node.standing(S1))
+    node.close(within_s=5.0)
+
+
+def test_a_directory_that_cannot_be_opened_yet_is_opened_later(server: DirectoryServer) -> None:
+    tries = []
+
+    def opened() -> DirectoryClient:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError("too many open files")
+        return DirectoryClient(server.address, timeout_s=0.5)
+
+    node = Ownership(unit("w1"), opened, block_tokens=BLOCK)
+    node.start()
+    node.tell(Came(S1))
+    until(lambda: node.standing(S1))
+    assert node.answers["failed"] == 2
+    node.close(within_s=5.0)
+    assert found(server.address, S1)
+
+
+def test_a_node_closes_while_its_directory_fails(server: DirectoryServer) -> None:
+    faulty = Faulty(server.address, RuntimeError("boom"))
+    node = Ownership(unit("w1"), lambda: faulty, block_tokens=BLOCK)  # type: ignore[arg-type, return-value]
+    node.start()
+    node.tell(Came(S1))
+    until(lambda: node.answers["failed"])
+    node.close(within_s=5.0)
+    assert not node._thread.is_alive()
 
 
 def test_a_former_life_is_told_so_and_owns_nothing(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
+import zmq
 
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.messages import Outcome, Refusal, Refused, Request
+from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.clock import ManualClock
 from ownerserve.router.gateway.admin import admin_app
@@ -311,6 +314,70 @@ def test_a_lost_directory_costs_nobody_a_turn(play: Play) -> None:
         assert lost.asked > 0
 
     play(scenario, engines=1)
+
+
+class Raising(Unreachable):
+    """A directory whose backend has a fault."""
+
+    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        self.asked += len(requests)
+        raise RuntimeError("boom")
+
+
+class Short(Unreachable):
+    """A directory that leaves requests without an answer."""
+
+    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        self.asked += len(requests)
+        return []
+
+
+@pytest.mark.parametrize("lost", [Raising(), Short()])
+def test_a_faulty_directory_costs_nobody_a_turn_and_is_told_once(
+    play: Play, lost: Unreachable, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(world: World) -> None:
+        (engine,) = world.engines
+        engine.says = stamped()
+        async with further(world, lost, gateways=1) as (client,):
+            for name in "abc":
+                answer = await client.post("/v1/chat/completions", x__session__id=name)
+                assert (answer.status, answer["x-ownerserve-reason"]) == (200, "new_session")
+
+    play(scenario, engines=1)
+    assert lost.asked > 3
+    assert [one.getMessage() for one in caplog.records if "directory" in one.getMessage()] == [
+        "the directory fails: asked again until it answers"
+    ]
+
+
+def test_a_directory_that_speaks_another_tongue_costs_nobody_a_turn(play: Play) -> None:
+    """Over a socket: the worst that a later version, or another service, may answer."""
+    port = zmq.Context.instance().socket(zmq.ROUTER)
+    number = port.bind_to_random_port("tcp://127.0.0.1")
+    stop = threading.Event()
+
+    def babble() -> None:
+        while not stop.is_set():
+            if port.poll(20):
+                peer, asked, _ = port.recv_multipart()
+                port.send_multipart([peer, asked, b"\xc1 a later version"])
+        port.close(linger=0)
+
+    async def scenario(world: World) -> None:
+        directory = DirectoryClient(f"tcp://127.0.0.1:{number}")
+        async with further(world, directory, gateways=1) as (client,):
+            for name in "ab":
+                answer = await client.post("/v1/chat/completions", x__session__id=name)
+                assert answer.status == 200
+
+    thread = threading.Thread(target=babble)
+    thread.start()
+    try:
+        play(scenario, engines=1)
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_a_keyless_request_that_is_sent_again_is_no_other_session(play: Play) -> None:

@@ -20,10 +20,11 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from ownerserve.directory.messages import Outcome, Refused
+from ownerserve.directory.messages import Outcome, Refusal, Refused
 from ownerserve.directory.owner import Asks, Grant, OwnerState, Phase, Tip
 from ownerserve.directory.port import Directory
 from ownerserve.directory.rules import MAIN_KINDS, Kinds, Tier
+from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
@@ -36,6 +37,9 @@ FLUSH_S = 0.05
 
 LOOK_S = 0.5
 """How often an idle unit looks whether something is due."""
+
+PAUSE_S = 0.5
+"""Between a fault and the next try."""
 
 MARGIN_S = 0.1
 """By how much this unit's clock may drift from the directory's over one lease."""
@@ -110,6 +114,9 @@ class Ownership:
         self._block_tokens = block_tokens
         self._kinds = kinds
         self._inbox: SimpleQueue[Told | None] = SimpleQueue()
+        self._closing = threading.Event()
+        self._is_failing = False
+        """Whether the last try met a fault."""
         self._thread = threading.Thread(target=self._run, name="ownership", daemon=True)
 
     def start(self) -> None:
@@ -118,6 +125,7 @@ class Ownership:
 
     def close(self, *, within_s: float) -> None:
         """Give everything back, if the directory answers in time."""
+        self._closing.set()
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(within_s)
@@ -140,6 +148,18 @@ class Ownership:
     # ---- the thread
 
     def _run(self) -> None:
+        """The thread's root: what is raised here costs a round and never the thread."""
+        goes_on = True
+        while goes_on:
+            try:
+                self._rounds()
+                goes_on = False
+            except Exception:  # noqa: BLE001 - the root of the thread: it is logged there
+                self._failed("the unit's word with the directory fails: it begins again")
+                goes_on = not self._closing.is_set()
+
+    def _rounds(self) -> None:
+        """Ask until it is time to go."""
         directory = self._open_directory()
         try:
             while self._round(directory):
@@ -193,12 +213,32 @@ class Ownership:
         """One frame, and one more for what its answers ask for."""
         while asks:
             self.frames += 1
-            outcomes = directory.execute([ask.request for ask in asks])
+            outcomes = self._execute(asks, directory)
             now_s, more = boot_time_s(), Asks()
             for ask, outcome in zip(asks, outcomes, strict=True):
                 self.answers[_label(outcome)] += 1
                 more += self.owner.answered(ask.number, outcome, now_s)
             asks = more
+
+    def _execute(self, asks: Asks, directory: Directory) -> list[Outcome]:
+        """A directory that fails is as good as silent: what it was asked is asked again."""
+        try:
+            outcomes = directory.execute([ask.request for ask in asks])
+            if len(outcomes) != len(asks):
+                raise InvariantViolated(f"{len(outcomes)} answers to {len(asks)} requests")
+        except Exception:  # noqa: BLE001 - whatever a backend raises: it is logged there
+            self._failed("the directory fails: asked again until it answers")
+            return [Refused(Refusal.UNREACHABLE) for _ in asks]
+        self._is_failing = False
+        return outcomes
+
+    def _failed(self, what: str) -> None:
+        """Count a fault, tell the first of a row, and pause before what comes next."""
+        self.answers["failed"] += 1
+        if not self._is_failing:
+            log.exception("%s", what)
+        self._is_failing = True
+        self._closing.wait(PAUSE_S)
 
 
 def _label(outcome: Outcome) -> str:

@@ -1,7 +1,8 @@
 """Asking a directory elsewhere: one client that blocks, one for asyncio.
 
-Both answer `unreachable` for what was not answered in time: it may or may not be done, and every
-request may be asked again (docs/directory.md). A late answer is dropped by its number.
+Both answer `unreachable` for what was not answered in time, or by nothing that can be read: it may
+or may not be done, and every request may be asked again (docs/directory.md). A late answer is
+dropped by its number.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ class DirectoryClient:
             raise PeerLost("the directory takes no more requests") from error
         while (left_s := deadline_s - time.monotonic()) > 0:
             if self._socket.poll(int(left_s * 1000) + 1):
-                back, data = self._socket.recv_multipart()
+                back, *parts = self._socket.recv_multipart()
                 if back == number:
-                    return decode_answer(data)
+                    return _answer(parts)
         raise PeerLost("the directory does not answer")
 
 
@@ -129,10 +130,14 @@ class AsyncDirectoryClient:
 
     async def _read(self) -> None:
         while True:
-            number, data = await self._socket.recv_multipart()
+            number, *parts = await self._socket.recv_multipart()
             future = self._waiting.get(number)
-            if future is not None and not future.done():
-                future.set_result(decode_answer(data))
+            if future is None or future.done():
+                continue
+            try:
+                future.set_result(_answer(parts))
+            except PeerLost as error:
+                future.set_exception(error)
 
 
 def _set_up(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str) -> None:
@@ -147,6 +152,16 @@ def check_address(address: str, *, field: str) -> None:
     if not address.startswith("tcp://"):
         raise InvalidInput(field, f"{address[:80]!r} is no address", mend)
     parse_address(address.removeprefix("tcp://"), field=field, mend=mend)
+
+
+def _answer(parts: Sequence[bytes]) -> Answer:
+    """What came beside the number. Raises PeerLost when it is no answer: whether the directory has
+    done what it was asked is as unknown as when it is silent."""
+    try:
+        (data,) = parts
+        return decode_answer(data)
+    except (InvalidInput, ValueError) as error:
+        raise PeerLost(f"the directory's answer can't be read: {error}") from error
 
 
 def _outcomes(answer: Answer, requests: Sequence[Request]) -> list[Outcome]:

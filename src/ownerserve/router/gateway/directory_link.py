@@ -12,8 +12,9 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ownerserve.directory.messages import Outcome, Request
+from ownerserve.directory.messages import Outcome, Refusal, Refused, Request
 from ownerserve.directory.port import Directory
+from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import Incarnation, SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.router.gateway.owners import Owners
@@ -47,6 +48,8 @@ class DirectoryLink:
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, "directory") if is_shared else None
         self._asking: asyncio.Task[None] | None = None
+        self._is_failing = False
+        """Whether the last batch met a fault."""
 
     # ---- what the gateway sees
 
@@ -123,6 +126,21 @@ class DirectoryLink:
             self._hear(requests, await self._execute(requests))
 
     async def _execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        """A fault of the directory's is told once, and counts as silence: no turn waits for it."""
+        try:
+            outcomes = await self._executed(requests)
+            if len(outcomes) != len(requests):
+                raise InvariantViolated(f"{len(outcomes)} answers to {len(requests)} requests")
+        except Exception:
+            self.owners.answers["failed"] += 1
+            if not self._is_failing:
+                log.exception("the directory fails: asked again until it answers")
+            self._is_failing = True
+            return [Refused(Refusal.UNREACHABLE) for _ in requests]
+        self._is_failing = False
+        return outcomes
+
+    async def _executed(self, requests: Sequence[Request]) -> list[Outcome]:
         if self._thread is None:
             return self._directory.execute(requests)
         return await self._loop.run_in_executor(self._thread, self._directory.execute, requests)
