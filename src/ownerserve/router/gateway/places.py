@@ -140,13 +140,13 @@ class _Line:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)
         self._numbers = count(1)
-        self._waiting: dict[bytes, asyncio.Future[Answer]] = {}
+        self._waiting: dict[bytes, asyncio.Future[Answer | None]] = {}
         self._tasks: set[asyncio.Future[zmq.MessageTracker | None]] = set()
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     async def ask(self, request: Request, within_s: float) -> Answer | None:
-        """The answer; None when there is none in time."""
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        """The answer; None when there is none in time, or the line is closed."""
+        future: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
         number = next(self._numbers).to_bytes(NUMBER_BYTES, "big")
         self._waiting[number] = future
         try:
@@ -163,9 +163,11 @@ class _Line:
         self._send(next(self._numbers).to_bytes(NUMBER_BYTES, "big"), request)
 
     def close(self) -> None:
+        """Hang up: who waits for an answer gets none, and goes on."""
         self._reader.cancel()
         for future in self._waiting.values():
-            future.cancel()
+            if not future.done():
+                future.set_result(None)
         for task in self._tasks:
             task.cancel()
         self._socket.close()

@@ -1,0 +1,135 @@
+"""The gateway and workers' admission on real sockets: a place is asked for, kept and given back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from ownerserve.directory.embedded import EmbeddedDirectory
+from ownerserve.directory.terms import TermFile
+from ownerserve.kv.clock import ManualClock
+from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.rpc import (
+    Answer,
+    Commit,
+    Release,
+    Request,
+    Reserve,
+    Reserved,
+    decode_request,
+    encode,
+)
+from ownerserve.kv.wire.status import (
+    LoadStatement,
+    ProfileStatement,
+    WorkerStatus,
+    unit_statement,
+)
+
+Play = Callable[..., None]
+World = Any  # conftest.World; a test module can't import its conftest
+
+
+class Admission:
+    """A worker's RPC port: `asked` is what it heard; a Reserve gets a place, or silence."""
+
+    def __init__(self) -> None:
+        self.asked: list[Request] = []
+        self.is_silent = False
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def _read(self) -> None:
+        while True:
+            *envelope, data = await self._socket.recv_multipart()
+            request = decode_request(data)
+            self.asked.append(request)
+            if isinstance(request, Reserve) and not self.is_silent:
+                answer: Answer = Reserved(len(self.reserves), 10.0, 0)
+                await self._socket.send_multipart([*envelope, encode(answer)])
+
+    @property
+    def reserves(self) -> list[Reserve]:
+        return [one for one in self.asked if isinstance(one, Reserve)]
+
+    @property
+    def held(self) -> set[int]:
+        """Places that are neither released nor came to a turn; the test says what came."""
+        released = {one.reservation for one in self.asked if isinstance(one, Release)}
+        return set(range(1, len(self.reserves) + 1)) - released
+
+    def close(self) -> None:
+        self._reader.cancel()
+        self._socket.close()
+
+
+def record(rpc: object) -> bytes:
+    """What a worker states that answers at `rpc`."""
+    said = WorkerStatus(
+        unit=unit_statement(RoutingUnit(WorkerId("own-name"), 0, Incarnation(7))),
+        load=LoadStatement(as_of_s=1.0),
+        profile=ProfileStatement(models=("m",)),
+    )
+    document = json.loads(msgspec.json.encode(said))
+    document["profile"]["rpc"] = rpc
+    return json.dumps(document).encode()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(4):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def introduced(world: World, *rpcs: str | None) -> None:
+    """Each engine states its address, and the gateway has heard it."""
+    for engine, rpc in zip(world.engines, rpcs, strict=True):
+        engine.states = record(rpc)
+    worker = WorkerId(f"127.0.0.1:{world.engines[0].port}")
+    await until(lambda: world.gateway.places.can_ask(worker) == (rpcs[0] is not None))
+
+
+def test_a_worker_that_dies_while_it_is_asked_costs_nobody_a_turn(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        admission = Admission()
+        admission.is_silent = True
+        await introduced(world, admission.address, None)
+        client = await world.client()
+        answer = asyncio.create_task(client.post("/v1/completions", x__session__id="a"))
+        await until(lambda: admission.reserves)
+        await world.engines[0].kill()
+        told = await answer
+        assert told.status == 200
+        assert world.engine_of(told) is world.engines[1]
+        admission.close()
+
+    play(scenario, policy="round_robin", states=[record(None)] * 2, health_interval_s=0.05)
+
+
+def test_a_worker_that_moves_its_port_while_it_is_asked_costs_nobody_a_turn(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        first, second = Admission(), Admission()
+        first.is_silent = True
+        await introduced(world, first.address)
+        client = await world.client()
+        answer = asyncio.create_task(client.post("/v1/completions", x__session__id="a"))
+        await until(lambda: first.reserves)
+        world.engines[0].states = record(second.address)
+        assert (await answer).status == 200
+        assert world.gateway.observer.pressure["unasked", "no_word"] == 1
+        first.close()
+        second.close()
+
+    play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)
