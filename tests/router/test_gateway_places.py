@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,9 +13,6 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from ownerserve.directory.embedded import EmbeddedDirectory
-from ownerserve.directory.terms import TermFile
-from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.rpc import (
@@ -133,3 +129,43 @@ def test_a_worker_that_moves_its_port_while_it_is_asked_costs_nobody_a_turn(play
         second.close()
 
     play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)
+
+
+async def _broken(*_: object) -> None:
+    raise KeyError("a fault of ours")
+
+
+@pytest.mark.parametrize("task", ["look_up", "ask", "connect"])
+def test_a_fault_of_ours_is_told_and_gives_the_receipt_back(
+    play: Play, task: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(world: World) -> None:
+        gateway, admission = world.gateway, Admission()
+        (pool,) = gateway.pools.values()
+        await introduced(world, admission.address)
+        client = await world.client()
+        with monkeypatch.context() as patch:
+            if task == "look_up":
+                patch.setattr(gateway.owners, "is_shared", True)
+                patch.setattr(gateway.owners, "look_up", _broken)
+            elif task == "ask":
+                patch.setattr(gateway.places, "reserve", _broken)
+            else:
+                patch.setattr(pool, "connect", _broken)
+            async with asyncio.timeout(3):
+                told = await client.post("/v1/completions", x__session__id="a")
+        assert told.status == 500
+        assert json.loads(told.body)["error"]["code"] == "gateway_fault"
+        await world.settled()
+        account = gateway.state.account
+        assert (account.received, account.done) == ((0, 0) if task == "look_up" else (1, 1))
+        assert gateway.observer.pressure["error", "gateway_fault"] == 1
+        (logged,) = [line for line in caplog.records if line.exc_info]
+        assert "a fault of ours" in str(logged.exc_info and logged.exc_info[1])
+        if task == "connect":
+            await until(lambda: admission.held == set())
+        assert (await client.post("/v1/completions", x__session__id="a")).status == 200
+        admission.close()
+
+    with caplog.at_level(logging.ERROR):
+        play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)

@@ -245,7 +245,7 @@ class Broken(msgspec.Struct, frozen=True, gc=False):
 
 
 class Aborted(msgspec.Struct, frozen=True, gc=False):
-    """The client hung up, before or during the answer."""
+    """The client hung up, before or during the answer, or a fault of the gateway's ended it."""
 
     receipt: Receipt
 

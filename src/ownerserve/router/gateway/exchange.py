@@ -14,7 +14,9 @@ other is left, or the retry budget is used up, the client hears it, as 429.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
@@ -29,7 +31,7 @@ from ownerserve.router.gateway.heads import ResponseHead
 from ownerserve.router.gateway.manner import Manner, is_direct_append, is_turn, seed_of
 from ownerserve.router.gateway.places import Place
 from ownerserve.router.gateway.receipts import order_lines, receipt_lines, turn_line_of
-from ownerserve.router.gateway.replies import Rejected, pressed, refused
+from ownerserve.router.gateway.replies import Rejected, fault, pressed, refused
 from ownerserve.router.gateway.requests import Request
 from ownerserve.router.gateway.stamps import Stamp, answer_of, read_stamp, refusal_of
 from ownerserve.router.messages import (
@@ -67,6 +69,8 @@ if TYPE_CHECKING:
     from ownerserve.router.gateway.service import Gateway
     from ownerserve.router.gateway.upstream import UpstreamConnection
 
+log = logging.getLogger("ownerserve.gateway")
+
 
 class Exchange:
     """One request, its dispatches, its answer."""
@@ -81,6 +85,7 @@ class Exchange:
         "_gateway",
         "_head",
         "_is_inside",
+        "_is_over",
         "_manner",
         "_place",
         "_receipt",
@@ -110,7 +115,7 @@ class Exchange:
         self._manner = Manner.ASKING
         self._place: Place | None = None
         self._ticket: Ticket | None = None
-        self._is_inside = False
+        self._is_inside = self._is_over = False
         self._tokens = 0
         self._dechunk = False
         self._alias: str | None = None
@@ -127,12 +132,13 @@ class Exchange:
         if name is None:
             self._take_seat()
         else:
-            self._connecting = asyncio.get_running_loop().create_task(self._look_up(name))
+            self._run(self._look_up(name))
 
     def abort(self) -> None:
         """The client hung up: so do we, and the engine can stop."""
-        if self._connecting is not None:
-            self._connecting.cancel()
+        task, self._connecting = self._connecting, None
+        if task is not None:
+            task.cancel()
         if self._ticket is not None:
             self._gateway.lobby.leave(self._ticket)
         if self._upstream is not None:
@@ -152,6 +158,24 @@ class Exchange:
             self._upstream.resume()
 
     # Sending
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._connecting = task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """The root of the request's tasks: one that ends badly ends the request, not in silence."""
+        if task.cancelled() and task is not self._connecting:
+            return  # by `abort`
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is None:
+            return
+        log.error("request %s: a fault of the gateway's", self.request_id.decode(), exc_info=error)
+        if self._is_over:  # nobody can say how much of an answer is written
+            self._client.close()
+            return
+        self.abort()
+        self._client.answer_rejected(fault(), self.request_id)
 
     def _take_seat(self) -> None:
         """A new session may have to wait until the fleet has room for it."""
@@ -184,7 +208,7 @@ class Exchange:
         self._dispatch, self._receipt = outcome, outcome.receipt
         self._refusal = None
         if self._is_admitted(outcome) and not is_direct_append(outcome):
-            self._connecting = asyncio.get_running_loop().create_task(self._ask())
+            self._run(self._ask())
         else:
             self._go()
 
@@ -220,7 +244,7 @@ class Exchange:
         if kept is not None:
             self._send(kept)
         else:
-            self._connecting = asyncio.get_running_loop().create_task(self._connect())
+            self._run(self._connect())
 
     def _can_wait(self) -> bool:
         """Whether workers that we asked, or that judged the turn, refused it for its room alone."""
@@ -400,6 +424,7 @@ class Exchange:
 
     def _over(self) -> None:
         """Nothing of the turn runs any more."""
+        self._is_over = True
         if self._asked is not None:
             self._gateway.asking.ended(self._asked.identity)
             if self._is_inside:

@@ -43,6 +43,12 @@ def pressed(reason: str) -> Rejected:
     return Rejected(HTTPStatus.TOO_MANY_REQUESTS, reason, message)
 
 
+def fault() -> Rejected:
+    """A fault of the gateway's own ended the request; its log tells which."""
+    message = "a fault in the gateway ended this request; its log has the same x-request-id; retry"
+    return Rejected(HTTPStatus.INTERNAL_SERVER_ERROR, "gateway_fault", message)
+
+
 def error_reply(rejected: Rejected, *, request_id: bytes, connection: bytes) -> bytes:
     """A whole HTTP answer; `connection` is "close" or "keep-alive"."""
     kind = "invalid_request_error" if rejected.status < 500 else "server_error"
