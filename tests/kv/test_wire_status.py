@@ -74,6 +74,7 @@ def test_what_is_written_is_read() -> None:
 
 
 def test_fields_of_a_later_version_are_ignored_and_missing_ones_have_defaults() -> None:
+    assert read_status(document(profile__rpc="tcp://[::1]:5000")).problems == ()
     assert read_status(document(version=2, tomorrow={"x": 1}, load__dust=3)).problems == ()
     bare = read_status(b'{"version": 1}')
     assert bare.problems == ()
@@ -97,6 +98,10 @@ def test_fields_of_a_later_version_are_ignored_and_missing_ones_have_defaults() 
         ("profile__speed__replay_tokens", -1),
         ("profile__sequence_tokens", [1]),
         ("profile__rpc", 5000),
+        ("profile__rpc", "tcp://[::1"),
+        ("profile__rpc", "ipc:///tmp/x"),
+        ("profile__rpc", "127.0.0.1:5000"),
+        ("profile__rpc", "tcp://127.0.0.1:65536"),
         ("profile__models", "tiny"),
         ("profile__models", [1]),
         ("unit__rank", -1),

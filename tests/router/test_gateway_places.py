@@ -17,7 +17,6 @@ from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.rpc import (
     Answer,
-    Commit,
     Release,
     Request,
     Reserve,
@@ -169,3 +168,58 @@ def test_a_fault_of_ours_is_told_and_gives_the_receipt_back(
 
     with caplog.at_level(logging.ERROR):
         play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)
+
+
+NO_ADDRESSES = ["tcp://[::1", "garbage", "ipc:///tmp/x", "inproc://x", "tcp://127.0.0.1:99999999",
+                "tcp://*:0", "tcp://127.0.0.1", "tcp://h\u00e9:1", 5000]  # fmt: skip
+
+
+@pytest.mark.parametrize("rpc", NO_ADDRESSES)
+def test_a_worker_that_states_no_address_is_served_unasked(play: Play, rpc: object) -> None:
+    async def scenario(world: World) -> None:
+        (engine,), client = world.engines, await world.client()
+        (monitor,) = world.gateway.monitors.values()
+        assert monitor.problem_counts["profile.rpc"] >= 1
+        assert monitor.problems[0].startswith("profile.rpc: ")
+        assert not world.gateway.places.can_ask(monitor.address.worker)
+        assert (await client.post("/v1/completions", x__session__id="a")).status == 200
+        await engine.kill()
+        await until(lambda: not world.gateway.state.fleet.up)
+
+    play(scenario, engines=1, states=[record(rpc)], health_interval_s=0.02)
+
+
+def test_an_address_that_turns_bad_is_given_up_and_the_probes_go_on(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        (engine,), admission = world.engines, Admission()
+        await introduced(world, admission.address)
+        engine.states = record("tcp://[::1")
+        (monitor,) = world.gateway.monitors.values()
+        await until(lambda: not world.gateway.places.can_ask(monitor.address.worker))
+        await engine.kill()
+        await until(lambda: not world.gateway.state.fleet.up)
+        admission.close()
+
+    play(scenario, engines=1, states=[record(None)], health_interval_s=0.02)
+
+
+@pytest.mark.parametrize("part", ["answer", "news"])
+def test_a_fault_while_a_worker_is_looked_after_is_logged_and_it_is_probed_on(
+    play: Play, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise KeyError("a fault of ours")
+
+    async def scenario(world: World) -> None:
+        (engine,) = world.engines
+        with monkeypatch.context() as patch:
+            if part == "answer":
+                patch.setattr("ownerserve.router.gateway.health.read_status", fails)
+            else:
+                patch.setattr(world.gateway.places, "learn", fails)
+            await until(lambda: any(line.exc_info for line in caplog.records))
+        await until(lambda: world.gateway.state.fleet.up)
+        await engine.kill()
+        await until(lambda: not world.gateway.state.fleet.up)
+
+    play(scenario, engines=1, states=[record(None)], health_interval_s=0.02)

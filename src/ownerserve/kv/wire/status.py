@@ -16,11 +16,13 @@ not said, the rest of the record stands, and the reader's `problems` name it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import isfinite
 
 import msgspec
 
-from ownerserve.kv.errors import UNREADABLE
+from ownerserve.kv.addresses import parse_address
+from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 
@@ -34,6 +36,7 @@ MS_MAX = 1e9
 RATE_MAX = 1e12
 """Bytes a millisecond: a petabyte a second."""
 TEXT_MAX = 512
+TCP = "tcp://"
 NAMES_MAX = 1024
 """Models, actions or tiers in one record."""
 
@@ -254,6 +257,18 @@ class _Fields:
             return default
         return value
 
+    def rpc_address(self, name: str) -> str | None:
+        """An address tcp://HOST:PORT, or None; any other transport is refused."""
+        value = self._found.get(name)
+        if value is None or value == "":
+            return None
+        if isinstance(value, str) and value.startswith(TCP):
+            with suppress(InvalidInput):
+                parse_address(value.removeprefix(TCP), field=name, mend="")
+                return value
+        self._refuse(name, value, 0.0)
+        return None
+
     def texts(self, name: str) -> tuple[str, ...] | None:
         """A list of texts; None when it is not said."""
         value = self._found.get(name)
@@ -337,7 +352,7 @@ def _profile(fields: _Fields) -> ProfileStatement:
         ),
         speed=_speed(fields.part("speed")) if "speed" in fields else None,
         tiers=tuple(tier for part in fields.parts("tiers") if (tier := _tier(part)) is not None),
-        rpc=fields.text("rpc") or None,
+        rpc=fields.rpc_address("rpc"),
         sequence_tokens=fields.count("sequence_tokens"),
         owns_sessions=fields.is_true("owns_sessions"),
     )

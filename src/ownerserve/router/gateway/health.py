@@ -86,8 +86,12 @@ class HealthMonitor:
         """Probe until cancelled; the first time after one interval."""
         while True:
             await asyncio.sleep(self._config.health_interval_s)
-            for news in await self.probe():
-                self._tell(news)
+            news = await self.probe()
+            try:
+                for one in news:
+                    self._tell(one)
+            except Exception:  # a task's root: a worker that nobody looks after would stay up
+                log.exception("worker %s: its news could not be taken in", self.address.worker)
 
     async def probe(self) -> list[News]:
         """Ask once; nothing when one bad answer says nothing yet."""
@@ -106,6 +110,8 @@ class HealthMonitor:
             self._note((f"tls: {error.reason or error}",))
         except OSError:  # TimeoutError too
             pass
+        except Exception:  # a task's root: what can't be read is a bad answer, and it is probed on
+            log.exception("worker %s: its answer to a probe ended in a fault", worker)
         self._bad += 1
         if self._bad < BAD_ANSWERS_UNTIL_DOWN:
             return []

@@ -16,11 +16,11 @@ import ipaddress
 import logging
 from collections import Counter
 from itertools import count
-from urllib.parse import urlsplit
 
 import zmq
 import zmq.asyncio
 
+from ownerserve.kv.addresses import parse_address
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import TurnId, WorkerId
 from ownerserve.kv.wire.refusals import WorkerRefusal
@@ -90,11 +90,13 @@ class Places:
             return
         if line is not None:
             self._lines.pop(worker).close()
-        if address is None or (_is_loopback(urlsplit(address).hostname) and not _is_loopback(host)):
+        if address is None:
             return
         try:
-            self._lines[worker] = _Line(address)
-        except zmq.ZMQError as error:
+            rpc_host, _ = parse_address(address.removeprefix("tcp://"), field="rpc", mend="")
+            if _is_loopback(host) or not _is_loopback(rpc_host.strip("[]")):
+                self._lines[worker] = _Line(address)
+        except (zmq.ZMQError, InvalidInput) as error:
             log.warning("worker %s: its RPC address %s: %s", worker, address, error)
 
     def can_ask(self, worker: WorkerId) -> bool:
@@ -138,7 +140,12 @@ class _Line:
         """False once the worker has said that it holds none (vLLM): it is asked no more."""
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(address)
+        self._socket.setsockopt(zmq.IPV6, "[" in address)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
         self._numbers = count(1)
         self._waiting: dict[bytes, asyncio.Future[Answer | None]] = {}
         self._tasks: set[asyncio.Future[zmq.MessageTracker | None]] = set()
