@@ -45,6 +45,10 @@ class FakeEngine:
         """What it wants as bearer on /v1/..., as vLLM with --api-key; /health is open."""
         self.lists: Sequence[str] | None = None
         """The models on /v1/models; None: an answer in which there are none."""
+        self.drops_next = False
+        """The next turn's connection is closed without a word."""
+        self.is_mute = False
+        """A turn gets no answer."""
         self.never_lists = False
         """/v1/models gets no answer."""
         self._writers: set[asyncio.StreamWriter] = set()
@@ -73,6 +77,11 @@ class FakeEngine:
                 body = await reader.readexactly(int(length or 0))
                 if b"\r\nx-request-id:" in head:  # else the gateway's own probes
                     self.seen.append((head, body))
+                    if self.drops_next:
+                        self.drops_next = False
+                        raise ConnectionError
+                    if self.is_mute:
+                        await self.go_on.wait()
                 await self._answer(head, body, reader=reader, writer=writer)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass

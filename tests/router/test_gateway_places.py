@@ -17,6 +17,7 @@ from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.rpc import (
     Answer,
+    Commit,
     Release,
     Request,
     Reserve,
@@ -223,3 +224,64 @@ def test_a_fault_while_a_worker_is_looked_after_is_logged_and_it_is_probed_on(
         await until(lambda: not world.gateway.state.fleet.up)
 
     play(scenario, engines=1, states=[record(None)], health_interval_s=0.02)
+
+
+def test_a_place_at_a_stale_connection_is_given_back(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        (engine,), admission = world.engines, Admission()
+        await introduced(world, admission.address)
+        client = await world.client()
+        assert (await client.post("/v1/completions", x__session__id="a")).status == 200
+        admission.asked.clear()
+        engine.drops_next = True
+        assert (await client.post("/v1/completions", x__session__id="b")).status == 200
+        await until(lambda: len(admission.reserves) == 2)
+        first, second = 1, 2
+        await until(lambda: Release(first) in admission.asked and Commit(second) in admission.asked)
+        assert admission.asked.index(Commit(first)) < admission.asked.index(Release(first))
+        assert Release(second) not in admission.asked, "it came to its turn"
+        admission.close()
+
+    play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)
+
+
+@pytest.mark.parametrize("stage", ["asked", "sent"])
+def test_a_client_that_hangs_up_before_the_first_byte_gives_its_place_back(
+    play: Play, stage: str
+) -> None:
+    async def scenario(world: World) -> None:
+        (pool,), admission = world.gateway.pools.values(), Admission()
+        await introduced(world, admission.address)
+        client, never = await world.client(), asyncio.Event()
+        if stage == "asked":  # it has its place, and no connection yet
+            pool.connect = never.wait
+        else:  # it is sent, and the answer does not begin
+            world.engines[0].is_mute = True
+        turn = asyncio.create_task(client.post("/v1/completions", x__session__id="a"))
+        heard = Commit(1) if stage == "sent" else None
+        await until(lambda: admission.reserves and (heard is None or heard in admission.asked))
+        await until(lambda: world.gateway.places.counts["reserved"] == 1)
+        client.hang_up()
+        await until(lambda: Release(1) in admission.asked)
+        turn.cancel()
+        admission.close()
+
+    play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)
+
+
+def test_a_turn_that_began_keeps_its_place_to_itself(play: Play) -> None:
+    """The worker uses it up as the turn arrives: what is said of it later would be of another."""
+
+    async def scenario(world: World) -> None:
+        admission = Admission()
+        await introduced(world, admission.address)
+        client = await world.client()
+        assert (await client.post("/v1/completions", x__session__id="a")).status == 200
+        client.hang_up()
+        other = await world.client()
+        assert (await other.post("/v1/completions", x__session__id="b")).status == 200
+        await until(lambda: Commit(2) in admission.asked)
+        assert not [one for one in admission.asked if isinstance(one, Release)]
+        admission.close()
+
+    play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)

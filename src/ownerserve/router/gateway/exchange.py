@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -294,7 +295,6 @@ class Exchange:
         upstream.send(sent, body, method=head.method, sink=self)
         if self._place is not None:
             self._place.use()
-            self._place = None
 
     # The answer (upstream.Sink)
 
@@ -303,6 +303,9 @@ class Exchange:
         assert dispatch is not None
         assert upstream is not None
         self._head = head
+        if head.status >= HTTPStatus.BAD_REQUEST:  # it may be so before the place was looked at
+            self._leave_place()
+        self._place = None
         now = gateway.now()
         stamp = read_stamp(dispatch.worker, head.stamp) if head.stamp else None
         self._refusal = refusal_of(head.status, head.stamp)

@@ -53,23 +53,19 @@ _NO_WORD = (
 
 
 class Place:
-    """A place at a worker, held for one turn: used once, or given back."""
+    """A place at a worker, held for one turn: until the worker begins to answer, or given back."""
 
     def __init__(self, line: _Line, number: int) -> None:
         self.number = number
-        self._line: _Line | None = line
+        self._line = line
 
     def use(self) -> None:
         """The turn is on its way."""
-        if self._line is not None:
-            self._line.tell(Commit(self.number))
-            self._line = None
+        self._line.tell(Commit(self.number))
 
     def give_back(self) -> None:
-        """The turn won't come. After `use` this does nothing."""
-        if self._line is not None:
-            self._line.tell(Release(self.number))
-            self._line = None
+        """The turn won't come, or not to its answer. One that was used up knows no release."""
+        self._line.tell(Release(self.number))
 
 
 class Places:
