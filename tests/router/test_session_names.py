@@ -74,6 +74,86 @@ def test_a_body_is_changed_at_its_session_id_and_nowhere_else(play: Play) -> Non
     play(scenario, engines=1)
 
 
+HIDDEN = (
+    rb'{"session\u005fid": "abc"}',
+    rb'{"\u0073\u0065\u0073\u0073\u0069\u006f\u006E\u005F\u0069\u0064": "abc"}',
+    b'{"session_id": "q", "session_id": "abc"}',
+    b'{"session_id": "abc", "n": NaN}',
+    '{"session_id": "abc"}'.encode("utf-16"),
+    '{"session_id": "abc"}'.encode("utf-16-be"),
+    '{"session_id": "abc"}'.encode("utf-32-le"),
+)
+"""Bodies in which a worker's reader would find an id that a scan does not."""
+
+
+def test_an_id_beside_a_header_is_replaced_or_refused_on_every_turn(play: Play) -> None:
+    """Equal ids of two tenants met at the worker: it takes a body's word before the header's."""
+
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        for tenant in ("Bearer a", "Bearer b"):
+            asks = {
+                "thread__id": "t",
+                "authorization": tenant,
+                "content__type": "application/json",
+            }
+            for when in ("first", "later"):
+                for body in HIDDEN:
+                    answer = await client.post(CHAT, body, **asks)
+                    assert answer.status == 400, (when, body)
+                    assert json.loads(answer.body)["error"]["code"] == "invalid_body"
+                assert (await client.post(CHAT, conversation("a", 1), **asks)).status == 200
+            body = conversation("a", 1, session_id="abc")  # never before: a later turn's alone
+            assert (await client.post(CHAT, body, **asks)).status == 200
+        turns = heard(world)
+        assert len({line.name for line, _, _ in turns}) == 2
+        for line, _, body in turns:
+            assert body.get("session_id", line.name) == line.name
+
+    play(scenario, engines=1)
+
+
+def test_what_only_looks_like_an_id_is_passed_on_as_it_is(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        bodies = (
+            rb'{"messages": "a \"session_id\" and \\u005f \u005f \ud83d"}',
+            b'{"messages": [{"session_id": "inside"}]}',
+            rb'{"messages": "half of a smile: \ud83d"}',
+            b"\xef\xbb\xbf{}",
+            b"no JSON: the worker says so",
+        )
+        for _ in range(2):
+            for body in bodies:
+                assert (await client.post(CHAT, body, thread__id="t")).status == 200
+        assert [body for _, body in world.engines[0].seen] == [*bodies, *bodies]
+
+    play(scenario, engines=1)
+
+
+def test_an_id_in_vllms_own_arguments_names_the_session(play: Play) -> None:
+    """vLLM takes it where no header says one: a turn that nothing else names must have a name."""
+
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        for tenant in ("Bearer a", "Bearer b"):
+            for body in (
+                b'{"vllm_xargs": {"session_id": "abc"}}',
+                rb'{"vllm_xargs": {"session_id": 5, "session\u005fid": "abc"}}',
+            ):
+                await client.post(CHAT, body, authorization=tenant)
+            hidden = rb'{"vllm\u005fxargs": {"session_id": "abc"}}'
+            assert (await client.post(CHAT, hidden, authorization=tenant)).status == 400
+        await client.post(CHAT, b'{"vllm_xargs": {"session_id": ["abc"]}}')
+        *named, nameless = heard(world)
+        assert len({line.name for line, _, _ in named}) == 2
+        for line, session_id, _ in named:
+            assert session_id == line.name is not None
+        assert nameless[0] == TurnLine()
+
+    play(scenario, engines=1)
+
+
 def test_nobody_speaks_a_gateways_line_from_outside(play: Play) -> None:
     async def scenario(world: World) -> None:
         client = await world.client()

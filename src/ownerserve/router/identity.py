@@ -15,6 +15,7 @@ into them.
 | 5 | thread-id, session-id, session_id, conversation_id | Codex (parent: x-codex-parent-..) |
 | 6 | x-opencode-session, x-session-affinity | OpenCode (parent: x-parent-session-id) |
 | 7 | body session_id, prompt_cache_key, previous_response_id | ours, OpenAI clients |
+|   | body vllm_xargs.session_id | vLLM clients |
 | 8 | body metadata.user_id with a session in it | Claude Code before it had a header |
 | 9 | body user | OpenAI clients; names a user rather than a session, so it comes last |
 | 10 | what the body begins with | agents that send no key |
@@ -29,6 +30,7 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 
@@ -176,6 +178,9 @@ def _from_body(body: BodyFields, scope: Scope) -> Identity:
         value = body.text(field)
         if value:
             return Identity(session=scope.name(field, value), source=Source.BODY)
+    value = _vllm_session(body.raw("vllm_xargs"))
+    if value:
+        return Identity(session=scope.name("vllm_xargs", value), source=Source.BODY)
     value = _metadata_session(body.raw("metadata"))
     if value:
         return Identity(session=scope.name("metadata", value), source=Source.BODY)
@@ -193,8 +198,24 @@ class _MetadataUser(msgspec.Struct, gc=False):
     session_id: str | None = None
 
 
+class _VllmArguments(msgspec.Struct, gc=False):
+    session_id: Any = None
+
+
+_VLLM_ARGUMENTS = msgspec.json.Decoder(_VllmArguments)
 _METADATA = msgspec.json.Decoder(_Metadata)
 _METADATA_USER = msgspec.json.Decoder(_MetadataUser)
+
+
+def _vllm_session(raw: bytes | None) -> str | None:
+    """What vLLM itself would take for the session where neither body nor header says one."""
+    if raw is None:
+        return None
+    try:
+        value = _VLLM_ARGUMENTS.decode(raw).session_id
+    except UNREADABLE:
+        return None  # vLLM refuses what is no object
+    return value if isinstance(value, str) else None
 
 
 def _metadata_session(raw: bytes | None) -> str | None:

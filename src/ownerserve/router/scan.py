@@ -32,6 +32,7 @@ CONTROL_KEYS = frozenset(
         "session_id",
         "stream",
         "user",
+        "vllm_xargs",
     }
 )
 """Top-level fields the router acts on; nobody may hide or double them."""
@@ -42,6 +43,11 @@ CONTENT_KEYS = frozenset({"input", "instructions", "messages", "prompt", "system
 _WHITESPACE = b" \t\r\n"
 _QUOTE, _COLON, _COMMA, _CLOSE = b'":,}'
 _KEY = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_SESSION_KEY = re.compile(
+    b'"' + b"".join(rb"(?:%c|\\u00(?i:%02x))" % (letter, letter) for letter in b"session_id") + b'"'
+)
+"""The key in each of its spellings; inside a text its quotes would be escaped."""
+_UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _TOP_LEVEL = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STRING = msgspec.json.Decoder(str)
 
@@ -94,6 +100,12 @@ def scan(body: bytes) -> BodyFields:
         raise InvalidInput("body", "nested too deep", "send fewer than 1,000 levels") from error
     spans, content = _walk(body, entries)
     return BodyFields(spans=spans, content=content, body=body)
+
+
+def may_say_session(body: bytes) -> bool:
+    """Whether any reader could find a `session_id` in a body that can't be scanned, at the top
+    level or below. Some readers take more than JSON: NaN, UTF-16 and UTF-32."""
+    return _SESSION_KEY.search(body) is not None or b"\0" in body[:4] or body[:2] in _UTF_16_MARKS
 
 
 def with_text(body: bytes, span: Span, text: str) -> bytes:
