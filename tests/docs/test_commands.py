@@ -8,8 +8,8 @@ A block is a fence, or lines indented by four that begin with a command. In fron
 docs/evidence/ is left out: dated history, whose commands are those of the code of its day;
 docs/design/ holds decisions and has no commands. A block runs as it is printed, in a folder with
 the files of `files`, in a network of its own where that can be had, so that its ports are free.
-Servers run until their block ends, then get SIGINT or SIGTERM and have to leave clean. A make target
-takes minutes: it is marked, and stands in the Makefile.
+Servers run until their block ends, then get SIGINT or SIGTERM and have to leave clean. A make
+target takes minutes: it is marked, and stands in the Makefile.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class OwnerState:
         """The newest of each session, until the directory has it."""
         self._advancing: set[SessionId] = set()
         self._doubted: set[SessionId] = set()
-        """Those that the directory said once it does not know."""
+        """Sessions that the directory said once it does not know."""
 
     # ---- what the engine asks
 

@@ -140,7 +140,7 @@ class Admission:
         self._holds, self._sessions = holds, holds.sessions
         self._places: dict[int, _Place] = {}
         self._arrived: dict[int, _Place] = {}
-        """Of turns that are here and have not begun; only those with a lock."""
+        """Used-up places whose turns are here and have not begun; only places with a lock."""
         self._numbers = 0
 
     # ---- asked by others

@@ -27,7 +27,7 @@ _number = attrgetter("number")
 
 
 def _above(words: Reversible[Word], after: int) -> list[Word]:
-    """Those with a higher number than `after`; all stand in the order of their numbers."""
+    """The words with a higher number than `after`; all stand in the order of their numbers."""
     newest: list[Word] = []
     for word in reversed(words):
         if word.number <= after:

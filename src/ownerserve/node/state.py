@@ -69,7 +69,7 @@ REPRICE_S = 10.0
 """How often what was measured reaches the cache's order and the checkpoint policy."""
 
 FOUND_LESS = (RestoreOutcome.MISS, RestoreOutcome.NOTHING_STORED)
-"""Of a session whose state was told to be in the store, these are news."""
+"""Outcomes that are news of a session whose state was told to be in the store."""
 
 
 class NodeState:

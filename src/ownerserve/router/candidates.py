@@ -41,7 +41,7 @@ class _Order:
         self._key_of: dict[int, int] = {}
         self._rooms = Rooms()
         self._unroomed: set[Worker] = set()
-        """Whose room has not been looked at since their load changed."""
+        """Workers whose room has not been looked at since their load changed."""
 
     def add(self, worker: Worker) -> None:
         self.place(worker)

@@ -108,10 +108,10 @@ class Answer(Label):
     """What an answer's own lines say of the worker that gives it."""
 
     TURN = "turn"
-    """It serves the turn: a status below 400, and no execution mode that says otherwise. From then
-    on the worker has the session's state up to the end of the prompt."""
+    """The worker serves the turn: a status below 400, and no execution mode that says otherwise.
+    From then on it has the session's state up to the end of the prompt."""
     ERROR = "error"
-    """It passes an error on: it says nothing of where the session is."""
+    """The answer passes an error on: it says nothing of where the session is."""
 
 
 class Down(Label):

@@ -28,7 +28,7 @@ KEPT_ID_MAX = 128
 
 
 class Scope(msgspec.Struct, frozen=True, gc=False):
-    """Whose session, and with which model: ids are compared within one scope only."""
+    """The tenant and the model of a session: ids are compared within one scope only."""
 
     tenant: str
     model: str = ""

@@ -27,12 +27,12 @@ class Request(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Where the session's next turn goes unless there is a better place; None when it is new, or
     that worker is gone or no candidate."""
     owner: Worker | None = None
-    """Who has the session, and alone can hand it over: its home, but while a turn that was sent
-    elsewhere is not answered. None as for `home`."""
+    """The worker that has the session, and alone can hand it over: its home, but while a turn
+    that was sent elsewhere is not answered. None as for `home`."""
     copies: tuple[Copy, ...] = ()
-    """Who holds the beginning of the prompt. Only copies that can be used now; the owner's too."""
+    """Copies of the beginning of the prompt. Only copies that can be used now; the owner's too."""
     spec_digest: str = ""
-    """Under which it was computed: only workers of the same digest can use `copies`."""
+    """The spec under which the state was computed: only workers of this digest can use `copies`."""
     known_tokens: int = 0
     """How much of the prompt was computed once, wherever it lies now."""
     output_tokens: int = 0

@@ -107,7 +107,7 @@ class Residents:
         return Gone(self._unit(tier), tier, None, SessionId(session))
 
     def _unit(self, tier: Tier) -> RoutingUnit | None:
-        """Who holds it: a shared medium is nobody's."""
+        """The unit that holds it: a shared medium is nobody's."""
         if tier is Tier.REMOTE:
             return None
         if self._life is None:

@@ -47,7 +47,7 @@ class Rooms:
                 insort(self._keys.setdefault(place[0], []), place[1])
 
     def discard(self, worker: Worker) -> None:
-        """It is no candidate any more."""
+        """Forget a worker that is no candidate any more."""
         place = self._place.pop(worker.order, None)
         if place is None:
             return

@@ -228,7 +228,8 @@ class SessionTable:
         self._settle(session, receipt)
 
     def lost(self, session: Session, receipt: Receipt) -> None:
-        """That dispatch came to nothing before a first byte: the next turn goes to the owner."""
+        """Note a dispatch that came to nothing before a first byte: the next turn goes to the
+        owner."""
         if not session.is_forgotten and session.heading == receipt:
             self._settle(session, receipt)
 

@@ -259,7 +259,7 @@ class RouterState:
             self.sessions.lost(session, event.receipt)  # that state is gone
 
     def _came_to_nothing(self, live: _Live, receipt: Receipt) -> None:
-        """It ended without a turn's first byte: as if it had not been sent."""
+        """Undo a dispatch that ended without a turn's first byte: as if it had not been sent."""
         if live.has_answered:
             return
         live.has_answered = True

@@ -15,7 +15,7 @@ from ownerserve.router.residents import News, Residents
 from ownerserve.sim.worker import Worker
 
 READ_EVERY_S = 1.0
-"""As a gateway's probes."""
+"""The router reads inventories as often as a gateway probes."""
 
 
 class Told:

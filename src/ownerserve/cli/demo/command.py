@@ -41,7 +41,7 @@ POLICIES = ("round_robin", "least_load", "lmetric", "sticky", "ear", "ownerserve
 """Compared by default: seed 002's baselines, EAR, and ours."""
 
 HEAT_POLICIES = ("ear", "ownerserve")
-"""Those that move sessions away from hot workers."""
+"""The policies that move sessions away from hot workers."""
 
 DETAILED_MAX = 3
 """Policies side by side in the long table; of more, the first and the last (--json has all)."""

@@ -116,8 +116,8 @@ def load_headers(load: WorkerLoad) -> dict[str, str]:
 
 
 def owner_headers(grant: Grant | None) -> dict[str, str]:
-    """That this worker owns the session, under which epoch and at which version; nothing where it
-    serves as a guest."""
+    """The header lines that say under which epoch and at which version this worker owns the
+    session; none where it serves as a guest."""
     if grant is None:
         return {}
     epoch = grant.epoch

@@ -68,7 +68,7 @@ class Scheduler:
             )
         self.counts = Counts()
         self.promises: Promises = NoPromises()
-        """Who keeps room for turns that are not here yet; set by who answers for it."""
+        """Keeps room for turns that are not here yet; set by the desk that answers for it."""
         self._cache = cache
         self._limits = limits
         self._resume_of = resume_of or (lambda _: None)

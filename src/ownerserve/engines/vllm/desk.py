@@ -199,7 +199,7 @@ class Desk:
         return Admit(resident_tokens=0, ahead_prefill_tokens=status.pending_prefill_tokens)
 
     def _status(self) -> WorkerLoad:
-        """Of the last step. Made here and not in it: steps are many, questions few.
+        """The load after the last step. Made here and not in it: steps are many, questions few.
 
         Where nothing runs or waits, what was in use is cached now, or held for a last copy.
         """

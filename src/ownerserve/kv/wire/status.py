@@ -59,7 +59,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class UnitStatement(msgspec.Struct, frozen=True):
-    """Who speaks; `worker` is what the worker calls itself."""
+    """The unit that speaks; `worker` is what the worker calls itself."""
 
     worker: str = ""
     rank: int = 0

@@ -56,7 +56,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     seats: SeatSettings | None = None
     """How many sessions may run at once; None: all that come."""
     speed: Speed = DEFAULT_SPEED
-    """Of workers that do not state theirs."""
+    """The speed by which workers are priced that do not state theirs."""
     worker_key: str | None = None
     """Presented to the workers, in place of a client's own; None: the client's own goes through."""
     worker_ca_file: Path | None = None

@@ -31,9 +31,9 @@ class Manner(StrEnum):
     """How a request deals with workers' admission."""
 
     ASKING = "asking"
-    """It asks first; a direct append is judged on its arrival."""
+    """The request asks first; a direct append is judged on its arrival."""
     UNASKED = "unasked"
-    """It takes its chance in a queue."""
+    """The request takes its chance in a queue."""
 
 
 def is_turn(head: RequestHead) -> bool:

@@ -40,7 +40,8 @@ def receipt_lines(dispatch: Dispatch) -> bytes:
 
 
 def turn_line_of(dispatch: Dispatch, asked: Asked) -> TurnLine:
-    """Whose turn it is, and for whom: a worker in another life refuses it (seed 003, v2)."""
+    """The line that says whose turn this is and for which worker: another life of the worker
+    refuses it (seed 003, v2)."""
     return TurnLine(
         name=dispatch.session,
         parent=asked.named_parent or asked.arrive.parent,

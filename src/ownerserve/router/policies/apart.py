@@ -17,7 +17,7 @@ NEEDS = frozenset({PlacementAction.REMOTE_PREFILL})
 
 
 def prefillers(worker: Worker, offered: Iterable[Worker]) -> list[Worker]:
-    """Those of `offered` that can prefill for `worker`; none when it can't be sent state."""
+    """The workers of `offered` that can prefill for `worker`; none when it can't be sent state."""
     if PlacementAction.REMOTE_PREFILL not in worker.profile.actions:
         return []
     return [other for other in offered if other is not worker and shares_state(other, worker)]

@@ -25,8 +25,9 @@ def migration_metrics(
     hot_ms: float,
     next_turns: int,
 ) -> dict[str, Metric]:
-    """Of the completed ones, but for `given_up`. `table`: every turn of the run. A move takes as
-    long as its transfer, wait for room included; the turn that asked for it goes on after that."""
+    """The metrics of completed moves; `given_up` alone counts the others. `table`: every turn of
+    the run. A move takes as long as its transfer, wait for room included; the turn that asked for
+    it goes on after that."""
     done = [move for move in migrations if move.completed]
     took = np.array([(move.landed_s - move.decided_s) * 1e3 for move in done])
     return {
@@ -64,7 +65,7 @@ def _accuracy(
 
 
 def _thrash_rate(done: Sequence[Migration]) -> float | None:
-    """Of the conversations that moved, the share that moved again within THRASH_WINDOW_S."""
+    """The share of the conversations that moved which moved again within THRASH_WINDOW_S."""
     times: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for move in done:
         times[move.session, move.conversation].append(move.decided_s)

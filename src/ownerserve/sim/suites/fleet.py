@@ -22,7 +22,7 @@ SESSIONS = 96
 GOAL_LANES = (8, 24, 32, 48)
 """Sessions at once, from far below what this fleet's device memory holds to far above it."""
 LANES = 32
-"""Of these, what single comparisons are made at: somewhat above the knee."""
+"""The load at which single comparisons are made: somewhat above the knee."""
 
 SEED_002 = ("round_robin", "lmetric", "kv_aware", "sticky", "static_pd", "ear")
 """Seed 002 §5.1, in its order: load balance, LMetric, KV-aware, sticky, static PD, EAR."""
