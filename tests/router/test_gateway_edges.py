@@ -18,6 +18,7 @@ from ownerserve.directory.messages import Outcome, Refusal, Refused, Request
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.clock import ManualClock
+from ownerserve.kv.ids import INCARNATION_MAX
 from ownerserve.router.gateway.admin import admin_app
 from ownerserve.router.gateway.config import Address, Config
 from ownerserve.router.gateway.health import HealthMonitor
@@ -183,6 +184,37 @@ def test_a_restart_is_seen_on_the_first_answer_and_what_was_held_is_gone(play: P
         assert lost["x-ownerserve-reason"] == "owner_lost"
 
     play(scenario, engines=1, health_interval_s=10.0)
+
+
+def test_a_restart_under_a_clock_that_was_set_back_is_a_new_life(play: Play) -> None:
+    """So is one after an answer whose lines were garbled to the latest life that there can be."""
+
+    async def scenario(world: World) -> None:
+        (engine,), (worker,) = world.engines, world.gateway.state.fleet
+        client = await world.client()
+        engine.says = stamped(10**19 - 1)
+        await client.post("/v1/chat/completions", b'{"a":1}')
+        assert worker.incarnation == LIFE, "no life is as late as that"
+        engine.says = stamped(INCARNATION_MAX)
+        await client.post("/v1/chat/completions", b'{"a":1}')
+        assert worker.incarnation == INCARNATION_MAX
+        port = engine.port
+        await engine.kill()
+        async with asyncio.timeout(3):
+            while worker.up:
+                await asyncio.sleep(0.01)
+        engine.says = stamped(LIFE - 1)
+        await engine.start(port)
+        async with asyncio.timeout(3):
+            while not worker.up:
+                await asyncio.sleep(0.01)
+        assert worker.incarnation == LIFE - 1
+        assert (await client.post("/v1/chat/completions", b'{"a":1}')).status == 200
+
+    def prepare(engines: Sequence[Any]) -> None:
+        engines[0].says = stamped()
+
+    play(scenario, engines=1, prepare=prepare, health_interval_s=0.05)
 
 
 def test_receipts_are_compared_with_what_the_engine_found(play: Play) -> None:

@@ -81,9 +81,20 @@ def test_a_late_word_of_a_former_life_changes_nothing() -> None:
     life = worker.life
     state.handle(WorkerUp(W[0], 0, Incarnation(4)), 1.0)
     assert (worker.incarnation, worker.life) == (5, life)
+    assert worker.up
+
+
+def test_a_worker_that_was_down_begins_anew_under_a_clock_that_was_set_back() -> None:
+    state = fleet(2)
+    state.handle(WorkerUp(W[0], 0, Incarnation(5)), 0.0)
+    worker = state.fleet[W[0]]
+    life = worker.life
     state.handle(WorkerDown(W[0], Down.UNHEALTHY), 2.0)
     state.handle(WorkerUp(W[0], 0, Incarnation(4)), 3.0)
-    assert not worker.up
+    assert (worker.up, worker.incarnation, worker.life) == (True, 4, life + 1)
+    state.handle(WorkerDown(W[0], Down.UNHEALTHY), 4.0)
+    state.handle(WorkerUp(W[0], 0, Incarnation(4)), 5.0)
+    assert (worker.up, worker.life) == (True, life + 1), "the same life, heard again"
 
 
 def test_turns_of_a_session_stay_on_their_worker() -> None:

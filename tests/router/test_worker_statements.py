@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import PlacementAction, RoutingUnit
@@ -24,6 +25,7 @@ from ownerserve.kv.wire.status import (
 )
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.gateway.admin import admin_app
+from ownerserve.router.messages import Down
 from ownerserve.router.profile import DEFAULT_SPEED, Role
 
 Play = Callable[..., None]
@@ -151,6 +153,31 @@ def test_a_bad_field_is_a_warning_a_metric_and_a_line_and_the_worker_serves(
 
     with caplog.at_level(logging.WARNING, "ownerserve.gateway"):
         play(scenario, engines=1, states=[msgspec.json.encode(tree)])
+
+
+def test_an_address_whose_process_changes_its_rank_is_one_candidate(play: Play) -> None:
+    """An address is one process, which says one rank: what it said before is nobody's."""
+
+    async def scenario(world: World) -> None:
+        client, (engine,) = await world.client(), world.engines
+        fleet, account = world.gateway.state.fleet, world.gateway.state.account
+        await client.post("/v1/chat/completions", b'{"model":"m"}', x__session__id="a")
+        later = stated("m2", 1.0, 1.0)
+        later = replace(later, unit=replace(later.unit, rank=1, incarnation=LIFE + 1))
+        engine.states = msgspec.json.encode(later)
+        await until(lambda: any(worker.dp_rank == 1 for worker in fleet.up))
+        assert [(worker.dp_rank, worker.incarnation) for worker in fleet.up] == [(1, LIFE + 1)]
+        assert account.downs[Down.ANOTHER_RANK] == 1
+        answer = await client.post("/v1/chat/completions", b'{"model":"m2"}', x__session__id="a")
+        assert answer.status == 200
+        fleet.check()
+        engine.states = b"no json"  # /health says no rank: the last one said stands
+        await asyncio.sleep(0.1)
+        assert [worker.dp_rank for worker in fleet.up] == [1]
+        assert account.downs[Down.ANOTHER_RANK] == 1
+
+    states = [msgspec.json.encode(stated("m", 1.0, 1.0))]
+    play(scenario, engines=1, states=states, health_interval_s=0.02)
 
 
 @pytest.mark.parametrize("said", [b"", b"no json", b'{"as_of_s": 1.0, "model": "m"}', b"[1]"])

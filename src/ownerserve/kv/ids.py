@@ -14,7 +14,10 @@ WorkerId = NewType("WorkerId", str)
 """An engine process."""
 
 Incarnation = NewType("Incarnation", int)
-"""One life of a worker; grows with every start."""
+"""One life of a worker; grows with every start, unless its host's clock is set back."""
+
+INCARNATION_MAX = 1 << 62
+"""Nanoseconds since 1970 reach it in 2116: a later life is a fault of who says it."""
 
 PrefixHash = NewType("PrefixHash", bytes)
 """32 bytes: the chained digest of all tokens up to a block boundary (kv.prefix)."""

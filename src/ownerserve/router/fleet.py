@@ -64,7 +64,8 @@ class Fleet:
             known.stamp(status, now_s)
 
     def raise_up(self, event: WorkerUp) -> None:
-        """A unit answers; with a later incarnation, or after it was down without one, anew."""
+        """A unit answers. It lives anew with a later incarnation; after it was down with any other,
+        for its host's clock may have been set back, or without one."""
         place = event.worker, event.dp_rank
         known = self._workers.get(place)
         if known is None:
@@ -117,13 +118,14 @@ class Fleet:
 
 
 def _is_former_life(event: WorkerUp, known: Worker) -> bool:
+    """Only of a worker that is up: one that was down may have an earlier clock."""
     if event.incarnation is None or known.incarnation is None:
         return False
-    return event.incarnation < known.incarnation
+    return known.up and event.incarnation < known.incarnation
 
 
 def _is_another_life(event: WorkerUp, known: Worker) -> bool:
     """Without two incarnations to compare, one that was down is taken to have restarted."""
     if event.incarnation is None or known.incarnation is None:
         return not known.up
-    return event.incarnation > known.incarnation
+    return event.incarnation != known.incarnation

@@ -122,6 +122,8 @@ class Down(Label):
     REMOVED = "removed"
     MODELS_UNKNOWN = "models_unknown"
     """Nobody knows what it serves: it would answer for the wrong model."""
+    ANOTHER_RANK = "another_rank"
+    """The process at its address is now another rank, which comes up in the same moment."""
 
 
 # Events
@@ -130,8 +132,9 @@ class Down(Label):
 class WorkerUp(msgspec.Struct, frozen=True, gc=False):
     """A worker (one routing unit of it) answers. Idempotent.
 
-    An `incarnation` higher than the known one is a new life: what it held in volatile tiers is
-    gone. Without one, a worker that was down is taken to have restarted. `profile` None: as before.
+    An `incarnation` higher than the known one, or any other than it after the worker was down, is
+    a new life: what it held in volatile tiers is gone. Without one, a worker that was down is taken
+    to have restarted. `profile` None: as before.
     """
 
     worker: WorkerId

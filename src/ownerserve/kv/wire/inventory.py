@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 
 from ownerserve.kv.errors import UNREADABLE
+from ownerserve.kv.ids import INCARNATION_MAX
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -50,7 +51,7 @@ class Page(msgspec.Struct, frozen=True):
     for next. `floor`: words that something is gone are forgotten up to here.
     """
 
-    incarnation: Natural
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=INCARNATION_MAX)]
     rank: Natural = 0
     floor: Natural = 0
     last: Natural = 0

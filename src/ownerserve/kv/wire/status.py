@@ -23,7 +23,7 @@ import msgspec
 
 from ownerserve.kv.addresses import parse_address
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
-from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.kv.ids import INCARNATION_MAX, Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 
 VERSION = 1
@@ -323,7 +323,7 @@ def _unit(fields: _Fields) -> UnitStatement:
     return UnitStatement(
         fields.text("worker"),
         fields.count("rank", most=1 << 20),
-        fields.count("incarnation", most=1 << 63),
+        fields.count("incarnation", most=INCARNATION_MAX),
     )
 
 

@@ -80,6 +80,8 @@ class HealthMonitor:
         self._states_itself = True
         """Until it has answered 404: asked again after it was down."""
         self._life: Incarnation | None = None
+        self._rank: int | None = None
+        """The rank that was said last: an address is one process, and so one rank."""
         self._has_listed = False
 
     async def run(self) -> None:
@@ -154,7 +156,7 @@ class HealthMonitor:
         told = headers.get(b"model")
         models = stated_models(() if told is None else (told.decode("latin-1"),), 0)
         if stamp is None:
-            return _Up(0, None, profile, None, models)
+            return _Up(self._rank or 0, None, profile, None, models)
         return _Up(stamp.unit.dp_rank, stamp.unit.incarnation, profile, stamp.status, models)
 
     async def _as_learnt(self, up: _Up) -> list[News]:
@@ -172,7 +174,11 @@ class HealthMonitor:
         self.unlearnt = None
         names = assigned or tuple(self.models) or ("",)
         profile = replace(up.profile, model=names[0], adapters=frozenset(names[1:]))
-        news: list[News] = [WorkerUp(worker, up.rank, up.life, profile)]
+        news: list[News] = []
+        if self._rank not in (None, up.rank):
+            news.append(WorkerDown(worker, Down.ANOTHER_RANK))
+        self._rank = up.rank
+        news.append(WorkerUp(worker, up.rank, up.life, profile))
         if up.load is not None:
             news.append(Stamped(up.load))
         return news
@@ -218,6 +224,7 @@ class HealthMonitor:
     def _forget(self) -> None:
         """The worker is down: what it was says nothing of what comes back."""
         self.stated = self.unlearnt = None
+        self._rank = None
         self._has_listed = False
         self._states_itself = True
         self.problems = ()

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 import msgspec
 
 from ownerserve.kv.epoch import NONCE_LIMIT, ORDINAL_LIMIT, Epoch, Term
-from ownerserve.kv.ids import Incarnation, PrefixHash, WorkerId
+from ownerserve.kv.ids import INCARNATION_MAX, Incarnation, PrefixHash, WorkerId
 from ownerserve.kv.messages import ExecutionMode, RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import WorkerLoad
@@ -86,9 +86,9 @@ class Stamp(msgspec.Struct, frozen=True, gc=False):
 
 
 def read_stamp(worker: WorkerId, headers: Mapping[bytes, bytes]) -> Stamp | None:
-    """None without an incarnation: then nothing can be said of whom the rest speaks."""
+    """None without an incarnation that can be: then nothing can be said of whom the rest speaks."""
     incarnation = number(headers, b"incarnation")
-    if incarnation is None:
+    if incarnation is None or incarnation > INCARNATION_MAX:
         return None
     unit = RoutingUnit(worker, number(headers, b"rank") or 0, Incarnation(incarnation))
     status, extent = _status(unit, headers), _extent(headers.get(b"extent"))
