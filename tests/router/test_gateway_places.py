@@ -15,9 +15,11 @@ import zmq.asyncio
 
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Answer,
     Commit,
+    Reject,
     Release,
     Request,
     Reserve,
@@ -31,6 +33,7 @@ from ownerserve.kv.wire.status import (
     WorkerStatus,
     unit_statement,
 )
+from ownerserve.router.messages import Reason, Refuse
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest
@@ -41,7 +44,7 @@ class Admission:
 
     def __init__(self) -> None:
         self.asked: list[Request] = []
-        self.is_silent = False
+        self.is_silent = self.is_full = False
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
@@ -54,6 +57,8 @@ class Admission:
             self.asked.append(request)
             if isinstance(request, Reserve) and not self.is_silent:
                 answer: Answer = Reserved(len(self.reserves), 10.0, 0)
+                if self.is_full:
+                    answer = Reject(WorkerRefusal.NO_ROOM)
                 await self._socket.send_multipart([*envelope, encode(answer)])
 
     @property
@@ -285,3 +290,47 @@ def test_a_turn_that_began_keeps_its_place_to_itself(play: Play) -> None:
         admission.close()
 
     play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)
+
+
+def test_a_turn_that_all_refused_for_room_is_one_request_sent_unasked(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        admissions = Admission(), Admission()
+        for admission in admissions:
+            admission.is_full = True
+        await introduced(world, *(admission.address for admission in admissions))
+        client, gateway = await world.client(), world.gateway
+        told = await client.post("/v1/completions", x__session__id="a")
+        assert (told.status, told["x-ownerserve-reason"]) == (200, "retry_unasked")
+        assert [len(admission.reserves) for admission in admissions] == [1, 1], "then no more"
+        await world.settled()
+        account = gateway.state.account
+        assert (account.received, account.done, account.rejected) == (1, 1, 0)
+        assert account.reasons[Reason.RETRY_UNASKED] == 1
+        decided = [decision[3] for decision in gateway.observer.decisions]
+        assert not [one for one in decided if isinstance(one, Refuse)]
+        assert [one.attempt for one in decided] == [1, 2, 3]
+        assert gateway.observer.pressure["unasked", "all_refused"] == 1
+        for engine in world.engines:
+            engine.refuses = (429, "no_room")
+        told = await client.post("/v1/chat/completions", x__session__id="b")
+        assert (told.status, json.loads(told.body)["error"]["code"]) == (429, "no_room")
+        assert (account.received, account.done, account.rejected) == (2, 1, 1)
+        for admission in admissions:
+            admission.close()
+
+    play(scenario, states=[record(None)] * 2, health_interval_s=0.05)
+
+
+def test_no_more_tokens_are_lost_than_the_prompt_has(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        (engine,), client = world.engines, await world.client()
+        engine.says = {
+            "x-ownerserve-mode": "reseed",
+            "x-ownerserve-lost-tokens": "9999999999999999999",
+        }
+        engine.usage = b'{"prompt_tokens": 30, "completion_tokens": 1}'
+        await client.post("/v1/completions", x__session__id="a")
+        await world.settled()
+        assert world.gateway.observer.lost_tokens == 30
+
+    play(scenario, engines=1)

@@ -25,6 +25,7 @@ from ownerserve.router.messages import (
     Refusal,
     Refuse,
     SessionEnd,
+    Unpromised,
     WorkerDown,
     WorkerUp,
 )
@@ -197,6 +198,46 @@ def test_when_all_were_tried_the_client_is_told() -> None:
     state.check()
 
 
+class Counted(RetryBudget):
+    """A budget that tells how many requests it has heard of."""
+
+    earned = 0
+
+    def earn(self) -> None:
+        self.earned += 1
+        super().earn()
+
+
+def test_a_turn_without_a_promise_is_one_request_and_is_sent_once_more() -> None:
+    budget = Counted()
+    state = fleet(2, budget)
+    owner = turn(state).worker
+    first = arrive(state)
+    second = state.handle(Unpromised(first.receipt), 2.0)
+    assert isinstance(second, Dispatch)
+    assert (second.worker != owner, second.reason) == (True, Reason.RETRY_OTHER_WORKER)
+    third = state.handle(Unpromised(second.receipt), 2.0)
+    assert isinstance(third, Dispatch)
+    assert (third.worker, third.reason, third.attempt) == (owner, Reason.RETRY_UNASKED, 3)
+    assert (budget.earned, state.account.received, state.account.rejected) == (2, 2, 0)
+    state.check()
+    fourth = state.handle(Unpromised(third.receipt), 2.0)
+    assert isinstance(fourth, Dispatch) and fourth.worker != owner
+    assert state.handle(Unpromised(fourth.receipt), 2.0) == Refuse(Refusal.ALL_TRIED), "once"
+    assert (state.account.received, state.account.done, state.account.rejected) == (2, 1, 1)
+    state.check()
+
+
+def test_a_turn_without_a_promise_is_sent_on_when_the_retries_are_used_up() -> None:
+    state = fleet(3, RetryBudget(purse_max=0.0))
+    again = state.handle(Unpromised(arrive(state).receipt), 2.0)
+    assert isinstance(again, Dispatch) and again.reason is Reason.RETRY_UNASKED
+    for worker in W:
+        state.handle(WorkerDown(worker, Down.UNHEALTHY), 3.0)
+    assert isinstance(state.handle(Unpromised(again.receipt), 4.0), Refuse)
+    state.check()
+
+
 def test_retries_are_a_share_of_requests() -> None:
     state = fleet(3, RetryBudget(share=0.2, purse_max=1.0))
     retried = 0
@@ -301,7 +342,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.note(self.state.handle(FirstByte(data.draw(st.sampled_from(self.open))), self.now))
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), how=st.sampled_from([Done, Broken, Aborted, *Failure]))
+    @rule(data=st.data(), how=st.sampled_from([Done, Broken, Aborted, Unpromised, *Failure]))
     def end(self, data: st.DataObject, how) -> None:  # type: ignore[no-untyped-def]
         receipt = data.draw(st.sampled_from(self.open))
         self.open.remove(receipt)

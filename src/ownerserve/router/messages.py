@@ -76,6 +76,8 @@ class Reason(Label):
     """Prefill and decode on different workers, as the policy always does."""
     RETRY_NEW_CONNECTION = "retry_new_connection"
     RETRY_OTHER_WORKER = "retry_other_worker"
+    RETRY_UNASKED = "retry_unasked"
+    """Nobody has room: the best of all, whose queue it waits in without a promise."""
 
 
 class Refusal(Label):
@@ -241,6 +243,16 @@ class Failed(msgspec.Struct, frozen=True, gc=False):
     failure: Failure
 
 
+class Unpromised(msgspec.Struct, frozen=True, gc=False):
+    """The worker has no room for the turn, and has done no work for it: as if it had not been sent.
+
+    Another is asked, as after Failed with Failure.REFUSED. When none is left, or the retries are
+    used up, the turn is sent once more, to the best of all, without a promise.
+    """
+
+    receipt: Receipt
+
+
 class Broken(msgspec.Struct, frozen=True, gc=False):
     """The worker failed after the first byte: the client got a part, nothing can be retried."""
 
@@ -271,7 +283,7 @@ Settling = (
     WorkerUp | WorkerDown | Drain | Stamped | Reported | Gone | Claimed | Migrated
     | FirstByte | Done | Broken | Aborted | SessionEnd
 )  # fmt: skip
-Event = Arrive | Failed | Settling
+Event = Arrive | Failed | Unpromised | Settling
 
 # Outcomes
 

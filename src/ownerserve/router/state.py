@@ -9,18 +9,19 @@
 | FirstByte | the prefill part of the load comes off; the session's owner is there | Noted |
 | Done, Broken, Aborted | the rest comes off; Done teaches the session's ratio and extent | Noted |
 | Failed | the load comes off; another attempt, within a budget | Dispatch, Refuse |
+| Unpromised | as Failed; when nobody is left to ask, once more among all | Dispatch, Refuse |
 | SessionEnd | the session is forgotten | Noted |
 | Drain | every later Arrive is refused | Noted |
 
 Home is where the next turn goes, owner who has the session (sessions.py). A dispatch that ends
-before its first byte (Failed, Broken, Aborted), or whose first byte is of an error, leaves home
-with the owner. `Claimed` sets the owner by the directory's word; an answer that begins does too,
-until workers say themselves what they own: its lines name the worker and its life (the stamp) and
-that it serves the turn (status, mode). Of two answers that of the later dispatch counts.
+before its first byte (Failed, Unpromised, Broken, Aborted), or whose first byte is of an error,
+leaves home with the owner. `Claimed` sets the owner by the directory's word; an answer that begins
+does too, until workers say themselves what they own: its lines name the worker and its life (the
+stamp) and that it serves the turn (status, mode). Of two answers that of the later dispatch counts.
 
 Owns the live dispatches and their receipts. A dispatch is live from Dispatch until its receipt is
-given back by Done, Failed, Broken or Aborted; giving back twice raises. A worker that goes down
-keeps the load of its live dispatches until each is reported: their fate is not yet known.
+given back by Done, Failed, Unpromised, Broken or Aborted; giving back twice raises. A worker that
+goes down keeps the load of its live dispatches until each is reported: their fate is not yet known.
 
 `check()` verifies invariants 3 and 5 of docs/invariants.md and that sums agree.
 """
@@ -68,6 +69,7 @@ from ownerserve.router.messages import (
     SessionEnd,
     Settling,
     Stamped,
+    Unpromised,
     WorkerDown,
     WorkerUp,
 )
@@ -94,6 +96,8 @@ class _Live(msgspec.Struct, gc=False):
     attempt: int = 1
     tried: tuple[Worker, ...] = ()
     has_answered: bool = False
+    is_unasked: bool = False
+    """All have refused it for room, and it goes on without a promise."""
 
     def parts(self) -> tuple[tuple[Worker, Load], ...]:
         """What it counts for where it runs and, apart from it, where its prompt is computed."""
@@ -132,13 +136,14 @@ class RouterState:
             FirstByte: self._first_byte,
             Done: self._done,
             Failed: self._failed,
+            Unpromised: self._unpromised,
             Broken: self._broken,
             Aborted: self._aborted,
             SessionEnd: self._session_end,
         }
 
     @overload
-    def handle(self, event: Arrive | Failed, now: float) -> Dispatch | Refuse: ...
+    def handle(self, event: Arrive | Failed | Unpromised, now: float) -> Dispatch | Refuse: ...
     @overload
     def handle(self, event: Settling, now: float) -> Noted: ...
     def handle(self, event: Event, now: float) -> Outcome:
@@ -310,27 +315,53 @@ class RouterState:
         return NOTED
 
     def _failed(self, event: Failed, now: float) -> Dispatch | Refuse:
-        live = self._release(event.receipt)
-        self._came_to_nothing(live, event.receipt)
-        self.account.failures[event.failure] += 1
-        if live.name is not None:
-            live.session = self.sessions.get(live.name)  # it may have ended meanwhile
-        candidates = self.fleet.candidates(live.arrive.model)
+        live = self._take_back(event.receipt, event.failure)
         worker = live.decision.worker
         if event.failure is Failure.STALE and live.reason is not Reason.RETRY_NEW_CONNECTION:
+            candidates = self.fleet.candidates(live.arrive.model)
             live.attempt, live.reason = live.attempt + 1, Reason.RETRY_NEW_CONNECTION
             return self._dispatch(live, self._ask_again(live, candidates, now))
         if event.failure is Failure.CONNECT:
             self._worker_down(WorkerDown(worker.id, Down.UNREACHABLE), now)
-        live.tried += (worker,)
-        candidates = candidates.without(live.tried)
+        outcome = self._elsewhere(live, now)
+        return self._refuse(outcome) if isinstance(outcome, Refusal) else outcome
+
+    def _unpromised(self, event: Unpromised, now: float) -> Dispatch | Refuse:
+        live = self._take_back(event.receipt, Failure.REFUSED)
+        outcome = self._elsewhere(live, now)
+        if isinstance(outcome, Dispatch):
+            return outcome
+        candidates = self.fleet.candidates(live.arrive.model)
+        if live.is_unasked or not candidates:
+            return self._refuse(outcome)
+        live.is_unasked, live.tried = True, ()
+        return self._again(live, candidates, Reason.RETRY_UNASKED, now_s=now)
+
+    def _take_back(self, receipt: Receipt, failure: Failure) -> _Live:
+        """A dispatch that nobody began to answer, as if it had not been sent."""
+        live = self._release(receipt)
+        self._came_to_nothing(live, receipt)
+        self.account.failures[failure] += 1
+        if live.name is not None:
+            live.session = self.sessions.get(live.name)  # it may have ended meanwhile
+        return live
+
+    def _elsewhere(self, live: _Live, now: float) -> Dispatch | Refusal:
+        """Another worker, of those that were not tried, or why none."""
+        live.tried += (live.decision.worker,)
+        candidates = self.fleet.candidates(live.arrive.model).without(live.tried)
         if not candidates:
-            return self._refuse(Refusal.ALL_TRIED)
+            return Refusal.ALL_TRIED
         if not self._retries.spend(len(live.tried)):
-            return self._refuse(Refusal.RETRY_BUDGET)
-        request = self._ask_again(live, candidates, now)
+            return Refusal.RETRY_BUDGET
+        return self._again(live, candidates, Reason.RETRY_OTHER_WORKER, now_s=now)
+
+    def _again(
+        self, live: _Live, candidates: Candidates, reason: Reason, *, now_s: float
+    ) -> Dispatch:
+        request = self._ask_again(live, candidates, now_s)
         live.decision = self._policy.decide(request, candidates)
-        live.attempt, live.reason = live.attempt + 1, Reason.RETRY_OTHER_WORKER
+        live.attempt, live.reason = live.attempt + 1, reason
         return self._dispatch(live, request)
 
     def _ask_again(self, live: _Live, candidates: Candidates, now: float) -> Request:

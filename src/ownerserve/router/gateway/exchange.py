@@ -51,6 +51,7 @@ from ownerserve.router.messages import (
     Reported,
     SessionEnd,
     Stamped,
+    Unpromised,
 )
 from ownerserve.router.scan import with_text
 from ownerserve.router.seats import Ticket
@@ -193,12 +194,6 @@ class Exchange:
         gateway, asked = self._gateway, self._asked
         assert asked is not None
         gateway.observer.decided(self.request_id, asked.identity, outcome)
-        if isinstance(outcome, Refuse) and self._can_wait():
-            # All said that they have no room now: the best one's queue is what is left.
-            self._manner = Manner.UNASKED
-            gateway.observer.pressed("unasked", "all_refused")
-            outcome = gateway.state.handle(asked.arrive, gateway.now())
-            gateway.observer.decided(self.request_id, asked.identity, outcome)
         if isinstance(outcome, Refuse):
             self._over()
             told = (
@@ -206,6 +201,9 @@ class Exchange:
             )
             self._client.answer_rejected(told, self.request_id)
             return
+        if outcome.reason is Reason.RETRY_UNASKED:
+            self._manner = Manner.UNASKED
+            gateway.observer.pressed("unasked", "all_refused")
         self._dispatch, self._receipt = outcome, outcome.receipt
         self._refusal = None
         if self._is_admitted(outcome) and not is_direct_append(outcome):
@@ -246,10 +244,6 @@ class Exchange:
             self._send(kept)
         else:
             self._run(self._connect())
-
-    def _can_wait(self) -> bool:
-        """Whether workers that we asked, or that judged the turn, refused it for its room alone."""
-        return self._manner is Manner.ASKING and self._refusal is WorkerRefusal.NO_ROOM
 
     def _leave_place(self) -> None:
         if self._place is not None:
@@ -397,7 +391,9 @@ class Exchange:
         gateway = self._gateway
         assert self._refusal is not None
         gateway.observer.pressed("refused", self._refusal.value)
-        event = Failed(self._take_receipt(), Failure.REFUSED)
+        receipt = self._take_receipt()
+        has_no_room = self._refusal is WorkerRefusal.NO_ROOM
+        event = Unpromised(receipt) if has_no_room else Failed(receipt, Failure.REFUSED)
         self._follow(gateway.state.handle(event, gateway.now()))
 
     def _place_of_prompt(self, usage: Usage | None) -> Prompt:

@@ -79,7 +79,8 @@ class Observer:
     def compared(self, dispatch: Dispatch, usage: Usage | None, came: Came) -> None:
         """The receipt against the engine's own count: was what we sent it for really there?"""
         expected = dispatch.decision.cached_tokens
-        self.lost_tokens += came.lost_tokens
+        prompt_tokens = dispatch.prompt_tokens if usage is None else usage.prompt_tokens
+        self.lost_tokens += min(came.lost_tokens, prompt_tokens)
         self.reseeds += came.mode is ExecutionMode.RESEED
         if came.mode is ExecutionMode.RESEED or (
             expected and came.mode is ExecutionMode.COLD_PREFILL
