@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import ipaddress
 import json
@@ -20,7 +21,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.router.gateway.access import open_access, read_key
 from ownerserve.router.gateway.admin import admin_app
-from ownerserve.router.gateway.config import Address, parse_worker
+from ownerserve.router.gateway.config import Address, Config, parse_worker
+from ownerserve.router.gateway.health import HealthMonitor
+from ownerserve.router.gateway.pool import WorkerPool
+from ownerserve.router.messages import Down, WorkerDown
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest
@@ -273,3 +277,41 @@ def test_an_address_says_its_scheme_and_its_models() -> None:
     for bad in ("http://a:1=", "http://a:1=m,,n", "http://a=m", "http://a:x=m"):
         with pytest.raises(InvalidInput, match="worker"):
             parse_worker(bad)
+
+
+def test_a_worker_without_a_possible_host_is_refused_in_one_line() -> None:
+    long = "http://" + ".".join(["a" * 70, "com"]) + ":80"
+    for bad in (long, "http://exa..mple:80", "http://ex ample:80", "http://a\tb:80", "http://.:80",
+                "http://a\x7f:80", "http://a%20b:80", "http://h:0"):  # fmt: skip
+        with pytest.raises(InvalidInput) as refused:
+            parse_worker(bad)
+        assert str(refused.value).startswith("worker: ") and "\n" not in str(refused.value)
+        assert "host" in str(refused.value).lower() or "port" in str(refused.value)
+    for good in (
+        "http://[::1]:80",
+        "http://a_b.c.:80",
+        "http://b\u00fccher.de:80",
+        "http://10.0.0.1:80",
+    ):
+        assert parse_worker(good).port == 80
+
+
+def test_a_host_that_cannot_be_looked_up_is_a_worker_that_is_down() -> None:
+    """However its address was made: neither a probe nor a turn raises anything but OSError."""
+
+    async def drive() -> None:
+        access = open_access(None, None)
+        address = Address("exa..mple", 80)
+        monitor = HealthMonitor(address, Config(workers=(address,)), access=access, tell=print)
+        told = [*await monitor.probe(), *await monitor.probe()]
+        assert told == [WorkerDown(address.worker, Down.UNHEALTHY)]
+        with pytest.raises(OSError, match="mple"):
+            await WorkerPool(address, access, connect_timeout_s=1.0).connect()
+
+    asyncio.run(drive())
+
+
+def test_the_operators_key_is_in_no_representation() -> None:
+    config = Config(workers=(Address("a", 1),), worker_key="sekret")
+    assert "sekret" not in repr(config) + str(config) + repr(open_access("sekret", None))
+    assert "Address" in repr(config)

@@ -22,6 +22,10 @@ class Access(msgspec.Struct, frozen=True):
     line: bytes
     tls: ssl.SSLContext
 
+    def __repr__(self) -> str:
+        """Nothing of the line, which has the key in it."""
+        return f"Access({'with' if self.line else 'without'} a key)"
+
 
 NOTHING: frozenset[bytes] = frozenset()
 CREDENTIALS = frozenset({b"authorization", b"x-api-key"})

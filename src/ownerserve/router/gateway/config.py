@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from ownerserve.kv.addresses import parse_address
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import WorkerId
 from ownerserve.kv.units import KIB, MIB
@@ -62,6 +63,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     worker_ca_file: Path | None = None
     """Certificates that are believed of https workers beside the system's."""
 
+    def __repr__(self) -> str:
+        """All but the worker key, which belongs in no log."""
+        names = (name for name in self.__struct_fields__ if name != "worker_key")
+        return f"Config({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
 
 def parse_worker(url: str) -> Address:
     """The address in "http://host:port" or "https://host:port", with the models that the operator
@@ -80,4 +86,19 @@ def parse_worker(url: str) -> Address:
         raise InvalidInput("worker", f"{url!r} is no http or https URL with a port", mend)
     if parts.path not in ("", "/") or parts.query:
         raise InvalidInput("worker", f"{url!r} has a path", mend)
+    _check_host(place, parts.hostname, port)
     return Address(parts.hostname, port, parts.scheme, models if assigned else ())
+
+
+def _check_host(place: str, host: str, port: int) -> None:
+    """Raises InvalidInput for a host that no look-up takes: it would be asked for for ever."""
+    mend = "write it like http://127.0.0.1:8001"
+    if not place.isprintable() or " " in place:
+        raise InvalidInput("worker", f"{place[:80]!r}: its host has a space or control in it", mend)
+    try:
+        name = host.encode("idna").decode("ascii")
+    except UnicodeError as error:
+        problem = f"{place[:80]!r}: its host has an empty part, or one over 63 characters"
+        raise InvalidInput("worker", problem, mend) from error
+    named = f"[{name.partition('%')[0]}]" if ":" in name else name
+    parse_address(f"{named}:{port}", field="worker", mend=mend)

@@ -47,9 +47,11 @@ async def fetch(address: Address, target: bytes, access: Access) -> SmallAnswer:
     """GET `target`. Raises OSError when there is no connection, or it breaks."""
     answer = SmallAnswer()
     parser = httptools.HttpResponseParser(answer)
-    reader, writer = await asyncio.open_connection(
-        address.host, address.port, ssl=access.tls if address.scheme == "https" else None
-    )
+    tls = access.tls if address.scheme == "https" else None
+    try:
+        reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls)
+    except UnicodeError as error:
+        raise OSError(f"{address.host!r} is no host: {error}") from error
     try:
         writer.write(
             b"GET %b HTTP/1.1\r\nHost: %b:%d\r\n%bConnection: close\r\n\r\n"

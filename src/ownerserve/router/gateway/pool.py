@@ -46,6 +46,9 @@ class WorkerPool:
                 await loop.create_connection(
                     lambda: connection, self.address.host, self.address.port, ssl=self._tls
                 )
+        except UnicodeError as error:
+            connection.abort()
+            raise OSError(f"{self.address.host!r} is no host: {error}") from error
         except BaseException:
             connection.abort()  # cancelled just as it came about: nobody else would close it
             raise
