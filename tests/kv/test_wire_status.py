@@ -92,7 +92,10 @@ def test_fields_of_a_later_version_are_ignored_and_missing_ones_have_defaults() 
         ("load__running_sequences", True),
         ("load__pending_prefill_tokens", "many"),
         ("profile__kv_bytes_per_token", -5.0),
+        ("profile__kv_bytes_per_token", 1e-300),
+        ("profile__kv_bytes_per_token", 0.99),
         ("profile__kv_bytes_per_sequence", 1e300),
+        ("profile__kv_bytes_per_sequence", 1e-300),
         ("profile__speed__step_ms", -1.0),
         ("profile__speed__prefill_token_ms", 1e10),
         ("profile__speed__replay_tokens", -1),
@@ -125,6 +128,9 @@ def test_a_speed_with_a_refused_time_is_no_speed_and_a_tier_without_a_rate_none(
         document(profile__speed__prefill_token_ms=0, profile__speed__prefill_pass_ms=0)
     )
     assert read.status is not None and read.status.profile.speed is None
+    read = read_status(document(profile__tiers__0__bytes_per_ms=1e-300))
+    assert read.status is not None and read.status.profile.tiers == ()
+    assert read.problems[0] == "profile.tiers[0].bytes_per_ms: 1e-300"
     read = read_status(document(profile__tiers__0__bytes_per_ms=0))
     assert read.status is not None and read.status.profile.tiers == ()
     assert read.problems == ("profile.tiers: disk has no name, latency or rate",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,9 +85,22 @@ def test_bad_pages_are_no_pages() -> None:
         b'"tokens":-5}]}',
         b'{"incarnation":1,"words":[{"is":"has","number":1,"session":"s","tier":"disk",'
         b'"tokens":5,"prefix_hash":"zz"}]}',
+        b'{"incarnation":1,"words":[{"is":"has","number":1,"session":"s","tier":"disk",'
+        b'"tokens":5,"prefix_hash":"' + b"ab" * 32 + b'\\n"}]}',
     ):  # fmt: skip
         assert decode_page(data) is None, data
     assert decode_page(b'{"incarnation": 1, "more": 2}') == Page(1)
+
+
+def test_a_page_whose_numbers_do_not_grow_from_what_was_asked_is_none() -> None:
+    def page(*numbers: int) -> bytes:
+        return msgspec.json.encode(
+            Page(5, 0, 0, 9, tuple(Lost(number, "s", "disk") for number in numbers))
+        )
+
+    assert decode_page(page(4, 6, 9), after=3) is not None
+    for numbers in ((4, 6, 5), (4, 4), (3, 4), (9, 1)):
+        assert decode_page(page(*numbers), after=3) is None, numbers
 
 
 STEPS = st.lists(

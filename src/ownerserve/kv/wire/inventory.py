@@ -19,7 +19,7 @@ from ownerserve.kv.ids import INCARNATION_MAX
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
-Digest = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")]
+Digest = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 
 
 class Has(msgspec.Struct, frozen=True, tag_field="is", tag="has", gc=False):
@@ -61,9 +61,14 @@ class Page(msgspec.Struct, frozen=True):
 _DECODER = msgspec.json.Decoder(Page)
 
 
-def decode_page(data: bytes) -> Page | None:
-    """The page in `data`; None when it is none."""
+def decode_page(data: bytes, *, after: int = 0) -> Page | None:
+    """The page in `data`; None when it is none, or its numbers do not grow from `after` on."""
     try:
-        return _DECODER.decode(data)
+        page = _DECODER.decode(data)
     except UNREADABLE:
         return None
+    for word in page.words:
+        if word.number <= after:
+            return None
+        after = word.number
+    return page

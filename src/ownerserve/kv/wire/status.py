@@ -35,6 +35,8 @@ MS_MAX = 1e9
 """No pass, step or latency takes eleven days."""
 RATE_MAX = 1e12
 """Bytes a millisecond: a petabyte a second."""
+BYTES_LEAST = 1.0
+"""Bytes a token, a sequence or a millisecond: what is not 0 is not less than this either."""
 TEXT_MAX = 512
 TCP = "tcp://"
 NAMES_MAX = 1024
@@ -215,16 +217,20 @@ class _Fields:
         self._found = found
         self._path = path
 
-    def number(self, name: str, *, default: float, most: float) -> float:
-        """A number from 0 to `most`."""
+    def number(self, name: str, *, default: float, most: float, least: float = 0.0) -> float:
+        """A number from `least` to `most`, or 0."""
         value = self._found.get(name)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             return self._refuse(name, value, default)
-        if not isfinite(value) or not 0 <= value <= most:
+        if not isfinite(value) or not (value == 0 or least <= value <= most):
             return self._refuse(name, value, default)
         return float(value)
+
+    def bytes_per(self, name: str) -> float:
+        """Bytes for one of something."""
+        return self.number(name, default=0.0, most=float(COUNT_MAX), least=BYTES_LEAST)
 
     def count(self, name: str, *, default: int = 0, most: int = COUNT_MAX) -> int:
         """A whole number from 0 to `most`."""
@@ -346,10 +352,8 @@ def _profile(fields: _Fields) -> ProfileStatement:
         role=fields.text("role", default="hybrid"),
         actions=fields.texts("actions"),
         spec_digest=fields.text("spec_digest"),
-        kv_bytes_per_token=fields.number("kv_bytes_per_token", default=0.0, most=float(COUNT_MAX)),
-        kv_bytes_per_sequence=fields.number(
-            "kv_bytes_per_sequence", default=0.0, most=float(COUNT_MAX)
-        ),
+        kv_bytes_per_token=fields.bytes_per("kv_bytes_per_token"),
+        kv_bytes_per_sequence=fields.bytes_per("kv_bytes_per_sequence"),
         speed=_speed(fields.part("speed")) if "speed" in fields else None,
         tiers=tuple(tier for part in fields.parts("tiers") if (tier := _tier(part)) is not None),
         rpc=fields.rpc_address("rpc"),
@@ -390,7 +394,7 @@ _TIMES = (
 def _tier(fields: _Fields) -> TierStatement | None:
     name = fields.text("name")
     latency_ms = fields.number("latency_ms", default=-1.0, most=MS_MAX)
-    rate = fields.number("bytes_per_ms", default=0.0, most=RATE_MAX)
+    rate = fields.number("bytes_per_ms", default=0.0, most=RATE_MAX, least=BYTES_LEAST)
     if not name or latency_ms < 0.0 or rate <= 0.0:
         fields.problems.append(f"profile.tiers: {name or 'a tier'} has no name, latency or rate")
         return None

@@ -82,7 +82,7 @@ class InventoryReader:
         answer = await fetch(self._address, PATH % asked, self._access)
         if worker.life != life:
             return False  # its answer may be that of a former life
-        page = decode_page(answer.body) if answer.is_good else None
+        page = decode_page(answer.body, after=asked) if answer.is_good else None
         if page is None:
             if answer.status in NOT_NOW:
                 self._failed(f"status {answer.status}")
