@@ -27,6 +27,7 @@ from ownerserve.plan.inputs import Tier
 from ownerserve.router.gateway.admin import admin_app
 from ownerserve.router.messages import Down
 from ownerserve.router.profile import DEFAULT_SPEED, Role
+from ownerserve.router.seats import SeatSettings
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest
@@ -153,6 +154,30 @@ def test_a_bad_field_is_a_warning_a_metric_and_a_line_and_the_worker_serves(
 
     with caplog.at_level(logging.WARNING, "ownerserve.gateway"):
         play(scenario, engines=1, states=[msgspec.json.encode(tree)])
+
+
+@pytest.mark.parametrize(
+    ("token_bytes", "sequence_bytes", "priced"),
+    [(0.0, 4096.0, 0.0), (0.0, 0.0, DEFAULT_SPEED.kv_bytes_per_token), (7.0, 4096.0, 7.0)],
+)
+def test_only_a_purely_recurrent_worker_takes_nothing_for_a_token(
+    play: Play, token_bytes: float, sequence_bytes: float, priced: float
+) -> None:
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        (worker,) = world.gateway.state.fleet
+        assert worker.speed.kv_bytes_per_token == priced
+        assert worker.speed.kv_bytes_per_sequence == sequence_bytes
+        for name in "abc":
+            answer = await client.post("/v1/chat/completions", b'{"a":1}', x__session__id=name)
+            assert answer.status == 200
+        assert (await admin(world, "/status")).status_code == 200
+        assert (await admin(world, "/metrics")).status_code == 200
+
+    profile = {"kv_bytes_per_token": token_bytes, "kv_bytes_per_sequence": sequence_bytes}
+    said = stated("m", 1.0, 1.0, **profile)
+    said = replace(said, load=replace(said.load, kv_bytes_free=1 << 40, kv_bytes_total=1 << 40))
+    play(scenario, engines=1, states=[msgspec.json.encode(said)], seats=SeatSettings())
 
 
 def test_an_address_whose_process_changes_its_rank_is_one_candidate(play: Play) -> None:

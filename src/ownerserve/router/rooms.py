@@ -77,8 +77,10 @@ class Rooms:
 def room_tokens(worker: Worker) -> float:
     """How long a sequence its free memory takes, infinite where nothing is known of it."""
     free, speed = worker.load.kv_bytes_free, worker.speed
-    if free == inf or not speed.kv_bytes_per_token:
+    if free == inf:
         return inf
+    if not speed.kv_bytes_per_token:
+        return inf if free >= speed.kv_bytes_per_sequence else 0.0
     return (free - speed.kv_bytes_per_sequence) / speed.kv_bytes_per_token
 
 

@@ -221,12 +221,12 @@ class Seats:
 
     def _capacity_tokens(self) -> float | None:
         """What the fleet holds of the sessions inside and one more, beside what each takes at all;
-        None where the memory of a worker is not known."""
+        None where the memory of a worker is not known, or no token takes any of it."""
         workers = self._fleet.up
         total = fixed = 0.0
         for worker in workers:
             profile, speed = worker.profile, worker.speed
-            if not profile.kv_bytes_total:
+            if not profile.kv_bytes_total or not speed.kv_bytes_per_token:
                 return None
             total += profile.kv_bytes_total / speed.kv_bytes_per_token
             fixed += speed.kv_bytes_per_sequence / speed.kv_bytes_per_token

@@ -92,6 +92,9 @@ def main(folder: Path) -> None:
     report["too long"] = ask("/ownerserve/admit", {"tokens": 1001})
     report["no room"] = ask("/ownerserve/admit", {"tokens": 900})
     report["malformed"] = ask("/ownerserve/admit", {"tokenz": 1})
+    report["absurd"] = [
+        ask("/ownerserve/admit", {"tokens": tokens}) for tokens in (-1, 10**30, 1 << 54)
+    ]
     desk.arrived("three", 1)
     desk.stepped({}, free_tokens=700, total_tokens=800)
     report["queue full"] = ask("/ownerserve/admit", {"tokens": 1})

@@ -78,6 +78,8 @@ def test_the_routes_answer_for_the_engine_core(tmp_path: Path) -> None:
     }.items():
         assert report[case] == [429, {"type": "reject", "reason": reason}]
     assert report["malformed"][0] == 400
+    assert [status for status, _ in report["absurd"]] == [400] * 3
+    assert all("tokens" in told["error"] for _, told in report["absurd"])
     assert report["release"][0] == 200
     assert report["released"] == [["s"], []]
     assert report["idle"][1]["load"]["pending_prefill_tokens"] == 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.concurrency import run_in_threadpool
@@ -28,6 +28,7 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.rpc import Answer, Probe, Reject, ReleaseSession, Seed, Status, StatusIs
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import (
+    COUNT_MAX,
     ProfileStatement,
     WorkerLoad,
     WorkerStatus,
@@ -41,7 +42,7 @@ NO_ANSWER = "the engine core does not answer: it is starting or gone"
 
 
 class AdmitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    tokens: int
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
 
 
 class ReleaseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

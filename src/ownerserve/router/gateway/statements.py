@@ -59,10 +59,13 @@ def _speed(stated: ProfileStatement, default: Speed) -> Speed:
     for tier in stated.tiers:
         if tier.name in _TIERS:
             media[Tier(tier.name)] = _medium(tier)
+    token_bytes = stated.kv_bytes_per_token
+    if not token_bytes and not stated.kv_bytes_per_sequence:  # else it is purely recurrent
+        token_bytes = default.kv_bytes_per_token
     speed = replace(
         default,
         media=media,
-        kv_bytes_per_token=stated.kv_bytes_per_token or default.kv_bytes_per_token,
+        kv_bytes_per_token=token_bytes,
         kv_bytes_per_sequence=stated.kv_bytes_per_sequence,
     )
     return speed if stated.speed is None else _at(speed, stated.speed)
