@@ -275,7 +275,7 @@ def test_a_client_that_hangs_up_before_the_first_byte_gives_its_place_back(
 
 
 def test_a_turn_that_began_keeps_its_place_to_itself(play: Play) -> None:
-    """The worker uses it up as the turn arrives: what is said of it later would be of another."""
+    """The worker uses a place up as its turn arrives: later words would be of another."""
 
     async def scenario(world: World) -> None:
         admission = Admission()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +21,6 @@ from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.ids import TurnId, WorkerId
 from ownerserve.kv.wire.rpc import Release, Reserve, Reserved, Seed
 from ownerserve.node.rpc.server import RpcClient
-from ownerserve.router.gateway.places import Place
 
 
 def text(tokens: int, seed: int) -> list[int]:
@@ -113,7 +115,6 @@ def test_a_silent_admission_delays_a_turn_by_the_deadline_and_no_more(
     silent = zmq.Context.instance().socket(zmq.ROUTER)
     port = silent.bind_to_random_port("tcp://127.0.0.1")
     places = gateway.gateway.places
-    gateway.gateway.config
     names = [WorkerId(worker.name) for worker in workers]
     try:
         address = f"tcp://127.0.0.1:{port}"
@@ -129,21 +130,45 @@ def test_a_silent_admission_delays_a_turn_by_the_deadline_and_no_more(
         gateway.close()
 
 
-def test_a_client_that_hangs_up_gives_its_place_back(
+def test_an_append_that_would_wait_is_refused_before_work_and_goes_to_the_next_worker(
     workers: tuple[ServedWorker, ServedWorker], gateway: ServedGateway
 ) -> None:
+    first = gateway.complete(text(300, 40), "grows")
+    (owner,) = [one for one in workers if one.name == first.headers["x-ownerserve-worker"]]
+    (other,) = [one for one in workers if one is not owner]
+    full = filled(owner)
+    try:
+        prompt = [*text(300, 40), *first.json()["choices"][0]["token_ids"], *text(200, 41)]
+        answer = gateway.complete(prompt, "grows")
+    finally:
+        emptied(owner, full)
+    assert answer.headers["x-ownerserve-worker"] == other.name
+    assert answer.headers["x-ownerserve-reason"] == "retry_other_worker"
+    assert gateway.metric("ownerserve_pressure_total", kind="refused", reason="no_room") == 1
+    assert gateway.metric("ownerserve_places_total", outcome="no_room") == 0, "nobody asked"
+
+
+def test_a_client_that_hangs_up_gives_its_place_back(
+    workers: tuple[ServedWorker, ServedWorker],
+    gateway: ServedGateway,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The turn has its place at a worker, and no connection to it yet."""
+
     def held() -> int:
         return sum(worker.worker.engine.standing.places for worker in workers)
 
-    places = gateway.gateway.places
-
-    async def asked() -> None:
-        place = await places.reserve(WorkerId(workers[0].name), "t", Seed(64))
-        assert isinstance(place, Place)
-        until_s = gateway.loop.time() + 10
-        while not held():
-            assert gateway.loop.time() < until_s
-        place.give_back()
-
-    gateway.run(asked())
+    never = asyncio.Event()
+    monkeypatch.setattr("ownerserve.node.admission.RESERVED_FOR_S", 1e4)  # it does not run out
+    for pool in gateway.gateway.pools.values():
+        gateway.read(pool.close_idle)
+        monkeypatch.setattr(pool, "connect", never.wait)
+    body = json.dumps({"prompt": text(300, 50), "max_tokens": 4}).encode()
+    with socket.create_connection(("127.0.0.1", gateway.gateway.port)) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: t\r\nx-session-id: leaves\r\n"
+            b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        until(held)
     until(lambda: not held())
+    assert gateway.read(lambda: gateway.gateway.state.live) == 0
