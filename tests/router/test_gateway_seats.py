@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from ownerserve.router.messages import WorkerUp
+from ownerserve.router.messages import Down, WorkerDown, WorkerUp
 from ownerserve.router.profile import Profile
 from ownerserve.router.seats import SeatSettings
 
@@ -137,5 +137,21 @@ def test_a_gateway_that_drains_refuses_those_who_wait(play: Play) -> None:
         draining = asyncio.ensure_future(world.gateway.drain())
         assert (await answer).status == 503
         await draining
+
+    play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
+
+
+def test_while_no_worker_is_up_a_new_session_is_refused_at_once(play: Play) -> None:
+    """It waited for its whole patience, for a refusal that it gets at once without seats."""
+
+    async def scenario(world: World) -> None:
+        small(world)
+        client = await world.client()
+        assert (await client.post(CHAT, ONE, x__session__id="a")).status == 200
+        (worker,) = world.gateway.state.fleet.up
+        world.gateway.state.handle(WorkerDown(worker.id, Down.REMOVED), world.gateway.now())
+        async with asyncio.timeout(2):
+            assert (await client.post(CHAT, OTHER, x__session__id="b")).status == 503
+        world.gateway.lobby.seats.check()
 
     play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)

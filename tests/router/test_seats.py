@@ -10,7 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from msgspec.structs import replace
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import SessionId
+from ownerserve.kv.ids import Incarnation, SessionId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.router.messages import WorkerUp
 from ownerserve.router.profile import Profile
 from ownerserve.router.seats import ENTER, Enter, Seats, SeatSettings, Wait
 from ownerserve.router.worker import Load, Worker
@@ -36,6 +39,17 @@ def idle_seats(*profiles: Profile, rules: SeatSettings = RULES) -> tuple[Seats, 
     """In front of workers that do nothing, and those."""
     fleet = fleet_of(*profiles)
     return Seats(fleet, rules), list(fleet)
+
+
+def word(
+    worker: Worker, *, free: int, evictable: int, pending: int = 0, as_of: float = 1.0
+) -> WorkerLoad:
+    """What the worker says of itself while it runs nothing."""
+    return WorkerLoad(
+        unit=RoutingUnit(worker.id, 0, Incarnation(1)), as_of=as_of, pending_prefill_tokens=pending,
+        running_sequences=0, waiting_sequences=0, kv_bytes_free=free, kv_bytes_evictable=evictable,
+        kv_bytes_total=100_000_000,
+    )  # fmt: skip
 
 
 def test_sessions_are_let_in_until_their_contexts_fill_the_fleet() -> None:
@@ -143,6 +157,79 @@ def test_contexts_that_fill_an_idle_worker_hold_the_next_unless_another_is_nobod
     assert room.ask(s("c"), 50_000, parent=None, now_s=2.0) == ENTER, "nobody lives on the other"
     other.bound_sessions = 1
     assert isinstance(room.ask(s("d"), 50_000, parent=None, now_s=3.0), Wait)
+    room.check()
+
+
+def test_what_an_idle_worker_can_not_free_is_no_room() -> None:
+    room, (worker,) = idle_seats(KNOWN)
+    room.ask(s("a"), 80_000, parent=None, now_s=0.0)
+    room.ended(s("a"), 80_000, 1.0)
+    worker.stamp(word(worker, free=5_000_000, evictable=20_000_000), 1.0)
+    waits = room.ask(s("b"), 50_000, parent=None, now_s=2.0)
+    assert isinstance(waits, Wait)
+    worker.stamp(word(worker, free=5_000_000, evictable=60_000_000, as_of=3.0), 3.0)
+    assert room.due(3.0) == [waits.ticket]
+
+
+def test_a_worker_that_has_prefill_to_do_is_not_idle() -> None:
+    room, (worker,) = idle_seats(KNOWN)
+    room.ask(s("a"), 80_000, parent=None, now_s=0.0)
+    worker.stamp(word(worker, free=100_000_000, evictable=0, pending=5_000), 1.0)
+    assert isinstance(room.ask(s("b"), 50_000, parent=None, now_s=2.0), Wait)
+
+
+def test_an_idle_worker_takes_the_first_in_line_that_fits_it_and_the_head_keeps_its_place() -> None:
+    """Behind a head that fits no worker a session of ten tokens waited beside an idle one."""
+    room, workers = idle_seats(KNOWN, KNOWN)
+    running = [Load(0.0, 0, 10) for _ in workers]
+    for worker, work in zip(workers, running, strict=True):
+        worker.add(work)
+    assert room.ask(s("a"), 90_000, parent=None, now_s=0.0) == ENTER
+    giant = room.ask(s("giant"), 500_000, parent=None, now_s=1.0)
+    second, third = (room.ask(s(name), 60_000, parent=None, now_s=2.0) for name in "bc")
+    assert isinstance(giant, Wait) and isinstance(second, Wait) and isinstance(third, Wait)
+    assert room.due(3.0) == []
+    workers[1].take(running[1])
+    assert room.due(4.0) == [second.ticket], "one at a time, in order"
+    workers[1].add(Load(4.0, 0, 10))
+    assert room.due(600.9) == []
+    assert room.due(601.0) == [giant.ticket], "its patience is what it was"
+    room.check()
+
+
+def test_who_comes_while_others_wait_enters_where_none_of_them_fits() -> None:
+    room, (busy, idle) = idle_seats(KNOWN, KNOWN)
+    busy.add(Load(0.0, 0, 10))
+    idle.add(work := Load(0.0, 0, 10))
+    room.ask(s("a"), 90_000, parent=None, now_s=0.0)
+    room.ask(s("giant"), 500_000, parent=None, now_s=1.0)
+    idle.take(work)
+    assert room.ask(s("small"), 10, parent=None, now_s=2.0) == ENTER
+    idle.add(work := Load(0.0, 0, 10))
+    first = room.ask(s("b"), 99_000, parent=None, now_s=3.0)
+    idle.take(work)
+    late = room.ask(s("c"), 99_000, parent=None, now_s=4.0)
+    assert isinstance(first, Wait) and isinstance(late, Wait), "the idle worker is the first one's"
+    assert room.due(4.0) == [first.ticket]
+
+
+def test_while_no_worker_is_up_nobody_waits_and_nobody_is_promised_anything() -> None:
+    """A new session waited 45 s for the refusal that it gets at once without seats."""
+    fleet = fleet_of(KNOWN)
+    (worker,), room = fleet, Seats(fleet, RULES)
+    worker.add(Load(0.0, 0, 10))
+    room.ask(s("a"), 95_000, parent=None, now_s=0.0)
+    waits = room.ask(s("b"), 60_000, parent=None, now_s=1.0)
+    assert isinstance(waits, Wait)
+    fleet.take_down(worker.id)
+    assert room.due(2.0) == [waits.ticket]
+    assert room.ask(s("c"), 60_000, parent=None, now_s=2.0) == ENTER
+    room.ended(s("b"), 0, 2.0)
+    room.ended(s("c"), 0, 2.0)
+    fleet.raise_up(WorkerUp(worker.id, 0, Incarnation(2), KNOWN))
+    worker.add(Load(2.0, 0, 10))
+    assert isinstance(room.ask(s("c"), 60_000, parent=None, now_s=3.0), Wait)
+    assert room.impatient == 0
     room.check()
 
 

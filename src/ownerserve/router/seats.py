@@ -9,9 +9,12 @@ Later turns, sub-agents and forks of sessions inside are never held.
         `> Wait(ticket) -> due         room has come, or its patience is over: `ask` is not repeated
                         `> leave       the client hung up
 
-Nobody waits beside a worker that does nothing: where one runs no turn, a session enters if its
-prompt fits there and no session lives there, or if the contexts inside as they are, without what
-they may grow by, leave room for it. One worker lets one in at a time.
+Nobody waits beside an idle worker but for memory that a session inside comes back to. One that runs
+and awaits nothing takes the first in line whose prompt its free and evictable memory takes, if no
+session lives there or the contexts inside, as they are, leave room for it; whoever stands before
+that one keeps place and patience. A worker takes one at a time. (To displace the contexts of idle
+sessions too, in agents' tool gaps, is no seats at all: it was tried, see docs/routing.md.)
+While no worker is up nobody waits either, to be refused at once; nothing is promised then.
 
 A session is inside while a turn of it runs and for `idle_s` after; an idle one that comes back
 later finds its state gone or not, and is let in either way: it was promised service. Where the
@@ -32,7 +35,7 @@ from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.profile import Role
-from ownerserve.router.sessions import SESSIONS_MAX
+from ownerserve.router.rooms import room_tokens
 from ownerserve.router.worker import Worker
 
 Ticket = NewType("Ticket", int)
@@ -99,7 +102,6 @@ class Seats:
         """Sessions that were let in without room."""
         self._fleet = fleet
         self._inside: OrderedDict[SessionId, _Inside] = OrderedDict()  # least recently seen first
-        self._served: OrderedDict[SessionId, None] = OrderedDict()  # let in once, not over
         self._promised: OrderedDict[SessionId, None] = OrderedDict()  # ever let in, not over
         self._held_tokens = self._context_tokens = 0
         self._waiting: deque[_Waiting] = deque()
@@ -117,8 +119,10 @@ class Seats:
         if session in self._promised or parent in self._promised:
             self._enter(session, tokens, now_s=now_s, growth=0)
             return ENTER
+        if not self._fleet.up:
+            return ENTER
         self._expire(now_s)
-        if not self._waiting and self._may_enter(tokens, set()):
+        if (not self._waiting and self._has_seat(tokens)) or self._has_idle(tokens):
             self._enter(session, tokens, now_s=now_s, growth=self.settings.growth_tokens)
             return ENTER
         self._issued += 1
@@ -152,17 +156,23 @@ class Seats:
             return []
         self._expire(now_s)
         found: list[Ticket] = []
-        taken: set[Worker] = set()
-        while self._waiting:
-            first = self._waiting[0]
-            has_room = self._may_enter(first.prompt, taken)
-            if not has_room and now_s < first.until_s:
-                break
+        if not self._fleet.up:
+            found += (one.ticket for one in self._waiting)
+            self._waiting.clear()
+            return found
+        idle, beside, passed = self._idle(), self._beside_tokens(), deque[_Waiting]()
+        while self._waiting and (idle or not passed):
+            one = self._waiting.popleft()
+            has_room = not passed and self._has_seat(one.prompt)
+            has_room = has_room or _take(idle, one.prompt, beside)
+            if not has_room and (passed or now_s < one.until_s):
+                passed.append(one)
+                continue
             self.impatient += not has_room
-            self._waiting.popleft()
-            growth = self.settings.growth_tokens
-            self._enter(first.session, first.prompt, now_s=now_s, growth=growth)
-            found.append(first.ticket)
+            self._enter(one.session, one.prompt, now_s=now_s, growth=self.settings.growth_tokens)
+            beside = self._beside_tokens()
+            found.append(one.ticket)
+        self._waiting.extendleft(reversed(passed))
         return found
 
     def next_due_s(self) -> float | None:
@@ -176,10 +186,6 @@ class Seats:
         return until_s if until_s < inf else None
 
     def _enter(self, session: SessionId, prompt: int, *, now_s: float, growth: int) -> None:
-        self._served[session] = None
-        self._served.move_to_end(session)
-        if len(self._served) > SESSIONS_MAX:
-            self._served.popitem(last=False)
         known = self._inside.get(session)
         if known is None:
             known = self._inside[session] = _Inside(0, 0, now_s, 0)
@@ -201,23 +207,38 @@ class Seats:
             self._held_tokens += context + growth - known.tokens
             known.tokens = context + growth
 
-    def _may_enter(self, prompt: int, taken: set[Worker]) -> bool:
-        """Also when nobody is inside: one session is always let in. `taken`: idle workers that have
-        let somebody in just now; one that does so here is added."""
+    def _has_seat(self, prompt: int) -> bool:
+        """Whether the fleet has. Also when nobody is inside: one session is always let in."""
         if not self._inside:
             return True
         capacity = self._capacity_tokens()
-        if capacity is None or self._held_tokens + prompt + self.settings.growth_tokens <= capacity:
-            return True
-        fits_beside = self._context_tokens + prompt <= capacity
-        for worker in self._fleet.up:
-            if worker.batch or worker in taken or worker.profile.role is Role.PREFILL:
-                continue
-            if not _fits(worker, prompt) or (worker.bound_sessions and not fits_beside):
-                continue
-            taken.add(worker)
-            return True
-        return False
+        return capacity is None or (
+            self._held_tokens + prompt + self.settings.growth_tokens <= capacity
+        )
+
+    def _has_idle(self, prompt: int) -> bool:
+        """Whether those who wait leave an idle worker for it."""
+        idle, beside = self._idle(), self._beside_tokens()
+        for one in self._waiting:
+            if not idle:
+                return False
+            _take(idle, one.prompt, beside)
+        return _take(idle, prompt, beside)
+
+    def _idle(self) -> list[Worker]:
+        """Who could begin a new session at once."""
+        return [
+            worker
+            for worker in self._fleet.up
+            if not worker.batch
+            and not worker.pending_tokens
+            and worker.profile.role is not Role.PREFILL
+        ]
+
+    def _beside_tokens(self) -> float:
+        """What the contexts inside, as they are, leave of the fleet's memory."""
+        capacity = self._capacity_tokens()
+        return inf if capacity is None else capacity - self._context_tokens
 
     def _capacity_tokens(self) -> float | None:
         """What the fleet holds of the sessions inside and one more, beside what each takes at all;
@@ -265,6 +286,11 @@ class Seats:
             raise InvariantViolated("3: a session inside ended more turns than it began")
 
 
-def _fits(worker: Worker, tokens: int) -> bool:
-    """Whether its memory takes a sequence of so many tokens at all."""
-    return worker.profile.kv_bytes_total >= worker.speed.sequence_bytes(tokens)
+def _take(idle: list[Worker], prompt: int, beside_tokens: float) -> bool:
+    """Take one out that has room for the prompt, if there is any: where no session lives, or, up to
+    `beside_tokens`, beside the contexts inside."""
+    for worker in idle:
+        if room_tokens(worker) >= prompt and (not worker.bound_sessions or prompt <= beside_tokens):
+            idle.remove(worker)
+            return True
+    return False
