@@ -55,7 +55,7 @@ class Session:
     __slots__ = (
         "answered_by", "bytes_per_token", "epoch", "heading", "home", "home_life", "idle_since_s",
         "is_forgotten", "left_at_s", "moved_at_s", "output_tokens", "owner", "owner_life",
-        "pending", "prefix", "seen_at_s", "stem", "stem_tokens", "turns",
+        "pending", "prefix", "prompt_tokens", "seen_at_s", "stem", "stem_tokens", "turns",
     )  # fmt: skip
 
     def __init__(self, now_s: float) -> None:
@@ -73,6 +73,8 @@ class Session:
         self.stem: Prefix | None = None
         self.stem_tokens = 0
         self.bytes_per_token = DEFAULT_BYTES_PER_TOKEN
+        self.prompt_tokens = 0
+        """Of its last counted turn, without the answer."""
         self.output_tokens = 0.0
         self.pending: tuple[tuple[Worker, Load], ...] = ()
         self.turns = 0
@@ -135,6 +137,7 @@ class Session:
     def grow(self, worker: Worker, usage: Usage, *, prompt_bytes: int) -> None:
         """A finished turn: the context that `worker` holds now, and the session's ratio from the
         `prompt_bytes` (0: not known) that its prompt took."""
+        self.prompt_tokens = usage.prompt_tokens
         learnt = bytes_per_token(prompt_bytes, usage.prompt_tokens)
         if learnt is not None:
             self.bytes_per_token = learnt

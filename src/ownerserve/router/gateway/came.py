@@ -14,8 +14,9 @@ from ownerserve.kv.messages import ExecutionMode
 from ownerserve.router.gateway.stamps import number
 from ownerserve.router.usage import Usage
 
-GRAIN_TOKENS = 1024
-"""A plain engine does not tell where it keeps state: a smaller loss may be rounding."""
+BLOCK_TOKENS_MAX = 528
+"""A plain engine does not tell its blocks. Most of vLLM's have 16 tokens, those of hybrids with
+recurrent state 528 (vLLM #40696); where they are longer, rounding may be called a loss."""
 
 _MODES = {mode.value.encode(): mode for mode in ExecutionMode}
 
@@ -27,18 +28,27 @@ class Came(msgspec.Struct, frozen=True, gc=False):
     lost_tokens: int = 0
 
 
-def what_came(headers: Mapping[bytes, bytes], usage: Usage | None, known: int) -> Came:
-    """`known`: tokens that the session's last turn left by the gateway's own table.
+def what_came(headers: Mapping[bytes, bytes], usage: Usage | None, last_prompt: int) -> Came:
+    """`last_prompt`: tokens of the session's last prompt by the gateway's own table; 0: no turn
+    was counted.
 
     A worker that says its mode has compared the prompt itself. Of a plain engine the counts
-    decide; a prompt shorter than what was known is an edited history, which loses nothing.
+    decide. The last answer does not count, because many clients leave its reasoning out: that it
+    was lost is not seen. A prompt shorter than the last one is an edited history, which loses
+    nothing.
     """
     told = _MODES.get(headers.get(b"mode", b""))
     if told is not None:
         return Came(told, number(headers, b"lost-tokens") or 0)
     if usage is None or not usage.tells_cached:
         return Came()
-    if usage.prompt_tokens < known or lost_tokens(known, usage.cached_tokens) < GRAIN_TOKENS:
-        known = min(known, usage.cached_tokens)
-    lost = lost_tokens(known, usage.cached_tokens)
-    return Came(execution_mode(known, usage.cached_tokens, 0), lost)
+    known, cached = last_prompt, usage.cached_tokens
+    if usage.prompt_tokens < last_prompt or lost_tokens(known, cached) < _rounding(cached):
+        known = min(known, cached)
+    return Came(execution_mode(known, cached, 0), lost_tokens(known, cached))
+
+
+def _rounding(cached: int) -> int:
+    """Tokens below which nothing need be lost: engines keep whole blocks, and one that speculates
+    gives up the last of them. What is cached is one block at least."""
+    return 2 * min(cached or BLOCK_TOKENS_MAX, BLOCK_TOKENS_MAX)

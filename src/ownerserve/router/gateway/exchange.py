@@ -353,7 +353,7 @@ class Exchange:
         told = scan_usage(tail)
         usage = believed(told, dispatch.decision.worker.profile.sequence_tokens)
         self._tokens = 0 if usage is None else usage.prompt_tokens + usage.output_tokens
-        came = what_came(self._head.stamp, usage, self._known_tokens(dispatch))
+        came = what_came(self._head.stamp, usage, self._last_prompt(dispatch))
         alias = asked.alias(self._alias) if self._alias else None
         done = Done(self._take_receipt(), told, alias, prompt=self._place_of_prompt(usage))
         gateway.state.handle(done, now)
@@ -416,10 +416,10 @@ class Exchange:
         self._gateway.state.handle(report, now)
         self._gateway.owners.reported(dispatch, stamp.unit, extent)
 
-    def _known_tokens(self, dispatch: Dispatch) -> int:
-        """What the session's last turn left, before this one's end is told."""
+    def _last_prompt(self, dispatch: Dispatch) -> int:
+        """Tokens of the session's last prompt, before this turn's end is told."""
         session = dispatch.session and self._gateway.state.sessions.get(dispatch.session)
-        return session.prefix.tokens if session and session.prefix else 0
+        return session.prompt_tokens if session else 0
 
     def _over(self) -> None:
         """Nothing of the turn runs any more."""
