@@ -210,6 +210,7 @@ class Worker:
         """Blocks of the engine's pool: all but the null block, free, and referenced."""
         pool = self.scheduler.kv_cache_manager.block_pool
         return {
+            "block_tokens": self.scheduler.block_size,
             "blocks": pool.num_gpu_blocks - 1,
             "free": pool.get_num_free_blocks(),
             "referenced": sum(1 for b in pool.blocks if b.ref_cnt > 0 and not b.is_null),
