@@ -102,9 +102,9 @@ def test_our_routes_answer_on_vllms_own_port(rig: Rig, store: Path, tmp_path: Pa
             assert read.status.unit.worker == "gpu-0"
             assert (load["running_sequences"], load["waiting_sequences"]) == (0, 0)
             assert time.time() - load["as_of_s"] < SERVE_S
-            admitted = desk.post("/admit", json={"tokens": 1000, "session_id": "agent-1"})
+            admitted = desk.post("/admit", json={"tokens": 1000})
             assert (admitted.status_code, admitted.json()["type"]) == (200, "admit")
-            refused = desk.post("/admit", json={"tokens": 5000, "session_id": "agent-1"})
+            refused = desk.post("/admit", json={"tokens": 5000})
             assert (refused.status_code, refused.json()["reason"]) == (429, "too_long")
             released = desk.post("/release", json={"session_id": "agent-1"})
             assert (released.status_code, released.json()["type"]) == (200, "released")
