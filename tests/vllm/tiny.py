@@ -136,6 +136,7 @@ ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
         "dtype": "bfloat16",
         "enable_prefix_caching": True,
         "mamba_cache_mode": "align",
+        "mamba_ssm_cache_dtype": "bfloat16",  # else the processor decides, and with it the block
     },
     # vLLM's reference MLA kernel knows this block size only.
     "deepseek3": {"block_size": 16},
