@@ -80,7 +80,7 @@ class Desk:
                 return admission.commit(reservation, now)
             case Release(reservation):
                 return admission.release(reservation)
-            case ReleaseSession(session_id):
+            case ReleaseSession(session_id=session_id):
                 return admission.release_session(session_id)
 
     def standing(self) -> Standing:

@@ -179,7 +179,7 @@ class Desk:
                 return StatusIs(self._status(), self._profile())
             case Probe(wanted):
                 return self._probe(wanted)
-            case ReleaseSession(session_id):
+            case ReleaseSession(session_id=session_id):
                 self._released.put(session_id)
                 return Released()
             case _:  # vLLM holds no places: its own queue does

@@ -14,8 +14,10 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import ProfileStatement, WorkerLoad
 
@@ -104,9 +106,15 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class ReleaseSession(msgspec.Struct, frozen=True, tag="release_session"):
-    """The session has gone elsewhere."""
+    """A turn of the session was done at `target`: hand it over there, if it is owned here under
+    `epoch` and no turn of it runs.
+
+    None of either: whoever asks only wants the cache to let the session go.
+    """
 
     session_id: SessionId
+    epoch: Epoch | None = None
+    target: RoutingUnit | None = None
 
 
 Request = Status | Probe | Reserve | Commit | Release | ReleaseSession
