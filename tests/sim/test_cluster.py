@@ -22,7 +22,7 @@ from fleet_driver import agents, setup
 
 from ownerserve.cli import simulate
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.sim.cluster import LOCAL, RayRunner
+from ownerserve.sim.cluster import LOCAL, SERVER_FAILED, SERVER_TRIES, RayRunner
 from ownerserve.sim.metrics.summary import digest
 from ownerserve.sim.pool import PARTS, Told, run_tasks
 from ownerserve.sim.run import Result
@@ -30,6 +30,7 @@ from ownerserve.sim.sweep import Jobs, run_all
 
 ray = pytest.importorskip("ray")
 HERE = str(Path(__file__).parent)
+IMPORTED = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
 pytestmark = [
     pytest.mark.slow,
     # Ray's own start leaves files to the collector.
@@ -41,7 +42,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cluster's processes import what a task names, as from an installed package."""
-    monkeypatch.setenv("PYTHONPATH", HERE)
+    monkeypatch.setenv("PYTHONPATH", IMPORTED)
 
 
 def kept(result: Result) -> tuple[str, int]:
@@ -73,6 +74,33 @@ def test_one_that_fails_is_told_and_the_others_go_on() -> None:
     ends = {one.name: one for one in RayRunner(LOCAL)({"good": seven, "bad": fails})}
     assert ends["good"].answer == 7
     assert isinstance(ends["bad"].error, InvalidInput)
+
+
+def lose_first(monkeypatch: pytest.MonkeyPatch, losses: int) -> list[str]:
+    """Ray's start fails so often as a head fails that lost the process it began for a client."""
+    began, init = list[str](), ray.init
+
+    def start(**given: object) -> object:
+        began.append("init")
+        if len(began) <= losses:
+            raise ConnectionAbortedError(f"Initialization failure from server: {SERVER_FAILED}.")
+        return init(**given)
+
+    monkeypatch.setattr(ray, "init", start)
+    return began
+
+
+def test_a_head_that_loses_its_process_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = lose_first(monkeypatch, SERVER_TRIES - 1)
+    assert [one.answer for one in RayRunner(LOCAL)({"good": seven})] == [7]
+    assert len(began) == SERVER_TRIES
+
+
+def test_one_that_always_does_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = lose_first(monkeypatch, SERVER_TRIES)
+    with pytest.raises(InvalidInput, match=SERVER_FAILED):
+        list(RayRunner(LOCAL)({"good": seven}))
+    assert len(began) == SERVER_TRIES
 
 
 @pytest.mark.parametrize("client", ["with Ray's client", "without"])
@@ -117,7 +145,7 @@ class Head:
             self.port = free.getsockname()[1]
         self.address = f"ray://127.0.0.1:{self.port}"
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self.env = {**os.environ, **token, "PYTHONPATH": HERE, "PYTHONWARNINGS": "ignore"}
+        self.env = {**os.environ, **token, "PYTHONPATH": IMPORTED, "PYTHONWARNINGS": "ignore"}
         given = "start --head --block --port=0 --num-cpus=2 --include-dashboard=false"
         given += f" --disable-usage-stats --temp-dir={folder}"
         given += f" --ray-client-server-port={self.port}"
@@ -136,6 +164,11 @@ class Head:
         assert self.process.poll() is None, self.log.read_text()
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def said(self) -> str:
+        """What the processes that the head began for clients left behind."""
+        logs = sorted(self.log.parent.glob("session_*/logs/ray_client_server*"))
+        return "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in logs)
 
     def processes(self) -> dict[int, str]:
         """What runs in the head's session: process ids and titles."""
@@ -189,7 +222,7 @@ def told_by(head: Head, *given: str) -> str:
     ended = subprocess.run(
         head.command(*given), env=head.env, capture_output=True, text=True, timeout=120
     )
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.returncode, ended.stderr) == (0, ""), head.said()
     return re.sub(r".* requests a CPU second", "", ended.stdout)
 
 
@@ -249,6 +282,5 @@ def test_ctrl_c_ends_the_client_and_its_actors(head: Head) -> None:
     finally:
         running.kill()
         running.communicate()
-    assert running.returncode == 130
-    assert said.decode().split() == ["interrupted"]
+    assert (running.returncode, said.decode().split()) == (130, ["interrupted"]), head.said()
     until(lambda: not head.hands(), 60)

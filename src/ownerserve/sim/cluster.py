@@ -8,6 +8,7 @@ the tasks that ran there with it: their ends carry Ray's error, the others go on
 from __future__ import annotations
 
 import importlib
+import logging
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,9 @@ CLIENT = "ray://"
 MEND = "use auto, local or ray://HOST:10001"
 REACH_S = 3.0
 """How long a head may take to accept a connection; Ray's own client keeps at it for 30 s."""
+SERVER_FAILED = "Starting Ray client server failed"
+SERVER_TRIES = 3
+"""A head starts a process for each client, and now and then loses it before it is up."""
 
 
 class RayRunner:
@@ -81,12 +85,24 @@ class RayRunner:
                 _reach(self._address)
                 # Ray names no cause; a head that asks for a token looks like one that is slow.
                 mend = "set RAY_AUTH_MODE=token if the cluster asks for a token; see its logs"
+                # What its threads tell of a connection that ends is told by our own errors.
+                logging.getLogger("ray.util.client").setLevel(logging.CRITICAL)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Ray Client connection timed out")
-                self._ray.init(address=self._address, **quiet)
+                self._begin(quiet)
         except (OSError, ValueError, RuntimeError, self._ray.exceptions.RayError) as error:
             problem = " ".join(str(error).split())
             raise InvalidInput("--ray", f"{self._address}: {problem}", mend) from error
+
+    def _begin(self, quiet: Mapping[str, Any]) -> None:
+        """Ray's own start; a head that lost the process it began for us is asked again."""
+        for tries_left in reversed(range(SERVER_TRIES)):
+            try:
+                self._ray.init(address=self._address, **quiet)
+                return
+            except (RuntimeError, ConnectionError) as error:
+                if SERVER_FAILED not in str(error) or not tries_left:
+                    raise
 
     def _end(self, name: str, done: Any) -> Ended:
         try:
