@@ -16,7 +16,6 @@ from ownerserve.store.blobs import Backpressure, DirectoryBlobs
 from ownerserve.store.disk import DiskOptions, DiskTier
 from ownerserve.store.memory import MemoryTier
 from ownerserve.store.model import (
-    Epoch,
     Hit,
     Kind,
     Miss,
@@ -164,11 +163,9 @@ def test_abort_before_commit(tier, samples):
 
 
 def test_sealed_stays(tier, samples):
-    meta = samples.meta(1, epoch=Epoch(2, 2))
+    meta = samples.meta(1)
     put(tier, meta, samples.payload(1))
     assert put(tier, meta, samples.payload(9)) == Present(meta.id)
-    stale = samples.meta(1, epoch=Epoch(1, 9))
-    assert put(tier, stale, samples.payload(1)) == Refused(RefusalReason.STALE_EPOCH, meta.id)
     assert samples.read(tier, 1) == [samples.payload(1)]
 
 

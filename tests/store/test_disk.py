@@ -14,7 +14,6 @@ from ownerserve.kv.units import MIB
 from ownerserve.store.disk import DiskTier
 from ownerserve.store.maintain import collect
 from ownerserve.store.model import (
-    Epoch,
     Hit,
     Kind,
     Miss,
@@ -58,7 +57,7 @@ def test_comes_back_after_reopen(open_disk, samples):
 def test_header_says_all_of_meta(open_disk, samples):
     tier = open_disk()
     meta = samples.meta(
-        "all", Kind.POINT, tenant=bytes(range(32)), epoch=Epoch(3, 7), first_layer=2,
+        "all", Kind.POINT, tenant=bytes(range(32)), first_layer=2,
         exactness="approximate/bounded_replay",
     )  # fmt: skip
     put(tier, meta, samples.payload(1))
@@ -190,12 +189,10 @@ def test_what_no_header_can_hold_is_refused_with_its_name(open_disk, samples, fi
 
 def test_sealed_is_immutable(open_disk, samples):
     tier = open_disk()
-    meta = samples.meta(1, epoch=Epoch(1, 5))
+    meta = samples.meta(1)
     put(tier, meta, samples.payload(1))
     assert put(tier, meta, samples.payload("other")) == Present(meta.id)
     assert samples.read(tier, 1) == [samples.payload(1)]
-    older = samples.meta(1, epoch=Epoch(1, 4))
-    assert put(tier, older, samples.payload(1)) == Refused(RefusalReason.STALE_EPOCH, meta.id)
 
 
 def test_abort_leaves_nothing(open_disk, samples):

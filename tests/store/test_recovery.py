@@ -13,7 +13,7 @@ from ownerserve.store import header as header_module
 from ownerserve.store.disk import DiskTier
 from ownerserve.store.header import BLOCK, decode
 from ownerserve.store.index import Change
-from ownerserve.store.model import Epoch, RefusalReason, Refused, Stored
+from ownerserve.store.model import RefusalReason, Refused, Stored
 from ownerserve.store.reclaim import span
 from ownerserve.store.scan import records
 from ownerserve.store.segment import Segment, segment_path
@@ -194,7 +194,7 @@ def test_a_newer_versions_record_is_left_alone(open_disk, samples, monkeypatch):
 
 def test_format_1_header_never_changes(samples):
     """Bytes written by the first release, field by field (docs/format.md)."""
-    meta = samples.meta(1, tenant=b"t" * 32, epoch=Epoch(2, 9), first_layer=3, units=2,
+    meta = samples.meta(1, tenant=b"t" * 32, first_layer=3, units=2,
                         boundaries=b"b" * 32)  # fmt: skip
     made = header_module.Header(
         meta, header_module.Place(b"s" * 16, 7, 8192, 42), 2, 10_000, 1_700_000_000_000,
@@ -211,7 +211,7 @@ def test_format_1_header_never_changes(samples):
     )  # fmt: skip
     assert data[64:96] == meta.id
     assert data[128:160] == b"t" * 32
-    assert data[176:192] == (2).to_bytes(8, "little") + (9).to_bytes(8, "little")
+    assert data[176:192] == bytes(16)
     assert data[200:208] == (10_000).to_bytes(8, "little")
     assert data[232:264] == b"csa_main".ljust(32, b"\0")
     assert data[328:360] == b"m" * 32

@@ -98,10 +98,10 @@ def ls(directory: Path, limit: int, tenant: str | None, json_target: str | None)
         size = format_bytes(float(str(row["stored_bytes"])))
         table.add_row(str(row["tenant"])[:16], str(row["kind"]), str(row["records"]), size)
     console.print(table)
-    table = Table("id", "kind", "component", "tokens", "epoch", "bytes", "exactness", "segment")
+    table = Table("id", "kind", "component", "tokens", "bytes", "exactness", "segment")
     for item in records:
         size = format_bytes(float(str(item["stored_bytes"])))
-        what = (str(item[key]) for key in ("kind", "component", "tokens", "epoch"))
+        what = (str(item[key]) for key in ("kind", "component", "tokens"))
         table.add_row(
             str(item["id"])[:16], *what, size, str(item["exactness"]), str(item["segment"])
         )
@@ -120,7 +120,6 @@ def _describe(entry: Entry) -> dict[str, object]:
         "tokens": [meta.first_token, meta.end_token],
         "prefix_hash": meta.prefix_hash.hex(),
         "tenant": meta.tenant.hex() or "shared",
-        "epoch": list(meta.epoch),
         "precision": meta.precision,
         "exactness": meta.exactness,
         "units": meta.units,

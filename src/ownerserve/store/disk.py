@@ -156,10 +156,8 @@ class DiskTier:
 
     def _reserve(self, meta: Meta, payload_bytes: int) -> Reservation | Present | RefusalReason:
         core, now_s = self.core, self.core.clock.now()
-        standing = core.index.get(meta.id)
-        if standing is not None:
-            stale = meta.epoch < standing.meta.epoch
-            return RefusalReason.STALE_EPOCH if stale else Present(meta.id)
+        if core.index.get(meta.id) is not None:
+            return Present(meta.id)
         if self._ledger.is_held(meta.id):
             return RefusalReason.BUSY
         if not core.health.writable(now_s):

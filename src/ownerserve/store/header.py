@@ -17,7 +17,7 @@ from functools import lru_cache
 import msgspec
 
 from ownerserve.kv.errors import Corrupt
-from ownerserve.store.model import ID_BYTES, SHARED, Epoch, Kind, Meta
+from ownerserve.store.model import ID_BYTES, SHARED, Kind, Meta
 
 MAGIC = b"OwnSRec\n"
 VERSION = 1
@@ -129,8 +129,8 @@ def encode(header: Header) -> bytes:
         meta.tenant or _NO_TENANT,
         meta.first_token,
         meta.end_token,
-        meta.epoch.term,
-        meta.epoch.counter,
+        0,
+        0,
         meta.first_layer,
         meta.end_layer,
         header.chunk_bytes,
@@ -226,7 +226,7 @@ def _decode_1(data: memoryview) -> Header:
         raise Corrupt("header too short")
     (
         _magic, _version, _blocks, kind, seal, _zero, _used, _crc, store_id, segment, units,
-        offset, sequence, id_, prefix_hash, tenant, first_token, end_token, term, counter,
+        offset, sequence, id_, prefix_hash, tenant, first_token, end_token, _was_term, _was_counter,
         first_layer, end_layer, chunk_bytes, payload_bytes, created_ms, precision, component,
         exactness, descriptor_bytes, tags_bytes, boundary_bytes, _zero2, salt, mac,
     ) = _FIXED.unpack_from(data)  # fmt: skip
@@ -249,7 +249,6 @@ def _decode_1(data: memoryview) -> Header:
             first_token=first_token,
             end_token=end_token,
             tenant=SHARED if tenant == _NO_TENANT else tenant,
-            epoch=Epoch(term, counter),
             first_layer=first_layer,
             end_layer=end_layer,
             precision=_untext(precision),

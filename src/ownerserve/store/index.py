@@ -21,7 +21,7 @@ import msgspec
 from ownerserve.kv.errors import UNREADABLE, OwnerServeError
 from ownerserve.store.model import Kind, Meta, Usage, unit_ends
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 HOT_ENTRIES = 1 << 17
 _BATCH = 256
 _WALK = 1024
@@ -53,13 +53,17 @@ CREATE TABLE quarantine (
 _COLUMNS = "meta, sequence, segment, offset, header, stored, payload, touched_ms, reuse, cost_ms"
 
 
-MIGRATE_1 = """
-ALTER TABLE records ADD COLUMN mark INTEGER NOT NULL DEFAULT 0;
-UPDATE records SET mark = mark_of(id);
-DROP INDEX records_by_id;
-ALTER TABLE records DROP COLUMN id;
-CREATE INDEX records_by_mark ON records (mark);
-"""
+MIGRATE = {
+    1: """
+    ALTER TABLE records ADD COLUMN mark INTEGER NOT NULL DEFAULT 0;
+    UPDATE records SET mark = mark_of(id);
+    DROP INDEX records_by_id;
+    ALTER TABLE records DROP COLUMN id;
+    CREATE INDEX records_by_mark ON records (mark);
+    """,
+    2: "UPDATE records SET meta = without_epoch(meta);",
+}
+"""What takes an index of this schema to the next one."""
 
 
 def mark_of(id_: bytes) -> int:
@@ -69,6 +73,12 @@ def mark_of(id_: bytes) -> int:
     whole id stands in the row's meta and decides.
     """
     return int.from_bytes(id_[:8], "little", signed=True)
+
+
+def without_epoch(meta: bytes) -> bytes:
+    """A row's meta as schema 3 has it: up to schema 2 its eighth field was an owner's epoch."""
+    fields = msgspec.msgpack.decode(meta)
+    return msgspec.msgpack.encode([*fields[:7], *fields[8:]])
 
 
 class IndexFailed(OwnerServeError):

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from ownerserve.store.index import (
-    MIGRATE_1,
+    MIGRATE,
     SCHEMA,
     SCHEMA_VERSION,
     Change,
@@ -22,6 +22,7 @@ from ownerserve.store.index import (
     boundary_rows,
     mapped,
     mark_of,
+    without_epoch,
 )
 from ownerserve.store.model import Kind, Usage
 from ownerserve.store.tier import OnRemoved, nobody_listens
@@ -55,18 +56,24 @@ class IndexWriter(IndexReader):
                     cursor.execute("INSERT INTO about VALUES ('store_id', ?)", (store_id,))
                     cursor.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                 self.is_new = True
-            elif version == 1:
-                connection.create_function("mark_of", 1, mark_of, deterministic=True)
-                with self._transaction() as cursor:
-                    for statement in MIGRATE_1.split(";"):
-                        cursor.execute(statement)
-                    cursor.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            elif version in MIGRATE:
+                self._migrate(version)
             elif version != SCHEMA_VERSION:
                 raise IndexFailed(f"index schema {version}, expected {SCHEMA_VERSION}")
             found = connection.execute("SELECT value FROM about WHERE key = 'store_id'").fetchone()
             if found is None or found[0] != store_id:
                 raise IndexFailed("the index belongs to another store")
         self.standing = self.usage()
+
+    def _migrate(self, version: int) -> None:
+        """All steps from `version` on, in one transaction."""
+        for function in (mark_of, without_epoch):
+            self._connect().create_function(function.__name__, 1, function, deterministic=True)
+        with self._transaction() as cursor:
+            for step in range(version, SCHEMA_VERSION):
+                for statement in MIGRATE[step].split(";"):
+                    cursor.execute(statement)
+            cursor.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         super()._prepare(connection)

@@ -158,10 +158,8 @@ class MemoryTier:
         """Room and the very buffer that will be the record."""
         meta.check()
         with self._lock:
-            standing = self._get(meta.id)
-            if standing is not None:
-                stale = meta.epoch < standing.header.meta.epoch
-                return self._refuse(RefusalReason.STALE_EPOCH, meta) if stale else Present(meta.id)
+            if self._get(meta.id) is not None:
+                return Present(meta.id)
             if payload_bytes < 1 or payload_bytes % meta.units:
                 return self._refuse(RefusalReason.TOO_LARGE, meta)
             if self._ledger.is_held(meta.id):

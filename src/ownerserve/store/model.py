@@ -36,13 +36,6 @@ class Kind(IntEnum):
     POINT = 2
 
 
-class Epoch(NamedTuple):
-    """An owner's right to write, as the directory issued it; ordered, term first."""
-
-    term: int = 0
-    counter: int = 0
-
-
 class Meta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a record says of itself; all of it stands in the record's header.
 
@@ -56,6 +49,7 @@ class Meta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     `boundaries` holds the prefix hashes at the inner unit ends (empty when nobody will look for
     them): by those a branch finds the part of a long record that it shares.
     `descriptor` is the physical layout, opaque here: equal, convertible by the reader, or refused.
+    No owner is named: sealed state is taken for what it is, whoever wrote it.
     """
 
     id: bytes
@@ -65,7 +59,6 @@ class Meta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     first_token: int
     end_token: int
     tenant: bytes = SHARED
-    epoch: Epoch = Epoch()
     first_layer: int = 0
     end_layer: int = 0
     precision: str = ""
@@ -115,7 +108,7 @@ def meta_of(
 ) -> Meta:
     """The meta of an artifact under its true id. What is physical is the caller's to add:
 
-        msgspec.structs.replace(meta_of(...), descriptor=..., end_layer=..., epoch=...)
+        msgspec.structs.replace(meta_of(...), descriptor=..., end_layer=...)
 
     `tenant` is the identity's salt for an artifact that only its tenant may read, else SHARED.
     """
@@ -206,7 +199,6 @@ class RefusalReason(StrEnum):
     WRITE_BUDGET = "write_budget"
     LOW_UTILITY = "low_utility"
     TOO_LARGE = "too_large"
-    STALE_EPOCH = "stale_epoch"
     NO_KEY = "no_key"
     IO_ERROR = "io_error"
     BUSY = "busy"

@@ -178,10 +178,8 @@ class RemoteTier:
         reason = self._why_not(meta, payload_bytes)
         if reason is not None:
             return self._refuse(reason, meta.id)
-        standing = self.find([meta.id]).get(meta.id)
-        if standing is not None:
-            stale = meta.epoch < standing.meta.epoch
-            return self._refuse(RefusalReason.STALE_EPOCH, meta.id) if stale else Present(meta.id)
+        if self.find([meta.id]):
+            return Present(meta.id)
         seal = self._keys.for_write(meta.tenant)
         assert seal is not None
         head, total = record_room(meta, payload_bytes, seal)

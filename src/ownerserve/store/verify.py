@@ -88,8 +88,8 @@ def check_meta(header: Header, expected: Meta, payload_bytes: int) -> None:
     meta = header.meta
     if meta.id != expected.id:
         raise Corrupt("another artifact's record")
-    if meta.epoch != expected.epoch or header.payload_bytes != payload_bytes:
-        raise Corrupt("another epoch or length than the catalogue has")
+    if header.payload_bytes != payload_bytes:
+        raise Corrupt("another length than the catalogue has")
     if meta.tenant != expected.tenant or meta.kind != expected.kind:
         raise Corrupt("another tenant or kind than the catalogue has")
     if meta.component != expected.component or meta.prefix_hash != expected.prefix_hash:
