@@ -1,6 +1,8 @@
 """Every command and snippet of README.md and docs/*.md runs, or its source says why not.
 
-A block is a fence, or lines indented by four that begin with a command. In front of it may stand
+A block is a fence, or lines indented by four that begin with a command. What is JSON stands in a
+fence that says `json`, and is given to whoever reads it in a running process; so is what vLLM's
+command is given, which does not run here. In front of a block may stand
 
     <!-- not run: REASON -->              nothing of it runs here
     <!-- not run "WORDS": REASON -->      its lines that contain WORDS don't
@@ -14,6 +16,7 @@ target takes minutes: it is marked, and stands in the Makefile.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -23,13 +26,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import click
+import msgspec
 import pytest
 
 from ownerserve.cli.main import cli
+from ownerserve.engines.vllm import settings
+from ownerserve.kv.wire.inventory import decode_page
+from ownerserve.trace.read import read_trace
 from ownerserve.trace.synth.generate import generate
 from ownerserve.trace.synth.options import Options
 from ownerserve.trace.transform import keep
@@ -42,6 +50,7 @@ COMMAND = re.compile(
     r"(?:\$ )?(?:[A-Z_]+=\S+ )*"
     r"(?:ownerserve|make|pip|curl|vllm|python|\.venv/bin/python) (?!.*[│┌└])"
 )
+LOOKS_LIKE_JSON = re.compile(r'\s*(?:\{|\[\s*[\["{]|"\w+":)')
 MARK = re.compile(r'<!-- not run(?: "([^"]+)")?: (\S.*) -->')
 SERVERS = ("worker", "gateway", "directory serve")
 WORKER_PORT = "8100"
@@ -69,7 +78,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """All blocks of a page that have a command or are Python."""
+    """All blocks of a page that have a command, or are Python or JSON."""
     lines = page.read_text().splitlines()
     at, marks = 0, []
     while at < len(lines):
@@ -89,7 +98,7 @@ def blocks(page: Path) -> Iterator[Block]:
         else:
             marks = marks if not line.strip() else []
             continue
-        if language == "python" or any(COMMAND.match(one) for one in body):
+        if language in ("python", "json") or any(COMMAND.match(one) for one in body):
             where = page.relative_to(ROOT).as_posix()
             yield Block(where, start + 1, language, "\n".join(body), tuple(marks))
         marks = []
@@ -120,7 +129,7 @@ RUN = [
         marks=[pytest.mark.engine] if needs_engine(block) else [],
     )
     for block in ALL
-    if "" not in block.marks
+    if "" not in block.marks and block.language != "json"
 ]
 
 
@@ -262,6 +271,66 @@ def test_a_make_target_exists_and_says_why_it_is_not_run(block: Block) -> None:
     kept = [] if "" in block.marks else block.kept()
     unmarked = [line for line in kept if line.startswith("make ")]
     assert not unmarked, f"{block.page}:{block.line}: a target takes minutes; mark it: {unmarked}"
+
+
+def read_connector(text: str, folder: Path) -> None:
+    """As vLLM decodes it, and as our connector decodes its part."""
+    given = msgspec.json.decode(text)
+    if given["kv_connector"] == "OwnerServeConnector":
+        settings.decode(given["kv_connector_extra_config"])
+
+
+def read_inventory(text: str, folder: Path) -> None:
+    page = decode_page(text.encode())
+    assert page is not None and page.words, text
+
+
+def read_sessions(text: str, folder: Path) -> None:
+    path = folder / "trace.jsonl"
+    path.write_text(text)
+    assert read_trace(path).sessions, text
+
+
+READERS = {
+    "kv_connector": read_connector,
+    "ownerserve_trace": read_sessions,
+    "words": read_inventory,
+}
+"""Who takes a snippet of JSON, by a key of its first object."""
+
+
+def jsons(block: Block) -> list[str]:
+    """The JSON of a block: all of it, or what vLLM's command is given in a block of commands."""
+    if block.language == "json":
+        return [] if "" in block.marks else [block.text]
+    if block.language:
+        return []
+    words = shlex.split("\n".join(block.commands()), comments=True)  # a quote may span lines
+    return [json_ for flag, json_ in pairwise(words) if flag == "--kv-transfer-config"]
+
+
+JSON = [
+    pytest.param(text, id=f"{block.page}:{block.line}") for block in ALL for text in jsons(block)
+]
+
+
+@pytest.mark.parametrize("text", JSON)
+def test_json_is_taken_by_its_reader(text: str, tmp_path: Path) -> None:
+    first, _ = json.JSONDecoder().raw_decode(text)
+    readers = [reader for key, reader in READERS.items() if key in first]
+    assert len(readers) == 1, f"nobody reads it, mark it or say who does:\n{text}"
+    readers[0](text, tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_json_stands_outside_of_a_json_block(page: Path) -> None:
+    """Where nobody would read it: no other block begins like JSON."""
+    before = ""
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        is_first = before in ("```", "```text") or (line[:4].isspace() and not before.strip())
+        where = f"{page.name}:{number}: {line}"
+        assert not (is_first and LOOKS_LIKE_JSON.match(line)), where
+        before = line
 
 
 INLINE = re.compile(r"`((?:ownerserve|make) [^`]+)`")

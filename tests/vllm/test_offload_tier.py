@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import connectors
+import msgspec
 import oracle
 import pytest
 import tiny
-from fleet import vllm_version
+from fleet import ROOT, vllm_version
 from rig import Rig, settle
 
 from ownerserve.store.disk import DiskTier
@@ -27,12 +29,25 @@ TESTED = pytest.mark.skipif(
 )
 
 
+def as_documented() -> dict[str, Any]:
+    """The --kv-transfer-config of docs/vllm.md."""
+    text = (ROOT / "docs" / "vllm.md").read_text()
+    found = [one for one in re.findall(r"```json\n(.*?)```", text, re.S) if "OwnerServeTier" in one]
+    assert len(found) == 1
+    config: dict[str, Any] = msgspec.json.decode(found[0])
+    return config
+
+
 def over_our_store(store: Path, weights: str = "") -> dict[str, Any]:
-    arguments = connectors.offloading(store, chunk_tokens=128)
-    extra = arguments["kv_transfer_config"]["kv_connector_extra_config"]
-    tier = {"type": "OwnerServeTier", "module_path": "ownerserve.engines.vllm.offload_tier"}
+    """The documented configuration, in small, on a spec that takes CPUs (vLLM's refuses them)."""
+    config = as_documented()
+    extra = config["kv_connector_extra_config"]
+    small = connectors.offloading(store, chunk_tokens=128)["kv_transfer_config"]
+    assert extra["spec_name"] == "TieringOffloadingSpec", "the class that CpuTieringSpec is made of"
+    (tier,) = extra["secondary_tiers"]
+    extra |= small["kv_connector_extra_config"]
     extra["secondary_tiers"] = [{**tier, "store": str(store), "weights": weights}]
-    return arguments
+    return {"kv_transfer_config": config}
 
 
 def records(store: Path) -> int:
