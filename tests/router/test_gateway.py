@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import Callable
 from typing import Any
@@ -238,6 +239,27 @@ def test_what_must_not_be_forwarded_is_refused_in_openai_form(play: Play) -> Non
             assert error["type"] == "invalid_request_error"
         assert not any(engine.seen for engine in world.engines)
         assert (await client.get("/v1/models")).status == 200
+
+    play(scenario)
+
+
+def test_a_compressed_body_is_refused_whoever_names_its_session(play: Play) -> None:
+    """Another reader could find a client's own `session_id` in it."""
+
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        body = gzip.compress(b'{"session_id": "mine", "messages": []}')
+        for named in ({}, {"x__session__id": "a"}):
+            told = await client.post(
+                "/v1/chat/completions", body, content__encoding="gzip", **named
+            )
+            assert (told.status, json.loads(told.body)["error"]["code"]) == (
+                415,
+                "content_encoding",
+            )
+        assert not any(engine.seen for engine in world.engines)
+        plain = await client.post("/v1/chat/completions", content__encoding="identity")
+        assert plain.status == 200
 
     play(scenario)
 

@@ -14,6 +14,7 @@ from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.router.messages import Arrive, Dispatch, Done, FirstByte, WorkerUp
 from ownerserve.router.policies import make_policy
 from ownerserve.router.profile import Profile
+from ownerserve.router.scan import scan
 from ownerserve.router.state import RouterState
 from ownerserve.router.usage import (
     BYTES_PER_TOKEN_MAX,
@@ -144,35 +145,73 @@ def test_what_is_no_usage_says_nothing(tail: bytes) -> None:
     assert scan_usage(tail) is None
 
 
+IMAGE = {"type": "input_image", "file_id": "file_1"}
+ELSEWHERE = [
+    ("/v1/responses", {"input": "hi " * 2000, "previous_response_id": "resp_0"}),
+    ("/v1/responses", {"input": "hi " * 2000, "conversation": "conv_1"}),
+    ("/v1/responses", {"input": "hi " * 2000, "conversation": {"id": "conv_1"}}),
+    ("/v1/responses", {"input": [{"content": [IMAGE]}], "instructions": "hi " * 2000}),
+    ("/v1/responses", {"input": [{"content": [{"type": "input_file", "file_id": "f"}]}]}),
+    ("/v1/responses", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
+    ("/v1/responses", {"prompt": {"id": "pmpt_1", "version": "2"}}),
+    ("/v1/chat/completions", {"messages": [{"content": [{"type": "image_url", "image_url": {}}]}]}),
+    ("/v1/messages", {"messages": [{"content": [{"type": "image", "source": {"type": "url"}}]}]}),
+    ("/v1/completions", {"prompt": list(range(2000))}),
+    ("/v1/completions", {"prompt": [list(range(1000))]}),
+    ("/v1/completions", {"prompt": "hi " * 2000, "prompt_embeds": "abcd"}),
+    ("/v1/audio/speech", {"model": "m", "voice": "v" * 4000}),
+]
+IN_BODY = [
+    ("/v1/chat/completions", {"messages": [{"content": 'an "type": "image" and "image_url"'}]}),
+    ("/v1/responses", {"previous_response_id": None, "conversation": None, "input": "hi"}),
+    ("/v1/completions", {"prompt": ["hi", "you"]}),
+    ("/v1/messages", {"system": "you", "messages": [], "prompt": None, "prompt_embeds": None}),
+]
+
+
 @pytest.mark.parametrize(
-    ("body", "is_in_body"),
-    [
-        (b'{"messages": [{"role": "user", "content": "an \\"image_url\\" is in the text"}]}', True),
-        (b'{"previous_response_id": null, "input": "hi"}', True),
-        (b'{"previous_response_id": "resp_1", "input": "hi"}', False),
-        (b'{"conversation": {"id": "conv_1"}, "input": "hi"}', False),
-        (b'{"messages":[{"content":[{"type":"image_url","image_url":{"url":"http"}}]}]}', False),
-        (b'{"input":[{"content":[{"type": "input_file", "file_id": "f"}]}]}', False),
-        (b'{"messages":[{"content":[{"type":"image","source":{"type":"url"}}]}]}', False),
-    ],
+    ("body", "place"),
+    [(body, Prompt.ELSEWHERE) for _, body in ELSEWHERE]
+    + [(body, Prompt.IN_BODY) for _, body in IN_BODY],
 )
-def test_where_the_prompt_of_a_body_is(body: bytes, is_in_body: bool) -> None:
-    found = place_of_prompt(body, content_encoding=b"")
-    assert found is (Prompt.IN_BODY if is_in_body else Prompt.ELSEWHERE)
-    assert place_of_prompt(body, content_encoding=b"gzip") is Prompt.ELSEWHERE
+def test_where_the_prompt_of_a_body_is(body: dict[str, object], place: Prompt) -> None:
+    assert place_of_prompt(scan(json.dumps(body).encode())) is place
 
 
-def test_the_gateway_learns_from_no_body_that_has_not_its_prompt(play: Play) -> None:
+@pytest.mark.parametrize(("path", "body"), ELSEWHERE)
+@pytest.mark.parametrize("bytes_per_token", [1.5, 3.8, 4.0])
+def test_the_gateway_learns_from_no_body_that_has_not_its_prompt(
+    play: Play, path: str, body: dict[str, object], bytes_per_token: float
+) -> None:
+    """Also not when the count is near what was expected: 4 bytes a token, unless told otherwise."""
+
     async def scenario(world: World) -> None:
         client, (engine,) = await world.client(), world.engines
-        engine.usage = b'{"prompt_tokens": 6000, "completion_tokens": 1}'
-        text = json.dumps({"input": "hi " * 3000, "previous_response_id": "resp_0"}).encode()
-        await client.post("/v1/responses", text, x__session__id="a")
+        text = json.dumps(body).encode()
+        engine.usage = b'{"prompt_tokens": %d, "completion_tokens": 1}' % (
+            len(text) / bytes_per_token
+        )
+        await client.post(path, text, x__session__id="a")
         ((_, session),) = world.gateway.state.sessions.items()
         assert session.bytes_per_token == 4.0
         text = json.dumps({"input": "hi " * 3000}).encode()
+        engine.usage = b'{"prompt_tokens": 3000, "completion_tokens": 1}'
         await client.post("/v1/responses", text, x__session__id="a")
-        assert session.bytes_per_token == len(text) / 6000
+        assert session.bytes_per_token == len(text) / 3000
+
+    play(scenario, engines=1)
+
+
+def test_a_body_that_says_nothing_teaches_nothing(play: Play) -> None:
+    """A header names the session, so what is no JSON passes; nobody has read it."""
+
+    async def scenario(world: World) -> None:
+        client, (engine,) = await world.client(), world.engines
+        engine.usage = b'{"prompt_tokens": 1000, "completion_tokens": 1}'
+        for text in (b"--form\r\n" * 400, b'{"messages": [' + b"1," * 2000):
+            await client.post("/v1/audio/transcriptions", text, x__session__id="a")
+        ((_, session),) = world.gateway.state.sessions.items()
+        assert (session.bytes_per_token, session.known_tokens) == (4.0, 1001)
 
     play(scenario, engines=1)
 

@@ -23,11 +23,13 @@ import msgspec
 
 from ownerserve.kv.errors import InvalidInput
 
-CONTROL_KEYS = frozenset(
+PROMPT_KEYS = frozenset({"conversation", "previous_response_id", "prompt_embeds"})
+"""Top-level fields by which a part of the prompt is elsewhere, or no text."""
+
+CONTROL_KEYS = PROMPT_KEYS | frozenset(
     {
         "metadata",
         "model",
-        "previous_response_id",
         "prompt_cache_key",
         "session_id",
         "stream",

@@ -17,6 +17,8 @@ from enum import Enum
 
 import msgspec
 
+from ownerserve.router.scan import PROMPT_KEYS, BodyFields
+
 TAIL_BYTES = 4096
 """How much of an answer's end is kept to be scanned; longer tails hide `usage` and cost nothing."""
 
@@ -51,27 +53,30 @@ class Prompt(Enum):
 
     IN_BODY = "in_body"
     ELSEWHERE = "elsewhere"
-    """A part of it is no text of the body: a former answer that the body names, an image, a file,
-    or all of it compressed. Its bytes say nothing of its tokens."""
+    """A part of it is no text of the body: a former answer that the body names, a stored prompt,
+    ids, an image, a file; or nobody has read the body. Its bytes say nothing of its tokens."""
 
 
-_ELSEWHERE = re.compile(
-    rb'"(?:previous_response_id|conversation)"\s*:\s*["{]'
-    rb'|"type"\s*:\s*"(?:image|image_url|input_image|video_url|audio_url|input_audio|document'
+_FOREIGN = re.compile(
+    rb'"type"\s*:\s*"(?:image|image_url|input_image|video_url|audio_url|input_audio|document'
     rb'|file|input_file|item_reference)"'
 )
 """Inside a JSON string the quotes would be escaped."""
+_NO_TEXT = re.compile(rb"\{|\[\s*[\[0-9]")
+"""How a stored prompt's reference and ids begin."""
 
 
-def place_of_prompt(body: bytes, *, content_encoding: bytes) -> Prompt:
-    """Where the prompt of a request is. Takes some 0.3 ms for 400 KB: ask when it matters."""
-    is_plain = content_encoding.lower() in (b"", b"identity")
-    return Prompt.IN_BODY if is_plain and not _ELSEWHERE.search(body) else Prompt.ELSEWHERE
-
-
-def is_surprising(usage: Usage, expected_tokens: int) -> bool:
-    """Whether the prompt's length is far from what its body's bytes led to expect."""
-    return not expected_tokens / 1.25 <= usage.prompt_tokens <= expected_tokens * 1.25
+def place_of_prompt(fields: BodyFields) -> Prompt:
+    """Where the prompt of a request is. Takes some 0.3 ms for 400 KB."""
+    body, content = fields.body, fields.content
+    starts = [content[key].start for key in ("messages", "input", "prompt") if key in content]
+    is_in_body = (
+        any(body[start] in b'["' for start in starts)
+        and not any(_NO_TEXT.match(body, start) for start in starts)
+        and all(fields.raw(key) in (None, b"null") for key in PROMPT_KEYS)
+        and _FOREIGN.search(body) is None
+    )
+    return Prompt.IN_BODY if is_in_body else Prompt.ELSEWHERE
 
 
 def believed(usage: Usage | None, tokens_max: int) -> Usage | None:

@@ -37,15 +37,20 @@ from ownerserve.router.scan import NO_FIELDS, BodyFields, Span, may_say_session,
 class Asked(msgspec.Struct, frozen=True, gc=False):
     """A request as the router needs it; `identity.session` and `arrive.session` are the name.
 
-    `named_parent`: what a header says; `arrive.parent` is whose bytes it shares. `said`: where the
-    body itself has a `session_id`.
+    `named_parent`: what a header says; `arrive.parent` is whose bytes it shares. `fields`: what the
+    body says, as far as it was read.
     """
 
     identity: Identity
     arrive: Arrive
     scope: Scope
     named_parent: SessionId | None = None
-    said: Span | None = None
+    fields: BodyFields = NO_FIELDS
+
+    @property
+    def said(self) -> Span | None:
+        """Where the body itself has a `session_id`."""
+        return self.fields.spans.get("session_id")
 
     def alias(self, response_id: str) -> SessionId:
         """The name by which a later turn may ask for this one's session."""
@@ -110,7 +115,7 @@ class Asking:
             ),
             scope,
             named_parent,
-            fields.spans.get("session_id"),
+            fields,
         )
 
     def _resolved(self, identity: Identity) -> Identity:
@@ -147,16 +152,16 @@ class Asking:
 
 
 def _fields(head: RequestHead, body: bytes, *, is_named: bool) -> BodyFields:
-    """The body's fields. One that can't be believed is refused; where a header names the session
-    and the body says no `session_id`, in whatever way, it says nothing instead."""
+    """The body's fields. One that can't be believed is refused, and so is a compressed one: it may
+    hold any `session_id`, and no engine reads it. Where a header names the session and the body
+    says no `session_id`, in whatever way, it says nothing instead."""
     special = head.special
-    if special.get(b"content-encoding", b"identity").lower() != b"identity":
-        if is_named:
-            return NO_FIELDS
+    if special.get(b"content-encoding", b"identity").lower() not in (b"", b"identity"):
         raise Rejected(
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
             "content_encoding",
-            "content-encoding: a compressed body can't be routed; send it plain",
+            "content-encoding: a compressed body can't be read here, nor by an engine;"
+            " send it plain",
         )
     is_json = special.get(b"content-type", b"").lower().startswith(b"application/json")
     if not (is_json or body.lstrip()[:1] == b"{"):

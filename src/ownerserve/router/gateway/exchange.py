@@ -57,10 +57,7 @@ from ownerserve.router.scan import with_text
 from ownerserve.router.seats import Ticket
 from ownerserve.router.usage import (
     TAIL_BYTES,
-    Prompt,
-    Usage,
     believed,
-    is_surprising,
     place_of_prompt,
     scan_response_id,
     scan_usage,
@@ -355,7 +352,7 @@ class Exchange:
         self._tokens = 0 if usage is None else usage.prompt_tokens + usage.output_tokens
         came = what_came(self._head.stamp, usage, self._last_prompt(dispatch))
         alias = asked.alias(self._alias) if self._alias else None
-        done = Done(self._take_receipt(), told, alias, prompt=self._place_of_prompt(usage))
+        done = Done(self._take_receipt(), told, alias, prompt=place_of_prompt(asked.fields))
         gateway.state.handle(done, now)
         gateway.observer.finished(now - self._started_s, usage)
         gateway.observer.compared(dispatch, usage, came)
@@ -395,14 +392,6 @@ class Exchange:
         has_no_room = self._refusal is WorkerRefusal.NO_ROOM
         event = Unpromised(receipt) if has_no_room else Failed(receipt, Failure.REFUSED)
         self._follow(gateway.state.handle(event, gateway.now()))
-
-    def _place_of_prompt(self, usage: Usage | None) -> Prompt:
-        """Looked at only where the worker counted otherwise than was expected: it costs."""
-        assert self._dispatch is not None
-        if usage is None or not is_surprising(usage, self._dispatch.prompt_tokens):
-            return Prompt.IN_BODY
-        encoding = self.request.head.special.get(b"content-encoding", b"")
-        return place_of_prompt(self.request.body, content_encoding=encoding)
 
     def _report(self, stamp: Stamp, now: float) -> None:
         """The worker says where the prompt's state will be once the turn has run."""
