@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
 import pytest
-import zmq
 
-from ownerserve.directory.embedded import EmbeddedDirectory
-from ownerserve.directory.messages import Outcome, Refusal, Refused, Request
-from ownerserve.directory.rpc.client import DirectoryClient
-from ownerserve.directory.terms import TermFile
-from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import INCARNATION_MAX
 from ownerserve.router.gateway.admin import admin_app
-from ownerserve.router.gateway.config import Address, Config
-from ownerserve.router.gateway.health import HealthMonitor
-from ownerserve.router.gateway.service import Gateway
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest
@@ -279,139 +268,6 @@ def test_a_fleet_of_several_models_sends_each_request_to_its_own(play: Play) -> 
     play(scenario, health_interval_s=0.05)
 
 
-# ---- the directory
-
-
-class Unreachable:
-    """A directory that is lost."""
-
-    asked = 0
-
-    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
-        self.asked += len(requests)
-        return [Refused(Refusal.UNREACHABLE) for _ in requests]
-
-    def close(self) -> None: ...
-
-
-@asynccontextmanager
-async def further(world: World, directory: Any, *, gateways: int) -> AsyncIterator[list[Any]]:
-    """Clients of further gateways over the same engines, at one directory."""
-    addresses = tuple(Address("127.0.0.1", engine.port) for engine in world.engines)
-    made = [Gateway(Config(workers=addresses), directory) for _ in range(gateways)]
-    clients = []
-    try:
-        for gateway in made:
-            await gateway.start()
-            streams = await asyncio.open_connection("127.0.0.1", gateway.port)
-            clients.append(type(await world.client())(*streams))
-        yield clients
-        for gateway in made:
-            gateway.state.check()
-    finally:
-        for client in clients:
-            client.hang_up()
-        for gateway in made:
-            await gateway.stop()
-
-
-def test_two_gateways_of_one_directory_agree_on_a_sessions_owner(play: Play) -> None:
-    async def scenario(world: World) -> None:
-        for number, engine in enumerate(world.engines):
-            engine.says = stamped(LIFE + number)
-        directory = EmbeddedDirectory(ManualClock(), TermFile(), opens_in_s=0.0)
-        async with further(world, directory, gateways=2) as (one, two):
-            homes = {}
-            for name in "abcdef":
-                answer = await one.post("/v1/chat/completions", x__session__id=name)
-                homes[name] = answer["x-ownerserve-worker"]
-            await asyncio.sleep(0.05)
-            for name in reversed(homes):
-                answer = await two.post("/v1/chat/completions", x__session__id=name)
-                assert (name, answer["x-ownerserve-worker"]) == (name, homes[name])
-                assert answer["x-ownerserve-reason"] != "new_session"
-
-    play(scenario, engines=3)
-
-
-def test_a_lost_directory_costs_nobody_a_turn(play: Play) -> None:
-    async def scenario(world: World) -> None:
-        (engine,) = world.engines
-        engine.says = stamped()
-        lost = Unreachable()
-        async with further(world, lost, gateways=1) as (client,):
-            for reason in ("new_session", "owner", "owner"):
-                answer = await client.post("/v1/chat/completions", x__session__id="a")
-                assert (answer.status, answer["x-ownerserve-reason"]) == (200, reason)
-        assert lost.asked > 0
-
-    play(scenario, engines=1)
-
-
-class Raising(Unreachable):
-    """A directory whose backend has a fault."""
-
-    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
-        self.asked += len(requests)
-        raise RuntimeError("boom")
-
-
-class Short(Unreachable):
-    """A directory that leaves requests without an answer."""
-
-    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
-        self.asked += len(requests)
-        return []
-
-
-@pytest.mark.parametrize("lost", [Raising(), Short()])
-def test_a_faulty_directory_costs_nobody_a_turn_and_is_told_once(
-    play: Play, lost: Unreachable, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scenario(world: World) -> None:
-        (engine,) = world.engines
-        engine.says = stamped()
-        async with further(world, lost, gateways=1) as (client,):
-            for name in "abc":
-                answer = await client.post("/v1/chat/completions", x__session__id=name)
-                assert (answer.status, answer["x-ownerserve-reason"]) == (200, "new_session")
-
-    play(scenario, engines=1)
-    assert lost.asked > 3
-    assert [one.getMessage() for one in caplog.records if "directory" in one.getMessage()] == [
-        "the directory fails: asked again until it answers"
-    ]
-
-
-def test_a_directory_that_speaks_another_tongue_costs_nobody_a_turn(play: Play) -> None:
-    """Over a socket: the worst that a later version, or another service, may answer."""
-    port = zmq.Context.instance().socket(zmq.ROUTER)
-    number = port.bind_to_random_port("tcp://127.0.0.1")
-    stop = threading.Event()
-
-    def babble() -> None:
-        while not stop.is_set():
-            if port.poll(20):
-                peer, asked, _ = port.recv_multipart()
-                port.send_multipart([peer, asked, b"\xc1 a later version"])
-        port.close(linger=0)
-
-    async def scenario(world: World) -> None:
-        directory = DirectoryClient(f"tcp://127.0.0.1:{number}")
-        async with further(world, directory, gateways=1) as (client,):
-            for name in "ab":
-                answer = await client.post("/v1/chat/completions", x__session__id=name)
-                assert answer.status == 200
-
-    thread = threading.Thread(target=babble)
-    thread.start()
-    try:
-        play(scenario, engines=1)
-    finally:
-        stop.set()
-        thread.join()
-
-
 def test_a_keyless_request_that_is_sent_again_is_no_other_session(play: Play) -> None:
     """Its twin has ended: it is a retry. A twin that still runs makes it another sample."""
 
@@ -431,55 +287,22 @@ def test_a_keyless_request_that_is_sent_again_is_no_other_session(play: Play) ->
     play(scenario, engines=1)
 
 
-def test_the_embedded_directory_follows_the_turns(play: Play) -> None:
-    async def scenario(world: World) -> None:
-        client, (engine,) = await world.client(), world.engines
-        engine.says = stamped(extent=f"{HASH}:64")
-        await client.post("/v1/chat/completions", x__session__id="a")  # tells of the life
-        world.gateway._heard(next(iter((await _probe(world))[:1])))
-        for _ in range(2):
-            await client.post("/v1/chat/completions", x__session__id="a")
-            await asyncio.sleep(0.01)
-        owners = world.gateway.owners.owners
-        (grant,) = owners.grants.values()
-        assert grant.unit.incarnation == LIFE
-        assert owners.answers["advanced"] >= 1
-        status = (await admin(world, "/status")).json()
-        assert status["directory"]["sessions_owned"] == 1
-
-    play(scenario, engines=1, health_interval_s=10.0)
-
-
-async def _probe(world: World) -> list[Any]:
-    (address,) = world.gateway.config.workers
-    monitor = HealthMonitor(address, world.gateway.config, access=world.gateway.access, tell=print)
-    return await monitor.probe()
-
-
 def test_a_turn_that_no_worker_serves_leaves_its_session_where_it_was(play: Play) -> None:
-    """An error says nothing of where the session is; the directory hears only of answers."""
+    """An error says nothing of where the session is."""
 
     async def scenario(world: World) -> None:
         client, (engine,) = await world.client(), world.engines
         engine.says = stamped()
         await client.post("/v1/chat/completions", x__session__id="other")
-        told = world.gateway.owners.owners.answers
-        async with asyncio.timeout(3):
-            while not told["bound"]:
-                await asyncio.sleep(0.01)
         engine.refuses = (500, "")
         failed = await client.post("/v1/chat/completions", x__session__id="a")
         assert failed.status == 500
         engine.refuses = None
         engine.says = stamped(mode="failed")
         await client.post("/v1/chat/completions", x__session__id="a")
-        assert told["bound"] == 1
         engine.says = stamped()
         served = await client.post("/v1/chat/completions", x__session__id="a")
         assert served["x-ownerserve-reason"] in ("new_session", "fork", "replica")
-        async with asyncio.timeout(3):
-            while told["bound"] < 2:
-                await asyncio.sleep(0.01)
         next_turn = await client.post("/v1/chat/completions", x__session__id="a")
         assert next_turn["x-ownerserve-reason"] == "owner"
 

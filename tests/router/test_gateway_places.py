@@ -13,6 +13,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from ownerserve.directory.embedded import EmbeddedDirectory
+from ownerserve.directory.terms import TermFile
+from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
@@ -33,6 +36,7 @@ from ownerserve.kv.wire.status import (
     WorkerStatus,
     unit_statement,
 )
+from ownerserve.router.gateway.finder import SessionFinder
 from ownerserve.router.messages import Reason, Refuse
 
 Play = Callable[..., None]
@@ -151,8 +155,9 @@ def test_a_fault_of_ours_is_told_and_gives_the_receipt_back(
         client = await world.client()
         with monkeypatch.context() as patch:
             if task == "look_up":
-                patch.setattr(gateway.owners, "is_shared", True)
-                patch.setattr(gateway.owners, "look_up", _broken)
+                finder = SessionFinder(EmbeddedDirectory(ManualClock(), TermFile()), tell=print)
+                patch.setattr(gateway, "finder", finder)
+                patch.setattr(finder, "look_up", _broken)
             elif task == "ask":
                 patch.setattr(gateway.places, "reserve", _broken)
             else:

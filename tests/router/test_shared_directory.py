@@ -1,4 +1,4 @@
-"""Two gateways before two real workers, with one directory between them: as an operator runs it."""
+"""Two gateways before two real workers, at one directory or at none: as an operator runs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -77,12 +77,38 @@ def turn(http: httpx.Client, messages: list[dict[str, str]]) -> httpx.Response:
     return answer
 
 
-def is_bound(admin_url: str) -> bool:
-    """Has the directory granted this gateway's session to where it runs?"""
-    return (
-        'ownerserve_directory_answers_total{answer="bound"}'
-        in httpx.get(f"{admin_url}/metrics", timeout=WAIT_S).text
-    )
+def counted(url: str, start: str) -> float:
+    """The sum of a process's metric."""
+    lines = httpx.get(f"{url}/metrics", timeout=WAIT_S).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+
+
+def wait_for(condition: Callable[[], object], problem: str) -> None:
+    until = time.monotonic() + BOUND_S
+    while not condition():
+        assert time.monotonic() < until, problem
+        time.sleep(0.1)
+
+
+def fleet(
+    stack: ExitStack, home: Path, *options: str
+) -> tuple[list[str], list[tuple[httpx.Client, str]]]:
+    """Two workers, and two gateways over them: a client and the admin URL of each."""
+    workers = [
+        stack.enter_context(
+            running(home / f"worker{n}", "worker", "--port", "0", "--worker-id", f"w{n}", *options)
+        )[0][0]
+        for n in range(2)
+    ]
+    named = [word for worker in workers for word in ("--worker", worker)]
+    gateways = []
+    for number in range(2):
+        data, admin = stack.enter_context(
+            running(home / f"gateway{number}", "gateway", *options, *named)
+        )[0]
+        client = stack.enter_context(httpx.Client(base_url=data, timeout=WAIT_S))
+        gateways.append((client, admin))
+    return workers, gateways
 
 
 @pytest.mark.parametrize("kind", ["tcp", "valkey"])
@@ -91,33 +117,41 @@ def test_a_session_finds_its_owner_through_either_gateway(kind: str, tmp_path: P
         pytest.skip("no valkey-server and no redis-server on PATH (apt-get install redis-server)")
     with ExitStack() as stack:
         url, shared = stack.enter_context(directory(kind, tmp_path / "directory"))
-        workers = [
-            stack.enter_context(running(tmp_path / f"worker{n}", "worker", "--port", "0"))[0][0]
-            for n in range(2)
-        ]
-        named = [word for worker in workers for word in ("--worker", worker)]
-        gateways = [
-            stack.enter_context(
-                running(tmp_path / f"gateway{n}", "gateway", "--directory", url, *named)
-            )[0]
-            for n in range(2)
-        ]
-        one, two = (
-            stack.enter_context(httpx.Client(base_url=lines[0], timeout=WAIT_S))
-            for lines in gateways
-        )
+        workers, [(one, _), (two, admin)] = fleet(stack, tmp_path, "--directory", url)
         messages = [{"role": "user", "content": "tell me of owners and epochs. " * 40}]
         first = turn(one, messages)
-        until = time.monotonic() + BOUND_S
-        while not is_bound(gateways[0][1]):
-            assert time.monotonic() < until, "the directory was not told"
-            time.sleep(0.1)
+        owner = f"http://{first.headers['x-ownerserve-worker']}"
+        wait_for(
+            lambda: counted(owner, 'ownerserve_directory_answers_total{answer="advanced"}'),
+            "the owner did not say that it owns",
+        )
         second = turn(two, messages)
         assert second.headers["x-ownerserve-worker"] == first.headers["x-ownerserve-worker"]
         assert second.headers["x-ownerserve-reason"] == "owner"
         assert int(second.headers["x-ownerserve-cached-tokens"]) > 100
+        asked = "ownerserve_directory_answers_total"
+        assert counted(admin, asked) == counted(admin, asked + '{answer="sessionis"}') == 1
+        assert sum(counted(worker, "ownerserve_sessions_owned") for worker in workers) == 1
         # A directory that is lost costs no turn: both go by what they know.
         shared.kill()
         for gateway in (one, two):
             later = turn(gateway, messages)
             assert later.headers["x-ownerserve-worker"] == first.headers["x-ownerserve-worker"]
+
+
+def test_two_gateways_over_workers_that_own_nothing(tmp_path: Path) -> None:
+    """No directory: each keeps its own tables, and hears of the other's turns from the workers."""
+    with ExitStack() as stack:
+        workers, [(one, _), (two, admin)] = fleet(stack, tmp_path)
+        messages = [{"role": "user", "content": "tell me of homes and inventories. " * 40}]
+        first = turn(one, messages)
+        place = first.headers["x-ownerserve-worker"]
+        wait_for(lambda: counted(admin, "ownerserve_worker_extents"), "no inventory was read")
+        for gateway in (two, one, two):
+            later = turn(gateway, messages)
+            assert later.headers["x-ownerserve-worker"] == place
+            assert int(later.headers["x-ownerserve-cached-tokens"]) > 100
+        assert later.headers["x-ownerserve-reason"] == "owner"
+        for url in (*workers, admin):
+            assert counted(url, "ownerserve_directory") == 0
+        assert httpx.get(f"{admin}/status").json()["directory"] is None

@@ -73,9 +73,9 @@ def _policies() -> str:
 @click.option(
     "--directory",
     metavar="URL",
-    help="A directory of session owners that other gateways use too: tcp://HOST:PORT of"
-    " `ownerserve directory serve`, valkey://HOST:PORT or sentinel://HOST:PORT/NAME. Default: one"
-    " inside this process.",
+    help="Where the workers say which sessions they own, to be asked for those that are new here:"
+    " tcp://HOST:PORT of `ownerserve directory serve`, valkey://HOST:PORT or"
+    " sentinel://HOST:PORT/NAME. Default: none is asked.",
 )
 @click.option(
     "--prefill-ms",

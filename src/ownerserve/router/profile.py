@@ -101,8 +101,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     actions: frozenset[PlacementAction] = EVERY_ENGINE
     kv_bytes_total: int = 0
     """Device memory for state; 0: unknown, taken as enough."""
-    owns_sessions: bool = False
-    """Whether it speaks with the directory itself."""
     sequence_tokens: int = 0
     """The longest sequence it takes; 0: not said."""
 

@@ -119,8 +119,8 @@ class ProfileStatement(msgspec.Struct, frozen=True, kw_only=True):
     `models`: the names it serves, the first its own. `actions`: the placement actions that it can
     carry out as the worker that runs the turn. `kv_bytes_per_token` and `kv_bytes_per_sequence`:
     device memory that each token of a sequence takes, and what a sequence takes beside.
-    `sequence_tokens`: the longest sequence it takes; 0: not said. `owns_sessions`: it speaks with
-    the directory itself, so that no gateway does for it.
+    `sequence_tokens`: the longest sequence it takes; 0: not said. `owns_sessions`: it says
+    to a directory what it owns.
     """
 
     models: tuple[str, ...] = ()

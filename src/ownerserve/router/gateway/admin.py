@@ -37,11 +37,7 @@ def status(gateway: Gateway) -> dict[str, Any]:
         "draining": gateway.draining,
         "sessions": len(state.sessions),
         "content_sessions": len(gateway.asking.chain),
-        "directory": {
-            "shared": gateway.owners.is_shared,
-            "sessions_owned": len(gateway.owners.owners.grants),
-            "answers": dict(gateway.owners.owners.answers),
-        },
+        "directory": _directory(gateway),
         "clients": len(gateway.clients),
         "live": state.live,
         "requests": {
@@ -72,6 +68,15 @@ def status(gateway: Gateway) -> dict[str, Any]:
         "probes": {name: _probe(monitor) for name, monitor in gateway.monitors.items()},
         "never_up": [name for name in gateway.pools if name not in {w.id for w in state.fleet}],
     }
+
+
+def _directory(gateway: Gateway) -> dict[str, Any] | None:
+    """What the directory answered, and who owns sessions there; None: none is asked."""
+    if gateway.finder is None:
+        return None
+    stated = {name: monitor.stated for name, monitor in gateway.monitors.items()}
+    owning = [name for name, one in stated.items() if one and one.profile.owns_sessions]
+    return {"answers": dict(gateway.finder.answers), "workers_owning": owning}
 
 
 def _probe(monitor: HealthMonitor) -> dict[str, Any]:

@@ -37,7 +37,6 @@ from ownerserve.router.gateway.requests import Request
 from ownerserve.router.gateway.stamps import Stamp, answer_of, read_stamp, refusal_of
 from ownerserve.router.messages import (
     Aborted,
-    Answer,
     Broken,
     Claimed,
     Dispatch,
@@ -248,10 +247,10 @@ class Exchange:
             self._place = None
 
     async def _look_up(self, session: SessionId) -> None:
-        """A session that is new here: another gateway may know its owner."""
-        gateway, asked = self._gateway, self._asked
-        assert asked is not None
-        await gateway.owners.look_up(session)
+        """A session that is new here: the directory may know its owner."""
+        gateway = self._gateway
+        assert gateway.finder is not None
+        await gateway.finder.look_up(session)
         self._connecting = None
         self._take_seat()
 
@@ -308,14 +307,10 @@ class Exchange:
         answer = answer_of(head.status, head.stamp)
         gateway.state.handle(FirstByte(dispatch.receipt, status, answer), now)
         gateway.observer.first_byte(now - self._started_s)
-        if answer is Answer.TURN:
-            assert self._asked is not None
-            gateway.owners.began(dispatch, self._asked.arrive, stamp)
         if stamp is not None:
             self._report(stamp, now)
             if stamp.epoch is not None and dispatch.session is not None:
-                claimed = Claimed(dispatch.session, stamp.unit, stamp.epoch)
-                gateway.state.handle(claimed, now)
+                gateway.claimed(Claimed(dispatch.session, stamp.unit, stamp.epoch))
         if head.chunked and self.request.head.version == b"1.0":
             self._dechunk = True
             head, first = head.unchunked(), upstream.payload()
@@ -361,7 +356,6 @@ class Exchange:
             gateway.state.handle(SessionEnd(asked.arrive.session), now)
             gateway.asking.chain.forget(asked.arrive.session)
             gateway.lobby.over(asked.arrive)
-            gateway.owners.ended(dispatch)
         self._client.answer_complete()
 
     def answer_failed(self, failure: Failure) -> None:
@@ -403,7 +397,6 @@ class Exchange:
             stamp.unit, Tier.DEVICE, extent.prefix_hash, extent.tokens, session=dispatch.session
         )
         self._gateway.state.handle(report, now)
-        self._gateway.owners.reported(dispatch, stamp.unit, extent)
 
     def _last_prompt(self, dispatch: Dispatch) -> int:
         """Tokens of the session's last prompt, before this turn's end is told."""

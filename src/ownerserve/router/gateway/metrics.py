@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -142,12 +142,8 @@ class GatewayCollector(Collector):
         for outcome, value in self._gateway.places.counts.items():
             places.add_metric([outcome], value)
         yield places
-        answers = CounterMetricFamily(
-            "ownerserve_directory_answers", "The directory's answers.", labels=["answer"]
-        )
-        for answer, value in self._gateway.owners.owners.answers.items():
-            answers.add_metric([answer], value)
-        yield answers
+        if self._gateway.finder is not None:
+            yield _directory_answers(self._gateway.finder.answers)
 
     def _workers(self) -> Iterator[Metric]:
         for name, text, attribute in _PER_WORKER:
@@ -193,6 +189,18 @@ class GatewayCollector(Collector):
         yield GaugeMetricFamily(
             "ownerserve_sessions", "Sessions known.", value=len(self._gateway.state.sessions)
         )
+
+
+def _directory_answers(answers: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(
+        "ownerserve_directory_answers",
+        "What the directory answered when asked who owns a session: outcomes, and refusals by "
+        "reason.",
+        labels=["answer"],
+    )
+    for answer, value in answers.items():
+        family.add_metric([answer], value)
+    return family
 
 
 def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:

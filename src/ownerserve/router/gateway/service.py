@@ -11,9 +11,7 @@ import logging
 import os
 from itertools import count
 
-from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.port import Directory
-from ownerserve.directory.terms import TermFile
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
@@ -21,7 +19,7 @@ from ownerserve.router.gateway.access import open_access
 from ownerserve.router.gateway.asking import Asking
 from ownerserve.router.gateway.client import ClientConnection
 from ownerserve.router.gateway.config import Config
-from ownerserve.router.gateway.directory_link import DirectoryLink
+from ownerserve.router.gateway.finder import SessionFinder
 from ownerserve.router.gateway.health import HealthMonitor, News
 from ownerserve.router.gateway.inventory import InventoryReader
 from ownerserve.router.gateway.lobby import Lobby
@@ -52,17 +50,11 @@ SOME_OTHER = "(not learnt)"
 log = logging.getLogger("ownerserve.gateway")
 
 
-class _LoopClock:
-    """The event loop's time."""
-
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-
 class Gateway:
     """One gateway process's data port and everything behind it.
 
-    `directory`: one that other gateways use too; without it, one of this process's own.
+    `directory`: where workers say what they own, and other gateways ask too. Without it sessions
+    are known by this gateway's own tables and by what workers say that they hold.
     """
 
     def __init__(self, config: Config, directory: Directory | None = None) -> None:
@@ -91,11 +83,7 @@ class Gateway:
         seats = None if config.seats is None else Seats(self.state.fleet, config.seats)
         self.lobby = Lobby(seats, self.now)
         self.asking = Asking(resolve=self.state.sessions.resolve, is_known=self._is_known)
-        self.owners = DirectoryLink(
-            directory or EmbeddedDirectory(_LoopClock(), TermFile(), opens_in_s=0.0),
-            is_shared=directory is not None,
-            tell=self._claimed,
-        )
+        self.finder = None if directory is None else SessionFinder(directory, tell=self.claimed)
         self.observer = Observer(self.now, decisions_kept=config.decisions_kept)
         self.monitors = {
             address.worker: HealthMonitor(address, config, access=self.access, tell=self._heard)
@@ -118,14 +106,16 @@ class Gateway:
         return f"{self._id_prefix}{next(self._ids)}".encode()
 
     def stranger(self, arrive: Arrive) -> SessionId | None:
-        """The session's name, if another gateway may know more of it than this one."""
+        """The session's name, if the directory may know more of it than this gateway.
+
+        One without a place to go to is new here, known by a worker's inventory alone, or its owner
+        is lost: another gateway may have sent it elsewhere since.
+        """
         name = arrive.session
-        if not name or not self.owners.is_shared:
+        if not name or self.finder is None:
             return None
         known = self.state.sessions.get(self.state.sessions.resolve(name))
-        # One without an owner is known by a worker's inventory alone.
-        is_ours = known is not None and (known.owner is not None or known.epoch is not None)
-        return None if is_ours else name
+        return None if known is not None and known.live_home is not None else name
 
     @property
     def port(self) -> int:
@@ -152,7 +142,6 @@ class Gateway:
         self._tasks = [loop.create_task(monitor.run()) for monitor in monitors]
         self._tasks += [loop.create_task(reader.run()) for reader in self.inventories.values()]
         self._tasks.append(loop.create_task(self._sweep()))
-        self._tasks.append(loop.create_task(self.owners.run()))
 
     async def drain(self) -> None:
         """Take no more; wait for what is live, at most `drain_timeout_s`; then close all."""
@@ -177,22 +166,24 @@ class Gateway:
             client.close()
         for pool in self.pools.values():
             pool.close_idle()
-        self.owners.close()
+        if self.finder is not None:
+            self.finder.close()
         self.places.close()
         await asyncio.sleep(0)  # let the transports report their end
 
     def _heard(self, event: News) -> None:
         self.state.handle(event, self.now())
         match event:
-            case WorkerUp(worker, dp_rank, incarnation, profile):
+            case WorkerUp(worker, dp_rank, incarnation):
                 self.inventories[worker].call()
-                if incarnation is not None:
-                    self.owners.heard(RoutingUnit(worker, dp_rank, incarnation), profile)
+                if incarnation is not None and self.finder is not None:
+                    self.finder.lives(RoutingUnit(worker, dp_rank, incarnation))
                 stated = self.monitors[worker].stated
                 rpc = None if stated is None else stated.profile.rpc
                 self.places.learn(worker, self.pools[worker].address.host, rpc)
             case WorkerDown(worker):
-                self.owners.silent(worker)
+                if self.finder is not None:
+                    self.finder.silent(worker)
                 self.places.learn(worker, self.pools[worker].address.host, None)
                 self.pools[worker].close_idle()
             case Stamped():
@@ -217,7 +208,8 @@ class Gateway:
         if action is None:
             return
         if answered == len(self.pools):
-            self.owners.close()
+            if self.finder is not None:
+                self.finder.close()
             raise lacking(self.config.policy, action, answered)
         log.warning(
             "policy %s needs %s, which none of the %d workers that answered offers; %d have not"
@@ -225,8 +217,11 @@ class Gateway:
             self.config.policy, action.value, answered, len(self.pools) - answered,
         )  # fmt: skip
 
-    def _claimed(self, event: Claimed) -> None:
+    def claimed(self, event: Claimed) -> None:
+        """A worker or the directory says who owns a session."""
         self.state.handle(event, self.now())
+        if self.finder is not None:
+            self.finder.heard(event.epoch)
 
     def _is_known(self, name: SessionId) -> bool:
         return self.state.sessions.get(name) is not None

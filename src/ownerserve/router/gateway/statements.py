@@ -34,7 +34,6 @@ def profile_of(status: WorkerStatus, *, default: Speed) -> tuple[Profile, tuple[
         actions=_actions(stated.actions),
         kv_bytes_total=status.load.kv_bytes_total,
         sequence_tokens=stated.sequence_tokens,
-        owns_sessions=stated.owns_sessions,
     )
     return profile, tuple(problems)
 

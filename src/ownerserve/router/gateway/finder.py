@@ -1,0 +1,136 @@
+"""Who owns a session that is new to this gateway: the directory is asked, for a moment.
+
+Owns the look-ups that wait. Nothing is decided here: workers own, and say so themselves.
+
+    turns of unknown sessions ── waiting ──> one frame at a time ──> directory
+    turns go on <── Claimed, or LOOK_UP_S is over ──────────────────────┘
+
+A frame that takes longer than LOOK_UP_S makes nobody wait any more until it ends: a directory that
+hangs delays the turns that asked with it, and no others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ownerserve.directory.messages import FindSession, Outcome, Refusal, Refused, SessionIs
+from ownerserve.directory.port import Directory
+from ownerserve.kv.epoch import Epoch, later
+from ownerserve.kv.errors import InvariantViolated
+from ownerserve.kv.ids import Incarnation, SessionId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.router.messages import Claimed
+
+log = logging.getLogger("ownerserve.gateway")
+
+LOOK_UP_S = 0.25
+"""A directory that takes longer is not waited for: the turn goes by what is known here."""
+FRAME_MAX = 256
+
+
+class SessionFinder:
+    """Asks a directory, whose client blocks, in a thread of its own. `tell` hears of owners."""
+
+    def __init__(self, directory: Directory, *, tell: Callable[[Claimed], None]) -> None:
+        self.answers: Counter[str] = Counter()
+        """Outcomes by name, refusals by reason: metric labels."""
+        self._directory = directory
+        self._tell = tell
+        self._seen: Epoch | None = None
+        self._lives: dict[tuple[Incarnation, int], RoutingUnit] = {}
+        """Lives that answer, as this gateway names them."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = ThreadPoolExecutor(1, "directory")
+        self._waiting: dict[SessionId, asyncio.Future[None]] = {}
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_s = 0.0
+        self._is_failing = False
+        """Whether the last frame met a fault."""
+
+    def lives(self, unit: RoutingUnit) -> None:
+        """A worker answers. To the directory it has a name of its own: its life tells who it is."""
+        self._lives[unit.incarnation, unit.dp_rank] = unit
+
+    def silent(self, worker: str) -> None:
+        """A worker is down."""
+        self._lives = {life: unit for life, unit in self._lives.items() if unit.worker != worker}
+
+    def heard(self, epoch: Epoch) -> None:
+        """A worker owns under this epoch: a directory that does not know it has lost memory."""
+        self._seen = later(self._seen, epoch)
+
+    async def look_up(self, session: SessionId) -> None:
+        """Ask who owns it, and wait for the answer for a moment."""
+        if self._is_late():
+            self.answers["not_asked"] += 1
+            return
+        answered = self._waiting.get(session)
+        if answered is None:
+            answered = self._waiting[session] = self._loop.create_future()
+        if self._asking is None or self._asking.done():
+            self._asking = self._loop.create_task(self._ask())
+        try:
+            async with asyncio.timeout(LOOK_UP_S):
+                await asyncio.shield(answered)
+        except TimeoutError:
+            self.answers["too_slow"] += 1
+
+    def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+        for answered in self._waiting.values():
+            answered.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._directory.close()
+
+    def _is_late(self) -> bool:
+        """Whether the frame under way takes too long to stand behind it."""
+        is_asking = self._asking is not None and not self._asking.done()
+        return is_asking and self._loop.time() - self._asked_s > LOOK_UP_S
+
+    async def _ask(self) -> None:
+        """Frame by frame, until nobody waits."""
+        while self._waiting:
+            sessions = list(self._waiting)[:FRAME_MAX]
+            answered = [self._waiting.pop(session) for session in sessions]
+            self._asked_s = self._loop.time()
+            outcomes = await self._execute([FindSession(one, self._seen) for one in sessions])
+            for session, outcome in zip(sessions, outcomes, strict=True):
+                self._hear(session, outcome)
+            for one in answered:
+                if not one.done():
+                    one.set_result(None)
+
+    async def _execute(self, requests: Sequence[FindSession]) -> list[Outcome]:
+        """A fault of the directory's is told once, and counts as silence: no turn waits for it."""
+        try:
+            outcomes = await self._loop.run_in_executor(
+                self._thread, self._directory.execute, requests
+            )
+            if len(outcomes) != len(requests):
+                raise InvariantViolated(f"{len(outcomes)} answers to {len(requests)} requests")
+        except Exception:  # whatever a backend raises
+            self.answers["failed"] += 1
+            if not self._is_failing:
+                log.exception("the directory fails: asked again until it answers")
+            self._is_failing = True
+            return [Refused(Refusal.UNREACHABLE) for _ in requests]
+        self._is_failing = False
+        return outcomes
+
+    def _hear(self, session: SessionId, outcome: Outcome) -> None:
+        if isinstance(outcome, Refused):
+            self.answers[outcome.reason.lower()] += 1
+            return
+        self.answers[type(outcome).__name__.lower()] += 1
+        if not isinstance(outcome, SessionIs):
+            return
+        self.heard(outcome.epoch)
+        owner = outcome.owner
+        if outcome.owner_live:
+            here = self._lives.get((owner.incarnation, owner.dp_rank), owner)
+            self._tell(Claimed(session, here, outcome.epoch))

@@ -1,0 +1,278 @@
+"""The gateway asks the directory who owns a session that is new to it, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+
+from ownerserve.directory.embedded import EmbeddedDirectory
+from ownerserve.directory.messages import (
+    Bind,
+    FindSession,
+    Miss,
+    Outcome,
+    Refusal,
+    Refused,
+    Register,
+    Request,
+)
+from ownerserve.directory.rpc.client import DirectoryClient
+from ownerserve.directory.terms import TermFile
+from ownerserve.kv.clock import ManualClock
+from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire import turn_line
+from ownerserve.router.gateway.admin import admin_app
+from ownerserve.router.gateway.config import Address, Config
+from ownerserve.router.gateway.finder import LOOK_UP_S
+from ownerserve.router.gateway.service import Gateway
+
+Play = Callable[..., None]
+World = Any  # conftest.World; a test module can't import its conftest
+
+LIFE = 1_700_000_000_000_000_000
+
+
+def stamped(life: int) -> dict[str, str]:
+    """A worker's headers."""
+    load = {"incarnation": life, "rank": 0, "as-of": 1.0, "pending-prefill-tokens": 0}
+    return {f"x-ownerserve-{name}": str(value) for name, value in load.items()}
+
+
+async def admin(world: World, path: str) -> httpx.Response:
+    transport = httpx.ASGITransport(admin_app(world.gateway))
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
+        return await client.get(path)
+
+
+def name_of(head: bytes) -> SessionId:
+    """The session's name, as a worker reads it."""
+    lines = dict(line.split(": ", 1) for line in head.decode().split("\r\n")[1:] if line)
+    return SessionId(turn_line.decode(lines[turn_line.HEADER]).name or "")
+
+
+class Asked(EmbeddedDirectory):
+    """A directory in memory that notes what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(ManualClock(), TermFile(), opens_in_s=0.0)
+        self.requests: list[Request] = []
+
+    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        self.requests += requests
+        return super().execute(requests)
+
+
+class Unreachable:
+    """A directory that is lost."""
+
+    asked = 0
+
+    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        self.asked += len(requests)
+        return [Refused(Refusal.UNREACHABLE) for _ in requests]
+
+    def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def further(world: World, directory: Any, *, gateways: int) -> AsyncIterator[list[Any]]:
+    """Clients of further gateways over the same engines, at one directory."""
+    addresses = tuple(Address("127.0.0.1", engine.port) for engine in world.engines)
+    made = [Gateway(Config(workers=addresses), directory) for _ in range(gateways)]
+    clients = []
+    try:
+        for gateway in made:
+            await gateway.start()
+            streams = await asyncio.open_connection("127.0.0.1", gateway.port)
+            clients.append(type(await world.client())(*streams))
+        yield clients
+        for gateway in made:
+            gateway.state.check()
+    finally:
+        for client in clients:
+            client.hang_up()
+        for gateway in made:
+            await gateway.stop()
+
+
+def test_a_session_that_is_new_to_a_gateway_is_found_where_its_owner_is(play: Play) -> None:
+    """Workers own, under names of their own; the gateway asks, and asks nothing else."""
+
+    async def scenario(world: World) -> None:
+        for number, engine in enumerate(world.engines):
+            engine.says = stamped(LIFE + number)
+        directory = Asked()
+        units = [RoutingUnit(WorkerId(f"w{n}"), 0, Incarnation(LIFE + n)) for n in range(3)]
+        directory.execute([Register(unit) for unit in units])
+        async with further(world, directory, gateways=2) as (one, two):
+            names = {}
+            for number, name in enumerate("abcdef"):
+                answer = await one.post("/v1/chat/completions", x__session__id=name)
+                (head, _) = world.engine_of(answer).seen[-1]
+                names[name] = name_of(head), units[number % 3]
+                directory.execute([Bind(*names[name])])
+            asked = len(directory.requests)
+            for name, (_, owner) in reversed(names.items()):
+                answer = await two.post("/v1/chat/completions", x__session__id=name)
+                port = world.engines[units.index(owner)].port
+                assert answer["x-ownerserve-worker"] == f"127.0.0.1:{port}"
+                assert answer["x-ownerserve-reason"] != "new_session"
+            assert {type(one) for one in directory.requests[asked:]} == {FindSession}
+            assert len(directory.requests[asked:]) == len(names)
+
+    play(scenario, engines=3)
+
+
+def test_the_owner_is_asked_for_again_when_the_worker_is_lost(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        for number, engine in enumerate(world.engines):
+            engine.says = stamped(LIFE + number)
+        directory = Asked()
+        async with further(world, directory, gateways=1) as (client,):
+            for _ in range(3):
+                answer = await client.post("/v1/chat/completions", x__session__id="a")
+            assert len(directory.requests) == 1
+            lost = world.engine_of(answer)
+            await lost.kill()
+            (other,) = [engine for engine in world.engines if engine is not lost]
+            async with asyncio.timeout(10):
+                while json.loads((await client.get("/health")).body)["workers_up"] > 1:
+                    await asyncio.sleep(0.05)
+            for _ in range(2):
+                answer = await client.post("/v1/chat/completions", x__session__id="a")
+                assert world.engine_of(answer) is other
+            assert len(directory.requests) == 2
+
+    play(scenario, engines=2)
+
+
+def test_a_gateway_without_a_directory_has_none(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        for _ in range(2):
+            answer = await client.post("/v1/chat/completions", x__session__id="a")
+        assert answer["x-ownerserve-reason"] == "owner"
+        assert (await admin(world, "/status")).json()["directory"] is None
+        assert "ownerserve_directory" not in (await admin(world, "/metrics")).text
+
+    play(scenario, engines=1)
+
+
+class Hanging:
+    """A directory that answers when it is let go."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        self.go_on.wait()
+        return [Miss() for _ in requests]
+
+    def close(self) -> None:
+        self.go_on.set()
+
+
+def test_a_directory_that_hangs_delays_the_turns_that_asked_it_first_and_no_others(
+    play: Play,
+) -> None:
+    async def scenario(world: World) -> None:
+        hanging = Hanging()
+        async with further(world, hanging, gateways=1) as (client,):
+            took_s = []
+            for name in "abcde":
+                started_s = asyncio.get_running_loop().time()
+                answer = await client.post("/v1/chat/completions", x__session__id=name)
+                took_s.append(asyncio.get_running_loop().time() - started_s)
+                assert answer.status == 200
+            hanging.go_on.set()
+        assert took_s[0] >= LOOK_UP_S
+        assert sum(took_s[1:]) < LOOK_UP_S
+
+    play(scenario, engines=1)
+
+
+def test_a_lost_directory_costs_nobody_a_turn(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        (engine,) = world.engines
+        engine.says = stamped(LIFE)
+        lost = Unreachable()
+        async with further(world, lost, gateways=1) as (client,):
+            for reason in ("new_session", "owner", "owner"):
+                answer = await client.post("/v1/chat/completions", x__session__id="a")
+                assert (answer.status, answer["x-ownerserve-reason"]) == (200, reason)
+        assert lost.asked > 0
+
+    play(scenario, engines=1)
+
+
+class Raising(Unreachable):
+    """A directory whose backend has a fault."""
+
+    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        self.asked += len(requests)
+        raise RuntimeError("boom")
+
+
+class Short(Unreachable):
+    """A directory that leaves requests without an answer."""
+
+    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        self.asked += len(requests)
+        return []
+
+
+@pytest.mark.parametrize("lost", [Raising(), Short()])
+def test_a_faulty_directory_costs_nobody_a_turn_and_is_told_once(
+    play: Play, lost: Unreachable, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(world: World) -> None:
+        (engine,) = world.engines
+        engine.says = stamped(LIFE)
+        async with further(world, lost, gateways=1) as (client,):
+            for name in "abc":
+                answer = await client.post("/v1/chat/completions", x__session__id=name)
+                assert (answer.status, answer["x-ownerserve-reason"]) == (200, "new_session")
+
+    play(scenario, engines=1)
+    assert lost.asked == 3
+    assert [one.getMessage() for one in caplog.records if "directory" in one.getMessage()] == [
+        "the directory fails: asked again until it answers"
+    ]
+
+
+def test_a_directory_that_speaks_another_tongue_costs_nobody_a_turn(play: Play) -> None:
+    """Over a socket: the worst that a later version, or another service, may answer."""
+    port = zmq.Context.instance().socket(zmq.ROUTER)
+    number = port.bind_to_random_port("tcp://127.0.0.1")
+    stop = threading.Event()
+
+    def babble() -> None:
+        while not stop.is_set():
+            if port.poll(20):
+                peer, asked, _ = port.recv_multipart()
+                port.send_multipart([peer, asked, b"\xc1 a later version"])
+        port.close(linger=0)
+
+    async def scenario(world: World) -> None:
+        directory = DirectoryClient(f"tcp://127.0.0.1:{number}")
+        async with further(world, directory, gateways=1) as (client,):
+            for name in "ab":
+                answer = await client.post("/v1/chat/completions", x__session__id=name)
+                assert answer.status == 200
+
+    thread = threading.Thread(target=babble)
+    thread.start()
+    try:
+        play(scenario, engines=1)
+    finally:
+        stop.set()
+        thread.join()
