@@ -55,9 +55,11 @@ def workload(count: int) -> Iterator[tuple[str, list[ask.Request]]]:
     yield "bind a new session", [ask.Bind(_session(n), UNITS[n % WORKERS]) for n in range(count)]
     yield "find_session", [ask.FindSession(_session(n)) for n in range(count)]
     yield (
-        "claim_owner",
+        "publish of one extent",
         [
-            ask.ClaimOwner(digest(n), 4096, UNITS[n % WORKERS], Tier.DEVICE, MAIN)
+            ask.Publish(
+                UNITS[n % WORKERS], (ask.HeldExtent(digest(n), 4096, Tier.DEVICE, int(MAIN)),)
+            )
             for n in range(count)
         ],
     )

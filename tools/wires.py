@@ -59,7 +59,6 @@ OWNING = "W8: nodes own, publish and release"
 ACKNOWLEDGED = "an answer that asks for nothing: who hears it goes on as before"
 
 DEAD: dict[str, str] = {
-    "ownerserve.directory.messages.ClaimOwner": OWNING,
     "ownerserve.directory.messages.Drop": OWNING,
     "ownerserve.directory.messages.Dropped": OWNING,
     "ownerserve.directory.messages.FindGroup": OWNING,
@@ -67,13 +66,7 @@ DEAD: dict[str, str] = {
     "ownerserve.directory.messages.GroupIs": OWNING,
     "ownerserve.directory.messages.HeldExtent": OWNING,
     "ownerserve.directory.messages.Lookup": OWNING,
-    "ownerserve.directory.messages.Release": OWNING,
-    "ownerserve.directory.messages.Released": OWNING,
-    "ownerserve.directory.messages.Replicated": OWNING,
-    "ownerserve.directory.messages.ReplicateReadonly": OWNING,
     "ownerserve.directory.messages.Retired": OWNING,
-    "ownerserve.directory.rpc.client.AsyncDirectoryClient": OWNING,
-    "ownerserve.directory.rules.authority_of": OWNING,
     "ownerserve.directory.rules.kind_of": OWNING,
     "ownerserve.kv.epoch.Fence": OWNING,
     "ownerserve.kv.prefix.RunChain": "W8: used or gone",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from contract import LEASE_S, World
 from servers import Server, find_binary
+
+from ownerserve.directory.embedded import EmbeddedDirectory
+from ownerserve.directory.terms import TermFile
+from ownerserve.directory.valkey.directory import ValkeyDirectory, ValkeyOptions
+from ownerserve.directory.valkey.primary import parse_source
+from ownerserve.kv.clock import ManualClock
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +29,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = Server(tmp_path_factory.mktemp("valkey"))
     yield running
     running.stop()
+
+
+@pytest.fixture(params=["embedded", "valkey"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    if request.param == "embedded":
+        clock = ManualClock(1000.0)
+        embedded = EmbeddedDirectory(clock, TermFile(), lease_s=LEASE_S, opens_in_s=0.0)
+        yield World(embedded, clock.advance)
+        return
+    server: Server = request.getfixturevalue("server")
+    server.client().flushall()
+    options = ValkeyOptions(lease_s=LEASE_S)
+    shared = ValkeyDirectory(parse_source(server.url), options)
+    shared.status()
+    server.client().hset("ownerserve:term", "open_us", "0")  # a new fleet: no lease of before
+    yield World(shared, time.sleep)
+    shared.close()

@@ -39,7 +39,7 @@ class Oracle:
 
     def before(self, state: DirectoryState, request: ask.Request) -> Prefix | Session | None:
         match request:
-            case ask.Drop() | ask.Release():
+            case ask.Drop():
                 return prefix_of(state._records, request.prefix_hash)
             case ask.Advance():
                 return session_of(state._records, request.session_id)
@@ -69,12 +69,6 @@ class Oracle:
                 self._known.discard(request.session_id)
             case (ask.Publish(), ask.Published()) if outcome.adopted:
                 self._adopted(outcome, is_open)
-            case (ask.ClaimOwner(), ask.Granted()):
-                self._once(outcome.epoch, request.prefix_hash, request.unit)
-            case (ask.Release(), ask.Released()):
-                assert isinstance(record, Prefix)
-                if record.owner != request.unit:
-                    raise Violation(f"{request.unit} released the duty of {record.owner}")
             case (ask.Advance(), ask.Advanced()):
                 assert isinstance(record, Session)
                 if request.tokens < record.tokens:

@@ -278,7 +278,7 @@ class Process:
             self.send(self.owner.end(chosen, self.world.net.now_s))
 
     def keep_prefixes(self) -> None:
-        """Claim, copy, drop, release, advance: at once, as an owner on the same host would."""
+        """Publish, drop, advance: at once, as an owner on the same host would."""
         world, rng, now_s = self.world, self.world.net.rng, self.world.net.now_s
         session_id = rng.choice(world.sessions)
         tokens = 1 + int(now_s) // 2 * 2 + rng.randrange(3)
@@ -289,24 +289,13 @@ class Process:
         place = (self.unit, Tier.DEVICE, Kind.DENSE)
         if not has:
             oracle.copies.add((prefix_hash, self.unit))
-            claim = ask.ClaimOwner(prefix_hash, tokens, *place, seen=self.owner.seen)
-            outcome = world.ask_now(claim)
-            if isinstance(outcome, ask.HeldBy):
-                world.ask_now(ask.ReplicateReadonly(prefix_hash, *place))
-            elif isinstance(outcome, ask.Granted):
-                self.duties[prefix_hash] = outcome
+            extent = ask.HeldExtent(prefix_hash, tokens, *place[1:])
+            world.ask_now(ask.Publish(self.unit, (extent,), seen=self.owner.seen))
         elif isinstance(grant, Grant) and rng.random() < 0.6:
             if tokens > grant.tokens:
                 tip = Tip(prefix_hash, tokens, kinds=Kind.DENSE)
                 self.send(self.owner.finished(session_id, tip, now_s))
-        elif rng.random() < 0.3 and prefix_hash in self.duties:
-            world.ask_now(ask.Release(prefix_hash, self.unit, self.duties[prefix_hash].epoch))
         elif now_s < world.pledged.get((prefix_hash, self.unit), 0.0):
             pass  # a report that is still on its way would bring the copy back into the record
         elif isinstance(world.ask_now(ask.Drop(prefix_hash, *place[:2])), ask.Dropped):
             oracle.copies.discard((prefix_hash, self.unit))
-            self.duties.pop(prefix_hash, None)
-
-    @property
-    def duties(self) -> dict[PrefixHash, ask.Granted]:
-        return self.world.duties.setdefault(self.unit, {})

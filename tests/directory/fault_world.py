@@ -57,7 +57,6 @@ class World:
         self.oracle = Oracle(LEASE_S)
         self.sessions = [SessionId(f"s{number}") for number in range(rng.randrange(1, 4))]
         self.journals = {name: Journal(name) for name in self.sessions}
-        self.duties: dict[RoutingUnit, dict[PrefixHash, ask.Granted]] = {}
         self.pledged: dict[tuple[PrefixHash, RoutingUnit], float] = {}
         """Copies that a report on its way tells of, and until when it may come."""
         # Two turns of a session at a time, as forks and impatient clients make them.

@@ -160,7 +160,6 @@ MUTATIONS = (
     without(Instead(checks, "owns", yes)),
     without(Instead(checks, "is_news", yes)),
     without(Instead(checks, "is_advance", yes)),
-    without(Instead(checks, "owns_duty", yes)),
     without(Instead(checks, "may_drop", yes)),
     without(Instead(checks, "is_behind", no)),
     without(Instead(OwnerState, "_lease_covers", yes)),

@@ -2,83 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-import pytest
-from servers import Server
+from contract import (
+    LEASE_S,
+    MAIN,
+    P1,
+    P2,
+    S1,
+    S2,
+    A,
+    B,
+    World,
+    claim,
+    extents,
+    hold,
+    refused,
+    unit,
+)
 
 from ownerserve.directory import messages as ask
-from ownerserve.directory.embedded import EmbeddedDirectory
-from ownerserve.directory.messages import Refusal, Request
-from ownerserve.directory.port import Directory
-from ownerserve.directory.rules import Kind, Tier
-from ownerserve.directory.terms import TermFile
-from ownerserve.directory.valkey.directory import ValkeyDirectory, ValkeyOptions
-from ownerserve.directory.valkey.primary import parse_source
-from ownerserve.kv.clock import ManualClock
+from ownerserve.directory.messages import Refusal
+from ownerserve.directory.rules import Tier
 from ownerserve.kv.epoch import Epoch, Term
-from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
-
-LEASE_S = 1.5
-"""In real time on Valkey: longer than 15,000 records take on a machine that is busy."""
-P1, P2, P3 = (PrefixHash(bytes([number]) * 32) for number in (1, 2, 3))
-S1, S2 = SessionId("tenant/s1"), SessionId("tenant/s2")
-MAIN = Kind.DENSE | Kind.COMPRESSED
-
-
-def unit(name: str, life: int = 1, rank: int = 0) -> RoutingUnit:
-    return RoutingUnit(WorkerId(name), rank, Incarnation(life))
-
-
-A, B, C = unit("a"), unit("b"), unit("c")
-
-
-class World:
-    """A directory and time, real or not."""
-
-    def __init__(self, directory: Directory, sleep: Callable[[float], None]) -> None:
-        self.directory = directory
-        self.sleep = sleep
-
-    def ask(self, request: Request) -> Any:
-        return self.directory.execute([request])[0]
-
-    def join(self, *units: RoutingUnit) -> None:
-        for one in units:
-            assert isinstance(self.ask(ask.Register(one)), ask.Leased)
-
-    def past_lease(self) -> None:
-        self.sleep(LEASE_S * 1.1)
-
-
-@pytest.fixture(params=["embedded", "valkey"])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    if request.param == "embedded":
-        clock = ManualClock(1000.0)
-        embedded = EmbeddedDirectory(clock, TermFile(), lease_s=LEASE_S, opens_in_s=0.0)
-        yield World(embedded, clock.advance)
-        return
-    import time
-
-    server: Server = request.getfixturevalue("server")
-    server.client().flushall()
-    options = ValkeyOptions(lease_s=LEASE_S)
-    shared = ValkeyDirectory(parse_source(server.url), options)
-    shared.status()
-    server.client().hset("ownerserve:term", "open_us", "0")  # a new fleet: no lease of before
-    yield World(shared, time.sleep)
-    shared.close()
-
-
-def extents(held: Sequence[PrefixHash]) -> tuple[ask.HeldExtent, ...]:
-    return tuple(ask.HeldExtent(one, 512, Tier.HOST, MAIN) for one in held)
-
-
-def refused(outcome: object, reason: Refusal) -> bool:
-    return isinstance(outcome, ask.Refused) and outcome.reason is reason
-
+from ownerserve.kv.ids import PrefixHash
 
 # ---- sessions
 
@@ -166,7 +111,7 @@ def test_ending_a_session_needs_its_epoch(world: World) -> None:
 def test_a_new_life_drops_at_once_what_the_former_held(world: World) -> None:
     world.join(A, B)
     world.ask(ask.Bind(S1, A))
-    world.ask(ask.ClaimOwner(P1, 512, A, Tier.DEVICE, MAIN))
+    hold(world, A, P1, Tier.DEVICE)
     assert isinstance(world.ask(ask.Lookup((P1,))), ask.Found)
     world.join(unit("a", 2))
     assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
@@ -177,7 +122,8 @@ def test_a_new_life_drops_at_once_what_the_former_held(world: World) -> None:
 
 def test_a_new_lifes_store_is_readopted_by_its_inventory(world: World) -> None:
     world.join(A)
-    world.ask(ask.ClaimOwner(P1, 512, A, Tier.DISK, MAIN))
+    claim(world, A, S1, P1)
+    hold(world, A, P1, Tier.DISK)
     reborn = unit("a", 2)
     world.join(reborn)
     assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)  # not verified yet
@@ -185,7 +131,7 @@ def test_a_new_lifes_store_is_readopted_by_its_inventory(world: World) -> None:
     assert isinstance(world.ask(ask.Publish(reborn, (verified,))), ask.Published)
     found = world.ask(ask.Lookup((P1,)))
     assert found.locations == ((reborn, Tier.DISK, MAIN),) and found.owner is None
-    assert isinstance(world.ask(ask.ClaimOwner(P1, 512, reborn, Tier.DISK, MAIN)), ask.Granted)
+    assert claim(world, reborn, S1, P1).duty > found.epoch
 
 
 def test_a_former_life_that_came_first_after_amnesia_gives_way(world: World) -> None:
@@ -228,162 +174,10 @@ def test_who_retires_is_free_at_once(world: World) -> None:
 def test_strangers_own_nothing(world: World) -> None:
     for request in (
         ask.Bind(S1, A),
-        ask.ClaimOwner(P1, 16, A, Tier.HOST, MAIN),
         ask.RenewLease(A),
         ask.Publish(A),
     ):
         assert refused(world.ask(request), Refusal.UNKNOWN_HOLDER)
-
-
-# ---- prefixes
-
-
-def test_lookup_gives_the_longest_that_someone_alive_holds(world: World) -> None:
-    world.join(A, B)
-    world.ask(ask.ClaimOwner(P1, 512, A, Tier.HOST, MAIN))
-    world.ask(ask.ClaimOwner(P2, 1024, B, Tier.DEVICE, Kind.DENSE))
-    assert world.ask(ask.Lookup((P3, P2, P1))).prefix_hash == P2
-    assert world.ask(ask.Lookup((P3, P2, P1), Kind.COMPRESSED)).prefix_hash == P1
-    world.ask(ask.Retire(B))
-    assert world.ask(ask.Lookup((P3, P2, P1))).tokens == 512
-    assert isinstance(world.ask(ask.Lookup((P3,))), ask.Miss)
-
-
-def test_locations_come_by_tier_and_replicas_have_no_duty(world: World) -> None:
-    world.join(A, B)
-    granted = world.ask(ask.ClaimOwner(P1, 512, A, Tier.HOST, MAIN))
-    assert isinstance(world.ask(ask.ReplicateReadonly(P1, None, Tier.REMOTE, MAIN)), ask.Replicated)
-    assert isinstance(world.ask(ask.ReplicateReadonly(P1, B, Tier.DEVICE, MAIN)), ask.Replicated)
-    found = world.ask(ask.Lookup((P1,)))
-    assert [place[:2] for place in found.locations] == [
-        (B, Tier.DEVICE), (A, Tier.HOST), (None, Tier.REMOTE),
-    ]  # fmt: skip
-    assert (found.owner, found.epoch) == (A, granted.epoch)
-    world.past_lease()
-    left = world.ask(ask.Lookup((P1,)))
-    assert left.locations == ((None, Tier.REMOTE, MAIN),) and left.owner is None
-
-
-def test_last_copy_duty_is_ones_until_its_lease_ends(world: World) -> None:
-    world.join(A, B)
-    first = world.ask(ask.ClaimOwner(P1, 512, A, Tier.DEVICE, MAIN))
-    assert world.ask(ask.ClaimOwner(P1, 512, A, Tier.HOST, MAIN)) == first
-    assert isinstance(world.ask(ask.ClaimOwner(P1, 512, B, Tier.DEVICE, MAIN)), ask.HeldBy)
-    assert refused(world.ask(ask.Release(P1, B, first.epoch)), Refusal.NOT_OWNER)
-    assert world.ask(ask.Release(P1, A, first.epoch)) == ask.Released(2)
-    second = world.ask(ask.ClaimOwner(P1, 512, B, Tier.DEVICE, MAIN))
-    assert second.epoch > first.epoch
-    old = ask.HeldExtent(P1, 512, Tier.DEVICE, MAIN, epoch=first.epoch)
-    world.ask(ask.Publish(A, (old,)))
-    assert world.ask(ask.Lookup((P1,))).owner == B
-
-
-def test_the_last_copy_that_a_fork_stands_on_is_spilled_first(world: World) -> None:
-    world.join(A, B)
-    world.ask(ask.ClaimOwner(P1, 512, A, Tier.DEVICE, MAIN))
-    bound = world.ask(ask.Bind(S1, A))
-    world.ask(ask.Advance(S1, A, bound.epoch, 1, P1, 512))
-    assert refused(world.ask(ask.Drop(P1, A, Tier.DEVICE)), Refusal.LAST_COPY)
-    world.ask(ask.ReplicateReadonly(P1, B, Tier.DEVICE, MAIN))
-    world.ask(ask.Retire(B))
-    assert refused(world.ask(ask.Drop(P1, A, Tier.DEVICE)), Refusal.LAST_COPY)
-    world.ask(ask.ReplicateReadonly(P1, A, Tier.DISK, MAIN))
-    assert isinstance(world.ask(ask.Drop(P1, A, Tier.DEVICE)), ask.Dropped)
-    assert [place[1] for place in world.ask(ask.Lookup((P1,))).locations] == [Tier.DISK]
-
-
-def test_nobody_keeps_what_no_session_stands_on(world: World) -> None:
-    world.join(A)
-    world.ask(ask.ClaimOwner(P1, 512, A, Tier.DEVICE, MAIN))
-    assert isinstance(world.ask(ask.Drop(P1, A, Tier.DEVICE)), ask.Dropped)
-    assert refused(world.ask(ask.ReplicateReadonly(P1, A, Tier.HOST, MAIN)), Refusal.UNKNOWN_PREFIX)
-
-
-def test_forks_are_counted_on_what_they_stand_on(world: World) -> None:
-    world.join(A, B)
-    parent = world.ask(ask.Bind(S1, A))
-    world.ask(ask.Advance(S1, A, parent.epoch, 1, P1, 512))
-    child = world.ask(ask.Bind(S2, B, parent=S1))
-    assert (child.prefix_hash, child.tokens, child.version) == (P1, 512, 0)
-    assert world.ask(ask.Lookup((P1,))).refs == 2
-    moved = world.ask(ask.Advance(S1, A, parent.epoch, 2, P2, 1024))
-    assert isinstance(moved, ask.Advanced)
-    assert [world.ask(ask.Lookup((one,))).refs for one in (P1, P2)] == [1, 1]
-    world.ask(ask.EndSession(S2, B, child.epoch))
-    assert world.ask(ask.Lookup((P1,))).refs == 0
-
-
-def test_a_report_of_several_turns_counts_them_all_and_a_late_one_changes_nothing(
-    world: World,
-) -> None:
-    world.join(A, B)
-    mine = world.ask(ask.Bind(S1, A))
-    several = ask.Advance(S1, A, mine.epoch, 3, P2, 1024)
-    first = world.ask(several)
-    assert isinstance(first, ask.Advanced) and first.version == 3
-    assert world.ask(several) == ask.Advanced(3)
-    late = world.ask(ask.Advance(S1, A, mine.epoch, 2, P1, 512))
-    assert isinstance(late, ask.Conflict) and late.current.prefix_hash == P2
-    assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
-    assert refused(world.ask(ask.Advance(S2, A, mine.epoch, 1, P1, 1)), Refusal.UNKNOWN_SESSION)
-
-
-def test_a_change_of_owner_finishes_no_turn(world: World) -> None:
-    world.join(A, B)
-    mine = world.ask(ask.Bind(S1, A))
-    world.ask(ask.Advance(S1, A, mine.epoch, 5, P1, 512))
-    moved = world.ask(ask.Transfer(S1, A, B, mine.epoch, 5))
-    assert (moved.version, moved.prefix_hash) == (5, P1)
-    by_the_former = ask.Advance(S1, A, mine.epoch, 6, P2, 1024)
-    assert isinstance(world.ask(by_the_former), ask.Conflict)
-    world.ask(ask.Retire(B))
-    again = world.ask(ask.Bind(S1, A, seen=moved.epoch))
-    assert again.version == 5 and again.epoch > moved.epoch
-
-
-def test_a_finished_turn_claims_its_tip_where_nobody_alive_has_it(world: World) -> None:
-    world.join(A, B)
-    mine, theirs = world.ask(ask.Bind(S1, A)), world.ask(ask.Bind(S2, B))
-    first = world.ask(ask.Advance(S1, A, mine.epoch, 1, P1, 512, group="repo:x"))
-    assert first.duty > mine.epoch
-    assert world.ask(ask.FindGroup("repo:x")).members == ((P1, 1),)
-    second = world.ask(ask.Advance(S2, B, theirs.epoch, 1, P1, 512, tier=Tier.HOST))
-    assert second.duty is None
-    found = world.ask(ask.Lookup((P1,)))
-    assert found.owner == A and found.epoch == first.duty and found.refs == 2
-    assert {place[:2] for place in found.locations} == {(A, Tier.DEVICE), (B, Tier.HOST)}
-    world.ask(ask.Retire(A))
-    third = world.ask(ask.Advance(S2, B, theirs.epoch, 2, P1, 512))
-    assert third.duty > first.duty and world.ask(ask.Lookup((P1,))).owner == B
-
-
-def test_a_tail_is_claimed_by_nobody(world: World) -> None:
-    world.join(A)
-    mine = world.ask(ask.Bind(S1, A))
-    tail = ask.Advance(S1, A, mine.epoch, 1, P1, 512, kinds=int(Kind.TAIL))
-    assert refused(world.ask(tail), Refusal.SESSION_LOCAL)
-
-
-def test_owner_rules_by_kind_of_state(world: World) -> None:
-    world.join(A, B)
-    tail = ask.ClaimOwner(P1, 512, A, Tier.DEVICE, Kind.TAIL)
-    assert refused(world.ask(tail), Refusal.SESSION_LOCAL)
-    published = ask.HeldExtent(P1, 512, Tier.DISK, Kind.TAIL | Kind.DENSE)
-    assert refused(world.ask(ask.Publish(A, (published,))), Refusal.SESSION_LOCAL)
-    world.ask(ask.ClaimOwner(P1, 512, A, Tier.DEVICE, MAIN | Kind.CHECKPOINT))
-    elsewhere = ask.ReplicateReadonly(P1, B, Tier.DEVICE, Kind.CHECKPOINT)
-    assert refused(world.ask(elsewhere), Refusal.SESSION_LOCAL)
-    on_disk = ask.ReplicateReadonly(P1, B, Tier.DISK, Kind.CHECKPOINT)
-    assert isinstance(world.ask(on_disk), ask.Replicated)
-
-
-def test_hot_prefixes_of_a_group(world: World) -> None:
-    world.join(A)
-    for prefix_hash in (P1, P2):
-        world.ask(ask.ClaimOwner(prefix_hash, 512, A, Tier.HOST, MAIN, "repo:ownerserve"))
-    members = world.ask(ask.FindGroup("repo:ownerserve")).members
-    assert {name for name, _ in members} == {P1, P2}
-    assert world.ask(ask.FindGroup("repo:none")) == ask.GroupIs(())
 
 
 # ---- memory
@@ -410,7 +204,7 @@ def test_a_routers_question_tells_of_a_later_epoch_too(world: World) -> None:
 
 def test_without_memory_workers_words_count_until_old_leases_are_over(world: World) -> None:
     world.join(A, B)
-    world.ask(ask.ClaimOwner(P1, 512, A, Tier.DEVICE, MAIN))
+    hold(world, A, P1, Tier.DEVICE)
     mine = world.ask(ask.Bind(S1, A))
     status = world.directory.forget()
     assert status.opens_in_s > 0
@@ -486,10 +280,9 @@ def test_a_batch_is_answered_in_order(world: World) -> None:
 
 def test_a_sweep_forgets_former_lives(world: World) -> None:
     world.join(A)
-    world.ask(ask.ClaimOwner(P1, 512, A, Tier.DEVICE, MAIN))
+    hold(world, A, P1, Tier.DEVICE)
     world.join(unit("a", 2))
     swept = sum(world.directory.sweep(100) for _ in range(5))
     assert swept == 1
-    assert refused(
-        world.ask(ask.ReplicateReadonly(P1, None, Tier.REMOTE, MAIN)), Refusal.UNKNOWN_PREFIX
-    )
+    records = world.directory.status().records
+    assert records is None or records.prefixes == 0

@@ -39,11 +39,11 @@ def test_a_schedule_is_the_same_each_time() -> None:
 
 def test_schedules_are_no_idle_talk() -> None:
     """They serve, hand over, lose memory, start terms; nodes restore, refuse and die."""
-    worlds = [World(seed) for seed in range(20)]
+    worlds = [World(seed) for seed in range(30)]
     for world in worlds:
         world.play()
     turns = sum(len(one.done) for world in worlds for one in world.journals.values())
-    assert turns > 20 * 10
+    assert turns > 30 * 10
     assert any(world.state.term.ordinal > 2 for world in worlds)
     assert any(world.zombies for world in worlds)
     counts = sum((world.counts for world in worlds), Counter[str]())

@@ -89,11 +89,6 @@ def report_is_later(session: Session, reported: HeldSession) -> bool:
     return session.epoch < reported.epoch
 
 
-def owns_duty(prefix: Prefix, unit: RoutingUnit, epoch: Epoch) -> bool:
-    """Only who has last-copy duty gives it up."""
-    return prefix.owner == unit and prefix.epoch == epoch
-
-
 def may_drop(prefix: Prefix, others: Sequence[Location]) -> bool:
     """The last living copy that a session stands on is spilled before it goes."""
     return bool(others) or prefix.refs == 0

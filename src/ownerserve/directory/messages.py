@@ -25,7 +25,6 @@ class Refusal(StrEnum):
     LEASE_LAPSED = "lease_lapsed"  # all that you owned may be another's; register again
     REBUILDING = "rebuilding"  # a directory without memory waits until old leases have run out
     UNKNOWN_SESSION = "unknown_session"
-    UNKNOWN_PREFIX = "unknown_prefix"
     NOT_OWNER = "not_owner"
     TARGET_NOT_LIVE = "target_not_live"
     SESSION_LOCAL = "session_local"  # this kind of state may not be held there (rules.py)
@@ -65,7 +64,7 @@ class Retire(msgspec.Struct, frozen=True, tag="retire"):
 
 
 class HeldExtent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A line of an inventory. `epoch`: of the last-copy duty, None for a replica."""
+    """A line of an inventory. `epoch`: of the last-copy duty; None: a read-only copy."""
 
     prefix_hash: PrefixHash
     tokens: int
@@ -159,35 +158,6 @@ class FindSession(msgspec.Struct, frozen=True, tag="find_session"):
 # ---- requests: prefixes
 
 
-class ClaimOwner(msgspec.Struct, frozen=True, tag="claim_owner", gc=False):
-    """`unit` holds a sealed prefix and takes on last-copy duty."""
-
-    prefix_hash: PrefixHash
-    tokens: int
-    unit: RoutingUnit
-    tier: Tier
-    kinds: Kinds
-    group: str = ""
-    seen: Epoch | None = None
-
-
-class Release(msgspec.Struct, frozen=True, tag="release"):
-    """The owner gives up the duty. Its copy stays, as a replica that anyone may claim."""
-
-    prefix_hash: PrefixHash
-    unit: RoutingUnit
-    epoch: Epoch
-
-
-class ReplicateReadonly(msgspec.Struct, frozen=True, tag="replicate_readonly"):
-    """`target` holds a verified copy (None: the remote tier does). It takes no duty."""
-
-    prefix_hash: PrefixHash
-    target: RoutingUnit | None
-    tier: Tier
-    kinds: Kinds
-
-
 class Drop(msgspec.Struct, frozen=True, tag="drop"):
     """May `unit` drop its copy in `tier`? Asked before, not told after."""
 
@@ -211,7 +181,7 @@ class FindGroup(msgspec.Struct, frozen=True, tag="find_group"):
 
 Request: TypeAlias = (
     Register | RenewLease | Retire | Publish | Bind | Transfer | Advance | EndSession | FindSession
-    | ClaimOwner | Release | ReplicateReadonly | Drop | Lookup | FindGroup
+    | Drop | Lookup | FindGroup
 )  # fmt: skip
 
 
@@ -287,22 +257,6 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """The directory has forgotten the session."""
 
 
-class Granted(msgspec.Struct, frozen=True, tag="granted", gc=False):
-    """Last-copy duty is the asker's under `epoch`."""
-
-    epoch: Epoch
-
-
-class Released(msgspec.Struct, frozen=True, tag="released"):
-    """`copies` that live remain, the asker's own with them."""
-
-    copies: int
-
-
-class Replicated(msgspec.Struct, frozen=True, tag="replicated"):
-    """The copy is offered to readers from now on."""
-
-
 class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
     """The copy may go; nobody is sent to it any more."""
 
@@ -339,5 +293,5 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 Outcome: TypeAlias = (
     Leased | Retired | Published | SessionIs | Bound | HeldBy | Conflict | Advanced | Ended
-    | Granted | Released | Replicated | Dropped | Found | Miss | GroupIs | Refused
+    | Dropped | Found | Miss | GroupIs | Refused
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """Decisions on sealed prefixes: one last-copy duty, many read-only copies.
 
-UNKNOWN --ClaimOwner--> OWNED --Release, or its owner's last copy dropped--> UNOWNED
-UNKNOWN --Publish | ReplicateReadonly--> UNOWNED --ClaimOwner--> OWNED
-OWNED   --owner's lease runs out, or its next life registers--> ORPHAN --ClaimOwner--> OWNED
+UNKNOWN --Advance--> OWNED --its owner's last copy goes--> UNOWNED
+UNKNOWN --Publish--> UNOWNED --Advance--> OWNED
+OWNED   --owner's lease runs out, or its next life registers--> ORPHAN --Advance--> OWNED
 any     --no copy and no fork left--> UNKNOWN
 """
 
@@ -12,25 +12,18 @@ import msgspec
 from msgspec.structs import replace
 
 from ownerserve.directory import checks
-from ownerserve.directory.decision import Decision, Draft, Moment, refuse, refuse_until_open
-from ownerserve.directory.extents import live_copies, touch, use_in_group, without_copy
+from ownerserve.directory.decision import Decision, Draft, Moment, refuse
+from ownerserve.directory.extents import live_copies, touch, without_copy
 from ownerserve.directory.messages import (
     Advance,
-    ClaimOwner,
     Drop,
     Dropped,
     FindGroup,
     Found,
-    Granted,
     GroupIs,
-    HeldBy,
     Lookup,
     Miss,
     Refusal,
-    Release,
-    Released,
-    Replicated,
-    ReplicateReadonly,
 )
 from ownerserve.directory.records import (
     Key,
@@ -39,55 +32,12 @@ from ownerserve.directory.records import (
     Records,
     group_of,
     holder_of,
-    prefix_at,
     prefix_key,
     prefix_of,
     unit_key,
     with_location,
 )
-from ownerserve.directory.rules import Kind, Tier, may_replicate
-
-
-def claim_owner(records: Records, ask: ClaimOwner, at: Moment) -> Decision:
-    """First come, first served; later ones hold replicas."""
-    why = checks.standing(holder_of(records, ask.unit), ask.unit, at.now_s)
-    if why is not None:
-        return refuse(why)
-    if ask.kinds & TAIL:
-        return refuse(Refusal.SESSION_LOCAL)
-    place = Location(None if ask.tier is _REMOTE else ask.unit, ask.tier, ask.kinds)
-    key = prefix_key(ask.prefix_hash)
-    known = prefix_at(records, key)
-    if known is None:
-        fresh = Prefix(ask.tokens, ask.unit, (place,), 0, at.now_s, ask.group, at.epoch)
-    else:
-        is_ours = known.owner == ask.unit and known.epoch is not None
-        fresh = Prefix(
-            known.tokens,
-            ask.unit,
-            with_location(known.locations, place),
-            known.refs,
-            at.now_s,
-            known.group or ask.group,
-            known.epoch if is_ours else at.epoch,
-        )
-        if is_ours and known.epoch is not None:
-            return Decision(Granted(known.epoch), ((key, fresh),))
-    guards: tuple[Key, ...] = ()
-    if known is not None and known.owner is not None and known.epoch is not None:
-        holder = holder_of(records, known.owner)
-        if holder is not None and checks.owner_lives(holder, known.owner, at.now_s):
-            left_s = max(0.0, holder.lease_until_s - at.now_s)
-            return Decision(HeldBy(known.owner, known.epoch, left_s))
-        guards = (unit_key(known.owner),)
-    if not checks.may_issue(at.now_s, at.open_at_s):
-        return refuse_until_open(at)
-    if not fresh.group:
-        return Decision(Granted(at.epoch), ((key, fresh),), guards, minted=True)
-    draft = Draft(records)
-    draft.put(key, fresh)
-    use_in_group(draft, fresh.group, ask.prefix_hash)
-    return draft.granted(Granted(at.epoch), guards=guards)
+from ownerserve.directory.rules import Kind, Tier
 
 
 class Tip(msgspec.Struct, frozen=True, gc=False):
@@ -121,39 +71,6 @@ def claimed_tip(records: Records, ask: Advance, at: Moment) -> Tip:
         return Tip(held)
     guards = () if owner is None else (unit_key(owner),)
     return Tip(replace(held, owner=ask.unit, epoch=at.epoch), guards, minted=True)
-
-
-def release(records: Records, ask: Release, at: Moment) -> Decision:
-    """The epoch stays in the record: an inventory from before must not bring the duty back."""
-    prefix = prefix_of(records, ask.prefix_hash)
-    if prefix is None:
-        return refuse(Refusal.UNKNOWN_PREFIX)
-    if not checks.owns_duty(prefix, ask.unit, ask.epoch):
-        return refuse(Refusal.NOT_OWNER)
-    draft = Draft(records)
-    draft.put(prefix_key(ask.prefix_hash), replace(prefix, owner=None))
-    return draft.decided(Released(len(live_copies(records, prefix, at.now_s))))
-
-
-def replicate_readonly(records: Records, ask: ReplicateReadonly, at: Moment) -> Decision:
-    """A copy for readers, where the owner rules allow one."""
-    if not may_replicate(ask.kinds, ask.tier):
-        return refuse(Refusal.SESSION_LOCAL)
-    target = None if ask.tier is Tier.REMOTE else ask.target
-    if target is not None:
-        why = checks.standing(holder_of(records, target), target, at.now_s)
-        if why is not None:
-            return refuse(why)
-    elif ask.tier is not Tier.REMOTE:
-        return refuse(Refusal.UNKNOWN_HOLDER)
-    prefix = prefix_of(records, ask.prefix_hash)
-    if prefix is None:
-        return refuse(Refusal.UNKNOWN_PREFIX)
-    place = Location(target, ask.tier, ask.kinds)
-    held = replace(prefix, locations=with_location(prefix.locations, place), last_access_s=at.now_s)
-    draft = Draft(records)
-    draft.put(prefix_key(ask.prefix_hash), held)
-    return draft.decided(Replicated())
 
 
 def drop(records: Records, ask: Drop, at: Moment) -> Decision:

@@ -1,19 +1,17 @@
-"""Asking a directory elsewhere: one client that blocks, one for asyncio.
+"""Asking a directory elsewhere: a client that blocks.
 
-Both answer `unreachable` for what was not answered in time, or by nothing that can be read: it may
+It answers `unreachable` for what was not answered in time, or by nothing that can be read: it may
 or may not be done, and every request may be asked again (docs/directory.md). A late answer is
 dropped by its number.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from itertools import count
 
 import zmq
-import zmq.asyncio
 
 from ownerserve.directory.messages import Outcome, Refusal, Refused, Request
 from ownerserve.directory.port import DirectoryStatus
@@ -82,65 +80,7 @@ class DirectoryClient:
         raise PeerLost("the directory does not answer")
 
 
-class AsyncDirectoryClient:
-    """The same for one asyncio loop; many requests may be under way."""
-
-    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
-        self._numbers = count()
-        self._waiting: dict[bytes, asyncio.Future[Answer]] = {}
-        self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        _set_up(self._socket, address)
-        self._reader: asyncio.Task[None] | None = None
-
-    async def execute(self, requests: Sequence[Request]) -> list[Outcome]:
-        """All of them in one frame."""
-        try:
-            return _outcomes(await self._asked(Batch(tuple(requests))), requests)
-        except PeerLost:
-            return [Refused(Refusal.UNREACHABLE) for _ in requests]
-
-    async def status(self) -> DirectoryStatus:
-        """Raises PeerLost when there is no answer."""
-        return _status(await self._asked(Status()))
-
-    async def close(self) -> None:
-        """Open requests end as unreachable."""
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-        for future in self._waiting.values():
-            future.cancel()
-        self._socket.close()
-
-    async def _asked(self, question: Question) -> Answer:
-        if self._reader is None:
-            self._reader = asyncio.create_task(self._read())
-        number = next(self._numbers).to_bytes(NUMBER_BYTES, "little")
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._socket.send_multipart([number, encode(question)])
-                return await future
-        except TimeoutError as error:
-            raise PeerLost("the directory does not answer") from error
-        finally:
-            del self._waiting[number]
-
-    async def _read(self) -> None:
-        while True:
-            number, *parts = await self._socket.recv_multipart()
-            future = self._waiting.get(number)
-            if future is None or future.done():
-                continue
-            try:
-                future.set_result(_answer(parts))
-            except PeerLost as error:
-                future.set_exception(error)
-
-
-def _set_up(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str) -> None:
+def _set_up(socket: zmq.Socket[bytes], address: str) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.connect(address)

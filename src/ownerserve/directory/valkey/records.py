@@ -123,7 +123,7 @@ def _item(action: int, key: Key, before: bytes, value: bytes) -> tuple[bytes, ..
 
 def with_counter(outcome: Outcome, epoch: Epoch) -> Outcome:
     """The outcome of a decision that used up `epoch`, now that it is known."""
-    if isinstance(outcome, ask.Bound | ask.Granted):
+    if isinstance(outcome, ask.Bound):
         return replace(outcome, epoch=epoch)
     if isinstance(outcome, ask.Advanced):
         return replace(outcome, duty=epoch)
@@ -145,7 +145,7 @@ def keys_of(request: ask.Request) -> Iterator[Key]:
             yield from map(prefix_key, request.candidates)
         case ask.FindGroup():
             yield group_key(request.group)
-        case ask.ClaimOwner() | ask.Release() | ask.ReplicateReadonly() | ask.Drop():
+        case ask.Drop():
             yield prefix_key(request.prefix_hash)
         case ask.Bind() | ask.Transfer() | ask.EndSession() | ask.FindSession():
             yield session_key(request.session_id)

@@ -1,0 +1,165 @@
+"""The same suite: who holds a prefix, who stands on it, and groups of them."""
+
+from __future__ import annotations
+
+from contract import (
+    MAIN,
+    P1,
+    P2,
+    P3,
+    S1,
+    S2,
+    A,
+    B,
+    World,
+    claim,
+    hold,
+    refused,
+)
+
+from ownerserve.directory import messages as ask
+from ownerserve.directory.messages import Refusal
+from ownerserve.directory.rules import Kind, Tier
+
+
+def test_lookup_gives_the_longest_that_someone_alive_holds(world: World) -> None:
+    world.join(A, B)
+    hold(world, A, P1, Tier.HOST)
+    hold(world, B, P2, Tier.DEVICE, Kind.DENSE, 1024)
+    assert world.ask(ask.Lookup((P3, P2, P1))).prefix_hash == P2
+    assert world.ask(ask.Lookup((P3, P2, P1), Kind.COMPRESSED)).prefix_hash == P1
+    world.ask(ask.Retire(B))
+    assert world.ask(ask.Lookup((P3, P2, P1))).tokens == 512
+    assert isinstance(world.ask(ask.Lookup((P3,))), ask.Miss)
+
+
+def test_locations_come_by_tier_and_replicas_have_no_duty(world: World) -> None:
+    world.join(A, B)
+    mine = world.ask(ask.Bind(S1, A))
+    granted = world.ask(ask.Advance(S1, A, mine.epoch, 1, P1, 512, tier=Tier.HOST))
+    hold(world, A, P1, Tier.REMOTE)
+    hold(world, B, P1, Tier.DEVICE)
+    found = world.ask(ask.Lookup((P1,)))
+    assert [place[:2] for place in found.locations] == [
+        (B, Tier.DEVICE), (A, Tier.HOST), (None, Tier.REMOTE),
+    ]  # fmt: skip
+    assert (found.owner, found.epoch) == (A, granted.duty)
+    world.past_lease()
+    left = world.ask(ask.Lookup((P1,)))
+    assert left.locations == ((None, Tier.REMOTE, MAIN),) and left.owner is None
+
+
+def test_last_copy_duty_is_ones_until_its_lease_ends(world: World) -> None:
+    world.join(A, B)
+    first = claim(world, A, S1, P1)
+    assert claim(world, B, S2, P1).duty is None
+    world.past_lease()
+    world.join(B)
+    second = claim(world, B, S2, P1)
+    assert second.duty > first.duty
+    world.join(A)
+    old = ask.HeldExtent(P1, 512, Tier.DEVICE, MAIN, epoch=first.duty)
+    world.ask(ask.Publish(A, (old,)))
+    assert world.ask(ask.Lookup((P1,))).owner == B
+
+
+def test_the_last_copy_that_a_fork_stands_on_is_spilled_first(world: World) -> None:
+    world.join(A, B)
+    claim(world, A, S1, P1)
+    assert refused(world.ask(ask.Drop(P1, A, Tier.DEVICE)), Refusal.LAST_COPY)
+    hold(world, B, P1, Tier.DEVICE)
+    world.ask(ask.Retire(B))
+    assert refused(world.ask(ask.Drop(P1, A, Tier.DEVICE)), Refusal.LAST_COPY)
+    hold(world, A, P1, Tier.DISK)
+    assert isinstance(world.ask(ask.Drop(P1, A, Tier.DEVICE)), ask.Dropped)
+    assert [place[1] for place in world.ask(ask.Lookup((P1,))).locations] == [Tier.DISK]
+
+
+def test_nobody_keeps_what_no_session_stands_on(world: World) -> None:
+    world.join(A)
+    hold(world, A, P1, Tier.DEVICE)
+    assert isinstance(world.ask(ask.Drop(P1, A, Tier.DEVICE)), ask.Dropped)
+    records = world.directory.status().records
+    assert records is None or records.prefixes == 0
+    assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
+
+
+def test_forks_are_counted_on_what_they_stand_on(world: World) -> None:
+    world.join(A, B)
+    parent = world.ask(ask.Bind(S1, A))
+    world.ask(ask.Advance(S1, A, parent.epoch, 1, P1, 512))
+    child = world.ask(ask.Bind(S2, B, parent=S1))
+    assert (child.prefix_hash, child.tokens, child.version) == (P1, 512, 0)
+    assert world.ask(ask.Lookup((P1,))).refs == 2
+    moved = world.ask(ask.Advance(S1, A, parent.epoch, 2, P2, 1024))
+    assert isinstance(moved, ask.Advanced)
+    assert [world.ask(ask.Lookup((one,))).refs for one in (P1, P2)] == [1, 1]
+    world.ask(ask.EndSession(S2, B, child.epoch))
+    assert world.ask(ask.Lookup((P1,))).refs == 0
+
+
+def test_a_report_of_several_turns_counts_them_all_and_a_late_one_changes_nothing(
+    world: World,
+) -> None:
+    world.join(A, B)
+    mine = world.ask(ask.Bind(S1, A))
+    several = ask.Advance(S1, A, mine.epoch, 3, P2, 1024)
+    first = world.ask(several)
+    assert isinstance(first, ask.Advanced) and first.version == 3
+    assert world.ask(several) == ask.Advanced(3)
+    late = world.ask(ask.Advance(S1, A, mine.epoch, 2, P1, 512))
+    assert isinstance(late, ask.Conflict) and late.current.prefix_hash == P2
+    assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
+    assert refused(world.ask(ask.Advance(S2, A, mine.epoch, 1, P1, 1)), Refusal.UNKNOWN_SESSION)
+
+
+def test_a_change_of_owner_finishes_no_turn(world: World) -> None:
+    world.join(A, B)
+    mine = world.ask(ask.Bind(S1, A))
+    world.ask(ask.Advance(S1, A, mine.epoch, 5, P1, 512))
+    moved = world.ask(ask.Transfer(S1, A, B, mine.epoch, 5))
+    assert (moved.version, moved.prefix_hash) == (5, P1)
+    by_the_former = ask.Advance(S1, A, mine.epoch, 6, P2, 1024)
+    assert isinstance(world.ask(by_the_former), ask.Conflict)
+    world.ask(ask.Retire(B))
+    again = world.ask(ask.Bind(S1, A, seen=moved.epoch))
+    assert again.version == 5 and again.epoch > moved.epoch
+
+
+def test_a_finished_turn_claims_its_tip_where_nobody_alive_has_it(world: World) -> None:
+    world.join(A, B)
+    mine, theirs = world.ask(ask.Bind(S1, A)), world.ask(ask.Bind(S2, B))
+    first = world.ask(ask.Advance(S1, A, mine.epoch, 1, P1, 512, group="repo:x"))
+    assert first.duty > mine.epoch
+    assert world.ask(ask.FindGroup("repo:x")).members == ((P1, 1),)
+    second = world.ask(ask.Advance(S2, B, theirs.epoch, 1, P1, 512, tier=Tier.HOST))
+    assert second.duty is None
+    found = world.ask(ask.Lookup((P1,)))
+    assert found.owner == A and found.epoch == first.duty and found.refs == 2
+    assert {place[:2] for place in found.locations} == {(A, Tier.DEVICE), (B, Tier.HOST)}
+    world.ask(ask.Retire(A))
+    third = world.ask(ask.Advance(S2, B, theirs.epoch, 2, P1, 512))
+    assert third.duty > first.duty and world.ask(ask.Lookup((P1,))).owner == B
+
+
+def test_a_tail_is_claimed_by_nobody(world: World) -> None:
+    world.join(A)
+    mine = world.ask(ask.Bind(S1, A))
+    tail = ask.Advance(S1, A, mine.epoch, 1, P1, 512, kinds=int(Kind.TAIL))
+    assert refused(world.ask(tail), Refusal.SESSION_LOCAL)
+
+
+def test_a_tail_is_published_by_nobody(world: World) -> None:
+    world.join(A)
+    published = ask.HeldExtent(P1, 512, Tier.DISK, Kind.TAIL | Kind.DENSE)
+    assert refused(world.ask(ask.Publish(A, (published,))), Refusal.SESSION_LOCAL)
+
+
+def test_hot_prefixes_of_a_group(world: World) -> None:
+    world.join(A)
+    for session, prefix_hash in ((S1, P1), (S2, P2)):
+        mine = world.ask(ask.Bind(session, A))
+        world.ask(ask.Advance(session, A, mine.epoch, 1, prefix_hash, 512, group="repo:ownerserve"))
+    members = world.ask(ask.FindGroup("repo:ownerserve")).members
+    assert {name for name, _ in members} == {P1, P2}
+    assert world.ask(ask.FindGroup("repo:none")) == ask.GroupIs(())
