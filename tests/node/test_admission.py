@@ -15,6 +15,7 @@ from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
+    NO_NONCE,
     Admit,
     Answer,
     Append,
@@ -174,8 +175,8 @@ def desk(admission: Admission) -> Desk:
 
 @pytest.fixture
 def client(desk: Desk) -> Iterator[RpcClient]:
-    server = RpcServer(desk)
-    server.start()
+    server = RpcServer()
+    server.start(desk)
     client = RpcClient(server.address)
     yield client
     client.close()
@@ -209,7 +210,7 @@ def test_another_version_is_refused() -> None:
 def test_a_field_of_a_later_version_is_ignored() -> None:
     frame = msgspec.msgpack.decode(encode(Commit(4)))
     frame[1]["colour"] = "blue"
-    assert decode_request(msgspec.msgpack.encode(frame)) == Commit(4)
+    assert decode_request(msgspec.msgpack.encode(frame)) == (Commit(4), NO_NONCE)
 
 
 def test_a_dead_engine_is_a_refusal(desk: Desk, client: RpcClient) -> None:
@@ -217,14 +218,14 @@ def test_a_dead_engine_is_a_refusal(desk: Desk, client: RpcClient) -> None:
     assert client.ask(Status()) == Reject(WorkerRefusal.ENGINE_BUSY)
 
 
-def test_only_loopback_is_bound(desk: Desk) -> None:
+def test_only_loopback_is_bound() -> None:
     with pytest.raises(InvalidInput, match="reachable from outside"):
-        RpcServer(desk, host="0.0.0.0")
+        RpcServer(host="0.0.0.0")
 
 
-def test_a_taken_port_is_one_clear_error(desk: Desk) -> None:
+def test_a_taken_port_is_one_clear_error() -> None:
     taken = zmq.Context.instance().socket(zmq.REP)
     port = taken.bind_to_random_port("tcp://127.0.0.1")
     with pytest.raises(InvalidInput, match="use a free one"):
-        RpcServer(desk, port=port)
+        RpcServer(port=port)
     taken.close()

@@ -21,7 +21,10 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Answer,
+    Cancel,
+    Cancelled,
     Commit,
+    Nonce,
     Reject,
     Release,
     Request,
@@ -48,6 +51,9 @@ class Admission:
 
     def __init__(self) -> None:
         self.asked: list[Request] = []
+        self.nonces: list[Nonce] = []
+        """Of the reserves, with those that were said again."""
+        self.cancelled: list[Nonce] = []
         self.is_silent = self.is_full = False
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -57,8 +63,16 @@ class Admission:
     async def _read(self) -> None:
         while True:
             *envelope, data = await self._socket.recv_multipart()
-            request = decode_request(data)
-            self.asked.append(request)
+            request, nonce = decode_request(data)
+            if isinstance(request, Cancel):
+                self.cancelled.append(request.nonce)
+                await self._socket.send_multipart([*envelope, encode(Cancelled())])
+                continue
+            is_again = nonce in self.nonces
+            if isinstance(request, Reserve):
+                self.nonces.append(nonce)
+            if not is_again:
+                self.asked.append(request)
             if isinstance(request, Reserve) and not self.is_silent:
                 answer: Answer = Reserved(len(self.reserves), 10.0, 0)
                 if self.is_full:
@@ -274,6 +288,42 @@ def test_a_client_that_hangs_up_before_the_first_byte_gives_its_place_back(
         client.hang_up()
         await until(lambda: Release(1) in admission.asked)
         turn.cancel()
+        admission.close()
+
+    play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)
+
+
+def test_a_client_that_hangs_up_while_a_worker_is_asked_calls_that_off(play: Play) -> None:
+    """The worker is silent: its engine is in a long step, and must not take the place after it."""
+
+    async def scenario(world: World) -> None:
+        admission = Admission()
+        admission.is_silent = True
+        await introduced(world, admission.address)
+        client = await world.client()
+        turn = asyncio.create_task(client.post("/v1/completions", x__session__id="a"))
+        await until(lambda: admission.reserves)
+        client.hang_up()
+        await until(lambda: admission.cancelled)
+        assert admission.cancelled == [admission.nonces[0]]
+        await until(lambda: world.gateway.places.counts["cancelled"] == 1)
+        turn.cancel()
+        admission.close()
+
+    play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)
+
+
+def test_a_silent_worker_is_asked_again_and_then_called_off(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        admission = Admission()
+        admission.is_silent = True
+        await introduced(world, admission.address)
+        client = await world.client()
+        assert (await client.post("/v1/completions", x__session__id="a")).status == 200
+        await until(lambda: admission.cancelled)
+        assert len(admission.reserves) == 1, "one wish"
+        assert len(admission.nonces) > 1 and set(admission.nonces) == set(admission.cancelled)
+        assert world.gateway.places.counts["no_answer"] == 1
         admission.close()
 
     play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)

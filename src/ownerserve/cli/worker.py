@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -202,37 +203,41 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
     sizes = _checked(flags)
     if os.environ.get("OWNERSERVE_LOG"):
         logging.basicConfig(level=os.environ["OWNERSERVE_LOG"].upper())
-    from ownerserve.engines.hf.serve import (
-        listen,
-        serve,
-        url_of,
-        worker_id_of,
-        write_ready_file,
-    )
+    with ExitStack() as closing:
+        _serve(json_target, flags, sizes=sizes, closing=closing)
 
-    host = str(flags["host"])
-    bound = listen(host, int(str(flags["port"])))  # first: a taken port is known before the load
+
+def _serve(
+    json_target: str | None,
+    flags: dict[str, object],
+    *,
+    sizes: dict[str, int],
+    closing: ExitStack,
+) -> None:
+    """Serve until told to stop. `closing` gets what is open, however this ends."""
+    from ownerserve.engines.hf.serve import listen, serve, url_of, worker_id_of, write_ready_file
+    from ownerserve.node.rpc.server import RpcServer
+
+    # First: a taken port is known before anything is loaded.
+    rpc = RpcServer(port=int(str(flags["rpc_port"])))
+    closing.callback(rpc.stop)
+    bound = listen(str(flags["host"]), int(str(flags["port"])))
+    closing.callback(bound.close)
     options = _options(flags, sizes)
     import torch
 
     from ownerserve.engines.hf.build import build_worker
+    from ownerserve.engines.hf.rpc_metrics import RpcCollector
     from ownerserve.engines.hf.server import make_app
-    from ownerserve.node.rpc.server import RpcServer
 
     torch.set_num_threads(int(str(flags["threads"])))
     worker_id = str(flags["worker_id"] or worker_id_of(bound))
-    try:
-        worker = build_worker(replace(options, worker_id=worker_id))
-    except BaseException:
-        bound.close()
-        raise
+    worker = build_worker(replace(options, worker_id=worker_id))
+    worker.metrics.registry.register(RpcCollector(rpc.counts))
     url = url_of(bound)
-    rpc = RpcServer(
-        worker.engine.call, port=int(str(flags["rpc_port"])), step_s=worker.engine.step_s
-    )
 
     def on_ready() -> None:
-        rpc.start()
+        rpc.start(worker.engine.call, step_s=worker.engine.step_s)
         banner = f"{_banner(url, worker, options)}\n  RPC at {rpc.address}"
         console_for(json_target).print(banner, highlight=False, soft_wrap=True)
         report = _report(url, worker, options) | {"worker": worker_id, "rpc": rpc.address}
@@ -241,11 +246,7 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
         if isinstance(ready_file, Path):
             write_ready_file(ready_file, url)
 
-    app = make_app(worker, rpc=rpc.address)
-    try:
-        serve(app, bound, on_ready=on_ready)
-    finally:
-        rpc.stop()
+    serve(make_app(worker, rpc=rpc.address), bound, on_ready=on_ready)
 
 
 def _checked(flags: dict[str, object]) -> dict[str, int]:

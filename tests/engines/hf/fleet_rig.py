@@ -15,6 +15,7 @@ import uvicorn
 
 from ownerserve.directory.opening import opener_of
 from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker
+from ownerserve.engines.hf.rpc_metrics import RpcCollector
 from ownerserve.engines.hf.serve import listen, url_of
 from ownerserve.engines.hf.server import make_app
 from ownerserve.node.rpc.server import RpcServer
@@ -40,8 +41,9 @@ class ServedWorker:
     def __init__(self, options: WorkerOptions) -> None:
         torch.set_num_threads(1)
         self.worker: Worker = build_worker(options)
-        self.rpc = RpcServer(self.worker.engine.call, step_s=self.worker.engine.step_s)
-        self.rpc.start()
+        self.rpc = RpcServer()
+        self.worker.metrics.registry.register(RpcCollector(self.rpc.counts))
+        self.rpc.start(self.worker.engine.call, step_s=self.worker.engine.step_s)
         bound: socket.socket = listen("127.0.0.1", 0)
         self.url = url_of(bound)
         config = uvicorn.Config(

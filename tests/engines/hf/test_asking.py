@@ -19,7 +19,17 @@ from fleet_rig import ServedGateway, ServedWorker, until
 
 from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.ids import TurnId, WorkerId
-from ownerserve.kv.wire.rpc import Release, Reserve, Reserved, Seed
+from ownerserve.kv.wire.rpc import (
+    Cancel,
+    Cancelled,
+    Release,
+    Reserve,
+    Reserved,
+    Seed,
+    decode_answer,
+    encode,
+    new_nonce,
+)
 from ownerserve.node.rpc.server import RpcClient
 
 
@@ -172,3 +182,59 @@ def test_a_client_that_hangs_up_gives_its_place_back(
         until(held)
     until(lambda: not held())
     assert gateway.read(lambda: gateway.gateway.state.live) == 0
+
+
+def test_a_cancel_overtakes_what_waits_for_a_long_step(
+    workers: tuple[ServedWorker, ServedWorker],
+) -> None:
+    """The engine is in a step; a place was asked for, and is not wanted any more."""
+    worker = workers[0]
+    step, in_step = threading.Event(), threading.Event()
+
+    def long_step(_: object) -> None:
+        in_step.set()
+        step.wait(10.0)
+
+    def reservations() -> float:
+        return worker.metric("ownerserve_reservations_total")
+
+    before, nonce = reservations(), new_nonce()
+    worker.worker.engine.call(Release(10**6)).add_done_callback(long_step)
+    assert in_step.wait(10.0)
+    line = zmq.Context.instance().socket(zmq.DEALER)
+    line.connect(worker.rpc.address)
+    try:
+        line.send_multipart([b"1", encode(Reserve(TurnId("t"), Seed(100)), nonce)])
+        started_s = time.monotonic()
+        line.send_multipart([b"2", encode(Cancel(nonce))])
+        assert line.poll(5000)
+        number, data = line.recv_multipart()
+        took_s = time.monotonic() - started_s
+        assert (number, decode_answer(data)) == (b"2", Cancelled())
+        assert not step.is_set() and took_s < 1.0
+    finally:
+        step.set()
+        line.close(0)
+    until(lambda: worker.metric('ownerserve_rpc_requests_total{what="cancelled"}') == 1)
+    client = RpcClient(worker.rpc.address)
+    client.ask(Release(10**6))  # the engine has looked at all that came before it
+    client.close()
+    assert reservations() == before
+
+
+def test_a_place_is_given_back_by_a_release_that_waited_for_a_long_step(
+    workers: tuple[ServedWorker, ServedWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than an answer is waited for: nobody says it again, and the place must not stay."""
+    worker = workers[0]
+    monkeypatch.setattr("ownerserve.node.admission.RESERVED_FOR_S", 1e4)  # it does not run out
+    full, in_step = filled(worker), threading.Event()
+
+    def long_step(_: object) -> None:
+        in_step.set()
+        time.sleep(2.5)
+
+    worker.worker.engine.call(Release(10**6)).add_done_callback(long_step)
+    assert in_step.wait(10.0)
+    emptied(worker, full)
+    until(lambda: worker.worker.engine.standing.places == 0)

@@ -93,8 +93,8 @@ class Desk:
 
     def open(self, store: Path) -> str:
         """Answer from now on; the address."""
-        self._server = RpcServer(self.answer)
-        self._server.start()
+        self._server = RpcServer()
+        self._server.start(self.answer)
         self._address_file = store / ADDRESS_FILE
         store.mkdir(parents=True, exist_ok=True)
         self._address_file.write_text(self._server.address)

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from ownerserve.engines.vllm.desk import ADDRESS_FILE
 from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.wire.rpc import Answer, Probe, Reject, ReleaseSession, Seed, Status, StatusIs
+from ownerserve.kv.wire.rpc import Probe, Reject, ReleaseSession, Said, Seed, Status, StatusIs
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import (
     COUNT_MAX,
@@ -111,7 +111,7 @@ class OwnerServeEndpoints:
         return _json(200, answer)
 
 
-def ask(store: Path, request: RpcRequest) -> Answer:
+def ask(store: Path, request: RpcRequest) -> Said:
     """Ask the engine core whose store this is. OSError: it has no desk; TimeoutError: silence."""
     client = RpcClient((store / ADDRESS_FILE).read_text().strip())
     try:

@@ -3,14 +3,19 @@
 `append` asks for the session's state at `version`, as the last turn's end told it; `seed` brings
 the whole prompt. node/admission.py says what the answers promise.
 
-A request is one msgpack frame `[version, request]`, an answer `[version, answer]`; requests and
-answers are tagged structs, whose unknown fields are ignored and whose new fields have defaults, so
-that version N reads N - 1.
+A request is one msgpack frame `[version, request, nonce]`, an answer `[version, answer]`; requests
+and answers are tagged structs, whose unknown fields are ignored and whose new fields have defaults,
+so that version N reads N - 1.
+
+A nonce is one wish, over all its messages and retries: who wishes draws it (`new_nonce`), says it
+again with the same words, and calls it off with `Cancel`. Repeated, it gets the same answer. 0, or
+none in the frame: words that nobody repeats.
 """
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+import secrets
+from typing import Generic, NewType, TypeVar
 
 import msgspec
 
@@ -23,6 +28,11 @@ from ownerserve.kv.wire.status import ProfileStatement, WorkerLoad
 
 VERSION = 1
 OLDEST = 1
+MAX_FRAME_BYTES = 1 << 20
+"""A frame is small: nobody sends token ids here. Longer ones are not sent, and refused."""
+
+Nonce = NewType("Nonce", int)
+NO_NONCE = Nonce(0)
 
 
 class Append(msgspec.Struct, frozen=True, tag="append"):
@@ -117,6 +127,17 @@ class ReleaseSession(msgspec.Struct, frozen=True, tag="release_session"):
     target: RoutingUnit | None = None
 
 
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """What was asked under `nonce` is not wanted any more: it is not begun, or is undone. Overtakes
+    all that waits."""
+
+    nonce: Nonce
+
+
+class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
+    """Called off: now, or before. The answer to a `Cancel`, and to what comes after it."""
+
+
 Request = Status | Probe | Reserve | Commit | Release | ReleaseSession
 
 
@@ -128,6 +149,8 @@ class StatusIs(msgspec.Struct, frozen=True, tag="status_is"):
 
 
 Answer = StatusIs | Admit | Reject | Reserved | Committed | Released
+Said = Answer | Cancelled
+"""What an asker hears; an engine gives an `Answer`."""
 
 T = TypeVar("T")
 
@@ -135,29 +158,49 @@ T = TypeVar("T")
 class _Frame(msgspec.Struct, Generic[T], frozen=True, array_like=True):
     version: int
     body: T
+    nonce: Nonce = NO_NONCE
 
 
 _encoder = msgspec.msgpack.Encoder()
-_requests: msgspec.msgpack.Decoder[_Frame[Request]] = msgspec.msgpack.Decoder(_Frame[Request])
-_answers: msgspec.msgpack.Decoder[_Frame[Answer]] = msgspec.msgpack.Decoder(_Frame[Answer])
+_requests: msgspec.msgpack.Decoder[_Frame[Request | Cancel]] = msgspec.msgpack.Decoder(
+    _Frame[Request | Cancel]
+)
+_answers: msgspec.msgpack.Decoder[_Frame[Said]] = msgspec.msgpack.Decoder(_Frame[Said])
 
 
-def encode(body: Request | Answer) -> bytes:
-    """One frame."""
-    return _encoder.encode(_Frame(VERSION, body))
+def new_nonce() -> Nonce:
+    """A number that nobody else draws."""
+    return Nonce(secrets.randbits(63) | 1)
 
 
-def decode_request(data: bytes) -> Request:
-    """Raises InvalidInput for what is no request of a version that is read here."""
-    return _opened(data, _requests)
+def encode(body: Request | Cancel | Said, nonce: Nonce = NO_NONCE) -> bytes:
+    """One frame. Raises InvalidInput when it is longer than any reader takes."""
+    data = _encoder.encode(_Frame(VERSION, body, nonce))
+    check_length(len(data))
+    return data
 
 
-def decode_answer(data: bytes) -> Answer:
-    """The same for answers."""
-    return _opened(data, _answers)
+def check_length(count: int) -> None:
+    """Raises InvalidInput for a frame of `count` bytes that is too long."""
+    if count > MAX_FRAME_BYTES:
+        mend = "name what is meant, and bring the bytes another way"
+        raise InvalidInput("rpc", f"a frame of {count} bytes, at most {MAX_FRAME_BYTES}", mend)
 
 
-def _opened(data: bytes, decoder: msgspec.msgpack.Decoder[_Frame[T]]) -> T:
+def decode_request(data: bytes) -> tuple[Request | Cancel, Nonce]:
+    """What is asked, and under which nonce. Raises InvalidInput for what is no request of a version
+    that is read here."""
+    frame = _opened(data, _requests)
+    return frame.body, frame.nonce
+
+
+def decode_answer(data: bytes) -> Said:
+    """An answer. Raises as `decode_request`."""
+    return _opened(data, _answers).body
+
+
+def _opened(data: bytes, decoder: msgspec.msgpack.Decoder[_Frame[T]]) -> _Frame[T]:
+    check_length(len(data))
     try:
         frame = decoder.decode(data)
     except UNREADABLE as error:
@@ -165,4 +208,4 @@ def _opened(data: bytes, decoder: msgspec.msgpack.Decoder[_Frame[T]]) -> T:
     if not OLDEST <= frame.version <= VERSION:
         problem = f"version {frame.version}"
         raise InvalidInput("rpc", problem, f"speak version {OLDEST} to {VERSION}")
-    return frame.body
+    return frame

@@ -1,10 +1,11 @@
 """The RPC server: one thread between a ZeroMQ socket and whoever answers.
 
-Owns the socket and what is in flight. Never touches the node: a request is handed to `answer`,
-which runs it where the cache lives and gives a future. Many are in flight at once, each answered
-when it is ready, under the envelope that it came in (a client's number for it): a quick one
-overtakes a slow one. Each waits for a bounded time and is then refused as `engine_busy`; a place
-that was reserved all the same is given back.
+Owns the socket. Never touches the node and never waits for it: a request is handed to whoever
+answers, who gives a future. Many are in flight at once, each answered when it is ready, under the
+envelope that it came in (a client's number for it): a quick one overtakes a slow one, and a
+`Cancel` all. An offer (a probe, a place) is waited for a bounded time and is then refused as
+`engine_busy`; a place that was reserved all the same is given back. A word is carried out, however
+late. flights.py says who hears what.
 """
 
 from __future__ import annotations
@@ -13,71 +14,66 @@ import ipaddress
 import logging
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from threading import Event, Thread
 
-import msgspec
 import zmq
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
+    MAX_FRAME_BYTES,
     Answer,
+    Cancel,
+    Cancelled,
+    Nonce,
+    Probe,
     Reject,
     Release,
     Request,
     Reserve,
     Reserved,
+    Said,
+    Status,
     decode_answer,
     decode_request,
     encode,
 )
+from ownerserve.node.rpc.flights import NEVER_S, Flight, Flights, Joined
 
 log = logging.getLogger("ownerserve.node")
 
 ANSWER_S = 2.0
+"""So long a probe is waited for."""
 RESERVE_MIN_S, RESERVE_MAX_S = 0.05, 0.5
 """Between these, whoever asks for a place waits for two steps of the engine."""
 POLL_MS = 50
-MAX_FRAME_BYTES = 1 << 20
+READ_BYTES_MAX = 4 * MAX_FRAME_BYTES
+"""A frame that is too long is refused, and its connection lives on; past this both are dropped."""
 IN_FLIGHT_MAX = 1024
 
 Answerer = Callable[[Request], "Future[Answer]"]
 """May raise RuntimeError when nobody will answer any more."""
 
 
-class _Asked(msgspec.Struct, eq=False):
-    """A request in flight: to whom its answer goes, and until when it is waited for."""
-
-    envelope: list[bytes]
-    future: Future[Answer]
-    until_s: float
-
-
 class RpcServer:
     """Bound when made, serving from `start` to `stop`. Loopback only: there are no keys yet.
 
-    `step_s`: what a step of the engine takes now; it answers between two.
+    `counts`: requests `repeated`, `cancelled`, `given_up`; `late`: answers that nobody waited for.
     """
 
-    def __init__(
-        self,
-        answer: Answerer,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        step_s: Callable[[], float] = lambda: RESERVE_MAX_S,
-    ) -> None:
+    def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
         if not ipaddress.ip_address(host).is_loopback:
             raise InvalidInput("rpc host", f"{host} is reachable from outside", "use 127.0.0.1")
-        self._answer = answer
-        self._step_s = step_s
+        self.counts: Counter[str] = Counter()
+        self._answer: Answerer = _nobody
+        self._step_s: Callable[[], float] = lambda: RESERVE_MAX_S
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, READ_BYTES_MAX)
         try:
             if port:
                 self._socket.bind(f"tcp://{host}:{port}")
@@ -87,7 +83,7 @@ class RpcServer:
             self._socket.close()
             raise InvalidInput("rpc port", f"{host}:{port}: {error}", "use a free one") from error
         self.address = f"tcp://{host}:{port}"
-        self._asked: dict[Future[Answer], _Asked] = {}
+        self._flights = Flights()
         self._done: deque[Future[Answer]] = deque()
         self._bell, self._ringer = socket.socketpair()
         for end in (self._bell, self._ringer):
@@ -95,8 +91,10 @@ class RpcServer:
         self._stopping = Event()
         self._thread = Thread(target=self._serve, name="rpc", daemon=True)
 
-    def start(self) -> None:
-        """Begin to answer."""
+    def start(self, answer: Answerer, *, step_s: Callable[[], float] | None = None) -> None:
+        """Begin to answer. `step_s`: what a step of the engine takes; it answers between two."""
+        self._answer = answer
+        self._step_s = step_s or self._step_s
         self._thread.start()
 
     def stop(self) -> None:
@@ -113,7 +111,7 @@ class RpcServer:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._bell.fileno(), zmq.POLLIN)
         while not self._stopping.is_set():
-            ready = dict(poller.poll(POLL_MS if not self._asked else POLL_MS // 5))
+            ready = dict(poller.poll(POLL_MS if not len(self._flights) else POLL_MS // 5))
             if self._bell.fileno() in ready:
                 self._bell.recv(4096)
             if self._socket in ready:
@@ -129,23 +127,57 @@ class RpcServer:
 
     def _take(self, envelope: list[bytes], data: bytes) -> None:
         try:
-            request = decode_request(data)
+            request, nonce = decode_request(data)
         except InvalidInput as error:
             log.warning("%s", error)
             self._send(envelope, Reject(WorkerRefusal.MALFORMED))
             return
-        wait_s = ANSWER_S
-        if isinstance(request, Reserve):
-            wait_s = min(max(2 * self._step_s(), RESERVE_MIN_S), RESERVE_MAX_S)
+        if isinstance(request, Cancel):
+            self._cancel(request.nonce)
+            self._send(envelope, Cancelled())
+            return
+        before = self._flights.again(nonce, envelope)
+        if before is None:
+            self._ask(envelope, request, nonce)
+            return
+        self.counts["repeated"] += 1
+        if not isinstance(before, Joined):
+            self._send(envelope, before)
+
+    def _ask(self, envelope: list[bytes], request: Request, nonce: Nonce) -> None:
         try:
-            if len(self._asked) >= IN_FLIGHT_MAX:
+            if len(self._flights) >= IN_FLIGHT_MAX:
                 raise RuntimeError("too many requests in flight")
             future = self._answer(request)
         except RuntimeError:
             self._send(envelope, Reject(WorkerRefusal.ENGINE_BUSY))
             return
-        self._asked[future] = _Asked(envelope, future, time.monotonic() + wait_s)
+        until_s = time.monotonic() + self._wait_s(request)
+        self._flights.begin(Flight(envelope, nonce, future, until_s))
         future.add_done_callback(self._ring)
+
+    def _wait_s(self, request: Request) -> float:
+        match request:
+            case Reserve():
+                return min(max(2 * self._step_s(), RESERVE_MIN_S), RESERVE_MAX_S)
+            case Probe() | Status():
+                return ANSWER_S
+            case _:
+                return NEVER_S
+
+    def _cancel(self, nonce: Nonce) -> None:
+        """A request that nobody has begun on is not begun any more; a place is given back."""
+        match self._flights.call_off(nonce):
+            case Flight(future=future):
+                self.counts["cancelled"] += 1
+                future.cancel()
+            case Reserved(reservation):
+                self.counts["cancelled"] += 1
+                self._give_back(reservation)
+
+    def _give_back(self, reservation: int) -> None:
+        with suppress(RuntimeError):  # an engine that has ended holds no places
+            self._answer(Release(reservation))
 
     def _ring(self, future: Future[Answer]) -> None:
         """Called by whoever answers, on its thread."""
@@ -154,7 +186,7 @@ class RpcServer:
             self._ringer.send(b"!")
 
     def _finish(self, future: Future[Answer]) -> None:
-        asked = self._asked.pop(future, None)
+        flight = self._flights.end(future)
         try:
             answer = future.result(0)
         except (CancelledError, RuntimeError):
@@ -162,23 +194,33 @@ class RpcServer:
         except Exception:
             log.exception("an RPC request failed")
             answer = Reject(WorkerRefusal.MALFORMED)
-        if asked is not None:
-            self._send(asked.envelope, answer)
-        elif isinstance(answer, Reserved):  # it has been told `engine_busy`
-            self._answer(Release(answer.reservation))
+        if flight is not None:
+            self._tell(flight, answer)
+        elif not future.cancelled():
+            self.counts["late"] += 1
+            if isinstance(answer, Reserved):  # given up or called off while it was being done
+                self._give_back(answer.reservation)
 
     def _give_up(self, now: float) -> None:
         """Refuse what took too long. A request that nobody has begun on is not begun any more."""
-        for asked in [one for one in self._asked.values() if one.until_s <= now]:
-            del self._asked[asked.future]
-            asked.future.cancel()
-            self._send(asked.envelope, Reject(WorkerRefusal.ENGINE_BUSY))
+        for flight in self._flights.overdue(now):
+            self.counts["given_up"] += 1
+            flight.future.cancel()
+            self._tell(flight, Reject(WorkerRefusal.ENGINE_BUSY))
 
-    def _send(self, envelope: list[bytes], answer: Answer) -> None:
+    def _tell(self, flight: Flight, answer: Answer) -> None:
+        self._flights.tell(flight.nonce, answer)
+        self._send(flight.envelope, answer)
+
+    def _send(self, envelope: list[bytes], answer: Said) -> None:
         try:
             self._socket.send_multipart([*envelope, encode(answer)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             log.info("an RPC answer was not sent: %s", error)
+
+
+def _nobody(request: Request) -> Future[Answer]:
+    raise RuntimeError("nobody answers yet")
 
 
 class RpcClient:
@@ -193,7 +235,7 @@ class RpcClient:
         self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
         self._socket.connect(address)
 
-    def ask(self, request: Request) -> Answer:
+    def ask(self, request: Request) -> Said:
         """The node's answer. Raises TimeoutError when there is none in time."""
         self._socket.send(encode(request))
         try:

@@ -1,12 +1,16 @@
 """The gateway's side of workers' admission: places are asked for before a turn is sent.
 
-Owns one connection to each worker that tells its RPC address; many requests are in flight on it, by
-number. Each wait has a deadline: who hears nothing sends the turn unasked. A place that comes too
-late is given back at once.
+Owns one connection to each worker that tells its RPC address; many requests are in flight on it,
+by number. Each wait has a deadline: who hears nothing sends the turn unasked. Until then a request
+that may be lost is said again, under its nonce.
 
     turn ── ask ── Reserved ── sent with its number, Commit behind it
                 |─ Reject(reason) ── the next candidate
-                `─ nothing in time, engine_busy ── sent unasked, counted
+                |─ engine_busy ── sent unasked, counted
+                |─ nothing in time ── Cancel, sent unasked, counted
+                `─ the client hangs up ── Cancel
+
+A worker that does not know Cancel may answer after it: that place is given back at once.
 """
 
 from __future__ import annotations
@@ -25,22 +29,27 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import TurnId, WorkerId
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
-    Answer,
+    Cancel,
+    Cancelled,
     Commit,
     Reject,
     Release,
     Request,
     Reserve,
     Reserved,
+    Said,
     Seed,
     decode_answer,
     encode,
+    new_nonce,
 )
 
 log = logging.getLogger("ownerserve.gateway")
 
 ASK_S = 0.6
 """A little over what a worker takes at most to say that it is busy."""
+REPEAT_S = 0.25
+"""Unanswered for so long, a request is said again; a lost connection comes back sooner."""
 NUMBER_BYTES = 8
 
 _NO_WORD = (
@@ -69,7 +78,8 @@ class Place:
 
 
 class Places:
-    """All workers' admission. `counts`: what came of asking, by outcome."""
+    """All workers' admission. `counts`: what came of asking, by outcome; `late`: places that came
+    when nobody waited any more; `cancelled`: workers' answers to a Cancel."""
 
     def __init__(self, *, ask_s: float = ASK_S) -> None:
         self.counts: Counter[str] = Counter()
@@ -91,7 +101,7 @@ class Places:
         try:
             rpc_host, _ = parse_address(address.removeprefix("tcp://"), field="rpc", mend="")
             if _is_loopback(host) or not _is_loopback(rpc_host.strip("[]")):
-                self._lines[worker] = _Line(address)
+                self._lines[worker] = _Line(address, self.counts)
         except (zmq.ZMQError, InvalidInput) as error:
             log.warning("worker %s: its RPC address %s: %s", worker, address, error)
 
@@ -130,8 +140,9 @@ class Places:
 class _Line:
     """One connection; requests and answers by number."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, counts: Counter[str]) -> None:
         self.address = address
+        self._counts = counts
         self.holds_places = True
         """False once the worker has said that it holds none (vLLM): it is asked no more."""
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -143,27 +154,38 @@ class _Line:
             self._socket.close()
             raise
         self._numbers = count(1)
-        self._waiting: dict[bytes, asyncio.Future[Answer | None]] = {}
+        self._waiting: dict[bytes, asyncio.Future[Said | None]] = {}
         self._tasks: set[asyncio.Future[zmq.MessageTracker | None]] = set()
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
-    async def ask(self, request: Request, within_s: float) -> Answer | None:
-        """The answer; None when there is none in time, or the line is closed."""
-        future: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
-        number = next(self._numbers).to_bytes(NUMBER_BYTES, "big")
+    async def ask(self, request: Request, within_s: float) -> Said | None:
+        """The answer; None when there is none in time, or the line is closed. Whoever stops
+        waiting, also by being cancelled, calls the request off."""
+        future: asyncio.Future[Said | None] = asyncio.get_running_loop().create_future()
+        number, nonce = self._number(), new_nonce()
         self._waiting[number] = future
+        left_s = within_s
         try:
-            self._send(number, request)
-            async with asyncio.timeout(within_s):
-                return await future
-        except TimeoutError:
-            return None
+            while left_s > 0 and not future.done():
+                self._send(number, encode(request, nonce))
+                await asyncio.wait((future,), timeout=min(left_s, REPEAT_S))
+                left_s -= REPEAT_S
+        except asyncio.CancelledError:
+            self.tell(Cancel(nonce))  # also where the answer has come: nobody takes it
+            raise
         finally:
             self._waiting.pop(number, None)
+        if future.done():
+            return future.result()
+        self.tell(Cancel(nonce))
+        return None
 
-    def tell(self, request: Request) -> None:
+    def tell(self, request: Request | Cancel) -> None:
         """Say something whose answer changes nothing."""
-        self._send(next(self._numbers).to_bytes(NUMBER_BYTES, "big"), request)
+        self._send(self._number(), encode(request))
+
+    def _number(self) -> bytes:
+        return next(self._numbers).to_bytes(NUMBER_BYTES, "big")
 
     def close(self) -> None:
         """Hang up: who waits for an answer gets none, and goes on."""
@@ -175,10 +197,10 @@ class _Line:
             task.cancel()
         self._socket.close()
 
-    def _send(self, number: bytes, request: Request) -> None:
+    def _send(self, number: bytes, data: bytes) -> None:
         if self._socket.closed:
             return
-        sent = asyncio.ensure_future(self._socket.send_multipart([number, encode(request)]))
+        sent = asyncio.ensure_future(self._socket.send_multipart([number, data]))
         self._tasks.add(sent)
         sent.add_done_callback(self._tasks.discard)
 
@@ -195,7 +217,10 @@ class _Line:
             if future is not None and not future.done():
                 future.set_result(answer)
             elif isinstance(answer, Reserved):  # too late: nobody will come
+                self._counts["late"] += 1
                 self.tell(Release(answer.reservation))
+            elif isinstance(answer, Cancelled):
+                self._counts["cancelled"] += 1
 
 
 def _is_loopback(host: str | None) -> bool:
