@@ -15,7 +15,7 @@ from ownerserve.kv.messages import RoutingUnit
 LEASE_S = 1.5
 """In real time on Valkey: longer than 15,000 records take on a machine that is busy."""
 P1, P2, P3 = (PrefixHash(bytes([number]) * 32) for number in (1, 2, 3))
-S1, S2 = SessionId("tenant/s1"), SessionId("tenant/s2")
+S1, S2, S3 = (SessionId(f"tenant/s{number}") for number in (1, 2, 3))
 MAIN = Kind.DENSE | Kind.COMPRESSED
 
 

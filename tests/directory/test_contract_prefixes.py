@@ -9,6 +9,7 @@ from contract import (
     P3,
     S1,
     S2,
+    S3,
     A,
     B,
     World,
@@ -20,6 +21,7 @@ from contract import (
 from ownerserve.directory import messages as ask
 from ownerserve.directory.messages import Refusal
 from ownerserve.directory.rules import Kind, Tier
+from ownerserve.kv.ids import PrefixHash
 
 
 def test_lookup_gives_the_longest_that_someone_alive_holds(world: World) -> None:
@@ -155,11 +157,97 @@ def test_a_tail_is_published_by_nobody(world: World) -> None:
     assert refused(world.ask(ask.Publish(A, (published,))), Refusal.SESSION_LOCAL)
 
 
+def group(world: World, name: str = "repo:ownerserve") -> dict[PrefixHash, int]:
+    return dict(world.ask(ask.FindGroup(name)).members)
+
+
 def test_hot_prefixes_of_a_group(world: World) -> None:
     world.join(A)
     for session, prefix_hash in ((S1, P1), (S2, P2)):
         mine = world.ask(ask.Bind(session, A))
         world.ask(ask.Advance(session, A, mine.epoch, 1, prefix_hash, 512, group="repo:ownerserve"))
-    members = world.ask(ask.FindGroup("repo:ownerserve")).members
-    assert {name for name, _ in members} == {P1, P2}
+    assert group(world) == {P1: 1, P2: 1}
+    world.ask(ask.Bind(S3, A, parent=S2))
+    assert world.ask(ask.FindGroup("repo:ownerserve")) == ask.GroupIs(((P2, 2), (P1, 1)))
     assert world.ask(ask.FindGroup("repo:none")) == ask.GroupIs(())
+
+
+def test_a_published_extent_stands_in_its_group_while_anything_is_known_of_it(world: World) -> None:
+    world.join(A, B)
+    named = ask.HeldExtent(P1, 512, Tier.DEVICE, MAIN, "repo:ownerserve")
+    hold(world, B, P1, Tier.DEVICE)
+    for _ in range(2):
+        world.ask(ask.Publish(A, (named,)))
+    assert group(world) == {P1: 0}
+    world.ask(ask.Publish(A, gone=((P1, Tier.DEVICE),)))
+    assert group(world) == {P1: 0}
+    world.ask(ask.Drop(P1, B, Tier.DEVICE))
+    assert group(world) == {}
+
+
+def test_a_group_forgets_what_a_session_went_on_from(world: World) -> None:
+    world.join(A)
+    mine = world.ask(ask.Bind(S1, A))
+    for version, tip in enumerate((P1, P2), start=1):
+        told = ask.Advance(S1, A, mine.epoch, version, tip, 512 * version, group="repo:ownerserve")
+        assert isinstance(world.ask(told), ask.Advanced)
+    assert set(group(world)) == {P1, P2}
+    assert world.ask(ask.Publish(A, left=((P1, Tier.DEVICE),))) == ask.Published(0, ())
+    assert set(group(world)) == {P2}
+    world.ask(ask.Publish(A, gone=((P2, Tier.DEVICE),)))
+    world.ask(ask.EndSession(S1, A, mine.epoch))
+    assert group(world) == {}
+
+
+# ---- what goes
+
+
+def test_what_a_session_went_on_from_stays_known_while_a_fork_stands_on_it(world: World) -> None:
+    world.join(A, B)
+    claim(world, A, S1, P1)
+    child = world.ask(ask.Bind(S2, B, parent=S1))
+    mine = world.ask(ask.Bind(S1, A))
+    world.ask(ask.Advance(S1, A, mine.epoch, 2, P2, 1024))
+    left = ask.Publish(A, left=((P1, Tier.DEVICE), (P3, Tier.DEVICE)))
+    assert world.ask(left).forked == ((P1, Tier.DEVICE),)
+    assert world.ask(ask.Lookup((P1,))).locations == ((A, Tier.DEVICE, MAIN),)
+    world.ask(ask.EndSession(S2, B, child.epoch))
+    assert world.ask(left).forked == ()
+    assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
+
+
+def test_a_lost_last_copy_is_told_once(world: World) -> None:
+    world.join(A, B)
+    claim(world, A, S1, P1)
+    hold(world, A, P1, Tier.DISK)
+    hold(world, B, P1, Tier.HOST)
+    hold(world, A, P2, Tier.HOST)
+    away = ask.Publish(A, gone=((P1, Tier.DEVICE), (P2, Tier.HOST)))
+    assert world.ask(away).lost == (), "there are others, and nobody stands on the second"
+    world.ask(ask.Retire(B))
+    last = ask.Publish(A, gone=((P1, Tier.DISK),))
+    assert world.ask(last).lost == (P1,)
+    assert world.ask(last).lost == ()
+    assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
+
+
+def test_a_copy_that_comes_back_may_be_lost_again(world: World) -> None:
+    world.join(A)
+    claim(world, A, S1, P1)
+    for _ in range(2):
+        assert world.ask(ask.Publish(A, gone=((P1, Tier.DEVICE),))).lost == (P1,)
+        hold(world, A, P1, Tier.DEVICE)
+
+
+def test_a_session_stands_on_its_tip_also_when_its_extent_is_told_after_it(world: World) -> None:
+    world.join(A)
+    mine = world.ask(ask.Bind(S1, A))
+    world.directory.forget()
+    world.join(A)
+    held = ask.HeldSession(S1, 3, P1, 512, mine.epoch)
+    assert world.ask(ask.Publish(A, sessions=(held,))).adopted == (S1,)
+    assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
+    hold(world, A, P1, Tier.DEVICE)
+    found = world.ask(ask.Lookup((P1,)))
+    assert (found.refs, found.tokens) == (1, 512)
+    assert world.ask(ask.FindSession(S1)).prefix_hash == P1

@@ -89,6 +89,11 @@ def report_is_later(session: Session, reported: HeldSession) -> bool:
     return session.epoch < reported.epoch
 
 
+def is_stood_on(prefix: Prefix) -> bool:
+    """A copy of what a session stands on stays known while it is there."""
+    return prefix.refs > 0
+
+
 def may_drop(prefix: Prefix, others: Sequence[Location]) -> bool:
     """The last living copy that a session stands on is spilled before it goes."""
     return bool(others) or prefix.refs == 0

@@ -23,9 +23,6 @@ from ownerserve.directory.rules import Tier
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.messages import RoutingUnit
 
-TOUCH_S = 10.0
-"""Reads move `last_access` no more often: a hot prefix is not written for every look-up."""
-
 
 def live_copies(records: Records, prefix: Prefix, now_s: float) -> list[Location]:
     """The copies whose holders live, and those in the shared remote tier."""
@@ -46,16 +43,30 @@ def without_copy(prefix: Prefix, unit: RoutingUnit, tier: Tier) -> Prefix | None
     return replace(prefix, locations=left, owner=prefix.owner if keeps else None)
 
 
+def put_prefix(draft: Draft, prefix_hash: PrefixHash, prefix: Prefix | None) -> None:
+    """Write what is known of a prefix, and have its group know it. None: nothing is left to know,
+    and its group forgets it too."""
+    before = prefix_of(draft, prefix_hash)
+    draft.put(prefix_key(prefix_hash), prefix)
+    if prefix is None:
+        if before is not None and before.group:
+            _leave_group(draft, before.group, prefix_hash)
+    elif prefix.group and (before is None or not before.group):
+        _use_in_group(draft, prefix.group, prefix_hash, 0)
+
+
 def count_fork(draft: Draft, prefix_hash: PrefixHash | None, change: int) -> PrefixHash | None:
     """A session begins (+1) or ceases (-1) to stand on a prefix; None when it isn't known."""
     prefix = prefix_of(draft, prefix_hash) if prefix_hash is not None else None
     if prefix_hash is None or prefix is None:
         return None
-    draft.put(prefix_key(prefix_hash), with_forks(prefix, change))
+    put_prefix(draft, prefix_hash, _with_forks(prefix, change))
+    if prefix.group and change > 0:
+        _use_in_group(draft, prefix.group, prefix_hash, change)
     return prefix_hash
 
 
-def with_forks(prefix: Prefix, change: int) -> Prefix | None:
+def _with_forks(prefix: Prefix, change: int) -> Prefix | None:
     """`change` sessions more stand on it. None: nothing is left to know."""
     refs = prefix.refs + change
     assert refs >= 0, "a fork is counted once"
@@ -67,23 +78,23 @@ def with_forks(prefix: Prefix, change: int) -> Prefix | None:
     )  # fmt: skip
 
 
-def touch(draft: Draft, prefix_hash: PrefixHash, prefix: Prefix, now_s: float) -> None:
-    """Remember that it was used, for eviction, migration and its group's order."""
-    if now_s - prefix.last_access_s < TOUCH_S:
-        return
-    draft.put(prefix_key(prefix_hash), replace(prefix, last_access_s=now_s))
-    if prefix.group:
-        use_in_group(draft, prefix.group, prefix_hash)
-
-
-def use_in_group(draft: Draft, name: str, prefix_hash: PrefixHash) -> None:
-    """One more use of a member; a newcomer displaces the least used when the group is full."""
+def _use_in_group(draft: Draft, name: str, prefix_hash: PrefixHash, more: int) -> None:
+    """`more` uses of a member; a newcomer displaces the least used when the group is full."""
     group = group_of(draft, name) or Group(())
     uses = dict(group.members)
-    used = uses.pop(prefix_hash, 0) + 1
+    used = uses.pop(prefix_hash, 0) + more
     kept = sorted(uses.items(), key=_by_use)[: GROUP_LIMIT - 1]
     members = sorted([(prefix_hash, used), *kept], key=_by_use)
     draft.put(group_key(name), Group(tuple(members)))
+
+
+def _leave_group(draft: Draft, name: str, prefix_hash: PrefixHash) -> None:
+    group = group_of(draft, name)
+    if group is None:
+        return
+    kept = tuple(member for member in group.members if member[0] != prefix_hash)
+    if len(kept) < len(group.members):
+        draft.put(group_key(name), Group(kept) if kept else None)
 
 
 def _by_use(member: tuple[PrefixHash, int]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ownerserve.directory import checks
 from ownerserve.directory.decision import Decision, Draft, Moment, refuse
-from ownerserve.directory.extents import count_fork, without_copy
+from ownerserve.directory.extents import count_fork, live_copies, put_prefix, without_copy
 from ownerserve.directory.messages import (
     HeldExtent,
     HeldSession,
@@ -41,6 +41,7 @@ from ownerserve.directory.records import (
 )
 from ownerserve.directory.rules import Kind, Kinds, Tier
 from ownerserve.kv.epoch import Term
+from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.messages import RoutingUnit
 
 
@@ -89,13 +90,15 @@ def publish(records: Records, ask: Publish, at: Moment) -> Decision:
     places = _Places(ask.unit)
     for extent in ask.extents:
         key = prefix_key(extent.prefix_hash)
-        draft.put(key, _with_extent(prefix_at(draft, key), extent, places, at))
-    for prefix_hash, tier in ask.gone:
-        held = prefix_of(draft, prefix_hash)
-        if held is not None:
-            draft.put(prefix_key(prefix_hash), without_copy(held, ask.unit, tier))
+        fresh = _with_extent(prefix_at(draft, key), extent, places, at)
+        if fresh.group:
+            put_prefix(draft, extent.prefix_hash, fresh)
+        else:
+            draft.put(key, fresh)
+    lost = tuple(one for one, tier in ask.gone if _forget(draft, ask.unit, one, tier, at=at))
+    forked = tuple(copy for copy in ask.left if _leave(draft, ask.unit, *copy))
     adopted = tuple(one.session_id for one in ask.sessions if _adopt(draft, ask.unit, one, at))
-    return draft.decided(Published(len(ask.extents), adopted))
+    return draft.decided(Published(len(ask.extents), adopted, forked, lost))
 
 
 def _leased(key: Key, unit: RoutingUnit, at: Moment, memory: Term | None) -> Decision:
@@ -136,6 +139,31 @@ def _with_extent(known: Prefix | None, extent: HeldExtent, places: _Places, at: 
     return Prefix(known.tokens, owner, locations, known.refs, known.last_access_s, group, epoch)
 
 
+def _forget(
+    draft: Draft, unit: RoutingUnit, prefix_hash: PrefixHash, tier: Tier, *, at: Moment
+) -> bool:
+    """A copy is gone; whether it was the last that lived of what a session stands on."""
+    held = prefix_of(draft, prefix_hash)
+    if held is None:
+        return False
+    left = without_copy(held, unit, tier)
+    if left is not None and len(left.locations) == len(held.locations):
+        return False
+    put_prefix(draft, prefix_hash, left)
+    return left is not None and left.refs > 0 and not live_copies(draft, left, at.now_s)
+
+
+def _leave(draft: Draft, unit: RoutingUnit, prefix_hash: PrefixHash, tier: Tier) -> bool:
+    """A longer extent holds it as well; whether it stays known, as a session stands on it."""
+    held = prefix_of(draft, prefix_hash)
+    if held is None:
+        return False
+    if checks.is_stood_on(held):
+        return True
+    put_prefix(draft, prefix_hash, without_copy(held, unit, tier))
+    return False
+
+
 def _adopt(draft: Draft, unit: RoutingUnit, reported: HeldSession, at: Moment) -> bool:
     """Whether the reported session is the reporter's, made so where we did not know better."""
     session = session_of(draft, reported.session_id)
@@ -147,7 +175,16 @@ def _adopt(draft: Draft, unit: RoutingUnit, reported: HeldSession, at: Moment) -
         return False
     if session is not None:
         count_fork(draft, session.prefix_hash, -1)
-    tip = count_fork(draft, reported.prefix_hash, +1)
-    taken = Session(unit, reported.version, tip, reported.tokens, at.now_s, reported.epoch)
+    _stand_on(draft, reported, at)
+    taken = Session(
+        unit, reported.version, reported.prefix_hash, reported.tokens, at.now_s, reported.epoch
+    )
     draft.put(session_key(reported.session_id), taken)
     return True
+
+
+def _stand_on(draft: Draft, reported: HeldSession, at: Moment) -> None:
+    """Count the session on its tip. What is held of that may be told after it."""
+    tip = reported.prefix_hash
+    if tip is not None and count_fork(draft, tip, +1) is None:
+        draft.put(prefix_key(tip), Prefix(reported.tokens, None, (), 1, at.now_s, "", None))

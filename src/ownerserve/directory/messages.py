@@ -85,13 +85,18 @@ class HeldSession(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """A part of a unit's inventory: what it holds, verified, and what it no longer holds."""
+    """A part of a unit's inventory: what it holds, verified, and what it no longer holds.
+
+    `left`: extents whose session has gone on from there. Their copies are the first part of longer
+    ones that are told of; here they are known only as long as another session stands on them.
+    """
 
     unit: RoutingUnit
     extents: tuple[HeldExtent, ...] = ()
     gone: tuple[tuple[PrefixHash, Tier], ...] = ()
     sessions: tuple[HeldSession, ...] = ()
     seen: Epoch | None = None
+    left: tuple[tuple[PrefixHash, Tier], ...] = ()
 
 
 # ---- requests: sessions
@@ -203,10 +208,16 @@ class Retired(msgspec.Struct, frozen=True, tag="retired"):
 
 
 class Published(msgspec.Struct, frozen=True, tag="published"):
-    """`adopted`: sessions that are the sender's. Those not named belong to a later owner."""
+    """`adopted`: sessions that are the sender's. Those not named belong to a later owner.
+
+    `forked`: of what was left, the copies that stay known, since other sessions stand on them.
+    `lost`: of what is gone, the last living copies that a session stood on.
+    """
 
     extents: int
     adopted: tuple[SessionId, ...]
+    forked: tuple[tuple[PrefixHash, Tier], ...] = ()
+    lost: tuple[PrefixHash, ...] = ()
 
 
 class SessionIs(msgspec.Struct, frozen=True, tag="session_is"):
@@ -279,7 +290,7 @@ class Miss(msgspec.Struct, frozen=True, tag="miss"):
 
 
 class GroupIs(msgspec.Struct, frozen=True, tag="group_is"):
-    """(prefix hash, uses), most used first."""
+    """(prefix hash, sessions that came to stand on it), most used first."""
 
     members: tuple[tuple[PrefixHash, int], ...]
 

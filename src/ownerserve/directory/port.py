@@ -26,6 +26,8 @@ class DirectoryStatus(msgspec.Struct, frozen=True):
     lease_s: float
     records: Counts | None
     keys: int | None = None
+    lost_copies: int = 0
+    """Last copies of what sessions stand on that were told as gone, since the service began."""
 
 
 class Directory(Protocol):

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ownerserve.directory import checks
 from ownerserve.directory.decision import Decision, Draft, Moment, refuse
-from ownerserve.directory.extents import live_copies, touch, without_copy
+from ownerserve.directory.extents import live_copies, put_prefix, without_copy
 from ownerserve.directory.messages import (
     Advance,
     Drop,
@@ -32,7 +32,6 @@ from ownerserve.directory.records import (
     Records,
     group_of,
     holder_of,
-    prefix_key,
     prefix_of,
     unit_key,
     with_location,
@@ -87,7 +86,7 @@ def drop(records: Records, ask: Drop, at: Moment) -> Decision:
     if not checks.may_drop(prefix, others):
         return refuse(Refusal.LAST_COPY)
     draft = Draft(records)
-    draft.put(prefix_key(ask.prefix_hash), without_copy(prefix, ask.unit, ask.tier))
+    put_prefix(draft, ask.prefix_hash, without_copy(prefix, ask.unit, ask.tier))
     return draft.decided(Dropped())
 
 
@@ -104,8 +103,6 @@ def lookup(records: Records, ask: Lookup, at: Moment) -> Decision:
         if not copies or ask.kinds & ~held:
             continue
         copies.sort(key=_nearest)
-        draft = Draft(records)
-        touch(draft, prefix_hash, prefix, at.now_s)
         places = tuple((place.unit, place.tier, place.kinds) for place in copies)
         owner = prefix.owner
         if owner is not None and not checks.owner_lives(holder_of(records, owner), owner, at.now_s):
@@ -120,7 +117,7 @@ def lookup(records: Records, ask: Lookup, at: Moment) -> Decision:
             prefix.last_access_s,
             prefix.group,
         )
-        return draft.decided(found)
+        return Decision(found)
     return Decision(Miss())
 
 

@@ -76,7 +76,7 @@ class Prefix(msgspec.Struct, frozen=True, array_like=True, tag="p", gc=False):
 
 
 class Group(msgspec.Struct, frozen=True, array_like=True, tag="g"):
-    """(prefix hash, uses), most used first."""
+    """(prefix hash, sessions that came to stand on it), most used first."""
 
     members: tuple[tuple[PrefixHash, int], ...]
 
@@ -105,6 +105,11 @@ def session_key(session_id: SessionId) -> Key:
 
 def prefix_key(prefix_hash: PrefixHash) -> Key:
     return Key(b"p:" + prefix_hash)
+
+
+def prefix_named(key: Key) -> PrefixHash:
+    """The hash in a prefix's key."""
+    return PrefixHash(key.removeprefix(b"p:"))
 
 
 def group_key(group: str) -> Key:

@@ -21,7 +21,7 @@ from ownerserve.directory.decision import (
     refuse,
     refuse_until_open,
 )
-from ownerserve.directory.extents import count_fork, use_in_group, with_forks
+from ownerserve.directory.extents import count_fork, put_prefix
 from ownerserve.directory.messages import (
     Advance,
     Advanced,
@@ -44,8 +44,6 @@ from ownerserve.directory.records import (
     Records,
     Session,
     holder_of,
-    prefix_at,
-    prefix_key,
     session_at,
     session_key,
     session_of,
@@ -115,7 +113,7 @@ def advance(records: Records, ask: Advance, at: Moment) -> Decision:
         return Decision(Conflict(session_is(records, session, at)))
     tip = claimed_tip(records, ask, at)
     draft = Draft(records)
-    draft.put(prefix_key(ask.prefix_hash), tip.prefix)
+    put_prefix(draft, ask.prefix_hash, tip.prefix)
     if session.prefix_hash != ask.prefix_hash:
         count_fork(draft, ask.prefix_hash, +1)
         count_fork(draft, session.prefix_hash, -1)
@@ -125,8 +123,6 @@ def advance(records: Records, ask: Advance, at: Moment) -> Decision:
     )
     if not tip.minted:
         return draft.decided(Advanced(ask.version))
-    if tip.prefix.group:
-        use_in_group(draft, tip.prefix.group, ask.prefix_hash)
     return draft.granted(Advanced(ask.version, at.epoch), guards=tip.guards)
 
 
@@ -147,17 +143,11 @@ def find_session(records: Records, ask: FindSession, at: Moment) -> Decision:
 
 
 def forget_session(records: Records, key: Key, session: Session) -> Writes:
-    """What to write so that nothing is known of it."""
-    return (*_leave(records, session), (key, None))
-
-
-def _leave(records: Records, session: Session) -> Writes:
-    """What to write so that it stands no more on the prefix that it stands on, if on any."""
-    if session.prefix_hash is None:
-        return ()
-    key = prefix_key(session.prefix_hash)
-    prefix = prefix_at(records, key)
-    return () if prefix is None else ((key, with_forks(prefix, -1)),)
+    """What to write so that nothing is known of it, nor that it stands on a prefix."""
+    draft = Draft(records)
+    count_fork(draft, session.prefix_hash, -1)
+    draft.put(key, None)
+    return tuple(draft.changed.items())
 
 
 def _owned_by(session: Session, unit: RoutingUnit, at: Moment) -> Session:

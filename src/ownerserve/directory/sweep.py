@@ -5,9 +5,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from ownerserve.directory import checks
-from ownerserve.directory.decision import Decision, Moment
+from ownerserve.directory.decision import Decision, Draft, Moment
+from ownerserve.directory.extents import put_prefix
 from ownerserve.directory.messages import Ended, Miss
-from ownerserve.directory.records import Key, Prefix, Records, Session, holder_of
+from ownerserve.directory.records import Key, Prefix, Records, Session, holder_of, prefix_named
 from ownerserve.directory.sessions import forget_session
 
 
@@ -31,7 +32,9 @@ def sweep(records: Records, key: Key, at: Moment, *, idle_s: float) -> Decision:
         ]
         if len(kept) < len(record.locations) or not (kept or record.refs):
             fresh = replace(record, locations=tuple(kept))
-            return Decision(Ended(), ((key, fresh if kept or record.refs else None),))
+            draft = Draft(records)
+            put_prefix(draft, prefix_named(key), fresh if kept or record.refs else None)
+            return draft.decided(Ended())
     return _NOTHING
 
 

@@ -12,8 +12,9 @@ import time
 from threading import Event, Thread
 
 import zmq
+from msgspec.structs import replace
 
-from ownerserve.directory.messages import Outcome, Refusal, Refused, Request
+from ownerserve.directory.messages import Outcome, Published, Refusal, Refused, Request
 from ownerserve.directory.port import Directory
 from ownerserve.directory.rpc.frames import (
     MAX_FRAME_BYTES,
@@ -66,6 +67,7 @@ class DirectoryServer:
         self._stopping = Event()
         self._thread = Thread(target=self._serve, name="directory", daemon=True)
         self._swept_s = time.monotonic()
+        self._lost_copies = 0
 
     def start(self) -> None:
         """Begin to answer."""
@@ -118,17 +120,28 @@ class DirectoryServer:
 
     def _executed(self, requests: list[Request]) -> list[Outcome]:
         try:
-            return [*self._directory.execute(requests)] if requests else []
+            outcomes = [*self._directory.execute(requests)] if requests else []
+            self._count_lost(outcomes)
+            return outcomes
         except Exception:  # a thread's root: one bad request must not end the service
             log.exception("the directory failed")
             return [Refused(Refusal.MALFORMED) for _ in requests]
+
+    def _count_lost(self, outcomes: list[Outcome]) -> None:
+        """What workers were told that was lost with what they let go."""
+        lost = sum(len(one.lost) for one in outcomes if isinstance(one, Published))
+        if lost:
+            self._lost_copies += lost
+            log.warning("last copies lost: %d; sessions that stand on them compute them", lost)
 
     def _other(self, question: Status | Forget | Failed) -> Answer:
         if isinstance(question, Failed):
             return question
         try:
             if isinstance(question, Forget):
-                return StatusIs(self._directory.forget())
-            return StatusIs(self._directory.status())
+                status = self._directory.forget()
+            else:
+                status = self._directory.status()
+            return StatusIs(replace(status, lost_copies=self._lost_copies))
         except OwnerServeError as error:
             return Failed(str(error))

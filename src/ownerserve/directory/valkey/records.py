@@ -140,6 +140,7 @@ def keys_of(request: ask.Request) -> Iterator[Key]:
     match request:
         case ask.Publish():
             yield from (prefix_key(prefix_hash) for prefix_hash, _ in request.gone)
+            yield from (prefix_key(prefix_hash) for prefix_hash, _ in request.left)
             yield from (session_key(one.session_id) for one in request.sessions)
         case ask.Lookup():
             yield from map(prefix_key, request.candidates)
