@@ -61,11 +61,7 @@ ACKNOWLEDGED = "an answer that asks for nothing: who hears it goes on as before"
 DEAD: dict[str, str] = {
     "ownerserve.directory.messages.Drop": OWNING,
     "ownerserve.directory.messages.Dropped": OWNING,
-    "ownerserve.directory.messages.FindGroup": OWNING,
-    "ownerserve.directory.messages.Found": OWNING,
-    "ownerserve.directory.messages.GroupIs": OWNING,
     "ownerserve.directory.messages.HeldExtent": OWNING,
-    "ownerserve.directory.messages.Lookup": OWNING,
     "ownerserve.directory.messages.Retired": OWNING,
     "ownerserve.directory.rules.kind_of": OWNING,
     "ownerserve.kv.epoch.Fence": OWNING,

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,11 +24,12 @@ from ownerserve.directory.messages import Refusal
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.rpc.frames import Failed, decode_answer
 from ownerserve.directory.rpc.server import DirectoryServer
+from ownerserve.directory.rules import Kind, Tier
 from ownerserve.directory.terms import FILE_NAME, TermFile
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.epoch import Admitted, Epoch, Fence, Stale, Term
 from ownerserve.kv.errors import InvalidInput, PeerLost
-from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
+from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 
 A = RoutingUnit(WorkerId("a"), 0, Incarnation(1))
@@ -162,3 +164,35 @@ def _json(*words: str) -> dict[str, object]:
     assert result.exit_code == 0
     found: dict[str, object] = json.loads(result.stdout)
     return found
+
+
+def test_status_shows_a_session_a_prefix_and_a_group(served: DirectoryServer) -> None:
+    tip, other = PrefixHash(bytes([1]) * 32), PrefixHash(bytes([2]) * 32)
+    client = DirectoryClient(served.address)
+    _, bound = client.execute([ask.Register(A), ask.Bind(S1, A)])
+    assert isinstance(bound, ask.Bound)
+    kinds = int(Kind.DENSE | Kind.CHECKPOINT)
+    told = ask.Advance(S1, A, bound.epoch, 1, tip, 512, kinds=kinds, group="repo")
+    on_disk = ask.HeldExtent(tip, 512, Tier.DISK, int(Kind.DENSE))
+    client.execute([told, ask.Publish(A, (on_disk,))])
+    status = ("directory", "status", served.address)
+    found = _json(*status, "--session", "s1", "--prefix", other.hex(), "--group", "repo")
+    session: Any = found["session"]
+    assert (session["owner"], session["version"], session["owner_live"]) == (
+        "a rank 0 life 1", 1, True,
+    )  # fmt: skip
+    assert [(copy["tier"], copy["kinds"]) for copy in session["tip"]["copies"]] == [
+        ("device", ["dense", "checkpoint"]), ("disk", ["dense"]),
+    ]  # fmt: skip
+    assert found["prefix"] == {"prefix_hash": other.hex(), "copies": []}
+    group: Any = found["group"]
+    assert [(one["prefix_hash"], one["uses"]) for one in group["members"]] == [(tip.hex(), 1)]
+    assert _json(*status, "--session", "none")["session"] is None
+    lost = ask.Publish(A, gone=((tip, Tier.DISK), (tip, Tier.DEVICE)))
+    client.execute([lost])
+    assert _json(*status)["lost_copies"] == 1
+    shown = CliRunner().invoke(cli, [*status, "--session", "s1", "--group", "repo"])
+    assert shown.exit_code == 0 and "last copies lost" in shown.stdout
+    bad = CliRunner().invoke(cli, [*status, "--prefix", "xy"])
+    assert isinstance(bad.exception, InvalidInput) and "--prefix" in str(bad.exception)
+    client.close()

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
+from types import MappingProxyType
+from typing import Any
 
 import click
 import msgspec
 from rich.table import Table
 
+from ownerserve.cli.holdings import (
+    group_body,
+    group_table,
+    prefix_body,
+    prefix_table,
+    read_prefix,
+    session_body,
+    session_table,
+)
 from ownerserve.cli.options import PORT, Finite
 from ownerserve.cli.output import OutputFile, OutputFolder, console_for, json_option, write_json
 from ownerserve.directory.embedded import EmbeddedDirectory
@@ -117,15 +128,38 @@ def serve(
 
 @command.command("status", short_help="Term, epochs, what is known.")
 @address_argument
+@click.option("--session", metavar="NAME", help="Also who owns this session, and where its tip is.")
+@click.option("--prefix", metavar="HEX", help="Also where this prefix is held.")
+@click.option("--group", metavar="NAME", help="Also the hot prefixes of this group.")
 @json_option
-def status(address: str, json_target: str | None) -> None:
+def status(
+    address: str,
+    session: str | None,
+    prefix: str | None,
+    group: str | None,
+    json_target: str | None,
+) -> None:
     """Ask a running directory.
 
     \b
     ownerserve directory status tcp://127.0.0.1:7700 --json - | jq .term
+    ownerserve directory status tcp://127.0.0.1:7700 --group my-repository
     """
+    wanted = None if prefix is None else read_prefix(prefix, field="--prefix")
+    more: dict[str, Any] = {}
+    tables: list[Table] = []
     with _asking(address) as client:
-        _report(client.status(), "directory.status", json_target)
+        found = client.status()
+        if session is not None:
+            more["session"] = session_body(client, session)
+            tables.append(session_table(more["session"]))
+        if wanted is not None:
+            more["prefix"] = prefix_body(client, wanted)
+            tables.append(prefix_table(more["prefix"]))
+        if group is not None:
+            more["group"] = group_body(client, group)
+            tables.append(group_table(more["group"]))
+    _report(found, "directory.status", json_target, more=more, tables=tables)
 
 
 @command.command("rebuild", short_help="Forget all; workers fill it from their inventories.")
@@ -178,8 +212,15 @@ def _shared(backend: str, lease_s: float, min_replicas: int) -> Directory:
     return ValkeyDirectory(parse_source(backend), options)
 
 
-def _report(found: DirectoryStatus, schema: str, json_target: str | None) -> None:
-    body = msgspec.to_builtins(found)
+def _report(
+    found: DirectoryStatus,
+    schema: str,
+    json_target: str | None,
+    *,
+    more: Mapping[str, Any] = MappingProxyType({}),
+    tables: Sequence[Table] = (),
+) -> None:
+    body = msgspec.to_builtins(found) | dict(more)
     term = found.term
     body["term"] = {"ordinal": term.ordinal, "nonce": term.nonce} if term else None
     table = Table(title="directory", title_justify="left", show_header=False)
@@ -194,7 +235,9 @@ def _report(found: DirectoryStatus, schema: str, json_target: str | None) -> Non
         rows |= {name: f"{number:,}" for name, number in msgspec.to_builtins(found.records).items()}
     elif found.keys is not None:
         rows["records"] = f"{found.keys:,}"
+    rows["last copies lost"] = f"{found.lost_copies:,}"
     for name, value in rows.items():
         table.add_row(name, value)
-    console_for(json_target).print(table)
+    for one in (table, *tables):
+        console_for(json_target).print(one)
     write_json(json_target, schema, body)

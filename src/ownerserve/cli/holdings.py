@@ -1,0 +1,153 @@
+"""What `ownerserve directory status` shows of one session, one prefix or one group."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from rich.table import Table
+
+from ownerserve.directory.messages import (
+    FindGroup,
+    FindSession,
+    Found,
+    GroupIs,
+    Lookup,
+    Outcome,
+    Refused,
+    Request,
+    SessionIs,
+)
+from ownerserve.directory.port import Directory
+from ownerserve.directory.rules import Kind
+from ownerserve.kv.errors import InvalidInput, PeerLost
+from ownerserve.kv.ids import PrefixHash, SessionId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.store.model import ID_BYTES
+
+Body: TypeAlias = dict[str, Any]
+"""A part of the command's JSON."""
+
+
+def read_prefix(text: str, *, field: str) -> PrefixHash:
+    """A prefix hash in hex. Raises InvalidInput naming `field`."""
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        found = b""
+    if len(found) != ID_BYTES:
+        raise InvalidInput(field, f"{text[:80]!r} is no prefix hash", "use 64 hex digits")
+    return PrefixHash(found)
+
+
+def session_body(directory: Directory, name: str) -> Body | None:
+    """Who owns the session and where its tip lies; None: it is not known."""
+    found = _asked(directory, FindSession(SessionId(name)))
+    if not isinstance(found, SessionIs):
+        return None
+    epoch = found.epoch
+    tip = None if found.prefix_hash is None else prefix_body(directory, found.prefix_hash)
+    return {
+        "name": name,
+        "owner": _unit(found.owner),
+        "owner_live": found.owner_live,
+        "epoch": {"term": epoch.term.ordinal, "counter": epoch.counter},
+        "version": found.version,
+        "tokens": found.tokens,
+        "tip": tip,
+    }
+
+
+def prefix_body(directory: Directory, prefix_hash: PrefixHash) -> Body:
+    """Where living copies of the prefix are, nearest tier first; none where nobody has any."""
+    found = _asked(directory, Lookup((prefix_hash,)))
+    body: Body = {"prefix_hash": prefix_hash.hex(), "copies": []}
+    if not isinstance(found, Found):
+        return body
+    return body | {
+        "tokens": found.tokens,
+        "sessions": found.refs,
+        "duty": None if found.owner is None else _unit(found.owner),
+        "group": found.group,
+        "copies": [
+            {
+                "unit": None if unit is None else _unit(unit),
+                "tier": tier.name.lower(),
+                "kinds": [str(kind.name).lower() for kind in Kind if kind & kinds],
+            }
+            for unit, tier, kinds in found.locations
+        ],
+    }
+
+
+def group_body(directory: Directory, name: str) -> Body:
+    """The group's prefixes, those first that most sessions came to stand on."""
+    found = _asked(directory, FindGroup(name))
+    members = found.members if isinstance(found, GroupIs) else ()
+    return {
+        "name": name,
+        "members": [prefix_body(directory, member) | {"uses": uses} for member, uses in members],
+    }
+
+
+def session_table(body: Body | None) -> Table:
+    """The same for people."""
+    if body is None:
+        return _table("session", [("it", "is not known")])
+    owner = body["owner"] if body["owner_live"] else f"{body['owner']}, whose lease is over"
+    rows = [
+        ("owner", owner),
+        ("epoch", f"{body['epoch']['counter']} of term {body['epoch']['term']}"),
+        ("version", f"{body['version']:,}"),
+        ("tokens", f"{body['tokens']:,}"),
+    ]
+    return _table(f"session {body['name']}", rows + _rows(body["tip"] or {}))
+
+
+def prefix_table(body: Body) -> Table:
+    """The same for people."""
+    return _table("prefix", _rows(body) or [("it", "is held by nobody")])
+
+
+def group_table(body: Body) -> Table:
+    """The same for people."""
+    table = Table(title=f"group {body['name']}", title_justify="left")
+    for column in ("prefix", "uses", "tokens", "copies"):
+        table.add_column(column)
+    for one in body["members"]:
+        tokens = f"{one['tokens']:,}" if "tokens" in one else "-"
+        table.add_row(one["prefix_hash"], str(one["uses"]), tokens, str(len(one["copies"])))
+    return table
+
+
+def _rows(body: Body) -> list[tuple[str, str]]:
+    if "tokens" not in body:
+        return []
+    return [
+        ("tip", f"{body['prefix_hash']}, {body['tokens']:,} tokens"),
+        ("stood on by", f"{body['sessions']:,} sessions"),
+        ("last-copy duty", body["duty"] or "nobody's"),
+        ("group", body["group"] or "none"),
+        *(
+            (copy["tier"], f"{copy['unit'] or 'all'}: {', '.join(copy['kinds'])}")
+            for copy in body["copies"]
+        ),
+    ]
+
+
+def _table(title: str, rows: list[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _unit(unit: RoutingUnit) -> str:
+    return f"{unit.worker} rank {unit.dp_rank} life {unit.incarnation}"
+
+
+def _asked(directory: Directory, request: Request) -> Outcome:
+    """Raises PeerLost where the directory does not answer now."""
+    (outcome,) = directory.execute([request])
+    if isinstance(outcome, Refused):
+        raise PeerLost(f"the directory answers {outcome.reason}")
+    return outcome
