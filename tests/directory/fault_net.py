@@ -8,7 +8,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple, TypeVar
 
-from ownerserve.kv.epoch import Admitted, Epoch, Fence, FenceOutcome, Stale
+from ownerserve.directory.doors import Doors
+from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import Packed, pack
@@ -113,7 +114,7 @@ class Journal:
 
     def __init__(self, session_id: SessionId) -> None:
         self.session_id = session_id
-        self.fence = Fence()
+        self._doors = Doors()
         self.done: list[str] = []
         self._writer: dict[Epoch, RoutingUnit] = {}
         self._words: dict[str, Said] = {}
@@ -141,26 +142,28 @@ class Journal:
             known = self._words[request] = Said(pack(range(start, middle)), output)
         return known
 
-    def open(self, unit: RoutingUnit, epoch: Epoch) -> FenceOutcome:
-        """A new owner reads what was done; from here on its predecessors can't write."""
-        outcome = self.fence.admit(epoch)
-        if isinstance(outcome, Admitted):
+    def open(self, unit: RoutingUnit, epoch: Epoch) -> Epoch | None:
+        """A new owner reads what was done; from here on its predecessors can't write: they are told
+        the epoch of who was there later."""
+        later = self._doors.above(self.session_id, epoch)
+        if later is None:
             self._note(unit, epoch)
-        return outcome
+        return later
 
-    def write(self, unit: RoutingUnit, epoch: Epoch, position: int, request: str) -> FenceOutcome:
+    def write(self, unit: RoutingUnit, epoch: Epoch, position: int, request: str) -> Epoch | None:
         """Append `request` as number `position`; repeating it is harmless."""
-        outcome = self.fence.admit(epoch)
-        if isinstance(outcome, Stale):
-            return outcome
+        later = self._doors.above(self.session_id, epoch)
+        if later is not None:
+            return later
         self._note(unit, epoch)
         if request in self.done:
-            return outcome
+            return None
         if position != len(self.done):
             raise Violation(f"{unit} built {request} on {position} of {len(self.done)} turns")
         self.done.append(request)
-        return outcome
+        return None
 
     def _note(self, unit: RoutingUnit, epoch: Epoch) -> None:
+        self._doors.hear(self.session_id, epoch)
         if self._writer.setdefault(epoch, unit) != unit:
             raise DoubleOwner(f"{self.session_id}: {epoch} is {self._writer[epoch]}'s and {unit}'s")

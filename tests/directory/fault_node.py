@@ -32,7 +32,8 @@ from node_driver import LAYOUT, B, NodeDriver, truth
 from ownerserve.cache.effects import SavePoint
 from ownerserve.cache.outcomes import Begun, NoRoom, Turn
 from ownerserve.cache.pressure import Watermarks
-from ownerserve.kv.epoch import Epoch, Fence, Stale
+from ownerserve.directory.doors import Doors
+from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.kv.wire.rpc import Reject, Seed
@@ -141,7 +142,7 @@ class Node(NodeDriver):
         self._store = store
         self._life = life
         self._admission = Admission(self.cache.holds)
-        self._doors: dict[SessionId, Fence] = {}
+        self._doors = Doors()
         self._begun: dict[SessionId, Epoch] = {}
         self._let_in = self._over = 0
 
@@ -199,8 +200,8 @@ class Node(NodeDriver):
 
     def _is_stale(self, job: Job) -> bool:
         """A later owner's turn of the session was here."""
-        door = self._doors.setdefault(job.session_id, Fence())
-        return isinstance(door.admit(job.epoch), Stale)
+        self._doors.hear(job.session_id, job.epoch)
+        return self._doors.above(job.session_id, job.epoch) is not None
 
     def finish(self, turn_id: TurnId) -> None:
         """It has run: prompt and output are in the slots, and the node is told."""

@@ -20,7 +20,7 @@ from fault_node import HUNG_UP, STALE_EPOCH, TICK_S, Job, Node
 from ownerserve.directory import messages as ask
 from ownerserve.directory.owner import Asks, Grant, OwnerState, Tip
 from ownerserve.directory.rules import Kind, Tier
-from ownerserve.kv.epoch import FenceOutcome, Stale
+from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.node.events import Arrived
@@ -127,9 +127,7 @@ class Process:
         grant = self.owner.may_serve(session_id, now_s)
         if not isinstance(grant, Grant):
             self.send(self.owner.want(session_id, now_s))
-            if caller is not None and grant.holder not in (None, self.unit):
-                self._refuse(caller)
-            elif len(self._parked) < PARKED_MAX:
+            if len(self._parked) < PARKED_MAX:
                 self._parked.append((client, request, caller))
             return
         if caller is not None:
@@ -137,9 +135,9 @@ class Process:
         journal = self.world.journals[session_id]
         opened = self._opened.get(session_id)
         if opened is None or opened.epoch != grant.epoch:
-            outcome = journal.open(self.unit, grant.epoch)
-            if isinstance(outcome, Stale):
-                self.owner.fenced(session_id, outcome)
+            later = journal.open(self.unit, grant.epoch)
+            if later is not None:
+                self.owner.fenced(session_id, later)
                 return
             self._opened[session_id] = grant
             self._length[session_id] = len(journal.done)
@@ -238,12 +236,12 @@ class Process:
         answer = partial(self.deliver, self._written, serving, outcome, len(journal.done))
         self.world.net.send(answer)
 
-    def _written(self, serving: Serving, outcome: FenceOutcome, length: int) -> None:
+    def _written(self, serving: Serving, later: Epoch | None, length: int) -> None:
         session_id, grant = serving.client[0], serving.grant
-        if isinstance(outcome, Stale):
+        if later is not None:
             mine = self.owner.grants.get(session_id)
             if mine is not None and mine.epoch == grant.epoch:
-                self.owner.fenced(session_id, outcome)
+                self.owner.fenced(session_id, later)
             return
         for router, receipt, _ in self._callers.pop(serving.request, ()):
             self.world.net.send(partial(router.answered, receipt, 1000 + 25 * length))

@@ -25,8 +25,9 @@ import fault_world
 from fault_world import World, play
 
 from ownerserve.directory import checks
+from ownerserve.directory.doors import Doors
 from ownerserve.directory.owner import Ask, OwnerState
-from ownerserve.kv.epoch import Admitted, Fence, Term
+from ownerserve.kv.epoch import Term
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
@@ -186,7 +187,7 @@ MUTATIONS = (
     without(Instead(Fleet, "find", any_life)),
     without(Instead(Candidates, "without", lambda candidates, tried: candidates)),
     without(Instead(Worker, "take", nothing)),
-    without(Instead(Fence, "admit", lambda fence, epoch: Admitted())),
+    without(Instead(Doors, "above", nothing)),
     without(Instead(fault_world.World, "new_term", same_term)),
     # The node's
     without(Instead(Restores, "overdue", never_due)),

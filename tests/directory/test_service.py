@@ -27,7 +27,7 @@ from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.rules import Kind, Tier
 from ownerserve.directory.terms import FILE_NAME, TermFile
 from ownerserve.kv.clock import ManualClock
-from ownerserve.kv.epoch import Admitted, Epoch, Fence, Stale, Term
+from ownerserve.kv.epoch import Term
 from ownerserve.kv.errors import InvalidInput, PeerLost
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
@@ -117,15 +117,6 @@ def test_terms_grow_over_restarts(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text("[1,")
     with pytest.raises(InvalidInput, match="is no term"):
         TermFile(tmp_path)
-
-
-def test_a_fence_lets_only_the_latest_through() -> None:
-    old, new = Epoch(Term(1, 9), 50), Epoch(Term(2, 3), 1)
-    fence = Fence()
-    assert fence.admit(old) == fence.admit(old) == Admitted()
-    assert fence.admit(new) == Admitted()
-    assert fence.admit(old) == Stale(new)
-    assert Fence(new).admit(old) == Stale(new)
 
 
 def test_serve_status_rebuild(tmp_path: Path) -> None:

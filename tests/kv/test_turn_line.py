@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
@@ -27,6 +28,7 @@ UNIT = RoutingUnit(WorkerId("10.0.0.1:8100"), 3, Incarnation(1_700_000_000_000_0
         TurnLine(),
         TurnLine(name=NAME),
         TurnLine(target=UNIT),
+        TurnLine(name=NAME, epoch=Epoch(Term(3, (1 << 48) - 1), 7)),
         TurnLine(name=NAME, parent=PARENT, group=GROUP, final=True, target=UNIT),
     ],
 )
@@ -50,7 +52,7 @@ def test_the_words_on_the_wire_are_these() -> None:
 
 
 def test_what_a_later_version_adds_is_passed_over() -> None:
-    assert decode(f'{{"name":"{NAME}","epoch":[1,2],"verb":"serve"}}') == TurnLine(name=NAME)
+    assert decode(f'{{"name":"{NAME}","version":3,"verb":"serve"}}') == TurnLine(name=NAME)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,11 @@ def test_what_a_later_version_adds_is_passed_over() -> None:
         ('{"parent":"x"}', f"{HEADER}.parent"),
         ('{"group":""}', f"{HEADER}.group"),
         ('{"final":"yes"}', f"{HEADER}.final"),
+        ('{"epoch":7}', f"{HEADER}.epoch"),
+        ('{"epoch":[[1,2],"x"]}', f"{HEADER}.epoch[1]"),
+        (f'{{"epoch":[[{1 << 48},2],1]}}', f"{HEADER}.epoch"),
+        (f'{{"epoch":[[1,2],{1 << 70}]}}', f"{HEADER}.epoch"),
+        ('{"epoch":[[1,2],-1]}', f"{HEADER}.epoch"),
         ('{"target":"w/0/1"}', f"{HEADER}.target"),
         ('{"target":["w",0]}', f"{HEADER}.target"),
         ('{"target":["w",0,"1"]}', f"{HEADER}.target[2]"),

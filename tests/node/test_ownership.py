@@ -14,9 +14,12 @@ from ownerserve.directory.owner import Phase
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile
+from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import Packed, hash_prefix, pack
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession
 from ownerserve.node.ownership import Came, Left, Over, Ownership, boot_time_s
 
 S1, S2 = SessionId("s1"), SessionId("s2")
@@ -243,3 +246,65 @@ def test_a_former_life_is_told_so_and_owns_nothing(
     former.tell(Left(S1, tokens(1)))
     until(lambda: former.standing(S1) is None)
     until(lambda: former.phase is Phase.SUPERSEDED)
+
+
+def release(node: Ownership, target: RoutingUnit, epoch: Epoch | None = None) -> Released | Reject:
+    """As the owner's gateway asks it, which knows the epoch that the last answer told."""
+    grant = node.standing(S1)
+    told = epoch if epoch is not None or grant is None else grant.epoch
+    return node.release(ReleaseSession(S1, told, target))
+
+
+def test_a_session_that_is_released_is_the_targets(
+    server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership]
+) -> None:
+    first, second = nodes(unit("w1"), server.address), nodes(unit("w2"), server.address)
+    first.tell(Came(S1))
+    until(lambda: first.standing(S1))
+    until(lambda: second.phase is Phase.LIVE)
+    grant = first.standing(S1)
+    assert grant is not None
+    first.tell(Left(S1, tokens(1)))
+    assert release(first, second.owner.unit) == Reject(WorkerRefusal.SESSION_IS_RUNNING)
+    until(lambda: release(first, second.owner.unit, grant.epoch) == Released())
+    assert first.standing(S1) is None  # at once
+    until(lambda: first.answers["bound"] == 2)
+    record = found(server.address, S1)
+    assert isinstance(record, ask.SessionIs)
+    assert (record.owner, record.version) == (second.owner.unit, 1)
+
+    first.tell(Came(S1))  # its own later turn is a guest's
+    first.tell(Left(S1, tokens(9)))
+    until(lambda: first.answers["heldby"])
+    assert release(first, second.owner.unit, grant.epoch) == Reject(WorkerRefusal.STALE_EPOCH)
+    second.tell(Came(S1))
+    until(lambda: second.standing(S1))
+    second.tell(Left(S1, tokens(2)))
+    until(lambda: is_at(server.address, S1, 2))
+    assert first.owner.refused["release", "stale_epoch"] == 1
+
+
+def test_a_directory_that_hangs_holds_up_no_release(server: DirectoryServer) -> None:
+    """The session is a guest's at once, and moves when the directory answers again."""
+    faulty = Faulty(server.address, RuntimeError("boom"))
+    faulty.fault = None
+    node = Ownership(unit("w1"), lambda: faulty, block_tokens=BLOCK)  # type: ignore[arg-type, return-value]
+    target = Ownership(unit("w2"), lambda: DirectoryClient(server.address), block_tokens=BLOCK)
+    node.start()
+    target.start()
+    node.tell(Came(S1))
+    until(lambda: node.standing(S1) and target.phase is Phase.LIVE)
+    faulty.fault = RuntimeError("boom")
+    began_s = time.thread_time()
+    assert release(node, target.owner.unit) == Released()
+    assert time.thread_time() - began_s < 0.1 and node.standing(S1) is None
+    until(lambda: node.answers["failed"])
+    faulty.fault = None
+
+    def is_moved() -> bool:
+        record = found(server.address, S1)
+        return isinstance(record, ask.SessionIs) and record.owner == target.owner.unit
+
+    until(is_moved)
+    node.close(within_s=5.0)
+    target.close(within_s=5.0)

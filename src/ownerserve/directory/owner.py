@@ -15,11 +15,13 @@ that never comes is asked for again; what comes of an attempt that was given up 
 whoever binds gets an epoch above all that it has seen.
 
 Finished turns are counted here (`version`) and told by Advance, one under way for each session:
-what is finished meanwhile goes as one behind it.
+what is finished meanwhile goes as one behind it. What others may ask of a session passes its door
+first (`doors.GuardedOwner`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -33,7 +35,6 @@ from ownerserve.directory.messages import (
     Bound,
     Conflict,
     EndSession,
-    HeldBy,
     HeldSession,
     Leased,
     Outcome,
@@ -49,7 +50,7 @@ from ownerserve.directory.messages import (
     Transfer,
 )
 from ownerserve.directory.rules import MAIN_KINDS, Kinds, Tier
-from ownerserve.kv.epoch import Epoch, Stale, Term, later
+from ownerserve.kv.epoch import Epoch, Term, later
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import RoutingUnit
 
@@ -88,17 +89,12 @@ class Tip(msgspec.Struct, frozen=True, gc=False):
     group: str = ""
 
 
-class NotMine(msgspec.Struct, frozen=True):
-    """Don't serve it. `holder`: who was said to own it when we last asked."""
-
-    holder: RoutingUnit | None = None
-
-
 class _Wanted(msgspec.Struct):
-    """`turns` were finished here since it was asked for."""
+    """`turns` were finished here since it was asked for. `is_over`: the last one is among them."""
 
     parent: SessionId | None = None
     turns: int = 0
+    is_over: bool = False
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -121,6 +117,8 @@ class OwnerState:
         self.phase = Phase.JOINING
         self.seen: Epoch | None = None
         self.grants: dict[SessionId, Grant] = {}
+        self.refused: Counter[tuple[str, str]] = Counter()
+        """What came to nothing, by verb (VERBS) and reason: metric labels."""
         self._margin_s = margin_s
         self._lease_until_s = float("-inf")
         self._renewed_s = self._renew_at_s = float("-inf")
@@ -129,7 +127,6 @@ class OwnerState:
         self._asks: dict[int, Ask] = {}
         # Waiting to be adopted, each with the end of the lease that covered it.
         self._carried: dict[SessionId, tuple[Grant, float]] = {}
-        self._holders: dict[SessionId, RoutingUnit] = {}
         self._wanted: dict[SessionId, _Wanted] = {}
         """Sessions that are asked for, or will be when we are registered."""
         self._tips: dict[SessionId, Tip] = {}
@@ -140,16 +137,15 @@ class OwnerState:
 
     # ---- what the engine asks
 
-    def may_serve(self, session_id: SessionId, now_s: float) -> Grant | NotMine:
-        """Ask right before serving a turn and before each write for it."""
-        grant = self.grants.get(session_id)
-        if grant is None or not self._lease_covers(now_s):
-            return NotMine(self._holders.get(session_id))
-        return grant
+    def may_serve(self, session_id: SessionId, now_s: float) -> Grant | None:
+        """What is ours of the session now; None: a turn of it is a guest's."""
+        return self.grants.get(session_id) if self._lease_covers(now_s) else None
 
     def want(self, session_id: SessionId, now_s: float, *, parent: SessionId | None = None) -> Asks:
         """A turn came for a session that isn't ours (yet). `parent`: whose fork it is."""
         self._void_if_over(now_s)
+        if session_id in self._wanted:
+            self._wanted[session_id].is_over = False
         is_known = any(session_id in known for known in (self.grants, self._carried, self._wanted))
         if not is_known and self.phase not in _ENDED:
             if len(self._wanted) >= WANTED_MAX:
@@ -175,32 +171,40 @@ class OwnerState:
         return []
 
     def hand_over(self, session_id: SessionId, target: RoutingUnit, now_s: float) -> Asks:
-        """The state is at the target, verified: from this instant on we don't serve it."""
-        grant = self.grants.get(session_id)
+        """The session is to be the target's: from this instant on we don't serve it. Turns that the
+        directory may not know of are told before, as `Transfer` names the version."""
+        grant, tip = self.grants.get(session_id), self._tips.get(session_id)
         if grant is None or not self._lease_covers(now_s):
             return []
         self._stop_serving(session_id)
+        asks: Asks = []
+        if tip is not None:
+            told = _told(session_id, self.unit, grant, tip, seen=self.seen)
+            asks.append(self._ask(told, now_s))
         move = Transfer(session_id, self.unit, target, grant.epoch, grant.version, seen=self.seen)
-        return [self._ask(move, now_s)]
+        return [*asks, self._ask(move, now_s)]
 
     def end(self, session_id: SessionId, now_s: float) -> Asks:
-        """The session is over."""
-        grant = self.grants.get(session_id)
+        """The session is over. One that is asked for ends as it is ours; a guest tells nothing."""
+        self._void_if_over(now_s)
+        grant, wanted = self.grants.get(session_id), self._wanted.get(session_id)
         if grant is None:
+            if wanted is not None:
+                wanted.is_over = True
             return []
         self._stop_serving(session_id)
         return [self._ask(EndSession(session_id, self.unit, grant.epoch), now_s)]
 
-    def fenced(self, session_id: SessionId, stale: Stale) -> None:
-        """A resource refused our epoch: what we hold is history. Binding again gets a later one."""
-        self.seen = later(self.seen, stale.seen)
+    def fenced(self, session_id: SessionId, seen: Epoch) -> None:
+        """A later owner was there: what we hold is history. Binding again gets a later epoch."""
+        self.seen = later(self.seen, seen)
         self._lose(session_id)
 
     def retire(self, now_s: float) -> Asks:
         """The unit leaves: from this instant on it owns nothing."""
         was_known = self.phase is Phase.LIVE
         self._wanted.clear()
-        self._void()
+        self._void("retired")
         self.phase = Phase.RETIRED
         return [self._ask(Retire(self.unit), now_s)] if was_known else []
 
@@ -236,8 +240,9 @@ class OwnerState:
         ask = self._take(number)
         if ask is None:
             return []
-        if isinstance(outcome, Refused) and outcome.reason in _LATER:
-            again_s = now_s + (outcome.retry_after_s or ASK_AGAIN_S)
+        if is_for_later(outcome) or _is_ahead(ask.request, outcome):
+            wait_s = outcome.retry_after_s if isinstance(outcome, Refused) else 0.0
+            again_s = now_s + (wait_s or ASK_AGAIN_S)
             self._asks[number] = replace(ask, again_s=min(ask.again_s, again_s))
             return []
         if isinstance(outcome, Refused) and outcome.reason in _STANDING:
@@ -268,7 +273,7 @@ class OwnerState:
     def _void_if_over(self, now_s: float) -> None:
         """What a lapsed lease covered is gone for good, and so are answers still to come."""
         if self.phase is Phase.LIVE and not self._lease_covers(now_s):
-            self._void()
+            self._void("lease_over")
             self.phase = Phase.JOINING
 
     def _stop_serving(self, session_id: SessionId) -> None:
@@ -329,15 +334,15 @@ class OwnerState:
         if isinstance(outcome, Bound):
             self.seen = later(self.seen, outcome.epoch)
             grant = Grant(outcome.epoch, outcome.version, outcome.prefix_hash, outcome.tokens)
+            self.grants[session_id] = grant
+            if wanted is not None and wanted.is_over:
+                return self.end(session_id, now_s)
             tip = self._tips.get(session_id)
             if tip is None:
-                self.grants[session_id] = grant
                 return []
             self.grants[session_id] = _after(grant, tip, turns=wanted.turns if wanted else 0)
             return self._advance(session_id, now_s)
         self._tips.pop(session_id, None)
-        if isinstance(outcome, HeldBy):
-            self._holders[session_id] = outcome.owner
         return []
 
     def _advance(self, session_id: SessionId, now_s: float) -> Asks:
@@ -355,7 +360,6 @@ class OwnerState:
         if grant is None or grant.epoch != told.epoch:
             return []
         if isinstance(outcome, Conflict) and not self._is_ours(outcome.current, grant):
-            self._holders[session_id] = outcome.current.owner
             self._lose(session_id)
             return []
         if isinstance(outcome, Advanced):
@@ -393,10 +397,8 @@ class OwnerState:
     def _transferred(self, request: Transfer, outcome: Outcome, now_s: float) -> Asks:
         """It is the target's, or by an earlier attempt already was; else we take it again."""
         if isinstance(outcome, Bound):
-            self._holders[request.session_id] = request.target
             return []
         if isinstance(outcome, Conflict) and outcome.current.owner != self.unit:
-            self._holders[request.session_id] = outcome.current.owner
             return []
         return self.want(request.session_id, now_s)
 
@@ -406,18 +408,20 @@ class OwnerState:
             return []
         if reason is Refusal.STALE_INCARNATION:
             self._wanted.clear()
-            self._void()
+            self._void(reason.value)
             self.phase = Phase.SUPERSEDED
             return []
         if reason is Refusal.UNKNOWN_HOLDER:
             self._carry()
             self._forget_asks()
         else:
-            self._void()
+            self._void(reason.value)
         self.phase = Phase.JOINING
         return [self._ask(Register(self.unit, self.seen), now_s)]
 
-    def _void(self) -> None:
+    def _void(self, reason: str) -> None:
+        verbs = [VERBS.get(type(ask.request)) for ask in self._asks.values()]
+        self.refused.update((verb, reason) for verb in verbs if verb is not None)
         self.grants.clear()
         self._carried = {}
         self._forget_asks()
@@ -453,6 +457,19 @@ class OwnerState:
         return request
 
 
+def is_for_later(outcome: Outcome) -> bool:
+    """Nothing was decided: the same is asked again."""
+    return isinstance(outcome, Refused) and outcome.reason in _LATER
+
+
+def _is_ahead(request: Request, outcome: Outcome) -> bool:
+    """A hand-over that overtook the report of the turns before it: that one is on its way."""
+    if not isinstance(request, Transfer) or not isinstance(outcome, Conflict):
+        return False
+    current = outcome.current
+    return current.epoch == request.epoch and current.version < request.version
+
+
 def _after(grant: Grant, tip: Tip, *, turns: int) -> Grant:
     return Grant(grant.epoch, grant.version + turns, tip.prefix_hash, tip.tokens)
 
@@ -465,6 +482,9 @@ def _told(
         tip.kinds, tip.group, seen,
     )  # fmt: skip
 
+
+VERBS: dict[type[Request], str] = {Advance: "advance", Transfer: "hand_over", EndSession: "end"}
+"""What only an owner may ask, under its epoch."""
 
 _ENDED = (Phase.SUPERSEDED, Phase.RETIRED)
 _STANDING = (Refusal.UNKNOWN_HOLDER, Refusal.STALE_INCARNATION, Refusal.LEASE_LAPSED)

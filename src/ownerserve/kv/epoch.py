@@ -1,14 +1,13 @@
 """Epochs: who is the later owner, without asking a clock.
 
-An epoch is (term, counter). The directory issues it with every grant; a resource (store, engine,
-peer) keeps the highest one that it has seen and refuses a lower one. A directory that lost its
-memory, or found itself promoted, starts a new *term*; two that do so at the same time draw
-different nonces, so no epoch is ever issued twice, and any two epochs compare the same everywhere.
+An epoch is (term, counter). The directory issues it with every grant; a node keeps the highest one
+that it has heard of each session (directory/doors.py) and refuses what is asked under a lower one.
+A directory that lost its memory, or found itself promoted, starts a new *term*; two that do so at
+the same time draw different nonces, so no epoch is ever issued twice, and any two epochs compare
+the same everywhere.
 """
 
 from __future__ import annotations
-
-from typing import TypeAlias
 
 import msgspec
 
@@ -16,7 +15,8 @@ from ownerserve.kv.errors import InvalidInput
 
 ORDINAL_LIMIT = 1 << 48
 NONCE_LIMIT = 1 << 48
-"""Both stay exact in JSON and in Lua, whose numbers are doubles."""
+COUNTER_LIMIT = 1 << 48
+"""All stay exact in JSON and in Lua, whose numbers are doubles."""
 
 
 class Term(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
@@ -35,39 +35,6 @@ class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
 
     term: Term
     counter: int
-
-
-class Admitted(msgspec.Struct, frozen=True):
-    """The epoch is the highest so far, or that one again."""
-
-
-class Stale(msgspec.Struct, frozen=True):
-    """A later owner was here: `seen`. The sender must stop and tell the directory of it."""
-
-    seen: Epoch
-
-
-FenceOutcome: TypeAlias = Admitted | Stale
-
-
-class Fence:
-    """Guards one resource. Owns the highest epoch seen there, and nothing else.
-
-    A resource that outlives its process keeps `seen` with its data, as durable as that, and starts
-    from it: a fence that forgets is none.
-    """
-
-    __slots__ = ("seen",)
-
-    def __init__(self, seen: Epoch | None = None) -> None:
-        self.seen = seen
-
-    def admit(self, epoch: Epoch) -> FenceOutcome:
-        """Let `epoch` in and remember it, or refuse it because a higher one was let in before."""
-        if self.seen is not None and epoch < self.seen:
-            return Stale(self.seen)
-        self.seen = epoch
-        return Admitted()
 
 
 def later(first: Epoch | None, second: Epoch | None) -> Epoch | None:

@@ -1,9 +1,11 @@
 """A worker's word with the directory: a thread that keeps one unit's `OwnerState` and asks for it.
 
     engine's thread ── came, left, over ──> inbox ── each FLUSH_S ──> one frame ──> directory
-    any thread <── standing ── OwnerState <──────────────── answers ───────────────────────┘
+    engine's thread ── release ──> door, OwnerState <────── answers ───────────────────────┘
+    any thread <── standing ──────────┘
 
-The engine never waits: what it tells goes into a queue, and who owns what is read from memory. A
+The engine never waits: what it tells goes into a queue, and who owns what is read from memory. What
+others ask of a session is decided at once, under a lock that is never held while one waits. A
 directory that is away or hung holds up this thread alone; the lease then ends by this unit's own
 clock, turns are served as a guest, and what is still true is told once it answers again.
 """
@@ -20,14 +22,18 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from ownerserve.directory.doors import GuardedOwner
 from ownerserve.directory.messages import Outcome, Refusal, Refused
 from ownerserve.directory.owner import Asks, Grant, OwnerState, Phase, Tip
 from ownerserve.directory.port import Directory
 from ownerserve.directory.rules import MAIN_KINDS, Kinds, Tier
+from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession
 from ownerserve.node.chains import Chains
 
 log = logging.getLogger("ownerserve.node")
@@ -46,10 +52,12 @@ MARGIN_S = 0.1
 
 
 class Came(msgspec.Struct, frozen=True, gc=False):
-    """A turn of the session is here. `parent`: whose fork it is."""
+    """A turn of the session is here. `parent`: whose fork it is; `epoch`: the highest under which
+    its gateway knows the session to be owned."""
 
     session: SessionId
     parent: SessionId | None = None
+    epoch: Epoch | None = None
 
 
 class Left(msgspec.Struct, frozen=True, gc=False):
@@ -65,7 +73,13 @@ class Over(msgspec.Struct, frozen=True, gc=False):
     session: SessionId
 
 
-Told: TypeAlias = Came | Left | Over
+class _Leaves(msgspec.Struct, frozen=True, gc=False):
+    """A session was given up on the engine's thread: what is to be asked for that."""
+
+    asks: Asks
+
+
+Told: TypeAlias = Came | Left | Over | _Leaves
 
 
 def boot_time_s() -> float:
@@ -78,6 +92,7 @@ class Owning(Protocol):
 
     def tell(self, told: Told) -> None: ...
     def standing(self, session: SessionId) -> Grant | None: ...
+    def release(self, asked: ReleaseSession) -> Released | Reject: ...
     def start(self) -> None: ...
     def close(self, *, within_s: float) -> None: ...
 
@@ -88,6 +103,9 @@ class Unowned:
     def tell(self, told: Told) -> None: ...
     def standing(self, session: SessionId) -> Grant | None:
         return None
+
+    def release(self, asked: ReleaseSession) -> Released | Reject:
+        return Released()
 
     def start(self) -> None: ...
     def close(self, *, within_s: float) -> None: ...
@@ -106,6 +124,11 @@ class Ownership:
         kinds: Kinds = MAIN_KINDS,
     ) -> None:
         self.owner = OwnerState(unit, margin_s=MARGIN_S)
+        self._guarded = GuardedOwner(self.owner)
+        self._lock = threading.Lock()
+        """Held by whoever changes `owner`: this unit's thread, and the engine's as it releases."""
+        self._to_count: Counter[SessionId] = Counter()
+        """Turns that are told and not counted yet: their sessions are not given up before."""
         self.answers: Counter[str] = Counter()
         """Outcomes by name, refusals by reason: metric labels. Written by the thread alone."""
         self.frames = 0
@@ -134,12 +157,30 @@ class Ownership:
 
     def tell(self, told: Told) -> None:
         """Never waits."""
+        if isinstance(told, Left):
+            with self._lock:
+                self._to_count[told.session] += 1
         self._inbox.put(told)
 
     def standing(self, session: SessionId) -> Grant | None:
         """What this unit owns of the session now; None: it serves as a guest."""
-        standing = self.owner.may_serve(session, boot_time_s())
-        return standing if isinstance(standing, Grant) else None
+        return self.owner.may_serve(session, boot_time_s())
+
+    def release(self, asked: ReleaseSession) -> Released | Reject:
+        """Give a session up to its target, of which no turn runs here: at once it is not ours, and
+        the directory is asked for the hand-over until it answers or the lease is over."""
+        if asked.epoch is None or asked.target is None:
+            return Released()
+        with self._lock:
+            if asked.session_id in self._to_count:
+                return Reject(WorkerRefusal.SESSION_IS_RUNNING)
+            leaving = self._guarded.release(
+                asked.session_id, asked.epoch, asked.target, now_s=boot_time_s()
+            )
+        if isinstance(leaving, WorkerRefusal):
+            return Reject(leaving)
+        self._inbox.put(_Leaves(leaving))
+        return Released()
 
     @property
     def phase(self) -> Phase:
@@ -164,18 +205,26 @@ class Ownership:
         try:
             while self._round(directory):
                 pass
-            self._ask(self.owner.retire(boot_time_s()), directory)
+            with self._lock:
+                asks = self.owner.retire(boot_time_s())
+            self._ask(asks, directory)
         finally:
             directory.close()
 
     def _round(self, directory: Directory) -> bool:
         """Take what was told, ask what is due; False: it is time to go."""
         told, goes_on = self._gather()
+        tips = [self._tip(one) if isinstance(one, Left) else None for one in told]
         now_s = boot_time_s()
-        asks = [ask for one in told for ask in self._take(one, now_s)]
-        asks += self.owner.tick(now_s)
-        if asks:
-            asks += self.owner.renewal(now_s)
+        with self._lock:
+            asks = [
+                ask
+                for one, tip in zip(told, tips, strict=True)
+                for ask in self._take(one, tip, now_s)
+            ]
+            asks += self.owner.tick(now_s)
+            if asks:
+                asks += self.owner.renewal(now_s)
         self._ask(asks, directory)
         return goes_on
 
@@ -196,18 +245,24 @@ class Ownership:
             wait_s = until_s - boot_time_s()
         return told, True
 
-    def _take(self, told: Told, now_s: float) -> Asks:
+    def _tip(self, left: Left) -> Tip | None:
+        """Where a turn left its session; None: in less than a block."""
+        hashed = self._chains.digests(left.tokens, left.session)
+        if not hashed:
+            return None
+        return Tip(hashed[-1], len(hashed) * self._block_tokens, Tier.DEVICE, self._kinds)
+
+    def _take(self, told: Told, tip: Tip | None, now_s: float) -> Asks:
         match told:
-            case Came(session, parent):
-                return self.owner.want(session, now_s, parent=parent)
-            case Left(session, tokens):
-                hashed = self._chains.digests(tokens, session)
-                if not hashed:
-                    return []
-                tip = Tip(hashed[-1], len(hashed) * self._block_tokens, Tier.DEVICE, self._kinds)
-                return self.owner.finished(session, tip, now_s)
+            case Came(session, parent, epoch):
+                return self._guarded.came(session, now_s, parent=parent, epoch=epoch)
+            case Left(session):
+                self._to_count -= Counter((session,))
+                return [] if tip is None else self._guarded.left(session, tip, now_s)
             case Over(session):
-                return self.owner.end(session, now_s)
+                return self._guarded.over(session, now_s)
+            case _Leaves(asks):
+                return asks
 
     def _ask(self, asks: Asks, directory: Directory) -> None:
         """One frame, and one more for what its answers ask for."""
@@ -217,7 +272,8 @@ class Ownership:
             now_s, more = boot_time_s(), Asks()
             for ask, outcome in zip(asks, outcomes, strict=True):
                 self.answers[_label(outcome)] += 1
-                more += self.owner.answered(ask.number, outcome, now_s)
+                with self._lock:
+                    more += self._guarded.answered(ask, outcome, now_s)
             asks = more
 
     def _execute(self, asks: Asks, directory: Directory) -> list[Outcome]:

@@ -18,6 +18,7 @@ from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker
 from ownerserve.engines.hf.rpc_metrics import RpcCollector
 from ownerserve.engines.hf.serve import listen, url_of
 from ownerserve.engines.hf.server import make_app
+from ownerserve.kv.messages import RoutingUnit
 from ownerserve.node.rpc.server import RpcServer
 from ownerserve.router.gateway.config import Config, parse_worker
 from ownerserve.router.gateway.metrics import GatewayCollector
@@ -61,6 +62,11 @@ class ServedWorker:
     def name(self) -> str:
         """The gateway's id of it."""
         return self.url.removeprefix("http://")
+
+    @property
+    def unit(self) -> RoutingUnit:
+        """As the worker and the directory know it."""
+        return self.worker.engine.latest.unit
 
     def metric(self, start: str) -> float:
         lines = self.http.get("/metrics").text.splitlines()

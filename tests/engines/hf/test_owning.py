@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from fleet_rig import ServedGateway, ServedWorker, until
@@ -13,12 +14,19 @@ from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile
 from ownerserve.engines.hf.build import WorkerOptions
+from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import Answer, Reject, Released, ReleaseSession, Request
+from ownerserve.kv.wire.turn_line import HEADER, TurnLine, encode
 from ownerserve.node.ownership import boot_time_s
+from ownerserve.node.rpc.server import RpcClient
 
 pytestmark = pytest.mark.engine
 
 PROMPT = [7 + n % 200 for n in range(96)]
+NAME = SessionId("d" * 32)
 
 
 class BootClock:
@@ -69,6 +77,10 @@ class Fleet:
         assert isinstance(found, ask.SessionIs | ask.Miss)
         return found
 
+    def owner(self, session: str) -> RoutingUnit | None:
+        found = self.record(session)
+        return found.owner if isinstance(found, ask.SessionIs) else None
+
     def version(self, session: str) -> int:
         found = self.record(session)
         return found.version if isinstance(found, ask.SessionIs) else -1
@@ -84,6 +96,38 @@ def fleet() -> Iterator[Fleet]:
     one = Fleet(2)
     yield one
     one.close()
+
+
+@pytest.fixture
+def three() -> Iterator[Fleet]:
+    one = Fleet(3)
+    yield one
+    one.close()
+
+
+def serve_at(
+    worker: ServedWorker,
+    prompt: list[int],
+    *,
+    name: SessionId | None = NAME,
+    epoch: Epoch | None = None,
+) -> dict[str, Any]:
+    """A turn that a gateway sends to this worker, whoever owns its session."""
+    told = encode(TurnLine(name=name, target=worker.unit, epoch=epoch)).decode()
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "logprobs": 1}
+    body |= {"return_token_ids": True}
+    answer = worker.http.post("/v1/completions", json=body, headers={HEADER: told})
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    return {"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}
+
+
+def asked(worker: ServedWorker, request: Request) -> Answer:
+    client = RpcClient(worker.rpc.address)
+    try:
+        return client.ask(request)
+    finally:
+        client.close()
 
 
 def name_of(gateway: ServedGateway, index: int = 0) -> str:
@@ -143,3 +187,68 @@ def test_a_worker_that_stops_gives_its_sessions_free_and_the_next_one_owns(fleet
     after = fleet.record(name)
     assert isinstance(before, ask.SessionIs) and isinstance(after, ask.SessionIs)
     assert after.epoch > before.epoch and after.owner != before.owner
+
+
+@pytest.fixture
+def alone() -> Iterator[ServedWorker]:
+    """Nobody disturbs it: it computes each prompt from its beginning."""
+    one = ServedWorker(WorkerOptions(model="tiny-qwen3", kv_bytes=8 << 20))
+    yield one
+    one.close()
+
+
+def test_a_session_moves_over_three_workers_and_back(three: Fleet, alone: ServedWorker) -> None:
+    """Each turn is done elsewhere, as a guest; then the owner releases. Its version never goes
+    back, no answer is another than on a worker that nobody disturbs."""
+    a, b, c = three.workers
+    prompt, versions, epochs = PROMPT, [], []
+    where = a
+    serve_at(a, prompt)
+    until(lambda: three.version(NAME) == 1)
+    for target in (b, c, a, b, a):
+        record = three.record(NAME)
+        assert isinstance(record, ask.SessionIs) and record.owner == where.unit
+        epochs.append(record.epoch)
+        answer = serve_at(target, prompt, epoch=record.epoch)  # a guest's
+        release = ReleaseSession(NAME, record.epoch, target.unit)
+        assert asked(where, release) == Released()
+        until(lambda target=target: three.owner(NAME) == target.unit)
+        assert asked(where, release) == Reject(WorkerRefusal.STALE_EPOCH)
+        prompt = prompt + answer["tokens"] + [11, 12, 13]
+        before = three.version(NAME)
+        answer = serve_at(target, prompt, epoch=record.epoch)  # the owner's
+        until(lambda before=before: three.version(NAME) == before + 1)
+        undisturbed = serve_at(alone, prompt, name=None)
+        assert undisturbed["tokens"] == answer["tokens"]
+        assert undisturbed["logprobs"] == pytest.approx(answer["logprobs"], abs=1e-4)
+        versions.append(three.version(NAME))
+        where = target
+    assert versions == [2, 3, 4, 5, 6]
+    assert sorted(set(epochs)) == epochs
+    assert three.directory.asked["Transfer"] == 5
+    stale = sum(
+        one.metric('ownerserve_owner_refusals_total{reason="stale_epoch",verb="release"}')
+        for one in three.workers
+    )
+    assert stale == 5
+
+
+def test_a_session_whose_turn_is_there_is_not_released(fleet: Fleet) -> None:
+    """Nor by who knows it under a former epoch."""
+    here, there = fleet.workers
+    serve_at(here, PROMPT)
+    until(lambda: fleet.version(NAME) == 1)
+    record = fleet.record(NAME)
+    assert isinstance(record, ask.SessionIs)
+    told = encode(TurnLine(name=NAME, target=here.unit)).decode()
+    body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    release = ReleaseSession(NAME, record.epoch, there.unit)
+    with here.http.stream("POST", "/v1/completions", json=body, headers={HEADER: told}) as turn:
+        assert turn.status_code == 200, turn.read()
+        chunks = turn.iter_bytes()
+        next(chunks)
+        assert asked(here, release) == Reject(WorkerRefusal.SESSION_IS_RUNNING)
+    until(lambda: asked(here, release) == Released())
+    assert asked(there, ReleaseSession(NAME, record.epoch, here.unit)) == Reject(
+        WorkerRefusal.NOT_OWNER
+    )

@@ -61,7 +61,7 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Packed, pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Answer as RpcAnswer
-from ownerserve.kv.wire.rpc import ReleaseSession, Reserve
+from ownerserve.kv.wire.rpc import Reject, ReleaseSession, Reserve
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.known import KnownSessions
@@ -209,12 +209,25 @@ class StepLoop:
         return True
 
     def _answer(self, request: RpcRequest) -> RpcAnswer:
+        if isinstance(request, ReleaseSession):
+            return self._release(request)
         answer = self._desk.answer(request)
         if isinstance(request, Reserve):
             self._metrics.reserved(answer)
-        elif isinstance(request, ReleaseSession):
-            self._known.forget(request.session_id)
         return answer
+
+    def _release(self, asked: ReleaseSession) -> RpcAnswer:
+        """The session is another's from now on: its state here is ordinary cached state. A turn of
+        it that is here, if only in the queue, is in the way."""
+        session_id = asked.session_id
+        if any(live.request.session_id == session_id for live in self._live.values()):
+            return Reject(WorkerRefusal.SESSION_IS_RUNNING)
+        given_up = self.ownership.release(asked)
+        if isinstance(given_up, Reject):
+            return given_up
+        self._known.forget(session_id)
+        let_go = self._desk.answer(asked)
+        return let_go if asked.target is None else given_up
 
     def _submit(self, submit: Submit) -> None:
         request = submit.request
@@ -239,7 +252,7 @@ class StepLoop:
             return
         self._restoring.arrived(turn_ids[0], request)
         if request.is_named and request.session_id is not None:
-            self.ownership.tell(Came(SessionId(request.session_id), request.parent))
+            self.ownership.tell(Came(SessionId(request.session_id), request.parent, request.epoch))
         live = _Live(request, submit.arrived_s, request.choices)
         self._live[request.request_id] = live
         for i, turn_id in enumerate(turn_ids):

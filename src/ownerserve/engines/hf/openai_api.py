@@ -15,6 +15,7 @@ import msgspec
 
 from ownerserve.engines.hf.codec import Codec
 from ownerserve.engines.hf.requests import Request, Sampling, Stopping
+from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.turn_line import TurnLine
@@ -104,7 +105,7 @@ B = TypeVar("B", bound=Body)
 class Told(msgspec.Struct, frozen=True):
     """What a turn's headers say beside its body. `is_final`: its session ends with it; `is_judged`:
     it is an append that nobody asked about; `is_named`: a gateway named the session, which can be
-    owned then; `parent`: whose fork it is."""
+    owned then; `parent`: whose fork it is; `epoch`: the highest that is known of its owner."""
 
     session_id: str | None = None
     is_final: bool = False
@@ -112,6 +113,7 @@ class Told(msgspec.Struct, frozen=True):
     is_judged: bool = False
     is_named: bool = False
     parent: SessionId | None = None
+    epoch: Epoch | None = None
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -204,6 +206,7 @@ def make_request(
         is_final=turn.is_final,
         is_named=turn.is_named,
         parent=turn.parent,
+        epoch=turn.epoch,
         reservation=turn.reservation,
         is_judged=turn.is_judged,
     )
@@ -222,6 +225,7 @@ def told_of(headers: Mapping[str, str], body: Body, line: TurnLine | None) -> To
             line.judged,
             is_named=line.name is not None,
             parent=line.parent,
+            epoch=line.epoch,
         )
     session_id = headers.get(SESSION_HEADER)
     if session_id and len(session_id) > MAX_SESSION_ID:

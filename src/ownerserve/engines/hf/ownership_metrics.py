@@ -40,3 +40,13 @@ class OwnershipCollector(Collector):
         for answer, count in list(ownership.answers.items()):
             answers.add_metric([answer], count)
         yield answers
+        refused = CounterMetricFamily(
+            "ownerserve_owner_refusals",
+            "What only an owner may do and was refused, here (release) or by the directory; "
+            "lease_over: what was not answered before the lease had ended; grant: one that a later "
+            "owner made void.",
+            labels=["verb", "reason"],
+        )
+        for (verb, reason), count in list(ownership.owner.refused.items()):
+            refused.add_metric([verb, reason], count)
+        yield refused

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
+from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import ExecutionMode
 from ownerserve.kv.wire.refusals import WorkerRefusal
@@ -57,7 +58,8 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and `choices` continuations of it. `is_final`: its session ends with it.
-    `is_named`: a gateway named the session, which can be owned then; `parent`: whose fork it is.
+    `is_named`: a gateway named the session, which can be owned then; `parent`: whose fork it is;
+    `epoch`: the highest under which the gateway knows it to be owned.
 
     `reservation` is the place that admission holds for it; None: it comes without one. One that
     `is_judged` is refused at its arrival when it would wait for long; others take their chance.
@@ -73,6 +75,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     is_final: bool = False
     is_named: bool = False
     parent: SessionId | None = None
+    epoch: Epoch | None = None
     reservation: int | None = None
     is_judged: bool = False
     prefix: PromptPrefix | None = None

@@ -8,6 +8,8 @@
 | parent | the session that this one was forked from, by the client's word or by its bytes |
 | group | sessions that share a head; read, and not sent yet |
 | final | true: the session ends with this turn |
+| epoch | [[ordinal, nonce], counter]: the highest under which the gateway knows it to be owned; |
+| | an owner under a lower one finds out by it, and serves the turn as a guest |
 | target | [worker, rank, incarnation]: whom the turn was sent to; another life refuses it |
 | reservation | the place that the worker's admission holds for the turn |
 | judged | true: an append that was sent unasked; the worker refuses it before any work |
@@ -27,6 +29,7 @@ from typing import Annotated
 
 import msgspec
 
+from ownerserve.kv.epoch import COUNTER_LIMIT, Epoch
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
@@ -49,6 +52,7 @@ class TurnLine(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, kw_onl
     parent: SessionId | None = None
     group: str | None = None
     final: bool = False
+    epoch: Epoch | None = None
     target: RoutingUnit | None = None
     reservation: int | None = None
     judged: bool = False
@@ -61,6 +65,7 @@ class _Checked(msgspec.Struct, frozen=True, gc=False):
     parent: _Name | None = None
     group: _Name | None = None
     final: bool = False
+    epoch: Epoch | None = None
     target: RoutingUnit | None = None
     reservation: Annotated[int, msgspec.Meta(ge=0)] | None = None
     judged: bool = False
@@ -83,6 +88,10 @@ def decode(value: str) -> TurnLine:
         raise InvalidInput(HEADER, f"is longer than {LINE_BYTES_MAX} bytes", _MEND)
     try:
         found = _DECODER.decode(value.encode("latin-1"))  # as HTTP servers decode header bytes
+        if found.epoch is not None and not 0 <= found.epoch.counter < COUNTER_LIMIT:
+            raise InvalidInput("counter", str(found.epoch.counter), "use 48-bit numbers")
+    except InvalidInput as error:
+        raise InvalidInput(f"{HEADER}.epoch", error.problem, _MEND) from error
     except msgspec.ValidationError as error:
         problem, _, where = str(error).partition(" - at ")
         field = where.strip("`").removeprefix("$").removeprefix(".")
@@ -94,6 +103,7 @@ def decode(value: str) -> TurnLine:
         parent=None if found.parent is None else SessionId(found.parent),
         group=found.group,
         final=found.final,
+        epoch=found.epoch,
         target=found.target,
         reservation=found.reservation,
         judged=found.judged,

@@ -1,0 +1,181 @@
+"""Doors: which word on a session still counts, by the highest epoch heard of it. Pure.
+
+    turn line, ReleaseSession, the directory's answers ── hear ──> session -> highest epoch
+    a word under a lower one                  ── refused: stale_epoch, counted by its verb
+    the own grant, once a higher one is heard ── void: nothing is told under it any more
+
+A turn has no door: under whatever epoch it comes, it is served, as a guest's if need be.
+
+The map is bounded, the session heard of longest ago is forgotten first. That is safe: the
+directory's compare-and-set refuses what a door would have refused, only later.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from ownerserve.directory.messages import (
+    Advance,
+    Bind,
+    Bound,
+    Conflict,
+    HeldBy,
+    Outcome,
+    Published,
+    Refused,
+    Request,
+    Transfer,
+)
+from ownerserve.directory.owner import VERBS, Ask, Asks, OwnerState, Tip, is_for_later
+from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.refusals import WorkerRefusal
+
+SESSIONS_MAX = 100_000
+"""Some 30 MB. Of sessions that are owned the grant itself has the epoch."""
+
+STALE_EPOCH = "stale_epoch"
+STALE_VERSION = "stale_version"
+
+
+class Doors:
+    """The highest epoch heard of each session. Owns nothing else."""
+
+    def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
+        self._sessions_max = sessions_max
+        self._heard: dict[SessionId, Epoch] = {}
+
+    def __len__(self) -> int:
+        return len(self._heard)
+
+    def hear(self, session_id: SessionId, epoch: Epoch) -> None:
+        """Somebody was granted the session under `epoch`."""
+        known = self._heard.pop(session_id, None)
+        self._heard[session_id] = epoch if known is None else max(known, epoch)
+        if len(self._heard) > self._sessions_max:
+            del self._heard[next(iter(self._heard))]
+
+    def above(self, session_id: SessionId, epoch: Epoch) -> Epoch | None:
+        """The epoch that makes a word under `epoch` history; None: it still counts."""
+        heard = self._heard.get(session_id)
+        return heard if heard is not None and epoch < heard else None
+
+
+Leaving: TypeAlias = Asks | WorkerRefusal
+"""What to ask so that a session leaves, or why it stays."""
+
+
+class GuardedOwner:
+    """One life of a routing unit behind its doors: the one way in to its `OwnerState`.
+
+    `owner.refused` counts what was refused, here and by the directory, by verb and reason.
+    """
+
+    def __init__(self, owner: OwnerState, doors: Doors | None = None) -> None:
+        self.owner = owner
+        self.doors = Doors() if doors is None else doors
+
+    def came(
+        self,
+        session_id: SessionId,
+        now_s: float,
+        *,
+        parent: SessionId | None = None,
+        epoch: Epoch | None = None,
+    ) -> Asks:
+        """A turn is here. `epoch`: the highest that its gateway knows of the session."""
+        if epoch is not None:
+            self.hear(session_id, epoch)
+        return self.owner.want(session_id, now_s, parent=parent)
+
+    def left(self, session_id: SessionId, tip: Tip, now_s: float) -> Asks:
+        """A turn has ended."""
+        return self.owner.finished(session_id, tip, now_s)
+
+    def over(self, session_id: SessionId, now_s: float) -> Asks:
+        """The session's last turn has ended."""
+        return self.owner.end(session_id, now_s)
+
+    def release(
+        self, session_id: SessionId, epoch: Epoch, target: RoutingUnit, *, now_s: float
+    ) -> Leaving:
+        """Somebody who knows the session under `epoch` wants it to be the target's. No turn of it
+        runs here; from this instant on it is not ours."""
+        if self._is_stale(session_id, epoch):
+            return self._refuse(WorkerRefusal.STALE_EPOCH)
+        self.hear(session_id, epoch)
+        if target == self.owner.unit:
+            return self._refuse(WorkerRefusal.WRONG_TARGET)
+        if self.owner.may_serve(session_id, now_s) is None:
+            return self._refuse(WorkerRefusal.NOT_OWNER)
+        return self.owner.hand_over(session_id, target, now_s)
+
+    def answered(self, ask: Ask, outcome: Outcome, now_s: float) -> Asks:
+        """The directory's answer, which may be late: what it says of epochs counts all the same."""
+        self._count(ask.request, outcome)
+        for session_id, epoch in _told(ask.request, outcome):
+            self.hear(session_id, epoch)
+        asks = self.owner.answered(ask.number, outcome, now_s)
+        for session_id in _granted(ask.request, outcome):
+            self._void_below(session_id)
+        return asks
+
+    def hear(self, session_id: SessionId, epoch: Epoch) -> None:
+        """Somebody was granted the session under `epoch`: if that is after us, ours is over."""
+        self.doors.hear(session_id, epoch)
+        self._void_below(session_id)
+
+    # ---- the checks
+
+    def _is_stale(self, session_id: SessionId, epoch: Epoch) -> bool:
+        """A forgotten door still knows the epoch of a grant."""
+        grant = self.owner.grants.get(session_id)
+        is_outdone = grant is not None and epoch < grant.epoch
+        return is_outdone or self.doors.above(session_id, epoch) is not None
+
+    def _void_below(self, session_id: SessionId) -> None:
+        """A grant below its door is history, whenever it was given."""
+        grant = self.owner.grants.get(session_id)
+        if grant is None:
+            return
+        later = self.doors.above(session_id, grant.epoch)
+        if later is not None:
+            self.owner.fenced(session_id, later)
+            self.owner.refused["grant", STALE_EPOCH] += 1
+
+    # ---- counts
+
+    def _refuse(self, reason: WorkerRefusal) -> WorkerRefusal:
+        self.owner.refused["release", reason.value] += 1
+        return reason
+
+    def _count(self, request: Request, outcome: Outcome) -> None:
+        verb = VERBS.get(type(request))
+        if verb is None:
+            return
+        if isinstance(outcome, Conflict):
+            assert isinstance(request, Advance | Transfer)
+            is_same = outcome.current.epoch == request.epoch
+            self.owner.refused[verb, STALE_VERSION if is_same else STALE_EPOCH] += 1
+        elif isinstance(outcome, Refused) and not is_for_later(outcome):
+            self.owner.refused[verb, outcome.reason.value] += 1
+
+
+def _told(request: Request, outcome: Outcome) -> list[tuple[SessionId, Epoch]]:
+    """What an answer says of its session's epoch."""
+    if not isinstance(request, Bind | Transfer | Advance):
+        return []
+    match outcome:
+        case Bound(epoch) | HeldBy(_, epoch):
+            return [(request.session_id, epoch)]
+        case Conflict(current):
+            return [(request.session_id, current.epoch)]
+    return []
+
+
+def _granted(request: Request, outcome: Outcome) -> tuple[SessionId, ...]:
+    """Sessions that an answer may have made ours."""
+    if isinstance(request, Bind):
+        return (request.session_id,)
+    return outcome.adopted if isinstance(outcome, Published) else ()

@@ -1,0 +1,204 @@
+"""A unit behind its doors: what is refused, what is void, what is told before a session leaves."""
+
+from __future__ import annotations
+
+from ownerserve.directory import messages as ask
+from ownerserve.directory.doors import Doors, GuardedOwner
+from ownerserve.directory.owner import Asks, OwnerState, Tip
+from ownerserve.directory.state import DirectoryState
+from ownerserve.kv.epoch import Epoch, Term
+from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.refusals import WorkerRefusal
+
+S1, S2 = SessionId("s1"), SessionId("s2")
+LEASE_S = 30.0
+TERM = Term(1, 1)
+
+
+def unit(name: str) -> RoutingUnit:
+    return RoutingUnit(WorkerId(name), 0, Incarnation(1))
+
+
+A, B, C = unit("a"), unit("b"), unit("c")
+
+
+def tip(turns: int) -> Tip:
+    return Tip(PrefixHash(bytes([turns]) * 32), 16 * turns)
+
+
+class Fleet:
+    """Units and one directory, which answers what is delivered, in the order that a test wants."""
+
+    def __init__(self, *units: RoutingUnit) -> None:
+        self.now_s = 0.0
+        self.state = DirectoryState(TERM, lease_s=LEASE_S, open_at_s=0.0)
+        self.units = {one: GuardedOwner(OwnerState(one)) for one in units}
+        for one in units:
+            self.deliver(one, self.units[one].owner.tick(0.0))
+
+    def deliver(self, who: RoutingUnit, asks: Asks) -> None:
+        while asks:
+            told = [(one, self.state.handle(one.request, self.now_s)) for one in asks]
+            asks = []
+            for one, outcome in told:
+                asks += self.units[who].answered(one, outcome, self.now_s)
+
+    def turn(self, who: RoutingUnit, number: int, *, epoch: Epoch | None = None) -> None:
+        self.deliver(who, self.units[who].came(S1, self.now_s, epoch=epoch))
+        self.deliver(who, self.units[who].left(S1, tip(number), self.now_s))
+
+    def epoch(self, who: RoutingUnit) -> Epoch:
+        return self.units[who].owner.grants[S1].epoch
+
+    def record(self) -> ask.SessionIs:
+        found = self.state.handle(ask.FindSession(S1), self.now_s)
+        assert isinstance(found, ask.SessionIs)
+        return found
+
+    def release(self, who: RoutingUnit, epoch: Epoch, target: RoutingUnit) -> WorkerRefusal | None:
+        leaving = self.units[who].release(S1, epoch, target, now_s=self.now_s)
+        if isinstance(leaving, WorkerRefusal):
+            return leaving
+        self.deliver(who, leaving)
+        return None
+
+
+def test_a_session_moves_there_and_back_and_its_version_never_goes_back() -> None:
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    first = fleet.epoch(A)
+    assert fleet.release(A, first, B) is None
+    assert (fleet.record().owner, fleet.record().version) == (B, 1)
+    fleet.turn(A, 9)  # a guest's
+    assert fleet.record().version == 1
+    fleet.turn(B, 2)
+    assert fleet.record().version == 2
+    second = fleet.epoch(B)
+    assert fleet.release(A, first, B) is WorkerRefusal.STALE_EPOCH
+    assert fleet.release(B, second, A) is None
+    fleet.turn(A, 3)
+    assert (fleet.record().owner, fleet.record().version) == (A, 3)
+    assert fleet.release(A, second, B) is WorkerRefusal.STALE_EPOCH
+    assert fleet.units[A].owner.refused == {("release", "stale_epoch"): 2}
+
+
+def test_who_owns_nothing_hands_nothing_over() -> None:
+    fleet = Fleet(A, B, C)
+    fleet.turn(A, 1)
+    assert fleet.release(B, fleet.epoch(A), C) is WorkerRefusal.NOT_OWNER
+    assert fleet.release(A, fleet.epoch(A), A) is WorkerRefusal.WRONG_TARGET
+    fleet.now_s = LEASE_S
+    assert fleet.release(A, fleet.epoch(A), B) is WorkerRefusal.NOT_OWNER
+
+
+def test_a_turn_that_was_not_told_yet_goes_along() -> None:
+    """One report is under way and lost, one waits behind it: the target goes on from both."""
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    owner = fleet.units[A]
+    assert owner.left(S1, tip(2), fleet.now_s)  # and lost
+    assert owner.left(S1, tip(3), fleet.now_s) == []
+    assert fleet.release(A, fleet.epoch(A), B) is None
+    found = fleet.record()
+    assert (found.owner, found.version, found.tokens) == (B, 3, 48)
+
+
+def test_a_hand_over_that_overtakes_its_report_waits_for_it() -> None:
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    owner = fleet.units[A]
+    late = owner.left(S1, tip(2), fleet.now_s)
+    asks = owner.release(S1, fleet.epoch(A), B, now_s=fleet.now_s)
+    assert isinstance(asks, list)
+    fleet.deliver(A, asks[-1:])
+    assert fleet.record().owner == A
+    fleet.deliver(A, late)
+    fleet.now_s = 1.0
+    fleet.deliver(A, owner.owner.tick(fleet.now_s))
+    assert (fleet.record().owner, fleet.record().version) == (B, 2)
+
+
+def test_who_cannot_hand_over_owns_again() -> None:
+    fleet = Fleet(A)
+    fleet.turn(A, 1)
+    first = fleet.epoch(A)
+    assert fleet.release(A, first, B) is None  # it is not there
+    assert fleet.epoch(A) > first and fleet.record().version == 1
+    assert fleet.units[A].owner.refused == {("hand_over", "target_not_live"): 1}
+
+
+def test_a_directory_that_is_silent_makes_a_guest_that_asks_on() -> None:
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    owner = fleet.units[A]
+    assert owner.release(S1, fleet.epoch(A), B, now_s=0.0)  # and lost
+    assert owner.owner.may_serve(S1, 0.0) is None
+    fleet.now_s = 2.0
+    fleet.deliver(A, owner.owner.tick(2.0))
+    assert fleet.record().owner == B
+
+
+def test_a_later_epoch_in_a_turns_line_voids_the_own_grant() -> None:
+    fleet = Fleet(A)
+    fleet.turn(A, 1)
+    fleet.deliver(A, fleet.units[A].came(S2, 0.0))
+    later = fleet.units[A].owner.grants[S2].epoch  # some epoch that was issued since
+    fleet.units[A].hear(S1, later)
+    assert fleet.units[A].owner.may_serve(S1, 0.0) is None
+    assert fleet.units[A].owner.refused == {("grant", "stale_epoch"): 1}
+    fleet.turn(A, 2, epoch=later)  # binds anew, above what was heard
+    assert fleet.epoch(A) > later
+
+
+def test_a_grant_that_comes_late_is_void() -> None:
+    """A later owner was heard of while the answer to Bind was on its way."""
+    fleet = Fleet(A)
+    asks = fleet.units[A].came(S1, 0.0)
+    fleet.units[A].hear(S1, Epoch(TERM, 99))
+    fleet.deliver(A, asks)
+    assert fleet.units[A].owner.may_serve(S1, 0.0) is None
+
+
+def test_the_word_of_who_slept_is_refused_and_counted() -> None:
+    fleet = Fleet(A, B)
+    sessions = [SessionId(f"s{n}") for n in range(3)]
+    a, epochs = fleet.units[A], {}
+    for one in sessions:
+        fleet.deliver(A, a.came(one, 0.0))
+        epochs[one] = a.owner.grants[one].epoch
+    late = a.left(sessions[0], tip(1), 0.0)
+    leaving = a.release(sessions[1], epochs[sessions[1]], B, now_s=0.0)
+    assert isinstance(leaving, list)
+    late += leaving + a.over(sessions[2], 0.0)
+    fleet.now_s = LEASE_S + 1.0
+    fleet.deliver(B, fleet.units[B].owner.tick(fleet.now_s))
+    for one in sessions:
+        fleet.deliver(B, fleet.units[B].came(one, fleet.now_s))
+    fleet.deliver(A, late)
+    by_the_directory = (
+        ("advance", "stale_epoch"), ("hand_over", "stale_epoch"), ("end", "not_owner"),
+    )  # fmt: skip
+    by_its_own_clock = [(verb, "lease_over") for verb in ("advance", "hand_over", "end")]
+    expected = dict.fromkeys([*by_the_directory, *by_its_own_clock, ("grant", "stale_epoch")], 1)
+    assert a.owner.refused == expected
+    for one in sessions:
+        assert fleet.units[B].owner.may_serve(one, fleet.now_s)
+
+
+def test_a_session_that_ends_before_it_is_bound_ends() -> None:
+    fleet = Fleet(A)
+    asks = fleet.units[A].came(S1, 0.0)
+    fleet.units[A].left(S1, tip(1), 0.0)
+    assert fleet.units[A].over(S1, 0.0) == []
+    fleet.deliver(A, asks)
+    assert isinstance(fleet.state.handle(ask.FindSession(S1), 0.0), ask.Miss)
+
+
+def test_doors_are_bounded_and_forget_who_was_heard_of_longest_ago() -> None:
+    doors = Doors(sessions_max=2)
+    for name, counter in ((S1, 5), (S2, 6), (S1, 4), (SessionId("s3"), 7)):
+        doors.hear(name, Epoch(TERM, counter))
+    assert len(doors) == 2
+    assert doors.above(S1, Epoch(TERM, 4)) == Epoch(TERM, 5)
+    assert doors.above(S2, Epoch(TERM, 1)) is None
