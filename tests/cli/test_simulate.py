@@ -234,7 +234,7 @@ def test_what_is_modelled_and_not_yet_built_is_listed(
     inside(monkeypatch, *SMALL[:-1], "ear", "--engine-abilities", "ideal", "--json", "-")
     body = json.loads(capsys.readouterr().out)
     lacking = set(body["engine_abilities"]["modelled_not_built"])
-    assert {"state_migration", "artifact_fetch", "remote_prefill", "release_at_source"} <= lacking
+    assert {"state_migration", "artifact_fetch", "remote_prefill"} <= lacking
 
 
 def test_a_policy_that_no_such_engine_can_carry_out_names_the_mend(

@@ -166,7 +166,6 @@ def test_the_directory_comes_back_empty_under_a_later_term_and_learns_again() ->
     built = ready(TRACE, wanted)
     fleet, heap = built.fleet, built.heap
     ownership = fleet.ownership
-    assert ownership is not None
     before = ownership.state.term
     fleet.begin()
     heap.run(until_s=2.9)

@@ -29,8 +29,7 @@ def test_the_sets_are_what_engines_state_and_ideal_names_what_none_does() -> Non
         assert PlacementAction.STATE_MIGRATION not in told.actions
     ideal = granted("ideal")
     assert set(ideal.not_built) == {
-        "artifact_fetch", "remote_prefill", "state_migration", "release_at_source",
-        "overlap=layerwise",
+        "artifact_fetch", "remote_prefill", "state_migration", "overlap=layerwise",
     }  # fmt: skip
 
 

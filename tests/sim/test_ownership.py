@@ -1,89 +1,222 @@
-"""Who owns a session in a simulated fleet: the production directory, told and heard over time."""
+"""Who owns a session in a simulated fleet: production's owners and directory over time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+from fleet_driver import agents, ready, setup
+
+from ownerserve.directory.owner import Grant, Tip
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.router.gateway.stamps import Extent
+from ownerserve.node.ownership import FLUSH_S
 from ownerserve.router.messages import Claimed
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.ownership import LEASE_S, Ownership
 from ownerserve.sim.turns import prefix_name
+from ownerserve.sim.worker import Worker
 
+DELAY_S = 0.002
+ASKED_S = FLUSH_S + DELAY_S
+SETTLED_S = 3 * ASKED_S
 W0 = RoutingUnit(WorkerId("w0"), 0, Incarnation(1))
 W1 = RoutingUnit(WorkerId("w1"), 0, Incarnation(1))
+W0_AGAIN = RoutingUnit(WorkerId("w0"), 0, Incarnation(2))
 S = SessionId("s0")
-EXTENT = Extent(prefix_name(b"unit"), 640)
 
 
-class Heard:
-    """An Ownership, and what the router would hear of it."""
+class Fleet:
+    """Two workers' ownership on a heap; `at` lets time pass and then tells something."""
 
     def __init__(self) -> None:
         self.heap = Heap()
-        self.claims: list[tuple[float, Claimed]] = []
-        self.ownership = Ownership(
-            self.heap, lambda claim, now: self.claims.append((now, claim)), delay_s=0.002
-        )
+        self.ownership = Ownership(self.heap, delay_s=DELAY_S)
         for unit in (W0, W1):
             self.ownership.lives(unit, 0.0)
-        self.heap.run()
+        self.until(1.0)
 
-    def runs_at(self, unit: RoutingUnit, at_s: float) -> None:
-        self.heap.run(until_s=at_s)
-        self.heap.now = at_s
-        self.ownership.runs_at(S, unit, parent=None, now=at_s)
-        self.heap.run()
-        self.ownership.state.check()
+    def until(self, when_s: float) -> None:
+        self.heap.run(until_s=when_s)
+        self.heap.now = when_s
+        self.ownership.check(when_s)
 
+    def at(self, when_s: float, tell: Callable[[float], object]) -> None:
+        self.until(when_s)
+        tell(when_s)
+        self.until(when_s + SETTLED_S)
 
-def test_where_the_first_turn_runs_is_the_owner_after_a_round_trip() -> None:
-    heard = Heard()
-    heard.runs_at(W0, 1.0)
-    assert [(when_s, claim.unit) for when_s, claim in heard.claims] == [(1.002, W0)]
-    assert heard.ownership.state.counts().sessions == 1
+    def comes(self, unit: RoutingUnit, when_s: float) -> None:
+        self.at(when_s, lambda now: self.ownership.came(S, unit, parent=None, now=now))
 
+    def leaves(self, unit: RoutingUnit, when_s: float, *, tokens: int = 640) -> None:
+        tip = Tip(prefix_name(tokens.to_bytes(4, "little")), tokens)
+        self.at(when_s, lambda now: self.ownership.left(S, unit, tip, now))
 
-def test_a_turn_elsewhere_moves_it_under_a_later_epoch() -> None:
-    heard = Heard()
-    heard.runs_at(W0, 1.0)
-    heard.runs_at(W1, 2.0)
-    first, second = (claim for _, claim in heard.claims)
-    assert second.unit == W1 and second.epoch > first.epoch
+    def standing(self, unit: RoutingUnit) -> Grant | None:
+        return self.ownership.standing(S, unit, self.heap.now)
 
-
-def test_what_it_stands_on_is_known_and_forgotten_with_it() -> None:
-    heard = Heard()
-    heard.runs_at(W0, 1.0)
-    heard.ownership.stands_on(S, W0, EXTENT, now=1.5)
-    heard.heap.run()
-    assert heard.ownership.state.counts().prefixes == 1
-    heard.ownership.ends(S, 2.0)
-    heard.heap.run()
-    heard.ownership.state.check()
-    assert heard.ownership.state.counts().sessions == 0
+    def found(self) -> Claimed | None:
+        """The directory's word, as a gateway would hear it now."""
+        heard: list[Claimed | None] = []
+        now = self.heap.now
+        self.ownership.find(S, lambda claimed, _now: heard.append(claimed), now)
+        self.until(now + DELAY_S)
+        return heard[0]
 
 
-def test_a_lost_directory_says_nothing_and_comes_back_empty_under_a_later_term() -> None:
-    heard = Heard()
-    heard.runs_at(W0, 1.0)
-    before = heard.ownership.state.term
-    heard.ownership.lose()
-    heard.runs_at(W1, 2.0)
-    assert len(heard.claims) == 1  # turns go by the last view
-    heard.ownership.restore(3.0)
-    assert heard.ownership.state.term > before
-    assert heard.ownership.state.counts().sessions == 0
-    heard.runs_at(W1, 3.0 + LEASE_S + 2.0)  # leases of before have run out by then
-    heard.runs_at(W1, 3.0 + LEASE_S + 5.0)
-    assert heard.claims[-1][1].unit == W1
-    assert heard.claims[-1][1].epoch.term == heard.ownership.state.term
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
 
 
-def test_a_silent_workers_session_can_be_had_by_another() -> None:
-    heard = Heard()
-    heard.runs_at(W0, 1.0)
-    heard.ownership.silent(W0)
-    heard.runs_at(W1, 1.0 + 2 * LEASE_S)
-    heard.runs_at(W1, 2.0 + 2 * LEASE_S)
-    assert heard.claims[-1][1].unit == W1
+def test_the_first_worker_owns_the_session_after_a_flush_and_a_round_trip(fleet: Fleet) -> None:
+    fleet.until(1.0)
+    fleet.ownership.came(S, W0, parent=None, now=1.0)
+    fleet.until(1.0 + ASKED_S - 0.001)
+    assert fleet.standing(W0) is None, "its turn is served meanwhile, and its answer says nothing"
+    fleet.until(1.0 + ASKED_S)
+    grant, claimed = fleet.standing(W0), fleet.found()
+    assert grant is not None and claimed is not None
+    assert (claimed.unit, claimed.epoch) == (W0, grant.epoch)
+
+
+def test_a_turn_elsewhere_is_a_guests_until_the_owner_hands_over(fleet: Fleet) -> None:
+    fleet.comes(W0, 1.0)
+    fleet.comes(W1, 2.0)
+    owned = fleet.standing(W0)
+    assert owned is not None and fleet.standing(W1) is None
+    claimed = Claimed(S, W0, owned.epoch)
+    assert fleet.ownership.hand_over(claimed, W1, 3.0)
+    assert fleet.standing(W0) is None, "it has stopped before it asks"
+    assert not fleet.ownership.hand_over(claimed, W1, 3.0), "nor is it asked twice"
+    fleet.comes(W1, 4.0)
+    moved = fleet.standing(W1)
+    assert moved is not None and moved.epoch > owned.epoch
+
+
+def test_a_session_is_not_handed_over_under_another_epoch(fleet: Fleet) -> None:
+    fleet.comes(W0, 1.0)
+    owned = fleet.standing(W0)
+    assert owned is not None
+    fleet.ownership.hand_over(Claimed(S, W0, owned.epoch), W1, 2.0)
+    fleet.comes(W1, 3.0)
+    assert not fleet.ownership.hand_over(Claimed(S, W1, owned.epoch), W0, 4.0)
+    assert fleet.standing(W1) is not None
+
+
+def test_a_session_has_as_many_turns_as_its_owners_finished(fleet: Fleet) -> None:
+    fleet.comes(W0, 1.0)
+    fleet.leaves(W0, 2.0)
+    fleet.comes(W1, 3.0)
+    fleet.leaves(W1, 4.0)  # a guest's
+    fleet.leaves(W0, 5.0, tokens=1280)
+    owned = fleet.standing(W0)
+    assert owned is not None and owned.version == 2 and owned.tokens == 1280
+    assert fleet.ownership.state.counts().prefixes == 2
+    fleet.at(6.0, lambda now: fleet.ownership.over(S, W0, now))
+    assert fleet.found() is None and fleet.ownership.state.counts().sessions == 0
+
+
+def test_an_idle_worker_keeps_its_sessions(fleet: Fleet) -> None:
+    fleet.comes(W0, 1.0)
+    fleet.until(5 * LEASE_S)
+    assert fleet.standing(W0) is not None and fleet.found() is not None
+
+
+def test_a_directory_that_forgot_learns_from_the_owner_under_a_later_term(fleet: Fleet) -> None:
+    fleet.comes(W0, 1.0)
+    before, owned = fleet.ownership.state.term, fleet.standing(W0)
+    fleet.ownership.lose()
+    fleet.comes(W1, 2.0)
+    assert fleet.found() is None, "nobody answers"
+    fleet.ownership.restore(10.0)
+    assert fleet.ownership.state.term > before
+    fleet.until(10.0 + 0.6 * LEASE_S)
+    assert fleet.standing(W0) == owned and fleet.standing(W1) is None
+    claimed = fleet.found()
+    assert claimed is not None and claimed.unit == W0
+
+
+def test_a_directory_that_was_away_beyond_a_lease_binds_anew_when_leases_are_over(
+    fleet: Fleet,
+) -> None:
+    fleet.comes(W0, 1.0)
+    fleet.ownership.lose()
+    fleet.until(2 * LEASE_S)
+    assert fleet.standing(W0) is None, "by its own clock"
+    fleet.ownership.restore(2 * LEASE_S)
+    fleet.comes(W1, 2 * LEASE_S + 5.0)
+    assert fleet.standing(W1) is None, "leases of before may run still, for all it knows"
+    fleet.until(3 * LEASE_S + 10.0)
+    grant = fleet.standing(W1)
+    assert grant is not None and grant.epoch.term == fleet.ownership.state.term
+
+
+def test_a_dead_workers_session_is_free_with_its_next_life_or_when_its_lease_is_over(
+    fleet: Fleet,
+) -> None:
+    fleet.comes(W0, 1.0)
+    fleet.ownership.silent(W0)
+    fleet.comes(W1, 2.0)
+    assert fleet.standing(W1) is None and fleet.found() is not None
+    fleet.ownership.lives(W0_AGAIN, 3.0)
+    fleet.comes(W1, 4.0)
+    assert fleet.standing(W1) is not None
+    fleet.ownership.silent(W1)
+    fleet.until(4.0 + 2 * LEASE_S)
+    assert fleet.found() is None, "its owner is gone"
+    fleet.comes(W0_AGAIN, 5.0 + 2 * LEASE_S)
+    assert fleet.standing(W0_AGAIN) is not None
+
+
+# -- in a fleet
+
+
+def test_what_moves_is_let_go_by_its_former_owner_after_the_turn_elsewhere() -> None:
+    """The worker that a session left keeps no soft reference, and the directory has the other."""
+    built = ready(agents(), setup("ear", hot_ms=0.0, cool_s=0.0))
+    fleet, heap = built.fleet, built.heap
+    moved: list[tuple[Claimed, RoutingUnit]] = []
+    hand_over = fleet.ownership.hand_over
+
+    def noted(claimed: Claimed, target: RoutingUnit, now: float) -> bool:
+        is_done = hand_over(claimed, target, now)
+        if is_done:
+            moved.append((claimed, target))
+        return is_done
+
+    fleet.ownership.hand_over = noted  # type: ignore[method-assign]
+    fleet.begin()
+    while fleet.is_busy and not moved:
+        heap.run_some(1)
+    claimed, target = moved[0]
+    (source,) = (worker for worker in fleet.workers if worker.unit == claimed.unit)
+    assert source.cache.sessions.get(claimed.session) is None
+    heard: list[Claimed | None] = []
+    fleet.ownership.find(claimed.session, lambda found, _now: heard.append(found), heap.now + 1.0)
+    heap.run(until_s=heap.now + 2.0)
+    fleet.check()
+    assert heard[0] is not None and heard[0].unit == target and heard[0].epoch > claimed.epoch
+
+
+def test_a_worker_where_a_turn_of_the_session_runs_keeps_it() -> None:
+    built = ready(agents(1, 2, most_output=4000), setup("sticky", workers=2))
+    fleet, heap = built.fleet, built.heap
+    fleet.begin()
+    while fleet.is_busy and not any(runs(worker) for worker in fleet.workers):
+        heap.run_some(1)
+    (source,) = (worker for worker in fleet.workers if runs(worker))
+    (other,) = (worker for worker in fleet.workers if worker is not source)
+    heap.run(until_s=heap.now + SETTLED_S)
+    assert runs(source)
+    fleet.claims.began(S, source.unit, heap.now)
+    assert fleet.claims.done(S, other.unit, heap.now) == source.unit
+    heap.run(until_s=heap.now + SETTLED_S)
+    assert source.cache.sessions.get(S) is not None
+    assert fleet.ownership.standing(S, source.unit, heap.now) is not None
+
+
+def runs(worker: Worker) -> bool:
+    session = worker.cache.sessions.get(S)
+    return session is not None and session.running > 0

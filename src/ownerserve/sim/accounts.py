@@ -1,8 +1,7 @@
 """The books of a simulated fleet: each turn's row, what lies on two devices, who has moved.
 
 Owns what outlives a turn: by whom each conversation was served, and up to where it was computed.
-Of workers it changes one thing: a session that has moved is released at its source. Must never
-decide anything.
+Must never decide anything, or change a worker.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import msgspec
 
 from ownerserve.kv.execution import execution_mode
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import ExecutionMode
+from ownerserve.kv.messages import ExecutionMode, RoutingUnit
 from ownerserve.node.known import KnownSessions
 from ownerserve.router.messages import Dispatch
 from ownerserve.sim.metrics.counters import Counters, Migration
@@ -55,11 +54,12 @@ class Accounts:
         self._conversations: dict[SessionId, Conversation] = {}
         self._known = KnownSessions(1, limit=sys.maxsize)
 
-    def served(self, live: Live, now: float) -> None:
-        """The row of a turn that is complete, and what it leaves on devices."""
+    def served(self, live: Live, now: float, *, released: RoutingUnit | None = None) -> None:
+        """The row of a turn that is complete, and what it leaves on devices. `released`: who is
+        asked to let the session go."""
         self._fill(live, now)
         if live.mode is ExecutionMode.MIGRATE:
-            self._moved(live, now)
+            self._moved(live, released, now)
         self._place(live)
 
     def ended(self, conversation: SessionId) -> None:
@@ -138,15 +138,13 @@ class Accounts:
         brought_units = round(live.brought_bytes / live.worker.unit_bytes)
         return max(0, live.turn.prompt_tokens // unit - brought_units)
 
-    def _moved(self, live: Live, now: float) -> None:
-        """The session has moved: the source keeps nothing for it."""
+    def _moved(self, live: Live, released: RoutingUnit | None, now: float) -> None:
+        """The session has moved: a source that lets it go keeps nothing for it."""
         source = live.dispatch.decision.source
         assert source is not None and source.worker is not None, "a migration comes from somewhere"
         holder = self._workers[source.worker.order]
-        if holder.cache.sessions.get(live.turn.name) is not None:  # else it has expired there
-            holder.cache.sessions.release(live.turn.name)
         known = self._conversations.get(live.turn.name)
-        if known is not None:
+        if known is not None and released == holder.unit:
             known.served_by.discard(holder.index)
         self._note_move(live, completed=1, now=now)
 

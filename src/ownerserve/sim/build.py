@@ -111,8 +111,10 @@ def build(workload: Workload, setup: Setup, parts: Parts = PRODUCTION) -> Built:
     router = RouterState(policy, settings=settings)
     make_transfers = parts.transfers or _transfers
     transfers = make_transfers(heap, setup.transfer_s)
-    fleet = Fleet(heap, workload, router, transfers=transfers, hot_ms=settings.hot_ms)
-    fleet.ownership = Ownership(heap, router.handle, delay_s=setup.directory_ms / 1000.0)
+    ownership = Ownership(heap, delay_s=setup.directory_ms / 1000.0)
+    fleet = Fleet(
+        heap, workload, router, ownership=ownership, transfers=transfers, hot_ms=settings.hot_ms
+    )
     if setup.oracle in PARTS:
         knows = PARTS[setup.oracle]
         fleet.foresight = Foresight(workload, fleet.workers, router, knows=knows)

@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 
+from ownerserve.directory.owner import Tip
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import ExecutionMode, PlacementAction, Reason
 from ownerserve.plan.inputs import Tier
-from ownerserve.router.gateway.stamps import Extent
 from ownerserve.router.messages import (
     Answer,
     Arrive,
@@ -43,6 +43,7 @@ from ownerserve.router.usage import Usage
 from ownerserve.router.worker import Worker as Unit
 from ownerserve.sim import gauge
 from ownerserve.sim.accounts import Accounts, Live
+from ownerserve.sim.claims import Claims
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.lobby import Lobby
 from ownerserve.sim.metrics.counters import Counters
@@ -52,7 +53,7 @@ from ownerserve.sim.ownership import Ownership
 from ownerserve.sim.sequence import Sequence, sequence_of
 from ownerserve.sim.told import Told
 from ownerserve.sim.transfers import Brought, Landing, Transfers
-from ownerserve.sim.turns import Turn, prefix_name
+from ownerserve.sim.turns import UNIT_BYTES, Turn, prefix_name
 from ownerserve.sim.worker import Worker
 from ownerserve.sim.workload import Workload
 
@@ -77,13 +78,15 @@ class Fleet:
         workload: Workload,
         router: RouterState,
         *,
+        ownership: Ownership,
         transfers: Transfers,
         hot_ms: float,
     ) -> None:
         self.rows = Rows()
         self.counters = Counters()
         self.workers: list[Worker] = []
-        self.ownership: Ownership | None = None
+        self.ownership = ownership
+        self.claims = Claims(heap, router, ownership, workers=self.workers)
         self.lobby = Lobby(heap, None)
         self.foresight: Foresight | None = None
         """An oracle that is told what turns do, and knows when they come back."""
@@ -113,15 +116,13 @@ class Fleet:
             self.workers.append(worker)
         up = WorkerUp(worker.name, incarnation=worker.incarnation, profile=profile)
         self.router.handle(up, now)
-        if self.ownership is not None:
-            self.ownership.lives(worker.unit, now)
+        self.ownership.lives(worker.unit, now)
 
     def down(self, worker: Worker, now: float) -> None:
         """A worker dies. Its connections break, so the gateway knows at once: what it had not
         begun to answer is tried elsewhere, what it had begun has failed."""
         self.router.handle(WorkerDown(worker.name, Down.UNREACHABLE), now)
-        if self.ownership is not None:
-            self.ownership.silent(worker.unit)
+        self.ownership.silent(worker.unit)
         worker.crash(now)
         self._transfers.room_at(worker, now)  # nobody waits for room at the dead
 
@@ -145,8 +146,14 @@ class Fleet:
             heap.at(when_s if when_s > heap.now else heap.now, partial(self._release, key))
 
     def _release(self, key: Any, now: float) -> None:
-        self._coming -= 1
         turn = self._workload.turn(key, now)
+        if self.claims.is_stranger(turn.name):
+            self.claims.look_up(turn.name, partial(self._enter, turn), now)
+        else:
+            self._enter(turn, now)
+
+    def _enter(self, turn: Turn, now: float) -> None:
+        self._coming -= 1
         self.counters.turns_released += 1
         self.lobby.enter(turn, self._arrive, now)
 
@@ -205,7 +212,13 @@ class Fleet:
             then = partial(self._brought, live)
             self._transfers.bring(holder, live.worker, live.sequence.prompt, then=then, now=now)
         else:
-            live.worker.submit(live.sequence, now)
+            self._submit(live, now)
+
+    def _submit(self, live: Live, now: float) -> None:
+        """The turn is at the worker that is to answer it."""
+        turn, worker = live.turn, live.worker
+        self.ownership.came(turn.name, worker.unit, parent=turn.parent, now=now)
+        worker.submit(live.sequence, now)
 
     def _brought(self, live: Live, brought: Brought, now: float) -> None:
         """A transfer for this turn is over, well or not: what landed is in the cache."""
@@ -221,7 +234,7 @@ class Fleet:
             live.mode = ExecutionMode.MIGRATE if moves else ExecutionMode.FETCH
         elif moves and brought.landing is not Landing.NOTHING_TO_BRING:
             self._accounts.gave_up(live, now)
-        live.worker.submit(live.sequence, now)
+        self._submit(live, now)
 
     @staticmethod
     def _waited(live: Live, brought: Brought, now: float) -> None:
@@ -242,22 +255,25 @@ class Fleet:
         live.has_begun = True
         status = gauge.status(live.worker, now)
         self.router.handle(FirstByte(live.dispatch.receipt, status), now)
-        if self.ownership is not None:
-            turn = live.turn
-            self.ownership.runs_at(turn.name, live.worker.unit, parent=turn.parent, now=now)
+        self.claims.began(live.turn.name, live.worker.unit, now)
         self._report(live, now)
 
     def _report(self, live: Live, now: float) -> None:
         """Where the prompt's state is now, as a worker stamps it on its answer."""
         session, full = live.dispatch.session, live.turn.prompt_tokens // live.sequence.unit_tokens
-        if session is None or not full:
-            return
-        name = prefix_name(live.sequence.units[full * 4 - 4 : full * 4])
-        extent = Extent(name, full * live.sequence.unit_tokens)
-        unit = live.worker.unit
-        self.router.handle(Reported(unit, Tier.DEVICE, name, extent.tokens, session), now)
-        if self.ownership is not None:
-            self.ownership.stands_on(session, unit, extent, now=now)
+        if session is not None and full:
+            tip, unit = _tip(live.sequence, full), live.worker.unit
+            said = Reported(unit, Tier.DEVICE, tip.prefix_hash, tip.tokens, session)
+            self.router.handle(said, now)
+
+    def _left(self, live: Live, now: float) -> None:
+        """What the worker and the gateway tell of ownership when a turn is complete."""
+        turn, unit, sequence = live.turn, live.worker.unit, live.sequence
+        full = (turn.prompt_tokens + turn.output_tokens - 1) // sequence.unit_tokens
+        if full:
+            self.ownership.left(turn.name, unit, _tip(sequence, full), now)
+        if turn.is_last:
+            self.ownership.over(turn.name, unit, now)
 
     def served(self, sequence: Sequence, now: float) -> None:
         """A turn is complete, or its prefill part is."""
@@ -267,7 +283,10 @@ class Fleet:
             return
         live = self._live.pop(sequence.turn_id)
         turn, row = live.turn, live.row
-        self._accounts.served(live, now)
+        self._left(live, now)
+        self._accounts.served(
+            live, now, released=self.claims.done(turn.name, live.worker.unit, now)
+        )
         usage = Usage(turn.prompt_tokens, turn.output_tokens, row.cached_tokens)
         done = Done(live.dispatch.receipt, usage, status=gauge.status(live.worker, now))
         self.router.handle(done, now)
@@ -300,7 +319,7 @@ class Fleet:
         if brought.landing in (Landing.LATE, Landing.SOURCE_LOST):
             live.sequence.landed_tokens, live.mode = 0, None
             live.row.prefill_worker = NO_WORKER
-        live.worker.submit(live.sequence, now)
+        self._submit(live, now)
 
     def lost(self, sequence: Sequence, now: float) -> None:
         """A worker can't run it, ever; or has died with it."""
@@ -358,8 +377,7 @@ class Fleet:
             self.counters.completed.append(turn.session)
         if turn.is_last:
             self._accounts.ended(turn.name)
-            if self.ownership is not None:
-                self.ownership.ends(turn.name, now)
+            self.claims.ended(turn.name)
         self.lobby.ended(turn, now)
         self._release_all(releases)
         if not self.is_busy:
@@ -384,8 +402,13 @@ class Fleet:
         self.router.check()
         for worker in self.workers:
             worker.check()
-        if self.ownership is not None:
-            self.ownership.state.check()
+        self.ownership.check(self._heap.now)
+
+
+def _tip(sequence: Sequence, full: int) -> Tip:
+    """Where its first `full` units end."""
+    name = prefix_name(sequence.units[full * UNIT_BYTES - UNIT_BYTES : full * UNIT_BYTES])
+    return Tip(name, full * sequence.unit_tokens)
 
 
 def _prefill_of(sequence: Sequence) -> Sequence:

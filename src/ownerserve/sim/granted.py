@@ -20,8 +20,6 @@ from ownerserve.router.profile import EVERY_ACTION, EVERY_ENGINE
 EngineAbilities: TypeAlias = Literal["ideal", "hf", "vllm"]
 FROM_TIERS = frozenset({PlacementAction.TAIL_RECOMPUTE})
 """Needs a tier below the device, whoever the engine is."""
-RELEASE_AT_SOURCE = "release_at_source"
-"""A session that moves is let go by its former worker at once, without a message."""
 
 
 class Granted(msgspec.Struct, frozen=True):
@@ -62,7 +60,7 @@ def granted(name: EngineAbilities, *, tiers: frozenset[PlacementAction] = FROM_T
     actions = EVERY_ACTION - FROM_TIERS | tiers
     lacking = sorted(action.value for action in actions - EVERY_ENGINE - FROM_TIERS)
     ideal = ENGINES[name]
-    return Granted(name, ideal, actions, (*lacking, RELEASE_AT_SOURCE, *_unlike_any_engine(ideal)))
+    return Granted(name, ideal, actions, (*lacking, *_unlike_any_engine(ideal)))
 
 
 def _unlike_any_engine(planner: Abilities) -> list[str]:

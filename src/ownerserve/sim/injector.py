@@ -48,8 +48,7 @@ class Injector:
                 nic.back.cut(now + fault.lasts_s)
             case FaultKind.DIRECTORY:
                 self._directory_losses += 1
-                if self._fleet.ownership is not None:
-                    self._fleet.ownership.lose()
+                self._fleet.ownership.lose()
         if isfinite(fault.lasts_s):
             self._heap.at(now + fault.lasts_s, partial(self._end, fault))
 
@@ -64,7 +63,7 @@ class Injector:
                 pass  # the pipes know until when they are cut
             case FaultKind.DIRECTORY:
                 self._directory_losses -= 1
-                if not self._directory_losses and self._fleet.ownership is not None:
+                if not self._directory_losses:
                     self._fleet.ownership.restore(now)
 
     def _set_speed(self, worker: int) -> None:

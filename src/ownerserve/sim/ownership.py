@@ -1,77 +1,131 @@
-"""The ownership directory in a simulated fleet: the gateway's Owners and one DirectoryState.
+"""Who owns which session in a simulated fleet: each worker's OwnerState and one DirectoryState.
 
-Owns the batch under way. Both are the production classes; only the way between them is modelled:
-`delay_s` there and back. A directory that is lost answers nothing until it is back, under a new
-term and with an empty memory.
+    came, left, over ──> OwnerState ── FLUSH_S ──> frame ── delay_s ──> DirectoryState
+    standing <────────────── memory <────────────── answers ────────────────┘
+
+Owns the frames under way. Both are the production classes, and a frame is node/ownership.py's: what
+a worker wishes within FLUSH_S goes as one and renews its lease. Only the way is modelled: `delay_s`
+there and back. A directory that is lost answers nothing until it is back, under a new term and
+with an empty memory; what it was asked is asked again then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from ownerserve.directory.messages import Refused
+from ownerserve.directory.messages import FindSession, Outcome, Refused, Request, SessionIs
+from ownerserve.directory.owner import Asks, Grant, OwnerState, Tip
 from ownerserve.directory.records import Key
 from ownerserve.directory.state import DirectoryState
 from ownerserve.kv.epoch import Term
+from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.router.gateway.owners import Owners
-from ownerserve.router.gateway.stamps import Extent
+from ownerserve.node.ownership import FLUSH_S
 from ownerserve.router.messages import Claimed
 from ownerserve.sim.heap import Heap
 
-LEASE_S = 60.0
-"""Longer than a live fleet's, so that renewals do not outnumber turns on a trace of days."""
+LEASE_S = 300.0
+"""Ten times a live fleet's, so that idle workers' frames do not outnumber turns on a trace of days:
+so long others are guests of a dead worker's sessions."""
+LOOK_S = LEASE_S / 6
+"""How often an idle worker looks whether something is due: it renews after a third of its lease."""
+AGAIN_S = 0.5
+"""After a refusal that says for how long it holds no better."""
 SWEEP_S = 3600.0
 SWEEP_RECORDS = 500
-"""So many are looked at so often: a live gateway sweeps in parts too. What a sweep cleans up has
-been silent for a day."""
+"""So many are looked at so often. What a sweep cleans up has been silent for a day."""
+
+Found = Callable[[Claimed | None, float], None]
+
+
+class _Node:
+    """One life of a worker, and what it will ask with its next frame."""
+
+    __slots__ = ("asks", "is_asking", "owner")
+
+    def __init__(self, unit: RoutingUnit) -> None:
+        self.owner = OwnerState(unit)
+        self.asks: Asks = []
+        self.is_asking = False
 
 
 class Ownership:
-    """What the fleet tells the directory, and hears of it."""
+    """What workers tell the directory and hear of it."""
 
-    def __init__(
-        self, heap: Heap, tell: Callable[[Claimed, float], object], *, delay_s: float
-    ) -> None:
+    def __init__(self, heap: Heap, *, delay_s: float) -> None:
         self.state = DirectoryState(Term(1, 0), lease_s=LEASE_S, open_at_s=0.0)
-        self.owners = Owners(renew_s=LEASE_S / 5)
         self._heap = heap
-        self._tell = tell
-        self._delay_s = delay_s
-        self._is_asking = False
+        self.delay_s = delay_s
         self._is_up = True
+        self._nodes: dict[RoutingUnit, _Node] = {}
         self._swept_s = 0.0
         self._to_sweep: list[Key] = []
+        heap.at(heap.now + LOOK_S, self._look_again)
+
+    # -- workers --------------------------------------------------------------------------------
 
     def lives(self, unit: RoutingUnit, now: float) -> None:
         """A worker is up, in this life."""
-        self.owners.lives(unit)
-        self._ask_soon(now)
+        node = self._nodes[unit] = _Node(unit)
+        self._send(node, node.owner.tick(now), now)
 
     def silent(self, unit: RoutingUnit) -> None:
-        """A worker is down."""
-        self.owners.silent(unit.worker)
+        """A worker is down, and what it was about to ask with it."""
+        self._nodes.pop(unit, None)
 
-    def runs_at(
+    def came(
         self, session: SessionId, unit: RoutingUnit, *, parent: SessionId | None, now: float
     ) -> None:
-        """A worker began to answer a turn."""
-        self.owners.runs_at(session, unit, parent=parent)
-        if self.owners.has_wishes:  # else the session is where it was: there is nothing to say
-            self._ask_soon(now)
+        """A turn is at the worker."""
+        node = self._nodes.get(unit)
+        if node is not None and not isinstance(node.owner.may_serve(session, now), Grant):
+            self._send(node, node.owner.want(session, now, parent=parent), now)
 
-    def stands_on(
-        self, session: SessionId, unit: RoutingUnit, extent: Extent, *, now: float
-    ) -> None:
-        """A worker holds the prompt of a turn."""
-        self.owners.stands_on(session, unit, extent)
-        self._ask_soon(now)
+    def left(self, session: SessionId, unit: RoutingUnit, tip: Tip, now: float) -> None:
+        """The turn is complete there, and leaves its session at `tip`."""
+        node = self._nodes.get(unit)
+        if node is not None:
+            self._send(node, node.owner.finished(session, tip, now), now)
 
-    def ends(self, session: SessionId, now: float) -> None:
-        """The session is over."""
-        self.owners.ends(session)
-        self._ask_soon(now)
+    def over(self, session: SessionId, unit: RoutingUnit, now: float) -> None:
+        """The session ended with a turn there."""
+        node = self._nodes.get(unit)
+        if node is not None:
+            self._send(node, node.owner.end(session, now), now)
+
+    def standing(self, session: SessionId, unit: RoutingUnit, now: float) -> Grant | None:
+        """What the worker's answer says that it owns of the session; None: it serves as a guest."""
+        node = self._nodes.get(unit)
+        grant = None if node is None else node.owner.may_serve(session, now)
+        return grant if isinstance(grant, Grant) else None
+
+    def hand_over(self, claimed: Claimed, target: RoutingUnit, now: float) -> bool:
+        """A worker that has stopped to serve the session asks that `target` own it; False: it does
+        not own it as was claimed."""
+        node = self._nodes.get(claimed.unit)
+        grant = self.standing(claimed.session, claimed.unit, now)
+        if node is None or grant is None or grant.epoch != claimed.epoch:
+            return False
+        self._send(node, node.owner.hand_over(claimed.session, target, now), now)
+        return True
+
+    # -- a gateway ------------------------------------------------------------------------------
+
+    def find(self, session: SessionId, then: Found, now: float) -> None:
+        """A gateway asks who owns a session that it has never seen; `then` hears of a live owner,
+        or that none is known. A directory that is lost refuses the connection."""
+        self._heap.at(now + self.delay_s, partial(self._find, session, then))
+
+    def _find(self, session: SessionId, then: Found, now: float) -> None:
+        found = self._handle(FindSession(session), now) if self._is_up else None
+        claimed = None
+        if isinstance(found, SessionIs) and found.owner_live:
+            claimed = Claimed(session, found.owner, found.epoch)
+        then(claimed, now)
+
+    # -- faults ---------------------------------------------------------------------------------
 
     def lose(self) -> None:
         """The directory dies, and forgets."""
@@ -80,34 +134,73 @@ class Ownership:
     def restore(self, now: float) -> None:
         """It is back, under a later term; workers' leases of before may still run."""
         self._is_up = True
-        term = self._next_term()
-        self.state = DirectoryState(term, lease_s=LEASE_S, open_at_s=now + LEASE_S)
+        self.state = DirectoryState(self._next_term(), lease_s=LEASE_S, open_at_s=now + LEASE_S)
+        self._look(now)
 
-    def _ask_soon(self, now: float) -> None:
-        if not self._is_asking:
-            self._is_asking = True
-            self._heap.at(now + self._delay_s, self._ask)
+    def check(self, now: float) -> None:
+        """Invariant 2: raise InvariantViolated where two workers may write one session's record."""
+        self.state.check()
+        owners: dict[SessionId, RoutingUnit] = {}
+        for unit, node in self._nodes.items():
+            for session in node.owner.grants:
+                if self.standing(session, unit, now) is None:
+                    continue
+                if session in owners:
+                    raise InvariantViolated(f"2: {owners[session]} and {unit} own {session}")
+                owners[session] = unit
 
-    def _ask(self, now: float) -> None:
-        self._is_asking = False
-        if not self._is_up:
+    # -- frames ---------------------------------------------------------------------------------
+
+    def _send(self, node: _Node, asks: Asks, now: float) -> None:
+        """With the worker's next frame."""
+        if not asks:
             return
-        requests = self.owners.due(now)
-        outcomes, state = [], self.state
-        has_refused = False
-        for request in requests:
-            if state.is_behind(request):
-                state.start_term(self._next_term(), open_at_s=now + LEASE_S)
-            outcome = state.handle(request, now)
-            has_refused = has_refused or isinstance(outcome, Refused)
-            outcomes.append(outcome)
-        for news in self.owners.answered(requests, outcomes):
-            self._tell(news, now)
-        if has_refused:
-            self._heap.at(now + 1.0, self._again)
+        node.asks += asks
+        if not node.is_asking:
+            self._arm(node, now + FLUSH_S)
+
+    def _arm(self, node: _Node, leaves_s: float) -> None:
+        node.is_asking = True
+        self._heap.at(leaves_s + self.delay_s, partial(self._frame, node))
+
+    def _frame(self, node: _Node, now: float) -> None:
+        """The frame has come, and its answers are back."""
+        asks, node.asks, node.is_asking = node.asks, [], False
+        owner = node.owner
+        if not self._is_up or self._nodes.get(owner.unit) is not node:
+            return
+        again_s = 0.0
+        for ask in (*asks, *owner.renewal(now)):
+            outcome = self._handle(ask.request, now)
+            if isinstance(outcome, Refused):
+                again_s = max(again_s, outcome.retry_after_s or AGAIN_S)
+            node.asks += owner.answered(ask.number, outcome, now)
+        if node.asks:
+            self._arm(node, now)  # what answers ask for goes at once
+        if again_s:
+            self._heap.at(now + again_s, partial(self._look_at, node))
         if now - self._swept_s >= SWEEP_S:
             self._swept_s = now
             self._sweep(now)
+
+    def _handle(self, request: Request, now: float) -> Outcome:
+        state = self.state
+        if state.is_behind(request):
+            state.start_term(self._next_term(), open_at_s=now + LEASE_S)
+        return state.handle(request, now)
+
+    def _look_again(self, now: float) -> None:
+        self._heap.at(now + LOOK_S, self._look_again)
+        if self._is_up:
+            self._look(now)
+
+    def _look(self, now: float) -> None:
+        for node in self._nodes.values():
+            self._look_at(node, now)
+
+    def _look_at(self, node: _Node, now: float) -> None:
+        """As an idle worker does: is something due, or was not answered?"""
+        self._send(node, node.owner.tick(now), now)
 
     def _sweep(self, now: float) -> None:
         if not self._to_sweep:
@@ -120,6 +213,3 @@ class Ownership:
     def _next_term(self) -> Term:
         """One directory alone: ordinals tell its memories apart, so no nonce has to be drawn."""
         return Term(self.state.term.ordinal + 1, 0)
-
-    def _again(self, now: float) -> None:
-        self._ask_soon(now)
