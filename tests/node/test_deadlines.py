@@ -12,6 +12,7 @@ from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import TurnId
 from ownerserve.node import upkeep
 from ownerserve.node.events import Copy, Fetch, Find, Kept, NotKept, RestoreOutcome, Tick
+from ownerserve.node.relief import PRESS_WAIT_S
 from ownerserve.node.settings import NodeSettings
 from ownerserve.node.spills import COPY_DEADLINE_S, ECHO_S, FIND_DEADLINE_S
 from ownerserve.node.upkeep import Upkeep
@@ -171,6 +172,30 @@ def test_a_turn_waits_for_room_for_a_bounded_time() -> None:
     driver.settle()
     assert second in driver.started
     assert isinstance(second, str) and TurnId(second)
+
+
+def test_pressed_sessions_are_waited_for_and_then_tails_go_without_them() -> None:
+    """Blocks are short, sessions are looked up and copied at once, and the medium says nothing."""
+    driver = NodeDriver(blocks=32, points=32, settings=LATER)
+    for n in range(6):
+        driver.turn(range(1000 * n, 1000 * n + 5 * B + 1), f"s{n}")
+    driver.watermarks(Watermarks(low=0.2, high=0.5, idle_s=10.0))
+    driver.now = 20.0
+    free = driver.cache.rooms.blocks.free
+    for _ in range(3):
+        driver.handle(Tick())
+    asked = unanswered(driver, Find)
+    assert asked, "their state is looked for in the store"
+    assert driver.cache.rooms.blocks.free == free, "nothing goes before it is safe"
+    due = driver.state.next_due()
+    assert due is not None and due <= 20.0 + PRESS_WAIT_S
+    driver.now = 20.0 + PRESS_WAIT_S
+    driver.handle(Tick())
+    assert driver.cache.rooms.blocks.free >= 16
+    driver.check()
+    for late in asked:
+        driver.answer(late)
+    driver.check()
 
 
 class _SilentTier:

@@ -122,6 +122,7 @@ def test_cancelled_reservation_gives_its_room_back(slow, samples):
     unpolled = service.submit_reserve(samples.meta(2), 10_000)
     service.drain()
     service.cancel(unpolled)
+    service.drain()
     assert tier._ledger.reserved_bytes == 0
 
 

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 
@@ -39,6 +40,9 @@ from ownerserve.store.wallclock import WallClock
 
 log = logging.getLogger("ownerserve.node")
 
+CLOSE_S = 10.0
+"""How long the tiers have to flush and to let another writer in."""
+
 MEDIUM_OF = {"memory": Medium.HOST, "disk": Medium.DISK, "remote": Medium.REMOTE}
 
 
@@ -47,6 +51,13 @@ class ListedPart(Listed, frozen=True):
 
     boundary: bytes = b""
     units: int = 0
+
+
+class Sighting(msgspec.Struct, frozen=True, gc=False):
+    """A record that some tier has, and the nearest medium that has it."""
+
+    listed: Listed
+    near: Medium
 
 
 def _part(record: Listed, units: int, boundary: bytes) -> ListedPart:
@@ -95,6 +106,14 @@ class NodeTiers(TieredStore):
         """What any tier has of `ids`, and `tenant`'s records that hold the first of `boundaries`
         that any of them holds, in host memory or on disk. Both are hints."""
         return {**self._inside(boundaries, tenant), **self.find(ids)}
+
+    def sighted(
+        self, ids: Sequence[bytes], boundaries: Sequence[bytes], *, tenant: bytes = SHARED
+    ) -> Mapping[bytes, Sighting]:
+        """As `look`, and where each is nearest. Asks the media: not for the engine's thread."""
+        found = self.look(ids, boundaries, tenant=tenant)
+        near = self.nearest(found)
+        return {id_: Sighting(record, near[id_]) for id_, record in found.items()}
 
     def _inside(self, boundaries: Sequence[bytes], tenant: bytes) -> dict[bytes, Listed]:
         try:
@@ -169,10 +188,21 @@ class Backing:
         self.upkeep.start()
 
     def close(self) -> None:
-        """Finish what is in the air and let another writer in."""
-        self.upkeep.stop()
-        self.service.close()
-        self.tiers.close()
+        """Finish what is in the air and let another writer in. Each step ends in its time: tiers
+        that a thread still uses are left open, for the process to end with."""
+        has_upkeep_ended = self.upkeep.stop()
+        if self.service.close() and has_upkeep_ended:
+            closing = Thread(target=self._close_tiers, name="store-close", daemon=True)
+            closing.start()
+            closing.join(CLOSE_S)
+            if closing.is_alive():
+                log.warning("the store does not close: its medium is silent")
+
+    def _close_tiers(self) -> None:
+        try:
+            self.tiers.close()
+        except Exception:  # a thread's root
+            log.exception("the store was not closed as it should be")
 
 
 def _bytes_of(tier: Tier) -> int | None:

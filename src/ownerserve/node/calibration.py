@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from threading import Thread
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.plan.cost.compute import Coefficients
@@ -21,6 +22,8 @@ from ownerserve.plan.inputs import Tier
 log = logging.getLogger("ownerserve.node")
 
 SAVE_EVERY_S = 30.0
+SAVE_WITHIN_S = 5.0
+"""How long the last save waits for the drive."""
 
 UNMEASURED = Defaults(
     "assumed for an unmeasured engine",
@@ -38,6 +41,7 @@ class Calibration:
         self._path = path
         self._observed = 0
         self._saved_s = 0.0
+        self._writing: Thread | None = None
 
     def observe(self, seen: Iterable[Observation]) -> None:
         """Learn from what was measured just now; a clock's zero is no measurement."""
@@ -50,9 +54,10 @@ class Calibration:
                 self._observed += 1
 
     def save_if_due(self, now: float) -> None:
-        """Write the file when something was learnt and the last time is long ago."""
-        if (data := self.due(now)) is not None:
-            self.write(data)
+        """Write the file when something was learnt and the last time is long ago; on a thread of
+        its own, since a drive may be silent. As long as it is, what is learnt waits."""
+        if self._is_written(0.0) and (data := self.due(now)) is not None:
+            self._begin(data)
 
     def due(self, now: float) -> bytes | None:
         """What `save_if_due` would write now, for who must not write here; None: nothing."""
@@ -62,10 +67,24 @@ class Calibration:
         return self.model.dump()
 
     def save(self) -> None:
-        """Write what was learnt since the last time."""
-        if self._path is not None and self._observed:
+        """Write what was learnt since the last time; a silent drive is left behind."""
+        until_s = time.monotonic() + SAVE_WITHIN_S
+        if self._is_written(SAVE_WITHIN_S) and self._path is not None and self._observed:
             self._observed = 0
-            self.write(self.model.dump())
+            self._begin(self.model.dump())
+        if not self._is_written(max(0.0, until_s - time.monotonic())):
+            log.warning("costs were not saved: %s does not answer", self._path)
+
+    def _begin(self, data: bytes) -> None:
+        self._writing = Thread(target=self.write, args=(data,), name="node-costs", daemon=True)
+        self._writing.start()
+
+    def _is_written(self, within_s: float) -> bool:
+        """Whether the last write has ended, or does so in time."""
+        if self._writing is None:
+            return True
+        self._writing.join(within_s)
+        return not self._writing.is_alive()
 
     def write(self, data: bytes) -> None:
         """Write the file, all or nothing; on any thread. A failure costs what was learnt since the

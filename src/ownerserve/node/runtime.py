@@ -110,7 +110,8 @@ class NodeRuntime:
             answer = self._store.poll(ticket)
             if not isinstance(answer, Pending):
                 del self._asked[errand]
-                started += self.handle(self._event(errand, asked, answer), now)
+                if (event := self._event(errand, asked, answer)) is not None:
+                    started += self.handle(event, now)
         for errand, (ticket, writing) in list(self._writing.items()):
             self._advance(errand, ticket, writing, now)
         if (lost := self._backing.tiers.losses.take()) is not None:
@@ -183,7 +184,7 @@ class NodeRuntime:
                     started.append(turn_id)
                 case Find(errand, ids, deadline_s, boundaries, tenant):
                     until_s = time.time() + deadline_s - now  # the store's clock is the wall's
-                    look = partial(self._backing.tiers.look, ids, boundaries, tenant=tenant)
+                    look = partial(self._backing.tiers.sighted, ids, boundaries, tenant=tenant)
                     ticket = self._store.submit_look(look, deadline_s=until_s)
                     self._asked[errand] = (ticket, effect)
                 case Fetch(errand, wants, deadline_s):
@@ -235,11 +236,15 @@ class NodeRuntime:
 
     # -- answers -------------------------------------------------------------------------------
 
-    def _event(self, errand: Errand, asked: Find | Fetch | Locate, answer: object) -> Event:
+    def _event(self, errand: Errand, asked: Find | Fetch | Locate, answer: object) -> Event | None:
+        """What the store's answer is to the node; None for a look that came to nothing in its time:
+        the node has a deadline of its own, and must not take silence for an empty store."""
         if isinstance(asked, Locate):
-            assert isinstance(answer, Mapping)
-            return Located(errand, {MEDIUM_OF[tier]: ids for tier, ids in answer.items()})
+            found = answer if isinstance(answer, Mapping) else {}
+            return Located(errand, {MEDIUM_OF[tier]: ids for tier, ids in found.items()})
         match answer:
+            case Miss(reason) if isinstance(asked, Find):
+                return None if reason is MissReason.DEADLINE else Found(errand, {})
             case Hit(parts):
                 self._parts[errand] = parts
                 return Fetched(errand)
@@ -249,10 +254,10 @@ class NodeRuntime:
                 assert isinstance(asked, Find)
                 inside = tuple(
                     Inside(item.meta, item.units, item.boundary)
-                    for item in answer.values()
-                    if isinstance(item, ListedPart)
+                    for seen in answer.values()
+                    if isinstance(item := seen.listed, ListedPart)
                 )
-                return Found(errand, self._backing.tiers.nearest(answer), inside)
+                return Found(errand, {id_: seen.near for id_, seen in answer.items()}, inside)
             case _:
                 assert isinstance(asked, Fetch)
                 return NotFetched(errand, MissReason.BUSY)

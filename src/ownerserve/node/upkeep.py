@@ -47,13 +47,16 @@ class Upkeep:
         if self._every_s:
             self._thread.start()
 
-    def stop(self) -> None:
-        """End after the pass that is under way, within `STOP_S`. Before the tiers are closed."""
+    def stop(self) -> bool:
+        """End after the pass that is under way, within `STOP_S`. Before the tiers are closed.
+        False: a medium is silent, and the pass still uses a tier."""
         self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join(STOP_S)
-            if self._thread.is_alive():
-                log.warning("the store's upkeep does not end: its medium is silent")
+        if self._thread.ident is None:
+            return True
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            log.warning("the store's upkeep does not end: its medium is silent")
+        return not self._thread.is_alive()
 
     def run_once(self) -> float:
         """One pass: TTLs, old quarantine, sparse and empty segments. How many seconds later the

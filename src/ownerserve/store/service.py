@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from threading import Condition, Thread
 
 import msgspec
@@ -38,6 +40,10 @@ from ownerserve.store.tiered import TieredStore
 log = logging.getLogger("ownerserve.store")
 
 READERS = 4
+DRAIN_S = 30.0
+"""How long a closing store waits for what is in the air."""
+JOIN_S = 10.0
+"""And then for its threads."""
 MAX_FLYING = 1024
 GROUP = 64
 
@@ -47,9 +53,10 @@ class Pending(msgspec.Struct, frozen=True):
 
 
 Found = Mapping[bytes, Listed]
+Seen = Mapping[bytes, object]
 Located = Mapping[str, frozenset[bytes]]
 Reserved = Reservation | Present | Refused
-Answer = ReadOutcome | WriteOutcome | Found | Located | Reserved
+Answer = ReadOutcome | WriteOutcome | Seen | Located | Reserved
 
 
 class _Job(msgspec.Struct):
@@ -70,6 +77,8 @@ class StoreService:
         self._answers: dict[Ticket, Answer] = {}
         self._misses: dict[Ticket, Answer] = {}
         self._abandoned: set[Flight] = set()
+        self._undoing = 0
+        """Reservations that nobody saw, on their way back."""
         self._changed = Condition()
         self._closing = False
         self._read_jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -88,10 +97,11 @@ class StoreService:
         return self._submit(job, self._read_jobs, key=("find", ids), deadline_s=deadline_s)
 
     def submit_look(
-        self, look: Callable[[], Found | Located], *, deadline_s: float | None = None
+        self, look: Callable[[], Seen | Located], *, deadline_s: float | None = None
     ) -> Ticket:
-        """As `submit_find`, where the caller knows more ways to look than a tier's `find`."""
-        job = _Job(Flight(0), look, {})
+        """As `submit_find`, where the caller knows more ways to look than a tier's `find`; answered
+        by a Miss when late: silence does not say that nothing is there."""
+        job = _Job(Flight(0), look, Miss(MissReason.BUSY, b""))
         return self._submit(job, self._read_jobs, key=None, deadline_s=deadline_s)
 
     def submit_read(self, wants: Sequence[Want], *, deadline_s: float | None = None) -> Ticket:
@@ -126,6 +136,14 @@ class StoreService:
     def _undo(self, answer: Answer) -> None:
         if isinstance(answer, Reservation):
             self._tier.abort(answer)
+
+    def _undone(self, answer: Reservation) -> Answer:
+        try:
+            self._tier.abort(answer)
+        finally:
+            with self._changed:
+                self._undoing -= 1
+        return {}
 
     def _submit(
         self,
@@ -174,27 +192,36 @@ class StoreService:
                 self._abandoned.add(abandoned.flight)
             self._misses.pop(ticket, None)
             unseen = self._answers.pop(ticket, None)
-        if unseen is not None:
-            self._undo(unseen)
+            if isinstance(unseen, Reservation):  # the tier may be waiting for its medium: not here
+                self._undoing += 1
+                self._write_jobs.put(_Job(Flight(0), partial(self._undone, unseen), {}))
 
-    def drain(self, timeout_s: float = 30.0) -> bool:
+    def drain(self, timeout_s: float = DRAIN_S) -> bool:
         """Wait until nothing is in the air; False when that took too long."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._flights.flying, timeout_s)
+            return self._changed.wait_for(
+                lambda: not self._flights.flying and not self._undoing, timeout_s
+            )
 
-    def close(self) -> None:
-        """Finish what is in the air, refuse the rest, stop the threads."""
+    def close(self) -> bool:
+        """Finish what is in the air, refuse the rest, stop the threads. False: a medium is silent,
+        and a thread that waits for it still uses the tier."""
         with self._changed:
             self._closing = True
-        self.drain()
+        self.drain(DRAIN_S)
         for _ in self._threads[:-1]:
             self._read_jobs.put(None)
         self._write_jobs.put(None)
+        until_s = time.monotonic() + JOIN_S
         for thread in self._threads:
-            thread.join(timeout=10)
+            thread.join(max(0.0, until_s - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            log.warning("the store is left behind: its medium is silent")
+            return False
         for unseen in self._answers.values():
             self._undo(unseen)
         self._answers.clear()
+        return True
 
     def _complete(self, job: _Job, answer: Answer) -> None:
         with self._changed:

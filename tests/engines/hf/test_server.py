@@ -23,7 +23,9 @@ pytest.importorskip("transformers")
 
 import uvicorn  # noqa: E402
 
+from ownerserve.engines.hf import server  # noqa: E402
 from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker  # noqa: E402
+from ownerserve.engines.hf.desk import Desk  # noqa: E402
 from ownerserve.engines.hf.serve import listen, url_of  # noqa: E402
 from ownerserve.engines.hf.server import make_app  # noqa: E402
 from ownerserve.kv.ids import TurnId  # noqa: E402
@@ -320,6 +322,34 @@ def test_the_command_serves_says_so_and_stops_on_ctrl_c(tmp_path: Path) -> None:
     assert (report["schema"], report["url"]) == ("ownerserve.worker/1", url)
     assert b"Traceback" not in errors
     assert process.returncode == 0
+
+
+# ---- an engine thread that is stuck
+
+
+@pytest.mark.parametrize("path", ["/health", "/ownerserve/status", "/ownerserve/cache"])
+def test_a_stuck_engine_thread_is_503_and_recovers(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    stuck, go_on = threading.Event(), threading.Event()
+
+    def hang(desk: Desk, request: object) -> Reject:
+        stuck.set()
+        go_on.wait(WAIT_S)
+        return Reject(WorkerRefusal.ENGINE_BUSY)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Desk, "answer", hang)
+            patch.setattr(server, "HEALTH_TIMEOUT_S", 0.2)
+            hung = served.worker.engine.call(Release(1))
+            assert stuck.wait(WAIT_S)
+            answer = served.http.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stuck")
+    finally:
+        go_on.set()
+    hung.result(WAIT_S)
+    assert served.http.get(path).status_code == 200
 
 
 # ---- reservations

@@ -84,8 +84,9 @@ class SessionFinder:
             self._asking.cancel()
         for answered in self._waiting.values():
             answered.cancel()
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._directory.close()
+        # Behind the frame under way: a client's socket is its thread's.
+        self._thread.submit(self._directory.close)
+        self._thread.shutdown(wait=False)
 
     def _is_late(self) -> bool:
         """Whether the frame under way takes too long to stand behind it."""

@@ -1,0 +1,78 @@
+"""A gateway before a directory that takes every request and never answers: no turn waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+import uvloop
+import zmq
+
+from conftest import Client, FakeEngine
+from ownerserve.directory.rpc.client import DirectoryClient
+from ownerserve.router.gateway.admin import admin_app
+from ownerserve.router.gateway.config import Address, Config
+from ownerserve.router.gateway.service import Gateway
+
+WAIT_S = 60.0
+
+
+@contextmanager
+def silent(kind: str) -> Iterator[str]:
+    """The address of what accepts and is never heard of again: before a word of the protocol, or
+    after it has read what it is asked."""
+    with ExitStack() as stack:
+        if kind == "tcp":
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = listener.getsockname()[1]
+        else:
+            router = stack.enter_context(zmq.Context.instance().socket(zmq.ROUTER))
+            router.linger = 0
+            port = router.bind_to_random_port("tcp://127.0.0.1")
+        yield f"tcp://127.0.0.1:{port}"
+
+
+async def answers(gateway: Gateway, answer: str) -> float:
+    """How often the gateway counted that the directory said (or did) so."""
+    transport = httpx.ASGITransport(admin_app(gateway))
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
+        lines = (await client.get("/metrics")).text.splitlines()
+    start = f'ownerserve_directory_answers_total{{answer="{answer}"}}'
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+
+
+async def counted(gateway: Gateway, answer: str) -> None:
+    while not await answers(gateway, answer):
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "zmq"])
+def test_a_silent_directory_delays_no_turn_and_is_told_of(kind: str) -> None:
+    async def scenario(url: str) -> None:
+        engine = FakeEngine()
+        await engine.start()
+        config = Config(workers=(Address("127.0.0.1", engine.port),))
+        gateway = Gateway(config, DirectoryClient(url))
+        await gateway.start()
+        client = Client(*await asyncio.open_connection("127.0.0.1", gateway.port))
+        try:
+            async with asyncio.timeout(WAIT_S):
+                for session in ("a", "b", "a"):  # unknown, unknown, known
+                    answer = await client.post("/v1/chat/completions", x__session__id=session)
+                    assert answer.status == 200
+                assert await answers(gateway, "too_slow"), "the look-up was given up"
+                await counted(gateway, "unreachable")  # and the frame, by the client's own deadline
+                answer = await client.post("/v1/chat/completions", x__session__id="c")
+                assert answer.status == 200
+        finally:
+            client.hang_up()
+            await gateway.stop()
+            await engine.kill()
+            await asyncio.sleep(0.01)  # for the transports' ends
+
+    with silent(kind) as url:
+        uvloop.run(scenario(url))
