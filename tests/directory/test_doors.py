@@ -202,3 +202,31 @@ def test_doors_are_bounded_and_forget_who_was_heard_of_longest_ago() -> None:
     assert len(doors) == 2
     assert doors.above(S1, Epoch(TERM, 4)) == Epoch(TERM, 5)
     assert doors.above(S2, Epoch(TERM, 1)) is None
+
+
+def frames_of(seconds: int, *, turn_each_s: float) -> list[Asks]:
+    """What one unit sends in that time under a lease of 30 s, a frame an entry."""
+    fleet, frames = Fleet(A), []
+    guarded = fleet.units[A]
+    fleet.deliver(A, guarded.came(S1, 0.0))
+    for tick in range(1, 2 * seconds + 1):
+        fleet.now_s = tick * 0.5
+        asks = [] if fleet.now_s % turn_each_s else guarded.left(S1, tip(tick % 200), fleet.now_s)
+        if asks := [*asks, *guarded.owner.tick(fleet.now_s)]:
+            asks += guarded.owner.renewal(fleet.now_s)
+            frames.append(asks)
+            fleet.deliver(A, asks)
+    return frames
+
+
+def test_an_idle_unit_sends_a_frame_in_ten_seconds() -> None:
+    frames = frames_of(300, turn_each_s=1000)
+    assert len(frames) == 30
+    assert all([type(one.request) for one in frame] == [ask.RenewLease] for frame in frames)
+
+
+def test_a_frame_that_goes_anyway_renews_the_lease() -> None:
+    frames = frames_of(300, turn_each_s=5)
+    assert len(frames) == 60
+    kinds = [ask.Advance, ask.RenewLease]
+    assert all([type(one.request) for one in frame] == kinds for frame in frames)

@@ -11,8 +11,9 @@ from ownerserve.directory.messages import Outcome, Request
 from ownerserve.directory.state import Counts
 from ownerserve.kv.epoch import Term
 
-LEASE_S = 5.0
-"""Long enough for a worker's longest step, short enough that a dead one is replaced soon."""
+LEASE_S = 30.0
+"""Long enough that an idle unit asks once in 10 s: frames are what many units cost. So long a dead
+owner's sessions are served by guests, which are as fast and tell nothing."""
 
 
 class DirectoryStatus(msgspec.Struct, frozen=True):

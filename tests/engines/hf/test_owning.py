@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,6 @@ from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile
 from ownerserve.engines.hf.build import WorkerOptions
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
@@ -40,8 +40,10 @@ class Counted(EmbeddedDirectory):
     def __init__(self) -> None:
         super().__init__(BootClock(), TermFile(), lease_s=5.0, opens_in_s=0.0)
         self.asked: dict[str, int] = {}
+        self.slow_s = 0.0
 
     def execute(self, requests):  # type: ignore[no-untyped-def]
+        time.sleep(self.slow_s)
         for one in requests:
             name = type(one).__name__
             self.asked[name] = self.asked.get(name, 0) + 1
@@ -110,10 +112,10 @@ def serve_at(
     prompt: list[int],
     *,
     name: SessionId | None = NAME,
-    epoch: Epoch | None = None,
+    **line: Any,
 ) -> dict[str, Any]:
     """A turn that a gateway sends to this worker, whoever owns its session."""
-    told = encode(TurnLine(name=name, target=worker.unit, epoch=epoch)).decode()
+    told = encode(TurnLine(name=name, target=worker.unit, **line)).decode()
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "logprobs": 1}
     body |= {"return_token_ids": True}
     answer = worker.http.post("/v1/completions", json=body, headers={HEADER: told})
@@ -252,3 +254,25 @@ def test_a_session_whose_turn_is_there_is_not_released(fleet: Fleet) -> None:
     assert asked(there, ReleaseSession(NAME, record.epoch, here.unit)) == Reject(
         WorkerRefusal.NOT_OWNER
     )
+
+
+def test_a_session_of_one_turn_ends_though_it_was_asked_for_only_then(fleet: Fleet) -> None:
+    """Its turn is over before the directory has said whose it is."""
+    here = fleet.workers[0]
+    fleet.directory.slow_s = 0.5
+    serve_at(here, PROMPT, final=True)
+    until(lambda: here.metric('ownerserve_directory_answers_total{answer="ended"}') == 1)
+    assert isinstance(fleet.record(NAME), ask.Miss)
+    assert here.metric("ownerserve_sessions_owned") == 0
+
+
+def test_a_guests_last_turn_ends_nothing_but_what_it_has_itself(fleet: Fleet) -> None:
+    """The owner's record stays until it ends there, or is swept when it was idle for a day."""
+    here, there = fleet.workers
+    serve_at(here, PROMPT)
+    until(lambda: fleet.version(NAME) == 1)
+    serve_at(there, PROMPT, final=True)
+    until(lambda: there.metric('ownerserve_directory_answers_total{answer="heldby"}') == 1)
+    assert fleet.owner(NAME) == here.unit
+    words = there.http.get("/ownerserve/inventory").json()["words"]
+    assert not [one for one in words if one["session"] == NAME and one["is"] == "has"]
