@@ -189,8 +189,9 @@ def test_a_file_without_a_key_is_named_and_never_shown(tmp_path: Path) -> None:
 # ---- TLS
 
 
-def authority(folder: Path) -> tuple[Path, ssl.SSLContext]:
-    """A certificate authority made for this test, and a worker's context with a certificate."""
+def authority(folder: Path, host: str = "127.0.0.1") -> tuple[Path, ssl.SSLContext]:
+    """A certificate authority made for this test, and the context of a worker whose certificate is
+    for the address `host`."""
     now = datetime.datetime.now(datetime.UTC)
 
     def named(name: str) -> x509.Name:
@@ -219,7 +220,7 @@ def authority(folder: Path) -> tuple[Path, ssl.SSLContext]:
     ca.write_bytes(
         signed("ca", ca_key, x509.BasicConstraints(ca=True, path_length=0)).public_bytes(pem)
     )
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    address = x509.IPAddress(ipaddress.ip_address(host))
     own = folder / "worker.pem"
     own.write_bytes(
         key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
@@ -262,6 +263,23 @@ def test_a_certificate_that_nobody_vouches_for_is_refused_and_said(
 
     with caplog.at_level(logging.WARNING, "ownerserve.gateway"):
         play(scenario, engines=1, reach=by_tls, tls=context, health_interval_s=10.0)
+
+
+def test_a_certificate_of_another_host_is_refused_and_said(
+    play: Play, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A good one: whoever holds it is not who was asked for, and gets no turn and no key."""
+    ca, context = authority(tmp_path, "127.0.0.2")
+
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        assert (await client.post(CHAT, b'{"a": 1}')).status == 503
+        assert not world.engines[0].seen
+        assert "CERTIFICATE_VERIFY_FAILED" in caplog.text
+
+    with caplog.at_level(logging.WARNING, "ownerserve.gateway"):
+        play(scenario, engines=1, reach=by_tls, tls=context, worker_ca_file=ca,
+             health_interval_s=10.0)  # fmt: skip
 
 
 def test_a_bad_file_of_authorities_is_named(tmp_path: Path) -> None:

@@ -68,6 +68,20 @@ def test_gc_needs_the_store_to_itself(filled, tmp_path):
     }
 
 
+@pytest.mark.parametrize("refused", ["in use", "--capacity", "--key-file"])
+def test_an_index_is_dropped_by_nobody_whose_command_is_refused(filled, tmp_path, refused):
+    """It was, before the store's lock was asked for: under the worker that wrote it."""
+    store, arguments = tmp_path / "store", []
+    if refused != "in use":
+        filled.close()
+        arguments = [refused, "nonsense"]
+    index = store / "index.sqlite"
+    before = index.stat().st_ino
+    with pytest.raises(InvalidInput):
+        run("gc", str(store), "--rebuild-index", *arguments)
+    assert index.stat().st_ino == before
+
+
 def test_gc_shrinks_to_a_capacity(filled, tmp_path):
     filled.close()
     body = json.loads(run("gc", str(tmp_path / "store"), "--capacity", "60KiB", "--json", "-"))

@@ -19,13 +19,12 @@ from ownerserve.kv.artifacts import tenant_salt
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import KIB, MIB, format_bytes, parse_bytes
 from ownerserve.store.buffers import BufferPool
-from ownerserve.store.disk import DiskOptions, DiskTier
+from ownerserve.store.disk import DiskOptions, DiskTier, Index
 from ownerserve.store.home import Home
 from ownerserve.store.index import Entry
 from ownerserve.store.maintain import QUARANTINE_KEPT_S, collect, verify_all
 from ownerserve.store.measure import DiskBench, Measured, measure_index
 from ownerserve.store.policy import KindLimits, Limits, split
-from ownerserve.store.recover import discard_index
 from ownerserve.store.snapshot import StoreSnapshot
 from ownerserve.store.wallclock import WallClock
 
@@ -208,8 +207,6 @@ def gc(
     ownerserve store gc DIR --capacity 500GiB
     """
     home = Home.open(directory)
-    if rebuild_index:
-        discard_index(home)
     size = split(parse_bytes(capacity, field="--capacity")) if capacity is not None else Limits(
         KindLimits(1 << 62), KindLimits(1 << 62)
     )  # fmt: skip
@@ -217,7 +214,12 @@ def gc(
         KindLimits(size.range.capacity_bytes, range_ttl * 3600 if range_ttl is not None else None),
         KindLimits(size.point.capacity_bytes, point_ttl * 3600 if point_ttl is not None else None),
     )
-    options = DiskOptions(limits=limits, segment_bytes=home.segment_bytes, key_file=key_file)
+    options = DiskOptions(
+        limits=limits,
+        segment_bytes=home.segment_bytes,
+        key_file=key_file,
+        index=Index.MADE_ANEW if rebuild_index else Index.KEPT,
+    )
     tier = DiskTier(directory, WallClock(), options=options)
     try:
         expired = tier.expire()

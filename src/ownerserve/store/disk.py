@@ -11,6 +11,7 @@ what the medium does; see `tier`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +44,7 @@ from ownerserve.store.model import (
     WriteOutcome,
 )
 from ownerserve.store.policy import Limits, Order, WriteBudget, by_utility, choose
-from ownerserve.store.recover import Recovered, recover
+from ownerserve.store.recover import Recovered, discard_index, recover
 from ownerserve.store.seal import Keys, SealKind
 from ownerserve.store.tier import (
     EVERY_RECORD,
@@ -59,6 +60,14 @@ class StoreUnavailable(OwnerServeError):
     """The operator must act: the medium does not let the store be opened. Serve without it."""
 
 
+class Index(Enum):
+    """What becomes of the index when a store is opened."""
+
+    KEPT = "kept"
+    MADE_ANEW = "made anew"
+    """Dropped once the store is ours alone, and made from the segments."""
+
+
 class DiskOptions(msgspec.Struct, frozen=True):
     """How a store on disk is opened. `key_file` None: the store's own KEY file."""
 
@@ -68,6 +77,7 @@ class DiskOptions(msgspec.Struct, frozen=True):
     at_rest: SealKind = SealKind.BLAKE3
     write_budget: WriteBudget | None = None
     order: Order = by_utility
+    index: Index = Index.KEPT
 
 
 class DiskTier:
@@ -108,6 +118,8 @@ class DiskTier:
             home = Home.create_or_open(directory, options.segment_bytes)
             try:
                 keys = Keys(home.master_key(options.key_file), options.at_rest)
+                if options.index is Index.MADE_ANEW:
+                    discard_index(home)
                 segments = OpenSegments(home)
                 parts = recover(home, keys, segments=segments, landing=self._landing)
             except BaseException:
