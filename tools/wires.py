@@ -64,8 +64,6 @@ DEAD: dict[str, str] = {
     "ownerserve.directory.messages.HeldExtent": OWNING,
     "ownerserve.directory.messages.Retired": OWNING,
     "ownerserve.directory.rules.kind_of": OWNING,
-    "ownerserve.kv.prefix.RunChain": "W8: used or gone",
-    "ownerserve.kv.prefix.unpack": "W8: used or gone",
     "ownerserve.kv.wire.rpc.Append": "W8: append by version",
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
     "ownerserve.kv.wire.rpc.Released": ACKNOWLEDGED,

@@ -16,6 +16,7 @@ from ownerserve.engines.hf.runner import DecodeRow, Runner
 from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.step import Arrival, Limits, Queued
 from ownerserve.kv.ids import TurnId
+from ownerserve.node.chains import prefix_of
 
 
 class HfEngine:
@@ -51,7 +52,7 @@ class HfEngine:
         arrival = Arrival(
             request_id=asked.name,
             turn_ids=(turn_id,),
-            prompt=asked.tokens,
+            prompt=prefix_of(asked.tokens, self.cache.layout.block_tokens),
             max_new_tokens=asked.answer_tokens,
             session_id=asked.session,
         )

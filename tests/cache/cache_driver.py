@@ -24,12 +24,14 @@ from ownerserve.cache.effects import (
 )
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import (
     Append,
     Arrival,
     Begun,
     Finished,
     Inserted,
+    Install,
     Match,
     NoRoom,
     Refused,
@@ -234,6 +236,34 @@ class Driver:
         self.check()
         return begun
 
+    def install(self, session: str, version: int, tokens: bytes, open_tokens: bytes = b"") -> bool:
+        """Another worker's count arrives; False: a turn of the session runs here."""
+        session_id = SessionId(session)
+        installed = self.cache.install(
+            Install(
+                session_id,
+                version,
+                tokens,
+                open_tokens,
+                hash_prefix(tokens, B)[-1] if tokens else None,
+            ),
+            self.now,
+        )
+        self.check()
+        if installed is not None:
+            assert any(live.session == session_id for live in self.live.values())
+            return False
+        whole = tokens + open_tokens
+        done = Finished(len(whole) // 4, len(tokens) // 4, version)
+        self.finished[session_id] = (done, whole)
+        status = self.cache.sessions.status(session_id)
+        assert status is not None
+        assert (status.version, status.tokens) == (version, done.tokens)
+        depths = range(0, len(tokens) + 1, BLOCK_BYTES)
+        resident = max(n for n in depths if not n or tokens[:n] in self.resident)
+        assert status.resident_tokens == resident // 4
+        return True
+
     def prefill(self, name: str, upto: int | None = None) -> bool:
         """Compute the prompt (or up to a position), ending a chunk at each boundary it keeps."""
         turn_id = TurnId(name)
@@ -392,7 +422,7 @@ class Driver:
 
     def check_levels(self) -> None:
         """Invariant 1 as metrics report it."""
-        for name, level in self.cache.metrics(self.now).pools.items():
+        for name, level in snapshot(self.cache, self.now).pools.items():
             parts = (level.free, level.reserved, level.private, level.held)
             assert sum(parts) + level.protected + level.evictable == level.capacity, name
             assert min(*parts, level.protected, level.evictable) >= 0, name

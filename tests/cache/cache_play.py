@@ -51,6 +51,7 @@ class Play:
         "finish": 3,
         "abort": 1,
         "fork": 1,
+        "install": 1,
         "retry": 1,
         "replay": 2,
         "match": 1,
@@ -145,6 +146,14 @@ class Play:
         if isinstance(begun, Refused) and begun.reason is Reason.POINT_GONE:
             record = self.cache.sessions.get(SessionId(session))
             assert record is not None and record.depth < record.sealed
+
+    def install(self) -> None:
+        """A session was counted elsewhere, and stands somewhere in what was said, or beyond."""
+        session, tokens = SESSIONS[self.pick(len(SESSIONS))], self._prompt()
+        whole = len(tokens) // (4 * B) * 4 * B
+        cut = whole if self.pick(3) else self.pick(whole // (4 * B) + 1) * 4 * B
+        open_tokens = tokens[cut : cut + 4 * self.pick(B)]
+        self.driver.install(session, 1 + self.pick(9), tokens[:cut], open_tokens)
 
     def prefill(self) -> None:
         name = self._running()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cache_driver import HYBRID, B, Driver, blocks_of
 
-from ownerserve.cache.metrics import Lost
+from ownerserve.cache.metrics import Lost, snapshot
 from ownerserve.cache.outcomes import (
     Arrival,
     Begun,
@@ -91,7 +91,7 @@ def test_slots_of_a_lost_writer_stay_on_hold_until_it_is_quiet() -> None:
     driver = Driver(blocks=4)
     got = arrive(driver, blocks_of(1, 2, 3))
     driver.give_up(got.ticket)
-    assert driver.cache.metrics(0.0).pools["main"].held == 3
+    assert snapshot(driver.cache, 0.0).pools["main"].held == 3
     assert isinstance(driver.arrive(blocks_of(4, 5)), NoRoom)
     driver.cache.ingest.quiet(got.ticket)
     assert isinstance(driver.arrive(blocks_of(4, 5)), Reserved)
@@ -110,7 +110,7 @@ def test_an_idle_sessions_point_state_is_spilled_then_goes_first() -> None:
     [spill] = pressure.relieve(driver.now)
     assert isinstance(spill, Spill) and spill.tier == "host"
     assert spill.points[0].prefix == blocks_of(0, 5) and spill.points[0].sessions == ("a",)
-    assert driver.cache.metrics(0.0).pools["swa"].protected == 1
+    assert snapshot(driver.cache, 0.0).pools["swa"].protected == 1
     assert driver.evict(100) == 2, "what is being copied out is not re-used"
     for index, pool in enumerate(driver.cache.rooms.points):
         driver.cache.rooms.evict_points(index, 100)
@@ -200,7 +200,7 @@ def test_what_is_being_copied_out_is_not_evicted_twice_over() -> None:
     assert pressure.relieve(100.0) == (Dropped(0, 8),), "4 of each component, and no second spill"
     gone = [not driver.cache.match(p.prefix).points[0].lacks for p in spill.points]
     assert not any(gone), "what has a copy went"
-    assert driver.cache.metrics(0.0).counters.evicted_points == {"swa": 4, "overlap": 4}
+    assert snapshot(driver.cache, 0.0).counters.evicted_points == {"swa": 4, "overlap": 4}
     driver.check()
 
 
@@ -214,7 +214,7 @@ def test_a_spill_that_fails_is_followed_by_a_plain_eviction() -> None:
     assert isinstance(spill, Spill)
     pressure.spill_failed(spill.ticket)
     assert pressure.relieve(100.0) == (Dropped(0, 4),)
-    counters = driver.cache.metrics(0.0).counters
+    counters = snapshot(driver.cache, 0.0).counters
     assert (counters.failed_spills, counters.spilled_points, counters.relief_runs) == (1, 0, 2)
 
 
@@ -262,12 +262,12 @@ def test_fragmentation_and_losses_are_reported() -> None:
     driver = Driver(points=2)
     driver.begin("1", blocks_of(1, 2, tail=4))
     driver.prefill("1")
-    fragmentation = driver.cache.metrics(0.0).fragmentation
+    fragmentation = snapshot(driver.cache, 0.0).fragmentation
     padding = 3 * (100 - 90) * B
     assert fragmentation.internal_bytes["main"] == padding + (B - 4) * 90
     assert fragmentation.external_bytes == {"swa": 0, "overlap": 0}
     driver.finish("1")
     driver.evict(2)
-    lost = driver.cache.metrics(0.0).counters.points_lost
+    lost = snapshot(driver.cache, 0.0).counters.points_lost
     assert lost[Lost.RANGE_EVICTED] == 1
     assert HYBRID.boundary_at_or_before(2 * B + 3) == 2 * B

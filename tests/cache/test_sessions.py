@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cache_driver import DENSE, B, Driver, blocks_of
 
-from ownerserve.cache.outcomes import DEFAULT_TTL_S, Append, Begun, Reason, Refused
+from ownerserve.cache.outcomes import DEFAULT_TTL_S, Append, Begun, Install, Reason, Refused
 from ownerserve.cache.policies.session_reference import SessionReference
 from ownerserve.cache.sessions import FORGET_CHECK_S
 from ownerserve.kv.errors import InvalidInput
@@ -214,3 +214,59 @@ def test_an_agent_that_drops_part_of_each_output_keeps_a_short_path() -> None:
     node, depth = driver.cache.tree.walk(tokens, 100)
     assert depth * B == len(tokens) // 4 - 2 * B
     assert node.parent is driver.cache.tree.root
+
+
+def test_a_version_that_was_counted_elsewhere_goes_on_here() -> None:
+    """As after a move: a guest's turn was counted here, the owner's count arrives."""
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2, tail=3), session="a")
+    assert driver.install("a", 17, blocks_of(1, 2), blocks_of(tail=3))
+    begun = driver.append("2", "a", blocks_of(6, tail=1))
+    assert isinstance(begun, Begun) and begun.restored == 2 * B
+    assert driver.prefill("2") and driver.finish("2").version == 18
+
+
+def test_a_session_that_never_was_here_stands_at_what_is_resident() -> None:
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2, 3))
+    assert driver.install("a", 4, blocks_of(1, 2, 7, 8))
+    assert driver.append("2", "a", blocks_of(6)) == Refused(Reason.POINT_GONE)
+    assert driver.install("a", 5, blocks_of(1, 2, 3))
+    assert isinstance(driver.append("3", "a", blocks_of(6)), Begun)
+
+
+def test_an_installed_session_is_kept_as_one_that_finished_here() -> None:
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2))
+    driver.install("a", 4, blocks_of(1, 2))
+    session = driver.cache.sessions.get(A)
+    assert session is not None and session.is_referenced and session.stop is not None
+    driver.now = DEFAULT_TTL_S
+    driver.cache.sessions.expire(driver.now)
+    assert not session.is_referenced
+
+
+def test_a_running_turn_counts_for_itself() -> None:
+    driver = Driver()
+    driver.begin("1", blocks_of(1, 2), session="a")
+    assert not driver.install("a", 9, blocks_of(1, 2))
+    driver.prefill("1")
+    assert driver.finish("1").version == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "tokens", "open_tokens"),
+    [
+        (0, blocks_of(1), b""),
+        (1, blocks_of(1, tail=1), b""),
+        (1, blocks_of(1), blocks_of(1)),
+        (1, blocks_of(1), b"ab"),
+    ],
+)
+def test_what_no_turn_leaves_is_not_installed(
+    version: int, tokens: bytes, open_tokens: bytes
+) -> None:
+    cache = Driver().cache
+    with pytest.raises(InvalidInput, match=r"version|tokens"):
+        cache.install(Install(A, version, tokens, open_tokens), 0.0)
+    assert len(cache.sessions) == 0

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ownerserve.cache.layout import Layout
+from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import Replay
 from ownerserve.cache.tails import Tail, TailBook, TailStep, step
 from ownerserve.kv.descriptor import TailForm
@@ -192,7 +193,7 @@ def test_a_fork_has_tails_of_its_own() -> None:
     assert waiting(driver, "t") == {"main_tail": 3, "index_tail": 7}
     assert waiting(driver, "child") == {"main_tail": 1, "index_tail": 5}
     assert driver.decode("child", pack([8]))
-    assert driver.cache.metrics(0.0).tail_tokens == {"main_tail": 5, "index_tail": 13}
+    assert snapshot(driver.cache, 0.0).tail_tokens == {"main_tail": 5, "index_tail": 13}
 
 
 def test_a_restored_turn_starts_with_empty_tails() -> None:
@@ -212,23 +213,23 @@ def test_a_restored_turn_starts_with_empty_tails() -> None:
 
 def test_metrics_tell_waiting_tokens_and_the_rows_that_hold_none() -> None:
     driver = Driver()
-    assert driver.cache.metrics(0.0).tail_tokens == {"main_tail": 0, "index_tail": 0}
+    assert snapshot(driver.cache, 0.0).tail_tokens == {"main_tail": 0, "index_tail": 0}
     driver.begin("t", blocks_of(1, tail=6))
     assert driver.prefill("t")
-    seen = driver.cache.metrics(0.0)
+    seen = snapshot(driver.cache, 0.0)
     assert seen.tail_tokens == {"main_tail": 2, "index_tail": 6}
     # a row a token: 100 - 2 * 30; online: one row for all six, 60 - 50
     assert seen.fragmentation.internal_bytes["main_tail"] == 40
     assert seen.fragmentation.internal_bytes["index_tail"] == 10
     driver.finish("t")
-    assert driver.cache.metrics(0.0).tail_tokens == {"main_tail": 0, "index_tail": 0}
+    assert snapshot(driver.cache, 0.0).tail_tokens == {"main_tail": 0, "index_tail": 0}
 
 
 def test_a_layout_without_tails_has_no_books() -> None:
     driver = Driver(DENSE)
     driver.begin("t", blocks_of(1, tail=6))
     assert driver.prefill("t") and waiting(driver, "t") == {}
-    assert driver.cache.metrics(0.0).tail_tokens == {}
+    assert snapshot(driver.cache, 0.0).tail_tokens == {}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 from cache_driver import BLOCK_BYTES, DENSE, HYBRID, B, Driver, blocks_of
 
 from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import (
     Begun,
     NoRoom,
@@ -112,7 +113,7 @@ def test_a_turn_given_up_before_it_computed_is_not_counted() -> None:
     driver = Driver()
     driver.turn("1", blocks_of(1, 2, 3), session="a")
     driver.evict(3)
-    before = driver.cache.metrics(0.0).counters
+    before = snapshot(driver.cache, 0.0).counters
     driver.begin("2", blocks_of(1, 2, 3, 4), session="a")
     assert driver.cache.counters.reprefilled_tokens == 3 * B
     driver.abort("2")
@@ -266,7 +267,7 @@ def test_window_state_can_go_while_compressed_state_stays() -> None:
     driver.turn("1", blocks_of(1, 2, tail=1), session="a")
     driver.turn("2", blocks_of(3, 4, tail=1), session="b")
     driver.turn("3", blocks_of(5, 6, tail=1), session="c")
-    levels = driver.cache.metrics(0.0)
+    levels = snapshot(driver.cache, 0.0)
     assert levels.cached_tokens["main"] == 6 * B
     assert levels.restorable_points == 2
     assert levels.counters.points_lost["point_evicted"] > 0

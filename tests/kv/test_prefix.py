@@ -13,7 +13,7 @@ from ownerserve.kv.prefix import (
     DOMAIN,
     HashedPrefix,
     PrefixChain,
-    RunChain,
+    digests_behind,
     hash_prefix,
     pack,
     unpack,
@@ -21,7 +21,6 @@ from ownerserve.kv.prefix import (
 
 FEW = settings(max_examples=30)
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=200)
-IDS = st.lists(st.integers(0, 12), min_size=1, max_size=60)
 
 
 def test_the_digest_is_the_documented_one():
@@ -92,52 +91,14 @@ def test_tokens_are_checked(tokens):
         pack(tokens)
 
 
-class TestRunChain:
-    """The chain over a trace's block ids."""
-
-    @staticmethod
-    def of(ids, size=1):
-        """A chain fed in runs of at most `size` consecutive ids."""
-        chain, run = RunChain(64), []
-        for number in ids:
-            if run and (number != run[-1] + 1 or len(run) == size):
-                chain.append(run[0], len(run))
-                run = []
-            run.append(number)
-        chain.append(run[0], len(run))
-        return chain
-
-    @FEW
-    @given(ids=IDS, size=st.integers(1, 5))
-    def test_how_runs_are_split_changes_nothing(self, ids, size):
-        one, other = self.of(ids), self.of(ids, size)
-        assert one.blocks == other.blocks == len(ids)
-        assert [one.at(k) for k in range(len(ids) + 1)] == [
-            other.at(k) for k in range(len(ids) + 1)
-        ]
-
-    @FEW
-    @given(mine=IDS, theirs=IDS)
-    def test_equal_digests_mean_equal_prefixes(self, mine, theirs):
-        one, other = self.of(mine), self.of(theirs)
-        for k in range(min(len(mine), len(theirs)) + 1):
-            assert (one.at(k) == other.at(k)) == (mine[:k] == theirs[:k])
-
-    def test_a_million_blocks_cost_one_run(self):
-        chain = RunChain(64)
-        chain.append(0, 1_000_000)
-        chain.append(1_000_000, 1)
-        assert chain.blocks == 1_000_001
-        assert chain.at(500_000) != chain.at(500_001)
-
-    @pytest.mark.parametrize(("first", "count"), [(-1, 1), (0, 0)])
-    def test_runs_are_checked(self, first, count):
-        with pytest.raises(InvalidInput, match="run"):
-            RunChain(64).append(first, count)
-
-    def test_positions_are_checked(self):
-        with pytest.raises(InvalidInput, match="blocks"):
-            self.of([1, 2]).at(3)
+@FEW
+@given(tokens=TOKENS, more=TOKENS, block=st.sampled_from([1, 2, 16]))
+def test_digests_go_on_from_a_digest_alone(tokens, more, block):
+    whole = hash_prefix(pack(tokens + more), block)
+    first = len(tokens) // block
+    before = whole[first - 1] if first else None
+    rest = pack((tokens + more)[first * block :])
+    assert list(digests_behind(before, rest, block)) == list(whole[first:])
 
 
 @FEW

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import ExecutionMode
 from ownerserve.kv.prefix import pack
-from ownerserve.node.known import MARKS_KEPT, SESSIONS_KEPT, KnownSessions
+from ownerserve.node.known import MARKS_KEPT, SESSIONS_KEPT, KnownSessions, Plain
 
 A, B = SessionId("a"), SessionId("b")
 M = ExecutionMode
@@ -42,33 +44,37 @@ def test_a_loss_without_a_load_is_a_reseed_and_nothing_else_is(known: int, cache
     assert (execution_mode(known, cached, 0) is M.RESEED) == (lost > 0)
 
 
+def plain(tokens: Iterable[int]) -> Plain:
+    return Plain(pack(tokens))
+
+
 def test_an_append_knows_all_full_blocks_of_the_last_turn() -> None:
     known = KnownSessions(16)
-    known.left(A, pack(range(100)), prompt_tokens=70)
-    assert known.tokens_of(A, pack(range(200))) == 96
-    assert known.tokens_of(A, pack(range(96))) == 80  # the last token is computed in any case
-    assert known.tokens_of(A, pack([*range(70), *range(500, 600)])) == 64
-    assert known.tokens_of(A, pack([*range(50), *range(500, 600)])) == 0
-    assert known.tokens_of(B, pack(range(200))) == 0
+    known.left(A, plain(range(100)), prompt_tokens=70)
+    assert known.tokens_of(A, plain(range(200))) == 96
+    assert known.tokens_of(A, plain(range(96))) == 80  # the last token is computed in any case
+    assert known.tokens_of(A, plain([*range(70), *range(500, 600)])) == 64
+    assert known.tokens_of(A, plain([*range(50), *range(500, 600)])) == 0
+    assert known.tokens_of(B, plain(range(200))) == 0
     known.forget(A)
-    assert known.tokens_of(A, pack(range(200))) == 0
+    assert known.tokens_of(A, plain(range(200))) == 0
 
 
 def test_turns_may_be_taken_back_but_not_edited() -> None:
     known = KnownSessions(16)
     for turn in range(1, 4):
-        known.left(A, pack(range(turn * 160)), prompt_tokens=turn * 160 - 48)
-    retried = pack([*range(160), *range(900, 950)])
+        known.left(A, plain(range(turn * 160)), prompt_tokens=turn * 160 - 48)
+    retried = plain([*range(160), *range(900, 950)])
     assert known.tokens_of(A, retried) == 160
     known.left(A, retried, prompt_tokens=200)
-    assert known.tokens_of(A, pack(range(480))) == 160  # what came after it is not the session's
+    assert known.tokens_of(A, plain(range(480))) == 160  # what came after it is not the session's
 
 
 def test_a_bounded_number_of_sessions_and_marks_is_kept() -> None:
     known = KnownSessions(1)
     for turn in range(1, 3 * MARKS_KEPT):
-        known.left(A, pack(range(2 * turn)), prompt_tokens=2 * turn - 1)
-    assert known.tokens_of(A, pack(range(2))) == 0
+        known.left(A, plain(range(2 * turn)), prompt_tokens=2 * turn - 1)
+    assert known.tokens_of(A, plain(range(2))) == 0
     for number in range(SESSIONS_KEPT):
-        known.left(SessionId(str(number)), pack([1, 2]), prompt_tokens=1)
-    assert known.tokens_of(A, pack(range(1000))) == 0
+        known.left(SessionId(str(number)), plain([1, 2]), prompt_tokens=1)
+    assert known.tokens_of(A, plain(range(1000))) == 0

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from node_driver import B, NodeDriver
 
+from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import TurnId
 from ownerserve.node.events import Fetch, Fetched, Find, Gone, Kept, NotFetched, NotKept, Tick
@@ -146,7 +147,7 @@ class NodeMachine(RuleBasedStateMachine):
                 self.driver.fail(self.driver.pending.popleft())
             self.driver.handle(Tick())
         assert not self.driver.cache.pressure.open_spills and not self.driver.state.relief.is_busy
-        held = self.driver.cache.metrics(0.0).pools
+        held = snapshot(self.driver.cache, 0.0).pools
         assert not any(pool.protected for pool in held.values())
 
     def run_one(self, turn_id: TurnId) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from node_driver import LAYOUT, PRICES, B, NodeDriver
 
+from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import Begun, Turn
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.errors import InvalidInput
@@ -37,7 +38,7 @@ def test_point_state_is_copied_before_it_goes_and_comes_back() -> None:
     driver.now = 20.0
     driver.handle(Tick())
     assert copies(driver) == [("swa", 2), ("overlap", 2)] * 3
-    assert driver.cache.metrics(0.0).pools["swa"].free == 0, "nothing goes before it is safe"
+    assert snapshot(driver.cache, 0.0).pools["swa"].free == 0, "nothing goes before it is safe"
     driver.settle()
     driver.handle(Tick())
     counters = driver.cache.counters

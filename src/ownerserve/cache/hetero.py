@@ -5,8 +5,8 @@ The facade of the package and the main path of a turn. Owns the running turns; c
 Knows positions and slot numbers; must never see a tensor, read a clock or hash a known prefix.
 
     begin | append --> reserve --> advance --> ... --> finish | abort
-                          ^          |  `--> snapshot (at a boundary), fork
-                          `----------'
+       ^                  ^          |  `--> snapshot (at a boundary), fork
+    install               `----------'
 
 docs/cache.md draws the parts and the transition table; docs/invariants.md numbers what holds.
 """
@@ -28,13 +28,15 @@ from ownerserve.cache.effects import (
 from ownerserve.cache.evictor import Evictor
 from ownerserve.cache.holds import Holds
 from ownerserve.cache.ingest import Ingest
+from ownerserve.cache.installing import check_install, stand
 from ownerserve.cache.layout import Layout
-from ownerserve.cache.metrics import Counters, Lost, Snapshot, snapshot
+from ownerserve.cache.metrics import Counters, Lost
 from ownerserve.cache.node import Node, Stop
 from ownerserve.cache.outcomes import (
     Append,
     Begun,
     Finished,
+    Install,
     Match,
     NoRoom,
     Reason,
@@ -54,7 +56,7 @@ from ownerserve.cache.table import Table
 from ownerserve.cache.tails import TailBook
 from ownerserve.cache.tree import PrefixTree
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import TurnId
+from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 
 
@@ -398,23 +400,36 @@ class HeteroCache:
             effects.append(CopyBlock(dict.fromkeys(self._range_names, pair)))
         return tuple(effects)
 
+    def install(self, install: Install, now: float) -> Refused | None:
+        """A session that was counted elsewhere: what its owners left is its frontier from now on,
+        as far as it is resident. Refused while a turn of it runs: that one will count."""
+        check_install(install, self.tree.block_bytes)
+        self.sessions.expire(now)
+        session = self.sessions.open(install.session_id, now)
+        if session.running:
+            return self._refuse(Reason.TURN_IS_LIVE)
+        stand(self, session, install, now=now)
+        session.frontier_order = self._order
+        return None
+
     # -- ending --------------------------------------------------------------------------------
 
-    def finish(self, turn_id: TurnId, now: float) -> Finished:
+    def finish(self, turn_id: TurnId, now: float, *, tip: PrefixHash | None = None) -> Finished:
         """The turn is over: its sealed output stays, its session's frontier moves behind it.
 
         The session keeps a soft reference; the hard lock goes after that is in place. One that
-        ends inside its replay leaves its session where it stopped.
+        ends inside its replay leaves its session where it stopped. `tip`: the chain digest of all
+        full blocks that were computed, by which a next prompt is known as an append.
         """
         run = self._run(turn_id)
-        session, (depth, tail) = run.session, self._frontier(run)
+        session, (depth, tail) = run.session, run.frontier(self._block)
         stop = self._leave(run, depth, now)
         self.counters.turns_finished += 1
         version = None
         if session is not None and self._moves_frontier(run, session):
             session.version += 1
             session.tokens, session.sealed = run.position, depth
-            session.tail, session.frontier_order = tail, run.order
+            session.tail, session.tip, session.frontier_order = tail, tip, run.order
             self.sessions.move(session, stop, ttl_s=run.ttl_s, now=now)
             del run.row[depth:]
             session.row = run.row if stop is not None else None
@@ -423,16 +438,6 @@ class HeteroCache:
         if self.tree.cooled:
             self.evictor.look_at_cooled()
         return Finished(run.position, depth * self._block, version)
-
-    def _frontier(self, run: Running) -> tuple[int, Packed]:
-        """Depth and tail where the turn stands. Inside its replay the tree's blocks go on behind
-        it, with tokens of the prompt that it has not computed."""
-        depth = run.position // self._block
-        if depth >= run.sealed:
-            return run.sealed, bytes(run.tail)
-        first = depth * self._block - run.prompt_at
-        last = run.position - run.prompt_at
-        return depth, run.prompt[first * TOKEN_BYTES : last * TOKEN_BYTES]
 
     def _moves_frontier(self, run: Running, session: Session) -> bool:
         """Not when the session was released meanwhile, or a turn begun later has finished."""
@@ -477,10 +482,6 @@ class HeteroCache:
     def table(self, turn_id: TurnId) -> Table:
         """Slots of a running turn. Live: it changes with the next call, and is not to be kept."""
         return self._run(turn_id).table
-
-    def metrics(self, now: float) -> Snapshot:
-        """A dated copy of all counters and levels."""
-        return snapshot(self, now)
 
     def check(self) -> None:
         """Raise InvariantViolated unless invariants 1, 3, 5-7, 9, 12 hold. O(cache): for tests."""

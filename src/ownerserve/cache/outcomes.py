@@ -43,6 +43,17 @@ class Append(msgspec.Struct, frozen=True):
     ttl_s: float = DEFAULT_TTL_S
 
 
+class Install(msgspec.Struct, frozen=True):
+    """Where a session stands that other workers counted: `version` turns were finished, and the
+    last one left `tokens` (whole blocks, whose chain digest is `tip`) and `open_tokens`."""
+
+    session_id: SessionId
+    version: int
+    tokens: Packed
+    open_tokens: Packed = b""
+    tip: PrefixHash | None = None
+
+
 class Restore(msgspec.Struct, frozen=True):
     """Go on at a restorable point that lacks nothing."""
 

@@ -8,7 +8,7 @@ from ownerserve.cache.node import Receipt, Stop
 from ownerserve.cache.session import Session
 from ownerserve.cache.table import Table
 from ownerserve.kv.ids import TurnId
-from ownerserve.kv.prefix import Packed
+from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 
 
 class Running(msgspec.Struct, eq=False):
@@ -41,3 +41,13 @@ class Running(msgspec.Struct, eq=False):
     lock: Receipt
     tail: bytearray
     decode_stop: Stop | None = None
+
+    def frontier(self, block_tokens: int) -> tuple[int, Packed]:
+        """Depth and tail where the turn stands. Inside its replay the tree's blocks go on behind
+        it, with tokens of the prompt that it has not computed."""
+        depth = self.position // block_tokens
+        if depth >= self.sealed:
+            return self.sealed, bytes(self.tail)
+        first = depth * block_tokens - self.prompt_at
+        last = self.position - self.prompt_at
+        return depth, self.prompt[first * TOKEN_BYTES : last * TOKEN_BYTES]

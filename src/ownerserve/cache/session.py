@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ownerserve.kv.ids import SessionId
+from ownerserve.kv.ids import PrefixHash, SessionId
 
 if TYPE_CHECKING:
     from ownerserve.cache.node import Node, Receipt, Stop
@@ -21,6 +21,7 @@ class Session(msgspec.Struct, eq=False):
 
     tokens   committed by the last turn that moved the frontier, unsealed tail included
     sealed   its depth in the tree at that time, in blocks
+    tip      the chain digest of those blocks, where who finished the turn told it
     node, depth   the resident part of it: the frontier in the tree
     row      slots of blocks 0..depth, None while a turn has them or nobody asked
     frontier_order     the begin order of that turn: an earlier one that ends later is late
@@ -33,6 +34,7 @@ class Session(msgspec.Struct, eq=False):
     tokens: int = 0
     sealed: int = 0
     tail: bytes = b""
+    tip: PrefixHash | None = None
     stop: Stop | None = None
     row: list[int] | None = None
     frontier_order: int = -1

@@ -6,16 +6,12 @@
 Equal digests mean equal prefixes at equal block size. Only full blocks have one; the tail of a
 prompt that does not fill a block is not addressable. A chain is grown, never rewound: a turn
 hashes only what it adds.
-
-Traces name blocks by ids instead of tokens, mostly in runs of consecutive ids. `RunChain` is the
-same idea over those: one digest a run, any boundary addressable.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from sys import byteorder
 
@@ -23,7 +19,6 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash
 
 DOMAIN = b"ownerserve/prefix/1"
-RUN_DOMAIN = b"ownerserve/prefix-runs/1"
 TOKEN_BYTES = 4
 MIN_BLOCK, MAX_BLOCK = 1, 4096
 """Engines use blocks of 16 tokens and more; a simulated one counts in units of a trace's blocks."""
@@ -43,8 +38,8 @@ def pack(tokens: Iterable[int]) -> Packed:
     return packed.tobytes()
 
 
-def unpack(packed: Packed) -> Sequence[int]:
-    """Bytes back to tokens."""
+def unpack(packed: Packed) -> array[int]:
+    """Bytes back to tokens: a copy of the bytes, no object for each token."""
     tokens = array("I")
     tokens.frombytes(packed)
     if byteorder == "big":
@@ -117,6 +112,19 @@ def hash_prefix(packed: Packed, block_tokens: int) -> Sequence[PrefixHash]:
     return chain.extend(packed)
 
 
+def digests_behind(
+    before: PrefixHash | None, packed: Packed, block_tokens: int
+) -> Sequence[PrefixHash]:
+    """Digests of the full blocks of `packed`, which stands behind a prefix whose digest is `before`
+    (None: an empty one)."""
+    if len(packed) < block_tokens * TOKEN_BYTES:
+        return ()
+    chain = PrefixChain(block_tokens)
+    if before is not None:
+        chain._state = before
+    return chain.extend(packed)
+
+
 class HashedPrefix:
     """Tokens and the digests of all their full blocks, which were computed here and nowhere else.
 
@@ -171,52 +179,3 @@ class HashedPrefix:
     def fork(self) -> PrefixChain:
         """A chain of its own that goes on from here."""
         return self._chain.fork()
-
-
-class RunChain:
-    """The prefix chain of a sequence of block ids, given as runs `(first_id, count)`.
-
-        ids   7 8 9 | 40 41 | 10 ...        runs are maximal: (7, 3), (40, 2), (10, ...)
-        at(4) = SHA-256(at(3) || 40 || 1)   the run that holds the boundary, cut there
-
-    Depends on the ids only, not on how they were split when given. A million blocks in five runs
-    cost five digests. Owns runs and their digests; never expands them.
-    """
-
-    __slots__ = ("_ends", "_firsts", "_states")
-
-    def __init__(self, block_tokens: int) -> None:
-        root = hashlib.sha256(RUN_DOMAIN + block_tokens.to_bytes(4, "little")).digest()
-        self._firsts: list[int] = []  # first id of each run
-        self._ends: list[int] = []  # block at which each run ends
-        self._states = [root]  # digest before each run
-
-    @property
-    def blocks(self) -> int:
-        """Blocks in the sequence."""
-        return self._ends[-1] if self._ends else 0
-
-    def append(self, first_id: int, count: int) -> None:
-        """Append blocks `first_id`, `first_id` + 1, ...; may continue the last run."""
-        if first_id < 0 or count < 1:
-            raise InvalidInput("run", f"({first_id}, {count})", "use ids from 0 and counts from 1")
-        end = self.blocks
-        start = self._ends[-2] if len(self._ends) > 1 else 0
-        if self._ends and first_id == self._firsts[-1] + end - start:
-            self._ends[-1] += count
-            return
-        if self._ends:
-            self._states.append(self.at(end))
-        self._firsts.append(first_id)
-        self._ends.append(end + count)
-
-    def at(self, blocks: int) -> PrefixHash:
-        """Digest of the first `blocks` blocks; the domain's own digest at 0."""
-        if not 0 <= blocks <= self.blocks:
-            raise InvalidInput("blocks", f"{blocks} of {self.blocks}", "stay in the sequence")
-        if blocks == 0:
-            return PrefixHash(self._states[0])
-        run = bisect_left(self._ends, blocks)
-        start = self._ends[run - 1] if run else 0
-        piece = self._firsts[run].to_bytes(8, "little") + (blocks - start).to_bytes(8, "little")
-        return PrefixHash(hashlib.sha256(self._states[run] + piece).digest())

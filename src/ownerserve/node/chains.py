@@ -17,7 +17,14 @@ from typing import Protocol
 import msgspec
 
 from ownerserve.kv.ids import PrefixHash, SessionId
-from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed, hash_prefix, pack
+from ownerserve.kv.prefix import (
+    TOKEN_BYTES,
+    HashedPrefix,
+    Packed,
+    digests_behind,
+    hash_prefix,
+    pack,
+)
 from ownerserve.node.records import Digests
 
 SESSIONS = 256
@@ -97,7 +104,54 @@ class PromptPrefix(msgspec.Struct, frozen=True):
     tokens: Packed
     hashed: HashedPrefix
     blocks: int
-    tip: PrefixHash | None
+    block_tokens: int
+
+    @property
+    def tip(self) -> PrefixHash | None:
+        """The digest of all full blocks; None: there is none."""
+        return self.hashed.digests[self.blocks - 1] if self.blocks else None
+
+    @property
+    def count(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    def digest_at(self, tokens: int) -> PrefixHash | None:
+        """The digest of the first `tokens` tokens, whole blocks; None: there are not so many."""
+        blocks = tokens // self.block_tokens
+        return self.hashed.digests[blocks - 1] if 0 < blocks <= self.blocks else None
+
+    def answered(self, said: Packed) -> AnsweredPrompt:
+        """The prompt and what was said behind it; O(said)."""
+        rest = self.tokens[self.blocks * self.block_tokens * TOKEN_BYTES :] + said
+        return AnsweredPrompt(self, said, digests_behind(self.tip, rest, self.block_tokens))
+
+
+class AnsweredPrompt(msgspec.Struct, frozen=True):
+    """A prompt and what was said behind it, with the digests of the blocks that this filled."""
+
+    prompt: PromptPrefix
+    said: Packed
+    digests: Sequence[PrefixHash]
+
+    @property
+    def count(self) -> int:
+        """Tokens of both."""
+        return self.prompt.count + len(self.said) // TOKEN_BYTES
+
+    def digest_at(self, tokens: int) -> PrefixHash | None:
+        """The digest of the first `tokens` tokens, whole blocks; None: there are not so many."""
+        beyond = tokens // self.prompt.block_tokens - self.prompt.blocks
+        if beyond <= 0:
+            return self.prompt.digest_at(tokens)
+        return self.digests[beyond - 1] if beyond <= len(self.digests) else None
+
+
+def prefix_of(prompt: Iterable[int], block_tokens: int) -> PromptPrefix:
+    """A prompt of which nothing is known: all of it is hashed."""
+    tokens, hashed = pack(prompt), HashedPrefix(block_tokens)
+    hashed.grow(tokens)
+    return PromptPrefix(tokens, hashed, len(hashed.digests), block_tokens)
 
 
 class PromptPrefixes:
@@ -105,6 +159,7 @@ class PromptPrefixes:
     costs what it adds."""
 
     def __init__(self, block_tokens: int) -> None:
+        self._block = block_tokens
         self._chains = Chains(block_tokens, block_bytes=block_tokens * TOKEN_BYTES)
         self._lock = Lock()
 
@@ -115,5 +170,4 @@ class PromptPrefixes:
         with self._lock:
             known = self._chains.hashed(tokens, session_id)
             own = known.branch(known.tokens)
-        digests = own.digests
-        return PromptPrefix(tokens, own, len(digests), digests[-1] if digests else None)
+        return PromptPrefix(tokens, own, len(own.digests), self._block)

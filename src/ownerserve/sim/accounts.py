@@ -14,7 +14,7 @@ import msgspec
 from ownerserve.kv.execution import execution_mode
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import ExecutionMode, RoutingUnit
-from ownerserve.node.known import KnownSessions
+from ownerserve.node.known import KnownSessions, Plain
 from ownerserve.router.messages import Dispatch
 from ownerserve.sim.metrics.counters import Counters, Migration
 from ownerserve.sim.metrics.rows import NO_WORKER, Finished
@@ -95,7 +95,7 @@ class Accounts:
     def _mode(self, live: Live) -> ExecutionMode:
         """The mode of a turn that ran where its prompt was computed."""
         row, unit = live.row, live.sequence.unit_tokens
-        known_tokens = self._known.tokens_of(live.turn.name, live.turn.prompt) * unit
+        known_tokens = self._known.tokens_of(live.turn.name, Plain(live.turn.prompt)) * unit
         return execution_mode(known_tokens, row.cached_tokens, row.restored_tokens)
 
     def _place(self, live: Live) -> None:
@@ -127,7 +127,7 @@ class Accounts:
         known.served_by.add(here.index)
         full = turn.prompt_tokens // unit
         computed = turn.prompt[: full * UNIT_BYTES] + turn.output
-        self._known.left(turn.name, computed, prompt_tokens=full)
+        self._known.left(turn.name, Plain(computed), prompt_tokens=full)
 
     @staticmethod
     def _before(live: Live) -> int:

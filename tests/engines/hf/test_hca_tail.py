@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from engine_rig import TOLERANCE, Answer, Rig, assert_right, request, text, worst_error  # noqa: E402
 
+from ownerserve.cache.metrics import snapshot  # noqa: E402
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
 from ownerserve.engines.hf.cache_metrics import render  # noqa: E402
 from ownerserve.engines.hf.node_port import identity_of  # noqa: E402
@@ -147,5 +148,5 @@ def test_waiting_tokens_are_metrics() -> None:
         rig.engine.abort("r")
 
     rig.play(scenario)
-    exposed = render(rig.cache.metrics(0.0)).decode()
+    exposed = render(snapshot(rig.cache, 0.0)).decode()
     assert 'ownerserve_cache_tail_tokens{component="hca_tail"} 0.0' in exposed

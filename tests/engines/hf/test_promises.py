@@ -19,6 +19,7 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Append, Reject, Release, Released, Reserve, Reserved, Seed
 from ownerserve.node.admission import RESERVED_FOR_S
+from ownerserve.node.chains import prefix_of
 
 BLOCK = 16
 STEP_S = 0.02
@@ -94,7 +95,7 @@ class Bench:
             Arrival(
                 request_id=request.request_id,
                 turn_ids=(turn_id,),
-                prompt=prompt,
+                prompt=prefix_of(prompt, BLOCK),
                 max_new_tokens=new,
                 session_id=session,
                 order=answer.order,

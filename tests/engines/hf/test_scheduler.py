@@ -13,6 +13,7 @@ from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.step import (
     Arrival,
     CheckpointsOf,
+    Intake,
     Limits,
     Load,
     Queued,
@@ -23,6 +24,7 @@ from ownerserve.engines.hf.step import (
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
+from ownerserve.node.chains import prefix_of
 
 BLOCK, CHUNK = 4, 8
 LAYOUT = Layout(
@@ -70,7 +72,7 @@ class Bench:
             Arrival(
                 request_id=name,
                 turn_ids=turn_ids,
-                prompt=prompt,
+                prompt=prefix_of(prompt, BLOCK),
                 max_new_tokens=new,
                 session_id=session or None,
             )
@@ -352,7 +354,7 @@ def test_a_turn_aborted_in_mid_replay_leaves_its_session_where_it_was() -> None:
     """What the tree holds behind the abort is another's: no later turn of the session meets it."""
     replays: list[Replay] = []
     bench = Bench(resume_of=lambda _: replays.pop() if replays else None)
-    bench.arrive("a", list(range(10)), new=1, session="s")
+    bench.arrive("a", [*range(8), 60, 61], new=1, session="s")
     bench.arrive("other", list(range(24)), new=1)
     bench.drain()
     before = bench.cache.sessions.get(SessionId("s"))
@@ -364,12 +366,14 @@ def test_a_turn_aborted_in_mid_replay_leaves_its_session_where_it_was() -> None:
     assert (admission.restored, admission.floor) == (8, 20)
     bench.scheduler.abort("b", bench.now)
     assert (
-        (before.version, before.tokens, before.depth, before.tail) == at == (1, 10, 2, pack([8, 9]))
+        (before.version, before.tokens, before.depth, before.tail)
+        == at
+        == (1, 10, 2, pack([60, 61]))
     )
     append = Append(TurnId("c"), SessionId("s"), 1, pack([7, 50, 51]))
     begun = bench.cache.append(append, bench.now)
     assert isinstance(begun, Begun)
-    assert begun.pending == pack([*range(10), 7, 50, 51])[begun.restored * 4 :]
+    assert begun.pending == pack([*range(8), 60, 61, 7, 50, 51])[begun.restored * 4 :]
 
 
 def saved_at(bench: Bench) -> list[int]:
@@ -402,3 +406,63 @@ def test_a_policys_checkpoints_are_kept_where_chunks_end() -> None:
     bench = Bench(checkpoints_of=lambda start, end: {12, 16, 32} if (start, end) == (0, 42) else ())
     bench.arrive("a", list(range(42)), new=1)
     assert saved_at(bench) == [16, 32, 40]
+
+
+def intakes(bench: Bench) -> list[Intake]:
+    """How the turns that are here are opened, until all is done."""
+    return [admission.intake for plan in bench.drain() for admission in plan.admitted]
+
+
+def test_a_prompt_that_goes_on_is_an_append_and_an_edited_one_a_begin() -> None:
+    bench = Bench()
+    prompt = list(range(18))
+    bench.arrive("a", prompt, new=3, session="s")
+    assert intakes(bench) == [Intake.BEGIN]
+    prompt += [7, 7, 7, 50, 51]
+    bench.arrive("b", prompt, new=3, session="s")
+    assert intakes(bench) == [Intake.APPEND]
+    bench.arrive("c", [*prompt, 7, 7, 7], new=2, session="s")  # the last was never computed
+    assert intakes(bench) == [Intake.APPEND]
+    bench.arrive("d", [*prompt, 7, 7, 9, 52], new=3, session="s")
+    assert intakes(bench) == [Intake.BEGIN], "another token in the tail"
+    bench.arrive("e", [99, *prompt, 7, 7, 9, 52, 7, 7], new=3, session="s")
+    assert intakes(bench) == [Intake.BEGIN], "another token in the first block"
+    bench.arrive("f", [99, *prompt, 7, 7, 9, 52, 7, 7, 7, 1], new=3, session="t")
+    assert intakes(bench) == [Intake.BEGIN], "another session"
+    session = bench.cache.sessions.get(SessionId("s"))
+    assert session is not None and session.version == 5
+
+
+def test_an_append_computes_what_a_begin_would() -> None:
+    """Same restored tokens, same chunks, in a session and out of it."""
+    spans_of = []
+    for session in ("s", ""):
+        bench = Bench()
+        bench.arrive("a", list(range(18)), new=3, session=session)
+        bench.drain()
+        bench.arrive("b", [*range(18), 7, 7, *range(30, 50)], new=3, session=session)
+        spans_of.append([spans(plan) for plan in bench.drain()])
+    assert spans_of[0] == spans_of[1] and spans_of[0][0] == [("b.0", 20, 24)]
+
+
+def test_a_session_of_which_something_went_begins() -> None:
+    bench = Bench(blocks=16)
+    bench.arrive("a", list(range(18)), new=3, session="s")
+    bench.drain()
+    bench.arrive("other", [90] * 50, new=3)
+    bench.drain()
+    bench.arrive("b", [*range(18), 7, 7, 50], new=3, session="s")
+    assert intakes(bench) == [Intake.BEGIN]
+
+
+def test_a_preempted_append_comes_back_as_one() -> None:
+    bench = Bench(blocks=12)
+    bench.arrive("a", list(range(10)), new=2, session="s")
+    bench.drain()
+    bench.arrive("old", [50] * 7, new=14)
+    bench.step()
+    bench.arrive("b", [*range(10), 7, 7, *range(60, 72)], new=12, session="s")
+    plans = bench.drain()
+    assert any("b.0" in plan.preempted for plan in plans)
+    opened = [one for plan in plans for one in plan.admitted if one.turn_id == "b.0"]
+    assert len(opened) > 1 and {one.intake for one in opened} == {Intake.APPEND}

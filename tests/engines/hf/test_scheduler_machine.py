@@ -16,8 +16,9 @@ from ownerserve.cache.outcomes import Begun, NoRoom, Reason, Refused, Turn
 from ownerserve.cache.table import Table
 from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.step import Arrival, Limits, Rejected, StepPlan
-from ownerserve.kv.ids import TurnId
+from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
+from ownerserve.node.chains import prefix_of
 
 BLOCK = 4
 CAPACITY_BLOCKS = 12
@@ -108,7 +109,7 @@ class FakeCache:
         self.turns[child_id] = child
         return ()
 
-    def finish(self, turn_id: TurnId, now: float) -> None:
+    def finish(self, turn_id: TurnId, now: float, *, tip: PrefixHash | None) -> None:
         self.abort(turn_id, now)
         self.finished.append(turn_id)
 
@@ -150,7 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         arrival = Arrival(
             request_id=request_id,
             turn_ids=turn_ids,
-            prompt=prompt,
+            prompt=prefix_of(prompt, BLOCK),
             max_new_tokens=max(lengths),
         )
         if isinstance(self.scheduler.arrive(arrival), Rejected):

@@ -83,9 +83,7 @@ def failure(event: Failed) -> ApiError:
     )
 
 
-def turn_headers(
-    request: Request, admitted: Admitted, load: WorkerLoad, *, block_tokens: int
-) -> dict[str, str]:
+def turn_headers(request: Request, admitted: Admitted, load: WorkerLoad) -> dict[str, str]:
     """What happened to the prompt, and the worker's load at `as-of` (seconds, wall clock)."""
     return {
         "x-request-id": request.request_id,
@@ -95,7 +93,7 @@ def turn_headers(
         **({"x-ownerserve-plan": admitted.plan} if admitted.plan else {}),
         **({"x-ownerserve-lost-tokens": str(admitted.lost_tokens)} if admitted.lost_tokens else {}),
         "x-ownerserve-prompt-tokens": str(len(request.prompt)),
-        **(extent_header(request.prefix, block_tokens) if request.prefix else {}),
+        **(extent_header(request.prefix) if request.prefix else {}),
         **load_headers(load),
     }
 
@@ -125,11 +123,11 @@ def owner_headers(grant: Grant | None) -> dict[str, str]:
     return {"x-ownerserve-epoch": told, "x-ownerserve-version": str(grant.version)}
 
 
-def extent_header(prefix: PromptPrefix, block_tokens: int) -> dict[str, str]:
+def extent_header(prefix: PromptPrefix) -> dict[str, str]:
     """What the device holds of the prompt once it is computed: its full blocks, by their hash."""
     if prefix.tip is None:
         return {}
-    return {"x-ownerserve-extent": f"{prefix.tip.hex()}:{prefix.blocks * block_tokens}"}
+    return {"x-ownerserve-extent": f"{prefix.tip.hex()}:{prefix.blocks * prefix.block_tokens}"}
 
 
 def check_target(target: RoutingUnit | None, incarnation: int) -> None:

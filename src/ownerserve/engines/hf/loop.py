@@ -32,6 +32,7 @@ from ownerserve.engines.hf.inbox import (
     Stop,
     Submit,
 )
+from ownerserve.engines.hf.intake import IntakeClock, take_over
 from ownerserve.engines.hf.measuring import Measuring
 from ownerserve.engines.hf.metrics import WorkerMetrics
 from ownerserve.engines.hf.requests import (
@@ -58,12 +59,13 @@ from ownerserve.engines.hf.step import Admission, Arrival, Queued, Rejected, Ste
 from ownerserve.engines.hf.text import Choice, Decoder
 from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.prefix import Packed, pack
+from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Answer as RpcAnswer
 from ownerserve.kv.wire.rpc import Reject, ReleaseSession, Reserve
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.node.chains import PromptPrefix, prefix_of
 from ownerserve.node.known import KnownSessions
 from ownerserve.node.ownership import Came, Left, Over, Owning, Unowned
 
@@ -86,15 +88,15 @@ class RunnerPort(Protocol):
 
 
 class _Live(msgspec.Struct, eq=False):
-    """A request on its way; `open` counts its choices that have not ended. `prompt`, packed, once
-    it is admitted; `first_choice` are its tokens, which a session goes on from."""
+    """A request on its way; `open` counts its choices that have not ended. `first_choice` are the
+    tokens of the first, which a session goes on from."""
 
     request: Request
+    prompt: PromptPrefix
     arrived_s: float
     open: int
     cached_tokens: int = 0
     completion_tokens: int = 0
-    prompt: Packed = b""
     first_choice: list[int] = []
 
 
@@ -131,6 +133,7 @@ class StepLoop:
         self._metrics = metrics
         self._restoring: Restoring = WithoutNode(cache, scheduler)
         self._measuring = Measuring(self._restoring.calibration)
+        self._intake = IntakeClock(metrics.taken_in)
         self._desk = Desk(cache, scheduler, identity)
         self.ownership: Owning = Unowned()
         self._known = KnownSessions(cache.layout.block_tokens)
@@ -230,15 +233,18 @@ class StepLoop:
         return let_go if asked.target is None else given_up
 
     def _submit(self, submit: Submit) -> None:
+        self._intake.start()
         request = submit.request
         turn_ids = _turn_ids(request)
+        block = self._cache.layout.block_tokens
+        prompt = request.prefix or prefix_of(request.prompt, block)
         answer: LetIn | Queued | Rejected = self._desk.let_in(request)
         if isinstance(answer, LetIn):
             answer = self._scheduler.arrive(
                 Arrival(
                     request_id=request.request_id,
                     turn_ids=turn_ids,
-                    prompt=request.prompt,
+                    prompt=prompt,
                     max_new_tokens=request.stopping.max_tokens,
                     session_id=request.session_id,
                     order=answer.order,
@@ -250,10 +256,13 @@ class StepLoop:
             self._emit(request.request_id, Failed(answer.reason, answer.message))
             self._metrics.refused(answer.reason)
             return
-        self._restoring.arrived(turn_ids[0], request)
+        self._restoring.arrived(turn_ids[0], request, prompt)
         if request.is_named and request.session_id is not None:
-            self.ownership.tell(Came(SessionId(request.session_id), request.parent, request.epoch))
-        live = _Live(request, submit.arrived_s, request.choices)
+            name = SessionId(request.session_id)
+            grant = self.ownership.standing(name)
+            take_over(self._cache, name, grant, prompt=prompt, now=time.monotonic())
+            self.ownership.tell(Came(name, request.parent, request.epoch))
+        live = _Live(request, prompt, submit.arrived_s, request.choices)
         self._live[request.request_id] = live
         for i, turn_id in enumerate(turn_ids):
             self._voices[turn_id] = _Voice(
@@ -261,6 +270,7 @@ class StepLoop:
                 Choice(i, request.stopping, self._decoder),
                 Sampler(request, i, self._runner.device),
             )
+        self._intake.submitted(request.request_id)
 
     def _abort(self, request_id: str) -> None:
         self._scheduler.abort(request_id, time.monotonic())
@@ -287,8 +297,10 @@ class StepLoop:
 
     def _step(self, outbox: Outbox) -> None:
         started_s = time.monotonic()
+        self._intake.start()
         plan = self._scheduler.plan(started_s)
         self._announce(plan)
+        self._intake.planned(plan)
         self._hand_out(outbox)
         self._runner.apply(plan.effects)
         sampled = self._compute(plan)
@@ -332,7 +344,7 @@ class StepLoop:
         request, restored = live.request, admission.restored
         if admission.turn_id != _turn_ids(request)[0]:
             return  # another choice of the same prompt, which found no room to fork
-        live.cached_tokens, live.prompt = restored, pack(request.prompt)
+        live.cached_tokens = restored
         kept, session_id = max(restored, admission.floor), request.session_id
         known = self._known.tokens_of(SessionId(session_id), live.prompt) if session_id else 0
         brought = self._restoring.began(admission)
@@ -403,11 +415,11 @@ class StepLoop:
         request = live.request
         if request.session_id is not None:
             # The last sampled token is never computed.
-            tokens = live.prompt + pack(live.first_choice[:-1])
+            said = pack(live.first_choice[:-1])
             name = SessionId(request.session_id)
-            self._known.left(name, tokens, prompt_tokens=len(request.prompt))
+            self._known.left(name, live.prompt.answered(said), prompt_tokens=live.prompt.count)
             if request.is_named:
-                self.ownership.tell(Left(name, tokens))
+                self.ownership.tell(Left(name, live.prompt.tokens + said))
 
     def _end_sessions(self) -> None:
         """What these sessions have here is ordinary cached state from now on. One that another
@@ -437,6 +449,7 @@ class StepLoop:
         if live is None:
             return False
         self._desk.begun(request_id)
+        self._intake.forget(request_id)
         turn_ids = _turn_ids(live.request)
         for turn_id in turn_ids:
             self._voices.pop(turn_id, None)

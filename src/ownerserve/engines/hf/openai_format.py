@@ -85,7 +85,7 @@ class Format(ABC):
             choices.append(self._choice(joined, self._whole_body(text)))
         answer = {**self._object(self.whole_object, choices), "usage": usage(finished)}
         if self._wishes.token_ids:
-            answer["prompt_token_ids"] = self.request.prompt
+            answer["prompt_token_ids"] = list(self.request.prompt)
         return answer
 
     def _object(self, kind: str, choices: list[Json]) -> Json:

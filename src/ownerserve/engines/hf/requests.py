@@ -6,6 +6,7 @@ a clock.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -67,7 +68,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     request_id: str
-    prompt: list[int]
+    prompt: Sequence[int]
     stopping: Stopping
     sampling: Sampling = Sampling()
     choices: int = 1

@@ -20,8 +20,8 @@ from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.step import Admission, StepPlan
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction
-from ownerserve.kv.prefix import HashedPrefix, Packed, pack
 from ownerserve.node.calibration import Calibration
+from ownerserve.node.chains import PromptPrefix
 from ownerserve.node.events import (
     Arrived,
     Ended,
@@ -62,7 +62,7 @@ class Restoring(Protocol):
     @property
     def inventory(self) -> Inventory: ...
 
-    def arrived(self, turn_id: TurnId, request: Request) -> None: ...
+    def arrived(self, turn_id: TurnId, request: Request, prompt: PromptPrefix) -> None: ...
     def poll(self) -> None: ...
     def wait_s(self) -> float | None: ...
     def began(self, admission: Admission) -> Brought: ...
@@ -90,7 +90,7 @@ class WithoutNode:
         """None: state is kept on the device only."""
         return {}
 
-    def arrived(self, turn_id: TurnId, request: Request) -> None:
+    def arrived(self, turn_id: TurnId, request: Request, prompt: PromptPrefix) -> None:
         """Its session is what is told of."""
         if request.session_id:
             self._session_of[turn_id] = SessionId(request.session_id)
@@ -165,16 +165,15 @@ class WithNode:
         """What the node tells that it holds."""
         return self._node.state.inventory
 
-    def arrived(self, turn_id: TurnId, request: Request) -> None:
+    def arrived(self, turn_id: TurnId, request: Request, prompt: PromptPrefix) -> None:
         """A queued turn keeps its place and waits for the node's word."""
         now, load = time.monotonic(), self._scheduler.load()
-        count = len(request.prompt)
+        count = prompt.count
         backlog = Backlog(load.pending_prefill_tokens - count, load.waiting - 1)
         session = SessionId(request.session_id) if request.session_id else None
         self._turns[turn_id] = _Turn(count, backlog, now)
         self._scheduler.hold(turn_id)
-        tokens, hashed = _prefix_of(request)
-        event = Arrived(turn_id, session, tokens, backlog, hashed=hashed)
+        event = Arrived(turn_id, session, prompt.tokens, backlog, hashed=prompt.hashed)
         self._start(self._node.handle(event, now))
 
     def poll(self) -> None:
@@ -268,9 +267,3 @@ class WithNode:
     def close(self, *, within_s: float) -> None:
         """The engine stops: what is idle goes to the store, as far as there is time."""
         self._node.close(time.monotonic(), within_s=within_s)
-
-
-def _prefix_of(request: Request) -> tuple[Packed, HashedPrefix | None]:
-    """The prompt as packed tokens, with its digests where they were made as it was read."""
-    made = request.prefix
-    return (pack(request.prompt), None) if made is None else (made.tokens, made.hashed)

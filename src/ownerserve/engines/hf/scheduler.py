@@ -24,8 +24,9 @@ from bisect import insort
 from collections.abc import Collection, Iterable, Mapping
 
 from ownerserve.cache.effects import Effect
-from ownerserve.cache.outcomes import NoRoom, Refused, Turn
+from ownerserve.cache.outcomes import NoRoom, Refused
 from ownerserve.engines.hf.grid import chunk_end, resume_points
+from ownerserve.engines.hf.opening import open_turn
 from ownerserve.engines.hf.sequence import Phase, Sequence, age_of, blocks_to_come
 from ownerserve.engines.hf.step import (
     Admission,
@@ -96,10 +97,8 @@ class Scheduler:
 
     def load(self) -> Load:
         """A dated copy of what is queued and running."""
-        pending = sum(len(s.tokens) for s in self._waiting)
-        pending += sum(
-            len(s.tokens) - s.computed for s in self._running if s.phase is Phase.PREFILL
-        )
+        pending = sum(s.length for s in self._waiting)
+        pending += sum(s.length - s.computed for s in self._running if s.phase is Phase.PREFILL)
         growth = sum(blocks_to_come(s, self._block) for s in self._running)
         queued = sum(blocks_to_come(s, self._block) for s in self._waiting)
         return Load(len(self._waiting), len(self._running), pending, growth, queued)
@@ -110,11 +109,11 @@ class Scheduler:
         """Take a request into the queue, or say why it can't ever be served here."""
         self.counts.arrived += 1
         # The last sampled token is never computed, so it needs no slot.
-        longest = len(arrival.prompt) + arrival.max_new_tokens - 1
+        longest = arrival.prompt.count + arrival.max_new_tokens - 1
         if longest > self._limits.sequence_tokens:
             return self._reject(
                 WorkerRefusal.CONTEXT_LENGTH,
-                f"{len(arrival.prompt)} prompt tokens and {arrival.max_new_tokens} new ones "
+                f"{arrival.prompt.count} prompt tokens and {arrival.max_new_tokens} new ones "
                 f"need {longest} places; a sequence here has {self._limits.sequence_tokens}",
             )
         is_full = len(self._waiting) >= self._limits.max_waiting
@@ -128,7 +127,7 @@ class Scheduler:
                 turn_id=first,
                 request_id=arrival.request_id,
                 age=(self.counts.arrived if arrival.order is None else arrival.order, 0),
-                tokens=list(arrival.prompt),
+                prompt=arrival.prompt,
                 session_id=None if arrival.session_id is None else SessionId(arrival.session_id),
                 siblings=tuple(siblings),
                 most_tokens=longest,
@@ -213,7 +212,7 @@ class Scheduler:
         at = sequence.computed
         if at < sequence.write_floor or at % self._block:
             return False  # in a replay, or beyond the last boundary
-        wanted = resume_points(len(sequence.tokens), self._block)
+        wanted = resume_points(sequence.length, self._block)
         return at in wanted or at in sequence.checkpoints or sequence.is_at_risk
 
     # ---- planning one sequence
@@ -229,16 +228,13 @@ class Scheduler:
 
     def _is_withheld(self, sequence: Sequence) -> bool:
         """Whether its prompt would take room that is kept for others which stand before it."""
-        blocks = -(-len(sequence.tokens) // self._block)
+        blocks = -(-sequence.length // self._block)
         return not sequence.is_promised and self.promises.withholds(blocks, sequence.age[0])
 
     def _plan_row(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
         if self._make_room(sequence, sequence.computed + 1, plan=plan, now=now):
             table = self._cache.table(sequence.turn_id)
-            row = Row(
-                sequence.turn_id, table, sequence.tokens[sequence.computed], sequence.computed
-            )
-            plan.rows.append(row)
+            plan.rows.append(Row(sequence.turn_id, table, sequence.said[-1], sequence.computed))
 
     def _plan_chunk(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
         end = self._next_end(sequence)
@@ -248,12 +244,12 @@ class Scheduler:
             self._add_chunk(sequence, end, plan)
 
     def _add_chunk(self, sequence: Sequence, end: int, plan: StepPlan) -> None:
-        last = end == len(sequence.tokens)
+        last = end == sequence.length
         plan.chunks.append(
             Chunk(
                 turn_id=sequence.turn_id,
                 table=self._cache.table(sequence.turn_id),
-                tokens=sequence.tokens[sequence.computed : end],
+                tokens=sequence.span(sequence.computed, end),
                 start=sequence.computed,
                 sample_for=(sequence.turn_id, *sequence.siblings) if last else (),
                 write_floor=sequence.write_floor,
@@ -263,7 +259,7 @@ class Scheduler:
     def _next_end(self, sequence: Sequence) -> int:
         return chunk_end(
             sequence.computed,
-            len(sequence.tokens),
+            sequence.length,
             block=self._block,
             chunk=self._limits.chunk_tokens,
         )
@@ -325,6 +321,7 @@ class Scheduler:
                     restored,
                     sequence.preempted,
                     sequence.write_floor,
+                    sequence.intake,
                 )
             )
             end = self._next_end(sequence)
@@ -341,17 +338,12 @@ class Scheduler:
         return any(s.is_held for s in self._waiting)
 
     def _begin(self, sequence: Sequence, now: float) -> tuple[int, tuple[Effect, ...]] | None:
-        """`begin` and the first chunk's slots, all or nothing (None)."""
-        turn = Turn(sequence.turn_id, sequence.session_id, pack(sequence.tokens))
-        resume = self._resume_of(turn.tokens)
-        if resume is None:
-            begun = self._cache.begin(turn, now)
-        else:
-            begun = self._cache.begin(turn, now, resume=resume)
+        """Open the turn and take the first chunk's slots, all or nothing (None)."""
+        begun = open_turn(self._cache, sequence, self._resume_of, now=now)
         if isinstance(begun, Refused):
             return None
         sequence.write_floor = begun.write_floor
-        sequence.checkpoints = self._checkpoints_of(begun.restored, len(sequence.tokens))
+        sequence.checkpoints = self._checkpoints_of(begun.restored, sequence.length)
         sequence.computed = begun.restored
         end = self._next_end(sequence)
         sequence.computed = 0
@@ -406,7 +398,8 @@ class Scheduler:
                 turn_id=turn_id,
                 request_id=parent.request_id,
                 age=(parent.age[0], choice),
-                tokens=[*parent.tokens, tokens[turn_id]],
+                prompt=parent.prompt,
+                said=[*parent.said, tokens[turn_id]],
                 most_tokens=parent.most_tokens,
                 is_promised=parent.is_promised,
             )
@@ -428,11 +421,11 @@ class Scheduler:
         self, sequence: Sequence, token: int, ended: Collection[TurnId], *, now: float
     ) -> None:
         """A sequence has its next token: it decodes on, or its choice is over."""
-        sequence.tokens.append(token)
+        sequence.said.append(token)
         sequence.phase = Phase.DECODE
         if sequence.turn_id not in ended:
             return
-        self._cache.finish(sequence.turn_id, now)
+        self._cache.finish(sequence.turn_id, now, tip=sequence.tip())
         self._running.remove(sequence)
         self._starved = False
         del self._sequences[sequence.turn_id]
@@ -484,7 +477,7 @@ class Scheduler:
                 s.phase is Phase.WAITING and s.computed == s.reserved == 0 for s in self._waiting
             ),
             "a decode has one token to compute": all(
-                s.computed == len(s.tokens) - 1 for s in self._running if s.phase is Phase.DECODE
+                s.computed == s.length - 1 for s in self._running if s.phase is Phase.DECODE
             ),
         }
         for statement, holds in problems.items():

@@ -7,17 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Tokens
+from enum import StrEnum
 from typing import Protocol
 
 import msgspec
 
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.layout import Layout
-from ownerserve.cache.outcomes import Begun, NoRoom, Refused, Resume, Turn
+from ownerserve.cache.outcomes import Append, Begun, NoRoom, Refused, Resume, Turn
+from ownerserve.cache.session import Session
 from ownerserve.cache.table import Table
-from ownerserve.kv.ids import TurnId
+from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.prefix import Packed
 from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.node.chains import PromptPrefix
+
+
+class Known(Protocol):
+    """Where the sessions of a cache stand."""
+
+    def get(self, session_id: SessionId) -> Session | None: ...
 
 
 class CachePort(Protocol):
@@ -25,14 +34,17 @@ class CachePort(Protocol):
 
     @property
     def layout(self) -> Layout: ...
+    @property
+    def sessions(self) -> Known: ...
     def begin(self, turn: Turn, now: float, *, resume: Resume | None = None) -> Begun | Refused: ...
+    def append(self, turn: Append, now: float) -> Begun | Refused: ...
     def reserve(self, turn_id: TurnId, upto: int, now: float) -> tuple[Effect, ...] | NoRoom: ...
     def advance(self, turn_id: TurnId, tokens: Packed, now: float) -> None: ...
     def snapshot(self, turn_id: TurnId, now: float) -> tuple[Effect, ...]: ...
     def fork(
         self, turn_id: TurnId, child_id: TurnId, now: float
     ) -> tuple[Effect, ...] | NoRoom | Refused: ...
-    def finish(self, turn_id: TurnId, now: float) -> object: ...
+    def finish(self, turn_id: TurnId, now: float, *, tip: PrefixHash | None = None) -> object: ...
     def abort(self, turn_id: TurnId, now: float) -> None: ...
     def table(self, turn_id: TurnId) -> Table: ...
     def check(self) -> None: ...
@@ -71,7 +83,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     turn_ids: tuple[TurnId, ...]
-    prompt: list[int]
+    prompt: PromptPrefix
     max_new_tokens: int
     session_id: str | None = None
     order: int | None = None
@@ -113,6 +125,15 @@ class Row(msgspec.Struct, frozen=True):
     position: int
 
 
+class Intake(StrEnum):
+    """How a turn was opened in the cache. A metric label."""
+
+    APPEND = "append"
+    """The prompt begins with all that its session's last turn left, and that is at hand."""
+    BEGIN = "begin"
+    """The cache compared the whole prompt."""
+
+
 class Admission(msgspec.Struct, frozen=True):
     """A prompt left the queue; its first `restored` tokens need no compute, and up to `floor`
     range state is kept (a replay when that is more). `again` counts the preemptions it comes back
@@ -124,6 +145,7 @@ class Admission(msgspec.Struct, frozen=True):
     restored: int
     again: int
     floor: int = 0
+    intake: Intake = Intake.BEGIN
 
 
 class StepPlan(msgspec.Struct):

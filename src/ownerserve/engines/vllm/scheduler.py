@@ -54,7 +54,7 @@ from ownerserve.node.events import (
     Tick,
 )
 from ownerserve.node.guest import GuestState
-from ownerserve.node.known import KnownSessions
+from ownerserve.node.known import KnownSessions, Plain
 from ownerserve.plan.explain import summary
 from ownerserve.store.model import MissReason
 
@@ -212,9 +212,9 @@ class SchedulerSide:
         added = self._added(turn, known)
         effects = self.state.handle(Computing(turn_id, known, known, added), now)
         if (session := session_of(request)) is not None and known and not is_final(request):
-            tokens = pack(request.all_token_ids[:known])
+            text = Plain(pack(request.all_token_ids[:known]))
             prompt = min(known, request.num_prompt_tokens)
-            self._known.left(SessionId(session), tokens, prompt_tokens=prompt)
+            self._known.left(SessionId(session), text, prompt_tokens=prompt)
         ended = Ended(turn_id, turn.hit, request.num_prompt_tokens, known)
         self._perform(effects + self.state.handle(ended, now), turn)
         self.holds.unpin(turn_id)
@@ -328,7 +328,7 @@ class SchedulerSide:
         """A prompt's first step: what came of it. vLLM's hits end at whole blocks of all groups."""
         turn.is_told = True
         prompt, session = pack(turn.request.prompt_token_ids or ()), session_of(turn.request)
-        known = self._known.tokens_of(SessionId(session), prompt) if session else 0
+        known = self._known.tokens_of(SessionId(session), Plain(prompt)) if session else 0
         brought = max(0, cached - turn.hit) if turn.offer else 0
         self._counts[f"mode_{execution_mode(known, cached, brought)}"] += 1
         self._counts["lost_tokens"] += lost_tokens(known, cached)
