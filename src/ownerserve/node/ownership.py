@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from ownerserve.directory.doors import GuardedOwner
 from ownerserve.directory.messages import Outcome, Refusal, Refused
@@ -163,8 +164,12 @@ class Ownership:
         self._inbox.put(told)
 
     def standing(self, session: SessionId) -> Grant | None:
-        """What this unit owns of the session now; None: it serves as a guest."""
-        return self.owner.may_serve(session, boot_time_s())
+        """What this unit owns of the session now, turns that are told and not counted yet included;
+        None: it serves as a guest."""
+        with self._lock:
+            grant = self.owner.may_serve(session, boot_time_s())
+            more = self._to_count[session]
+        return grant if grant is None or not more else replace(grant, version=grant.version + more)
 
     def release(self, asked: ReleaseSession) -> Released | Reject:
         """Give a session up to its target, of which no turn runs here: at once it is not ours, and

@@ -56,20 +56,21 @@ def take_over(
     prompt: PromptPrefix,
     *,
     now: float,
-) -> None:
+) -> bool:
     """Bring a session to the version that its owner's `grant` says, where that is another than was
-    counted here: others owned it before, or an earlier life of this worker.
+    counted here: others owned it before, or an earlier life of this worker. Whether it was done.
 
     The prompt must go on from what the grant was told last, and this cache must not be ahead of
     that. Else a later turn does it.
     """
     session = cache.sessions.get(session_id)
     if grant is None or session is None or grant.version == session.version:
-        return
+        return False
     sealed = grant.tokens // cache.layout.block_tokens
     if sealed < session.sealed or prompt.digest_at(grant.tokens) != grant.prefix_hash:
-        return
+        return False
     is_here = sealed == session.sealed and session.tip == grant.prefix_hash
     tokens = prompt.tokens[: grant.tokens * TOKEN_BYTES]
     tail = session.tail if is_here else b""
-    cache.install(Install(session_id, grant.version, tokens, tail, grant.prefix_hash), now)
+    there = Install(session_id, grant.version, tokens, tail, grant.prefix_hash)
+    return cache.install(there, now) is None

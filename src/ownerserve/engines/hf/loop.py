@@ -260,7 +260,8 @@ class StepLoop:
         if request.is_named and request.session_id is not None:
             name = SessionId(request.session_id)
             grant = self.ownership.standing(name)
-            take_over(self._cache, name, grant, prompt=prompt, now=time.monotonic())
+            if take_over(self._cache, name, grant, prompt=prompt, now=time.monotonic()):
+                self._metrics.took_over()
             self.ownership.tell(Came(name, request.parent, request.epoch))
         live = _Live(request, prompt, submit.arrived_s, request.choices)
         self._live[request.request_id] = live

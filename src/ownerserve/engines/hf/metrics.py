@@ -51,6 +51,10 @@ class WorkerMetrics:
         """A turn was opened; the engine's thread spent `cpu_s` on that."""
         self._intake.labels(intake.value).observe(cpu_s)
 
+    def took_over(self) -> None:
+        """A session goes on here at a version that was counted elsewhere."""
+        self._versions.inc()
+
     def reserved(self, answer: RpcAnswer) -> None:
         """What was said to somebody who asked for a place."""
         outcome = answer.reason.value if isinstance(answer, Reject) else "reserved"
@@ -133,6 +137,11 @@ class WorkerMetrics:
         )
         self._completion_tokens = Counter(
             "ownerserve_completion_tokens", "Tokens generated.", registry=self.registry
+        )
+        self._versions = Counter(
+            "ownerserve_versions_installed",
+            "Sessions that go on here at a version that was counted elsewhere.",
+            registry=self.registry,
         )
         self._intake = Histogram(
             "ownerserve_turn_intake_seconds",
