@@ -29,7 +29,6 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.gateway.owners import Owners
-from ownerserve.router.gateway.receipts import unit_of
 from ownerserve.router.gateway.stamps import Extent
 from ownerserve.router.messages import (
     Aborted,
@@ -210,7 +209,7 @@ class Gateway:
             if turn.session in self.world.last:
                 self.world.refused(turn, self)
             return
-        unit = unit_of(outcome.decision.worker)
+        unit = outcome.decision.worker.unit
         assert unit is not None and outcome.session == turn.session
         delay_s = self.world.net.rng.choice((0.001, 0.02, 0.2))
         self.world.net.after(delay_s, partial(self._reaches, turn, outcome, unit, 0.0))
@@ -245,7 +244,7 @@ class Gateway:
         world, now_s = self.world, self.world.net.now_s
         self.state.handle(FirstByte(dispatch.receipt), now_s)
         worker = dispatch.decision.worker
-        if worker.up and unit_of(worker) == unit:
+        if worker.up and worker.unit == unit:
             known = self.alive.get(unit.worker)
             if known is None or known.incarnation < unit.incarnation:
                 self.alive[unit.worker] = unit  # a stamp told of this life before any probe

@@ -33,7 +33,6 @@ from ownerserve.kv.epoch import Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.router.gateway.leases import Leases
-from ownerserve.router.gateway.receipts import unit_of
 
 LEASE_S = 2.0
 HEAL_S = 5.0
@@ -362,8 +361,8 @@ class Health:
         found = self._record(session)
         known = gateway.state.sessions.get(session)
         worker = None if known is None else known.live_owner
-        if worker is None or unit_of(worker) != found.owner:
-            place = None if worker is None else unit_of(worker)
+        if worker is None or worker.unit != found.owner:
+            place = None if worker is None else worker.unit
             raise Violation(f"{gateway.number} routes {session} to {place}, {found.owner} owns it")
         return found
 

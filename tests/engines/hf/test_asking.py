@@ -124,11 +124,11 @@ def test_a_silent_admission_delays_a_turn_by_the_deadline_and_no_more(
     gateway = ServedGateway(*workers, health_interval_s=60.0)
     silent = zmq.Context.instance().socket(zmq.ROUTER)
     port = silent.bind_to_random_port("tcp://127.0.0.1")
-    places = gateway.gateway.places
+    lines = gateway.gateway.lines
     names = [WorkerId(worker.name) for worker in workers]
     try:
         address = f"tcp://127.0.0.1:{port}"
-        gateway.read(lambda: [places.learn(name, "127.0.0.1", address) for name in names])
+        gateway.read(lambda: [lines.learn(name, "127.0.0.1", address) for name in names])
         started_s = time.monotonic()
         answer = gateway.complete(text(100, 30), "patient")
         assert answer.status_code == 200
