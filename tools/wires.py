@@ -66,7 +66,6 @@ DEAD: dict[str, str] = {
     "ownerserve.directory.rules.kind_of": OWNING,
     "ownerserve.kv.wire.rpc.Append": "W8: append by version",
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
-    "ownerserve.kv.wire.rpc.Released": ACKNOWLEDGED,
     "ownerserve.router.messages.Migrated": "W15: owners move",
     "ownerserve.router.messages.Noted": ACKNOWLEDGED,
     "ownerserve.store.mooncake.MooncakeBlobs": "W14: a worker's remote tier",

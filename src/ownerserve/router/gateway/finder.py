@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ownerserve.directory.messages import FindSession, Outcome, Refusal, Refused, SessionIs
+from ownerserve.directory.messages import FindSession, Miss, Outcome, Refusal, Refused, SessionIs
 from ownerserve.directory.port import Directory
 from ownerserve.kv.epoch import Epoch, later
 from ownerserve.kv.errors import InvariantViolated
@@ -117,13 +117,15 @@ class SessionFinder:
         return outcomes
 
     def _hear(self, session: SessionId, outcome: Outcome) -> None:
-        if isinstance(outcome, Refused):
-            self.answers[outcome.reason.lower()] += 1
-            return
-        self.answers[type(outcome).__name__.lower()] += 1
-        if not isinstance(outcome, SessionIs):
-            return
-        self.heard(outcome.epoch)
-        if outcome.owner_live:
-            here = self._lives.here(outcome.owner)
-            self._tell(Claimed(session, here, outcome.epoch, outcome.version))
+        match outcome:
+            case Refused(reason):
+                self.answers[reason.lower()] += 1
+            case Miss():  # nobody owns it: it goes where the policy says
+                self.answers["miss"] += 1
+            case SessionIs(owner, epoch, version):
+                self.answers["session_is"] += 1
+                self.heard(epoch)
+                if outcome.owner_live:
+                    self._tell(Claimed(session, self._lives.here(owner), epoch, version))
+            case _:
+                self.answers["malformed"] += 1
