@@ -28,7 +28,7 @@ from ownerserve.sim.sequence import Sequence
 
 
 class Node(Protocol):
-    """What brings a turn's state and keeps it when it goes: SimNode, or DeviceOnly."""
+    """What brings a turn's state and keeps it when it goes: see sim.nodeport."""
 
     inventory: Inventory
 
