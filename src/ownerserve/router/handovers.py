@@ -10,12 +10,25 @@ Owns the hand-overs under way: one for each session, and none again before its n
 from __future__ import annotations
 
 from ownerserve.kv.ids import SessionId
+from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.router.messages import NOTED, AskRelease, Noted, ReleaseEnd, ReleaseEnded
 from ownerserve.router.sessions import Session
 from ownerserve.router.worker import Worker
 
 IN_FLIGHT_MAX = 1024
 """Hand-overs under way; beyond, a session waits for the end of its next turn."""
+
+
+_NO_OWNER = (
+    WorkerRefusal.STALE_EPOCH,
+    WorkerRefusal.NOT_OWNER,
+    WorkerRefusal.UNKNOWN_SESSION,
+)
+
+
+def end_of(refusal: WorkerRefusal) -> ReleaseEnd:
+    """What an owner's refusal says of who owns the session."""
+    return ReleaseEnd.NOT_OWNER if refusal in _NO_OWNER else ReleaseEnd.KEPT
 
 
 class Handovers:

@@ -12,20 +12,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession, Said
 from ownerserve.router.gateway.lines import Lines
 from ownerserve.router.gateway.lives import Lives
+from ownerserve.router.handovers import end_of
 from ownerserve.router.messages import AskRelease, ReleaseEnd, ReleaseEnded
 
 RELEASE_S = 2.0
 """An owner that says nothing for so long may still have handed over: the next answer tells."""
-
-_NO_OWNER = (
-    WorkerRefusal.STALE_EPOCH,
-    WorkerRefusal.NOT_OWNER,
-    WorkerRefusal.UNKNOWN_SESSION,
-)
 
 
 class Releasing:
@@ -71,7 +65,7 @@ class Releasing:
                 return ReleaseEnd.RELEASED
             case Reject(reason):
                 self.counts[reason.value] += 1
-                return ReleaseEnd.NOT_OWNER if reason in _NO_OWNER else ReleaseEnd.KEPT
+                return end_of(reason)
             case str():
                 self.counts[answer] += 1
             case _:
