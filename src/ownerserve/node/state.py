@@ -54,7 +54,7 @@ from ownerserve.node.on_device import OnDevice
 from ownerserve.node.prefetches import Prefetches
 from ownerserve.node.records import RecordNames
 from ownerserve.node.relief import Relief
-from ownerserve.node.residency import Residency
+from ownerserve.node.residency import FOUND_LESS, Residency
 from ownerserve.node.restores import Restores
 from ownerserve.node.settings import NodeSettings
 from ownerserve.node.spills import Spills
@@ -68,9 +68,6 @@ from ownerserve.plan.swa.turn_end import TurnEnd
 
 REPRICE_S = 10.0
 """How often what was measured reaches the cache's order and the checkpoint policy."""
-
-FOUND_LESS = (RestoreOutcome.MISS, RestoreOutcome.NOTHING_STORED)
-"""Outcomes that are news of a session whose state was told to be in the store."""
 
 
 class NodeState:

@@ -129,10 +129,15 @@ def session_id_of(line: TurnLine) -> str:
     return f"{line.name}{_FINAL}" if line.final else line.name
 
 
+def is_name(session_id: str) -> bool:
+    """Whether it has the form of a gateway's name."""
+    return _NAME.fullmatch(session_id) is not None
+
+
 def read_session_id(session_id: str) -> TurnLine:
     """The name in an engine's session id, and whether it is the last turn. A client's own id, where
     no gateway stands in front, is a name as it is."""
     name = session_id.removesuffix(_FINAL)
-    if name != session_id and _NAME.fullmatch(name):
+    if name != session_id and is_name(name):
         return TurnLine(name=SessionId(name), final=True)
     return TurnLine(name=SessionId(session_id))
