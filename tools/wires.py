@@ -59,13 +59,9 @@ OWNING = "W8: nodes own, publish and release"
 ACKNOWLEDGED = "an answer that asks for nothing: who hears it goes on as before"
 
 DEAD: dict[str, str] = {
-    "ownerserve.directory.messages.Drop": OWNING,
-    "ownerserve.directory.messages.Dropped": OWNING,
-    "ownerserve.directory.messages.HeldExtent": OWNING,
-    "ownerserve.directory.messages.Retired": OWNING,
-    "ownerserve.directory.rules.kind_of": OWNING,
     "ownerserve.kv.wire.rpc.Append": "W8: append by version",
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
+    "ownerserve.kv.wire.rpc.Released": ACKNOWLEDGED,
     "ownerserve.router.messages.Migrated": "W15: owners move",
     "ownerserve.router.messages.Noted": ACKNOWLEDGED,
     "ownerserve.store.mooncake.MooncakeBlobs": "W14: a worker's remote tier",

@@ -15,12 +15,14 @@ from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.epoch import Epoch
-from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
+from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import Packed, hash_prefix, pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession
+from ownerserve.node.inventory import Inventory
 from ownerserve.node.ownership import Came, Left, Over, Ownership, boot_time_s
+from ownerserve.node.publishing import extent_name
 
 S1, S2 = SessionId("s1"), SessionId("s2")
 WAIT_S = 20.0
@@ -36,11 +38,17 @@ def unit(name: str, life: int = 1) -> RoutingUnit:
 
 
 BLOCK = 16
+SCOPE = bytes(32)
 
 
 def tokens(blocks: int) -> Packed:
     """What a session of so many blocks, and a bit more, has left."""
     return pack(range(blocks * BLOCK + 3))
+
+
+def name(blocks: int, scope: bytes = SCOPE) -> PrefixHash:
+    """What the directory calls them."""
+    return extent_name(scope, hash_prefix(tokens(blocks), BLOCK)[-1])
 
 
 def serve(*, port: int = 0, lease_s: float = 5.0) -> DirectoryServer:
@@ -58,11 +66,19 @@ def server() -> Iterator[DirectoryServer]:
 
 
 @pytest.fixture
-def nodes() -> Iterator[Callable[[RoutingUnit, str], Ownership]]:
+def holds() -> dict[RoutingUnit, Inventory]:
+    """What each node holds, for the tests to say."""
+    return {}
+
+
+@pytest.fixture
+def nodes(holds: dict[RoutingUnit, Inventory]) -> Iterator[Callable[[RoutingUnit, str], Ownership]]:
     made: list[Ownership] = []
 
     def join(which: RoutingUnit, address: str) -> Ownership:
-        node = Ownership(which, lambda: DirectoryClient(address, timeout_s=0.5), block_tokens=BLOCK)
+        node = Ownership(
+            which, lambda: DirectoryClient(address, timeout_s=0.5), block_tokens=BLOCK, scope=SCOPE
+        )
         made.append(node)
         node.start()
         return node
@@ -107,7 +123,7 @@ def test_turns_that_end_together_go_as_one_report(
     record = found(server.address, S1)
     assert isinstance(record, ask.SessionIs)
     assert (record.owner, record.prefix_hash, record.tokens) == (
-        node.owner.unit, hash_prefix(tokens(20), BLOCK)[-1], 20 * BLOCK,
+        node.owner.unit, name(20), 20 * BLOCK,
     )  # fmt: skip
     assert node.frames - frames < 20
 
@@ -194,7 +210,7 @@ def test_a_fault_of_the_directory_ends_no_thread_and_does_not_spin(
     server: DirectoryServer, fault: Exception | list[ask.Outcome], caplog: pytest.LogCaptureFixture
 ) -> None:
     faulty = Faulty(server.address, fault)
-    node = Ownership(unit("w1"), lambda: faulty, block_tokens=BLOCK)  # type: ignore[arg-type, return-value]
+    node = Ownership(unit("w1"), lambda: faulty, block_tokens=BLOCK, scope=SCOPE)  # type: ignore[arg-type, return-value]
     node.start()
     node.tell(Came(S1))
     until(lambda: node.answers["failed"] >= 2)
@@ -215,7 +231,7 @@ def test_a_directory_that_cannot_be_opened_yet_is_opened_later(server: Directory
             raise OSError("too many open files")
         return DirectoryClient(server.address, timeout_s=0.5)
 
-    node = Ownership(unit("w1"), opened, block_tokens=BLOCK)
+    node = Ownership(unit("w1"), opened, block_tokens=BLOCK, scope=SCOPE)
     node.start()
     node.tell(Came(S1))
     until(lambda: node.standing(S1))
@@ -226,7 +242,7 @@ def test_a_directory_that_cannot_be_opened_yet_is_opened_later(server: Directory
 
 def test_a_node_closes_while_its_directory_fails(server: DirectoryServer) -> None:
     faulty = Faulty(server.address, RuntimeError("boom"))
-    node = Ownership(unit("w1"), lambda: faulty, block_tokens=BLOCK)  # type: ignore[arg-type, return-value]
+    node = Ownership(unit("w1"), lambda: faulty, block_tokens=BLOCK, scope=SCOPE)  # type: ignore[arg-type, return-value]
     node.start()
     node.tell(Came(S1))
     until(lambda: node.answers["failed"])
@@ -288,8 +304,10 @@ def test_a_directory_that_hangs_holds_up_no_release(server: DirectoryServer) -> 
     """The session is a guest's at once, and moves when the directory answers again."""
     faulty = Faulty(server.address, RuntimeError("boom"))
     faulty.fault = None
-    node = Ownership(unit("w1"), lambda: faulty, block_tokens=BLOCK)  # type: ignore[arg-type, return-value]
-    target = Ownership(unit("w2"), lambda: DirectoryClient(server.address), block_tokens=BLOCK)
+    node = Ownership(unit("w1"), lambda: faulty, block_tokens=BLOCK, scope=SCOPE)  # type: ignore[arg-type, return-value]
+    target = Ownership(
+        unit("w2"), lambda: DirectoryClient(server.address), block_tokens=BLOCK, scope=SCOPE
+    )
     node.start()
     target.start()
     node.tell(Came(S1))

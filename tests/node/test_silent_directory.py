@@ -26,6 +26,7 @@ def test_a_silent_directory_keeps_no_turn_and_no_end_waiting() -> None:
         RoutingUnit(WorkerId("w"), 0, Incarnation(1)),
         partial(DirectoryClient, url, timeout_s=0.2),
         block_tokens=16,
+        scope=bytes(32),
     )
     node.start()
     try:

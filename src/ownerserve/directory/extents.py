@@ -52,7 +52,7 @@ def put_prefix(draft: Draft, prefix_hash: PrefixHash, prefix: Prefix | None) -> 
         if before is not None and before.group:
             _leave_group(draft, before.group, prefix_hash)
     elif prefix.group and (before is None or not before.group):
-        _use_in_group(draft, prefix.group, prefix_hash, 0)
+        _use_in_group(draft, prefix.group, prefix_hash, prefix.refs)
 
 
 def count_fork(draft: Draft, prefix_hash: PrefixHash | None, change: int) -> PrefixHash | None:

@@ -55,6 +55,7 @@ from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import RoutingUnit
 
 ASK_AGAIN_S = 0.5
+PART = 1000  # sessions in one message of an inventory
 RENEW_AGAIN_S = 1.0
 WANTED_MAX = 10_000
 """Sessions that wait for the directory; of more, the first is a guest here until its next turn."""
@@ -251,7 +252,7 @@ class OwnerState:
             case Register() | RenewLease() if isinstance(outcome, Leased):
                 return self._leased(ask, outcome, now_s)
             case Publish() if isinstance(outcome, Published):
-                self._adopted(outcome, now_s)
+                self._adopted(ask.request, outcome, now_s)
             case Bind(session_id):
                 return self._bound(session_id, outcome, now_s)
             case Advance() as told:
@@ -303,16 +304,15 @@ class OwnerState:
         self._renew_at_s = ask.sent_s + outcome.lease_s / RENEW_AT
         self._memory = outcome.memory
         self.phase = Phase.LIVE
-        held = tuple(
+        held = [
             HeldSession(name, one.version, one.prefix_hash, one.tokens, one.epoch)
             for name, (one, until_s) in self._carried.items()
             if self._is_still_ours(until_s, now_s)
-        )
-        asks: Asks = []
-        if held:
-            asks.append(self._ask(Publish(self.unit, sessions=held, seen=self.seen), now_s))
-        else:
-            self._carried.clear()
+        ]
+        self._carried = {one.session_id: self._carried[one.session_id] for one in held}
+        parts = [tuple(held[at : at + PART]) for at in range(0, len(held), PART)]
+        told = [Publish(self.unit, sessions=part, seen=self.seen) for part in parts]
+        asks = [self._ask(one, now_s) for one in told]
         asking = {
             one.request.session_id for one in self._asks.values() if isinstance(one.request, Bind)
         }
@@ -322,12 +322,13 @@ class OwnerState:
         parent = self._wanted[session_id].parent
         return self._ask(Bind(session_id, self.unit, parent, self.seen), now_s)
 
-    def _adopted(self, outcome: Published, now_s: float) -> None:
-        carried, self._carried = self._carried, {}
-        for session_id in outcome.adopted:
-            grant, until_s = carried.get(session_id, (None, 0.0))
-            if grant is not None and self._is_still_ours(until_s, now_s):
-                self.grants[session_id] = grant
+    def _adopted(self, told: Publish, outcome: Published, now_s: float) -> None:
+        adopted = set(outcome.adopted)
+        for one in told.sessions:
+            grant, until_s = self._carried.pop(one.session_id, (None, 0.0))
+            is_ours = one.session_id in adopted and self._is_still_ours(until_s, now_s)
+            if grant is not None and is_ours:
+                self.grants[one.session_id] = grant
 
     def _bound(self, session_id: SessionId, outcome: Outcome, now_s: float) -> Asks:
         wanted = self._wanted.pop(session_id, None)

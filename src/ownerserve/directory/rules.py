@@ -76,3 +76,8 @@ _KIND_OF_ROLE = {
 def kind_of(role: Role) -> Kind:
     """The owner rule's kind of a component."""
     return _KIND_OF_ROLE[role]
+
+
+def as_replica(kinds: Kinds, tier: Tier) -> Kinds:
+    """What of `kinds` someone who is not their authority may hold in `tier`."""
+    return sum(kind for kind, tiers in REPLICA_TIERS.items() if kind & kinds and tier in tiers)

@@ -1,8 +1,9 @@
 """Inventory: what a node holds, session by session and tier by tier, in numbered words. Pure.
 
 The one owner of that fact. `residency` and `on_device` say what is there; whoever wants to know
-(gateways, later the directory) asks for the words above a number. One word for each (session,
-tier), the last one said: a reader that was away catches up with the present, not with history.
+(gateways, and `publishing` for the directory) asks for the words above a number. One word for each
+(session, tier), the last one said: a reader that was away catches up with the present, not with
+history. Any thread may read.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Reversible
 from heapq import merge
+from itertools import islice
 from operator import attrgetter
+from threading import RLock
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import PrefixHash, SessionId
@@ -43,6 +46,7 @@ class Inventory:
     def __init__(self, *, has_kept: int = HAS_KEPT, gone_kept: int = GONE_KEPT) -> None:
         self.last = 0
         """The number of the newest word."""
+        self._lock = RLock()
         self._floor = 0
         self._has_kept, self._gone_kept = has_kept, gone_kept
         self._has: OrderedDict[_Key, Has] = OrderedDict()
@@ -58,19 +62,41 @@ class Inventory:
         return 0 if word is None else word.tokens
 
     def has(
-        self, session_id: SessionId, tier: Tier, tokens: int, *, digest: PrefixHash | None
+        self,
+        session_id: SessionId,
+        tier: Tier,
+        tokens: int,
+        *,
+        digest: PrefixHash | None,
+        kinds: int = 0,
     ) -> None:
-        """`tier` holds [0, tokens) of the session; 0: nothing."""
+        """`tier` holds `kinds` of [0, tokens) of the session; 0 tokens: nothing."""
+        with self._lock:
+            self._say(session_id, tier, tokens, digest=digest, kinds=kinds)
+
+    def _say(
+        self,
+        session_id: SessionId,
+        tier: Tier,
+        tokens: int,
+        *,
+        digest: PrefixHash | None,
+        kinds: int,
+    ) -> None:
         if tokens <= 0:
             self.gone(session_id, tier)
             return
         key = session_id, tier.value
         told = "" if digest is None else digest.hex()
         known = self._has.get(key)
-        if known is not None and known.tokens == tokens and told in ("", known.prefix_hash):
+        if (
+            known is not None
+            and (known.tokens, known.kinds) == (tokens, kinds)
+            and told in ("", known.prefix_hash)
+        ):
             return
         self.last += 1
-        self._has[key] = Has(self.last, session_id, tier.value, tokens, told)
+        self._has[key] = Has(self.last, session_id, tier.value, tokens, told, kinds)
         self._has.move_to_end(key)
         self._gone.pop(key, None)
         if len(self._has) > self._has_kept:
@@ -80,13 +106,14 @@ class Inventory:
     def gone(self, session_id: SessionId, tier: Tier) -> None:
         """Nothing of the session is in `tier`; not news when nothing was."""
         key = session_id, tier.value
-        if self._has.pop(key, None) is None:
-            return
-        self.last += 1
-        self._gone[key] = Lost(self.last, session_id, tier.value)
-        if len(self._gone) > self._gone_kept:
-            _, oldest = self._gone.popitem(last=False)
-            self._floor = oldest.number
+        with self._lock:
+            if self._has.pop(key, None) is None:
+                return
+            self.last += 1
+            self._gone[key] = Lost(self.last, session_id, tier.value)
+            if len(self._gone) > self._gone_kept:
+                _, oldest = self._gone.popitem(last=False)
+                self._floor = oldest.number
 
     def forget(self, session_id: SessionId) -> None:
         """The session is over, or nobody will ask for it."""
@@ -95,9 +122,11 @@ class Inventory:
 
     def page(self, after: int, *, incarnation: int, words: int = PAGE_WORDS) -> Page:
         """The first `words` words above `after`."""
-        has, gone = _above(self._has.values(), after), _above(self._gone.values(), after)
-        found = list(merge(has, gone, key=_number))
-        return Page(incarnation, 0, self._floor, self.last, tuple(found[:words]))
+        with self._lock:
+            has, gone = _above(self._has.values(), after), _above(self._gone.values(), after)
+            floor, last = self._floor, self.last
+        found = merge(has, gone, key=_number)
+        return Page(incarnation, 0, floor, last, tuple(islice(found, words)))
 
     def check(self) -> None:
         """Raise InvariantViolated unless words are in order, single and bounded."""

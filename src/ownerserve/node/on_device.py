@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.kv.ids import PrefixHash, SessionId
+from ownerserve.kv.specs import Extent
 from ownerserve.node.inventory import Inventory
+from ownerserve.node.kinds import kinds_of
 from ownerserve.plan.inputs import Tier
 
 DigestAt = Callable[[SessionId, int], PrefixHash | None]
@@ -25,6 +27,7 @@ class OnDevice:
         self._cache = cache
         self._inventory = inventory
         self._digest_at = digest_at
+        self._kinds = kinds_of(cache.layout, Extent.RANGE) | kinds_of(cache.layout, Extent.POINT)
         cache.tree.slid = set()
 
     def ended(self, session_id: SessionId) -> None:
@@ -34,12 +37,7 @@ class OnDevice:
         digest = None
         if tokens and self._digest_at is not None:
             digest = self._digest_at(session_id, tokens // self._cache.layout.block_tokens)
-        self._inventory.has(session_id, Tier.DEVICE, tokens, digest=digest)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether a frontier slid since the last `tick`."""
-        return bool(self._cache.tree.slid)
+        self._inventory.has(session_id, Tier.DEVICE, tokens, digest=digest, kinds=self._kinds)
 
     def tick(self) -> None:
         """Some time has passed: blocks may have gone."""

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeAlias
 
@@ -24,18 +24,31 @@ import msgspec
 from msgspec.structs import replace
 
 from ownerserve.directory.doors import GuardedOwner
-from ownerserve.directory.messages import Outcome, Refusal, Refused
+from ownerserve.directory.messages import (
+    Advance,
+    Advanced,
+    Dropped,
+    Leased,
+    Outcome,
+    Publish,
+    Refusal,
+    Refused,
+    Request,
+    Retired,
+)
 from ownerserve.directory.owner import Asks, Grant, OwnerState, Phase, Tip
 from ownerserve.directory.port import Directory
 from ownerserve.directory.rules import MAIN_KINDS, Kinds, Tier
-from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.errors import InvariantViolated
-from ownerserve.kv.ids import SessionId
+from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession
 from ownerserve.node.chains import Chains
+from ownerserve.node.inventory import Inventory
+from ownerserve.node.publishing import Publishing
 
 log = logging.getLogger("ownerserve.node")
 
@@ -44,6 +57,9 @@ FLUSH_S = 0.05
 
 LOOK_S = 0.5
 """How often an idle unit looks whether something is due."""
+
+AT_ONCE_S = 0.001
+"""How long one that has more to publish waits for what else is told."""
 
 PAUSE_S = 0.5
 """Between a fault and the next try."""
@@ -62,10 +78,12 @@ class Came(msgspec.Struct, frozen=True, gc=False):
 
 
 class Left(msgspec.Struct, frozen=True, gc=False):
-    """A turn of the session has ended and left it at the last whole block of `tokens`."""
+    """A turn of the session has ended and left it at the last whole block of `tokens`. `group`: of
+    prefixes that share a repository or document."""
 
     session: SessionId
     tokens: Packed
+    group: str = ""
 
 
 class Over(msgspec.Struct, frozen=True, gc=False):
@@ -122,8 +140,13 @@ class Ownership:
         open_directory: Callable[[], Directory],
         *,
         block_tokens: int,
+        scope: bytes,
+        inventory: Inventory | None = None,
         kinds: Kinds = MAIN_KINDS,
     ) -> None:
+        """`scope`: a digest of what state follows from beside its tokens (publishing.extent_name).
+        `inventory`: what this unit holds, for the directory to know; None: the tips of its finished
+        turns alone are told."""
         self.owner = OwnerState(unit, margin_s=MARGIN_S)
         self._guarded = GuardedOwner(self.owner)
         self._lock = threading.Lock()
@@ -135,6 +158,10 @@ class Ownership:
         self.frames = 0
         self._open_directory = open_directory
         self._chains = Chains(block_tokens, block_bytes=block_tokens * TOKEN_BYTES)
+        holds = Inventory() if inventory is None else inventory
+        self.publishing = Publishing(unit, holds, scope=scope, digest_at=self._digest_at)
+        self._memory: Term | None = None
+        """The directory's that was told of what is held here."""
         self._block_tokens = block_tokens
         self._kinds = kinds
         self._inbox: SimpleQueue[Told | None] = SimpleQueue()
@@ -210,9 +237,7 @@ class Ownership:
         try:
             while self._round(directory):
                 pass
-            with self._lock:
-                asks = self.owner.retire(boot_time_s())
-            self._ask(asks, directory)
+            self._leave(directory)
         finally:
             directory.close()
 
@@ -236,7 +261,7 @@ class Ownership:
     def _gather(self) -> tuple[list[Told], bool]:
         """All that is told within FLUSH_S of the first."""
         told: list[Told] = []
-        wait_s, until_s = LOOK_S, float("inf")
+        wait_s, until_s = AT_ONCE_S if self._may_publish_more else LOOK_S, float("inf")
         while wait_s > 0:
             try:
                 one = self._inbox.get(timeout=wait_s)
@@ -255,7 +280,15 @@ class Ownership:
         hashed = self._chains.digests(left.tokens, left.session)
         if not hashed:
             return None
-        return Tip(hashed[-1], len(hashed) * self._block_tokens, Tier.DEVICE, self._kinds)
+        name, tokens = self.publishing.name(hashed[-1]), len(hashed) * self._block_tokens
+        if left.group:
+            self.publishing.grouped(left.session, left.group)
+        return Tip(name, tokens, Tier.DEVICE, self._kinds, left.group)
+
+    def _digest_at(self, session: SessionId, tokens: int) -> PrefixHash | None:
+        """Of a session's first so many tokens, as its last turn here left them."""
+        depth, rest = divmod(tokens, self._block_tokens)
+        return None if rest else self._chains.digest_at(session, depth)
 
     def _take(self, told: Told, tip: Tip | None, now_s: float) -> Asks:
         match told:
@@ -270,27 +303,76 @@ class Ownership:
                 return asks
 
     def _ask(self, asks: Asks, directory: Directory) -> None:
-        """One frame, and one more for what its answers ask for."""
-        while asks:
-            self.frames += 1
-            outcomes = self._execute(asks, directory)
+        """One frame, and one more for what its answers ask for. What is news of the inventory goes
+        with them, and alone only where it is more than one message takes."""
+        while asks or self._may_publish_more:
+            published = self._published(asks)
+            requests = [*(ask.request for ask in asks), *published]
+            if not requests:
+                return
+            outcomes = self._execute(requests, directory)
             now_s, more = boot_time_s(), Asks()
-            for ask, outcome in zip(asks, outcomes, strict=True):
-                self.answers[_label(outcome)] += 1
+            for ask, outcome in zip(asks, outcomes, strict=False):
                 with self._lock:
                     more += self._guarded.answered(ask, outcome, now_s)
+                self._note(ask.request, outcome)
+            for outcome in outcomes[len(asks) :]:
+                self.publishing.answered(outcome)
+            if not more:
+                return
             asks = more
 
-    def _execute(self, asks: Asks, directory: Directory) -> list[Outcome]:
-        """A directory that fails is as good as silent: what it was asked is asked again."""
+    @property
+    def _may_publish_more(self) -> bool:
+        return self.phase is Phase.LIVE and self.publishing.has_backlog
+
+    def _published(self, asks: Asks) -> tuple[Publish, ...]:
+        """What the directory is to know of the inventory, beside what `asks` tell of it."""
+        if self.phase is not Phase.LIVE:
+            return ()
+        requests = [ask.request for ask in asks]
+        busy = {told.session_id for told in requests if isinstance(told, Advance)}
+        told = self.publishing.next(seen=self.owner.seen, ours=self.owner.grants, busy=busy)
+        return () if told is None else (told,)
+
+    def _note(self, request: Request, outcome: Outcome) -> None:
+        """What an answer says of what the directory knows to be here."""
+        if isinstance(request, Advance) and isinstance(outcome, Advanced):
+            self.publishing.claimed(request, outcome.duty)
+        elif isinstance(outcome, Leased) and outcome.memory != self._memory:
+            self._memory = outcome.memory
+            self.publishing.forgotten()
+
+    def _leave(self, directory: Directory) -> None:
+        """What is owned is free, and what is held here is offered to nobody any more."""
+        with self._lock:
+            asks = self.owner.retire(boot_time_s())
+        if not asks:
+            return
+        last_copies = 0
+        for drops in self.publishing.leaving():
+            dropped = self._execute(drops, directory)
+            if not any(isinstance(one, Dropped) for one in dropped):
+                break  # the lease runs out by itself
+            last_copies += dropped.count(Refused(Refusal.LAST_COPY))
+        if last_copies:
+            log.warning("%d last copies that sessions stand on leave with this worker", last_copies)
+        (outcome,) = self._execute([ask.request for ask in asks], directory)
+        if not isinstance(outcome, Retired):
+            log.warning("the directory has not heard that this worker leaves: its lease runs out")
+
+    def _execute(self, requests: Sequence[Request], directory: Directory) -> list[Outcome]:
+        """One frame. A directory that fails is as good as silent: it is asked again."""
+        self.frames += 1
         try:
-            outcomes = directory.execute([ask.request for ask in asks])
-            if len(outcomes) != len(asks):
-                raise InvariantViolated(f"{len(outcomes)} answers to {len(asks)} requests")
+            outcomes = directory.execute(requests)
+            if len(outcomes) != len(requests):
+                raise InvariantViolated(f"{len(outcomes)} answers to {len(requests)} requests")
+            self._is_failing = False
         except Exception:  # noqa: BLE001 - whatever a backend raises: it is logged there
             self._failed("the directory fails: asked again until it answers")
-            return [Refused(Refusal.UNREACHABLE) for _ in asks]
-        self._is_failing = False
+            outcomes = [Refused(Refusal.UNREACHABLE) for _ in requests]
+        self.answers.update(map(_label, outcomes))
         return outcomes
 
     def _failed(self, what: str) -> None:

@@ -62,8 +62,7 @@ class Relief:
         settings: NodeSettings,
     ) -> None:
         pressure = cache.pressure
-        if settings.below:
-            pressure.watermarks = msgspec.structs.replace(pressure.watermarks, tier=TIER)
+        pressure.watermarks = msgspec.structs.replace(pressure.watermarks, tier=TIER)
         self._cache = cache
         self._names = names
         self._chains = chains

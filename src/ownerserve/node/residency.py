@@ -15,16 +15,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
 from ownerserve.kv.ids import PrefixHash, SessionId
-from ownerserve.node.events import (
-    Effect,
-    Errand,
-    Forget,
-    Locate,
-    Located,
-    Remember,
-    RestoreOutcome,
-)
+from ownerserve.kv.specs import Extent
+from ownerserve.node.events import Effect, Errand, Forget, Locate, Located, Remember
 from ownerserve.node.inventory import Inventory
+from ownerserve.node.kinds import kinds_of
 from ownerserve.node.records import RecordNames
 from ownerserve.node.tips import NOTHING, Tip, ids_of, is_sound, standing
 from ownerserve.plan.inputs import Tier
@@ -34,8 +28,6 @@ LOOKS_IN_FLIGHT = 8
 LOOK_DEADLINE_S = 5.0
 CALM_S = 0.2
 """After a loss, before a look: records go in rows."""
-FOUND_LESS = (RestoreOutcome.MISS, RestoreOutcome.NOTHING_STORED)
-"""Outcomes that are news of a session whose state was told to be in the store."""
 BELOW = (Tier.HOST, Tier.DISK, Tier.REMOTE)
 """Fastest first."""
 
@@ -47,6 +39,8 @@ class Residency:
         self._names = names
         self._inventory = inventory
         self._can_replay = can_replay
+        self._range_kinds = kinds_of(names.layout, Extent.RANGE)
+        self._point_kinds = kinds_of(names.layout, Extent.POINT)
         self._tips: OrderedDict[SessionId, Tip] = OrderedDict()
         self._by_end: dict[PrefixHash, set[SessionId]] = {}
         self._due: OrderedDict[SessionId, float] = OrderedDict()  # in the order of their instants
@@ -168,7 +162,10 @@ class Residency:
             if here:
                 there = standing(self._names, tip, so_far, can_replay=self._can_replay)
             tokens = there.depth * self._names.layout.block_tokens
-            self._inventory.has(tip.session_id, tier, tokens, digest=there.digest)
+            kinds = self._point_kinds if there.has_point else 0
+            self._inventory.has(
+                tip.session_id, tier, tokens, digest=there.digest, kinds=kinds | self._range_kinds
+            )
             any_there = any_there or there.depth > 0
             if tier is Tier.DISK:
                 self._file(tip, there.depth)

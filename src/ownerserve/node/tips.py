@@ -18,22 +18,22 @@ class Tip(msgspec.Struct, frozen=True):
     """[0, depth) blocks of a session, as it was last copied; depth 0: the session is forgotten.
 
     `ends` maps a block to the chain digest at its end: of each range record's last block, and of
-    the last block before each of `points`, the depths whose point state was copied too. `tenant` is
-    the salt in its records' names; empty: what all share.
+    the last block before each of `points`, the depths whose point state was copied too.
     """
 
     session_id: SessionId
     depth: int
     ends: dict[int, PrefixHash] = {}
     points: tuple[int, ...] = ()
-    tenant: bytes = b""
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """How much of a tip can be had from a tier: `depth` blocks, up to `digest`."""
+    """How much of a tip can be had from a tier: `depth` blocks, up to `digest`. `has_point`: with
+    the point state there, else up to it by a replay."""
 
     depth: int
     digest: PrefixHash | None = None
+    has_point: bool = False
 
 
 NOTHING = Standing(0)
@@ -46,17 +46,15 @@ def tip_of(
     *,
     digests: Digests,
     points: Iterable[int],
-    tenant: bytes = b"",
 ) -> Tip:
     """The tip of a session of which blocks [0, depth) were copied."""
     kept = tuple(sorted(at for at in points if 0 < at <= depth))
     at = {cell.end - 1 for cell in names.cells(depth)} | {point - 1 for point in kept}
-    return Tip(session_id, depth, {block: digests[block] for block in sorted(at)}, kept, tenant)
+    return Tip(session_id, depth, {block: digests[block] for block in sorted(at)}, kept)
 
 
 def ids_of(names: RecordNames, tip: Tip) -> tuple[bytes, ...]:
     """The ids of all its records."""
-    names = names.of(tip.tenant)
     return tuple(id_ for ids in (*_cells(names, tip), *_points(names, tip).values()) for id_ in ids)
 
 
@@ -66,7 +64,7 @@ def standing(names: RecordNames, tip: Tip, held: frozenset[bytes], *, can_replay
     Range state counts as far as no record lacks; a model with point state goes on at the deepest
     point that is there too, or, by a replay, where range state ends.
     """
-    depth, names = 0, names.of(tip.tenant)
+    depth, has_point = 0, False
     for cell, ids in zip(names.cells(tip.depth), _cells(names, tip), strict=True):
         if not held.issuperset(ids):
             break
@@ -75,8 +73,8 @@ def standing(names: RecordNames, tip: Tip, held: frozenset[bytes], *, can_replay
         points = _points(names, tip)
         whole = [at for at, ids in points.items() if at <= depth and held.issuperset(ids)]
         if whole or not can_replay:
-            depth = max(whole, default=0)
-    return Standing(depth, tip.ends.get(depth - 1)) if depth else NOTHING
+            depth, has_point = max(whole, default=0), True
+    return Standing(depth, tip.ends.get(depth - 1), has_point) if depth else NOTHING
 
 
 def _cells(names: RecordNames, tip: Tip) -> Iterator[tuple[bytes, ...]]:

@@ -54,9 +54,10 @@ class Accounts:
         self._conversations: dict[SessionId, Conversation] = {}
         self._known = KnownSessions(1, limit=sys.maxsize)
 
-    def left(self, live: Live, now: float, *, released: RoutingUnit | None) -> None:
-        """What a turn that is complete leaves on devices. `released`: who is asked to let its
-        session go."""
+    def served(self, live: Live, now: float, *, released: RoutingUnit | None = None) -> None:
+        """The row of a turn that is complete, and what it leaves on devices. `released`: who is
+        asked to let the session go."""
+        self._fill(live, now)
         if live.mode is ExecutionMode.MIGRATE:
             self._moved(live, released, now)
         self._place(live)
@@ -66,8 +67,7 @@ class Accounts:
         self._conversations.pop(conversation, None)
         self._known.forget(conversation)
 
-    def served(self, live: Live, now: float) -> None:
-        """The row of a turn that is complete."""
+    def _fill(self, live: Live, now: float) -> None:
         row, sequence, turn = live.row, live.sequence, live.turn
         is_apart = live.mode is ExecutionMode.REMOTE_PREFILL
         row.worker = live.worker.index

@@ -29,11 +29,13 @@ from ownerserve.engines.hf.step import Limits
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import WorkerId
+from ownerserve.kv.specs import Extent
 from ownerserve.node.backing import open_backing
 from ownerserve.node.calibration import Calibration
 from ownerserve.node.chains import PromptPrefixes
 from ownerserve.node.checkpoints import policy_of
 from ownerserve.node.journal import Journal
+from ownerserve.node.kinds import kinds_of
 from ownerserve.node.media import DEFAULT_WRITE
 from ownerserve.node.ownership import Ownership, Owning, Unowned
 from ownerserve.node.records import RecordNames
@@ -134,6 +136,9 @@ def build_worker(options: WorkerOptions) -> Worker:
             identity.unit,
             opener_of(options.directory),
             block_tokens=runner.layout.block_tokens,
+            scope=(node.state.names.identity if node else identity_of(checkpoint, runner)).digest(),
+            inventory=steps.inventory,
+            kinds=kinds_of(runner.layout, Extent.RANGE),
         )
         metrics.registry.register(OwnershipCollector(ownership))
         steps.own(ownership)

@@ -21,7 +21,6 @@ from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Answer,
     Commit,
-    ListHeld,
     Probe,
     Release,
     ReleaseSession,
@@ -83,8 +82,6 @@ class Desk:
                 return admission.release(reservation)
             case ReleaseSession(session_id=session_id):
                 return admission.release_session(session_id)
-            case ListHeld():
-                raise AssertionError("the loop answers it")
 
     def standing(self) -> Standing:
         """What seeds are judged by: a copy that any thread may read."""

@@ -62,10 +62,11 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Answer as RpcAnswer
-from ownerserve.kv.wire.rpc import ListHeld, PageIs, Reject, ReleaseSession, Reserve
+from ownerserve.kv.wire.rpc import Reject, ReleaseSession, Reserve
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.chains import PromptPrefix, prefix_of
+from ownerserve.node.inventory import Inventory
 from ownerserve.node.known import KnownSessions
 from ownerserve.node.ownership import Came, Left, Over, Owning, Unowned
 
@@ -154,6 +155,11 @@ class StepLoop:
         self._restoring = restoring
         self._measuring = Measuring(restoring.calibration)
 
+    @property
+    def inventory(self) -> Inventory:
+        """What is held here."""
+        return self._restoring.inventory
+
     def own(self, ownership: Owning) -> None:
         """Serve with a directory that knows whose the sessions are; before `run`."""
         self.ownership = ownership
@@ -214,9 +220,6 @@ class StepLoop:
     def _answer(self, request: RpcRequest) -> RpcAnswer:
         if isinstance(request, ReleaseSession):
             return self._release(request)
-        if isinstance(request, ListHeld):
-            life = self._identity.incarnation
-            return PageIs(self._restoring.inventory.page(request.after, incarnation=life))
         answer = self._desk.answer(request)
         if isinstance(request, Reserve):
             self._metrics.reserved(answer)
@@ -423,7 +426,7 @@ class StepLoop:
             name = SessionId(request.session_id)
             self._known.left(name, live.prompt.answered(said), prompt_tokens=live.prompt.count)
             if request.is_named:
-                self.ownership.tell(Left(name, live.prompt.tokens + said))
+                self.ownership.tell(Left(name, live.prompt.tokens + said, request.group))
 
     def _end_sessions(self) -> None:
         """What these sessions have here is ordinary cached state from now on. One that another

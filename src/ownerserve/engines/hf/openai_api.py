@@ -105,7 +105,8 @@ B = TypeVar("B", bound=Body)
 class Told(msgspec.Struct, frozen=True):
     """What a turn's headers say beside its body. `is_final`: its session ends with it; `is_judged`:
     it is an append that nobody asked about; `is_named`: a gateway named the session, which can be
-    owned then; `parent`: whose fork it is; `epoch`: the highest that is known of its owner."""
+    owned then; `parent`: whose fork it is; `group`: of sessions that share a head; `epoch`: the
+    highest that is known of its owner."""
 
     session_id: str | None = None
     is_final: bool = False
@@ -113,6 +114,7 @@ class Told(msgspec.Struct, frozen=True):
     is_judged: bool = False
     is_named: bool = False
     parent: SessionId | None = None
+    group: str = ""
     epoch: Epoch | None = None
 
 
@@ -206,6 +208,7 @@ def make_request(
         is_final=turn.is_final,
         is_named=turn.is_named,
         parent=turn.parent,
+        group=turn.group,
         epoch=turn.epoch,
         reservation=turn.reservation,
         is_judged=turn.is_judged,
@@ -225,6 +228,7 @@ def told_of(headers: Mapping[str, str], body: Body, line: TurnLine | None) -> To
             line.judged,
             is_named=line.name is not None,
             parent=line.parent,
+            group=line.group or "",
             epoch=line.epoch,
         )
     session_id = headers.get(SESSION_HEADER)

@@ -32,6 +32,16 @@ class OwnershipCollector(Collector):
         yield CounterMetricFamily(
             "ownerserve_directory_frames", "Frames sent to the directory.", value=ownership.frames
         )
+        yield GaugeMetricFamily(
+            "ownerserve_extents_published",
+            "Copies of prefixes that the directory was told of, or is about to be.",
+            value=len(ownership.publishing),
+        )
+        yield CounterMetricFamily(
+            "ownerserve_last_copies_lost",
+            "Last living copies of what a session stands on that went here.",
+            value=ownership.publishing.lost_copies,
+        )
         answers = CounterMetricFamily(
             "ownerserve_directory_answers",
             "What the directory answered: outcomes, and refusals by reason.",

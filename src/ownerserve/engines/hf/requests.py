@@ -60,6 +60,7 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and `choices` continuations of it. `is_final`: its session ends with it.
     `is_named`: a gateway named the session, which can be owned then; `parent`: whose fork it is;
+    `group`: of sessions that share a head;
     `epoch`: the highest under which the gateway knows it to be owned.
 
     `reservation` is the place that admission holds for it; None: it comes without one. One that
@@ -76,6 +77,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     is_final: bool = False
     is_named: bool = False
     parent: SessionId | None = None
+    group: str = ""
     epoch: Epoch | None = None
     reservation: int | None = None
     is_judged: bool = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from ownerserve.engines.vllm.holding import Holding
 from ownerserve.engines.vllm.lookup import Lookup
 from ownerserve.engines.vllm.measure import Measuring
 from ownerserve.engines.vllm.outside import Outside
@@ -17,7 +16,6 @@ class Around(msgspec.Struct, frozen=True):
     None when it has. `step_tokens`: most that one step computes."""
 
     lookup: Lookup
-    holding: Holding
     soft: SoftReferences
     measuring: Measuring
     outside: Outside

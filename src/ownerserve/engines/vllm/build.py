@@ -16,7 +16,6 @@ from ownerserve.engines.vllm.codec import Codec
 from ownerserve.engines.vllm.desk import Desk, limits_of
 from ownerserve.engines.vllm.device import EngineDevice
 from ownerserve.engines.vllm.events import Residency
-from ownerserve.engines.vllm.holding import Holding
 from ownerserve.engines.vllm.lookup import Lookup
 from ownerserve.engines.vllm.measure import Measuring
 from ownerserve.engines.vllm.outside import Outside
@@ -113,14 +112,13 @@ class Parts:
         """vLLM's blocks."""
         return EngineDevice(self.layout)
 
-    def names(self, name: Identity) -> RecordNames:
-        """What records of `name` are called."""
-        parts = {section.name: section.parts for section in self.shape.payload.sections}
-        return RecordNames(name, self.layout, engine=FORMAT, blocks=self.record_blocks, parts=parts)
-
     def state(self, name: Identity) -> GuestState:
         """A node whose records bear `name`."""
-        settings, names = self.settings, self.names(name)
+        settings = self.settings
+        parts = {section.name: section.parts for section in self.shape.payload.sections}
+        names = RecordNames(
+            name, self.layout, engine=FORMAT, blocks=self.record_blocks, parts=parts
+        )
         saves = Saves(
             names,
             policy=POLICY_OF[settings.checkpoints](),
@@ -163,8 +161,7 @@ def scheduler_side(parts: Parts) -> SchedulerSide:
     components = ", ".join(parts.shape.components)
     log.info("OwnerServe: blocks of %d tokens, %s", parts.layout.block_tokens, components)
     lookup = Lookup(parts.settings.directory(rank=0, world=parts.world))
-    state, kept = parts.state(parts.identity), holding(parts)
-    told = outside(parts, kept)
+    told = outside(parts)
     tiers = tiers_of(parts.settings)
 
     def tell(costs: CostModel) -> None:
@@ -172,7 +169,6 @@ def scheduler_side(parts: Parts) -> SchedulerSide:
 
     around = Around(
         lookup=lookup,
-        holding=kept,
         soft=SoftReferences(parts.settings.soft_reference),
         measuring=Measuring(
             # Where prices are given they are not learnt; what things take is told all the same.
@@ -187,21 +183,10 @@ def scheduler_side(parts: Parts) -> SchedulerSide:
         step_tokens=int(parts.config.scheduler_config.max_num_batched_tokens),
         bypassed=why,
     )
-    return SchedulerSide(state, parts.device, parts.shape, around)
+    return SchedulerSide(parts.state(parts.identity), parts.device, parts.shape, around)
 
 
-def holding(parts: Parts) -> Holding:
-    """What tells of all ranks' stores."""
-    root = parts.settings.directory(rank=0, world=1)
-    return Holding(
-        parts.names(parts.identity),
-        [parts.settings.directory(rank=rank, world=parts.world) for rank in range(parts.world)],
-        root / f"sessions-{parts.identity.digest().hex()[:16]}.jsonl",
-        can_replay=parts.abilities().can_replay,
-    )
-
-
-def outside(parts: Parts, kept: Holding) -> Outside:
+def outside(parts: Parts) -> Outside:
     """The desk, and events where vLLM publishes them."""
     layout, ranges = parts.layout, parts.layout.range_names
     events = getattr(parts.config, "kv_events_config", None)
@@ -216,7 +201,7 @@ def outside(parts: Parts, kept: Holding) -> Outside:
         spec_digest=parts.identity.spec_digest.hex(),
     )
     return Outside(
-        opened(Desk(limits, kept), parts.settings),
+        opened(Desk(limits), parts.settings),
         Residency() if follows and ranges else None,
         component=ranges[0] if ranges else "",
         groups=parts.shape.group_tokens,

@@ -24,13 +24,15 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 
 class Has(msgspec.Struct, frozen=True, tag_field="is", tag="has", gc=False):
     """Tokens [0, `tokens`) of the session lie in `tier` (device, host, disk or remote), as its last
-    turn left them. `prefix_hash` names them, in hex; empty: the worker has not hashed so far."""
+    turn left them. `prefix_hash` names them, in hex; empty: the worker has not hashed so far.
+    `kinds`: bits of the kinds of state that are there (directory.rules)."""
 
     number: Natural
     session: Text
     tier: Text
     tokens: Natural
     prefix_hash: Digest = ""
+    kinds: Natural = 0
 
 
 class Lost(msgspec.Struct, frozen=True, tag_field="is", tag="gone", gc=False):

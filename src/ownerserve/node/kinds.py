@@ -1,0 +1,23 @@
+"""Which kinds of state, by the directory's owner rules, a cache's components are. Pure."""
+
+from __future__ import annotations
+
+from ownerserve.cache.layout import Layout
+from ownerserve.directory.rules import Kind, Kinds, kind_of
+from ownerserve.kv.specs import Extent, Role
+
+_ROLES = {role.value: role for role in Role}
+
+
+def kinds_of(layout: Layout, extent: Extent) -> Kinds:
+    """By which owner rules the components of one extent go."""
+    kinds = 0
+    for component in layout.components:
+        if component.extent is not extent:
+            continue
+        if extent is Extent.POINT:
+            kinds |= Kind.CHECKPOINT
+        else:
+            role = _ROLES.get(component.name)
+            kinds |= Kind.DENSE if role is None else kind_of(role)
+    return int(kinds)

@@ -1,0 +1,343 @@
+"""Publishing: what a node's inventory says, as the directory is told it. Pure.
+
+    inventory ── words above the number read last ──> extents by name and tier ──> Publish
+    a finished turn ── Advanced: its tip is told with that already ─┘    ^
+    the directory has forgotten ── all that is held, 1,000 a message ────┘
+
+Owns what the directory was told of this unit's copies, and what it is to be told. An inventory
+speaks of sessions, the directory of prefixes: two sessions that stand on one prefix are one copy.
+Where a session has gone on, its former extent is the first part of the new one: the directory
+forgets it, unless forks stand on it; then it is gone when the new one is (`trail`).
+
+A name is a digest over the chain's and what the state is computed with, tenant included: equal
+tokens of two models are two prefixes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from itertools import islice
+from typing import TypeVar
+
+import msgspec
+
+from ownerserve.directory.messages import Advance, Drop, HeldExtent, Outcome, Publish, Published
+from ownerserve.directory.rules import MAIN_KINDS, Kinds, Tier, as_replica
+from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.ids import PrefixHash, SessionId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.inventory import Has, Lost, Page, Word
+from ownerserve.node.inventory import Inventory
+
+PART = 1000
+"""Extents in one message, at most."""
+TRAIL_KEPT = 64
+"""Forked extents that are remembered of one session and tier; beyond, the directory is asked again
+whether it still needs the oldest."""
+
+ALL_WORDS = 1 << 62
+DOMAIN = b"ownerserve/extent/1"
+
+DigestAt = Callable[[SessionId, int], PrefixHash | None]
+"""The chain digest of a session's first so many tokens, where it is known."""
+
+_Key = tuple[str, str]
+_Copy = tuple[PrefixHash, Tier]
+
+
+def extent_name(scope: bytes, digest: PrefixHash) -> PrefixHash:
+    """What the directory calls the prefix with this chain digest. `scope` is a digest of all else
+    that the state follows from: model, weights, numerics, tenant."""
+    return PrefixHash(hashlib.sha256(DOMAIN + scope + digest).digest())
+
+
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """[0, tokens) of a session under its name."""
+
+    name: PrefixHash
+    tokens: int
+
+
+class _Holds(msgspec.Struct, eq=False):
+    """What one session holds in one tier. `claim`: the tip that a finished turn has told."""
+
+    said: Part | None = None
+    claim: Part | None = None
+    trail: list[Part] = []
+
+
+class _Known(msgspec.Struct, eq=False):
+    """A copy, and how many sessions hold it here."""
+
+    tokens: int
+    kinds: Kinds
+    group: str
+    holders: int = 0
+
+
+class Publishing:
+    """One life of a routing unit. `digest_at` may know more than the words do."""
+
+    def __init__(
+        self, unit: RoutingUnit, inventory: Inventory, *, scope: bytes, digest_at: DigestAt
+    ) -> None:
+        self.lost_copies = 0
+        """Last copies of what sessions stand on that went here, as the directory has said."""
+        self._unit = unit
+        self._inventory = inventory
+        self._scope = scope
+        self._digest_at = digest_at
+        self._read = 0
+        self._words: OrderedDict[_Key, Word] = OrderedDict()
+        """Read and not acted on."""
+        self._holds: dict[_Key, _Holds] = {}
+        self._copies: dict[_Copy, _Known] = {}
+        self._duties: dict[PrefixHash, Epoch] = {}
+        self._groups: dict[SessionId, str] = {}
+        self._new: dict[_Copy, None] = {}
+        self._gone: dict[_Copy, None] = {}
+        self._left: dict[_Copy, tuple[_Key, int]] = {}
+        self._under_way: Publish | None = None
+        self._asked_to_leave: dict[_Copy, tuple[_Key, int]] = {}
+        self._is_refilling = False
+        """Whether all is being told again."""
+        self._is_refused = False
+        """Whether the directory did not take what went last; it goes with a later frame."""
+
+    def name(self, digest: PrefixHash) -> PrefixHash:
+        """What the directory calls the prefix."""
+        return extent_name(self._scope, digest)
+
+    @property
+    def has_backlog(self) -> bool:
+        """More is to be told than one message takes: the next one need not wait."""
+        if self._is_refused:
+            return False
+        waits = len(self._new) + len(self._gone) + len(self._left)
+        unread = self._inventory.last - self._read
+        return self._is_refilling or waits > PART or unread > PART
+
+    def __len__(self) -> int:
+        """Copies that are held."""
+        return len(self._copies)
+
+    # -- told ----------------------------------------------------------------------------------
+
+    def grouped(self, session_id: SessionId, group: str) -> None:
+        """The session belongs to a group of prefixes."""
+        self._groups[session_id] = group
+
+    def claimed(self, told: Advance, duty: Epoch | None) -> None:
+        """A finished turn has told its session's tip; `duty`: and has last-copy duty for it."""
+        name, tokens = told.prefix_hash, told.tokens
+        key = told.session_id, word_of(told.tier)
+        holds = self._holds.setdefault(key, _Holds())
+        former, holds.claim = holds.claim, Part(name, tokens)
+        if duty is not None:
+            self._duties[name] = duty
+        is_new = (name, told.tier) not in self._copies
+        self._take(key, holds.claim, told.kinds)
+        if is_new:
+            self._new.pop((name, told.tier), None)
+        if former is not None:
+            self._give(key, former, goes_on=self._goes_on(key, former, tokens))
+
+    def forgotten(self) -> None:
+        """The directory knows nothing of this unit: all is told again."""
+        self._new = dict.fromkeys(self._copies)
+        self._gone.clear()
+        self._left.clear()
+        self._under_way = None
+        self._asked_to_leave = {}
+        self._is_refilling, self._is_refused = bool(self._new), False
+
+    # -- asked ---------------------------------------------------------------------------------
+
+    def next(
+        self, *, seen: Epoch | None, ours: Collection[SessionId], busy: Collection[SessionId]
+    ) -> Publish | None:
+        """What goes with the next frame. `ours`: sessions that this unit owns; of those in `busy` a
+        turn is being told, and with it what they hold on the device."""
+        if self._under_way is not None:
+            return self._under_way
+        self._take_words(ours, busy)
+        new = _taken(self._new, PART)
+        gone = _taken(self._gone, PART - len(new))
+        self._asked_to_leave = _taken(self._left, PART - len(new) - len(gone))
+        self._is_refilling = self._is_refilling and bool(self._new)
+        if not (new or gone or self._asked_to_leave):
+            return None
+        extents = tuple(self._extent(copy) for copy in new)
+        left = tuple(self._asked_to_leave)
+        self._under_way = Publish(self._unit, extents, tuple(gone), seen=seen, left=left)
+        return self._under_way
+
+    def leaving(self) -> Iterator[tuple[Drop, ...]]:
+        """This life ends: what of it may go is asked, a message at a time. What all tiers share
+        stays."""
+        copies = iter([copy for copy in self._copies if copy[1] is not Tier.REMOTE])
+        while part := tuple(islice(copies, PART)):
+            yield tuple(Drop(name, self._unit, tier) for name, tier in part)
+
+    def answered(self, outcome: Outcome) -> None:
+        """The directory's answer to what went last. What it has not taken goes again."""
+        self._is_refused = not isinstance(outcome, Published)
+        if not isinstance(outcome, Published):
+            return
+        self._under_way = None
+        self.lost_copies += len(outcome.lost)
+        asked, self._asked_to_leave = self._asked_to_leave, {}
+        for copy in outcome.forked:
+            if copy not in asked:
+                continue
+            key, tokens = asked[copy]
+            holds = self._holds.get(key)
+            part = Part(copy[0], tokens)
+            if holds is None or _reach(holds) < tokens:
+                self._gone[copy] = None  # it went meanwhile
+                continue
+            self._take(key, part, MAIN_KINDS)
+            self._new.pop(copy, None)
+            holds.trail.append(part)
+            if len(holds.trail) > TRAIL_KEPT:
+                self._give(key, holds.trail.pop(0), goes_on=True)
+
+    # -- words ---------------------------------------------------------------------------------
+
+    def _take_words(self, ours: Collection[SessionId], busy: Collection[SessionId]) -> None:
+        """Act on what the inventory has said, as much as a message may hold."""
+        page = self._inventory.page(self._read, incarnation=0, words=PART)
+        if page.floor > self._read > 0:
+            page = self._begin_anew()
+        for word in page.words:
+            key = word.session, word.tier
+            self._words.pop(key, None)
+            self._words[key] = word
+            self._read = word.number
+        device = word_of(Tier.DEVICE)
+        for key in list(self._words):
+            if not (key[1] == device and key[0] in busy):
+                self._act_on(key, self._words.pop(key), ours)
+
+    def _begin_anew(self) -> Page:
+        """All words, as some that something is gone were missed: what is not said again is gone."""
+        self._words.clear()
+        for session, tier in self._holds:
+            self._words[session, tier] = Lost(0, session, tier)
+        return self._inventory.page(0, incarnation=0, words=ALL_WORDS)
+
+    def _act_on(self, key: _Key, word: Word, ours: Collection[SessionId]) -> None:
+        holds = self._holds.get(key)
+        if isinstance(word, Lost):
+            if holds is not None:
+                self._shrink(key, holds, 0)
+            return
+        if holds is None:
+            holds = self._holds[key] = _Holds()
+        # Who does not own a session may hold some of its state, not all, beside its owner.
+        kinds = word.kinds if key[0] in ours else as_replica(word.kinds, _tier_of(key[1]))
+        said = self._part_of(word) if kinds else None
+        former, holds.said = holds.said, said
+        if said is not None:
+            self._take(key, said, kinds)
+        if former is not None:
+            self._give(key, former, goes_on=self._goes_on(key, former, word.tokens))
+            if word.tokens < former.tokens:
+                self._shrink(key, holds, word.tokens)
+
+    def _part_of(self, word: Has) -> Part | None:
+        digest = PrefixHash(bytes.fromhex(word.prefix_hash))
+        known = digest or self._digest_at(SessionId(word.session), word.tokens)
+        return Part(self.name(known), word.tokens) if known else None
+
+    def _shrink(self, key: _Key, holds: _Holds, tokens: int) -> None:
+        """No more than `tokens` of the session are there."""
+        if holds.said is not None and holds.said.tokens > tokens:
+            self._give(key, holds.said, goes_on=False)
+            holds.said = None
+        if holds.claim is not None and holds.claim.tokens > tokens:
+            self._give(key, holds.claim, goes_on=False)
+            holds.claim = None
+        for part in [part for part in holds.trail if part.tokens > tokens]:
+            holds.trail.remove(part)
+            self._give(key, part, goes_on=False)
+        if not tokens:
+            del self._holds[key]
+            session = SessionId(key[0])
+            if not any((session, word_of(tier)) in self._holds for tier in Tier):
+                self._groups.pop(session, None)
+
+    def _goes_on(self, key: _Key, part: Part, tokens: int) -> bool:
+        """Whether a session's [0, `tokens`) begins with `part`, as far as is known here."""
+        if part.tokens > tokens:
+            return False
+        digest = self._digest_at(SessionId(key[0]), part.tokens)
+        return digest is None or self.name(digest) == part.name
+
+    # -- copies --------------------------------------------------------------------------------
+
+    def _take(self, key: _Key, part: Part, kinds: Kinds) -> None:
+        """One session more holds a part."""
+        copy = part.name, _tier_of(key[1])
+        known = self._copies.get(copy)
+        group = self._groups.get(SessionId(key[0]), "")
+        if known is None:
+            known = self._copies[copy] = _Known(part.tokens, kinds, group)
+            self._left.pop(copy, None)
+            self._gone.pop(copy, None)
+            self._new[copy] = None
+        elif kinds & ~known.kinds or (group and not known.group):
+            known.kinds |= kinds
+            known.group = known.group or group
+            self._new[copy] = None
+        known.holders += 1
+
+    def _give(self, key: _Key, part: Part, *, goes_on: bool) -> None:
+        """One session less does; `goes_on`: a longer part begins with it."""
+        copy = part.name, _tier_of(key[1])
+        known = self._copies[copy]
+        known.holders -= 1
+        if known.holders:
+            return
+        del self._copies[copy]
+        if not any((part.name, tier) in self._copies for tier in Tier):
+            self._duties.pop(part.name, None)
+        self._new.pop(copy, None)
+        if goes_on:
+            self._left[copy] = key, part.tokens
+        else:
+            self._gone[copy] = None
+
+    def _extent(self, copy: _Copy) -> HeldExtent:
+        name, tier = copy
+        known = self._copies[copy]
+        duty = self._duties.get(name)
+        return HeldExtent(name, known.tokens, tier, known.kinds, known.group, duty)
+
+
+def _reach(holds: _Holds) -> int:
+    """How much of its session is known to be there."""
+    parts = (holds.said, holds.claim)
+    return max((part.tokens for part in parts if part is not None), default=0)
+
+
+V = TypeVar("V")
+
+
+def _taken(waiting: dict[_Copy, V], most: int) -> dict[_Copy, V]:
+    """The first `most` of what waits, which wait no more."""
+    taken = dict(islice(waiting.items(), most))
+    for copy in taken:
+        del waiting[copy]
+    return taken
+
+
+def word_of(tier: Tier) -> str:
+    """An inventory's word for a tier."""
+    return tier.name.lower()
+
+
+def _tier_of(word: str) -> Tier:
+    return Tier[word.upper()]

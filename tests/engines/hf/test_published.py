@@ -1,0 +1,104 @@
+"""What real workers hold, as the directory knows it: tips, copies of guests, groups; and all of it
+again after the directory has forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fleet_rig import ServedWorker, until
+from test_owning import NAME, PROMPT, BootClock, serve_at
+
+from ownerserve.directory import messages as ask
+from ownerserve.directory.embedded import EmbeddedDirectory
+from ownerserve.directory.rpc.client import DirectoryClient
+from ownerserve.directory.rpc.server import DirectoryServer
+from ownerserve.directory.rules import Tier
+from ownerserve.directory.terms import TermFile
+from ownerserve.engines.hf.build import WorkerOptions
+from ownerserve.kv.ids import PrefixHash
+from ownerserve.node.settings import NodeSettings
+
+pytestmark = pytest.mark.engine
+
+GROUP = "a" * 32
+
+
+class Rig:
+    """A directory and two workers of one model, each with a store."""
+
+    def __init__(self, home: Path) -> None:
+        embedded = EmbeddedDirectory(BootClock(), TermFile(), lease_s=1.5, opens_in_s=0.0)
+        self.server = DirectoryServer(embedded)
+        self.server.start()
+        self.client = DirectoryClient(self.server.address)
+        self.workers = [
+            ServedWorker(
+                WorkerOptions(
+                    model="tiny-qwen3",
+                    kv_bytes=8 << 20,
+                    store=home / f"w{number}",
+                    host_cache_bytes=4 << 20,
+                    node=NodeSettings(spill_after_s=0.1, record_blocks=2),
+                    directory=self.server.address,
+                    worker_id=f"w{number}",
+                )
+            )
+            for number in range(2)
+        ]
+
+    def ask(self, request: ask.Request) -> ask.Outcome:
+        (outcome,) = self.client.execute([request])
+        return outcome
+
+    def tip(self) -> PrefixHash | None:
+        found = self.ask(ask.FindSession(NAME))
+        return found.prefix_hash if isinstance(found, ask.SessionIs) else None
+
+    def places(self) -> list[tuple[str, Tier]]:
+        """Where the session's tip is held."""
+        tip = self.tip()
+        found = None if tip is None else self.ask(ask.Lookup((tip,)))
+        if not isinstance(found, ask.Found):
+            return []
+        return sorted((unit.worker if unit else "", tier) for unit, tier, _ in found.locations)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.client.close()
+        self.server.stop()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    one = Rig(tmp_path)
+    yield one
+    one.close()
+
+
+def test_tips_copies_and_groups_are_known_and_known_again_after_a_rebuild(rig: Rig) -> None:
+    owner, guest = rig.workers
+    serve_at(owner, PROMPT, group=GROUP)
+    mine = [("w0", Tier.DEVICE), ("w0", Tier.HOST), ("w0", Tier.DISK)]
+    until(lambda: rig.places() == mine)
+    tip = rig.tip()
+    assert rig.ask(ask.FindGroup(GROUP)) == ask.GroupIs(((tip, 1),))
+
+    serve_at(guest, PROMPT, group=GROUP)
+    both = [*mine, ("w1", Tier.DEVICE), ("w1", Tier.HOST), ("w1", Tier.DISK)]
+    until(lambda: rig.places() == both)
+    before = rig.ask(ask.FindSession(NAME))
+    assert isinstance(before, ask.SessionIs) and before.owner.worker == "w0"
+
+    rig.client.forget()
+    until(lambda: rig.places() == both)
+    after = rig.ask(ask.FindSession(NAME))
+    assert isinstance(after, ask.SessionIs)
+    assert (after.owner, after.epoch, after.version) == (before.owner, before.epoch, 1)
+    assert rig.ask(ask.FindGroup(GROUP)) == ask.GroupIs(((tip, 1),))
+
+    guest.close()
+    rig.workers.remove(guest)
+    until(lambda: rig.places() == mine)

@@ -1,0 +1,270 @@
+"""What a directory is told of an inventory: names, tiers and kinds, once each, and all anew when it
+has forgotten. Over a real inventory and a real directory, without threads."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from ownerserve.directory import messages as ask
+from ownerserve.directory.embedded import EmbeddedDirectory
+from ownerserve.directory.rules import MAIN_KINDS, Kind, Tier
+from ownerserve.directory.terms import TermFile
+from ownerserve.kv.clock import ManualClock
+from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.prefix import hash_prefix, pack
+from ownerserve.node.chains import Chains
+from ownerserve.node.inventory import Inventory
+from ownerserve.node.publishing import PART, Publishing
+from ownerserve.plan.inputs import Tier as Place
+
+BLOCK = 16
+UNIT = RoutingUnit(WorkerId("w"), 0, Incarnation(1))
+OTHER = RoutingUnit(WorkerId("x"), 0, Incarnation(1))
+S, F = SessionId("s"), SessionId("fork")
+ALL = MAIN_KINDS | int(Kind.CHECKPOINT)
+TIERS = {Place.DEVICE: Tier.DEVICE, Place.HOST: Tier.HOST, Place.DISK: Tier.DISK}
+
+
+class Worker:
+    """An inventory, the chains of its sessions, and a directory that is told."""
+
+    def __init__(self, *, gone_kept: int = 4096, has_kept: int = 16_384) -> None:
+        self.directory = EmbeddedDirectory(ManualClock(1000.0), TermFile(), opens_in_s=0.0)
+        self.inventory = Inventory(gone_kept=gone_kept, has_kept=has_kept)
+        self.chains = Chains(BLOCK, block_bytes=4 * BLOCK)
+        self.publishing = Publishing(
+            UNIT, self.inventory, scope=bytes(32), digest_at=lambda session, tokens: (
+                self.chains.digest_at(session, tokens // BLOCK)
+            ),
+        )  # fmt: skip
+        self.ours: set[SessionId] = set()
+        self.sent: list[ask.Publish] = []
+        self.ask(ask.Register(UNIT))
+        self.ask(ask.Register(OTHER))
+
+    def ask(self, request: ask.Request) -> ask.Outcome:
+        (outcome,) = self.directory.execute([request])
+        return outcome
+
+    def name(self, blocks: int, branch: int = 0) -> PrefixHash:
+        return self.publishing.name(hash_prefix(text(blocks, branch), BLOCK)[-1])
+
+    def has(
+        self, session: SessionId, place: Place, blocks: int, *, branch: int = 0, kinds: int = ALL
+    ) -> None:
+        digests = self.chains.digests(text(blocks, branch), session)
+        self.inventory.has(session, place, blocks * BLOCK, digest=digests[-1], kinds=kinds)
+
+    def tell(self, busy: tuple[SessionId, ...] = ()) -> ask.Publish | None:
+        """What goes with one frame."""
+        told = self.publishing.next(seen=None, ours=self.ours, busy=busy)
+        if told is not None:
+            self.sent.append(told)
+            self.publishing.answered(self.ask(told))
+        return told
+
+    def tell_all(self) -> None:
+        while self.tell() is not None:
+            pass
+
+    def advance(self, session: SessionId, version: int, blocks: int, *, branch: int = 0) -> None:
+        """A finished turn of a session that is this worker's."""
+        bound = self.ask(ask.Bind(session, UNIT))
+        assert isinstance(bound, ask.Bound)
+        self.chains.digests(text(blocks, branch), session)
+        name = self.name(blocks, branch)
+        told = ask.Advance(session, UNIT, bound.epoch, version, name, blocks * BLOCK)
+        outcome = self.ask(told)
+        assert isinstance(outcome, ask.Advanced)
+        self.publishing.claimed(told, outcome.duty)
+        self.ours.add(session)
+
+    def copies(self, name: PrefixHash) -> dict[Tier, int]:
+        """This unit's, as the directory knows them."""
+        found = self.ask(ask.Lookup((name,)))
+        places = found.locations if isinstance(found, ask.Found) else ()
+        return {tier: kinds for unit, tier, kinds in places if unit == UNIT}
+
+
+def text(blocks: int, branch: int = 0) -> bytes:
+    """Tokens of so many blocks; a branch differs from its second block on."""
+    return pack([*range(BLOCK), *range(1000 * branch + BLOCK, 1000 * branch + blocks * BLOCK)])
+
+
+def test_what_is_held_is_told_once_by_name_tier_and_kinds() -> None:
+    worker = Worker()
+    worker.ours = {S}
+    worker.has(S, Place.DEVICE, 3)
+    worker.has(S, Place.DISK, 2, kinds=MAIN_KINDS)
+    worker.tell_all()
+    assert worker.copies(worker.name(3)) == {Tier.DEVICE: ALL}
+    assert worker.copies(worker.name(2)) == {Tier.DISK: MAIN_KINDS}
+    assert len(worker.sent) == 1 and worker.tell() is None
+
+
+def test_a_guest_tells_of_point_state_only_at_rest() -> None:
+    worker = Worker()
+    worker.has(S, Place.DEVICE, 3)
+    worker.has(S, Place.DISK, 3)
+    worker.tell_all()
+    assert worker.copies(worker.name(3)) == {Tier.DEVICE: MAIN_KINDS, Tier.DISK: ALL}
+    purely_recurrent = int(Kind.CHECKPOINT)
+    worker.has(F, Place.DEVICE, 4, kinds=purely_recurrent)
+    worker.tell_all()
+    assert worker.copies(worker.name(4)) == {}
+
+
+def test_what_a_finished_turn_told_is_not_told_again() -> None:
+    worker = Worker()
+    for version, blocks in enumerate((2, 3, 5), start=1):
+        worker.has(S, Place.DEVICE, blocks, kinds=MAIN_KINDS)
+        worker.tell(busy=(S,))
+        worker.advance(S, version, blocks)
+    worker.tell_all()
+    assert not any(told.extents for told in worker.sent)
+    assert worker.copies(worker.name(5)) == {Tier.DEVICE: MAIN_KINDS}
+    assert worker.copies(worker.name(3)) == worker.copies(worker.name(2)) == {}
+
+
+def test_a_fork_keeps_what_its_parent_went_on_from_until_that_is_evicted() -> None:
+    worker = Worker()
+    worker.advance(S, 1, 2)
+    worker.has(S, Place.DEVICE, 2, kinds=MAIN_KINDS)
+    worker.ask(ask.Bind(F, OTHER, parent=S))
+    worker.tell_all()
+    worker.advance(S, 2, 4)
+    worker.has(S, Place.DEVICE, 4, kinds=MAIN_KINDS)
+    worker.tell_all()
+    assert worker.copies(worker.name(2)) == {Tier.DEVICE: MAIN_KINDS}
+    worker.inventory.gone(S, Place.DEVICE)
+    worker.tell_all()
+    assert worker.copies(worker.name(2)) == worker.copies(worker.name(4)) == {}
+    assert worker.publishing.lost_copies == 2, "the session stands on one, its fork on the other"
+
+
+def test_an_edited_history_is_gone_and_not_gone_on_from() -> None:
+    worker = Worker()
+    worker.advance(S, 1, 4)
+    worker.has(S, Place.DEVICE, 4, kinds=MAIN_KINDS)
+    worker.ask(ask.Bind(F, OTHER, parent=S))
+    worker.tell_all()
+    worker.advance(S, 2, 5, branch=1)
+    worker.has(S, Place.DEVICE, 5, branch=1, kinds=MAIN_KINDS)
+    worker.tell_all()
+    assert worker.copies(worker.name(4)) == {}
+    assert worker.copies(worker.name(5, branch=1)) == {Tier.DEVICE: MAIN_KINDS}
+    assert worker.publishing.lost_copies == 1
+
+
+def test_two_sessions_on_one_prefix_are_one_copy() -> None:
+    worker = Worker()
+    worker.ours = {S, F}
+    for session in (S, F):
+        worker.has(session, Place.DEVICE, 2)
+    worker.tell_all()
+    worker.inventory.gone(S, Place.DEVICE)
+    worker.tell_all()
+    assert worker.copies(worker.name(2)) == {Tier.DEVICE: ALL}
+    worker.inventory.gone(F, Place.DEVICE)
+    worker.tell_all()
+    assert worker.copies(worker.name(2)) == {}
+
+
+def test_a_directory_that_forgot_is_told_all_with_duties_and_groups() -> None:
+    worker = Worker()
+    worker.publishing.grouped(S, "repo")
+    worker.has(S, Place.DEVICE, 3, kinds=MAIN_KINDS)
+    worker.advance(S, 1, 3)
+    for number in range(2 * PART):
+        worker.has(SessionId(f"t{number}"), Place.HOST, 2, branch=number + 1)
+    worker.tell_all()
+    before = worker.ask(ask.Lookup((worker.name(3),)))
+    assert isinstance(before, ask.Found) and before.owner == UNIT
+    worker.directory.forget()
+    worker.ask(ask.Register(UNIT))
+    worker.publishing.forgotten()
+    worker.sent.clear()
+    assert worker.publishing.has_backlog
+    worker.tell_all()
+    assert not worker.publishing.has_backlog
+    assert [len(told.extents) for told in worker.sent] == [PART, PART, 1]
+    after = worker.ask(ask.Lookup((worker.name(3),)))
+    assert isinstance(after, ask.Found)
+    assert (after.owner, after.epoch, after.group) == (UNIT, before.epoch, "repo")
+    records = worker.directory.status().records
+    assert records is not None and records.prefixes == len(worker.publishing) == 2 * PART + 1
+    assert worker.ask(ask.FindGroup("repo")) == ask.GroupIs(((worker.name(3), 0),))
+
+
+def test_what_the_directory_did_not_take_goes_again_with_a_later_frame() -> None:
+    worker = Worker()
+    worker.has(S, Place.DISK, 2)
+    told = worker.publishing.next(seen=None, ours=(), busy=())
+    worker.publishing.answered(ask.Refused(ask.Refusal.UNREACHABLE))
+    assert not worker.publishing.has_backlog, "it does not spin"
+    assert worker.publishing.next(seen=None, ours=(), busy=()) == told
+    worker.tell_all()
+    assert worker.copies(worker.name(2)) == {Tier.DISK: ALL}
+
+
+def test_words_that_were_missed_are_made_good() -> None:
+    worker = Worker(gone_kept=2)
+    names = [SessionId(f"s{number}") for number in range(5)]
+    for number, session in enumerate(names):
+        worker.has(session, Place.DISK, 2, branch=number + 1)
+    worker.tell_all()
+    for session in names[:4]:
+        worker.inventory.gone(session, Place.DISK)
+    worker.tell_all()
+    known = [worker.copies(worker.name(2, branch=number + 1)) for number in range(5)]
+    assert known == [{}, {}, {}, {}, {Tier.DISK: ALL}]
+
+
+def test_who_leaves_asks_first_and_hears_what_is_the_last_copy() -> None:
+    worker = Worker()
+    worker.advance(S, 1, 3)
+    worker.has(S, Place.DISK, 3, kinds=MAIN_KINDS)
+    worker.has(F, Place.HOST, 5, branch=1)
+    worker.tell_all()
+    (drops,) = worker.publishing.leaving()
+    outcomes = Counter(type(one).__name__ for one in worker.directory.execute(drops))
+    assert outcomes == {"Dropped": 2, "Refused": 1}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_directory_knows_what_the_inventory_says(seed: int) -> None:
+    """Whatever came and went, in whatever order it was told: kinds, tiers and names agree, but for
+    former tips that forks stand on."""
+    rng = random.Random(seed)
+    worker = Worker(gone_kept=rng.choice((3, 4096)), has_kept=rng.choice((9, 16_384)))
+    sessions = [SessionId(f"s{number}") for number in range(6)]
+    worker.ours = set(sessions)
+    held: dict[tuple[str, str], PrefixHash] = {}
+    for _ in range(rng.randrange(1, 120)):
+        session, place = rng.choice(sessions), rng.choice(list(TIERS))
+        roll = rng.random()
+        if roll < 0.6:
+            blocks, branch = rng.randrange(1, 9), rng.randrange(3)
+            worker.has(session, place, blocks, branch=branch)
+            held[session, place.value] = worker.name(blocks, branch)
+        elif roll < 0.8:
+            worker.inventory.gone(session, place)
+        elif roll < 0.9:
+            worker.tell()
+        elif roll < 0.95:
+            worker.directory.forget()
+            worker.ask(ask.Register(UNIT))
+            worker.publishing.forgotten()
+    worker.tell_all()
+    said = {(word.session, word.tier) for word in worker.inventory}
+    expected: dict[PrefixHash, set[Tier]] = {}
+    for (name, place), prefix in held.items():
+        if (name, place) in said:
+            expected.setdefault(prefix, set()).add(TIERS[Place(place)])
+    for prefix in {worker.name(blocks, branch) for blocks in range(1, 9) for branch in range(3)}:
+        assert set(worker.copies(prefix)) == expected.get(prefix, set())
+    assert len(worker.publishing) == sum(map(len, expected.values()))
