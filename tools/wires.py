@@ -61,7 +61,6 @@ ACKNOWLEDGED = "an answer that asks for nothing: who hears it goes on as before"
 DEAD: dict[str, str] = {
     "ownerserve.kv.wire.rpc.Append": "W8: append by version",
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
-    "ownerserve.kv.wire.rpc.Released": ACKNOWLEDGED,
     "ownerserve.router.messages.Migrated": "W15: owners move",
     "ownerserve.router.messages.Noted": ACKNOWLEDGED,
     "ownerserve.store.mooncake.MooncakeBlobs": "W14: a worker's remote tier",

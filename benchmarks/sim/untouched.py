@@ -6,18 +6,11 @@ it keeps 2 to 5 % of a pool free.
 
 from __future__ import annotations
 
-from ownerserve.cache.hetero import HeteroCache
-from ownerserve.sim.nodeport import DeviceOnly
-from ownerserve.sim.worker import Node, Worker
+from ownerserve.sim.nodeport import SimNode
 
 
-class Untouched(DeviceOnly):
+class Untouched(SimNode):
     """A node that never looks at the watermarks."""
 
     def look(self, now: float) -> None:
         """Nothing is due."""
-
-
-def untouched(worker: Worker, cache: HeteroCache) -> Node:
-    """For sim.build.Parts."""
-    return Untouched(cache, started=worker.started)

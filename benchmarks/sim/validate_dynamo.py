@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import dynamo_side as dynamo  # noqa: E402
-from untouched import untouched  # noqa: E402
+from untouched import Untouched  # noqa: E402
 
 from ownerserve.cache.budget import ZERO_SLOTS  # noqa: E402
 from ownerserve.router.policies import dynamo as dynamo_policy  # noqa: E402
@@ -43,7 +43,7 @@ from ownerserve.trace.readers.base import Chainer  # noqa: E402
 from result import Row, report  # noqa: E402
 
 NAME = "Dynamo 1.6.1"
-AS_THEIRS = build.Parts(order=BlockLru, node=untouched)
+AS_THEIRS = build.Parts(order=BlockLru, node=Untouched)
 """Its mocker's blocks go as vLLM's do: the oldest read first, and only when room is wanted."""
 
 

@@ -32,7 +32,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT / "tests" / "vllm")]
 
 from lockstep import Case, Replayed, scaled  # noqa: E402
-from untouched import untouched  # noqa: E402
+from untouched import Untouched  # noqa: E402
 
 from ownerserve.cache.budget import ZERO_SLOTS  # noqa: E402
 from ownerserve.engines.hf.grid import chunk_end  # noqa: E402
@@ -197,7 +197,7 @@ def vllm_rows(folder: Path, scratch: Path) -> list[Row]:
     model = tiny.write_checkpoint("qwen3", scratch / "model")
 
     def ours(case: Case, fold: int) -> Replayed:
-        return simulated(case, Parts(node=untouched, order=BlockLru), longest_fold=fold)
+        return simulated(case, Parts(node=Untouched, order=BlockLru), longest_fold=fold)
 
     with Zygote(scratch) as zygote:
 

@@ -15,14 +15,17 @@ from itertools import count
 from typing import TYPE_CHECKING, ParamSpec, TypeAlias
 
 import msgspec
+from fault_net import Violation
 from fault_node import HUNG_UP, STALE_EPOCH, TICK_S, Job, Node
 
 from ownerserve.directory import messages as ask
-from ownerserve.directory.owner import Asks, Grant, OwnerState, Tip
+from ownerserve.directory.doors import GuardedOwner
+from ownerserve.directory.owner import Ask, Asks, Grant, OwnerState, Tip
 from ownerserve.directory.rules import Kind, Tier
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.events import Arrived
 from ownerserve.router.messages import Failure, Receipt
 
@@ -55,7 +58,10 @@ class Process:
     def __init__(self, world: World, unit: RoutingUnit) -> None:
         self.world = world
         self.unit = unit
-        self.owner = OwnerState(unit)
+        self.guarded = GuardedOwner(OwnerState(unit))
+        self.owner = self.guarded.owner
+        self.heard: dict[SessionId, Epoch] = {}
+        """The highest epoch of each session that came here, whoever brought it."""
         self.dead = False
         self.paused = False
         self.node = Node(world.net, world.bad, world.store_of(unit.worker), life=self)
@@ -100,11 +106,17 @@ class Process:
         for one in asks:
             if isinstance(one.request, ask.Advance):
                 self.world.told_of(one.request)
-            self.world.net.send(partial(self.world.asked, self, one.number, one.request))
+            self.world.net.send(partial(self.world.asked, self, one))
 
-    def answered(self, number: int, outcome: ask.Outcome) -> None:
+    def answered(self, asked: Ask, outcome: ask.Outcome) -> None:
         self.world.touched.append(self)  # only an answer makes it an owner
-        self.send(self.owner.answered(number, outcome, self.world.net.now_s))
+        match asked.request, outcome:
+            case (ask.Bind() | ask.Transfer() as request, ask.Bound() | ask.HeldBy()):
+                self._hears(request.session_id, outcome.epoch)
+            case (ask.Bind() | ask.Transfer() | ask.Advance() as request, ask.Conflict(current)):
+                self._hears(request.session_id, current.epoch)
+        self.send(self.guarded.answered(asked, outcome, self.world.net.now_s))
+        self._look_at_grants()
         parked, self._parked = self._parked, []
         for client, request, caller in parked:
             if isinstance(self.owner.may_serve(client[0], self.world.net.now_s), Grant):
@@ -117,16 +129,32 @@ class Process:
         """Turns that are here and not done."""
         return len(self._busy) + len(self._queue)
 
-    def turn(self, client: Client, request: str, caller: Caller | None) -> None:
-        """Serve it, or try to become its owner. The client asks again until it hears."""
+    def _hears(self, session_id: SessionId, epoch: Epoch) -> None:
+        self.heard[session_id] = max(self.heard.get(session_id, epoch), epoch)
+
+    def _look_at_grants(self) -> None:
+        """Nothing is owned under an epoch below one that was heard of."""
+        for session_id, grant in self.owner.grants.items():
+            if grant.epoch < self.heard.get(session_id, grant.epoch):
+                raise Violation(f"{self.unit} owns {session_id} below what it has heard")
+
+    def turn(
+        self, client: Client, request: str, caller: Caller | None, *, epoch: Epoch | None = None
+    ) -> None:
+        """Serve it, or try to become its owner. The client asks again until it hears. `epoch`: the
+        highest that its router knows."""
         session_id = client[0]
         now_s = self.world.net.now_s
         if caller is not None and caller[2] != self.unit:
             self._refuse(caller)
             return
+        if epoch is not None:
+            self._hears(session_id, epoch)
+            self.guarded.hear(session_id, epoch)
+            self._look_at_grants()
         grant = self.owner.may_serve(session_id, now_s)
         if not isinstance(grant, Grant):
-            self.send(self.owner.want(session_id, now_s))
+            self.send(self.guarded.came(session_id, now_s))
             if len(self._parked) < PARKED_MAX:
                 self._parked.append((client, request, caller))
             return
@@ -137,7 +165,8 @@ class Process:
         if opened is None or opened.epoch != grant.epoch:
             later = journal.open(self.unit, grant.epoch)
             if later is not None:
-                self.owner.fenced(session_id, later)
+                self._hears(session_id, later)
+                self.guarded.hear(session_id, later)
                 return
             self._opened[session_id] = grant
             self._length[session_id] = len(journal.done)
@@ -239,9 +268,8 @@ class Process:
     def _written(self, serving: Serving, later: Epoch | None, length: int) -> None:
         session_id, grant = serving.client[0], serving.grant
         if later is not None:
-            mine = self.owner.grants.get(session_id)
-            if mine is not None and mine.epoch == grant.epoch:
-                self.owner.fenced(session_id, later)
+            self._hears(session_id, later)
+            self.guarded.hear(session_id, later)
             return
         for router, receipt, _ in self._callers.pop(serving.request, ()):
             self.world.net.send(partial(router.answered, receipt, 1000 + 25 * length))
@@ -259,21 +287,26 @@ class Process:
                 self.turn(client, request, None)
                 return
 
-    def hand_over(self) -> None:
-        """A migration: some session to some other life that is there (or was)."""
-        mine = sorted(self.owner.grants)
-        others = [one.unit for one in self.world.processes if one is not self]
-        if mine and others:
-            rng = self.world.net.rng
-            chosen = rng.choice(mine)
-            self.send(self.owner.hand_over(chosen, rng.choice(others), self.world.net.now_s))
+    def release(self, session_id: SessionId, epoch: Epoch, target: RoutingUnit) -> None:
+        """A turn was done at the target, says a router that knows the session under `epoch`."""
+        heard = self.heard.get(session_id, epoch)
+        self._hears(session_id, epoch)
+        leaving = self.guarded.release(session_id, epoch, target, now_s=self.world.net.now_s)
+        self._look_at_grants()
+        if isinstance(leaving, WorkerRefusal):
+            self.world.counts[f"release {leaving.value}"] += 1
+            return
+        if epoch < heard:
+            raise Violation(f"{self.unit} gave {session_id} up under an epoch below {heard}")
+        self.world.counts["hand-overs"] += 1
+        self.send(leaving)
 
     def end(self) -> None:
         """Give a session up, as after a long idle time; its clients come back all the same."""
         mine = sorted(self.owner.grants)
         if mine:
             chosen = self.world.net.rng.choice(mine)
-            self.send(self.owner.end(chosen, self.world.net.now_s))
+            self.send(self.guarded.over(chosen, self.world.net.now_s))
 
     def keep_prefixes(self) -> None:
         """Publish, drop, advance: at once, as an owner on the same host would."""
@@ -292,7 +325,7 @@ class Process:
         elif isinstance(grant, Grant) and rng.random() < 0.6:
             if tokens > grant.tokens:
                 tip = Tip(prefix_hash, tokens, kinds=Kind.DENSE)
-                self.send(self.owner.finished(session_id, tip, now_s))
+                self.send(self.guarded.left(session_id, tip, now_s))
         elif now_s < world.pledged.get((prefix_hash, self.unit), 0.0):
             pass  # a report that is still on its way would bring the copy back into the record
         elif isinstance(world.ask_now(ask.Drop(prefix_hash, *place[:2])), ask.Dropped):

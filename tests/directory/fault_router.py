@@ -121,10 +121,14 @@ class Router:
             raise Violation(f"{call.request} was sent to {outcome.worker}, which is down")
         target = RoutingUnit(outcome.worker, 0, worker.incarnation)
         net, receipt = self.world.net, outcome.receipt
-        net.send(partial(self._arrives, receipt, call, target))
+        session = self.state.sessions.get(call.client[0])
+        epoch = None if session is None else session.epoch
+        net.send(partial(self._arrives, receipt, call, target, epoch))
         net.after(FIRST_BYTE_S, partial(self._no_byte, receipt))
 
-    def _arrives(self, receipt: Receipt, call: Call, target: RoutingUnit) -> None:
+    def _arrives(
+        self, receipt: Receipt, call: Call, target: RoutingUnit, epoch: Epoch | None
+    ) -> None:
         """At whoever lives at the worker's address now."""
         process = next(
             (one for one in self.world.processes if one.unit.worker == target.worker), None
@@ -132,7 +136,8 @@ class Router:
         if process is None or process.dead:
             self.world.net.send(partial(self.failed, receipt, Failure.CONNECT))
         else:
-            process.deliver(process.turn, call.client, call.request, (self, receipt, target))
+            caller = (self, receipt, target)
+            process.deliver(process.turn, call.client, call.request, caller, epoch=epoch)
 
     def _hang_up(self, receipt: Receipt, call: Call) -> None:
         for process in self.world.processes:

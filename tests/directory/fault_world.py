@@ -27,9 +27,9 @@ from fault_router import Router
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.decide import seen_of
-from ownerserve.directory.owner import Grant
+from ownerserve.directory.owner import Ask, Grant
 from ownerserve.directory.state import DirectoryState
-from ownerserve.kv.epoch import Term
+from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 
@@ -61,6 +61,8 @@ class World:
         """Copies that a report on its way tells of, and until when it may come."""
         # Two turns of a session at a time, as forks and impatient clients make them.
         self.clients = [(name, number) for name in self.sessions for number in range(2)]
+        self.epochs: dict[SessionId, list[Epoch]] = {name: [] for name in self.sessions}
+        """All that were granted, in order."""
         self.open: dict[Client, str] = {}
         self.finished: dict[Client, int] = dict.fromkeys(self.clients, 0)
         self._requests = count()
@@ -153,11 +155,13 @@ class World:
     def _is_open(self) -> bool:
         return self.net.now_s >= self.state.open_at_s
 
-    def asked(self, process: Process, number: int, request: ask.Request) -> None:
+    def asked(self, process: Process, asked: Ask) -> None:
         if self.net.now_s < self.away_until_s:
             return
-        outcome = self.ask_now(request)
-        self.net.send(partial(process.deliver, process.answered, number, outcome))
+        outcome = self.ask_now(asked.request)
+        if isinstance(outcome, ask.Bound) and isinstance(asked.request, ask.Bind | ask.Transfer):
+            self.epochs[asked.request.session_id].append(outcome.epoch)
+        self.net.send(partial(process.deliver, process.answered, asked, outcome))
 
     def told_of(self, moved: ask.Advance) -> None:
         """A report is on its way: an old one may come late, after a later one."""
@@ -292,17 +296,32 @@ class World:
             case 9 if not victim.dead and not victim.paused:
                 self.counts["ends"] += 1
                 victim.deliver(victim.end)
-            case 5 | 6 | 7 if not victim.dead and not victim.paused:
-                self.counts["hand-overs"] += 1
-                victim.deliver(victim.hand_over)
-
+            case 5 | 6 | 7:
+                self._release()
             case 11 | 12 if not victim.dead and not victim.paused:
                 victim.node.press()
             case 13 if not victim.dead:
                 victim.node.lose_record()
 
+    def _release(self) -> None:
+        """A router that knows the owner, or one of before, says that a turn was done elsewhere,
+        at a life that is there (or was). Its word may come late, after others."""
+        rng = self.net.rng
+        name = rng.choice(self.sessions)
+        owners = [one for one in self.processes if name in one.owner.grants]
+        owner = owners[0] if owners and rng.random() < 0.9 else rng.choice(self.processes)
+        others = [one.unit for one in self.processes if one is not owner]
+        grant = owner.owner.grants.get(name)
+        is_known = grant is not None and rng.random() < 0.7
+        epochs = [grant.epoch] if grant is not None and is_known else self.epochs[name]
+        if epochs:
+            release = partial(owner.release, name, rng.choice(epochs), rng.choice(others))
+            self.net.send(partial(owner.deliver, release))
+
     def _work(self) -> None:
         self.net.after(self.net.rng.uniform(0.05, 0.3), self._work)
+        if self.net.now_s < self.net.heal_s and self.net.rng.random() < 0.1:
+            self._release()
         chosen = self.net.rng.choice(self.processes)
         if self.net.now_s >= self.away_until_s and not chosen.dead and not chosen.paused:
             chosen.keep_prefixes()

@@ -25,7 +25,7 @@ import fault_world
 from fault_world import World, play
 
 from ownerserve.directory import checks
-from ownerserve.directory.doors import Doors
+from ownerserve.directory.doors import Doors, GuardedOwner
 from ownerserve.directory.owner import Ask, OwnerState
 from ownerserve.kv.epoch import Term
 from ownerserve.kv.errors import OwnerServeError
@@ -187,7 +187,11 @@ MUTATIONS = (
     without(Instead(Fleet, "find", any_life)),
     without(Instead(Candidates, "without", lambda candidates, tried: candidates)),
     without(Instead(Worker, "take", nothing)),
+    # The door's
     without(Instead(Doors, "above", nothing)),
+    without(Instead(Doors, "hear", nothing)),
+    without(Instead(GuardedOwner, "_is_stale", no)),
+    without(Instead(GuardedOwner, "_void_below", nothing)),
     without(Instead(fault_world.World, "new_term", same_term)),
     # The node's
     without(Instead(Restores, "overdue", never_due)),

@@ -49,6 +49,9 @@ def test_schedules_are_no_idle_talk() -> None:
     counts = sum((world.counts for world in worlds), Counter[str]())
     assert counts["of them resumed"] > 100 and counts["restore loaded"] > 10
     assert counts["given up stale_epoch"] and counts["turns that died"]
+    assert (
+        counts["hand-overs"] > 20 and counts["release stale_epoch"] and counts["release not_owner"]
+    )
 
 
 def test_a_run_is_the_same_on_any_number_of_processes() -> None:

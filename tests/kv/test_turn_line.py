@@ -28,7 +28,7 @@ UNIT = RoutingUnit(WorkerId("10.0.0.1:8100"), 3, Incarnation(1_700_000_000_000_0
         TurnLine(),
         TurnLine(name=NAME),
         TurnLine(target=UNIT),
-        TurnLine(name=NAME, epoch=Epoch(Term(3, (1 << 48) - 1), 7)),
+        TurnLine(name=NAME, epoch=Epoch(Term(3, (1 << 48) - 1), 7), version=0),
         TurnLine(name=NAME, parent=PARENT, group=GROUP, final=True, target=UNIT),
     ],
 )
@@ -52,7 +52,7 @@ def test_the_words_on_the_wire_are_these() -> None:
 
 
 def test_what_a_later_version_adds_is_passed_over() -> None:
-    assert decode(f'{{"name":"{NAME}","version":3,"verb":"serve"}}') == TurnLine(name=NAME)
+    assert decode(f'{{"name":"{NAME}","nonce":3,"verb":"serve"}}') == TurnLine(name=NAME)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,8 @@ def test_what_a_later_version_adds_is_passed_over() -> None:
         (f'{{"epoch":[[{1 << 48},2],1]}}', f"{HEADER}.epoch"),
         (f'{{"epoch":[[1,2],{1 << 70}]}}', f"{HEADER}.epoch"),
         ('{"epoch":[[1,2],-1]}', f"{HEADER}.epoch"),
+        ('{"version":-1}', f"{HEADER}.version"),
+        ('{"version":"3"}', f"{HEADER}.version"),
         ('{"target":"w/0/1"}', f"{HEADER}.target"),
         ('{"target":["w",0]}', f"{HEADER}.target"),
         ('{"target":["w",0,"1"]}', f"{HEADER}.target[2]"),

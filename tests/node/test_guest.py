@@ -28,10 +28,12 @@ from ownerserve.node.events import (
     Gone,
     Kept,
     NotFetched,
+    NotKept,
     Offer,
     Pin,
     Placed,
     RestoreOutcome,
+    SessionOver,
     Start,
     Tick,
 )
@@ -39,6 +41,7 @@ from ownerserve.node.guest import GuestState
 from ownerserve.node.records import RecordNames
 from ownerserve.node.saves import Capture, Saves
 from ownerserve.node.settings import NodeSettings
+from ownerserve.node.tips import Tip, ids_of, standing
 from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults
@@ -408,3 +411,66 @@ def test_a_preempted_turn_is_looked_up_again_and_saves_nothing_twice() -> None:
     assert guest.ask(0) is None, "no point was saved: it computes"
     again = guest.compute(PROMPT, 130, 200)
     assert copies(again) == [("swa", 192, 192), ("dense", 128, 192)]
+
+
+def left_by(guest: Guest) -> list[Tip]:
+    left, guest.state.saves.left = guest.state.saves.left, []
+    return left
+
+
+def test_where_a_turn_left_its_session_is_told_once_all_its_copies_are_answered_for() -> None:
+    guest = Guest()
+    guest.arrive(PROMPT)
+    effects = guest.handle(Computing(TURN, 0, 200)) + guest.handle(Ended(TURN, 0, 200, 200))
+    *first, last = [effect.errand for effect in effects if isinstance(effect, Copy)]
+    for errand in first:
+        guest.handle(Kept(errand))
+    assert left_by(guest) == []
+    guest.handle(NotKept(last))
+    [tip] = left_by(guest)
+    copied = {effect.meta.id for effect in effects if isinstance(effect, Copy)}
+    assert (tip.session_id, tip.depth, set(ids_of(guest.state.names, tip))) == (SESSION, 12, copied)
+    guest.handle(Kept(last))
+    assert left_by(guest) == [], "an answer that comes twice tells nothing"
+
+
+def test_a_turn_that_has_nothing_new_to_copy_tells_where_it_left_its_session() -> None:
+    guest = stored_guest(PROMPT)
+    [tip] = left_by(guest)
+    guest.arrive([*PROMPT[:192], 1])
+    guest.handle(Computing(TURN, 192, 193))
+    assert copies(guest.handle(Ended(TURN, 192, 193, 193))) == []
+    assert left_by(guest) == [tip]
+
+
+def test_a_session_that_has_ended_is_told_no_more() -> None:
+    guest = Guest()
+    guest.arrive(PROMPT)
+    effects = guest.handle(Computing(TURN, 0, 200)) + guest.handle(Ended(TURN, 0, 200, 200))
+    guest.handle(SessionOver(SESSION))
+    guest.keep(effects)
+    assert left_by(guest) == []
+
+
+def test_a_tenants_session_is_looked_for_under_its_own_names() -> None:
+    guest = Guest()
+    salt = b"s" * 32
+    [find] = guest.handle(Arrived(TURN, SESSION, pack(PROMPT), tenant=salt))
+    assert isinstance(find, Find)
+    guest.handle(Found(find.errand, {}))
+    effects = guest.keep(guest.handle(Computing(TURN, 0, 200)))
+    effects += guest.keep(guest.handle(Ended(TURN, 0, 200, 200)))
+    [tip] = left_by(guest)
+    assert set(ids_of(guest.state.names, tip)) == guest.stored.keys()
+    assert standing(guest.state.names, tip, frozenset(guest.stored), can_replay=False).depth == 12
+
+
+def test_what_is_given_up_is_waited_for_by_nobody() -> None:
+    guest = Guest()
+    guest.arrive(PROMPT)
+    effects = guest.handle(Computing(TURN, 0, 200))
+    assert len(guest.state.saves) == len(copies(effects)) > 0
+    guest.state.saves.give_up()
+    assert len(guest.state.saves) == 0
+    guest.keep(effects)
+    assert left_by(guest) == []

@@ -169,7 +169,8 @@ def test_a_fault_of_ours_is_told_and_gives_the_receipt_back(
         client = await world.client()
         with monkeypatch.context() as patch:
             if task == "look_up":
-                finder = SessionFinder(EmbeddedDirectory(ManualClock(), TermFile()), tell=print)
+                nobody = EmbeddedDirectory(ManualClock(), TermFile())
+                finder = SessionFinder(nobody, gateway.lives, tell=print)
                 patch.setattr(gateway, "finder", finder)
                 patch.setattr(finder, "look_up", _broken)
             elif task == "ask":
@@ -241,7 +242,7 @@ def test_a_fault_while_a_worker_is_looked_after_is_logged_and_it_is_probed_on(
             if part == "answer":
                 patch.setattr("ownerserve.router.gateway.health.read_status", fails)
             else:
-                patch.setattr(world.gateway.places, "learn", fails)
+                patch.setattr(world.gateway.lines, "learn", fails)
             await until(lambda: any(line.exc_info for line in caplog.records))
         await until(lambda: world.gateway.state.fleet.up)
         await engine.kill()

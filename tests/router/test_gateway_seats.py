@@ -7,6 +7,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from ownerserve.router.gateway import service
 from ownerserve.router.messages import Down, WorkerDown, WorkerUp
 from ownerserve.router.profile import Profile
 from ownerserve.router.seats import SeatSettings
@@ -52,6 +55,21 @@ def test_a_new_session_waits_until_another_is_over(play: Play) -> None:
         world.gateway.lobby.seats.check()
 
     play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
+
+
+def test_nobody_waits_beyond_the_patience(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session inside never goes; who waits is served all the same, and counted."""
+    monkeypatch.setattr(service, "SWEEP_INTERVAL_S", 0.05)
+
+    async def scenario(world: World) -> None:
+        small(world)
+        client = await world.client()
+        assert (await client.post(CHAT, ONE, x__session__id="a")).status == 200
+        assert (await client.post(CHAT, OTHER, x__session__id="b")).status == 200
+        assert world.gateway.lobby.seats.impatient == 1
+
+    patient = SeatSettings(share=1.0, growth_tokens=0, patience_s=0.3)
+    play(scenario, engines=1, seats=patient, health_interval_s=60.0)
 
 
 def test_small_sessions_enter_a_small_worker_that_states_its_memory(play: Play) -> None:

@@ -427,10 +427,11 @@ class AnyOrder(RuleBasedStateMachine):
           by=st.sampled_from([-1, 1]))  # fmt: skip
     def claim(self, session: SessionId, worker: str, by: int) -> None:
         facts = self.facts.setdefault(session, Facts())
-        self.fleet.tell(Claimed(session, unit(worker, self.lives[worker]), epoch(self.epoch + by)))
-        known = self.fleet.state.sessions.get(session)
-        assert known is not None and known.epoch is not None
-        if known.epoch == epoch(self.epoch + by):
+        known, told = self.fleet.state.sessions.get(session), epoch(self.epoch + by)
+        before = None if known is None else known.epoch
+        is_lost = known is None or known.live_home is None
+        self.fleet.tell(Claimed(session, unit(worker, self.lives[worker]), told))
+        if before is None or told > before or (told == before and is_lost):
             facts.owner = Held(worker, self.lives[worker])
         self.epoch += max(by, 0)
 
@@ -470,3 +471,19 @@ def _held(worker: object, life: int) -> Held | None:
 
 AnyOrder.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestAnyOrder = AnyOrder.TestCase
+
+
+def test_an_epoch_that_is_heard_again_moves_no_session_that_has_a_home() -> None:
+    """An answer of the owner to an earlier turn is late: the newest turn runs elsewhere."""
+    fleet = Fleet()
+    fleet.turn("w0")
+    fleet.tell(Claimed(S, unit("w0"), epoch(5), 1))
+    fleet.turn("w1")
+    fleet.tell(Claimed(S, unit("w0"), epoch(5), 2))
+    assert fleet.places() == ("w1", "w1")
+    known = fleet.state.sessions.get(S)
+    assert known is not None and known.grant is not None
+    assert (known.grant.owner.id, known.grant.version) == ("w0", 2)
+    fleet.tell(WorkerDown(w1, Down.UNHEALTHY))
+    fleet.tell(Claimed(S, unit("w0"), epoch(5), 2))
+    assert fleet.places() == ("w0", "w0")

@@ -15,7 +15,8 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.messages import WorkerUp
 from ownerserve.router.profile import Profile
-from ownerserve.router.seats import ENTER, Enter, Seats, SeatSettings, Wait
+from ownerserve.router.rooms import room_tokens
+from ownerserve.router.seats import ENTER, Enter, Seats, SeatSettings, Ticket, Wait
 from ownerserve.router.worker import Load, Worker
 
 KNOWN = Profile(speed=PLAIN.speed, kv_bytes_total=100_000_000)
@@ -360,3 +361,84 @@ class SeatsPlay(RuleBasedStateMachine):
 
 SeatsPlay.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestSeatsPlay = SeatsPlay.TestCase
+
+
+class IdlePlay(RuleBasedStateMachine):
+    """Three workers, of which some do nothing: who waits, and who of them is let in first.
+
+    A session that is let in runs where a router would send it: at an idle worker that has room.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room, self.workers = idle_seats(*[KNOWN] * 3, rules=SeatSettings(patience_s=45.0))
+        self.now = 0.0
+        self.line: dict[Ticket, tuple[str, int, float]] = {}
+        self.live: dict[str, tuple[Worker, Load]] = {}
+        self.count = 0
+
+    def nobodys(self) -> list[Worker]:
+        """Idle workers at which no session lives."""
+        return [one for one in self.workers if not one.batch and not one.bound_sessions]
+
+    def fits(self, tokens: int) -> bool:
+        return any(tokens <= room_tokens(worker) for worker in self.nobodys())
+
+    def begin(self, name: str, tokens: int) -> None:
+        idle = [w for w in self.workers if not w.batch and room_tokens(w) >= tokens]
+        nobodys = [w for w in idle if not w.bound_sessions]
+        worker = (nobodys or idle or self.workers)[0]
+        work = Load(self.now, 0, tokens)
+        worker.add(work)
+        worker.bound_sessions += 1
+        self.live[name] = worker, work
+
+    def let_in(self) -> None:
+        free = len(self.nobodys())
+        for ticket in self.room.due(self.now):
+            name, tokens, until_s = self.line[ticket]
+            before = [other for other in self.line if other < ticket]
+            if before and until_s > self.now:
+                assert not any(self.fits(self.line[other][1]) for other in before), "not the first"
+            del self.line[ticket]
+            self.begin(name, tokens)
+        assert free == 0 or len(self.nobodys()) <= free
+
+    @rule(tokens=st.sampled_from([10, 60_000, 90_000, 150_000]))
+    def a_session_comes(self, tokens: int) -> None:
+        self.count += 1
+        name, fits = f"n{self.count}", self.fits(tokens)
+        answer = self.room.ask(s(name), tokens, parent=None, now_s=self.now)
+        if isinstance(answer, Enter):
+            self.begin(name, tokens)
+        else:
+            assert self.line or not fits, "it waits beside a worker that does nothing"
+            self.line[answer.ticket] = name, tokens, self.now + 45.0
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), is_over=st.booleans())
+    def a_turn_ends(self, data: st.DataObject, is_over: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        worker, work = self.live.pop(name)
+        worker.take(work)
+        self.room.ended(s(name), 0, self.now)
+        if is_over:
+            worker.bound_sessions -= 1
+            self.room.over(s(name))
+        self.let_in()
+
+    @rule(passed_s=st.floats(0.0, 100.0))
+    def time_passes(self, passed_s: float) -> None:
+        self.now += passed_s
+        self.let_in()
+
+    @invariant()
+    def nobody_who_fits_an_idle_worker_waits_and_nobody_beyond_the_patience(self) -> None:
+        self.room.check()
+        for _, tokens, until_s in self.line.values():
+            assert until_s > self.now
+            assert not self.fits(tokens)
+
+
+IdlePlay.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestIdlePlay = IdlePlay.TestCase

@@ -130,7 +130,7 @@ def test_a_session_finds_its_owner_through_either_gateway(kind: str, tmp_path: P
         assert second.headers["x-ownerserve-reason"] == "owner"
         assert int(second.headers["x-ownerserve-cached-tokens"]) > 100
         asked = "ownerserve_directory_answers_total"
-        assert counted(admin, asked) == counted(admin, asked + '{answer="sessionis"}') == 1
+        assert counted(admin, asked) == counted(admin, asked + '{answer="session_is"}') == 1
         assert sum(counted(worker, "ownerserve_sessions_owned") for worker in workers) == 1
         # A directory that is lost costs no turn: both go by what they know.
         shared.kill()

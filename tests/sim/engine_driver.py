@@ -7,16 +7,26 @@ from collections.abc import Callable
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Component, Extent, Layout
 from ownerserve.cache.pressure import Watermarks
+from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import pack
+from ownerserve.node.records import RecordNames
+from ownerserve.node.settings import NodeSettings
+from ownerserve.node.state import NodeState
+from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
+from ownerserve.plan.cost.model import CostModel, Defaults
+from ownerserve.plan.inputs import FULL_ABILITIES, ModelState
+from ownerserve.plan.restore import Planner
+from ownerserve.plan.swa.zero import Zero
 from ownerserve.sim.batch import FOLD_MAX, Limits, NodeHooks
 from ownerserve.sim.engine import Engine
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.media import duplex
-from ownerserve.sim.nodeport import DeviceOnly
+from ownerserve.sim.nodeport import SimNode
 from ownerserve.sim.pace import Pace
 from ownerserve.sim.sequence import Sequence, sequence_of
+from ownerserve.sim.store import SimStore
 from ownerserve.sim.turns import Turn
 from ownerserve.sim.worker import Machine, Worker
 
@@ -116,6 +126,34 @@ class EngineDriver:
             assert len(self.steps) < 10_000, "it never ends"
 
 
+def bare_node(cache: HeteroCache, worker: Worker) -> SimNode:
+    """The node of a worker that keeps state on its device alone."""
+    layout = cache.layout
+    identity = Identity(
+        model_id="round",
+        weights="none",
+        tokenizer="none",
+        spec_digest=bytes(32),
+        numerics=Numerics("none"),
+        tenant_salt=bytes(32),
+    )
+    state = NodeState(
+        cache,
+        RecordNames(identity, layout, engine="round/1", blocks=1),
+        planner=Planner(
+            ModelState(layers=1, block_tokens=layout.block_tokens, range_bytes_per_token=64.0),
+            FULL_ABILITIES,
+        ),
+        costs=CostModel(Defaults("round", Coefficients(10.0, 1.0, 0.0), {})),
+        settings=NodeSettings(below=frozenset()),
+        policy=Zero(),
+    )
+    store, pcie = SimStore(()), duplex("pcie", Medium(0.0, 1.0))
+    return SimNode(
+        state, store, pcie, at=worker.later, started=worker.started, checkpoint=worker.checkpoint
+    )
+
+
 class WorkerDriver:
     """One worker on a heap; it hears what its listener would."""
 
@@ -128,8 +166,7 @@ class WorkerDriver:
 
         def machine(worker: Worker) -> Machine:
             engine = make()
-            node = DeviceOnly(engine._cache, started=worker.started, checkpoint=worker.checkpoint)
-            return Machine(engine._cache, engine, node)
+            return Machine(engine._cache, engine, bare_node(engine._cache, worker))
 
         nic = duplex("nic", Medium(1.0, 1000.0))
         self.worker = Worker(0, self.heap, machine, nic=nic, unit_tokens=U, listener=self)

@@ -16,7 +16,7 @@ from ownerserve.kv.prefix import TOKEN_BYTES, pack
 from ownerserve.kv.registry import build as spec_of
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.units import GIB
-from ownerserve.node.events import Arrived, Ended, RestoreReport
+from ownerserve.node.events import Arrived, Ended, RestoreOutcome, RestoreReport
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.inputs import Tier
@@ -134,6 +134,8 @@ class SimNodeDriver:
     ) -> Ran:
         now, prompt = self.heap.now, len(ids)
         report = self.node.state.report(turn_id)
+        if report is None and not self.store.tiers:
+            report = RestoreReport(RestoreOutcome.RESIDENT, None, waited_s)
         assert report is not None
         resume = self.node.resume(pack(ids))
         begun = self.cache.begin(Turn(turn_id, SessionId(session), pack(ids)), now, resume=resume)

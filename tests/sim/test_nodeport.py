@@ -21,7 +21,7 @@ from ownerserve.plan.inputs import Tier
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.layout import slots_for, unit_model
 from ownerserve.sim.media import duplex
-from ownerserve.sim.nodeport import DeviceOnly, make_node, unit_settings
+from ownerserve.sim.nodeport import make_node, unit_settings
 from ownerserve.store.placement import OnEviction, Placement, WriteBack
 
 LONG = 512
@@ -252,12 +252,28 @@ def test_what_is_written_back_is_on_the_drive_later(drivers: list[SimNodeDriver]
 
 
 def test_without_a_store_a_turn_starts_with_what_the_device_has() -> None:
-    driver = SimNodeDriver((host(), disk()))
-    started: list[TurnId] = []
-    node = DeviceOnly(driver.cache, started=lambda turn_id, now: started.append(turn_id))
+    driver = SimNodeDriver(())
     prompt = pack(driver.fresh(40))
-    node.handle(Arrived(TurnId("x"), SessionId("s"), prompt), 1.0)
-    assert started == ["x"] and node.resume(prompt) is None
+    driver.node.handle(Arrived(TurnId("x"), SessionId("s"), prompt), 1.0)
+    assert driver.started == {"x": 1.0} and driver.node.resume(prompt) is None
+    assert driver.node.report(TurnId("x")) is None and not driver.node.stored_units(prompt)
+
+
+def test_without_a_store_what_the_device_holds_is_told_and_short_room_is_evicted() -> None:
+    driver = SimNodeDriver((), hbm_bytes=8 * GIB)
+    cache = driver.cache
+    cache.pressure.watermarks = Watermarks(low=0.3, high=0.5)
+    blocks = cache.rooms.blocks.capacity // 3
+    for name in ("a", "b", "c"):
+        driver.turn(name, driver.fresh(blocks * driver.block))
+        driver.node.look(driver.heap.now)
+    assert cache.rooms.blocks.free >= 0.3 * cache.rooms.blocks.capacity
+    told = sum(word.tokens for word in driver.node.inventory)
+    used = cache.rooms.blocks.capacity - cache.rooms.blocks.free
+    assert 0 < told <= used * driver.block, "what went is told"
+    driver.rest(1000.0)
+    assert not driver.node.state.is_busy and not driver.pcie.out.moved_bytes
+    driver.check()
 
 
 def test_a_cache_of_another_model_is_refused() -> None:

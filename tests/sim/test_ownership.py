@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from fleet_driver import agents, ready, setup
@@ -11,11 +12,10 @@ from ownerserve.directory.owner import Grant, Tip
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.node.ownership import FLUSH_S
-from ownerserve.router.messages import Claimed
+from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.ownership import LEASE_S, Ownership
 from ownerserve.sim.turns import prefix_name
-from ownerserve.sim.worker import Worker
 
 DELAY_S = 0.002
 ASKED_S = FLUSH_S + DELAY_S
@@ -47,7 +47,10 @@ class Fleet:
         self.until(when_s + SETTLED_S)
 
     def comes(self, unit: RoutingUnit, when_s: float) -> None:
-        self.at(when_s, lambda now: self.ownership.came(S, unit, parent=None, now=now))
+        self.at(when_s, partial(self._comes, unit))
+
+    def _comes(self, unit: RoutingUnit, now: float) -> None:
+        self.ownership.came(S, unit, parent=None, epoch=None, now=now)
 
     def leaves(self, unit: RoutingUnit, when_s: float, *, tokens: int = 640) -> None:
         tip = Tip(prefix_name(tokens.to_bytes(4, "little")), tokens)
@@ -72,7 +75,7 @@ def fleet() -> Fleet:
 
 def test_the_first_worker_owns_the_session_after_a_flush_and_a_round_trip(fleet: Fleet) -> None:
     fleet.until(1.0)
-    fleet.ownership.came(S, W0, parent=None, now=1.0)
+    fleet.ownership.came(S, W0, parent=None, epoch=None, now=1.0)
     fleet.until(1.0 + ASKED_S - 0.001)
     assert fleet.standing(W0) is None, "its turn is served meanwhile, and its answer says nothing"
     fleet.until(1.0 + ASKED_S)
@@ -86,10 +89,10 @@ def test_a_turn_elsewhere_is_a_guests_until_the_owner_hands_over(fleet: Fleet) -
     fleet.comes(W1, 2.0)
     owned = fleet.standing(W0)
     assert owned is not None and fleet.standing(W1) is None
-    claimed = Claimed(S, W0, owned.epoch)
-    assert fleet.ownership.hand_over(claimed, W1, 3.0)
+    asked = AskRelease(S, W0, owned.epoch, W1)
+    assert fleet.ownership.release(asked, 3.0) is ReleaseEnd.RELEASED
     assert fleet.standing(W0) is None, "it has stopped before it asks"
-    assert not fleet.ownership.hand_over(claimed, W1, 3.0), "nor is it asked twice"
+    assert fleet.ownership.release(asked, 3.0) is ReleaseEnd.NOT_OWNER, "nor is it asked twice"
     fleet.comes(W1, 4.0)
     moved = fleet.standing(W1)
     assert moved is not None and moved.epoch > owned.epoch
@@ -99,9 +102,10 @@ def test_a_session_is_not_handed_over_under_another_epoch(fleet: Fleet) -> None:
     fleet.comes(W0, 1.0)
     owned = fleet.standing(W0)
     assert owned is not None
-    fleet.ownership.hand_over(Claimed(S, W0, owned.epoch), W1, 2.0)
+    fleet.ownership.release(AskRelease(S, W0, owned.epoch, W1), 2.0)
     fleet.comes(W1, 3.0)
-    assert not fleet.ownership.hand_over(Claimed(S, W1, owned.epoch), W0, 4.0)
+    late = AskRelease(S, W1, owned.epoch, W0)
+    assert fleet.ownership.release(late, 4.0) is ReleaseEnd.NOT_OWNER
     assert fleet.standing(W1) is not None
 
 
@@ -177,46 +181,42 @@ def test_what_moves_is_let_go_by_its_former_owner_after_the_turn_elsewhere() -> 
     """The worker that a session left keeps no soft reference, and the directory has the other."""
     built = ready(agents(), setup("ear", hot_ms=0.0, cool_s=0.0))
     fleet, heap = built.fleet, built.heap
-    moved: list[tuple[Claimed, RoutingUnit]] = []
-    hand_over = fleet.ownership.hand_over
+    moved: list[AskRelease] = []
+    release = fleet.ownership.release
 
-    def noted(claimed: Claimed, target: RoutingUnit, now: float) -> bool:
-        is_done = hand_over(claimed, target, now)
-        if is_done:
-            moved.append((claimed, target))
-        return is_done
+    def noted(asked: AskRelease, now: float) -> ReleaseEnd:
+        end = release(asked, now)
+        moved.extend([asked] if end is ReleaseEnd.RELEASED else [])
+        return end
 
-    fleet.ownership.hand_over = noted  # type: ignore[method-assign]
+    fleet.ownership.release = noted  # type: ignore[method-assign]
     fleet.begin()
     while fleet.is_busy and not moved:
         heap.run_some(1)
-    claimed, target = moved[0]
-    (source,) = (worker for worker in fleet.workers if worker.unit == claimed.unit)
-    assert source.cache.sessions.get(claimed.session) is None
+    (asked,) = moved
+    (source,) = (worker for worker in fleet.workers if worker.unit == asked.source)
+    assert source.cache.sessions.get(asked.session) is None
     heard: list[Claimed | None] = []
-    fleet.ownership.find(claimed.session, lambda found, _now: heard.append(found), heap.now + 1.0)
+    fleet.ownership.find(asked.session, lambda found, _now: heard.append(found), heap.now + 1.0)
     heap.run(until_s=heap.now + 2.0)
     fleet.check()
-    assert heard[0] is not None and heard[0].unit == target and heard[0].epoch > claimed.epoch
+    assert heard[0] is not None and heard[0].unit == asked.target
+    assert heard[0].epoch > asked.epoch
 
 
-def test_a_worker_where_a_turn_of_the_session_runs_keeps_it() -> None:
+def test_a_worker_where_a_turn_of_the_session_is_keeps_it() -> None:
     built = ready(agents(1, 2, most_output=4000), setup("sticky", workers=2))
     fleet, heap = built.fleet, built.heap
     fleet.begin()
-    while fleet.is_busy and not any(runs(worker) for worker in fleet.workers):
+    while fleet.is_busy and not any(worker.has_turn_of(S) for worker in fleet.workers):
         heap.run_some(1)
-    (source,) = (worker for worker in fleet.workers if runs(worker))
+    (source,) = (worker for worker in fleet.workers if worker.has_turn_of(S))
     (other,) = (worker for worker in fleet.workers if worker is not source)
     heap.run(until_s=heap.now + SETTLED_S)
-    assert runs(source)
-    fleet.claims.began(S, source.unit, heap.now)
-    assert fleet.claims.done(S, other.unit, heap.now) == source.unit
+    assert source.has_turn_of(S)
+    owned = fleet.ownership.standing(S, source.unit, heap.now)
+    assert owned is not None
+    fleet.claims.ask(AskRelease(S, source.unit, owned.epoch, other.unit), heap.now)
     heap.run(until_s=heap.now + SETTLED_S)
+    assert fleet.ownership.standing(S, source.unit, heap.now) == owned
     assert source.cache.sessions.get(S) is not None
-    assert fleet.ownership.standing(S, source.unit, heap.now) is not None
-
-
-def runs(worker: Worker) -> bool:
-    session = worker.cache.sessions.get(S)
-    return session is not None and session.running > 0

@@ -21,7 +21,7 @@ from ownerserve.sim.suites import s000_restore, s000_state, s001_eviction, s003_
 from ownerserve.sim.suites.base import Experiment, Measurement, Results, Scale
 from ownerserve.sim.suites.publish import publish
 from ownerserve.sim.suites.run import run_work, traces_of, work_of
-from ownerserve.sim.suites.slots import Backup, SlotOrder, SlotRouter, pd_transfers, slot_node
+from ownerserve.sim.suites.slots import Backup, SlotNode, SlotOrder, SlotRouter, pd_transfers
 from ownerserve.sim.workload import Closed, Shape
 from ownerserve.trace.model import Trace
 from ownerserve.trace.synth.generate import generate
@@ -65,7 +65,7 @@ def slotted(slots: int | None, *, in_flight: int = 0, backup: Backup = "keep") -
     parts = Parts(
         policy=lambda settings: SlotRouter(slots),
         order=SlotOrder,
-        node=slot_node,
+        node=SlotNode,
         transfers=pd_transfers(in_flight, backup),
     )
     return simulate(swe(), setup, parts=parts)
@@ -117,7 +117,7 @@ def test_the_dense_layout_keeps_an_entry_a_token_in_every_layer() -> None:
 
 
 def test_a_session_slot_goes_whole_and_a_block_alone() -> None:
-    slot = simulate(swe(), fleet(), parts=Parts(order=SlotOrder, node=slot_node)).metrics
+    slot = simulate(swe(), fleet(), parts=Parts(order=SlotOrder, node=SlotNode)).metrics
     block = simulate(swe(), fleet()).metrics
     for metrics in (slot, block):
         assert metrics["success_rate"] == 1.0

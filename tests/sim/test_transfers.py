@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from engine_driver import U, make_engine, own_ids, turn
+from engine_driver import U, bare_node, make_engine, own_ids, turn
 
 from ownerserve.kv.prefix import pack
 from ownerserve.plan.cost.load import Medium
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.media import duplex
-from ownerserve.sim.nodeport import DeviceOnly
 from ownerserve.sim.sequence import Sequence, sequence_of
 from ownerserve.sim.transfers import Brought, Landing, Transfers
 from ownerserve.sim.worker import Machine, Worker
@@ -30,8 +29,7 @@ class Pair:
     def _worker(self, index: int, blocks: int) -> Worker:
         def machine(worker: Worker) -> Machine:
             engine = make_engine(blocks=blocks)
-            node = DeviceOnly(engine._cache, started=worker.started)
-            return Machine(engine._cache, engine, node)
+            return Machine(engine._cache, engine, bare_node(engine._cache, worker))
 
         nic = duplex(f"nic{index}", Medium(1.0, 64.0))
         return Worker(index, self.heap, machine, nic=nic, unit_tokens=U, listener=self)

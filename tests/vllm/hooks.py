@@ -138,6 +138,19 @@ def preemptions(worker: Any) -> dict[str, list[int]]:
     return dict(worker.preempted)
 
 
+def empty_store(worker: Any) -> int:
+    """The store on disk gives up all its records, as it does for others; how many."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    disk = get_kv_transfer_group()._worker._backing.tiers.tiers[-1]
+    return int(disk.core.evict([entry.meta.id for entry in disk.core.index.walk()]))
+
+
+def reset_connector(worker: Any) -> bool:
+    """As vLLM does when weights are others from now on."""
+    return bool(worker.engine.reset_prefix_cache(reset_connector=True))
+
+
 def time_hooks(worker: Any) -> None:
     """From here on, add up what the connector's hooks take, on both sides: `hook_cpu_ms`."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group

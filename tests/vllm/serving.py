@@ -7,10 +7,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -26,6 +27,25 @@ FLAGS += ["--generation-config", "vllm", "--served-model-name", "tiny"]
 FLAGS += ["--enable-prompt-tokens-details"]
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def distribution(folder: Path) -> Path:
+    """What `pip install ownerserve` leaves behind of entry points; the folder to look in."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = folder / f"ownerserve-{project['version']}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Name: ownerserve\nVersion: {project['version']}\n")
+    group = "vllm.endpoint_plugins"
+    lines = [f"{name} = {value}" for name, value in project["entry-points"][group].items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
+    return folder
+
+
 @contextmanager
 def serve(
     model: Path,
@@ -33,12 +53,11 @@ def serve(
     log: Path,
     *more: str,
     installed: Path | None = None,
-) -> Iterator[str]:
-    """The real OpenAI server as an operator starts it, with `more` flags; yields its URL.
-    `installed`: a folder with our distribution, whose plug-ins are allowed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port: int = 0,
+) -> Iterator[Server]:
+    """The real OpenAI server as an operator starts it, with `more` flags. `installed`: a folder
+    with our distribution, whose plug-ins are allowed."""
+    port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     config = msgspec.json.encode(connector["kv_transfer_config"]).decode()
     # `vllm serve` of the CPU wheel asks for a package called vllm and dies; this is its server.
@@ -61,7 +80,7 @@ def serve(
         )
         try:
             _wait_healthy(url, process, log)
-            yield url
+            yield Server(url, process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -69,6 +88,17 @@ def serve(
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+class Server(NamedTuple):
+    """A server that answers; it leads its own process group."""
+
+    url: str
+    pid: int
+
+    def kill(self) -> None:
+        """kill -9 to all of it."""
+        os.killpg(self.pid, signal.SIGKILL)
 
 
 def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -85,10 +115,11 @@ def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None
 
 
 @contextmanager
-def gateway(worker: str, folder: Path) -> Iterator[tuple[str, str]]:
-    """One in front of `worker`: its URL and its admin port's."""
+def gateway(workers: Sequence[str], folder: Path, *more: str) -> Iterator[tuple[str, str]]:
+    """One in front of `workers`: its URL and its admin port's."""
     folder.mkdir()
-    child = Child("gateway", ["gateway", "--worker", worker], folder)
+    over = [word for url in workers for word in ("--worker", url)]
+    child = Child("gateway", ["gateway", *over, *more], folder)
     try:
         url, admin = child.wait_ready(60)
         yield url, admin

@@ -4,7 +4,6 @@ routes on its own port."""
 from __future__ import annotations
 
 import time
-import tomllib
 from pathlib import Path
 
 import connectors
@@ -12,9 +11,8 @@ import httpx
 import msgspec
 import openai
 import pytest
-from fleet import ROOT
 from rig import Rig
-from serving import SERVE_S, gateway, serve
+from serving import SERVE_S, distribution, gateway, serve
 
 from ownerserve.kv.wire.status import read_status
 
@@ -61,36 +59,24 @@ def test_an_agents_loop_goes_on_over_a_restart_of_its_worker(
     model = rig.checkpoint("gemma3")
     connector = connectors.ours(store)
     with serve(model, connector, tmp_path / "first.log") as worker:
-        with gateway(worker, tmp_path / "one") as (url, _):
+        with gateway([worker.url], tmp_path / "one") as (url, _):
             before, hits = talk(url, turns=4)
         assert min(hits[1:]) > 0, "a later turn finds what the turn before it left"
     with serve(model, connector, tmp_path / "second.log") as worker:
-        with gateway(worker, tmp_path / "two") as (url, _):
+        with gateway([worker.url], tmp_path / "two") as (url, _):
             after, hits = talk(url, turns=4)
         assert hits[0] >= 256, "the first turn is restored from the store, in another process"
     assert after == before
-
-
-def distribution(folder: Path) -> Path:
-    """What `pip install ownerserve` leaves behind of entry points; the folder to look in."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    info = folder / f"ownerserve-{project['version']}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Name: ownerserve\nVersion: {project['version']}\n")
-    group = "vllm.endpoint_plugins"
-    lines = [f"{name} = {value}" for name, value in project["entry-points"][group].items()]
-    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
-    return folder
 
 
 def test_our_routes_answer_on_vllms_own_port(rig: Rig, store: Path, tmp_path: Path) -> None:
     """Through the whole server: its plug-in loader, the engine core in another process, back."""
     model, installed = rig.checkpoint("qwen3"), distribution(tmp_path / "site")
     connector = connectors.ours(store, worker_id="gpu-0")
-    with serve(model, connector, tmp_path / "vllm.log", installed=installed) as url:
-        texts, _ = talk(url, turns=2)
+    with serve(model, connector, tmp_path / "vllm.log", installed=installed) as server:
+        texts, _ = talk(server.url, turns=2)
         assert all(texts)
-        with httpx.Client(base_url=f"{url}/ownerserve", timeout=30) as desk:
+        with httpx.Client(base_url=f"{server.url}/ownerserve", timeout=30) as desk:
             read = read_status(desk.get("/status").content)
             assert (read.status is not None, read.problems) == (True, ())
             assert read.status is not None
@@ -109,5 +95,5 @@ def test_our_routes_answer_on_vllms_own_port(rig: Rig, store: Path, tmp_path: Pa
             released = desk.post("/release", json={"session_id": "agent-1"})
             assert (released.status_code, released.json()["type"]) == (200, "released")
             assert desk.post("/release", json={"session": "agent-1"}).status_code == 400
-        again, _ = talk(url, turns=2)
+        again, _ = talk(server.url, turns=2)
         assert again == texts

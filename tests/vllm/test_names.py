@@ -45,7 +45,7 @@ def test_the_gateways_name_reaches_the_connector(rig: Rig, store: Path, tmp_path
     model = rig.checkpoint("qwen3")
     with (
         serve(model, connectors.ours(store), tmp_path / "vllm.log", *flags) as worker,
-        gateway(worker, tmp_path / "gateway") as (url, admin),
+        gateway([worker.url], tmp_path / "gateway") as (url, admin),
         zmq.Context() as context,
         context.socket(zmq.SUB) as subscriber,
         httpx.Client(timeout=120) as http,

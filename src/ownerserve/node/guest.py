@@ -33,6 +33,7 @@ from ownerserve.node.events import (
     NotKept,
     Placed,
     RestoreReport,
+    SessionOver,
     Tick,
 )
 from ownerserve.node.records import RecordNames
@@ -69,6 +70,7 @@ class GuestState:
         settings: NodeSettings,
     ) -> None:
         self.restores = Restores(device, names, planner=planner, costs=costs, settings=settings)
+        self.names = names
         self.saves = saves
         self._errands = count(1)
         block = device.layout.block_tokens
@@ -106,9 +108,9 @@ class GuestState:
                 return restores.filled(event, now)
             case Computing():
                 return saves.computing(event, self._next_errand)
-            case Ended(turn_id, tokens=tokens):
+            case Ended(turn_id):
                 self.restores.reports.pop(turn_id, None)
-                return saves.ended(turn_id, tokens, self._next_errand)
+                return saves.ended(event, self._next_errand)
             case Gone(turn_id):
                 dropped = list(restores.gone(turn_id, now))
                 self.restores.reports.pop(turn_id, None)
@@ -117,6 +119,8 @@ class GuestState:
                 saves.landed(errand, "kept")
             case NotKept(errand):
                 saves.landed(errand, "not_kept")
+            case SessionOver(session_id):
+                saves.over(session_id)
             case Tick():
                 return restores.overdue(now)
         return ()
@@ -141,7 +145,13 @@ class GuestState:
             self.saves.again(event.turn_id)
         else:
             prompt = len(event.tokens) // TOKEN_BYTES
-            self.saves.arrived(event.turn_id, prefix.fork(), prompt=prompt, tenant=event.tenant)
+            self.saves.arrived(
+                event.turn_id,
+                prefix.fork(),
+                prompt=prompt,
+                session_id=event.session_id,
+                tenant=event.tenant,
+            )
         effects = list(self.restores.arrived(event, _Hashed(prefix), errand=errand, now=now))
         if any(isinstance(effect, Find) for effect in effects):
             self._looking[errand] = event.turn_id

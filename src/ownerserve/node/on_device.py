@@ -39,6 +39,11 @@ class OnDevice:
             digest = self._digest_at(session_id, tokens // self._cache.layout.block_tokens)
         self._inventory.has(session_id, Tier.DEVICE, tokens, digest=digest, kinds=self._kinds)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a frontier slid since the last `tick`."""
+        return bool(self._cache.tree.slid)
+
     def tick(self) -> None:
         """Some time has passed: blocks may have gone."""
         slid = self._cache.tree.slid

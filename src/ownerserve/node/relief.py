@@ -62,7 +62,8 @@ class Relief:
         settings: NodeSettings,
     ) -> None:
         pressure = cache.pressure
-        pressure.watermarks = msgspec.structs.replace(pressure.watermarks, tier=TIER)
+        if settings.below:
+            pressure.watermarks = msgspec.structs.replace(pressure.watermarks, tier=TIER)
         self._cache = cache
         self._names = names
         self._chains = chains

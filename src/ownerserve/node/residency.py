@@ -16,7 +16,15 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.specs import Extent
-from ownerserve.node.events import Effect, Errand, Forget, Locate, Located, Remember
+from ownerserve.node.events import (
+    Effect,
+    Errand,
+    Forget,
+    Locate,
+    Located,
+    Remember,
+    RestoreOutcome,
+)
 from ownerserve.node.inventory import Inventory
 from ownerserve.node.kinds import kinds_of
 from ownerserve.node.records import RecordNames
@@ -28,6 +36,8 @@ LOOKS_IN_FLIGHT = 8
 LOOK_DEADLINE_S = 5.0
 CALM_S = 0.2
 """After a loss, before a look: records go in rows."""
+FOUND_LESS = (RestoreOutcome.MISS, RestoreOutcome.NOTHING_STORED)
+"""Outcomes that are news of a session whose state was told to be in the store."""
 BELOW = (Tier.HOST, Tier.DISK, Tier.REMOTE)
 """Fastest first."""
 

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from ownerserve.kv.ids import TurnId
+from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import PrefixChain
-from ownerserve.node.events import Computing, Copy, Effect, Errand, Pin
+from ownerserve.node.events import Computing, Copy, Effect, Ended, Errand, Pin
 from ownerserve.node.records import Cell, RecordNames
+from ownerserve.node.tips import Tip, tip_of
 from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan
 
 IN_FLIGHT_BYTES = 256 << 20
@@ -35,13 +36,23 @@ class Capture(msgspec.Struct, frozen=True):
 
 
 class Running(msgspec.Struct, eq=False):
-    """A turn that the engine computes."""
+    """A turn that the engine computes, or whose copies are not all answered for.
+
+    `session_id` None: nobody asks for what it leaves by a name. `tip`: what it left, once it ended.
+    """
 
     names: RecordNames
+    tenant: bytes
     chain: PrefixChain
     prompt: int
     points: frozenset[int]
-    stored: set[bytes]
+    session_id: SessionId | None
+    stored: set[bytes] = set()
+    depths: set[int] = set()
+    """Of the points that were asked for, or are stored."""
+    open: int = 0
+    """Copies that nobody has answered."""
+    tip: Tip | None = None
     end: int = 0
     cells: int = 0
     """Blocks whose range state was asked for, or is stored."""
@@ -60,25 +71,33 @@ class Saves:
         in_flight_bytes: int = IN_FLIGHT_BYTES,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.left: list[Tip] = []
+        """Tips of sessions, all of whose copies were answered for; who tells of them empties it."""
         self._names = names
         self._policy = policy
         self._capture = capture
         self._limit = in_flight_bytes
         self._block = names.layout.block_tokens
         self._running: dict[TurnId, Running] = {}
-        self._in_flight: dict[Errand, int] = {}
+        self._in_flight: dict[Errand, tuple[int, Running]] = {}
         self._bytes = 0
 
     # -- events --------------------------------------------------------------------------------
 
     def arrived(
-        self, turn_id: TurnId, chain: PrefixChain, *, prompt: int, tenant: bytes = b""
+        self,
+        turn_id: TurnId,
+        chain: PrefixChain,
+        *,
+        prompt: int,
+        session_id: SessionId | None,
+        tenant: bytes,
     ) -> None:
         """A turn whose prompt is `chain`; what it computes is kept from now on, for `tenant`."""
         span = TurnSpan(0, prompt, prompt, self._block)
         points = frozenset(self._policy.checkpoints(span))
         names = self._names.of(tenant)
-        self._running[turn_id] = Running(names, chain, prompt, points, set())
+        self._running[turn_id] = Running(names, tenant, chain, prompt, points, session_id)
 
     def known(self, turn_id: TurnId, ids: set[bytes]) -> None:
         """These records stand in the store."""
@@ -113,20 +132,41 @@ class Saves:
             effects += self._rest(running, last, next_errand)
         return effects
 
-    def ended(
-        self, turn_id: TurnId, tokens: int, next_errand: Callable[[], Errand]
-    ) -> list[Effect]:
-        """The turn is over; `tokens` of it are computed beyond doubt."""
-        running = self._running.pop(turn_id, None)
+    def ended(self, event: Ended, next_errand: Callable[[], Errand]) -> list[Effect]:
+        """The turn is over; so many tokens of it are computed beyond doubt."""
+        running = self._running.pop(event.turn_id, None)
         if running is None:
             return []
-        last = min(tokens // self._block, len(running.chain.digests))
+        last = min(event.tokens // self._block, len(running.chain.digests))
         effects: list[Effect] = []
         if running.pinned and running.pinned == last * self._block:
             effects += self._point(running, running.pinned, next_errand)
         effects += self._whole_cells(running, last, next_errand)
         effects += self._rest(running, last, next_errand)
+        if running.session_id is not None and last:
+            running.tip = tip_of(
+                running.names,
+                running.session_id,
+                last,
+                digests=running.chain.digests,
+                points=running.depths | {event.restored // self._block},
+                tenant=running.tenant,
+            )
+        self._answered(running)
         return effects
+
+    def over(self, session_id: SessionId) -> None:
+        """The session has ended: what its turns leave is nobody's by name."""
+        copied = [running for _, running in self._in_flight.values()]
+        for running in (*self._running.values(), *copied):
+            if running.session_id == session_id:
+                running.session_id = running.tip = None
+
+    def give_up(self) -> None:
+        """Nothing runs that is kept, and no copy is waited for."""
+        self._running.clear()
+        self._in_flight.clear()
+        self._bytes = 0
 
     def again(self, turn_id: TurnId) -> None:
         """The turn lost its blocks and will be computed again from wherever it is restored."""
@@ -136,10 +176,13 @@ class Saves:
 
     def landed(self, errand: Errand, outcome: str) -> None:
         """A copy was kept, or was not."""
-        size = self._in_flight.pop(errand, None)
-        if size is not None:
+        copied = self._in_flight.pop(errand, None)
+        if copied is not None:
+            size, running = copied
             self._bytes -= size
             self.counts[outcome] += 1
+            running.open -= 1
+            self._answered(running)
 
     def tokens(self, turn_id: TurnId) -> int | None:
         """How many tokens of a turn were told; None when it is not one of ours."""
@@ -153,6 +196,12 @@ class Saves:
         return len(self._in_flight)
 
     # -- parts ---------------------------------------------------------------------------------
+
+    def _answered(self, running: Running) -> None:
+        """Once no copy of an ended turn is open, what it left can be looked for."""
+        if running.tip is not None and not running.open:
+            self.left.append(running.tip)
+            running.tip = None
 
     def _passed(self, running: Running, event: Computing) -> Iterator[int]:
         """Boundaries whose state this step leaves behind it."""
@@ -170,6 +219,7 @@ class Saves:
         self, running: Running, position: int, next_errand: Callable[[], Errand]
     ) -> Iterator[Copy]:
         names, depth, digests = running.names, position // self._block, running.chain.digests
+        running.depths.add(depth)
         for name in names.layout.point_names:
             id_ = names.point_id(name, depth, digests)
             if id_ not in running.stored:
@@ -212,6 +262,7 @@ class Saves:
     def _copy(self, running: Running, copy: Copy) -> Copy:
         size = len(copy.slots) * self._names.slot_bytes(copy.component)
         running.stored.add(copy.meta.id)
-        self._in_flight[copy.errand] = size
+        running.open += 1
+        self._in_flight[copy.errand] = size, running
         self._bytes += size
         return copy

@@ -6,11 +6,16 @@ import msgspec
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import MIB
+from ownerserve.plan.inputs import Tier
+
+BELOW = frozenset({Tier.HOST, Tier.DISK, Tier.REMOTE})
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a node treats state that is not on the device.
 
+    below               tiers that state may lie in below the device; none: a turn starts at once
+                        with what the device has, and short room is evicted
     record_blocks       blocks a range record spans: the grain at which a branch finds its prefix
     spill_after_s       how long a session is idle before its state is copied to the store; None:
                         as plan.gaps says once its gaps are known, 0.25 s before
@@ -22,6 +27,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     hold_ms_per_s       price of device memory while it holds an idle session's state
     """
 
+    below: frozenset[Tier] = BELOW
     record_blocks: int = 8
     spill_after_s: float | None = None
     restore_deadline_s: float = 5.0

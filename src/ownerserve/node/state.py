@@ -8,7 +8,8 @@ Owns the life of every turn between its arrival and the session's next one:
 `cache` owns what is on the device, the store what is below; the node asks both and tells the
 engine. The runtime performs effects and hands what came of them to `handle`: in any order, late,
 or twice; every answer is matched by its errand and one that nobody waits for changes nothing.
-The simulator runs this very class.
+The simulator runs this very class. With no tier below the device (NodeSettings.below) nothing is
+waited for, planned or copied: a turn starts when it arrives, and what is left of it is told.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from ownerserve.node.on_device import OnDevice
 from ownerserve.node.prefetches import Prefetches
 from ownerserve.node.records import RecordNames
 from ownerserve.node.relief import Relief
-from ownerserve.node.residency import Residency
+from ownerserve.node.residency import FOUND_LESS, Residency
 from ownerserve.node.restores import Restores
 from ownerserve.node.settings import NodeSettings
 from ownerserve.node.spills import Spills
@@ -67,9 +68,6 @@ from ownerserve.plan.swa.turn_end import TurnEnd
 
 REPRICE_S = 10.0
 """How often what was measured reaches the cache's order and the checkpoint policy."""
-
-FOUND_LESS = (RestoreOutcome.MISS, RestoreOutcome.NOTHING_STORED)
-"""Outcomes that are news of a session whose state was told to be in the store."""
 
 
 class NodeState:
@@ -87,6 +85,7 @@ class NodeState:
     ) -> None:
         settings = settings or NodeSettings()
         worth = Worth(names, planner, costs)
+        self._has_tiers = bool(settings.below)
         self.cache = cache
         self.costs = costs
         self._errands = count(1)
@@ -121,6 +120,8 @@ class NodeState:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What to do about `event`."""
+        if not self._has_tiers:
+            return self._handle_on_device(event, now)
         effects = self._handle(event, now)
         self._tell_copied(now)
         effects += self.residency.to_file()
@@ -204,6 +205,27 @@ class NodeState:
                 return self._tick(now)
         return []
 
+    def _handle_on_device(self, event: Event, now: float) -> list[Effect]:
+        """With nothing below there is nothing to wait for, and nothing to copy."""
+        match event:
+            case Arrived(turn_id, session_id):
+                self._turns[turn_id] = session_id
+                return [Start(turn_id)]
+            case Ended(turn_id):
+                session_id = self._turns.pop(turn_id, None)
+                if session_id is not None:
+                    self.on_device.ended(session_id)
+            case Gone(turn_id):
+                self._turns.pop(turn_id, None)
+            case SessionOver(session_id):
+                self.inventory.forget(session_id)
+            case Tick():
+                self.cache.sessions.expire(now)
+                effects = self.relief.tick(now, self._next_errand)
+                self.on_device.tick()
+                return effects
+        return []
+
     def _tick(self, now: float) -> list[Effect]:
         self._reprice(now)
         self.cache.sessions.expire(now)
@@ -241,7 +263,7 @@ class NodeState:
 
     def resume(self, tokens: Packed) -> Resume | None:
         """How the engine should begin a turn of `tokens`, now that it does."""
-        return self.restores.resume(tokens)
+        return self.restores.resume(tokens) if self._has_tiers else None
 
     def report(self, turn_id: TurnId) -> RestoreReport | None:
         """What came of a turn's restore; handed out once, after its `Start`."""
@@ -249,6 +271,9 @@ class NodeState:
 
     def next_due(self) -> float | None:
         """When a `Tick` has something to do; None: only an event can bring work."""
+        if not self._has_tiers:
+            is_due = self.cache.pressure.is_due or self.on_device.is_due
+            return 0.0 if is_due else self.cache.sessions.next_due()
         instants = (
             self.line.next_due(),
             self.restores.next_deadline(),

@@ -18,13 +18,15 @@ class Tip(msgspec.Struct, frozen=True):
     """[0, depth) blocks of a session, as it was last copied; depth 0: the session is forgotten.
 
     `ends` maps a block to the chain digest at its end: of each range record's last block, and of
-    the last block before each of `points`, the depths whose point state was copied too.
+    the last block before each of `points`, the depths whose point state was copied too. `tenant` is
+    the salt in its records' names; empty: what all share.
     """
 
     session_id: SessionId
     depth: int
     ends: dict[int, PrefixHash] = {}
     points: tuple[int, ...] = ()
+    tenant: bytes = b""
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -46,15 +48,17 @@ def tip_of(
     *,
     digests: Digests,
     points: Iterable[int],
+    tenant: bytes = b"",
 ) -> Tip:
     """The tip of a session of which blocks [0, depth) were copied."""
     kept = tuple(sorted(at for at in points if 0 < at <= depth))
     at = {cell.end - 1 for cell in names.cells(depth)} | {point - 1 for point in kept}
-    return Tip(session_id, depth, {block: digests[block] for block in sorted(at)}, kept)
+    return Tip(session_id, depth, {block: digests[block] for block in sorted(at)}, kept, tenant)
 
 
 def ids_of(names: RecordNames, tip: Tip) -> tuple[bytes, ...]:
     """The ids of all its records."""
+    names = names.of(tip.tenant)
     return tuple(id_ for ids in (*_cells(names, tip), *_points(names, tip).values()) for id_ in ids)
 
 
@@ -64,7 +68,7 @@ def standing(names: RecordNames, tip: Tip, held: frozenset[bytes], *, can_replay
     Range state counts as far as no record lacks; a model with point state goes on at the deepest
     point that is there too, or, by a replay, where range state ends.
     """
-    depth, has_point = 0, False
+    depth, has_point, names = 0, False, names.of(tip.tenant)
     for cell, ids in zip(names.cells(tip.depth), _cells(names, tip), strict=True):
         if not held.issuperset(ids):
             break

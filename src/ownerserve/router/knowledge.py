@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.extents import Prefix, PrefixIndex
@@ -22,7 +21,7 @@ from ownerserve.router.messages import (
     Noted,
     Reported,
 )
-from ownerserve.router.sessions import Session, SessionTable
+from ownerserve.router.sessions import Grant, Session, SessionTable
 
 ENDED_KEPT = 8192
 
@@ -91,13 +90,21 @@ class Knowledge:
         return NOTED
 
     def claimed(self, event: Claimed, now_s: float) -> Noted:
-        """The directory's word on an owner, unless a later one was heard."""
+        """A word on who owns a session, unless a later one was heard. An epoch is one grant: heard
+        again it says nothing of where the session runs, but the number of its turns."""
         session = self._sessions.touch(self._sessions.resolve(event.session), now_s)
-        worker = self._fleet.find(event.unit)
-        if worker is None or _is_earlier(session, event.epoch):
+        worker, epoch, known = self._fleet.find(event.unit), event.epoch, session.epoch
+        if worker is None or (known is not None and epoch < known):
             return NOTED
-        session.epoch = event.epoch
-        self._sessions.claim(session, worker)
+        version, grant = event.version, session.grant
+        if epoch != known:
+            session.epoch = epoch
+        elif grant is not None:
+            version = max(version, grant.version)
+        if epoch != known or grant is not None:  # else it was handed over since
+            session.grant = Grant(worker, worker.life, epoch, version)
+        if epoch != known or session.live_home is None:
+            self._sessions.claim(session, worker)
         return NOTED
 
     def migrated(self, event: Migrated, now_s: float) -> Noted:
@@ -138,8 +145,3 @@ class Knowledge:
         if event.prefix_hash is not None and is_its_own:
             self._prefixes.name(prefix, event.prefix_hash)
         return prefix
-
-
-def _is_earlier(session: Session, epoch: Epoch) -> bool:
-    """A later owner is known: this word on a former one was long on its way."""
-    return session.epoch is not None and epoch < session.epoch

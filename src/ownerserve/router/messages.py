@@ -187,11 +187,31 @@ class Gone(msgspec.Struct, frozen=True, gc=False):
 
 
 class Claimed(msgspec.Struct, frozen=True, gc=False):
-    """The directory's word: `unit` owns the session under `epoch`. An earlier epoch is ignored."""
+    """A worker's or the directory's word: `unit` owns the session under `epoch`, `version` turns
+    are finished. An earlier epoch is ignored."""
 
     session: SessionId
     unit: RoutingUnit
     epoch: Epoch
+    version: int = 0
+
+
+class ReleaseEnd(Label):
+    """What came of asking an owner to hand a session over."""
+
+    RELEASED = "released"
+    NOT_OWNER = "not_owner"
+    """It is not the owner under that epoch (any more)."""
+    KEPT = "kept"
+    """A turn of it runs there, or nothing was heard: it may still own the session."""
+
+
+class ReleaseEnded(msgspec.Struct, frozen=True, gc=False):
+    """The end of an AskRelease. There is one for each."""
+
+    session: SessionId
+    epoch: Epoch
+    end: ReleaseEnd
 
 
 class Arrive(msgspec.Struct, frozen=True, gc=False):
@@ -281,9 +301,9 @@ class SessionEnd(msgspec.Struct, frozen=True, gc=False):
 
 Settling = (
     WorkerUp | WorkerDown | Drain | Stamped | Reported | Gone | Claimed | Migrated
-    | FirstByte | Done | Broken | Aborted | SessionEnd
+    | FirstByte | Broken | Aborted | SessionEnd | ReleaseEnded
 )  # fmt: skip
-Event = Arrive | Failed | Unpromised | Settling
+Event = Arrive | Failed | Unpromised | Done | Settling
 
 # Outcomes
 
@@ -315,9 +335,19 @@ class Refuse(msgspec.Struct, frozen=True, gc=False):
     refusal: Refusal
 
 
+class AskRelease(msgspec.Struct, frozen=True, gc=False):
+    """Ask `source`, which owns the session under `epoch`, to hand it over to `target`, where its
+    last turn was done. Nothing waits for it; ReleaseEnded says what came of it."""
+
+    session: SessionId
+    source: RoutingUnit
+    epoch: Epoch
+    target: RoutingUnit
+
+
 class Noted(msgspec.Struct, frozen=True, gc=False):
     """Nothing to do."""
 
 
 NOTED = Noted()
-Outcome = Dispatch | Refuse | Noted
+Outcome = Dispatch | Refuse | AskRelease | Noted

@@ -23,6 +23,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
+import msgspec
+
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
 from ownerserve.plan.inputs import Tier
@@ -42,6 +44,22 @@ OUTPUT_WEIGHT = 0.3
 SESSIONS_MAX = 131_072
 
 
+class Grant(msgspec.Struct, frozen=True, gc=False):
+    """The last word heard of who owns a session: `owner` in its life `life`, under `epoch`, after
+    `version` finished turns."""
+
+    owner: Worker
+    life: int
+    epoch: Epoch
+    version: int
+
+    @property
+    def live_owner(self) -> Worker | None:
+        """The owner, if it is up and in the life in which it became it."""
+        owner = self.owner
+        return owner if owner.up and owner.life == self.life else None
+
+
 class Session:
     """One session: its owner in the life `owner_life`, its home in `home_life`; None: none yet.
 
@@ -53,9 +71,10 @@ class Session:
     """
 
     __slots__ = (
-        "answered_by", "bytes_per_token", "epoch", "heading", "home", "home_life", "idle_since_s",
-        "is_forgotten", "left_at_s", "moved_at_s", "output_tokens", "owner", "owner_life",
-        "pending", "prefix", "prompt_tokens", "seen_at_s", "stem", "stem_tokens", "turns",
+        "answered_by", "bytes_per_token", "epoch", "grant", "heading", "home", "home_life",
+        "idle_since_s", "is_forgotten", "left_at_s", "moved_at_s", "output_tokens", "owner",
+        "owner_life", "pending", "prefix", "prompt_tokens", "seen_at_s", "stem", "stem_tokens",
+        "turns",
     )  # fmt: skip
 
     def __init__(self, now_s: float) -> None:
@@ -69,6 +88,8 @@ class Session:
         self.is_forgotten = False
         """Whether the table has let it go: it binds nobody any more."""
         self.epoch: Epoch | None = None
+        """The highest that was heard; `grant` is that one's, until its owner gives it up."""
+        self.grant: Grant | None = None
         self.prefix: Prefix | None = None
         self.stem: Prefix | None = None
         self.stem_tokens = 0
@@ -237,7 +258,7 @@ class SessionTable:
             self._settle(session, receipt)
 
     def claim(self, session: Session, worker: Worker) -> None:
-        """The directory's word: `worker` in its present life owns the session."""
+        """News of an owner: `worker` in its present life has the session."""
         session.owner, session.owner_life = worker, worker.life
         self._settle(session, None)
 

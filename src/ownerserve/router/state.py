@@ -7,7 +7,9 @@
 | Reported, Gone, Claimed, Migrated | the dated copy of extents and owners follows | Noted |
 | Arrive | the policy decides, load is counted, the session's home is there | Dispatch, Refuse |
 | FirstByte | the prefill part of the load comes off; the session's owner is there | Noted |
-| Done, Broken, Aborted | the rest comes off; Done teaches the session's ratio and extent | Noted |
+| Broken, Aborted | the rest comes off | Noted |
+| Done | the same; teaches the session's ratio and extent | AskRelease of its owner, Noted |
+| ReleaseEnded | who handed the session over is not known as its owner any more | Noted |
 | Failed | the load comes off; another attempt, within a budget | Dispatch, Refuse |
 | Unpromised | as Failed; when nobody is left to ask, once more among all | Dispatch, Refuse |
 | SessionEnd | the session is forgotten | Noted |
@@ -41,12 +43,14 @@ from ownerserve.router.audit import Books, audit
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision
 from ownerserve.router.fleet import Fleet
+from ownerserve.router.handovers import Handovers
 from ownerserve.router.knowledge import Knowledge
 from ownerserve.router.messages import (
     NOTED,
     Aborted,
     Answer,
     Arrive,
+    AskRelease,
     Broken,
     Claimed,
     Dispatch,
@@ -65,6 +69,7 @@ from ownerserve.router.messages import (
     Receipt,
     Refusal,
     Refuse,
+    ReleaseEnded,
     Reported,
     SessionEnd,
     Settling,
@@ -120,6 +125,7 @@ class RouterState:
         self._policy = policy
         self._settings = settings
         self._retries = retries or RetryBudget()
+        self._handovers = Handovers()
         self._live: dict[Receipt, _Live] = {}
         self._issued = 0
         self._draining = False
@@ -135,6 +141,7 @@ class RouterState:
             Arrive: self._arrive,
             FirstByte: self._first_byte,
             Done: self._done,
+            ReleaseEnded: self._release_ended,
             Failed: self._failed,
             Unpromised: self._unpromised,
             Broken: self._broken,
@@ -144,6 +151,8 @@ class RouterState:
 
     @overload
     def handle(self, event: Arrive | Failed | Unpromised, now: float) -> Dispatch | Refuse: ...
+    @overload
+    def handle(self, event: Done, now: float) -> AskRelease | Noted: ...
     @overload
     def handle(self, event: Settling, now: float) -> Noted: ...
     def handle(self, event: Event, now: float) -> Outcome:
@@ -272,7 +281,7 @@ class RouterState:
             live.session.turns -= 1
             self.sessions.lost(live.session, receipt)
 
-    def _done(self, event: Done, now: float) -> Noted:
+    def _done(self, event: Done, now: float) -> AskRelease | Noted:
         live = self._release(event.receipt)
         self.account.finished += 1
         if event.status is not None:
@@ -302,6 +311,12 @@ class RouterState:
                 session.lent(live.decision.prefill, usage.prompt_tokens)
             if live.decision.action is PlacementAction.STATE_MIGRATION:
                 session.released(live.decision.source)
+        if live.name is None or session.is_forgotten or worker.life != live.life:
+            return NOTED
+        return self._handovers.done(live.name, session, worker)
+
+    def _release_ended(self, event: ReleaseEnded, now: float) -> Noted:
+        self._handovers.ended(event, self.sessions.get(event.session))
         return NOTED
 
     def _broken(self, event: Broken, now: float) -> Noted:
@@ -371,6 +386,7 @@ class RouterState:
         name = self.sessions.resolve(event.session)
         self.sessions.forget(name)
         self._knowledge.ended(name)
+        self._handovers.over(name)
         return NOTED
 
     def _release(self, receipt: Receipt) -> _Live:

@@ -20,6 +20,7 @@ import msgspec
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.profile import UNKNOWN, Profile
 
@@ -131,6 +132,13 @@ class Worker:
         self._stamped_batch = 0
         self._clock_s = float("inf")
         self._delta_pending = self._delta_batch = self._delta_held = 0
+
+    @property
+    def unit(self) -> RoutingUnit | None:
+        """The worker in its present life; None where workers do not tell their lives apart."""
+        if self.incarnation is None:
+            return None
+        return RoutingUnit(self.id, self.dp_rank, self.incarnation)
 
     def become(self, profile: Profile) -> None:
         """What it says it is."""

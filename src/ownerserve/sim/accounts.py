@@ -54,10 +54,9 @@ class Accounts:
         self._conversations: dict[SessionId, Conversation] = {}
         self._known = KnownSessions(1, limit=sys.maxsize)
 
-    def served(self, live: Live, now: float, *, released: RoutingUnit | None = None) -> None:
-        """The row of a turn that is complete, and what it leaves on devices. `released`: who is
-        asked to let the session go."""
-        self._fill(live, now)
+    def left(self, live: Live, now: float, *, released: RoutingUnit | None) -> None:
+        """What a turn that is complete leaves on devices. `released`: who is asked to let its
+        session go."""
         if live.mode is ExecutionMode.MIGRATE:
             self._moved(live, released, now)
         self._place(live)
@@ -67,7 +66,8 @@ class Accounts:
         self._conversations.pop(conversation, None)
         self._known.forget(conversation)
 
-    def _fill(self, live: Live, now: float) -> None:
+    def served(self, live: Live, now: float) -> None:
+        """The row of a turn that is complete."""
         row, sequence, turn = live.row, live.sequence, live.turn
         is_apart = live.mode is ExecutionMode.REMOTE_PREFILL
         row.worker = live.worker.index

@@ -33,6 +33,7 @@ from ownerserve.sim.injector import Injector
 from ownerserve.sim.layout import slots_for, unit_model
 from ownerserve.sim.lobby import Lobby
 from ownerserve.sim.media import duplex
+from ownerserve.sim.nodeport import SimNode
 from ownerserve.sim.nodes import NodeMaker
 from ownerserve.sim.oracle.horizon import PARTS, Foresight, NextUse
 from ownerserve.sim.oracle.infinite import FreeTransfer
@@ -40,7 +41,7 @@ from ownerserve.sim.ownership import Ownership
 from ownerserve.sim.pace import Pace, load_pace, load_pace_file
 from ownerserve.sim.setup import Links, Setup
 from ownerserve.sim.transfers import Transfers
-from ownerserve.sim.worker import Machine, Node, Worker
+from ownerserve.sim.worker import Machine, Worker
 from ownerserve.sim.workload import Workload
 
 
@@ -58,7 +59,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     policy: Callable[[Settings], Policy] | None = None
     spec: Callable[[ModelSpec], ModelSpec] | None = None
     order: Callable[[], Order] | None = None
-    node: Callable[[Worker, HeteroCache], Node] | None = None
+    node: type[SimNode] = SimNode
     transfers: Callable[[Heap, float], Transfers] | None = None
 
 
@@ -187,11 +188,10 @@ def _machines(
         raise InvalidInput("cache_policy", f"{setup.cache_policy!r}", f"use one of {known}")
     limits, model = Limits(setup.step_tokens, setup.running), nodes.model
     sizes = slots_for(model.layout, setup.kv_bytes or pace.kv_bytes_total, setup.running)
-    make_node = parts.node or nodes.node
 
     def make(worker: Worker) -> Machine:
         cache = HeteroCache(model.layout, sizes.slots, sizes.state_slots, order())
-        node = make_node(worker, cache)
+        node = nodes.node(worker, cache, kind=parts.node)
         engine = Engine(
             cache,
             pace,

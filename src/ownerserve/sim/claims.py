@@ -2,10 +2,9 @@
 
     a session without a place to go to ── FindSession ──> directory ──> Claimed
     first byte: the answer's line says its owner's epoch ─────────────> Claimed
-    done at T while S owns the session ── ReleaseSession ──> S: lets go, hands over to T
+    AskRelease, by RouterState ── ReleaseSession ──> the owner: lets go, hands over ──> ReleaseEnded
 
-Owns who was last said to own each session. Decides nothing: RouterState hears what is claimed, S
-refuses while a turn of the session runs there or its epoch is another.
+Decides nothing: RouterState hears and asks, the owner refuses while a turn of the session is there.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.router.messages import Claimed
+from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd, ReleaseEnded
 from ownerserve.router.state import RouterState
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.ownership import Ownership
@@ -37,7 +37,6 @@ class Claims:
         self._router = router
         self._ownership = ownership
         self._workers = workers
-        self._said: dict[SessionId, Claimed] = {}
 
     def is_stranger(self, session: SessionId) -> bool:
         """Whether the directory may know more of it than this gateway."""
@@ -50,40 +49,31 @@ class Claims:
 
     def _found(self, then: Callable[[float], None], claimed: Claimed | None, now: float) -> None:
         if claimed is not None:
-            self._hear(claimed, now)
+            self._router.handle(claimed, now)
         then(now)
+
+    def epoch_of(self, session: SessionId) -> Epoch | None:
+        """The highest that was heard of the session: a turn's line takes it down."""
+        known = self._router.sessions.get(session)
+        return None if known is None else known.epoch
 
     def began(self, session: SessionId, unit: RoutingUnit, now: float) -> None:
         """A worker's answer begins."""
         grant = self._ownership.standing(session, unit, now)
         if grant is not None:
-            self._hear(Claimed(session, unit, grant.epoch), now)
+            self._router.handle(Claimed(session, unit, grant.epoch, grant.version), now)
 
-    def _hear(self, claimed: Claimed, now: float) -> None:
-        self._said[claimed.session] = claimed
-        self._router.handle(claimed, now)
+    def ask(self, wanted: AskRelease, now: float) -> None:
+        """Ask the owner of a session to hand it over."""
+        self._heap.at(now + self._ownership.delay_s, partial(self._release, wanted))
 
-    def done(self, session: SessionId, unit: RoutingUnit, now: float) -> RoutingUnit | None:
-        """The answer is complete: another who owns the session is asked to let it go."""
-        claimed = self._said.get(session)
-        if claimed is None or claimed.unit == unit:
-            return None
-        self._heap.at(now + self._ownership.delay_s, partial(self._release, claimed, unit))
-        return claimed.unit
-
-    def ended(self, session: SessionId) -> None:
-        """No later turn of it will come."""
-        self._said.pop(session, None)
-
-    def _release(self, claimed: Claimed, target: RoutingUnit, now: float) -> None:
-        """At the source, if it is up in the life that was said to own it."""
-        session = claimed.session
+    def _release(self, asked: AskRelease, now: float) -> None:
+        """At the source and back. A worker that is down says nothing."""
         living = (worker for worker in self._workers if worker.is_up)
-        source = next((worker for worker in living if worker.unit == claimed.unit), None)
-        held = None if source is None else source.cache.sessions.get(session)
-        if held is not None and held.running:
-            return  # it says so; the next turn elsewhere asks again
-        if self._said.get(session) is claimed:
-            del self._said[session]
-        if source is not None and self._ownership.hand_over(claimed, target, now) and held:
-            source.cache.sessions.release(session)  # ordinary cached state from now on
+        source = next((worker for worker in living if worker.unit == asked.source), None)
+        end = ReleaseEnd.KEPT
+        if source is not None and not source.has_turn_of(asked.session):
+            end = self._ownership.release(asked, now)
+            if end is ReleaseEnd.RELEASED and source.cache.sessions.get(asked.session) is not None:
+                source.cache.sessions.release(asked.session)  # ordinary cached state from now on
+        self._router.handle(ReleaseEnded(asked.session, asked.epoch, end), now)

@@ -25,6 +25,7 @@ from ownerserve.plan.inputs import Tier
 from ownerserve.router.messages import (
     Answer,
     Arrive,
+    AskRelease,
     Broken,
     Dispatch,
     Done,
@@ -217,7 +218,8 @@ class Fleet:
     def _submit(self, live: Live, now: float) -> None:
         """The turn is at the worker that is to answer it."""
         turn, worker = live.turn, live.worker
-        self.ownership.came(turn.name, worker.unit, parent=turn.parent, now=now)
+        epoch = self.claims.epoch_of(turn.name)
+        self.ownership.came(turn.name, worker.unit, parent=turn.parent, epoch=epoch, now=now)
         worker.submit(live.sequence, now)
 
     def _brought(self, live: Live, brought: Brought, now: float) -> None:
@@ -284,12 +286,15 @@ class Fleet:
         live = self._live.pop(sequence.turn_id)
         turn, row = live.turn, live.row
         self._left(live, now)
-        self._accounts.served(
-            live, now, released=self.claims.done(turn.name, live.worker.unit, now)
-        )
+        self._accounts.served(live, now)
         usage = Usage(turn.prompt_tokens, turn.output_tokens, row.cached_tokens)
         done = Done(live.dispatch.receipt, usage, status=gauge.status(live.worker, now))
-        self.router.handle(done, now)
+        wanted = self.router.handle(done, now)
+        source = None
+        if isinstance(wanted, AskRelease):
+            source = wanted.source
+            self.claims.ask(wanted, now)
+        self._accounts.left(live, now, released=source)
         self.rows.add(row)
         self._over(turn, self._workload.finished(turn, now), now)
         self._transfers.room_at(live.worker, now)
@@ -377,7 +382,6 @@ class Fleet:
             self.counters.completed.append(turn.session)
         if turn.is_last:
             self._accounts.ended(turn.name)
-            self.claims.ended(turn.name)
         self.lobby.ended(turn, now)
         self._release_all(releases)
         if not self.is_busy:

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+import msgspec
+
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import Resume
 from ownerserve.cache.pressure import Checkpoint
@@ -24,11 +26,9 @@ from ownerserve.kv.prefix import Packed
 from ownerserve.kv.units import GIB
 from ownerserve.node.checkpoints import policy_of
 from ownerserve.node.events import (
-    Arrived,
     Copy,
     Drop,
     Effect,
-    Ended,
     Errand,
     Event,
     Fetch,
@@ -38,7 +38,6 @@ from ownerserve.node.events import (
     Find,
     Forget,
     Found,
-    Gone,
     Kept,
     Locate,
     Located,
@@ -51,8 +50,6 @@ from ownerserve.node.events import (
     Start,
     Tick,
 )
-from ownerserve.node.inventory import Inventory
-from ownerserve.node.on_device import OnDevice
 from ownerserve.node.records import RecordNames
 from ownerserve.node.settings import NodeSettings
 from ownerserve.node.state import NodeState
@@ -107,10 +104,12 @@ def make_node(
     checkpoint policy as `ownerserve worker` does, periods in tokens."""
     if cache.layout != model.layout:
         raise InvalidInput("cache", "has another layout than the model", "make both from one model")
-    settings = settings or unit_settings(model)
     media = {t.tier: in_series((t.reads.medium, pcie.back.medium)) for t in store.tiers}
-    # Stored records are priced as loads from disk; without one, from the tier that keeps them.
-    media.setdefault(Tier.DISK, media[store.tiers[-1].tier])
+    settings = settings or unit_settings(model)
+    settings = msgspec.structs.replace(settings, below=frozenset(media))
+    if media:
+        # Stored records are priced as loads from disk; without one, from the tier that keeps them.
+        media.setdefault(Tier.DISK, media[store.tiers[-1].tier])
     label = "the simulator's own media and pace"
     prices = unit_defaults(prefill, media, unit_tokens=model.unit_tokens, label=label)
     costs = CostModel(prices)
@@ -123,7 +122,9 @@ def make_node(
         planner=Planner(model.state, abilities),
         costs=costs,
         settings=settings,
-        policy=policy_of(unit_policy(policy, model.unit_tokens), model.state, costs),
+        policy=policy_of(
+            unit_policy(policy, model.unit_tokens) if media else "zero", model.state, costs
+        ),
     )
 
 
@@ -169,7 +170,8 @@ class SimNode:
     def handle(self, event: Event, now: float) -> None:
         """Tell the node, and do what it wants."""
         self._perform(self.state.handle(event, now), now)
-        self.look(now)
+        if self.store.tiers:
+            self._arm(now)
 
     def resume(self, tokens: Packed) -> Resume | None:
         """How the engine should begin a turn of `tokens`, now that it does."""
@@ -185,10 +187,24 @@ class SimNode:
 
     def stored_units(self, prompt: Packed) -> int:
         """How much of a prompt lies in this worker's host memory, up to where one could go on."""
+        if not self.store.tiers:
+            return 0
         return held_units(self.state.names, self.state.chains.peek(prompt), self.store)
 
     def look(self, now: float) -> None:
-        """See that a tick comes when one is due. To be called when the cache took or gave room."""
+        """To be called when the cache took or gave room: see that a tick comes when one is due.
+
+        With no tier there is nothing to come for by itself: it is looked at here, between two
+        steps, as by a worker's loop.
+        """
+        if self.store.tiers:
+            self._arm(now)
+            return
+        due_s = self.state.next_due()
+        if due_s is not None and due_s <= now:
+            self._perform(self.state.handle(Tick(), now), now)
+
+    def _arm(self, now: float) -> None:
         due_s = self.state.next_due()
         if due_s is None:
             return
@@ -344,7 +360,7 @@ class SimNode:
         for answer in answers:
             self._perform(self.state.handle(answer, now), now)
         if answers:
-            self.look(now)
+            self._arm(now)
 
     def _start_moves(self, now: float) -> None:
         started = self.store.start_moves(now)
@@ -356,70 +372,3 @@ class SimNode:
         if self.is_alive:
             self.store.moved(moves, now)
             self._start_moves(now)
-
-
-class DeviceOnly:
-    """A worker without a store: turns run with what the device has, short room is evicted.
-
-    Has SimNode's face. Replays and spills nothing; tells what the device holds, as such a worker.
-    """
-
-    def __init__(
-        self,
-        cache: HeteroCache,
-        *,
-        started: Started,
-        checkpoint: ToCheckpoint | None = None,
-    ) -> None:
-        self.inventory = Inventory()
-        self._on_device = OnDevice(cache, self.inventory)
-        self._pressure = cache.pressure
-        self._sessions = cache.sessions
-        self._started = started
-        self._checkpoint = checkpoint
-        self._session_of: dict[TurnId, SessionId] = {}
-
-    def handle(self, event: Event, now: float) -> None:
-        """A turn that arrives starts; what is left of one that ends is told."""
-        match event:
-            case Arrived(turn_id, session_id):
-                if session_id is not None:
-                    self._session_of[turn_id] = session_id
-                self._started(turn_id, now)
-            case Ended(turn_id):
-                session = self._session_of.pop(turn_id, None)
-                if session is not None:
-                    self._on_device.ended(session)
-            case Gone(turn_id):
-                self._session_of.pop(turn_id, None)
-
-    def resume(self, tokens: Packed) -> Resume | None:
-        """At the deepest complete point, as the cache does by itself."""
-        return None
-
-    def checkpoints(self, start: int, prompt_end: int) -> frozenset[int]:
-        """None beyond the engine's own."""
-        return frozenset()
-
-    def report(self, turn_id: TurnId) -> RestoreReport | None:
-        """Nothing is ever brought."""
-        return None
-
-    def stored_units(self, prompt: Packed) -> int:
-        """It has nothing below the device."""
-        return 0
-
-    def look(self, now: float) -> None:
-        """Soft references end; make room where little is left."""
-        self._sessions.expire(now)
-        self._on_device.tick()
-        if self._pressure.is_due:
-            for directive in self._pressure.relieve(now):
-                if isinstance(directive, Checkpoint) and self._checkpoint is not None:
-                    self._checkpoint(directive.turns)
-
-    def die(self) -> None:
-        """Nothing outlives it."""
-
-    def check(self) -> None:
-        """It keeps no books."""

@@ -14,7 +14,7 @@ from ownerserve.plan.inputs import Tier
 from ownerserve.sim.layout import UnitModel
 from ownerserve.sim.media import duplex
 from ownerserve.sim.metrics.counters import Counters
-from ownerserve.sim.nodeport import DeviceOnly, SimNode, make_node
+from ownerserve.sim.nodeport import SimNode, make_node
 from ownerserve.sim.pace import Pace
 from ownerserve.sim.setup import Setup
 from ownerserve.sim.store import SimStore
@@ -44,13 +44,11 @@ class NodeMaker:
             )
             self._remote = SimTier(plan, "remote")
 
-    def node(self, worker: Worker, cache: HeteroCache) -> SimNode | DeviceOnly:
-        """The node of a worker's new life: an empty host cache, the disk as it was left."""
-        tiers = self._tiers(worker)
+    def node(self, worker: Worker, cache: HeteroCache, *, kind: type[SimNode] = SimNode) -> SimNode:
+        """The node of a worker's new life: an empty host cache, the disk as it was left; or none
+        of any, over a store that is always empty."""
         engine = worker.checkpoint
-        if not tiers:
-            return DeviceOnly(cache, started=worker.started, checkpoint=engine)
-        store = SimStore(tiers, nic=worker.nic)
+        store = SimStore(self._tiers(worker), nic=worker.nic)
         pcie = duplex(f"{worker.name} pcie", Medium(0.05, self._setup.links.pcie_gb_s * 1e6))
         state = make_node(
             cache,
@@ -61,9 +59,7 @@ class NodeMaker:
             policy=self._setup.tiers.checkpoints,
             abilities=self._setup.granted.planner,
         )
-        node = SimNode(
-            state, store, pcie, at=worker.later, started=worker.started, checkpoint=engine
-        )
+        node = kind(state, store, pcie, at=worker.later, started=worker.started, checkpoint=engine)
         if worker.index in self.disks:
             node.goes_on(self._files.setdefault(worker.index, {}), worker.heap.now)
         return node

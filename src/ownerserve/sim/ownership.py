@@ -1,7 +1,7 @@
 """Who owns which session in a simulated fleet: each worker's OwnerState and one DirectoryState.
 
-    came, left, over ──> OwnerState ── FLUSH_S ──> frame ── delay_s ──> DirectoryState
-    standing <────────────── memory <────────────── answers ────────────────┘
+    came, left, over, release ──> OwnerState ── FLUSH_S ──> frame ── delay_s ──> DirectoryState
+    standing <──────────────────── memory <──────────────── answers ────────────────┘
 
 Owns the frames under way. Both are the production classes, and a frame is node/ownership.py's: what
 a worker wishes within FLUSH_S goes as one and renews its lease. Only the way is modelled: `delay_s`
@@ -14,16 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from ownerserve.directory.doors import GuardedOwner
 from ownerserve.directory.messages import FindSession, Outcome, Refused, Request, SessionIs
 from ownerserve.directory.owner import Asks, Grant, OwnerState, Tip
 from ownerserve.directory.records import Key
 from ownerserve.directory.state import DirectoryState
-from ownerserve.kv.epoch import Term
+from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.ownership import FLUSH_S
-from ownerserve.router.messages import Claimed
+from ownerserve.router.handovers import end_of
+from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd
 from ownerserve.sim.heap import Heap
 
 LEASE_S = 300.0
@@ -43,10 +46,11 @@ Found = Callable[[Claimed | None, float], None]
 class _Node:
     """One life of a worker, and what it will ask with its next frame."""
 
-    __slots__ = ("asks", "is_asking", "owner")
+    __slots__ = ("asks", "guarded", "is_asking", "owner")
 
     def __init__(self, unit: RoutingUnit) -> None:
         self.owner = OwnerState(unit)
+        self.guarded = GuardedOwner(self.owner)
         self.asks: Asks = []
         self.is_asking = False
 
@@ -76,40 +80,47 @@ class Ownership:
         self._nodes.pop(unit, None)
 
     def came(
-        self, session: SessionId, unit: RoutingUnit, *, parent: SessionId | None, now: float
+        self,
+        session: SessionId,
+        unit: RoutingUnit,
+        *,
+        parent: SessionId | None,
+        epoch: Epoch | None,
+        now: float,
     ) -> None:
-        """A turn is at the worker."""
+        """A turn is at the worker. `epoch`: the highest that its gateway heard of the session."""
         node = self._nodes.get(unit)
-        if node is not None and not isinstance(node.owner.may_serve(session, now), Grant):
-            self._send(node, node.owner.want(session, now, parent=parent), now)
+        if node is not None:
+            asks = node.guarded.came(session, now, parent=parent, epoch=epoch)
+            self._send(node, asks, now)
 
     def left(self, session: SessionId, unit: RoutingUnit, tip: Tip, now: float) -> None:
         """The turn is complete there, and leaves its session at `tip`."""
         node = self._nodes.get(unit)
         if node is not None:
-            self._send(node, node.owner.finished(session, tip, now), now)
+            self._send(node, node.guarded.left(session, tip, now), now)
 
     def over(self, session: SessionId, unit: RoutingUnit, now: float) -> None:
         """The session ended with a turn there."""
         node = self._nodes.get(unit)
         if node is not None:
-            self._send(node, node.owner.end(session, now), now)
+            self._send(node, node.guarded.over(session, now), now)
 
     def standing(self, session: SessionId, unit: RoutingUnit, now: float) -> Grant | None:
         """What the worker's answer says that it owns of the session; None: it serves as a guest."""
         node = self._nodes.get(unit)
-        grant = None if node is None else node.owner.may_serve(session, now)
-        return grant if isinstance(grant, Grant) else None
+        return None if node is None else node.owner.may_serve(session, now)
 
-    def hand_over(self, claimed: Claimed, target: RoutingUnit, now: float) -> bool:
-        """A worker that has stopped to serve the session asks that `target` own it; False: it does
-        not own it as was claimed."""
-        node = self._nodes.get(claimed.unit)
-        grant = self.standing(claimed.session, claimed.unit, now)
-        if node is None or grant is None or grant.epoch != claimed.epoch:
-            return False
-        self._send(node, node.owner.hand_over(claimed.session, target, now), now)
-        return True
+    def release(self, asked: AskRelease, now: float) -> ReleaseEnd:
+        """The node of a worker where no turn of the session runs is asked to hand it over."""
+        node = self._nodes.get(asked.source)
+        if node is None:
+            return ReleaseEnd.KEPT  # that life is over: it says nothing
+        leaving = node.guarded.release(asked.session, asked.epoch, asked.target, now_s=now)
+        if isinstance(leaving, WorkerRefusal):
+            return end_of(leaving)
+        self._send(node, leaving, now)
+        return ReleaseEnd.RELEASED
 
     # -- a gateway ------------------------------------------------------------------------------
 
@@ -122,7 +133,7 @@ class Ownership:
         found = self._handle(FindSession(session), now) if self._is_up else None
         claimed = None
         if isinstance(found, SessionIs) and found.owner_live:
-            claimed = Claimed(session, found.owner, found.epoch)
+            claimed = Claimed(session, found.owner, found.epoch, found.version)
         then(claimed, now)
 
     # -- faults ---------------------------------------------------------------------------------
@@ -174,7 +185,7 @@ class Ownership:
             outcome = self._handle(ask.request, now)
             if isinstance(outcome, Refused):
                 again_s = max(again_s, outcome.retry_after_s or AGAIN_S)
-            node.asks += owner.answered(ask.number, outcome, now)
+            node.asks += node.guarded.answered(ask, outcome, now)
         if node.asks:
             self._arm(node, now)  # what answers ask for goes at once
         if again_s:

@@ -15,7 +15,7 @@ from typing import Protocol
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Extent
 from ownerserve.cache.outcomes import Resume
-from ownerserve.kv.ids import Incarnation, TurnId, WorkerId
+from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.node.events import Arrived, Ended, Event, Gone, RestoreReport
@@ -28,7 +28,7 @@ from ownerserve.sim.sequence import Sequence
 
 
 class Node(Protocol):
-    """What brings a turn's state and keeps it when it goes: SimNode, or DeviceOnly."""
+    """What brings a turn's state and keeps it when it goes: see sim.nodeport."""
 
     inventory: Inventory
 
@@ -136,6 +136,11 @@ class Worker:
         tree = self.machine.cache.tree
         _, depth = tree.walk(prompt, len(prompt) // tree.block_bytes)
         return depth * self._block_units
+
+    def has_turn_of(self, session: SessionId) -> bool:
+        """Whether a turn of the session is here, if only in the queue."""
+        everyone = (*self.restoring.values(), *self.machine.engine.everyone())
+        return any(sequence.turn.name == session for sequence in everyone)
 
     # -- events ---------------------------------------------------------------------------------
 

@@ -52,6 +52,15 @@ class StoreSnapshot:
         except IndexFailed:
             return {}
 
+    def standing(self, ids: Sequence[bytes]) -> frozenset[bytes] | None:
+        """Which of `ids` the index has now, whatever was known of them; None: it can't be read."""
+        for id_ in ids:
+            self._index.forget(id_)
+        try:
+            return frozenset(self._index.get_many(ids))
+        except IndexFailed:
+            return None
+
     def at_boundary(self, prefix_hash: bytes) -> list[tuple[Meta, int]]:
         """Records that hold this prefix at the end of one of their units, and of which."""
         try:

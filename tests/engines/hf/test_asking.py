@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -15,13 +17,16 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import zmq
-from fleet_rig import ServedGateway, ServedWorker, until
+from fleet_rig import WAIT_S, ServedGateway, ServedWorker, until
 
+from ownerserve.engines.hf import server
 from ownerserve.engines.hf.build import WorkerOptions
+from ownerserve.engines.hf.desk import Desk
 from ownerserve.kv.ids import TurnId, WorkerId
 from ownerserve.kv.wire.rpc import (
     Cancel,
     Cancelled,
+    Commit,
     Release,
     Reserve,
     Reserved,
@@ -30,7 +35,10 @@ from ownerserve.kv.wire.rpc import (
     encode,
     new_nonce,
 )
+from ownerserve.node import admission
 from ownerserve.node.rpc.server import RpcClient
+from ownerserve.router.gateway import service
+from ownerserve.router.gateway.places import Places
 
 
 def text(tokens: int, seed: int) -> list[int]:
@@ -47,8 +55,16 @@ def workers() -> Iterator[tuple[ServedWorker, ServedWorker]]:
 
 
 @pytest.fixture
-def gateway(workers: tuple[ServedWorker, ServedWorker]) -> Iterator[ServedGateway]:
-    gateway = ServedGateway(*workers)
+def gateway(
+    workers: tuple[ServedWorker, ServedWorker], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ServedGateway]:
+    """One whose workers' words come in time and whose places stay, however loaded the machine is:
+    a word that is late lets the turn be sent unasked."""
+    for bound in ("RESERVE_MIN_S", "RESERVE_MAX_S"):
+        monkeypatch.setattr(f"ownerserve.node.rpc.server.{bound}", WAIT_S)
+    monkeypatch.setattr("ownerserve.node.admission.RESERVED_FOR_S", 1e4)
+    monkeypatch.setattr(service, "Places", partial(Places, ask_s=WAIT_S))
+    gateway = ServedGateway(*workers, health_interval_s=WAIT_S)
     yield gateway
     gateway.close()
 
@@ -124,11 +140,11 @@ def test_a_silent_admission_delays_a_turn_by_the_deadline_and_no_more(
     gateway = ServedGateway(*workers, health_interval_s=60.0)
     silent = zmq.Context.instance().socket(zmq.ROUTER)
     port = silent.bind_to_random_port("tcp://127.0.0.1")
-    places = gateway.gateway.places
+    lines = gateway.gateway.lines
     names = [WorkerId(worker.name) for worker in workers]
     try:
         address = f"tcp://127.0.0.1:{port}"
-        gateway.read(lambda: [places.learn(name, "127.0.0.1", address) for name in names])
+        gateway.read(lambda: [lines.learn(name, "127.0.0.1", address) for name in names])
         started_s = time.monotonic()
         answer = gateway.complete(text(100, 30), "patient")
         assert answer.status_code == 200
@@ -158,6 +174,35 @@ def test_an_append_that_would_wait_is_refused_before_work_and_goes_to_the_next_w
     assert gateway.metric("ownerserve_places_total", outcome="no_room") == 0, "nobody asked"
 
 
+def test_a_place_is_kept_for_a_turn_that_is_on_its_way(
+    workers: tuple[ServedWorker, ServedWorker],
+    gateway: ServedGateway,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its Commit has come, and the worker reads the prompt for longer than a place is held."""
+    held_s, ends_s = 5.0, list[float]()
+    monkeypatch.setattr(admission, "RESERVED_FOR_S", held_s)
+    answer, prompt = Desk.answer, server.completion_prompt
+
+    def answered(desk: Desk, request: Any) -> Any:
+        if isinstance(request, Commit):
+            monkeypatch.setattr(admission, "RESERVED_FOR_S", 1e4)
+        said = answer(desk, request)
+        if isinstance(request, Reserve):
+            ends_s.append(time.monotonic() + held_s)
+        return said
+
+    def read(*arguments: Any) -> list[int]:
+        time.sleep(max(0.0, ends_s[-1] + 0.2 - time.monotonic()))
+        return prompt(*arguments)
+
+    monkeypatch.setattr(Desk, "answer", answered)
+    monkeypatch.setattr(server, "completion_prompt", read)
+    assert gateway.complete(text(300, 60), "slow to read").status_code == 200
+    assert gateway.metric("ownerserve_places_total", outcome="reserved") == 1
+    assert not gateway.read(lambda: dict(gateway.gateway.observer.pressure))
+
+
 def test_a_client_that_hangs_up_gives_its_place_back(
     workers: tuple[ServedWorker, ServedWorker],
     gateway: ServedGateway,
@@ -169,7 +214,6 @@ def test_a_client_that_hangs_up_gives_its_place_back(
         return sum(worker.worker.engine.standing.places for worker in workers)
 
     never = asyncio.Event()
-    monkeypatch.setattr("ownerserve.node.admission.RESERVED_FOR_S", 1e4)  # it does not run out
     for pool in gateway.gateway.pools.values():
         gateway.read(pool.close_idle)
         monkeypatch.setattr(pool, "connect", never.wait)

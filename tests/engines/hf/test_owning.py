@@ -276,3 +276,21 @@ def test_a_guests_last_turn_ends_nothing_but_what_it_has_itself(fleet: Fleet) ->
     assert fleet.owner(NAME) == here.unit
     words = there.http.get("/ownerserve/inventory").json()["words"]
     assert not [one for one in words if one["session"] == NAME and one["is"] == "has"]
+
+
+def test_an_owner_hears_of_a_later_one_by_a_turns_line(fleet: Fleet) -> None:
+    """The turn is served all the same; what it owned is void, and it asks anew."""
+    here, there = fleet.workers
+    serve_at(here, PROMPT)
+    until(lambda: fleet.version(NAME) == 1)
+    other = SessionId("e" * 32)
+    serve_at(there, PROMPT, name=other)
+    until(lambda: fleet.version(other) == 1)
+    before, later = fleet.record(NAME), fleet.record(other)
+    assert isinstance(before, ask.SessionIs) and isinstance(later, ask.SessionIs)
+    serve_at(here, PROMPT, epoch=later.epoch)  # some epoch that was granted after its own
+    void = 'ownerserve_owner_refusals_total{reason="stale_epoch",verb="grant"}'
+    until(lambda: here.metric(void) == 1)
+    until(lambda: fleet.version(NAME) == 2)
+    after = fleet.record(NAME)
+    assert isinstance(after, ask.SessionIs) and after.epoch > later.epoch > before.epoch

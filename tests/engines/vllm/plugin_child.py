@@ -21,6 +21,20 @@ def install(folder: Path) -> None:
     sys.path.insert(0, str(folder))
 
 
+class Nothing:
+    """What a store without a session tells."""
+
+    def page(self, after: int, unit: Any) -> Any:
+        from concurrent.futures import Future
+
+        from ownerserve.kv.wire.inventory import Page
+        from ownerserve.kv.wire.rpc import PageIs
+
+        answer: Any = Future()
+        answer.set_result(PageIs(Page(unit.incarnation, last=after)))
+        return answer
+
+
 def make_desk() -> Any:
     from ownerserve.engines.vllm.desk import Desk, Limits
     from ownerserve.kv.ids import WorkerId
@@ -35,7 +49,7 @@ def make_desk() -> Any:
         sequence_bytes=70,
         spec_digest="ab",
     )
-    return Desk(limits)
+    return Desk(limits, Nothing())
 
 
 def measured() -> tuple[Any, list[Any]]:
@@ -88,6 +102,8 @@ def main(folder: Path) -> None:
     desk.stepped({"one": 200}, free_tokens=300, evictable_tokens=400, total_tokens=800)
     desk.measured(*measured())
     report["status"] = ask("/ownerserve/status")
+    report["inventory"] = ask("/ownerserve/inventory?after=7")
+    report["no number"] = ask("/ownerserve/inventory?after=-1")
     report["admit"] = ask("/ownerserve/admit", {"tokens": 500})
     report["too long"] = ask("/ownerserve/admit", {"tokens": 1001})
     report["no room"] = ask("/ownerserve/admit", {"tokens": 900})

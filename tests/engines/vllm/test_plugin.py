@@ -67,6 +67,9 @@ def test_the_routes_answer_for_the_engine_core(tmp_path: Path) -> None:
     assert (profile["kv_bytes_per_token"], profile["kv_bytes_per_sequence"]) == (10, 70)
     assert (profile["speed"]["step_ms"], profile["tiers"][0]["bytes_per_ms"]) == (3, 5)
     assert profile["rpc"].startswith("tcp://127.0.0.1:")
+    status, page = report["inventory"]
+    assert (status, page["incarnation"], page["last"]) == (200, unit["incarnation"], 7)
+    assert report["no number"][0] == 400
     assert report["admit"] == [
         200,
         {"type": "admit", "resident_tokens": 0, "ahead_prefill_tokens": 250},

@@ -21,6 +21,7 @@ from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Answer,
     Commit,
+    ListHeld,
     Probe,
     Release,
     ReleaseSession,
@@ -82,6 +83,8 @@ class Desk:
                 return admission.release(reservation)
             case ReleaseSession(session_id=session_id):
                 return admission.release_session(session_id)
+            case ListHeld():
+                raise AssertionError("the loop answers it")
 
     def standing(self) -> Standing:
         """What seeds are judged by: a copy that any thread may read."""

@@ -62,7 +62,7 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Answer as RpcAnswer
-from ownerserve.kv.wire.rpc import Reject, ReleaseSession, Reserve
+from ownerserve.kv.wire.rpc import ListHeld, PageIs, Reject, ReleaseSession, Reserve
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.chains import PromptPrefix, prefix_of
@@ -220,6 +220,9 @@ class StepLoop:
     def _answer(self, request: RpcRequest) -> RpcAnswer:
         if isinstance(request, ReleaseSession):
             return self._release(request)
+        if isinstance(request, ListHeld):
+            life = self._identity.incarnation
+            return PageIs(self._restoring.inventory.page(request.after, incarnation=life))
         answer = self._desk.answer(request)
         if isinstance(request, Reserve):
             self._metrics.reserved(answer)

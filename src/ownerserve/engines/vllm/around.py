@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ownerserve.engines.vllm.holding import Holding
 from ownerserve.engines.vllm.lookup import Lookup
 from ownerserve.engines.vllm.measure import Measuring
 from ownerserve.engines.vllm.outside import Outside
@@ -16,6 +17,7 @@ class Around(msgspec.Struct, frozen=True):
     None when it has. `step_tokens`: most that one step computes."""
 
     lookup: Lookup
+    holding: Holding
     soft: SoftReferences
     measuring: Measuring
     outside: Outside

@@ -16,6 +16,7 @@ from ownerserve.engines.vllm.codec import Codec
 from ownerserve.engines.vllm.desk import Desk, limits_of
 from ownerserve.engines.vllm.device import EngineDevice
 from ownerserve.engines.vllm.events import Residency
+from ownerserve.engines.vllm.holding import Holding
 from ownerserve.engines.vllm.lookup import Lookup
 from ownerserve.engines.vllm.measure import Measuring
 from ownerserve.engines.vllm.outside import Outside
@@ -112,13 +113,14 @@ class Parts:
         """vLLM's blocks."""
         return EngineDevice(self.layout)
 
+    def names(self, name: Identity) -> RecordNames:
+        """What records of `name` are called."""
+        parts = {section.name: section.parts for section in self.shape.payload.sections}
+        return RecordNames(name, self.layout, engine=FORMAT, blocks=self.record_blocks, parts=parts)
+
     def state(self, name: Identity) -> GuestState:
         """A node whose records bear `name`."""
-        settings = self.settings
-        parts = {section.name: section.parts for section in self.shape.payload.sections}
-        names = RecordNames(
-            name, self.layout, engine=FORMAT, blocks=self.record_blocks, parts=parts
-        )
+        settings, names = self.settings, self.names(name)
         saves = Saves(
             names,
             policy=POLICY_OF[settings.checkpoints](),
@@ -161,7 +163,8 @@ def scheduler_side(parts: Parts) -> SchedulerSide:
     components = ", ".join(parts.shape.components)
     log.info("OwnerServe: blocks of %d tokens, %s", parts.layout.block_tokens, components)
     lookup = Lookup(parts.settings.directory(rank=0, world=parts.world))
-    told = outside(parts)
+    state, kept = parts.state(parts.identity), holding(parts)
+    told = outside(parts, kept)
     tiers = tiers_of(parts.settings)
 
     def tell(costs: CostModel) -> None:
@@ -169,6 +172,7 @@ def scheduler_side(parts: Parts) -> SchedulerSide:
 
     around = Around(
         lookup=lookup,
+        holding=kept,
         soft=SoftReferences(parts.settings.soft_reference),
         measuring=Measuring(
             # Where prices are given they are not learnt; what things take is told all the same.
@@ -183,10 +187,21 @@ def scheduler_side(parts: Parts) -> SchedulerSide:
         step_tokens=int(parts.config.scheduler_config.max_num_batched_tokens),
         bypassed=why,
     )
-    return SchedulerSide(parts.state(parts.identity), parts.device, parts.shape, around)
+    return SchedulerSide(state, parts.device, parts.shape, around)
 
 
-def outside(parts: Parts) -> Outside:
+def holding(parts: Parts) -> Holding:
+    """What tells of all ranks' stores."""
+    root = parts.settings.directory(rank=0, world=1)
+    return Holding(
+        parts.names(parts.identity),
+        [parts.settings.directory(rank=rank, world=parts.world) for rank in range(parts.world)],
+        root / f"sessions-{parts.identity.digest().hex()[:16]}.jsonl",
+        can_replay=parts.abilities().can_replay,
+    )
+
+
+def outside(parts: Parts, kept: Holding) -> Outside:
     """The desk, and events where vLLM publishes them."""
     layout, ranges = parts.layout, parts.layout.range_names
     events = getattr(parts.config, "kv_events_config", None)
@@ -201,7 +216,7 @@ def outside(parts: Parts) -> Outside:
         spec_digest=parts.identity.spec_digest.hex(),
     )
     return Outside(
-        opened(Desk(limits), parts.settings),
+        opened(Desk(limits, kept), parts.settings),
         Residency() if follows and ranges else None,
         component=ranges[0] if ranges else "",
         groups=parts.shape.group_tokens,

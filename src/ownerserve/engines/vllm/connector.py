@@ -159,9 +159,11 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return self._safely(self._side.frees_soon, instead=False)
 
     def has_pending_push_work(self) -> bool:
-        """Steps go on while blocks are held for a copy; such a step waits, it does not spin."""
+        """Steps go on until copies are answered for; such a step waits, it does not spin."""
         side = self._scheduler
-        return side is not None and (len(side.holds) > 0 or side.outside.is_waiting())
+        return side is not None and (
+            len(side.holds) > 0 or len(side.state.saves) > 0 or side.outside.is_waiting()
+        )
 
     def take_events(self) -> list[Any]:
         """KV events of what stands in the store."""

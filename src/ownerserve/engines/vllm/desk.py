@@ -18,12 +18,14 @@ from typing import Any
 
 import msgspec
 
+from ownerserve.engines.vllm.holding import Holding
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Admit,
     Answer,
+    ListHeld,
     Probe,
     Reject,
     Released,
@@ -77,8 +79,9 @@ class Told(msgspec.Struct, frozen=True, gc=False):
 class Desk:
     """`arrived`, `stepped`, `gone` on the scheduler's thread; the rest on any."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, holding: Holding) -> None:
         self._limits = limits
+        self._holding = holding
         incarnation = Incarnation(time.time_ns())
         self._unit = RoutingUnit(limits.worker, limits.dp_rank, incarnation)
         self._waiting: dict[str, int] = {}
@@ -168,7 +171,9 @@ class Desk:
     # -- asked from outside --------------------------------------------------------------------
 
     def answer(self, request: Request) -> Future[Answer]:
-        """At once: there is nobody to wait for."""
+        """At once, but for what the store holds: there is nobody to wait for."""
+        if isinstance(request, ListHeld):
+            return self._holding.page(request.after, self._unit)
         future: Future[Answer] = Future()
         future.set_result(self._answer(request))
         return future

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ownerserve.node.events import RecordsLost
 from ownerserve.store.model import Meta, Want
 
 Tables = Sequence[Sequence[int]]
@@ -68,13 +69,15 @@ class Brought(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """One worker's, of one step. `copied` errands need their blocks no more; `kept` are durable."""
+    """One worker's, of one step. `copied` errands need their blocks no more; `kept` are durable;
+    `lost`: what each worker's store gave up."""
 
     brought: tuple[Brought, ...] = ()
     copied: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     not_kept: tuple[int, ...] = ()
     stored_bytes: int = 0
+    lost: tuple[RecordsLost, ...] = ()
 
     def joined(self, other: Report) -> Report:
         """Two workers' reports as one: an errand stands in it once for each."""
@@ -84,8 +87,10 @@ class Report(msgspec.Struct, frozen=True):
             kept=self.kept + other.kept,
             not_kept=self.not_kept + other.not_kept,
             stored_bytes=self.stored_bytes + other.stored_bytes,
+            lost=self.lost + other.lost,
         )
 
     @property
     def is_empty(self) -> bool:
-        return not (self.brought or self.copied or self.kept or self.not_kept)
+        told = (self.brought, self.copied, self.kept, self.not_kept, self.lost)
+        return not any(told)

@@ -3,6 +3,7 @@
     VLLM_PLUGINS=ownerserve vllm serve ...
 
     GET  /ownerserve/status     who it is, its load, what it can do (kv.wire.status)
+    GET  /ownerserve/inventory?after=N  what its store holds, said after word N (kv.wire.inventory)
     POST /ownerserve/admit      {"tokens": 1200} -> admitted, or 429 and why
     POST /ownerserve/release    {"session_id": "s"}: the session has gone elsewhere
 
@@ -25,7 +26,17 @@ from starlette.responses import Response
 from ownerserve.engines.vllm.desk import ADDRESS_FILE
 from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.wire.rpc import Probe, Reject, ReleaseSession, Said, Seed, Status, StatusIs
+from ownerserve.kv.wire.rpc import (
+    ListHeld,
+    PageIs,
+    Probe,
+    Reject,
+    ReleaseSession,
+    Said,
+    Seed,
+    Status,
+    StatusIs,
+)
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import (
     COUNT_MAX,
@@ -62,6 +73,7 @@ class OwnerServeEndpoints:
     def attach_router(self, app: Any) -> None:
         """Add the routes to vLLM's FastAPI application."""
         app.add_api_route("/ownerserve/status", self.status, methods=["GET"])
+        app.add_api_route("/ownerserve/inventory", self.inventory, methods=["GET"])
         app.add_api_route("/ownerserve/admit", self.admit, methods=["POST"])
         app.add_api_route("/ownerserve/release", self.release, methods=["POST"])
 
@@ -76,6 +88,13 @@ class OwnerServeEndpoints:
     async def status(self) -> Response:
         """The record of kv.wire.status."""
         return await self._asked(Status())
+
+    async def inventory(self, request: Request) -> Response:
+        """A page of kv.wire.inventory."""
+        after = request.query_params.get("after", "0")
+        if not (after.isascii() and after.isdigit() and len(after) < 19):
+            return _json(400, {"error": f"after: {after!r} is no number; send a page's last, or 0"})
+        return await self._asked(ListHeld(int(after)))
 
     def _served(self) -> tuple[str, ...]:
         """All names that this server answers to, adapters among them."""
@@ -108,6 +127,8 @@ class OwnerServeEndpoints:
             return _json(429, answer)
         if isinstance(answer, StatusIs) and answer.profile is not None:
             return _json(200, _status(answer.status, answer.profile, self._served()))
+        if isinstance(answer, PageIs):
+            return _json(200, answer.page)
         return _json(200, answer)
 
 

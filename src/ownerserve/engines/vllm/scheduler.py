@@ -32,6 +32,7 @@ from ownerserve.engines.vllm.turn import MAX_IN_FLIGHT, Turn, is_final, session_
 from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
+from ownerserve.kv.wire.turn_line import is_name
 from ownerserve.node.events import (
     Arrived,
     Asked,
@@ -50,11 +51,13 @@ from ownerserve.node.events import (
     Offer,
     Pin,
     Placed,
+    SessionOver,
     Start,
     Tick,
 )
 from ownerserve.node.guest import GuestState
 from ownerserve.node.known import KnownSessions, Plain
+from ownerserve.node.residency import FOUND_LESS
 from ownerserve.plan.explain import summary
 from ownerserve.store.model import MissReason
 
@@ -83,7 +86,7 @@ class SchedulerSide:
         self._places = Places(shape)
         self._block = shape.payload.block_tokens
         self._shape, self._step_tokens = shape, around.step_tokens
-        self._lookup = around.lookup
+        self._lookup, self._holding = around.lookup, around.holding
         self._soft = around.soft
         self._measuring = around.measuring
         self._tenants = around.tenants
@@ -189,6 +192,9 @@ class SchedulerSide:
                 self._perform(self.state.handle(NotKept(errand), now))
             for brought in report.brought:
                 self._brought(brought, now)
+            for lost in report.lost:
+                self._holding.lost(lost)
+            self._tell_left()
             self._counts["stored_bytes"] += report.stored_bytes
         self._measuring.reported(now)
 
@@ -215,8 +221,10 @@ class SchedulerSide:
             text = Plain(pack(request.all_token_ids[:known]))
             prompt = min(known, request.num_prompt_tokens)
             self._known.left(SessionId(session), text, prompt_tokens=prompt)
-        ended = Ended(turn_id, turn.hit, request.num_prompt_tokens, known)
+        restored = max(turn.hit, turn.offer)
+        ended = Ended(turn_id, restored, request.num_prompt_tokens, known)
         self._perform(effects + self.state.handle(ended, now), turn)
+        self._tell_left()
         self.holds.unpin(turn_id)
         self._device.forget(turn_id)
         self._measuring.forget(turn_id)
@@ -245,6 +253,7 @@ class SchedulerSide:
         self.outbox.give_up_loads()
         self._turns.clear()
         self.holds.unpin_all()
+        self.state.saves.give_up()
 
     def reset(self, state: GuestState) -> None:
         """Nothing from before counts any more: `state` knows it under another name."""
@@ -254,6 +263,7 @@ class SchedulerSide:
         self._soft.clear()
         state.take_over(self.state)
         self.state = state
+        self._holding.renamed(state.names)
 
     def close(self) -> None:
         """The engine stops."""
@@ -261,6 +271,7 @@ class SchedulerSide:
         self.holds.release_all()
         self._measuring.close()
         self._lookup.close()
+        self._holding.close()
         self.outside.close()
 
     # -- events --------------------------------------------------------------------------------
@@ -283,8 +294,16 @@ class SchedulerSide:
         if session is not None and is_final(request):
             self._soft.released(session)
             self._known.forget(SessionId(session))
+            self._perform(self.state.handle(SessionOver(SessionId(session)), _now()))
+            self._holding.over(SessionId(session))
         else:
             self._soft.finished(session, tuple(map(list, tables)), _now())
+
+    def _tell_left(self) -> None:
+        """Where a gateway's sessions were left, now that the store has all that will be of it."""
+        if self.state.saves.left:
+            left, self.state.saves.left = self.state.saves.left, []
+            self._holding.left([tip for tip in left if is_name(tip.session_id)])
 
     def _make_room(self, tokens: int, *, asking: str | None) -> None:
         """So many tokens are about to get blocks: idle sessions' go last."""
@@ -388,6 +407,10 @@ class SchedulerSide:
                 log.debug("%s: %s: %s", turn_id, report.outcome, summary(report.plan))
             self._counts[f"restore_{report.outcome}"] += 1
             self._counts["loaded_bytes"] += report.loaded_bytes
+            turn = self._turns.get(turn_id)
+            session = session_of(turn.request) if turn is not None else None
+            if session is not None and report.outcome in FOUND_LESS:
+                self._holding.missed(SessionId(session))
 
     def _bring(self, bring: Bring) -> None:
         turn = self._turns[bring.turn_id]

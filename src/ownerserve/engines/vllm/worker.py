@@ -126,7 +126,8 @@ class WorkerSide:
 
     def report(self) -> Report:
         """What was done since the last report."""
-        if not (self._done or self._copied or self._kept or self._not_kept):
+        lost = self._tiers.losses.take() if self._tiers is not None else None
+        if not (lost or self._done or self._copied or self._kept or self._not_kept):
             return NO_REPORT
         with self._changed:
             report = Report(
@@ -135,6 +136,7 @@ class WorkerSide:
                 kept=tuple(self._kept),
                 not_kept=tuple(self._not_kept),
                 stored_bytes=self._stored_bytes,
+                lost=() if lost is None else (lost,),
             )
             self._done, self._copied, self._kept, self._not_kept = [], [], [], []
             self._stored_bytes = 0

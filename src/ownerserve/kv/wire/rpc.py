@@ -23,6 +23,7 @@ from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.inventory import Page
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import ProfileStatement, WorkerLoad
 
@@ -138,7 +139,13 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
     """Called off: now, or before. The answer to a `Cancel`, and to what comes after it."""
 
 
-Request = Status | Probe | Reserve | Commit | Release | ReleaseSession
+class ListHeld(msgspec.Struct, frozen=True, tag="list_held"):
+    """What is held, as far as it was said after the word number `after`."""
+
+    after: int
+
+
+Request = ListHeld | Status | Probe | Reserve | Commit | Release | ReleaseSession
 
 
 class StatusIs(msgspec.Struct, frozen=True, tag="status_is"):
@@ -148,7 +155,13 @@ class StatusIs(msgspec.Struct, frozen=True, tag="status_is"):
     profile: ProfileStatement | None = None
 
 
-Answer = StatusIs | Admit | Reject | Reserved | Committed | Released
+class PageIs(msgspec.Struct, frozen=True, tag="page_is"):
+    """Words about what is held."""
+
+    page: Page
+
+
+Answer = PageIs | StatusIs | Admit | Reject | Reserved | Committed | Released
 Said = Answer | Cancelled
 """What an asker hears; an engine gives an `Answer`."""
 

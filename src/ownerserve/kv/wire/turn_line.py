@@ -8,8 +8,9 @@
 | parent | the session that this one was forked from, by the client's word or by its bytes |
 | group | sessions that share a head; read, and not sent yet |
 | final | true: the session ends with this turn |
-| epoch | [[ordinal, nonce], counter]: the highest under which the gateway knows it to be owned; |
-| | an owner under a lower one finds out by it, and serves the turn as a guest |
+| epoch | [[ordinal, nonce], counter]: the highest under which the gateway knows it owned; an |
+| | owner under a lower one finds out by it, and serves the turn as a guest |
+| version | turns that the session's owners finished, by the last word that the gateway heard |
 | target | [worker, rank, incarnation]: whom the turn was sent to; another life refuses it |
 | reservation | the place that the worker's admission holds for the turn |
 | judged | true: an append that was sent unasked; the worker refuses it before any work |
@@ -53,6 +54,7 @@ class TurnLine(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, kw_onl
     group: str | None = None
     final: bool = False
     epoch: Epoch | None = None
+    version: int | None = None
     target: RoutingUnit | None = None
     reservation: int | None = None
     judged: bool = False
@@ -66,6 +68,7 @@ class _Checked(msgspec.Struct, frozen=True, gc=False):
     group: _Name | None = None
     final: bool = False
     epoch: Epoch | None = None
+    version: Annotated[int, msgspec.Meta(ge=0)] | None = None
     target: RoutingUnit | None = None
     reservation: Annotated[int, msgspec.Meta(ge=0)] | None = None
     judged: bool = False
@@ -104,6 +107,7 @@ def decode(value: str) -> TurnLine:
         group=found.group,
         final=found.final,
         epoch=found.epoch,
+        version=found.version,
         target=found.target,
         reservation=found.reservation,
         judged=found.judged,
@@ -125,10 +129,15 @@ def session_id_of(line: TurnLine) -> str:
     return f"{line.name}{_FINAL}" if line.final else line.name
 
 
+def is_name(session_id: str) -> bool:
+    """Whether it has the form of a gateway's name."""
+    return _NAME.fullmatch(session_id) is not None
+
+
 def read_session_id(session_id: str) -> TurnLine:
     """The name in an engine's session id, and whether it is the last turn. A client's own id, where
     no gateway stands in front, is a name as it is."""
     name = session_id.removesuffix(_FINAL)
-    if name != session_id and _NAME.fullmatch(name):
+    if name != session_id and is_name(name):
         return TurnLine(name=SessionId(name), final=True)
     return TurnLine(name=SessionId(session_id))

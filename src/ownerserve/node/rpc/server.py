@@ -29,6 +29,7 @@ from ownerserve.kv.wire.rpc import (
     Answer,
     Cancel,
     Cancelled,
+    ListHeld,
     Nonce,
     Probe,
     Reject,
@@ -160,7 +161,7 @@ class RpcServer:
         match request:
             case Reserve():
                 return min(max(2 * self._step_s(), RESERVE_MIN_S), RESERVE_MAX_S)
-            case Probe() | Status():
+            case Probe() | Status() | ListHeld():
                 return ANSWER_S
             case _:
                 return NEVER_S

@@ -37,6 +37,7 @@ from ownerserve.router.gateway.requests import Request
 from ownerserve.router.gateway.stamps import Stamp, answer_of, read_stamp, refusal_of
 from ownerserve.router.messages import (
     Aborted,
+    AskRelease,
     Broken,
     Claimed,
     Dispatch,
@@ -54,6 +55,7 @@ from ownerserve.router.messages import (
 )
 from ownerserve.router.scan import with_text
 from ownerserve.router.seats import Ticket
+from ownerserve.router.sessions import Session
 from ownerserve.router.usage import (
     TAIL_BYTES,
     believed,
@@ -272,7 +274,7 @@ class Exchange:
         assert asked is not None
         head, body = self.request.head, self.request.body
         self._upstream = upstream
-        line = turn_line_of(dispatch, asked)
+        line = turn_line_of(dispatch, asked, self._session(dispatch))
         if self._place is not None:
             line = structs.replace(line, reservation=self._place.number)
         elif self._is_admitted(dispatch) and is_direct_append(dispatch):
@@ -310,7 +312,8 @@ class Exchange:
         if stamp is not None:
             self._report(stamp, now)
             if stamp.epoch is not None and dispatch.session is not None:
-                gateway.claimed(Claimed(dispatch.session, stamp.unit, stamp.epoch))
+                claimed = Claimed(dispatch.session, stamp.unit, stamp.epoch, stamp.version)
+                gateway.claimed(claimed)
         if head.chunked and self.request.head.version == b"1.0":
             self._dechunk = True
             head, first = head.unchunked(), upstream.payload()
@@ -348,7 +351,9 @@ class Exchange:
         came = what_came(self._head.stamp, usage, self._last_prompt(dispatch))
         alias = asked.alias(self._alias) if self._alias else None
         done = Done(self._take_receipt(), told, alias, prompt=place_of_prompt(asked.fields))
-        gateway.state.handle(done, now)
+        ended = gateway.state.handle(done, now)
+        if isinstance(ended, AskRelease) and not asked.identity.final:
+            gateway.releasing.ask(ended)
         gateway.observer.finished(now - self._started_s, usage)
         gateway.observer.compared(dispatch, usage, came)
         self._over()
@@ -400,8 +405,13 @@ class Exchange:
 
     def _last_prompt(self, dispatch: Dispatch) -> int:
         """Tokens of the session's last prompt, before this turn's end is told."""
-        session = dispatch.session and self._gateway.state.sessions.get(dispatch.session)
+        session = self._session(dispatch)
         return session.prompt_tokens if session else 0
+
+    def _session(self, dispatch: Dispatch) -> Session | None:
+        """The turn's session, as the router knows it now."""
+        name = dispatch.session
+        return None if name is None else self._gateway.state.sessions.get(name)
 
     def _over(self) -> None:
         """Nothing of the turn runs any more."""

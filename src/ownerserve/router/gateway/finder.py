@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ownerserve.directory.messages import FindSession, Outcome, Refusal, Refused, SessionIs
+from ownerserve.directory.messages import FindSession, Miss, Outcome, Refusal, Refused, SessionIs
 from ownerserve.directory.port import Directory
 from ownerserve.kv.epoch import Epoch, later
 from ownerserve.kv.errors import InvariantViolated
-from ownerserve.kv.ids import Incarnation, SessionId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.ids import SessionId
+from ownerserve.router.gateway.lives import Lives
 from ownerserve.router.messages import Claimed
 
 log = logging.getLogger("ownerserve.gateway")
@@ -35,14 +35,15 @@ FRAME_MAX = 256
 class SessionFinder:
     """Asks a directory, whose client blocks, in a thread of its own. `tell` hears of owners."""
 
-    def __init__(self, directory: Directory, *, tell: Callable[[Claimed], None]) -> None:
+    def __init__(
+        self, directory: Directory, lives: Lives, *, tell: Callable[[Claimed], None]
+    ) -> None:
         self.answers: Counter[str] = Counter()
         """Outcomes by name, refusals by reason: metric labels."""
         self._directory = directory
         self._tell = tell
         self._seen: Epoch | None = None
-        self._lives: dict[tuple[Incarnation, int], RoutingUnit] = {}
-        """Lives that answer, as this gateway names them."""
+        self._lives = lives
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, "directory")
         self._waiting: dict[SessionId, asyncio.Future[None]] = {}
@@ -50,14 +51,6 @@ class SessionFinder:
         self._asked_s = 0.0
         self._is_failing = False
         """Whether the last frame met a fault."""
-
-    def lives(self, unit: RoutingUnit) -> None:
-        """A worker answers. To the directory it has a name of its own: its life tells who it is."""
-        self._lives[unit.incarnation, unit.dp_rank] = unit
-
-    def silent(self, worker: str) -> None:
-        """A worker is down."""
-        self._lives = {life: unit for life, unit in self._lives.items() if unit.worker != worker}
 
     def heard(self, epoch: Epoch) -> None:
         """A worker owns under this epoch: a directory that does not know it has lost memory."""
@@ -124,14 +117,15 @@ class SessionFinder:
         return outcomes
 
     def _hear(self, session: SessionId, outcome: Outcome) -> None:
-        if isinstance(outcome, Refused):
-            self.answers[outcome.reason.lower()] += 1
-            return
-        self.answers[type(outcome).__name__.lower()] += 1
-        if not isinstance(outcome, SessionIs):
-            return
-        self.heard(outcome.epoch)
-        owner = outcome.owner
-        if outcome.owner_live:
-            here = self._lives.get((owner.incarnation, owner.dp_rank), owner)
-            self._tell(Claimed(session, here, outcome.epoch))
+        match outcome:
+            case Refused(reason):
+                self.answers[reason.lower()] += 1
+            case Miss():  # nobody owns it: it goes where the policy says
+                self.answers["miss"] += 1
+            case SessionIs(owner, epoch, version):
+                self.answers["session_is"] += 1
+                self.heard(epoch)
+                if outcome.owner_live:
+                    self._tell(Claimed(session, self._lives.here(owner), epoch, version))
+            case _:
+                self.answers["malformed"] += 1

@@ -142,6 +142,14 @@ class GatewayCollector(Collector):
         for outcome, value in self._gateway.places.counts.items():
             places.add_metric([outcome], value)
         yield places
+        releases = CounterMetricFamily(
+            "ownerserve_releases",
+            "What owners answered when asked to hand a session over to where its turn was done.",
+            labels=["outcome"],
+        )
+        for outcome, value in self._gateway.releasing.counts.items():
+            releases.add_metric([outcome], value)
+        yield releases
         if self._gateway.finder is not None:
             yield _directory_answers(self._gateway.finder.answers)
 

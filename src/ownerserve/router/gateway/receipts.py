@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ownerserve.kv.messages import PlacementAction, RoutingUnit
+from ownerserve.kv.messages import PlacementAction
 from ownerserve.kv.wire import turn_line
 from ownerserve.kv.wire.turn_line import NOTHING, TurnLine
 from ownerserve.router.decision import Option
 from ownerserve.router.gateway.asking import Asked
 from ownerserve.router.messages import Dispatch, Reason
+from ownerserve.router.sessions import Session
 from ownerserve.router.turns import TurnClass
-from ownerserve.router.worker import Worker
 
 PRICED_MAX = 4
 """Alternatives in the header; the admin port has all of them, with their terms."""
@@ -39,14 +39,16 @@ def receipt_lines(dispatch: Dispatch) -> bytes:
     return lines
 
 
-def turn_line_of(dispatch: Dispatch, asked: Asked) -> TurnLine:
+def turn_line_of(dispatch: Dispatch, asked: Asked, session: Session | None) -> TurnLine:
     """The line that says whose turn this is and for which worker: another life of the worker
-    refuses it (seed 003, v2)."""
+    refuses it (seed 003, v2). `session`: what is known of it, who owned it at which version."""
     return TurnLine(
         name=dispatch.session,
         parent=asked.named_parent or asked.arrive.parent,
         final=asked.identity.final,
-        target=unit_of(dispatch.decision.worker),
+        epoch=None if session is None else session.epoch,
+        version=None if session is None or session.grant is None else session.grant.version,
+        target=dispatch.decision.worker.unit,
     )
 
 
@@ -59,13 +61,6 @@ def order_lines(line: TurnLine) -> bytes:
     if line.name is not None:
         lines += b"%b: %b\r\n" % (_ENGINE_LINE, turn_line.session_id_of(line).encode())
     return lines
-
-
-def unit_of(worker: Worker) -> RoutingUnit | None:
-    """The worker in its present life; None where workers do not tell their lives apart."""
-    if worker.incarnation is None:
-        return None
-    return RoutingUnit(worker.id, worker.dp_rank, worker.incarnation)
 
 
 def _priced(option: Option) -> str:

@@ -22,16 +22,20 @@ from ownerserve.router.gateway.config import Config
 from ownerserve.router.gateway.finder import SessionFinder
 from ownerserve.router.gateway.health import HealthMonitor, News
 from ownerserve.router.gateway.inventory import InventoryReader
+from ownerserve.router.gateway.lines import Lines
+from ownerserve.router.gateway.lives import Lives
 from ownerserve.router.gateway.lobby import Lobby
 from ownerserve.router.gateway.model_list import Models, union
 from ownerserve.router.gateway.observe import Observer
 from ownerserve.router.gateway.places import Places
 from ownerserve.router.gateway.pool import WorkerPool
+from ownerserve.router.gateway.releasing import Releasing
 from ownerserve.router.messages import (
     Arrive,
     Claimed,
     Drain,
     Gone,
+    ReleaseEnded,
     Reported,
     Stamped,
     WorkerDown,
@@ -83,13 +87,18 @@ class Gateway:
         seats = None if config.seats is None else Seats(self.state.fleet, config.seats)
         self.lobby = Lobby(seats, self.now)
         self.asking = Asking(resolve=self.state.sessions.resolve, is_known=self._is_known)
-        self.finder = None if directory is None else SessionFinder(directory, tell=self.claimed)
+        self.lives = Lives()
+        self.finder = None
+        if directory is not None:
+            self.finder = SessionFinder(directory, self.lives, tell=self.claimed)
         self.observer = Observer(self.now, decisions_kept=config.decisions_kept)
         self.monitors = {
             address.worker: HealthMonitor(address, config, access=self.access, tell=self._heard)
             for address in config.workers
         }
-        self.places = Places()
+        self.lines = Lines()
+        self.places = Places(self.lines)
+        self.releasing = Releasing(self.lines, self.lives, tell=self._told)
         self.inventories = {
             address.worker: InventoryReader(
                 address, config, access=self.access, fleet=self.state.fleet, tell=self._told
@@ -168,7 +177,8 @@ class Gateway:
             pool.close_idle()
         if self.finder is not None:
             self.finder.close()
-        self.places.close()
+        self.releasing.close()
+        self.lines.close()
         await asyncio.sleep(0)  # let the transports report their end
 
     def _heard(self, event: News) -> None:
@@ -176,15 +186,15 @@ class Gateway:
         match event:
             case WorkerUp(worker, dp_rank, incarnation):
                 self.inventories[worker].call()
-                if incarnation is not None and self.finder is not None:
-                    self.finder.lives(RoutingUnit(worker, dp_rank, incarnation))
                 stated = self.monitors[worker].stated
+                if incarnation is not None:
+                    unit = RoutingUnit(worker, dp_rank, incarnation)
+                    self.lives.up(unit, None if stated is None else stated.unit.worker)
                 rpc = None if stated is None else stated.profile.rpc
-                self.places.learn(worker, self.pools[worker].address.host, rpc)
+                self.lines.learn(worker, self.pools[worker].address.host, rpc)
             case WorkerDown(worker):
-                if self.finder is not None:
-                    self.finder.silent(worker)
-                self.places.learn(worker, self.pools[worker].address.host, None)
+                self.lives.down(worker)
+                self.lines.learn(worker, self.pools[worker].address.host, None)
                 self.pools[worker].close_idle()
             case Stamped():
                 return
@@ -198,7 +208,7 @@ class Gateway:
         up = {worker.id for worker in self.state.fleet.up}
         return union(monitor.models for name, monitor in self.monitors.items() if name in up)
 
-    def _told(self, event: Reported | Gone) -> None:
+    def _told(self, event: Reported | Gone | ReleaseEnded) -> None:
         self.state.handle(event, self.now())
 
     def _look_at_offers(self) -> None:

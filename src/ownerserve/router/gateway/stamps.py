@@ -83,6 +83,7 @@ class Stamp(msgspec.Struct, frozen=True, gc=False):
     status: WorkerLoad | None
     extent: Extent | None
     epoch: Epoch | None = None
+    version: int = 0
 
 
 def read_stamp(worker: WorkerId, headers: Mapping[bytes, bytes]) -> Stamp | None:
@@ -92,7 +93,8 @@ def read_stamp(worker: WorkerId, headers: Mapping[bytes, bytes]) -> Stamp | None
         return None
     unit = RoutingUnit(worker, number(headers, b"rank") or 0, Incarnation(incarnation))
     status, extent = _status(unit, headers), _extent(headers.get(b"extent"))
-    return Stamp(unit, status, extent, _epoch(headers.get(b"epoch")))
+    version = number(headers, b"version") or 0
+    return Stamp(unit, status, extent, _epoch(headers.get(b"epoch")), version)
 
 
 def number(headers: Mapping[bytes, bytes], name: bytes) -> int | None:

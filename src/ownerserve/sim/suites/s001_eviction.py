@@ -26,7 +26,7 @@ from ownerserve.sim.suites.base import (
     known,
 )
 from ownerserve.sim.suites.judging import first_of
-from ownerserve.sim.suites.slots import SlotOrder, slot_node
+from ownerserve.sim.suites.slots import SlotNode, SlotOrder
 from ownerserve.sim.workload import Capped, Sample, Shape
 from ownerserve.trace.model import Trace
 
@@ -60,7 +60,7 @@ def _kept(result: Result) -> dict[str, Any]:
 
 def _slot(setup: Setup, trace: Trace | None) -> dict[str, Any]:
     assert trace is not None
-    return _kept(simulate(trace, setup, parts=Parts(order=SlotOrder, node=slot_node)))
+    return _kept(simulate(trace, setup, parts=Parts(order=SlotOrder, node=SlotNode)))
 
 
 def _jobs(scale: Scale) -> dict[str, Job]:

@@ -35,7 +35,7 @@ from ownerserve.sim.suites.base import (
     table_of,
 )
 from ownerserve.sim.suites.judging import all_of, counted
-from ownerserve.sim.suites.slots import Backup, SlotOrder, SlotRouter, pd_transfers, slot_node
+from ownerserve.sim.suites.slots import Backup, SlotNode, SlotOrder, SlotRouter, pd_transfers
 from ownerserve.sim.workload import Capped, Closed, First, Shape
 from ownerserve.trace.model import Trace
 
@@ -111,7 +111,7 @@ def _slots(
     parts = Parts(
         policy=router,
         order=SlotOrder,
-        node=slot_node,
+        node=SlotNode,
         transfers=pd_transfers(in_flight, backup),
     )
     return _kept(simulate(trace, setup, parts=parts))

@@ -21,6 +21,7 @@ from ownerserve.cache.session import Session
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.node.events import Arrived, Ended, Event, Gone
+from ownerserve.node.state import NodeState
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import run_at, split_over, start_at
 from ownerserve.router.decision import Decision
@@ -29,7 +30,9 @@ from ownerserve.router.policies.apart import NEEDS, prefillers
 from ownerserve.router.request import Request
 from ownerserve.router.worker import Worker as Unit
 from ownerserve.sim.heap import Heap
-from ownerserve.sim.nodeport import DeviceOnly, Started, ToCheckpoint
+from ownerserve.sim.media import Duplex
+from ownerserve.sim.nodeport import At, SimNode, Started, ToCheckpoint
+from ownerserve.sim.store import SimStore
 from ownerserve.sim.transfers import Brought, Then, Transfers
 from ownerserve.sim.worker import Worker
 
@@ -46,19 +49,21 @@ class SlotOrder(SessionReference):
     pins_idle_sessions: ClassVar[bool] = True
 
 
-class SlotNode(DeviceOnly):
+class SlotNode(SimNode):
     """Makes room by releasing idle sessions whole, the least recent first (seed 001 §1.1:
     `release_session`). Without that a pool full of idle slots refuses every turn."""
 
     def __init__(
         self,
-        cache: HeteroCache,
+        state: NodeState,
+        store: SimStore,
+        pcie: Duplex,
         *,
+        at: At,
         started: Started,
         checkpoint: ToCheckpoint | None = None,
     ) -> None:
-        super().__init__(cache, started=started, checkpoint=checkpoint)
-        self._cache = cache
+        super().__init__(state, store, pcie, at=at, started=started, checkpoint=checkpoint)
         self._wanted: dict[TurnId, tuple[SessionId | None, Packed]] = {}
 
     def handle(self, event: Event, now: float) -> None:
@@ -76,7 +81,7 @@ class SlotNode(DeviceOnly):
         super().look(now)
 
     def _make_room(self) -> None:
-        cache = self._cache
+        cache = self.state.cache
         head, needed = self._largest()
         needed += ANSWER_BLOCKS * (1 + len(cache.running))
         while (short := needed - cache.rooms.blocks.free - cache.rooms.evictable_blocks()) > 0:
@@ -87,7 +92,8 @@ class SlotNode(DeviceOnly):
 
     def _largest(self) -> tuple[SessionId | None, int]:
         """The waiting turn that lacks most, and the blocks that it lacks."""
-        cache, size = self._cache, self._cache.layout.block_tokens
+        cache = self.state.cache
+        size = cache.layout.block_tokens
         session, most = None, 0
         for turn_id, (name, prompt) in self._wanted.items():
             if turn_id not in cache.running:
@@ -103,7 +109,7 @@ class SlotNode(DeviceOnly):
         waiting = {session for session, _ in self._wanted.values()}
         idle = [
             session
-            for session in self._cache.sessions.all()
+            for session in self.state.cache.sessions.all()
             if session.pin is not None and not session.running and session.session_id != head
         ]
         return min(idle, key=lambda one: (one.session_id in waiting, one.last_s), default=None)
@@ -120,11 +126,6 @@ def free_session(cache: HeteroCache, session: Session, *, short_blocks: int) -> 
         cache.rooms.evict_blocks(own)
         spare = max(0, own - max(0, short_blocks))
         cache.counters.wanted_tokens -= spare * cache.layout.block_tokens
-
-
-def slot_node(worker: Worker, cache: HeteroCache) -> SlotNode:
-    """The node part of a worker whose sessions are slots."""
-    return SlotNode(cache, started=worker.started, checkpoint=worker.checkpoint)
 
 
 # -- seed 003: transfers -----------------------------------------------------------------------

@@ -1,0 +1,171 @@
+"""The gateway's connections to its workers' RPC ports: one each, many requests in flight on it.
+
+Owns the sockets. Each wait has a deadline; until then a request that may be lost is said again,
+under its nonce. A place that comes later is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from collections import Counter
+from itertools import count
+
+import zmq
+import zmq.asyncio
+
+from ownerserve.kv.addresses import parse_address
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import WorkerId
+from ownerserve.kv.wire.rpc import (
+    Cancel,
+    Cancelled,
+    Release,
+    Request,
+    Reserved,
+    Said,
+    decode_answer,
+    encode,
+    new_nonce,
+)
+
+log = logging.getLogger("ownerserve.gateway")
+
+REPEAT_S = 0.25
+"""Unanswered for so long, a request is said again; a lost connection comes back sooner."""
+NUMBER_BYTES = 8
+
+
+class Lines:
+    """A line to each worker that tells where its RPC port is, and that can be reached there.
+
+    `counts`: `late`, places that came when nobody waited any more; `cancelled`, workers' answers to
+    a Cancel.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._lines: dict[WorkerId, Line] = {}
+
+    def learn(self, worker: WorkerId, host: str, address: str | None) -> None:
+        """`worker`, which serves at `host`, answers at `address`; None: it does not.
+
+        An address on loopback is the worker's own: of use to who reaches the worker there too.
+        """
+        line = self._lines.get(worker)
+        if line is not None and line.address == address:
+            return
+        if line is not None:
+            self._lines.pop(worker).close()
+        if address is None:
+            return
+        try:
+            rpc_host, _ = parse_address(address.removeprefix("tcp://"), field="rpc", mend="")
+            if _is_loopback(host) or not _is_loopback(rpc_host.strip("[]")):
+                self._lines[worker] = Line(address, self.counts)
+        except (zmq.ZMQError, InvalidInput) as error:
+            log.warning("worker %s: its RPC address %s: %s", worker, address, error)
+
+    def of(self, worker: WorkerId) -> Line | None:
+        """The line to a worker; None: there is none."""
+        return self._lines.get(worker)
+
+    def close(self) -> None:
+        """Ask nobody any more."""
+        for line in self._lines.values():
+            line.close()
+        self._lines.clear()
+
+
+class Line:
+    """One connection; requests and answers by number."""
+
+    def __init__(self, address: str, counts: Counter[str]) -> None:
+        self.address = address
+        self._counts = counts
+        self.holds_places = True
+        """False once the worker has said that it holds none (vLLM): it is asked no more."""
+        self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, "[" in address)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
+        self._numbers = count(1)
+        self._waiting: dict[bytes, asyncio.Future[Said | None]] = {}
+        self._tasks: set[asyncio.Future[zmq.MessageTracker | None]] = set()
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def ask(self, request: Request, within_s: float) -> Said | None:
+        """The answer; None when there is none in time, or the line is closed. Whoever stops
+        waiting, also by being cancelled, calls the request off."""
+        future: asyncio.Future[Said | None] = asyncio.get_running_loop().create_future()
+        number, nonce = self._number(), new_nonce()
+        self._waiting[number] = future
+        left_s = within_s
+        try:
+            while left_s > 0 and not future.done():
+                self._send(number, encode(request, nonce))
+                await asyncio.wait((future,), timeout=min(left_s, REPEAT_S))
+                left_s -= REPEAT_S
+        except asyncio.CancelledError:
+            self.tell(Cancel(nonce))  # also where the answer has come: nobody takes it
+            raise
+        finally:
+            self._waiting.pop(number, None)
+        if future.done():
+            return future.result()
+        self.tell(Cancel(nonce))
+        return None
+
+    def tell(self, request: Request | Cancel) -> None:
+        """Say something whose answer changes nothing."""
+        self._send(self._number(), encode(request))
+
+    def _number(self) -> bytes:
+        return next(self._numbers).to_bytes(NUMBER_BYTES, "big")
+
+    def close(self) -> None:
+        """Hang up: who waits for an answer gets none, and goes on."""
+        self._reader.cancel()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_result(None)
+        for task in self._tasks:
+            task.cancel()
+        self._socket.close()
+
+    def _send(self, number: bytes, data: bytes) -> None:
+        if self._socket.closed:
+            return
+        sent = asyncio.ensure_future(self._socket.send_multipart([number, data]))
+        self._tasks.add(sent)
+        sent.add_done_callback(self._tasks.discard)
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                number, data = frames
+                answer = decode_answer(data)
+            except (ValueError, InvalidInput) as error:
+                log.warning("worker at %s: an answer that can't be read: %s", self.address, error)
+                continue
+            future = self._waiting.pop(number, None)
+            if future is not None and not future.done():
+                future.set_result(answer)
+            elif isinstance(answer, Reserved):  # too late: nobody will come
+                self._counts["late"] += 1
+                self.tell(Release(answer.reservation))
+            elif isinstance(answer, Cancelled):
+                self._counts["cancelled"] += 1
+
+
+def _is_loopback(host: str | None) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,73 @@
+"""Asks owners to hand sessions over to where their turns are done now: off the request path.
+
+Owns the questions under way; router/handovers.py decides which are asked, and how many at once.
+
+    AskRelease ── ReleaseSession over the node's RPC ──> the owner ── Transfer ──> directory
+    ReleaseEnded <── Released, Reject(reason), or nothing in RELEASE_S ──┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession, Said
+from ownerserve.router.gateway.lines import Lines
+from ownerserve.router.gateway.lives import Lives
+from ownerserve.router.handovers import end_of
+from ownerserve.router.messages import AskRelease, ReleaseEnd, ReleaseEnded
+
+RELEASE_S = 2.0
+"""An owner that says nothing for so long may still have handed over: the next answer tells."""
+
+
+class Releasing:
+    """`tell` hears how each question ended. `counts`: the same by outcome, refusals by reason."""
+
+    def __init__(self, lines: Lines, lives: Lives, *, tell: Callable[[ReleaseEnded], None]) -> None:
+        self.counts: Counter[str] = Counter()
+        self._lines = lines
+        self._lives = lives
+        self._tell = tell
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def ask(self, wanted: AskRelease) -> None:
+        """Begin to ask; nothing waits for the answer."""
+        task = asyncio.get_running_loop().create_task(self._ask(wanted))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Ask nobody any more."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _ask(self, wanted: AskRelease) -> None:
+        end = ReleaseEnd.KEPT
+        try:
+            end = self._end_of(await self._answer(wanted))
+        finally:
+            self._tell(ReleaseEnded(wanted.session, wanted.epoch, end))
+
+    async def _answer(self, wanted: AskRelease) -> Said | str:
+        line, target = self._lines.of(wanted.source.worker), self._lives.to_workers(wanted.target)
+        if line is None or target is None:
+            return "unreachable"
+        request = ReleaseSession(wanted.session, wanted.epoch, target)
+        answer = await line.ask(request, RELEASE_S)
+        return "no_answer" if answer is None else answer
+
+    def _end_of(self, answer: Said | str) -> ReleaseEnd:
+        match answer:
+            case Released():
+                self.counts["released"] += 1
+                return ReleaseEnd.RELEASED
+            case Reject(reason):
+                self.counts[reason.value] += 1
+                return end_of(reason)
+            case str():
+                self.counts[answer] += 1
+            case _:
+                self.counts["malformed"] += 1
+        return ReleaseEnd.KEPT

@@ -1,0 +1,69 @@
+"""A session moves because its turns are sent elsewhere: its owner is asked to release it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fleet_rig import ServedGateway, until
+from test_owning import PROMPT, Fleet, name_of
+
+from ownerserve.directory import messages as ask
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    one = Fleet(2)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def gateway(fleet: Fleet) -> Iterator[ServedGateway]:
+    """Sends the turns of every session to one worker after the other."""
+    one = ServedGateway(*fleet.workers, directory=fleet.server.address, policy="round_robin")
+    yield one
+    one.close()
+
+
+def test_who_serves_a_turn_that_another_owns_owns_the_next_one(
+    fleet: Fleet, gateway: ServedGateway
+) -> None:
+    prompt = PROMPT
+
+    def turn() -> str:
+        nonlocal prompt
+        answer = gateway.complete(prompt, "s")
+        assert answer.status_code == 200
+        prompt = prompt + answer.json()["choices"][0]["token_ids"] + [11, 12, 13]
+        return str(answer.headers["x-ownerserve-worker"])
+
+    def released() -> float:
+        return gateway.metric("ownerserve_releases_total", outcome="released")
+
+    first = turn()
+    name = name_of(gateway)
+    until(lambda: fleet.version(name) == 1)
+    record = fleet.record(name)
+    assert isinstance(record, ask.SessionIs)
+    source = next(one for one in fleet.workers if one.name == first)
+    target = next(one for one in fleet.workers if one is not source)
+    assert record.owner == source.unit
+    assert [turn(), turn()] == [target.name, source.name]  # now the gateway knows who owns it
+    until(lambda: fleet.version(name) == 2)
+    assert released() == 0 and "Transfer" not in fleet.directory.asked
+    assert turn() == target.name
+    until(lambda: released() == 1)
+    until(lambda: fleet.owner(name) == target.unit)
+    moved = fleet.record(name)
+    assert isinstance(moved, ask.SessionIs) and moved.epoch > record.epoch
+    assert moved.version == 2  # a guest's turns are no record
+    assert [turn(), turn()] == [source.name, target.name]  # which binds now
+    until(lambda: fleet.version(name) == 3)
+    assert [turn(), turn()] == [source.name, target.name]  # which says that it owns
+    assert turn() == source.name
+    until(lambda: fleet.owner(name) == source.unit)
+    assert released() == 2 == fleet.directory.asked["Transfer"]
+    assert gateway.metric("ownerserve_releases_total") == 2

@@ -1,0 +1,183 @@
+"""A gateway asks an owner to hand a session over where its turn was done: over sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from ownerserve.kv.epoch import Epoch, Term
+from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire import turn_line
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import (
+    Answer,
+    Cancel,
+    Cancelled,
+    Reject,
+    Released,
+    ReleaseSession,
+    Request,
+    decode_request,
+    encode,
+)
+from ownerserve.kv.wire.status import (
+    LoadStatement,
+    ProfileStatement,
+    WorkerStatus,
+    unit_statement,
+)
+from ownerserve.router.gateway import releasing
+
+Play = Callable[..., None]
+World = Any  # conftest.World; a test module can't import its conftest
+
+LIFE = 1_700_000_000_000_000_000
+EPOCH = Epoch(Term(3, 77), 5)
+
+
+class Node:
+    """A worker's RPC port. `says`: its answer to a ReleaseSession; None: silence."""
+
+    def __init__(self, says: Answer | None) -> None:
+        self.asked: list[Request] = []
+        self.says = says
+        self._nonces: set[int] = set()
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def _read(self) -> None:
+        while True:
+            *envelope, data = await self._socket.recv_multipart()
+            request, nonce = decode_request(data)
+            if isinstance(request, Cancel):
+                await self._socket.send_multipart([*envelope, encode(Cancelled())])
+            elif isinstance(request, ReleaseSession):
+                if nonce not in self._nonces:  # else it is said again
+                    self.asked.append(request)
+                self._nonces.add(nonce)
+                if self.says is not None:
+                    await self._socket.send_multipart([*envelope, encode(self.says)])
+            else:  # it holds no places
+                no_places = encode(Reject(WorkerRefusal.UNKNOWN_RESERVATION))
+                await self._socket.send_multipart([*envelope, no_places])
+
+    def close(self) -> None:
+        self._reader.cancel()
+        self._socket.close()
+
+
+def record(number: int, rpc: str | None) -> bytes:
+    """What worker `number` states."""
+    said = WorkerStatus(
+        unit=unit_statement(own_unit(number)),
+        load=LoadStatement(as_of_s=1.0),
+        profile=ProfileStatement(models=("m",), rpc=rpc, owns_sessions=True),
+    )
+    return msgspec.json.encode(said)
+
+
+def own_unit(number: int) -> RoutingUnit:
+    """Worker `number` as the directory and its peers know it."""
+    return RoutingUnit(WorkerId(f"w{number}"), 0, Incarnation(LIFE + number))
+
+
+def stamp(number: int, **more: object) -> dict[str, str]:
+    load = {"incarnation": LIFE + number, "rank": 0, "as-of": 1.0, "pending-prefill-tokens": 0}
+    return {f"x-ownerserve-{name}": str(value) for name, value in (load | more).items()}
+
+
+def line_of(head: bytes) -> turn_line.TurnLine:
+    lines = dict(line.split(": ", 1) for line in head.decode().split("\r\n")[1:] if line)
+    return turn_line.decode(lines[turn_line.HEADER])
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(4):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+OUTCOMES = {
+    "released": (Released(), 1),
+    "session_is_running": (Reject(WorkerRefusal.SESSION_IS_RUNNING), 2),
+    "not_owner": (Reject(WorkerRefusal.NOT_OWNER), 1),
+    "no_answer": (None, 2),
+}
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_the_owner_is_asked_and_its_word_is_followed(
+    play: Play, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says, times = OUTCOMES[outcome]
+    monkeypatch.setattr(releasing, "RELEASE_S", 0.3)
+
+    async def scenario(world: World) -> None:
+        gateway, (owner, guest) = world.gateway, world.engines
+        node = Node(says)
+        owner.states, guest.states = record(0, node.address), record(1, None)
+        name_here = WorkerId(f"127.0.0.1:{owner.port}")
+        await until(lambda: gateway.lines.of(name_here))
+        owner.says = stamp(0, epoch="3.77.5", version=4)
+        guest.says = stamp(1)
+        client = await world.client()
+
+        async def turn() -> Any:
+            return world.engine_of(await client.post("/v1/completions", x__session__id="a"))
+
+        assert await turn() is owner
+        told = line_of(owner.seen[-1][0])
+        assert (told.epoch, told.version) == (None, None)
+        for number in range(2):
+            assert await turn() is guest  # round robin
+            told = line_of(guest.seen[-1][0])
+            assert (told.epoch, told.version) == (
+                (EPOCH, 4) if number == 0 or times == 2 else (EPOCH, None)
+            )
+            assert isinstance(told.name, str)
+            wanted = ReleaseSession(SessionId(told.name), EPOCH, own_unit(1))
+            heard = min(number + 1, times)
+            await until(lambda heard=heard: gateway.releasing.counts[outcome] >= heard)
+            owner.says = stamp(0)  # from now on it serves as a guest
+            if number == 0:
+                assert node.asked == [wanted]
+                assert await turn() is owner
+        assert node.asked == [wanted] * times
+        assert gateway.releasing.counts == {outcome: times}
+        node.close()
+
+    play(
+        scenario,
+        policy="round_robin",
+        states=[record(0, None), record(1, None)],
+        health_interval_s=0.05,
+    )
+
+
+def test_an_owner_that_cannot_be_asked_costs_nobody_a_turn(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        owner, guest = world.engines
+        owner.says, guest.says = stamp(0, epoch="3.77.5", version=4), stamp(1)
+        client = await world.client()
+        for _ in range(4):
+            answer = await client.post("/v1/completions", x__session__id="a")
+            assert answer.status == 200
+        await until(lambda: world.gateway.releasing.counts == {"unreachable": 2})
+        assert json.loads(answer.body)
+
+    play(
+        scenario,
+        policy="round_robin",
+        states=[record(0, None), record(1, None)],
+        health_interval_s=0.05,
+    )

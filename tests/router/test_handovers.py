@@ -1,0 +1,121 @@
+"""Which owner is asked to hand a session over, when, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from fleets import unit
+from test_homes import Fleet, S, epoch, stamp
+
+from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
+from ownerserve.router.handovers import IN_FLIGHT_MAX
+from ownerserve.router.messages import (
+    NOTED,
+    Aborted,
+    Arrive,
+    AskRelease,
+    Claimed,
+    Dispatch,
+    Done,
+    Down,
+    FirstByte,
+    Receipt,
+    ReleaseEnd,
+    ReleaseEnded,
+    SessionEnd,
+    WorkerDown,
+    WorkerUp,
+)
+from ownerserve.router.usage import Usage
+
+OWNED = epoch(5)
+ASKED = AskRelease(S, unit("w0"), OWNED, unit("w1"))
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    """Three workers; the session is owned by w0."""
+    made = Fleet()
+    made.turn("w0")
+    made.tell(Claimed(S, unit("w0"), OWNED, 1))
+    return made
+
+
+def done(fleet: Fleet, receipt: Receipt) -> object:
+    fleet.tell(FirstByte(receipt))
+    return fleet.tell(Done(receipt, Usage(1000, 10, 0)))
+
+
+def test_the_owner_is_asked_when_a_turn_is_done_elsewhere(fleet: Fleet) -> None:
+    assert done(fleet, fleet.send("w0")) == NOTED
+    assert done(fleet, fleet.send("w1")) == ASKED
+
+
+def test_once_at_a_time_and_after_a_refusal_with_the_next_turn(fleet: Fleet) -> None:
+    assert done(fleet, fleet.send("w1")) == ASKED
+    assert done(fleet, fleet.send("w1")) == NOTED
+    fleet.tell(ReleaseEnded(S, OWNED, ReleaseEnd.KEPT))
+    assert done(fleet, fleet.send("w1")) == ASKED
+
+
+@pytest.mark.parametrize("end", [ReleaseEnd.RELEASED, ReleaseEnd.NOT_OWNER])
+def test_who_is_no_owner_any_more_is_not_asked_again(fleet: Fleet, end: ReleaseEnd) -> None:
+    done(fleet, fleet.send("w1"))
+    fleet.tell(ReleaseEnded(S, OWNED, end))
+    assert done(fleet, fleet.send("w1")) == NOTED
+    fleet.tell(Claimed(S, unit("w0"), OWNED, 1))  # a word that was long on its way
+    assert done(fleet, fleet.send("w1")) == NOTED
+    fleet.tell(Claimed(S, unit("w1"), epoch(6), 1))
+    assert done(fleet, fleet.send("w1")) == NOTED
+    assert done(fleet, fleet.send("w2")) == AskRelease(S, unit("w1"), epoch(6), unit("w2"))
+
+
+def test_an_end_that_is_heard_late_says_nothing_of_a_later_owner(fleet: Fleet) -> None:
+    done(fleet, fleet.send("w1"))
+    fleet.tell(Claimed(S, unit("w2"), epoch(6), 3))
+    fleet.tell(ReleaseEnded(S, OWNED, ReleaseEnd.RELEASED))
+    assert done(fleet, fleet.send("w1")) == AskRelease(S, unit("w2"), epoch(6), unit("w1"))
+
+
+NOBODY: dict[str, Callable[[Fleet, Receipt], object]] = {
+    "the owner is down": lambda f, r: f.tell(WorkerDown(WorkerId("w0"), Down.UNHEALTHY)),
+    "the owner lives anew": lambda f, r: f.tell(WorkerUp(WorkerId("w0"), 0, Incarnation(2))),
+    "it has a later owner": lambda f, r: f.tell(Claimed(S, unit("w1"), epoch(6), 2)),
+    "the session is over": lambda f, r: f.tell(SessionEnd(S)),
+    "its worker lives anew": lambda f, r: f.tell(FirstByte(r, stamp("w1", 2))),
+}
+
+
+@pytest.mark.parametrize("before", NOBODY.values(), ids=NOBODY)
+def test_nobody_is_asked_where(fleet: Fleet, before: Callable[[Fleet, Receipt], object]) -> None:
+    receipt = fleet.send("w1")
+    before(fleet, receipt)
+    assert done(fleet, receipt) == NOTED
+
+
+def test_nobody_is_asked_for_what_was_not_done_or_went_on_elsewhere(fleet: Fleet) -> None:
+    aborted = fleet.send("w1")
+    fleet.tell(FirstByte(aborted))
+    assert fleet.tell(Aborted(aborted)) == NOTED
+    early, late = fleet.send("w1"), fleet.send("w2")
+    fleet.tell(FirstByte(early))
+    assert done(fleet, late) == AskRelease(S, unit("w0"), OWNED, unit("w2"))
+    fleet.tell(ReleaseEnded(S, OWNED, ReleaseEnd.KEPT))
+    assert fleet.tell(Done(early, Usage(1000, 10, 0))) == NOTED
+
+
+def test_only_so_many_are_asked_at_once(fleet: Fleet) -> None:
+    for number in range(IN_FLIGHT_MAX + 1):
+        name = SessionId(f"s{number}")
+        fleet.policy.to = "w1"
+        dispatch = fleet.state.handle(Arrive(name, 4000), 100.0)
+        assert isinstance(dispatch, Dispatch)
+        fleet.state.handle(FirstByte(dispatch.receipt), 100.0)
+        # Heard while the turn runs, from a gateway that was first.
+        fleet.state.handle(Claimed(name, unit("w0"), OWNED), 100.0)
+        fleet.state.handle(Done(dispatch.receipt), 100.0)
+        second = fleet.state.handle(Arrive(name, 4000), 101.0)
+        assert isinstance(second, Dispatch)
+        outcome = fleet.state.handle(Done(second.receipt), 102.0)
+        assert isinstance(outcome, AskRelease) is (number < IN_FLIGHT_MAX)
