@@ -29,7 +29,8 @@ from wires import WAIT_S, At, Trap
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash, pytest.mark.slow]
 
-SESSIONS = 3
+SESSIONS = 2
+"""With a new one in each round an odd number: round robin sends each elsewhere each time."""
 MODEL = "tiny-qwen3"
 TURN_TOKENS = 24
 ROUNDS_MAX = 60
@@ -70,7 +71,6 @@ IN_CI = [
     Case("advance", "w0", At.ANSWER),
     Case("transfer", "w0", At.REQUEST),
     Case("transfer", "directory", At.ANSWER),
-    Case("publish", "directory", At.REQUEST),
     Case("end_session", "w0", At.ANSWER, "end"),
     Case("find_session", "directory", At.ANSWER),
     Case("release_session", "gateway", At.ANSWER),
