@@ -191,8 +191,9 @@ def hf_rows(folder: Path) -> list[Row]:
 
 def vllm_rows(folder: Path, scratch: Path) -> list[Row]:
     import tiny
-    from fleet import Zygote
     from wire import Boot
+
+    from fleet import Zygote
 
     model = tiny.write_checkpoint("qwen3", scratch / "model")
 
