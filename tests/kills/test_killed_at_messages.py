@@ -3,7 +3,7 @@ arrives, or before its answer does. Then it begins again, and nothing is lost, w
 
 A few of all cases in CI; all of them by hand:
 
-    OWNERSERVE_ALL_KILLS=1 python -m pytest tests/fleet/test_killed_at_messages.py
+    OWNERSERVE_ALL_KILLS=1 python -m pytest tests/kills/test_killed_at_messages.py
 """
 
 from __future__ import annotations
