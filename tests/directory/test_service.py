@@ -22,7 +22,14 @@ from ownerserve.directory import messages as ask
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.messages import Refusal
 from ownerserve.directory.rpc.client import DirectoryClient
-from ownerserve.directory.rpc.frames import Failed, decode_answer
+from ownerserve.directory.rpc.frames import (
+    MAX_FRAME_BYTES,
+    Batch,
+    Failed,
+    Outcomes,
+    decode_answer,
+    encode,
+)
 from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.rules import Kind, Tier
 from ownerserve.directory.terms import FILE_NAME, TermFile
@@ -51,6 +58,49 @@ def test_a_client_is_a_directory(served: DirectoryServer) -> None:
     assert isinstance(leased, ask.Leased) and isinstance(bound, ask.Bound)
     records = client.status().records
     assert records is not None and (records.holders, records.sessions) == (1, 1)
+    client.close()
+
+
+def extents(count: int) -> list[ask.HeldExtent]:
+    kinds = int(Kind.DENSE | Kind.COMPRESSED | Kind.CHECKPOINT)
+    return [
+        ask.HeldExtent(PrefixHash(n.to_bytes(32, "big")), 100_000 + n, Tier.DISK, kinds)
+        for n in range(count)
+    ]
+
+
+def test_a_page_of_an_inventory_and_many_lookups_fit_a_frame(served: DirectoryServer) -> None:
+    """What the biggest askers send at once, measured."""
+    unit = RoutingUnit(WorkerId("a-worker.with.a-long.name:8100"), 7, Incarnation(time.time_ns()))
+    page = ask.Publish(unit, extents=tuple(extents(1000)))
+    names = [SessionId(f"{n:032x}") for n in range(10_000)]
+    asked = [ask.FindSession(name) for name in names]
+    sizes = {"page": len(encode(Batch((page,)))), "lookups": len(encode(Batch(tuple(asked))))}
+    client = DirectoryClient(served.address)
+    leased, published = client.execute([ask.Register(unit), page])
+    assert isinstance(leased, ask.Leased) and isinstance(published, ask.Published)
+    client.execute([ask.Bind(name, unit) for name in names])
+    found = client.execute(asked)
+    assert {type(one) for one in found} == {ask.SessionIs}
+    sizes["answers"] = len(encode(Outcomes(tuple(found))))
+    assert max(sizes.values()) < MAX_FRAME_BYTES / 10, sizes
+    client.close()
+
+
+@pytest.mark.parametrize("limit", ["MAX_FRAME_BYTES", "REQUESTS_MAX"])
+def test_what_is_too_much_for_a_frame_goes_in_several(
+    served: DirectoryServer, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    client = DirectoryClient(served.address)
+    monkeypatch.setattr(f"ownerserve.directory.rpc.client.{limit}", 1000)
+    names = [SessionId(f"s{n}") for n in range(2500)]
+    client.execute([ask.Register(A)])
+    bound = client.execute([ask.Bind(name, A) for name in names])
+    epochs = [one.epoch for one in bound if isinstance(one, ask.Bound)]
+    assert len(epochs) == len(names) and epochs == sorted(epochs), "in order"
+    if limit == "MAX_FRAME_BYTES":
+        (never,) = client.execute([ask.Bind(SessionId("s" * 2000), A)])
+        assert never == ask.Refused(Refusal.MALFORMED)
     client.close()
 
 

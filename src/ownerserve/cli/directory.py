@@ -24,14 +24,15 @@ from ownerserve.cli.holdings import (
     session_body,
     session_table,
 )
-from ownerserve.cli.options import PORT, Finite
+from ownerserve.cli.options import PORT, Finite, check_host, curve_key_option, fleet_key
 from ownerserve.cli.output import OutputFile, OutputFolder, console_for, json_option, write_json
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.port import LEASE_S, Directory, DirectoryStatus
-from ownerserve.directory.rpc.client import DirectoryClient, check_address
+from ownerserve.directory.rpc.client import DirectoryClient, check_address, why_silent
 from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.errors import InvalidInput, PeerLost
+from ownerserve.kv.wire.curve import FleetKey, write_fleet_key
 
 POLL_S = 0.1
 
@@ -54,11 +55,23 @@ def command() -> None:
     ownerserve directory serve --backend valkey://10.0.0.5:6379,10.0.0.6:6379 --min-replicas 1
     ownerserve directory status tcp://127.0.0.1:7700
     ownerserve directory rebuild tcp://127.0.0.1:7700
+
+    \b
+    ownerserve directory keys --out fleet.key
+    ownerserve directory serve --host 10.0.0.5 --port 7700 --curve-key-file fleet.key
+    ownerserve directory status curve://10.0.0.5:7700 --curve-key-file fleet.key
     """
 
 
 @command.command("serve", short_help="Run the directory.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on; off loopback it needs --curve-key-file.",
+)
 @click.option("--port", type=PORT, default=0, show_default=True, help="Port; 0 takes a free one.")
+@curve_key_option
 @click.option(
     "--home",
     type=OutputFolder(),
@@ -96,7 +109,9 @@ def command() -> None:
     help="Written with the address when the port is open.",
 )
 def serve(
+    host: str,
     port: int,
+    curve_key_file: Path | None,
     home: Path | None,
     backend: str | None,
     lease_s: float,
@@ -105,6 +120,8 @@ def serve(
     ready_file: Path | None,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM."""
+    check_host(host)
+    key = fleet_key(curve_key_file)
     if backend is None:
         opens_in_s = 0.0 if new_fleet else None
         directory: Directory = EmbeddedDirectory(
@@ -112,7 +129,7 @@ def serve(
         )
     else:
         directory = _shared(backend, lease_s, min_replicas)
-    server = DirectoryServer(directory, port=port)
+    server = DirectoryServer(directory, host=host, port=port, key=key)
     server.start()
     click.echo(f"directory {server.address}  lease {lease_s:g} s  {backend or 'in this process'}")
     if ready_file is not None:
@@ -131,9 +148,11 @@ def serve(
 @click.option("--session", metavar="NAME", help="Also who owns this session, and where its tip is.")
 @click.option("--prefix", metavar="HEX", help="Also where this prefix is held.")
 @click.option("--group", metavar="NAME", help="Also the hot prefixes of this group.")
+@curve_key_option
 @json_option
 def status(
     address: str,
+    curve_key_file: Path | None,
     session: str | None,
     prefix: str | None,
     group: str | None,
@@ -148,7 +167,7 @@ def status(
     wanted = None if prefix is None else read_prefix(prefix, field="--prefix")
     more: dict[str, Any] = {}
     tables: list[Table] = []
-    with _asking(address) as client:
+    with _asking(address, fleet_key(curve_key_file)) as client:
         found = client.status()
         if session is not None:
             more["session"] = session_body(client, session)
@@ -173,11 +192,14 @@ def status(
     metavar="SECONDS",
     help="Wait so long until it makes new owners again; 0 does not wait.",
 )
+@curve_key_option
 @json_option
-def rebuild(address: str, wait_s: float, json_target: str | None) -> None:
+def rebuild(
+    address: str, wait_s: float, curve_key_file: Path | None, json_target: str | None
+) -> None:
     """Start a new term with empty memory. Safe at any time: no epoch repeats, and nobody loses a
     session whose lease runs; new sessions wait for one lease."""
-    with _asking(address) as client:
+    with _asking(address, fleet_key(curve_key_file)) as client:
         found = client.forget()
         deadline_s = time.monotonic() + wait_s
         while found.opens_in_s > 0 and time.monotonic() < deadline_s:
@@ -186,16 +208,35 @@ def rebuild(address: str, wait_s: float, json_target: str | None) -> None:
         _report(found, "directory.rebuild", json_target)
 
 
+@command.command("keys", short_help="Make a fleet's keys.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="A new file; its owner alone may read it (mode 0600).",
+)
+def keys(out: Path) -> None:
+    """Draw the CURVE keys that a fleet's processes need to speak with each other off loopback: one
+    file, the same for the directory, the workers and the gateways (--curve-key-file).
+
+    Whoever has the file is of the fleet. To change the keys make a new file and start all anew.
+    """
+    write_fleet_key(out, field="--out")
+    click.echo(f"keys in {out}")
+
+
 @contextmanager
-def _asking(address: str) -> Iterator[DirectoryClient]:
+def _asking(address: str, key: FleetKey | None) -> Iterator[DirectoryClient]:
     """A client of the directory there. Raises InvalidInput when nobody answers."""
-    check_address(address, field="ADDRESS")
-    client = DirectoryClient(address)
+    check_address(address, key, field="ADDRESS")
+    client = DirectoryClient(address, key=key)
     try:
         yield client
     except PeerLost as error:
         mend = "is `ownerserve directory serve` running there?"
-        raise InvalidInput("ADDRESS", f"{address}: {error}", mend) from error
+        problem = f"{address}: {error}: {why_silent(address, key)}"
+        raise InvalidInput("ADDRESS", problem, mend) from error
     finally:
         client.close()
 

@@ -11,7 +11,7 @@ import click
 import uvloop
 from msgspec.structs import replace
 
-from ownerserve.cli.options import PORT, Finite, check_host
+from ownerserve.cli.options import PORT, Finite, check_host, curve_key_option, fleet_key
 from ownerserve.cli.output import OutputFile
 from ownerserve.directory.opening import opener_of
 from ownerserve.directory.port import Directory
@@ -74,9 +74,10 @@ def _policies() -> str:
     "--directory",
     metavar="URL",
     help="Where the workers say which sessions they own, to be asked for those that are new here:"
-    " tcp://HOST:PORT of `ownerserve directory serve`, valkey://HOST:PORT or"
+    " tcp:// or curve://HOST:PORT of `ownerserve directory serve`, valkey://HOST:PORT or"
     " sentinel://HOST:PORT/NAME. Default: none is asked.",
 )
+@curve_key_option
 @click.option(
     "--prefill-ms",
     "token_ms",
@@ -136,6 +137,7 @@ def command(
     worker_ca_file: Path | None,
     policy: str,
     directory: str | None,
+    curve_key_file: Path | None,
     token_ms: float | None,
     hot_ms: float,
     cool_s: float,
@@ -162,6 +164,7 @@ def command(
     curl localhost:ADMIN/metrics                    Prometheus
     """
     check_host(host)
+    key = fleet_key(curve_key_file)
     config = Config(
         workers=tuple(parse_worker(url) for url in workers),
         policy=policy,
@@ -173,9 +176,10 @@ def command(
         seats=None if seats is None else SeatSettings(share=seats),
         worker_key=None if worker_key_file is None else read_key(worker_key_file),
         worker_ca_file=worker_ca_file,
+        fleet_key=key,
         speed=DEFAULT_SPEED if token_ms is None else _speed(token_ms),
     )
-    shared = None if directory is None else opener_of(directory)()
+    shared = None if directory is None else opener_of(directory, key)()
     uvloop.run(_serve(config, shared, ready_file))
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import socket
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
 from ownerserve.kv.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from ownerserve.kv.wire.curve import FleetKey
 
 PORT = click.IntRange(0, 65535)
 
@@ -54,6 +58,24 @@ def check_host(host: str) -> None:
         problem = f"{host[:80]!r}: {getattr(error, 'strerror', None) or error}"
         mend = "use an address of this machine, like 127.0.0.1"
         raise InvalidInput("--host", problem, mend) from error
+
+
+curve_key_option = click.option(
+    "--curve-key-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The fleet's keys, made by `ownerserve directory keys`: what is asked and answered over"
+    " ZeroMQ off loopback needs them.",
+)
+
+
+def fleet_key(path: Path | None) -> FleetKey | None:
+    """The keys of `curve_key_option`. Raises InvalidInput."""
+    if path is None:
+        return None
+    from ownerserve.kv.wire.curve import read_fleet_key
+
+    return read_fleet_key(path)
 
 
 SEED = click.IntRange(0, 2**63 - 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 from contextlib import ExitStack
@@ -12,14 +11,16 @@ from typing import TYPE_CHECKING
 import click
 from msgspec.structs import replace
 
-from ownerserve.cli.options import PORT, SEED, Finite, check_host
+from ownerserve.cli.options import PORT, SEED, Finite, check_host, curve_key_option, fleet_key
 from ownerserve.cli.output import OutputFile, OutputFolder, console_for, json_option, write_json
 from ownerserve.directory.opening import opener_of
+from ownerserve.kv.addresses import is_loopback
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from ownerserve.engines.hf.build import Worker, WorkerOptions
+    from ownerserve.kv.wire.curve import FleetKey
 
 
 @click.command()
@@ -144,8 +145,15 @@ if TYPE_CHECKING:
     show_default=True,
     type=PORT,
     metavar="PORT",
-    help="Where gateways on this host ask for places (ZeroMQ, loopback only); 0: a free port.",
+    help="Where gateways ask for places (ZeroMQ); 0: a free port.",
 )
+@click.option(
+    "--rpc-host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address of the RPC port; off loopback it needs --curve-key-file.",
+)
+@curve_key_option
 @click.option(
     "--worker-id",
     metavar="ID",
@@ -157,7 +165,7 @@ if TYPE_CHECKING:
     "--directory",
     metavar="URL",
     help="Own sessions: ask this directory whose they are, and tell it of their turns."
-    " tcp://HOST:PORT of `ownerserve directory serve`, valkey://HOST:PORT or"
+    " tcp:// or curve://HOST:PORT of `ownerserve directory serve`, valkey://HOST:PORT or"
     " sentinel://HOST:PORT/NAME, the gateways' own. Default: gateways keep sessions themselves.",
 )
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Weights of a tiny model.")
@@ -200,11 +208,13 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
     # Before torch is imported, which reads the first one once; nothing is ever downloaded.
     os.environ.setdefault("OMP_NUM_THREADS", str(flags["threads"]))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    sizes = _checked(flags)
+    path = flags["curve_key_file"]
+    key = fleet_key(path if isinstance(path, Path) else None)
+    sizes = _checked(flags, key)
     if os.environ.get("OWNERSERVE_LOG"):
         logging.basicConfig(level=os.environ["OWNERSERVE_LOG"].upper())
     with ExitStack() as closing:
-        _serve(json_target, flags, sizes=sizes, closing=closing)
+        _serve(json_target, flags, sizes=sizes, key=key, closing=closing)
 
 
 def _serve(
@@ -212,6 +222,7 @@ def _serve(
     flags: dict[str, object],
     *,
     sizes: dict[str, int],
+    key: FleetKey | None,
     closing: ExitStack,
 ) -> None:
     """Serve until told to stop. `closing` gets what is open, however this ends."""
@@ -219,11 +230,11 @@ def _serve(
     from ownerserve.node.rpc.server import RpcServer
 
     # First: a taken port is known before anything is loaded.
-    rpc = RpcServer(port=int(str(flags["rpc_port"])))
+    rpc = RpcServer(host=str(flags["rpc_host"]), port=int(str(flags["rpc_port"])), key=key)
     closing.callback(rpc.stop)
     bound = listen(str(flags["host"]), int(str(flags["port"])))
     closing.callback(bound.close)
-    options = _options(flags, sizes)
+    options = replace(_options(flags, sizes), fleet_key=key)
     import torch
 
     from ownerserve.engines.hf.build import build_worker
@@ -249,12 +260,12 @@ def _serve(
     serve(make_app(worker, rpc=rpc.address), bound, on_ready=on_ready)
 
 
-def _checked(flags: dict[str, object]) -> dict[str, int]:
+def _checked(flags: dict[str, object], key: FleetKey | None) -> dict[str, int]:
     """What can be known to be wrong before a port is taken or anything is loaded raises
     InvalidInput. Returns the sizes in bytes."""
     host = str(flags["host"])
     check_host(host)
-    if not (flags["allow_remote"] or _is_loopback(host)):
+    if not (flags["allow_remote"] or is_loopback(host)):
         raise InvalidInput(
             "host",
             f"{host} is reachable from other machines and the worker has no authentication",
@@ -263,7 +274,7 @@ def _checked(flags: dict[str, object]) -> dict[str, int]:
     if flags["worker_id"] == "":
         raise InvalidInput("worker-id", "is empty", "name the worker, or leave the option out")
     if flags["directory"] is not None:
-        opener_of(str(flags["directory"]))
+        opener_of(str(flags["directory"]), key)
     return {name: _size(flags, name) for name in ("kv_memory", "host_cache")}
 
 
@@ -302,15 +313,6 @@ def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
         store_upkeep_s=float(str(flags["store_upkeep"])),
         directory=None if flags["directory"] is None else str(flags["directory"]),
     )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _banner(url: str, worker: Worker, options: WorkerOptions) -> str:

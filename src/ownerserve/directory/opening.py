@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ownerserve.directory.port import Directory
+from ownerserve.kv.addresses import KEYED, PLAIN
+
+if TYPE_CHECKING:  # it brings ZeroMQ
+    from ownerserve.kv.wire.curve import FleetKey
 
 FIELD = "--directory"
 
 
-def opener_of(url: str) -> Callable[[], Directory]:
+def opener_of(url: str, key: FleetKey | None = None) -> Callable[[], Directory]:
     """What makes a client of the directory at `url`, for the thread that will ask it. The client
     connects when it is first asked.
 
-    Raises InvalidInput unless `url` is tcp://HOST:PORT, valkey://HOST:PORT[,HOST:PORT] or
-    sentinel://HOST:PORT/NAME.
+    Raises InvalidInput unless `url` is tcp://HOST:PORT, curve://HOST:PORT with a `key`,
+    valkey://HOST:PORT[,HOST:PORT] or sentinel://HOST:PORT/NAME.
     """
-    if url.startswith("tcp://"):
+    if url.startswith((KEYED, PLAIN)):
         from ownerserve.directory.rpc.client import DirectoryClient, check_address
 
-        check_address(url, field=FIELD)
-        return partial(DirectoryClient, url)
+        check_address(url, key, field=FIELD)
+        return partial(DirectoryClient, url, key=key)
     from ownerserve.directory.valkey.directory import ValkeyDirectory
     from ownerserve.directory.valkey.primary import parse_source
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 from ownerserve.kv.errors import InvalidInput
@@ -9,6 +10,9 @@ from ownerserve.kv.errors import InvalidInput
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]+\]")
 _PORT = re.compile(r"[0-9]{1,5}")
 LAST_PORT = 65535
+KEYED, PLAIN = "curve://", "tcp://"
+"""What an address of ours begins with: it wants the fleet's keys (kv/wire/curve.py), or it does
+not."""
 
 
 def parse_address(text: str, *, field: str, mend: str) -> tuple[str, int]:
@@ -19,3 +23,20 @@ def parse_address(text: str, *, field: str, mend: str) -> tuple[str, int]:
     if not 0 < int(port) <= LAST_PORT:
         raise InvalidInput(field, f"there is no port {port}", mend)
     return host, int(port)
+
+
+def parse_endpoint(address: str, *, field: str, mend: str) -> tuple[str, int]:
+    """Host and port of "tcp://host:port" or "curve://host:port". Raises as `parse_address`."""
+    for scheme in (KEYED, PLAIN):
+        if address.startswith(scheme):
+            return parse_address(address.removeprefix(scheme), field=field, mend=mend)
+    raise InvalidInput(field, f"{address[:80]!r} is no address", mend)
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether only this machine reaches `host`."""
+    name = (host or "").strip("[]")
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -7,11 +7,13 @@ dropped by its number.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from itertools import count
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from ownerserve.directory.messages import Outcome, Refusal, Refused, Request
 from ownerserve.directory.port import DirectoryStatus
@@ -21,42 +23,63 @@ from ownerserve.directory.rpc.frames import (
     Batch,
     Forget,
     Outcomes,
-    Question,
     Status,
     StatusIs,
     decode_answer,
     encode,
 )
-from ownerserve.kv.addresses import parse_address
+from ownerserve.kv.addresses import KEYED, parse_endpoint
 from ownerserve.kv.errors import InvalidInput, PeerLost
+from ownerserve.kv.wire.curve import OPTION, FleetKey, connect
 
 TIMEOUT_S = 3.0
 NUMBER_BYTES = 8
+REQUESTS_MAX = 16_384
+"""In one frame: its answer stays far below a frame's limit too."""
+
+log = logging.getLogger("ownerserve.directory")
 
 
 class DirectoryClient:
     """A `Directory` behind a socket. Not for several threads."""
 
-    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, address: str, *, timeout_s: float = TIMEOUT_S, key: FleetKey | None = None
+    ) -> None:
         self._timeout_s = timeout_s
         self._numbers = count()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        _set_up(self._socket, address)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        connect(self._socket, address, key)
 
     def execute(self, requests: Sequence[Request]) -> list[Outcome]:
-        """All of them in one frame."""
+        """All of them, in order: in one frame, or in several where they are too many for one."""
+        outcomes: list[Outcome] = []
+        for at in range(0, len(requests), REQUESTS_MAX):
+            outcomes += self._executed(requests[at : at + REQUESTS_MAX])
+        return outcomes
+
+    def _executed(self, requests: Sequence[Request]) -> list[Outcome]:
+        data = encode(Batch(tuple(requests)))
+        if len(data) > MAX_FRAME_BYTES:
+            if len(requests) == 1:
+                log.warning("a request of %d bytes is never sent", len(data))
+                return [Refused(Refusal.MALFORMED)]
+            half = len(requests) // 2
+            return self._executed(requests[:half]) + self._executed(requests[half:])
         try:
-            return _outcomes(self._asked(Batch(tuple(requests))), requests)
+            return _outcomes(self._asked(data), requests)
         except PeerLost:
             return [Refused(Refusal.UNREACHABLE) for _ in requests]
 
     def status(self) -> DirectoryStatus:
         """Raises PeerLost when there is no answer."""
-        return _status(self._asked(Status()))
+        return _status(self._asked(encode(Status())))
 
     def forget(self) -> DirectoryStatus:
         """Raises PeerLost when there is no answer."""
-        return _status(self._asked(Forget()))
+        return _status(self._asked(encode(Forget())))
 
     def sweep(self, limit: int) -> int:
         """The service does that itself."""
@@ -65,11 +88,11 @@ class DirectoryClient:
     def close(self) -> None:
         self._socket.close()
 
-    def _asked(self, question: Question) -> Answer:
+    def _asked(self, question: bytes) -> Answer:
         number = next(self._numbers).to_bytes(NUMBER_BYTES, "little")
         deadline_s = time.monotonic() + self._timeout_s
         try:
-            self._socket.send_multipart([number, encode(question)], zmq.NOBLOCK)
+            self._socket.send_multipart([number, question], zmq.NOBLOCK)
         except zmq.Again as error:
             raise PeerLost("the directory takes no more requests") from error
         while (left_s := deadline_s - time.monotonic()) > 0:
@@ -80,18 +103,33 @@ class DirectoryClient:
         raise PeerLost("the directory does not answer")
 
 
-def _set_up(socket: zmq.Socket[bytes], address: str) -> None:
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    socket.connect(address)
+def check_address(address: str, key: FleetKey | None, *, field: str) -> None:
+    """Raises InvalidInput naming `field` when no directory can have this address, or none that can
+    be asked without keys."""
+    mend = "write it like tcp://127.0.0.1:7700, or curve://10.0.0.5:7700 where it wants keys"
+    parse_endpoint(address, field=field, mend=mend)
+    if address.startswith(KEYED) and key is None:
+        raise InvalidInput(field, f"{address} wants the fleet's keys", f"give {OPTION}")
 
 
-def check_address(address: str, *, field: str) -> None:
-    """Raises InvalidInput naming `field` when no directory can have this address."""
-    mend = "write it like tcp://127.0.0.1:7700"
-    if not address.startswith("tcp://"):
-        raise InvalidInput(field, f"{address[:80]!r} is no address", mend)
-    parse_address(address.removeprefix("tcp://"), field=field, mend=mend)
+def why_silent(address: str, key: FleetKey | None, *, within_s: float = 1.0) -> str:
+    """What a connection to there comes to, for who got no answer."""
+    failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    failed |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    probe: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    with probe:
+        probe.setsockopt(zmq.LINGER, 0)
+        with probe.get_monitor_socket(failed | zmq.EVENT_HANDSHAKE_SUCCEEDED) as events:
+            connect(probe, address, key)
+            if not events.poll(int(within_s * 1000)):
+                return "nobody is there"
+            event = recv_monitor_message(events)["event"]
+            probe.disable_monitor()
+    if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        return "somebody is there, and silent"
+    if key is None or not address.startswith(KEYED):
+        return "it wants keys (curve://...), or is no directory"
+    return "it has other keys, or none (tcp://...)"
 
 
 def _answer(parts: Sequence[bytes]) -> Answer:

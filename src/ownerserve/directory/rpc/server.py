@@ -6,12 +6,10 @@ decided together: under load a shared backend then takes one trip for many clien
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import time
 from threading import Event, Thread
 
-import zmq
 from msgspec.structs import replace
 
 from ownerserve.directory.messages import Outcome, Published, Refusal, Refused, Request
@@ -30,6 +28,8 @@ from ownerserve.directory.rpc.frames import (
     encode,
 )
 from ownerserve.kv.errors import InvalidInput, OwnerServeError
+from ownerserve.kv.wire.curve import FleetKey
+from ownerserve.kv.wire.port import LOOPBACK, Port
 
 log = logging.getLogger("ownerserve.directory")
 
@@ -42,28 +42,20 @@ SWEEP_RECORDS = 1000
 
 
 class DirectoryServer:
-    """Bound when made, serving from `start` to `stop`. Loopback only: there are no keys yet."""
+    """Bound when made, serving from `start` to `stop`: on loopback for all who are there; with a
+    key anywhere, for who has it."""
 
-    def __init__(self, directory: Directory, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        if not ipaddress.ip_address(host).is_loopback:
-            raise InvalidInput(
-                "directory host", f"{host} is reachable from outside", "use 127.0.0.1"
-            )
+    def __init__(
+        self,
+        directory: Directory,
+        *,
+        host: str = LOOPBACK,
+        port: int = 0,
+        key: FleetKey | None = None,
+    ) -> None:
         self._directory = directory
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        try:
-            if port:
-                self._socket.bind(f"tcp://{host}:{port}")
-            else:
-                port = self._socket.bind_to_random_port(f"tcp://{host}")
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise InvalidInput(
-                "directory port", f"{host}:{port}: {error}", "use a free one"
-            ) from error
-        self.address = f"tcp://{host}:{port}"
+        self._port = Port("directory", host, port, key=key, read_bytes_max=MAX_FRAME_BYTES)
+        self._socket, self.address = self._port.socket, self._port.address
         self._stopping = Event()
         self._thread = Thread(target=self._serve, name="directory", daemon=True)
         self._swept_s = time.monotonic()
@@ -78,7 +70,7 @@ class DirectoryServer:
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
-        self._socket.close()
+        self._port.close()
         self._directory.close()
 
     def _serve(self) -> None:

@@ -30,6 +30,7 @@ from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import WorkerId
 from ownerserve.kv.specs import Extent
+from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.node.backing import open_backing
 from ownerserve.node.calibration import Calibration
 from ownerserve.node.chains import PromptPrefixes
@@ -52,7 +53,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is made from. `block_tokens` and `chunk_tokens` None: the model's default.
     `checkpoints` names a policy (node.checkpoints); `store_upkeep_s` 0: never. `worker_id`: what
     the worker calls itself; unlike any other's in its fleet. `directory`: where it asks
-    whose the sessions are (directory.opening); None: it owns none.
+    whose the sessions are (directory.opening), with `fleet_key` where it wants keys; None: it
+    owns none.
 
     With a `store` (a directory), a host cache or a shared medium (`remote`) it has a node, which
     writes to them as `write` says (node.media); without, it keeps state on the device only.
@@ -77,6 +79,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     store_upkeep_s: float = 60.0
     worker_id: str = ""
     directory: str | None = None
+    fleet_key: FleetKey | None = None
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -134,7 +137,7 @@ def build_worker(options: WorkerOptions) -> Worker:
     if options.directory is not None:
         ownership = Ownership(
             identity.unit,
-            opener_of(options.directory),
+            opener_of(options.directory, options.fleet_key),
             block_tokens=runner.layout.block_tokens,
             scope=(node.state.names.identity if node else identity_of(checkpoint, runner)).digest(),
             inventory=steps.inventory,

@@ -21,7 +21,7 @@ from math import isfinite
 
 import msgspec
 
-from ownerserve.kv.addresses import parse_address
+from ownerserve.kv.addresses import parse_endpoint
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import INCARNATION_MAX, Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit
@@ -38,7 +38,6 @@ RATE_MAX = 1e12
 BYTES_LEAST = 1.0
 """Bytes a token, a sequence or a millisecond: what is not 0 is not less than this either."""
 TEXT_MAX = 512
-TCP = "tcp://"
 NAMES_MAX = 1024
 """Models, actions or tiers in one record."""
 
@@ -264,13 +263,13 @@ class _Fields:
         return value
 
     def rpc_address(self, name: str) -> str | None:
-        """An address tcp://HOST:PORT, or None; any other transport is refused."""
+        """An address tcp://HOST:PORT or curve://HOST:PORT, or None; all else is refused."""
         value = self._found.get(name)
         if value is None or value == "":
             return None
-        if isinstance(value, str) and value.startswith(TCP):
+        if isinstance(value, str):
             with suppress(InvalidInput):
-                parse_address(value.removeprefix(TCP), field=name, mend="")
+                parse_endpoint(value, field=name, mend="")
                 return value
         self._refuse(name, value, 0.0)
         return None

@@ -10,7 +10,6 @@ late. flights.py says who hears what.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import socket
 import time
@@ -23,6 +22,8 @@ from threading import Event, Thread
 import zmq
 
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.wire.curve import FleetKey, connect
+from ownerserve.kv.wire.port import LOOPBACK, Port
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     MAX_FRAME_BYTES,
@@ -61,29 +62,18 @@ Answerer = Callable[[Request], "Future[Answer]"]
 
 
 class RpcServer:
-    """Bound when made, serving from `start` to `stop`. Loopback only: there are no keys yet.
+    """Bound when made, serving from `start` to `stop`: on loopback for all who are there; with a
+    key anywhere, for who has it.
 
     `counts`: requests `repeated`, `cancelled`, `given_up`; `late`: answers that nobody waited for.
     """
 
-    def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        if not ipaddress.ip_address(host).is_loopback:
-            raise InvalidInput("rpc host", f"{host} is reachable from outside", "use 127.0.0.1")
+    def __init__(self, *, host: str = LOOPBACK, port: int = 0, key: FleetKey | None = None) -> None:
         self.counts: Counter[str] = Counter()
         self._answer: Answerer = _nobody
         self._step_s: Callable[[], float] = lambda: RESERVE_MAX_S
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, READ_BYTES_MAX)
-        try:
-            if port:
-                self._socket.bind(f"tcp://{host}:{port}")
-            else:
-                port = self._socket.bind_to_random_port(f"tcp://{host}")
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise InvalidInput("rpc port", f"{host}:{port}: {error}", "use a free one") from error
-        self.address = f"tcp://{host}:{port}"
+        self._port = Port("rpc", host, port, key=key, read_bytes_max=READ_BYTES_MAX)
+        self._socket, self.address = self._port.socket, self._port.address
         self._flights = Flights()
         self._done: deque[Future[Answer]] = deque()
         self._bell, self._ringer = socket.socketpair()
@@ -103,7 +93,7 @@ class RpcServer:
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
-        self._socket.close()
+        self._port.close()
         self._bell.close()
         self._ringer.close()
 
@@ -227,14 +217,16 @@ def _nobody(request: Request) -> Future[Answer]:
 class RpcClient:
     """Asks one node, one request at a time. Not for several threads."""
 
-    def __init__(self, address: str, *, timeout_s: float = 2 * ANSWER_S) -> None:
+    def __init__(
+        self, address: str, *, timeout_s: float = 2 * ANSWER_S, key: FleetKey | None = None
+    ) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVTIMEO, int(timeout_s * 1000))
         # A lost answer must not block the next request.
         self._socket.setsockopt(zmq.REQ_RELAXED, 1)
         self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
-        self._socket.connect(address)
+        connect(self._socket, address, key)
 
     def ask(self, request: Request) -> Said:
         """The node's answer. Raises TimeoutError when there is none in time."""

@@ -11,6 +11,7 @@ from ownerserve.kv.addresses import parse_address
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import WorkerId
 from ownerserve.kv.units import KIB, MIB
+from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.router.profile import DEFAULT_SPEED, Speed
 from ownerserve.router.seats import SeatSettings
 from ownerserve.router.settings import DEFAULTS, Settings
@@ -62,6 +63,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Presented to the workers, in place of a client's own; None: the client's own goes through."""
     worker_ca_file: Path | None = None
     """Certificates that are believed of https workers beside the system's."""
+    fleet_key: FleetKey | None = None
+    """The keys that workers' RPC ports want off loopback; None: those are not asked."""
 
     def __repr__(self) -> str:
         """All but the worker key, which belongs in no log."""

@@ -7,7 +7,6 @@ under its nonce. A place that comes later is given back.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 from collections import Counter
 from itertools import count
@@ -15,9 +14,10 @@ from itertools import count
 import zmq
 import zmq.asyncio
 
-from ownerserve.kv.addresses import parse_address
+from ownerserve.kv.addresses import is_loopback, parse_endpoint
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import WorkerId
+from ownerserve.kv.wire.curve import FleetKey, connect
 from ownerserve.kv.wire.rpc import (
     Cancel,
     Cancelled,
@@ -35,6 +35,7 @@ log = logging.getLogger("ownerserve.gateway")
 REPEAT_S = 0.25
 """Unanswered for so long, a request is said again; a lost connection comes back sooner."""
 NUMBER_BYTES = 8
+EVERYWHERE = ("0.0.0.0", "[::]")
 
 
 class Lines:
@@ -44,26 +45,31 @@ class Lines:
     a Cancel.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, key: FleetKey | None = None) -> None:
         self.counts: Counter[str] = Counter()
+        self._key = key
         self._lines: dict[WorkerId, Line] = {}
 
     def learn(self, worker: WorkerId, host: str, address: str | None) -> None:
         """`worker`, which serves at `host`, answers at `address`; None: it does not.
 
-        An address on loopback is the worker's own: of use to who reaches the worker there too.
+        An address on loopback is the worker's own: of use to who reaches the worker there too. One
+        that stands for all of the worker's is reached where the worker serves.
         """
         line = self._lines.get(worker)
-        if line is not None and line.address == address:
+        if line is not None and line.stated == address:
             return
         if line is not None:
             self._lines.pop(worker).close()
         if address is None:
             return
         try:
-            rpc_host, _ = parse_address(address.removeprefix("tcp://"), field="rpc", mend="")
-            if _is_loopback(host) or not _is_loopback(rpc_host.strip("[]")):
-                self._lines[worker] = Line(address, self.counts)
+            rpc_host, _ = parse_endpoint(address, field="rpc", mend="")
+            if is_loopback(host) or not is_loopback(rpc_host):
+                place = host if rpc_host in EVERYWHERE else rpc_host
+                self._lines[worker] = Line(
+                    address, address.replace(rpc_host, place, 1), counts=self.counts, key=self._key
+                )
         except (zmq.ZMQError, InvalidInput) as error:
             log.warning("worker %s: its RPC address %s: %s", worker, address, error)
 
@@ -81,19 +87,16 @@ class Lines:
 class Line:
     """One connection; requests and answers by number."""
 
-    def __init__(self, address: str, counts: Counter[str]) -> None:
-        self.address = address
+    def __init__(
+        self, stated: str, address: str, *, counts: Counter[str], key: FleetKey | None
+    ) -> None:
+        self.stated, self.address = stated, address
         self._counts = counts
         self.holds_places = True
         """False once the worker has said that it holds none (vLLM): it is asked no more."""
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IPV6, "[" in address)
-        try:
-            self._socket.connect(address)
-        except zmq.ZMQError:
-            self._socket.close()
-            raise
+        connect(self._socket, address, key)
         self._numbers = count(1)
         self._waiting: dict[bytes, asyncio.Future[Said | None]] = {}
         self._tasks: set[asyncio.Future[zmq.MessageTracker | None]] = set()
@@ -162,10 +165,3 @@ class Line:
                 self.tell(Release(answer.reservation))
             elif isinstance(answer, Cancelled):
                 self._counts["cancelled"] += 1
-
-
-def _is_loopback(host: str | None) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return False

@@ -96,7 +96,7 @@ class Gateway:
             address.worker: HealthMonitor(address, config, access=self.access, tell=self._heard)
             for address in config.workers
         }
-        self.lines = Lines()
+        self.lines = Lines(key=config.fleet_key)
         self.places = Places(self.lines)
         self.releasing = Releasing(self.lines, self.lives, tell=self._told)
         self.inventories = {
