@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from answer_lines import LIFE, said
 
 from ownerserve.kv.ids import INCARNATION_MAX
 from ownerserve.router.gateway.admin import admin_app
@@ -16,14 +17,7 @@ from ownerserve.router.gateway.admin import admin_app
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest
 
-LIFE = 1_700_000_000_000_000_000
 HASH = "ab" * 32
-
-
-def stamped(life: int = LIFE, *, as_of: float = 1.0, **more: object) -> dict[str, str]:
-    """A worker's headers."""
-    load = {"incarnation": life, "rank": 0, "as-of": as_of, "pending-prefill-tokens": 0}
-    return {f"x-ownerserve-{name}": str(value) for name, value in (load | more).items()}
 
 
 def conversation(task: str, *, turns: int = 1) -> bytes:
@@ -128,7 +122,7 @@ def test_the_worker_is_told_for_whom_a_turn_is_meant(play: Play) -> None:
 
     async def scenario(world: World) -> None:
         client, (engine,) = await world.client(), world.engines
-        engine.says = stamped()
+        engine.says = said()
         forged = '{"target":["forged",0,1]}'
         await client.post("/v1/chat/completions", x__ownerserve__session=forged)
         await client.post("/v1/chat/completions", x__ownerserve__session=forged)
@@ -144,8 +138,9 @@ def test_the_worker_is_told_for_whom_a_turn_is_meant(play: Play) -> None:
 def test_stamps_are_the_workers_load_also_when_it_idles(play: Play) -> None:
     async def scenario(world: World) -> None:
         (engine,), (worker,) = world.engines, world.gateway.state.fleet
-        busy = {"pending-prefill-tokens": 5000, "running": 3, "waiting": 4, "model": "tiny"}
-        engine.says = stamped(as_of=2.0, **busy, **{"kv-bytes-free": 25, "kv-bytes-total": 100})
+        busy = {"pending_prefill_tokens": 5000, "running_sequences": 3, "waiting_sequences": 4}
+        busy |= {"kv_bytes_free": 25, "kv_bytes_total": 100}
+        engine.says = said(as_of=2.0, load=busy) | {"x-ownerserve-model": "tiny"}
         async with asyncio.timeout(3):
             while worker.incarnation is None:
                 await asyncio.sleep(0.01)
@@ -161,12 +156,12 @@ def test_a_restart_is_seen_on_the_first_answer_and_what_was_held_is_gone(play: P
 
     async def scenario(world: World) -> None:
         client, (engine,) = await world.client(), world.engines
-        engine.says = stamped(extent=f"{HASH}:64")
+        engine.says = said(tip=HASH, tokens=64)
         body = conversation("a")
         for _ in range(2):
             answer = await client.post("/v1/chat/completions", body, x__session__id="a")
         assert int(answer["x-ownerserve-expected-cached-tokens"] or 0) > 0
-        engine.says = stamped(LIFE + 1, as_of=9.0)
+        engine.says = said(LIFE + 1, as_of=9.0)
         await client.post("/v1/chat/completions", body, x__session__id="b")
         lost = await client.post("/v1/chat/completions", body, x__session__id="a")
         assert lost["x-ownerserve-expected-cached-tokens"] == "0"
@@ -181,10 +176,10 @@ def test_a_restart_under_a_clock_that_was_set_back_is_a_new_life(play: Play) -> 
     async def scenario(world: World) -> None:
         (engine,), (worker,) = world.engines, world.gateway.state.fleet
         client = await world.client()
-        engine.says = stamped(10**19 - 1)
+        engine.says = said(10**19 - 1)
         await client.post("/v1/chat/completions", b'{"a":1}')
         assert worker.incarnation == LIFE, "no life is as late as that"
-        engine.says = stamped(INCARNATION_MAX)
+        engine.says = said(INCARNATION_MAX)
         await client.post("/v1/chat/completions", b'{"a":1}')
         assert worker.incarnation == INCARNATION_MAX
         port = engine.port
@@ -192,7 +187,7 @@ def test_a_restart_under_a_clock_that_was_set_back_is_a_new_life(play: Play) -> 
         async with asyncio.timeout(3):
             while worker.up:
                 await asyncio.sleep(0.01)
-        engine.says = stamped(LIFE - 1)
+        engine.says = said(LIFE - 1)
         await engine.start(port)
         async with asyncio.timeout(3):
             while not worker.up:
@@ -201,7 +196,7 @@ def test_a_restart_under_a_clock_that_was_set_back_is_a_new_life(play: Play) -> 
         assert (await client.post("/v1/chat/completions", b'{"a":1}')).status == 200
 
     def prepare(engines: Sequence[Any]) -> None:
-        engines[0].says = stamped()
+        engines[0].says = said()
 
     play(scenario, engines=1, prepare=prepare, health_interval_s=0.05)
 
@@ -251,7 +246,7 @@ def test_a_fleet_of_several_models_sends_each_request_to_its_own(play: Play) -> 
     async def scenario(world: World) -> None:
         client = await world.client()
         for engine, model in zip(world.engines, ("tiny-a", "tiny-b"), strict=True):
-            engine.says = stamped(model=model)
+            engine.says = said() | {"x-ownerserve-model": model}
         async with asyncio.timeout(3):
             while not world.gateway.asking.serves_many:
                 await asyncio.sleep(0.01)
@@ -292,18 +287,51 @@ def test_a_turn_that_no_worker_serves_leaves_its_session_where_it_was(play: Play
 
     async def scenario(world: World) -> None:
         client, (engine,) = await world.client(), world.engines
-        engine.says = stamped()
+        engine.says = said()
         await client.post("/v1/chat/completions", x__session__id="other")
         engine.refuses = (500, "")
         failed = await client.post("/v1/chat/completions", x__session__id="a")
         assert failed.status == 500
         engine.refuses = None
-        engine.says = stamped(mode="failed")
+        engine.says = said(mode="failed")
         await client.post("/v1/chat/completions", x__session__id="a")
-        engine.says = stamped()
+        engine.says = said()
         served = await client.post("/v1/chat/completions", x__session__id="a")
         assert served["x-ownerserve-reason"] in ("new_session", "fork", "replica")
         next_turn = await client.post("/v1/chat/completions", x__session__id="a")
         assert next_turn["x-ownerserve-reason"] == "owner"
 
     play(scenario, engines=1, health_interval_s=10.0)
+
+
+def test_a_bad_line_costs_no_turn_and_is_counted_by_field(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client, (engine,), (worker,) = (
+            await world.client(),
+            world.engines,
+            world.gateway.state.fleet,
+        )
+        engine.says = said(epoch="soon", mode="sprint", load={"running_sequences": 3})
+        for _ in range(2):
+            answer = await client.post("/v1/chat/completions", x__session__id="a")
+            assert answer.status == 200
+        assert worker.incarnation == LIFE and worker.batch == 3
+        engine.says = {"x-ownerserve-answer": "{"}
+        assert (await client.post("/v1/chat/completions", x__session__id="a")).status == 200
+        metrics = (await admin(world, "/metrics")).text
+        for field, times in (("epoch", 2.0), ("mode", 2.0), ("line", 1.0)):
+            told = f'ownerserve_answer_line_problems_total{{field="{field}"}} {times}'
+            assert told in metrics
+
+    play(scenario, engines=1, health_interval_s=10.0)
+
+
+def test_a_client_sees_what_is_said_to_people_and_not_the_line_for_gateways(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        client, (engine,) = await world.client(), world.engines
+        engine.says = said(mode="seed") | {"x-ownerserve-mode": "seed"}
+        answer = await client.post("/v1/chat/completions", x__session__id="a")
+        assert answer["x-ownerserve-mode"] == "seed"
+        assert answer["x-ownerserve-answer"] is None
+
+    play(scenario, engines=1)

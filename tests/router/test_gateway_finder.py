@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import zmq
+from answer_lines import LIFE, said
 
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.messages import (
@@ -37,14 +38,6 @@ from ownerserve.router.gateway.service import Gateway
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest
-
-LIFE = 1_700_000_000_000_000_000
-
-
-def stamped(life: int) -> dict[str, str]:
-    """A worker's headers."""
-    load = {"incarnation": life, "rank": 0, "as-of": 1.0, "pending-prefill-tokens": 0}
-    return {f"x-ownerserve-{name}": str(value) for name, value in load.items()}
 
 
 async def admin(world: World, path: str) -> httpx.Response:
@@ -109,7 +102,7 @@ def test_a_session_that_is_new_to_a_gateway_is_found_where_its_owner_is(play: Pl
 
     async def scenario(world: World) -> None:
         for number, engine in enumerate(world.engines):
-            engine.says = stamped(LIFE + number)
+            engine.says = said(LIFE + number)
         directory = Asked()
         units = [RoutingUnit(WorkerId(f"w{n}"), 0, Incarnation(LIFE + n)) for n in range(3)]
         directory.execute([Register(unit) for unit in units])
@@ -135,7 +128,7 @@ def test_a_session_that_is_new_to_a_gateway_is_found_where_its_owner_is(play: Pl
 def test_the_owner_is_asked_for_again_when_the_worker_is_lost(play: Play) -> None:
     async def scenario(world: World) -> None:
         for number, engine in enumerate(world.engines):
-            engine.says = stamped(LIFE + number)
+            engine.says = said(LIFE + number)
         directory = Asked()
         async with further(world, directory, gateways=1) as (client,):
             for _ in range(3):
@@ -203,7 +196,7 @@ def test_a_directory_that_hangs_delays_the_turns_that_asked_it_first_and_no_othe
 def test_a_lost_directory_costs_nobody_a_turn(play: Play) -> None:
     async def scenario(world: World) -> None:
         (engine,) = world.engines
-        engine.says = stamped(LIFE)
+        engine.says = said(LIFE)
         lost = Unreachable()
         async with further(world, lost, gateways=1) as (client,):
             for reason in ("new_session", "owner", "owner"):
@@ -236,7 +229,7 @@ def test_a_faulty_directory_costs_nobody_a_turn_and_is_told_once(
 ) -> None:
     async def scenario(world: World) -> None:
         (engine,) = world.engines
-        engine.says = stamped(LIFE)
+        engine.says = said(LIFE)
         async with further(world, lost, gateways=1) as (client,):
             for name in "abc":
                 answer = await client.post("/v1/chat/completions", x__session__id=name)

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from answer_lines import said
 
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.terms import TermFile
@@ -380,10 +381,7 @@ def test_a_turn_that_all_refused_for_room_is_one_request_sent_unasked(play: Play
 def test_no_more_tokens_are_lost_than_the_prompt_has(play: Play) -> None:
     async def scenario(world: World) -> None:
         (engine,), client = world.engines, await world.client()
-        engine.says = {
-            "x-ownerserve-mode": "reseed",
-            "x-ownerserve-lost-tokens": "9999999999999999999",
-        }
+        engine.says = said(mode="reseed", lost_tokens=1 << 50)
         engine.usage = b'{"prompt_tokens": 30, "completion_tokens": 1}'
         await client.post("/v1/completions", x__session__id="a")
         await world.settled()

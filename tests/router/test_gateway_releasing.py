@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from answer_lines import LIFE, said
 
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
@@ -39,7 +40,6 @@ from ownerserve.router.gateway import releasing
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest
 
-LIFE = 1_700_000_000_000_000_000
 EPOCH = Epoch(Term(3, 77), 5)
 
 
@@ -92,8 +92,12 @@ def own_unit(number: int) -> RoutingUnit:
 
 
 def stamp(number: int, **more: object) -> dict[str, str]:
-    load = {"incarnation": LIFE + number, "rank": 0, "as-of": 1.0, "pending-prefill-tokens": 0}
-    return {f"x-ownerserve-{name}": str(value) for name, value in (load | more).items()}
+    """What worker `number` says beside its answer."""
+    return said(LIFE + number, **more)
+
+
+OWNED = {"owner": ["w0", 0, LIFE], "epoch": [[3, 77], 5]}
+"""The session is worker 0's."""
 
 
 def line_of(head: bytes) -> turn_line.TurnLine:
@@ -128,7 +132,7 @@ def test_the_owner_is_asked_and_its_word_is_followed(
         owner.states, guest.states = record(0, node.address), record(1, None)
         name_here = WorkerId(f"127.0.0.1:{owner.port}")
         await until(lambda: gateway.lines.of(name_here))
-        owner.says = stamp(0, epoch="3.77.5", version=4)
+        owner.says = stamp(0, **OWNED, version=4)
         guest.says = stamp(1)
         client = await world.client()
 
@@ -164,10 +168,41 @@ def test_the_owner_is_asked_and_its_word_is_followed(
     )
 
 
+def test_a_guest_says_who_owns_and_the_session_goes_back_there(play: Play) -> None:
+    """Another gateway moved it. Nobody is asked to release what the gateway just did not know."""
+
+    async def scenario(world: World) -> None:
+        gateway = world.gateway
+        first, second = world.engines
+        first.says, second.says = stamp(0), stamp(1)
+        client = await world.client()
+
+        async def turn() -> Any:
+            return world.engine_of(await client.post("/v1/completions", x__session__id="a"))
+
+        here = await turn()
+        assert await turn() is here
+        there = second if here is first else first
+        number = world.engines.index(there)
+        owner = {"owner": list(msgspec.structs.astuple(own_unit(number))), "epoch": [[3, 77], 6]}
+        here.says = stamp(world.engines.index(here), **owner)
+        assert await turn() is here
+        assert await turn() is there
+        assert line_of(there.seen[-1][0]).epoch == Epoch(Term(3, 77), 6)
+        assert not gateway.releasing.counts
+
+    play(
+        scenario,
+        policy="sticky",
+        states=[record(0, None), record(1, None)],
+        health_interval_s=0.05,
+    )
+
+
 def test_an_owner_that_cannot_be_asked_costs_nobody_a_turn(play: Play) -> None:
     async def scenario(world: World) -> None:
         owner, guest = world.engines
-        owner.says, guest.says = stamp(0, epoch="3.77.5", version=4), stamp(1)
+        owner.says, guest.says = stamp(0, **OWNED, version=4), stamp(1)
         client = await world.client()
         for _ in range(4):
             answer = await client.post("/v1/completions", x__session__id="a")

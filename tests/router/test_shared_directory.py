@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent.parent / "directory"))
+sys.path.append(str(Path(__file__).parent.parent / "directory"))
 
 from servers import Server, find_binary
 

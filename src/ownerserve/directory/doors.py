@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import msgspec
+
 from ownerserve.directory.messages import (
     Advance,
     Bind,
@@ -39,27 +41,40 @@ STALE_EPOCH = "stale_epoch"
 STALE_VERSION = "stale_version"
 
 
+class Heard(msgspec.Struct, frozen=True, gc=False):
+    """The highest epoch of a session, and whose it is, where that was said."""
+
+    epoch: Epoch
+    owner: RoutingUnit | None = None
+
+
 class Doors:
-    """The highest epoch heard of each session. Owns nothing else."""
+    """The highest epoch heard of each session, and whose it is. Owns nothing else."""
 
     def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
         self._sessions_max = sessions_max
-        self._heard: dict[SessionId, Epoch] = {}
+        self._heard: dict[SessionId, Heard] = {}
 
     def __len__(self) -> int:
         return len(self._heard)
 
-    def hear(self, session_id: SessionId, epoch: Epoch) -> None:
-        """Somebody was granted the session under `epoch`."""
+    def hear(self, session_id: SessionId, epoch: Epoch, owner: RoutingUnit | None = None) -> None:
+        """Somebody was granted the session under `epoch`: `owner`, where that was said."""
         known = self._heard.pop(session_id, None)
-        self._heard[session_id] = epoch if known is None else max(known, epoch)
+        if known is None or epoch > known.epoch or (epoch == known.epoch and owner is not None):
+            known = Heard(epoch, owner)
+        self._heard[session_id] = known
         if len(self._heard) > self._sessions_max:
             del self._heard[next(iter(self._heard))]
 
     def above(self, session_id: SessionId, epoch: Epoch) -> Epoch | None:
         """The epoch that makes a word under `epoch` history; None: it still counts."""
         heard = self._heard.get(session_id)
-        return heard if heard is not None and epoch < heard else None
+        return heard.epoch if heard is not None and epoch < heard.epoch else None
+
+    def last(self, session_id: SessionId) -> Heard | None:
+        """The highest epoch that was heard."""
+        return self._heard.get(session_id)
 
 
 Leaving: TypeAlias = Asks | WorkerRefusal
@@ -114,16 +129,16 @@ class GuardedOwner:
     def answered(self, ask: Ask, outcome: Outcome, now_s: float) -> Asks:
         """The directory's answer, which may be late: what it says of epochs counts all the same."""
         self._count(ask.request, outcome)
-        for session_id, epoch in _told(ask.request, outcome):
-            self.hear(session_id, epoch)
+        for session_id, epoch, owner in _told(ask.request, outcome):
+            self.hear(session_id, epoch, owner)
         asks = self.owner.answered(ask.number, outcome, now_s)
         for session_id in _granted(ask.request, outcome):
             self._void_below(session_id)
         return asks
 
-    def hear(self, session_id: SessionId, epoch: Epoch) -> None:
+    def hear(self, session_id: SessionId, epoch: Epoch, owner: RoutingUnit | None = None) -> None:
         """Somebody was granted the session under `epoch`: if that is after us, ours is over."""
-        self.doors.hear(session_id, epoch)
+        self.doors.hear(session_id, epoch, owner)
         self._void_below(session_id)
 
     # ---- the checks
@@ -162,15 +177,18 @@ class GuardedOwner:
             self.owner.refused[verb, outcome.reason.value] += 1
 
 
-def _told(request: Request, outcome: Outcome) -> list[tuple[SessionId, Epoch]]:
-    """What an answer says of its session's epoch."""
+def _told(request: Request, outcome: Outcome) -> list[tuple[SessionId, Epoch, RoutingUnit]]:
+    """What an answer says of its session's epoch, and whose it is."""
     if not isinstance(request, Bind | Transfer | Advance):
         return []
     match outcome:
-        case Bound(epoch) | HeldBy(_, epoch):
-            return [(request.session_id, epoch)]
+        case Bound(epoch):
+            owner = request.target if isinstance(request, Transfer) else request.unit
+            return [(request.session_id, epoch, owner)]
+        case HeldBy(owner, epoch):
+            return [(request.session_id, epoch, owner)]
         case Conflict(current):
-            return [(request.session_id, current.epoch)]
+            return [(request.session_id, current.epoch, current.owner)]
     return []
 
 

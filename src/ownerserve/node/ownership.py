@@ -106,11 +106,21 @@ def boot_time_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+class OwnerIs(msgspec.Struct, frozen=True):
+    """A session's owner, under which epoch. `version`: turns that were finished; None: only the
+    owner itself says that."""
+
+    unit: RoutingUnit
+    epoch: Epoch
+    version: int | None = None
+
+
 class Owning(Protocol):
     """What an engine tells, and asks."""
 
     def tell(self, told: Told) -> None: ...
     def standing(self, session: SessionId) -> Grant | None: ...
+    def owner_of(self, session: SessionId) -> OwnerIs | None: ...
     def release(self, asked: ReleaseSession) -> Released | Reject: ...
     def start(self) -> None: ...
     def close(self, *, within_s: float) -> None: ...
@@ -121,6 +131,9 @@ class Unowned:
 
     def tell(self, told: Told) -> None: ...
     def standing(self, session: SessionId) -> Grant | None:
+        return None
+
+    def owner_of(self, session: SessionId) -> OwnerIs | None:
         return None
 
     def release(self, asked: ReleaseSession) -> Released | Reject:
@@ -197,6 +210,18 @@ class Ownership:
             grant = self.owner.may_serve(session, boot_time_s())
             more = self._to_count[session]
         return grant if grant is None or not more else replace(grant, version=grant.version + more)
+
+    def owner_of(self, session: SessionId) -> OwnerIs | None:
+        """Who owns the session, as far as was heard here: this unit, or whose guests its turns are.
+        None: nothing was heard."""
+        grant = self.standing(session)
+        if grant is not None:
+            return OwnerIs(self.owner.unit, grant.epoch, grant.version)
+        with self._lock:
+            heard = self._guarded.doors.last(session)
+        if heard is None or heard.owner is None or heard.owner == self.owner.unit:
+            return None
+        return OwnerIs(heard.owner, heard.epoch)
 
     def release(self, asked: ReleaseSession) -> Released | Reject:
         """Give a session up to its target, of which no turn runs here: at once it is not ours, and

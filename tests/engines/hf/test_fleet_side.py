@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import msgspec
+from msgspec.structs import replace
 
 from ownerserve.engines.hf.answering import (
     ApiError,
     check_target,
     error_response,
-    extent_header,
     load_headers,
+    turn_headers,
 )
+from ownerserve.engines.hf.requests import Admitted, Request, Stopping
+from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import ExecutionMode, RoutingUnit
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.chains import PromptPrefixes
+from ownerserve.node.ownership import OwnerIs
 from ownerserve.router.gateway.stamps import (
     PREFIX,
+    Stamp,
     WorkerRefusal,
     read_stamp,
     refusal_of,
@@ -45,45 +52,58 @@ def as_heard(headers: dict[str, str]) -> dict[bytes, bytes]:
     }
 
 
+REQUEST = Request(request_id="r", prompt=list(range(100)), stopping=Stopping(max_tokens=4))
+OWNER = OwnerIs(RoutingUnit(WorkerId("another"), 0, Incarnation(7)), Epoch(Term(1, 2), 3))
+
+
+def stamp_of(headers: dict[str, str]) -> Stamp:
+    refused: Counter[str] = Counter()
+    stamp = read_stamp(WorkerId("w"), as_heard(headers), refused)
+    assert not refused
+    return stamp
+
+
+def headers_of(prompt: list[int], owner: OwnerIs | None = None) -> dict[str, str]:
+    request = replace(REQUEST, prompt=prompt, prefix=PromptPrefixes(16).of(prompt, None))
+    return turn_headers(request, Admitted(32, ExecutionMode.RESEED, lost_tokens=16), LOAD, owner)
+
+
 def test_a_gateway_reads_what_a_worker_writes() -> None:
     prompt = list(range(100))
-    headers = {**load_headers(LOAD), **extent_header(PromptPrefixes(16).of(prompt, None), 16)}
-    stamp = read_stamp(WorkerId("w"), as_heard(headers))
-    assert stamp is not None
-    assert stamp.unit.incarnation == LIFE
-    assert stamp.status is not None
-    assert stamp.status.as_of == 1234.5
-    assert (stamp.status.running_sequences, stamp.status.waiting_sequences) == (3, 2)
+    stamp = stamp_of(headers_of(prompt))
+    assert stamp.unit == RoutingUnit(WorkerId("w"), 0, Incarnation(LIFE))
     heard = stamp.status
+    assert heard is not None
+    assert heard.as_of == 1234.5
+    assert (heard.running_sequences, heard.waiting_sequences) == (3, 2)
     assert (heard.kv_bytes_free, heard.kv_bytes_evictable, heard.kv_bytes_total) == (20, 40, 100)
     assert stamp.extent is not None
     assert stamp.extent.tokens == 96
     assert stamp.extent.prefix_hash == hash_prefix(pack(prompt), 16)[-1]
+    assert (stamp.mode, stamp.lost_tokens, stamp.owned) == (ExecutionMode.RESEED, 16, None)
+    assert stamp_of(load_headers(LOAD)).status == heard
 
 
-@pytest.mark.parametrize("as_of", ["nan", "inf", "-1", "1e300", "soon"])
-def test_a_stamp_from_no_time_is_not_taken(as_of: str) -> None:
-    headers = {**load_headers(LOAD), "x-ownerserve-as-of": as_of}
-    stamp = read_stamp(WorkerId("w"), as_heard(headers))
-    assert stamp is not None and stamp.status is None
-
-
-@pytest.mark.parametrize("told", ["1.2.3", "1.2", "1.2.x", "1.2.-3", f"{1 << 48}.2.3", ""])
-def test_an_epoch_is_three_numbers_or_none(told: str) -> None:
-    headers = {**load_headers(LOAD), "x-ownerserve-epoch": told}
-    stamp = read_stamp(WorkerId("w"), as_heard(headers))
-    assert stamp is not None
-    assert (stamp.epoch is not None) == (told == "1.2.3")
+def test_a_guest_names_the_owner_and_an_owner_itself_with_its_version() -> None:
+    guest = headers_of([1, 2, 3], OWNER)
+    told = stamp_of(guest).owned
+    assert told is not None
+    assert (told.unit, told.epoch, told.version) == (OWNER.unit, OWNER.epoch, 0)
+    assert "x-ownerserve-version" not in guest
+    own = headers_of([1, 2, 3], OwnerIs(LOAD.unit, OWNER.epoch, 4))
+    told = stamp_of(own).owned
+    assert told is not None
+    assert told.unit == RoutingUnit(WorkerId("w"), 0, Incarnation(LIFE)) and told.version == 4
+    assert (own["x-ownerserve-epoch"], own["x-ownerserve-version"]) == ("1.2.3", "4")
 
 
 def test_a_prompt_shorter_than_a_block_leaves_nothing_to_find() -> None:
-    assert extent_header(PromptPrefixes(16).of([1, 2, 3], None), 16) == {}
+    assert stamp_of(headers_of([1, 2, 3])).extent is None
 
 
 def test_a_worker_takes_what_is_meant_for_its_life_and_nothing_else() -> None:
     """Seed 003, v2: two counters drifted apart, and sessions ended on workers that had none."""
-    stamp = read_stamp(WorkerId("10.0.0.1:80"), as_heard(load_headers(LOAD)))
-    assert stamp is not None
+    stamp = stamp_of(load_headers(LOAD))
     check_target(None, LIFE)
     check_target(stamp.unit, LIFE)
     for rank, life in ((1, LIFE), (0, LIFE + 1), (0, 0)):

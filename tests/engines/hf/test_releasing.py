@@ -67,3 +67,29 @@ def test_who_serves_a_turn_that_another_owns_owns_the_next_one(
     until(lambda: fleet.owner(name) == source.unit)
     assert released() == 2 == fleet.directory.asked["Transfer"]
     assert gateway.metric("ownerserve_releases_total") == 2
+
+
+def test_a_gateway_hears_from_a_guest_that_another_moved_the_session(
+    fleet: Fleet, gateway: ServedGateway
+) -> None:
+    keeps = fleet.gateways[0]
+
+    def turn(by: ServedGateway) -> str:
+        answer = by.complete(PROMPT, "s")
+        assert answer.status_code == 200
+        return str(answer.headers["x-ownerserve-worker"])
+
+    home = turn(keeps)
+    name = name_of(keeps)
+    until(lambda: fleet.version(name) == 1)
+    assert turn(keeps) == home
+    source = next(one for one in fleet.workers if one.name == home)
+    target = next(one for one in fleet.workers if one is not source)
+
+    def is_moved() -> bool:
+        return turn(gateway) == target.name and fleet.owner(name) == target.unit
+
+    until(is_moved)
+    assert turn(keeps) == source.name  # by what it knows; a guest's answer
+    assert turn(keeps) == target.name
+    assert keeps.metric("ownerserve_releases_total") == 0

@@ -13,7 +13,6 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ownerserve.directory.owner import Grant
 from ownerserve.engines.hf.engine import Stream
 from ownerserve.engines.hf.openai_format import Format
 from ownerserve.engines.hf.requests import (
@@ -24,10 +23,11 @@ from ownerserve.engines.hf.requests import (
     Request,
 )
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.kv.wire import turn_line
+from ownerserve.kv.wire import answer_line, turn_line
+from ownerserve.kv.wire.answer_line import AnswerLine
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.node.chains import PromptPrefix
+from ownerserve.kv.wire.status import WorkerLoad, load_statement
+from ownerserve.node.ownership import OwnerIs
 
 STATUS_OF_REASON = {
     WorkerRefusal.CONTEXT_LENGTH: 400,
@@ -83,8 +83,10 @@ def failure(event: Failed) -> ApiError:
     )
 
 
-def turn_headers(request: Request, admitted: Admitted, load: WorkerLoad) -> dict[str, str]:
-    """What happened to the prompt, and the worker's load at `as-of` (seconds, wall clock)."""
+def turn_headers(
+    request: Request, admitted: Admitted, load: WorkerLoad, owner: OwnerIs | None
+) -> dict[str, str]:
+    """What came of the prompt, for people; and the line for gateways. `owner`: of its session."""
     return {
         "x-request-id": request.request_id,
         "x-ownerserve-mode": admitted.mode.value,
@@ -93,41 +95,41 @@ def turn_headers(request: Request, admitted: Admitted, load: WorkerLoad) -> dict
         **({"x-ownerserve-plan": admitted.plan} if admitted.plan else {}),
         **({"x-ownerserve-lost-tokens": str(admitted.lost_tokens)} if admitted.lost_tokens else {}),
         "x-ownerserve-prompt-tokens": str(len(request.prompt)),
-        **(extent_header(request.prefix) if request.prefix else {}),
-        **load_headers(load),
+        **(_owner_headers(owner) if owner is not None and owner.version is not None else {}),
+        answer_line.HEADER: answer_line.encode(_line_of(request, admitted, load, owner)).decode(),
     }
 
 
 def load_headers(load: WorkerLoad) -> dict[str, str]:
-    """Who speaks, in which life, and its load: the same on every answer, /health too."""
-    return {
-        "x-ownerserve-incarnation": str(load.unit.incarnation),
-        "x-ownerserve-rank": str(load.unit.dp_rank),
-        "x-ownerserve-as-of": f"{load.as_of:.6f}",
-        "x-ownerserve-pending-prefill-tokens": str(load.pending_prefill_tokens),
-        "x-ownerserve-running": str(load.running_sequences),
-        "x-ownerserve-waiting": str(load.waiting_sequences),
-        "x-ownerserve-kv-bytes-free": str(load.kv_bytes_free),
-        "x-ownerserve-kv-bytes-evictable": str(load.kv_bytes_evictable),
-        "x-ownerserve-kv-bytes-total": str(load.kv_bytes_total),
-    }
+    """Who speaks, in which life, and its load: for gateways that ask /health."""
+    line = AnswerLine(unit=load.unit, load=load_statement(load))
+    return {answer_line.HEADER: answer_line.encode(line).decode()}
 
 
-def owner_headers(grant: Grant | None) -> dict[str, str]:
-    """The header lines that say under which epoch and at which version this worker owns the
-    session; none where it serves as a guest."""
-    if grant is None:
-        return {}
-    epoch = grant.epoch
+def _line_of(
+    request: Request, admitted: Admitted, load: WorkerLoad, owner: OwnerIs | None
+) -> AnswerLine:
+    """What gateways are told. Once it is computed the device holds the prompt's full blocks."""
+    prefix = request.prefix
+    tip = None if prefix is None else prefix.tip
+    return AnswerLine(
+        unit=load.unit,
+        load=load_statement(load),
+        owner=None if owner is None else owner.unit,
+        epoch=None if owner is None else owner.epoch,
+        version=None if owner is None else owner.version,
+        tip=None if tip is None else tip.hex(),
+        tokens=0 if prefix is None or tip is None else prefix.blocks * prefix.block_tokens,
+        mode=admitted.mode,
+        lost_tokens=admitted.lost_tokens,
+    )
+
+
+def _owner_headers(owner: OwnerIs) -> dict[str, str]:
+    """Under which epoch and at which version this worker owns the session, for people."""
+    epoch = owner.epoch
     told = f"{epoch.term.ordinal}.{epoch.term.nonce}.{epoch.counter}"
-    return {"x-ownerserve-epoch": told, "x-ownerserve-version": str(grant.version)}
-
-
-def extent_header(prefix: PromptPrefix) -> dict[str, str]:
-    """What the device holds of the prompt once it is computed: its full blocks, by their hash."""
-    if prefix.tip is None:
-        return {}
-    return {"x-ownerserve-extent": f"{prefix.tip.hex()}:{prefix.blocks * prefix.block_tokens}"}
+    return {"x-ownerserve-epoch": told, "x-ownerserve-version": str(owner.version)}
 
 
 def check_target(target: RoutingUnit | None, incarnation: int) -> None:

@@ -22,7 +22,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ownerserve.directory.owner import Grant
 from ownerserve.engines.hf.answering import (
     ApiError,
     ClientGone,
@@ -33,7 +32,6 @@ from ownerserve.engines.hf.answering import (
     failure,
     json_response,
     load_headers,
-    owner_headers,
     turn_headers,
     while_connected,
 )
@@ -69,6 +67,7 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import unpack
 from ownerserve.kv.wire import turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.node.ownership import OwnerIs
 
 T = TypeVar("T")
 
@@ -186,11 +185,11 @@ class Endpoints:
         tokens = unpack(prefix.tokens)
         return msgspec.structs.replace(request, prefix=prefix, prompt=tokens)
 
-    def _grant_of(self, request: Request) -> Grant | None:
-        """What this worker owns of the turn's session now."""
+    def _owner_of(self, request: Request) -> OwnerIs | None:
+        """Who owns the turn's session, as far as is known here."""
         if not request.is_named or request.session_id is None:
             return None
-        return self._worker.ownership.standing(SessionId(request.session_id))
+        return self._worker.ownership.owner_of(SessionId(request.session_id))
 
     def _form(
         self, prefix: str, body: Body, request: Request
@@ -219,8 +218,7 @@ class Endpoints:
             if isinstance(first, Failed):
                 raise failure(first)
             assert isinstance(first, Admitted)
-            headers = turn_headers(request, first, engine.latest)
-            headers |= owner_headers(self._grant_of(request))
+            headers = turn_headers(request, first, engine.latest, self._owner_of(request))
             if body.stream:
                 is_handed_on = True
                 return EventStream(stream, form, give_up=give_up, headers=headers)

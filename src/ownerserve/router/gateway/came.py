@@ -1,24 +1,20 @@
 """What came of a turn's prompt: the worker's word where it gives one, else the counts in `usage`.
 
-Owns the names of the two header lines that say it. Pure.
+Pure.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import msgspec
 
 from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.messages import ExecutionMode
-from ownerserve.router.gateway.stamps import number
+from ownerserve.router.gateway.stamps import Stamp
 from ownerserve.router.usage import Usage
 
 BLOCK_TOKENS_MAX = 528
 """A plain engine does not tell its blocks. Most of vLLM's have 16 tokens, those of hybrids with
 recurrent state 528 (vLLM #40696); where they are longer, rounding may be called a loss."""
-
-_MODES = {mode.value.encode(): mode for mode in ExecutionMode}
 
 
 class Came(msgspec.Struct, frozen=True, gc=False):
@@ -28,7 +24,7 @@ class Came(msgspec.Struct, frozen=True, gc=False):
     lost_tokens: int = 0
 
 
-def what_came(headers: Mapping[bytes, bytes], usage: Usage | None, last_prompt: int) -> Came:
+def what_came(stamp: Stamp, usage: Usage | None, last_prompt: int) -> Came:
     """`last_prompt`: tokens of the session's last prompt by the gateway's own table; 0: no turn
     was counted.
 
@@ -37,9 +33,8 @@ def what_came(headers: Mapping[bytes, bytes], usage: Usage | None, last_prompt: 
     was lost is not seen. A prompt shorter than the last one is an edited history, which loses
     nothing.
     """
-    told = _MODES.get(headers.get(b"mode", b""))
-    if told is not None:
-        return Came(told, number(headers, b"lost-tokens") or 0)
+    if stamp.mode is not None:
+        return Came(stamp.mode, stamp.lost_tokens)
     if usage is None or not usage.tells_cached:
         return Came()
     known, cached = last_prompt, usage.cached_tokens

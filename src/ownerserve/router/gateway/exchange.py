@@ -34,7 +34,7 @@ from ownerserve.router.gateway.places import Place
 from ownerserve.router.gateway.receipts import order_lines, receipt_lines, turn_line_of
 from ownerserve.router.gateway.replies import Rejected, fault, pressed, refused
 from ownerserve.router.gateway.requests import Request
-from ownerserve.router.gateway.stamps import Stamp, answer_of, read_stamp, refusal_of
+from ownerserve.router.gateway.stamps import NOTHING, Stamp, answer_of, read_stamp, refusal_of
 from ownerserve.router.messages import (
     Aborted,
     AskRelease,
@@ -90,6 +90,7 @@ class Exchange:
         "_place",
         "_receipt",
         "_refusal",
+        "_stamp",
         "_started_s",
         "_ticket",
         "_tokens",
@@ -111,6 +112,7 @@ class Exchange:
         """Why the last worker that was asked said no."""
         self._upstream: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
+        self._stamp = NOTHING
         self._started_s = gateway.now()
         self._manner = Manner.ASKING
         self._place: Place | None = None
@@ -299,21 +301,16 @@ class Exchange:
             self._leave_place()
         self._place = None
         now = gateway.now()
-        stamp = read_stamp(dispatch.worker, head.stamp) if head.stamp else None
+        self._stamp = stamp = read_stamp(dispatch.worker, head.stamp, gateway.observer.bad_lines)
         self._refusal = refusal_of(head.status, head.stamp)
         if self._refusal is not None:
-            if stamp is not None and stamp.status is not None:
+            if stamp.status is not None:
                 gateway.state.handle(Stamped(stamp.status), now)
             return
-        status = None if stamp is None else stamp.status
-        answer = answer_of(head.status, head.stamp)
-        gateway.state.handle(FirstByte(dispatch.receipt, status, answer), now)
+        answer = answer_of(head.status, stamp)
+        gateway.state.handle(FirstByte(dispatch.receipt, stamp.status, answer), now)
         gateway.observer.first_byte(now - self._started_s)
-        if stamp is not None:
-            self._report(stamp, now)
-            if stamp.epoch is not None and dispatch.session is not None:
-                claimed = Claimed(dispatch.session, stamp.unit, stamp.epoch, stamp.version)
-                gateway.claimed(claimed)
+        self._report(stamp, now)
         if head.chunked and self.request.head.version == b"1.0":
             self._dechunk = True
             head, first = head.unchunked(), upstream.payload()
@@ -348,7 +345,7 @@ class Exchange:
         told = scan_usage(tail)
         usage = believed(told, dispatch.decision.worker.profile.sequence_tokens)
         self._tokens = 0 if usage is None else usage.prompt_tokens + usage.output_tokens
-        came = what_came(self._head.stamp, usage, self._last_prompt(dispatch))
+        came = what_came(self._stamp, usage, self._last_prompt(dispatch))
         alias = asked.alias(self._alias) if self._alias else None
         done = Done(self._take_receipt(), told, alias, prompt=place_of_prompt(asked.fields))
         ended = gateway.state.handle(done, now)
@@ -393,15 +390,20 @@ class Exchange:
         self._follow(gateway.state.handle(event, gateway.now()))
 
     def _report(self, stamp: Stamp, now: float) -> None:
-        """The worker says where the prompt's state will be once the turn has run."""
-        dispatch, extent = self._dispatch, stamp.extent
+        """The worker says where the prompt's state will be once the turn has run, and who owns the
+        session."""
+        gateway, dispatch, extent, owned = self._gateway, self._dispatch, stamp.extent, stamp.owned
         assert dispatch is not None
-        if extent is None or dispatch.session is None:
+        session = dispatch.session
+        if session is None:
             return
-        report = Reported(
-            stamp.unit, Tier.DEVICE, extent.prefix_hash, extent.tokens, session=dispatch.session
-        )
-        self._gateway.state.handle(report, now)
+        if extent is not None:
+            tip, tokens = extent.prefix_hash, extent.tokens
+            report = Reported(stamp.unit, Tier.DEVICE, tip, tokens, session=session)
+            gateway.state.handle(report, now)
+        if owned is not None:
+            owner = gateway.lives.here(owned.unit)
+            gateway.claimed(Claimed(session, owner, owned.epoch, owned.version))
 
     def _last_prompt(self, dispatch: Dispatch) -> int:
         """Tokens of the session's last prompt, before this turn's end is told."""

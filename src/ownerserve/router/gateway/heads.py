@@ -13,7 +13,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from ownerserve.kv.wire import turn_line
+from ownerserve.kv.wire import answer_line, turn_line
 from ownerserve.router.gateway.replies import Rejected
 from ownerserve.router.gateway.stamps import PREFIX
 from ownerserve.router.identity import IDENTITY_HEADERS, tenant_of
@@ -63,6 +63,8 @@ _REQUEST_SPECIAL = (
 _DROPPED = HOP_BY_HOP | _OURS | {b"content-length", b"expect"}
 _DROPPED_OF_CLIENTS = _DROPPED | {turn_line.ENGINE_HEADER.encode()}
 """A client's word for its session names it at the gateway; the worker gets the gateway's."""
+_ANSWER_LINE = answer_line.HEADER.encode()
+"""For gateways alone: it names units and epochs."""
 _REQUEST_ID_MAX = 128
 _UNSAFE_PATH = re.compile(rb"\.\.|//|\\|%(?:2e|2f|5c)", re.IGNORECASE)
 
@@ -235,5 +237,7 @@ def read_response_head(status: int, phrase: bytes, headers: list[Header]) -> Res
             continue
         if key.startswith(PREFIX):
             stamp[key[len(PREFIX) :]] = value
+            if key == _ANSWER_LINE:
+                continue
         lines += (name, b": ", value, b"\r\n")
     return ResponseHead(status, phrase, b"".join(lines), chunked, length, stamp)

@@ -33,7 +33,7 @@ from ownerserve.router.gateway.config import Address, Config
 from ownerserve.router.gateway.fetching import fetch
 from ownerserve.router.gateway.heads import read_response_head
 from ownerserve.router.gateway.model_list import Models, Unlearnt, read_models, stated_models
-from ownerserve.router.gateway.stamps import number, read_stamp
+from ownerserve.router.gateway.stamps import read_stamp
 from ownerserve.router.gateway.statements import profile_of
 from ownerserve.router.messages import Down, Stamped, WorkerDown, WorkerUp
 from ownerserve.router.profile import Profile
@@ -150,12 +150,12 @@ class HealthMonitor:
         if not answer.is_good:
             return None
         headers = read_response_head(answer.status, b"", answer.headers).stamp
-        stamp = read_stamp(self.address.worker, headers)
-        total = number(headers, b"kv-bytes-total") or 0
+        stamp = read_stamp(self.address.worker, headers, self.problem_counts)
+        total = 0 if stamp.status is None else stamp.status.kv_bytes_total
         profile = Profile(speed=self._config.speed, kv_bytes_total=total)
         told = headers.get(b"model")
         models = stated_models(() if told is None else (told.decode("latin-1"),), 0)
-        if stamp is None:
+        if stamp.unit is None:
             return _Up(self._rank or 0, None, profile, None, models)
         return _Up(stamp.unit.dp_rank, stamp.unit.incarnation, profile, stamp.status, models)
 

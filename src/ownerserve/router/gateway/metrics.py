@@ -58,6 +58,7 @@ class GatewayCollector(Collector):
         )
         yield _histogram("duration_seconds", "Arrival to the answer's end.", observer.duration_s)
         yield from self._receipts()
+        yield from self._answer_lines()
         for kind in ("prompt", "cached", "output"):
             yield CounterMetricFamily(
                 f"ownerserve_{kind}_tokens",
@@ -152,6 +153,16 @@ class GatewayCollector(Collector):
         yield releases
         if self._gateway.finder is not None:
             yield _directory_answers(self._gateway.finder.answers)
+
+    def _answer_lines(self) -> Iterator[Metric]:
+        problems = CounterMetricFamily(
+            "ownerserve_answer_line_problems",
+            "Fields of workers' x-ownerserve-answer that could not be used.",
+            labels=["field"],
+        )
+        for field, value in self._gateway.observer.bad_lines.items():
+            problems.add_metric([field], value)
+        yield problems
 
     def _workers(self) -> Iterator[Metric]:
         for name, text, attribute in _PER_WORKER:

@@ -54,6 +54,8 @@ class Observer:
         self.pressure: Counter[tuple[str, str]] = Counter()
         """(kind, reason): all that did not go as decided. Errors and fallbacks are one pressure:
         who counts only one of them hides it in the other (seed 003, v5)."""
+        self.bad_lines: Counter[str] = Counter()
+        """Fields of workers' answer lines that could not be used."""
         self.receipt_error_tokens = Histogram(TOKEN_BUCKETS)
         self.expected_cached_tokens = self.zero_hits = 0
         self.reseeds = self.lost_tokens = 0

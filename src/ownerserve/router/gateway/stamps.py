@@ -1,40 +1,33 @@
-"""A worker's word about itself, as header lines on its answers, its refusals and its /health.
+"""A worker's word about itself and its turn, as the gateway takes it: from its answer's head.
 
-Owns the names of those headers. A worker that sends none is served all the same; a value that is
-no number is taken as not sent: a bad stamp may cost a cache hit, never a request.
+A worker that sends no line (any other engine) is served all the same; what can't be used of a line
+is counted by its field, and taken as not said: a bad one may cost a cache hit, never a request.
 
-| header x-ownerserve- | is |
+| header | is |
 |---|---|
-| incarnation, rank | which life of which data-parallel rank speaks |
-| as-of, pending-prefill-tokens, running, waiting | its load, dated |
-| kv-bytes-free, kv-bytes-evictable, kv-bytes-total | device memory: unused, may go, all |
-| extent | PREFIX_HASH:TOKENS, what the device holds of this prompt once it is computed |
-| mode, cached-tokens, prompt-tokens | what came of the prompt |
-| refusal | admission said no, and why |
-| epoch, version | the worker owns the turn's session: under which epoch, after how many turns |
-| model | on /health: what it serves |
+| x-ownerserve-answer | the line: unit, load, owner, tip, mode (kv/wire/answer_line.py) |
+| x-ownerserve-refusal | admission said no, and why |
+| x-ownerserve-model | on /health: what it serves |
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import msgspec
 
-from ownerserve.kv.epoch import NONCE_LIMIT, ORDINAL_LIMIT, Epoch, Term
-from ownerserve.kv.ids import INCARNATION_MAX, Incarnation, PrefixHash, WorkerId
+from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.ids import PrefixHash, WorkerId
 from ownerserve.kv.messages import ExecutionMode, RoutingUnit
+from ownerserve.kv.wire import answer_line
+from ownerserve.kv.wire.answer_line import AnswerLine, AnswerRead
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.messages import Answer
 
 PREFIX = b"x-ownerserve-"
-
-AS_OF_MAX_S = 1e11
-"""Three thousand years of seconds."""
-
-_HASH_DIGITS = 64
-
+ANSWER = answer_line.HEADER.encode().removeprefix(PREFIX)
 
 _BY_STATUS = {
     429: WorkerRefusal.QUEUE_FULL,
@@ -43,7 +36,38 @@ _BY_STATUS = {
 }
 
 
-_NOT_SERVED = (ExecutionMode.REFUSED.value.encode(), ExecutionMode.FAILED.value.encode())
+_NOT_SERVED = (ExecutionMode.REFUSED, ExecutionMode.FAILED)
+
+
+class Extent(msgspec.Struct, frozen=True, gc=False):
+    """Tokens [0, tokens) of the chain that ends in `prefix_hash`."""
+
+    prefix_hash: PrefixHash
+    tokens: int
+
+
+class Grant(msgspec.Struct, frozen=True, gc=False):
+    """Who owns the turn's session under which epoch, after how many turns; `unit` is the
+    directory's name of it."""
+
+    unit: RoutingUnit
+    epoch: Epoch
+    version: int
+
+
+class Stamp(msgspec.Struct, frozen=True, gc=False):
+    """What an answer's head says of its worker and its turn. `unit` None: nobody can say of whom
+    load and extent speak, and they are None too."""
+
+    unit: RoutingUnit | None = None
+    status: WorkerLoad | None = None
+    extent: Extent | None = None
+    owned: Grant | None = None
+    mode: ExecutionMode | None = None
+    lost_tokens: int = 0
+
+
+NOTHING = Stamp()
 
 
 def refusal_of(status: int, headers: Mapping[bytes, bytes]) -> WorkerRefusal | None:
@@ -62,84 +86,57 @@ def refusal_of(status: int, headers: Mapping[bytes, bytes]) -> WorkerRefusal | N
         return WorkerRefusal.OTHER
 
 
-def answer_of(status: int, headers: Mapping[bytes, bytes]) -> Answer:
+def answer_of(status: int, stamp: Stamp) -> Answer:
     """What the lines of an answer that is no refusal say: a turn is served, or an error told."""
-    served = status < 400 and headers.get(b"mode") not in _NOT_SERVED
+    served = status < 400 and stamp.mode not in _NOT_SERVED
     return Answer.TURN if served else Answer.ERROR
 
 
-class Extent(msgspec.Struct, frozen=True, gc=False):
-    """Tokens [0, tokens) of the chain that ends in `prefix_hash`."""
-
-    prefix_hash: PrefixHash
-    tokens: int
-
-
-class Stamp(msgspec.Struct, frozen=True, gc=False):
-    """What an answer's head says of its worker. `epoch`: under which it owns the turn's session;
-    None: it does not, or says nothing of it."""
-
-    unit: RoutingUnit
-    status: WorkerLoad | None
-    extent: Extent | None
-    epoch: Epoch | None = None
-    version: int = 0
-
-
-def read_stamp(worker: WorkerId, headers: Mapping[bytes, bytes]) -> Stamp | None:
-    """None without an incarnation that can be: then nothing can be said of whom the rest speaks."""
-    incarnation = number(headers, b"incarnation")
-    if incarnation is None or incarnation > INCARNATION_MAX:
-        return None
-    unit = RoutingUnit(worker, number(headers, b"rank") or 0, Incarnation(incarnation))
-    status, extent = _status(unit, headers), _extent(headers.get(b"extent"))
-    version = number(headers, b"version") or 0
-    return Stamp(unit, status, extent, _epoch(headers.get(b"epoch")), version)
-
-
-def number(headers: Mapping[bytes, bytes], name: bytes) -> int | None:
-    """The header as a natural number."""
-    value = headers.get(name)
-    return int(value) if value is not None and value.isdigit() and len(value) < 20 else None
-
-
-def _status(unit: RoutingUnit, headers: Mapping[bytes, bytes]) -> WorkerLoad | None:
-    try:
-        as_of = float(headers.get(b"as-of", b""))
-    except ValueError:
-        return None
-    if not 0 <= as_of <= AS_OF_MAX_S:  # nan too: a stamp from no time would outlast all later ones
-        return None
-    pending = number(headers, b"pending-prefill-tokens")
-    if pending is None:
-        return None
-    return WorkerLoad(
+def read_stamp(worker: WorkerId, headers: Mapping[bytes, bytes], refused: Counter[str]) -> Stamp:
+    """The worker's line, by the gateway's name of it; `refused` counts the fields that can't be."""
+    value = headers.get(ANSWER)
+    if value is None:
+        return NOTHING
+    line = _counted(answer_line.read(value), refused)
+    stamp = Stamp(mode=line.mode, lost_tokens=line.lost_tokens)
+    if line.unit is None:
+        return stamp
+    unit = RoutingUnit(worker, line.unit.dp_rank, line.unit.incarnation)
+    return Stamp(
         unit=unit,
-        as_of=as_of,
-        pending_prefill_tokens=pending,
-        running_sequences=number(headers, b"running") or 0,
-        waiting_sequences=number(headers, b"waiting") or 0,
-        kv_bytes_free=number(headers, b"kv-bytes-free") or 0,
-        kv_bytes_total=number(headers, b"kv-bytes-total") or 0,
-        kv_bytes_evictable=number(headers, b"kv-bytes-evictable") or 0,
+        status=_status(unit, line),
+        extent=Extent(PrefixHash(bytes.fromhex(line.tip)), line.tokens) if line.tip else None,
+        owned=_owned(unit, line),
+        mode=line.mode,
+        lost_tokens=line.lost_tokens,
     )
 
 
-def _epoch(value: bytes | None) -> Epoch | None:
-    parts = (value or b"").split(b".")
-    if len(parts) != 3 or not all(part.isdigit() and len(part) < 20 for part in parts):
-        return None
-    ordinal, nonce, counter = map(int, parts)
-    if ordinal >= ORDINAL_LIMIT or nonce >= NONCE_LIMIT:
-        return None
-    return Epoch(Term(ordinal, nonce), counter)
+def _counted(read: AnswerRead, refused: Counter[str]) -> AnswerLine:
+    refused.update(read.refused)
+    return read.line
 
 
-def _extent(value: bytes | None) -> Extent | None:
-    digest, _, tokens = (value or b"").partition(b":")
-    if len(digest) != _HASH_DIGITS or not tokens.isdigit() or len(tokens) > 12:
+def _status(unit: RoutingUnit, line: AnswerLine) -> WorkerLoad | None:
+    load = line.load
+    if load is None:
         return None
-    try:
-        return Extent(PrefixHash(bytes.fromhex(digest.decode("ascii"))), int(tokens))
-    except ValueError:
+    return WorkerLoad(
+        unit=unit,
+        as_of=load.as_of_s,
+        pending_prefill_tokens=load.pending_prefill_tokens,
+        running_sequences=load.running_sequences,
+        waiting_sequences=load.waiting_sequences,
+        kv_bytes_free=load.kv_bytes_free,
+        kv_bytes_total=load.kv_bytes_total,
+        kv_bytes_evictable=load.kv_bytes_evictable,
+    )
+
+
+def _owned(unit: RoutingUnit, line: AnswerLine) -> Grant | None:
+    """A worker that names itself is meant in this life."""
+    owner = line.owner
+    if owner is None or line.epoch is None:
         return None
+    is_itself = (owner.incarnation, owner.dp_rank) == (unit.incarnation, unit.dp_rank)
+    return Grant(unit if is_itself else owner, line.epoch, line.version or 0)
