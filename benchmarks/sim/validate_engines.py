@@ -191,9 +191,8 @@ def hf_rows(folder: Path) -> list[Row]:
 
 def vllm_rows(folder: Path, scratch: Path) -> list[Row]:
     import tiny
-    from wire import Boot
-
     from fleet import Zygote
+    from wire import Boot
 
     model = tiny.write_checkpoint("qwen3", scratch / "model")
 

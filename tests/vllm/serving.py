@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 import pytest
-
 from fleet import ROOT, vllm_python
+
 from ownerserve.cli.demo.processes import Child
 
 SERVE_S = 240.0
