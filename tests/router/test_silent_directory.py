@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +13,6 @@ import pytest
 import uvloop
 import zmq
 
-from conftest import Client, FakeEngine
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.router.gateway.admin import admin_app
 from ownerserve.router.gateway.config import Address, Config
@@ -50,28 +50,46 @@ async def counted(gateway: Gateway, answer: str) -> None:
         await asyncio.sleep(0.02)
 
 
+async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A worker that answers each request, whatever it is, and hangs up."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head.lower())
+        await reader.readexactly(int(length[1]) if length else 0)
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    finally:
+        writer.close()
+
+
 @pytest.mark.parametrize("kind", ["tcp", "zmq"])
 def test_a_silent_directory_delays_no_turn_and_is_told_of(kind: str) -> None:
     async def scenario(url: str) -> None:
-        engine = FakeEngine()
-        await engine.start()
-        config = Config(workers=(Address("127.0.0.1", engine.port),))
+        engine = await asyncio.start_server(answered, "127.0.0.1", 0)
+        config = Config(workers=(Address("127.0.0.1", engine.sockets[0].getsockname()[1]),))
         gateway = Gateway(config, DirectoryClient(url))
         await gateway.start()
-        client = Client(*await asyncio.open_connection("127.0.0.1", gateway.port))
+
+        async def turn(session: str) -> None:
+            told = await client.post(
+                "/v1/completions", json={"prompt": "hi"}, headers={"x-session-id": session}
+            )
+            assert told.status_code == 200
+
+        data_port = f"http://127.0.0.1:{gateway.port}"
         try:
-            async with asyncio.timeout(WAIT_S):
+            async with httpx.AsyncClient(base_url=data_port, timeout=WAIT_S) as client:
                 for session in ("a", "b", "a"):  # unknown, unknown, known
-                    answer = await client.post("/v1/chat/completions", x__session__id=session)
-                    assert answer.status == 200
+                    await turn(session)
                 assert await answers(gateway, "too_slow"), "the look-up was given up"
-                await counted(gateway, "unreachable")  # and the frame, by the client's own deadline
-                answer = await client.post("/v1/chat/completions", x__session__id="c")
-                assert answer.status == 200
+                async with asyncio.timeout(WAIT_S):
+                    await counted(gateway, "unreachable")  # by the client's own deadline
+                await turn("c")
         finally:
-            client.hang_up()
             await gateway.stop()
-            await engine.kill()
+            engine.close()
+            await engine.wait_closed()
             await asyncio.sleep(0.01)  # for the transports' ends
 
     with silent(kind) as url:
