@@ -33,7 +33,8 @@ LEASE_S = 300.0
 """Ten times a live fleet's, so that idle workers' frames do not outnumber turns on a trace of days:
 so long others are guests of a dead worker's sessions."""
 LOOK_S = LEASE_S / 6
-"""How often an idle worker looks whether something is due: it renews after a third of its lease."""
+"""How often an idle worker that owns a session looks whether something is due: it renews after a
+third of its lease. One that owns none lets it end, and registers with its next turn."""
 AGAIN_S = 0.5
 """After a refusal that says for how long it holds no better."""
 SWEEP_S = 3600.0
@@ -46,13 +47,14 @@ Found = Callable[[Claimed | None, float], None]
 class _Node:
     """One life of a worker, and what it will ask with its next frame."""
 
-    __slots__ = ("asks", "guarded", "is_asking", "owner")
+    __slots__ = ("asks", "guarded", "is_asking", "owner", "renewed_s")
 
     def __init__(self, unit: RoutingUnit) -> None:
         self.owner = OwnerState(unit)
         self.guarded = GuardedOwner(self.owner)
         self.asks: Asks = []
         self.is_asking = False
+        self.renewed_s = 0.0
 
 
 class Ownership:
@@ -146,7 +148,8 @@ class Ownership:
         """It is back, under a later term; workers' leases of before may still run."""
         self._is_up = True
         self.state = DirectoryState(self._next_term(), lease_s=LEASE_S, open_at_s=now + LEASE_S)
-        self._look(now)
+        for node in self._nodes.values():
+            self._look_at(node, now)
 
     def check(self, now: float) -> None:
         """Invariant 2: raise InvariantViolated where two workers may write one session's record."""
@@ -181,7 +184,10 @@ class Ownership:
         if not self._is_up or self._nodes.get(owner.unit) is not node:
             return
         again_s = 0.0
-        for ask in (*asks, *owner.renewal(now)):
+        if now - node.renewed_s >= LOOK_S:
+            node.renewed_s = now
+            asks += owner.renewal(now)
+        for ask in asks:
             outcome = self._handle(ask.request, now)
             if isinstance(outcome, Refused):
                 again_s = max(again_s, outcome.retry_after_s or AGAIN_S)
@@ -202,12 +208,9 @@ class Ownership:
 
     def _look_again(self, now: float) -> None:
         self._heap.at(now + LOOK_S, self._look_again)
-        if self._is_up:
-            self._look(now)
-
-    def _look(self, now: float) -> None:
         for node in self._nodes.values():
-            self._look_at(node, now)
+            if self._is_up and node.owner.grants:
+                self._look_at(node, now)
 
     def _look_at(self, node: _Node, now: float) -> None:
         """As an idle worker does: is something due, or was not answered?"""
