@@ -89,6 +89,8 @@ def test_a_turn_elsewhere_is_a_guests_until_the_owner_hands_over(fleet: Fleet) -
     fleet.comes(W1, 2.0)
     owned = fleet.standing(W0)
     assert owned is not None and fleet.standing(W1) is None
+    said = fleet.ownership.owner_of(S, W1, fleet.heap.now)
+    assert said == Claimed(S, W0, owned.epoch), "a guest says whose"
     asked = AskRelease(S, W0, owned.epoch, W1)
     assert fleet.ownership.release(asked, 3.0) is ReleaseEnd.RELEASED
     assert fleet.standing(W0) is None, "it has stopped before it asks"

@@ -126,6 +126,13 @@ class GuardedOwner:
             return self._refuse(WorkerRefusal.NOT_OWNER)
         return self.owner.hand_over(session_id, target, now_s)
 
+    def other_owner(self, session_id: SessionId) -> tuple[RoutingUnit, Epoch] | None:
+        """Whose guests turns of the session are here, and under which epoch; None: not heard."""
+        heard = self.doors.last(session_id)
+        if heard is None or heard.owner is None or heard.owner == self.owner.unit:
+            return None
+        return heard.owner, heard.epoch
+
     def answered(self, ask: Ask, outcome: Outcome, now_s: float) -> Asks:
         """The directory's answer, which may be late: what it says of epochs counts all the same."""
         self._count(ask.request, outcome)

@@ -218,10 +218,8 @@ class Ownership:
         if grant is not None:
             return OwnerIs(self.owner.unit, grant.epoch, grant.version)
         with self._lock:
-            heard = self._guarded.doors.last(session)
-        if heard is None or heard.owner is None or heard.owner == self.owner.unit:
-            return None
-        return OwnerIs(heard.owner, heard.epoch)
+            other = self._guarded.other_owner(session)
+        return None if other is None else OwnerIs(*other)
 
     def release(self, asked: ReleaseSession) -> Released | Reject:
         """Give a session up to its target, of which no turn runs here: at once it is not ours, and

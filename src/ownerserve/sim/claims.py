@@ -1,7 +1,7 @@
 """What a simulated gateway hears of owners, and what it asks for: as gateways of real fleets do.
 
     a session without a place to go to ── FindSession ──> directory ──> Claimed
-    first byte: the answer's line says its owner's epoch ─────────────> Claimed
+    first byte: the answer's line says who owns, under which epoch ───> Claimed
     AskRelease, by RouterState ── ReleaseSession ──> the owner: lets go, hands over ──> ReleaseEnded
 
 Decides nothing: RouterState hears and asks, the owner refuses while a turn of the session is there.
@@ -59,9 +59,9 @@ class Claims:
 
     def began(self, session: SessionId, unit: RoutingUnit, now: float) -> None:
         """A worker's answer begins."""
-        grant = self._ownership.standing(session, unit, now)
-        if grant is not None:
-            self._router.handle(Claimed(session, unit, grant.epoch, grant.version), now)
+        claimed = self._ownership.owner_of(session, unit, now)
+        if claimed is not None:
+            self._router.handle(claimed, now)
 
     def ask(self, wanted: AskRelease, now: float) -> None:
         """Ask the owner of a session to hand it over."""

@@ -109,9 +109,20 @@ class Ownership:
             self._send(node, node.guarded.over(session, now), now)
 
     def standing(self, session: SessionId, unit: RoutingUnit, now: float) -> Grant | None:
-        """What the worker's answer says that it owns of the session; None: it serves as a guest."""
+        """What the worker owns of the session; None: it serves as a guest."""
         node = self._nodes.get(unit)
         return None if node is None else node.owner.may_serve(session, now)
+
+    def owner_of(self, session: SessionId, unit: RoutingUnit, now: float) -> Claimed | None:
+        """What the worker's answer says of the session's owner: itself, or whose guest it is."""
+        node = self._nodes.get(unit)
+        if node is None:
+            return None
+        grant = node.owner.may_serve(session, now)
+        if grant is not None:
+            return Claimed(session, unit, grant.epoch, grant.version)
+        other = node.guarded.other_owner(session)
+        return None if other is None else Claimed(session, *other)
 
     def release(self, asked: AskRelease, now: float) -> ReleaseEnd:
         """The node of a worker where no turn of the session runs is asked to hand it over."""
