@@ -71,6 +71,8 @@ IN_CI = [
     Case("advance", "w0", At.ANSWER),
     Case("transfer", "w0", At.REQUEST),
     Case("transfer", "directory", At.ANSWER),
+    Case("publish", "directory", At.REQUEST),
+    Case("publish", "w0", At.ANSWER),
     Case("end_session", "w0", At.ANSWER, "end"),
     Case("find_session", "directory", At.ANSWER),
     Case("release_session", "gateway", At.ANSWER),
@@ -191,7 +193,7 @@ def test_nothing_is_lost_wrong_or_owned_twice(
         if case.cause == "worker begins":
             fleet.members["w1"].begin()
         for _ in range(ROUNDS_MAX):
-            for session in [*names, *sessions.new(1)]:
+            for session in [*names, *sessions.new(1 + len(ending))]:
                 sessions.turn(session)
             for session in ending:
                 sessions.turn(session, final=True)
