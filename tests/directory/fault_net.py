@@ -116,6 +116,8 @@ class Journal:
         self.session_id = session_id
         self._doors = Doors()
         self.done: list[str] = []
+        self.guests: set[str] = set()
+        """Answered by who did not own it: part of no record."""
         self._writer: dict[Epoch, RoutingUnit] = {}
         self._words: dict[str, Said] = {}
 

@@ -1,14 +1,14 @@
 """A worker's node in a fault schedule: NodeState over a small cache, and a store that misbehaves.
 
     turn --Admission--> Arrived --NodeState--> Start --begin ... finish--> Ended
-                           |                     `- its epoch is over, or no room --> Gone
+                           |                     `- no room --> Gone
                            `-- Find, Fetch, Copy: answered late, twice, wrong, in any order, never
 
 `tests/node`'s driver performs the effects; its slots hold the names of what belongs there, so
 wrong state shows whoever made the mistake. One `Node` is one life: what is in memory dies with
 it, and the `Store` too unless it is a disk. What must hold, besides all books of node and cache:
 a turn starts once, and in time; a turn that was let in ends, is given up for a reason, or
-dies with its process; of one session no turn starts under an earlier epoch than one before it;
+dies with its process;
 what a turn goes on from, and what is resident, is what its tokens say.
 """
 
@@ -32,8 +32,6 @@ from node_driver import LAYOUT, B, NodeDriver, truth
 from ownerserve.cache.effects import SavePoint
 from ownerserve.cache.outcomes import Begun, NoRoom, Turn
 from ownerserve.cache.pressure import Watermarks
-from ownerserve.directory.doors import Doors
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.kv.wire.rpc import Reject, Seed
@@ -58,7 +56,6 @@ SETTINGS = NodeSettings(
 MARKS = Watermarks(low=0.2, high=0.5, idle_s=0.1)
 BLOCKS, POINTS = 24, 6
 WAITING_MAX = 3
-STALE_EPOCH = "stale_epoch"
 NO_ROOM = "no_room"
 HUNG_UP = "hung_up"
 
@@ -118,12 +115,11 @@ class Life(Protocol):
 
 
 class Job(msgspec.Struct, eq=False):
-    """A turn at its node, under the epoch of who asked for it. `begun` once it runs."""
+    """A turn at its node, an owner's or a guest's. `begun` once it runs."""
 
     event: Arrived
     session_id: SessionId
     output: Packed
-    epoch: Epoch
     ticks: int = 0
     begun: Begun | None = None
 
@@ -142,8 +138,6 @@ class Node(NodeDriver):
         self._store = store
         self._life = life
         self._admission = Admission(self.cache.holds)
-        self._doors = Doors()
-        self._begun: dict[SessionId, Epoch] = {}
         self._let_in = self._over = 0
 
     # ---- a turn
@@ -151,9 +145,6 @@ class Node(NodeDriver):
     def admit(self, job: Job) -> str | None:
         """Let it in, or say why not. It is to run when it is `started`."""
         event, now_s, rooms = job.event, self._net.now_s, self.cache.rooms
-        if self._is_stale(job):
-            self.counts[f"refused {STALE_EPOCH}"] += 1
-            return STALE_EPOCH
         levels = Levels(
             waiting=len(self.waiting),
             max_waiting=WAITING_MAX,
@@ -176,15 +167,9 @@ class Node(NodeDriver):
         return None
 
     def begin(self, turn_id: TurnId) -> bool:
-        """The engine takes the turn up; False when its epoch is over, or there is no room."""
+        """The engine takes the turn up; False when there is no room."""
         job, now_s = self.jobs[turn_id], self._net.now_s
         event, session_id = job.event, job.session_id
-        if self._is_stale(job):
-            self.give_up(turn_id, STALE_EPOCH)
-            return False
-        if job.epoch < self._begun.setdefault(session_id, job.epoch):
-            raise Violation(f"{turn_id} runs under {job.epoch} after {self._begun[session_id]}")
-        self._begun[session_id] = job.epoch
         resume = self.state.resume(event.tokens)
         begun = self.cache.begin(Turn(turn_id, session_id, event.tokens), now_s, resume=resume)
         if not isinstance(begun, Begun):
@@ -197,11 +182,6 @@ class Node(NodeDriver):
             self.give_up(turn_id, NO_ROOM)
             return False
         return True
-
-    def _is_stale(self, job: Job) -> bool:
-        """A later owner's turn of the session was here."""
-        self._doors.hear(job.session_id, job.epoch)
-        return self._doors.above(job.session_id, job.epoch) is not None
 
     def finish(self, turn_id: TurnId) -> None:
         """It has run: prompt and output are in the slots, and the node is told."""

@@ -1,9 +1,11 @@
 """A worker in a fault schedule: one life of its process, with the owner's side and its node.
 
-    turn --> may_serve? --no--> Bind, and wait or refuse
-                 `-- yes --> open the journal under the epoch --> Node: let in, restored, started
-                       --> may_serve under this epoch still? --> computed --> written to the journal
+    turn --> Came: hear its epoch, Bind --> Node: let in, restored, started, computed
+               --> ours, under the epoch that opened the journal? --> written to it, answered
+               `-- a guest's: answered, and written nowhere
 
+No turn waits for the directory, and none is refused for an epoch: what was an owner's when it came
+and is not when it is computed is answered as a guest's.
 `paused` lives do nothing; what comes for them waits. A dead one does nothing any more.
 """
 
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeAlias
 
 import msgspec
 from fault_net import Violation
-from fault_node import HUNG_UP, STALE_EPOCH, TICK_S, Job, Node
+from fault_node import HUNG_UP, TICK_S, Job, Node
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.doors import GuardedOwner
@@ -27,29 +29,31 @@ from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.events import Arrived
-from ownerserve.router.messages import Failure, Receipt
+from ownerserve.router.messages import Failure, Receipt, ReleaseEnd
 
 if TYPE_CHECKING:
     from fault_router import Router
     from fault_world import World
 
 RETRY_S = 0.4
-PARKED_MAX = 8
 
 P = ParamSpec("P")
 
 Client = tuple[SessionId, int]
 Caller: TypeAlias = "tuple[Router, Receipt, RoutingUnit]"
 """The router that sent a turn, its receipt, and the life that it was meant for."""
-Turn: TypeAlias = "tuple[Client, str, Caller | None]"
 
 
 class Serving(msgspec.Struct, eq=False):
-    """What a turn at the node is for."""
+    """What a turn at the node is for. `grant` None: it is a guest's."""
 
     client: Client
     request: str
-    grant: Grant
+    grant: Grant | None
+
+
+def _to_nobody(_end: ReleaseEnd) -> None:
+    """Who asked is not there any more."""
 
 
 class Process:
@@ -71,7 +75,7 @@ class Process:
         self._opened: dict[SessionId, Grant] = {}
         self._busy: dict[SessionId, Serving] = {}  # until its write is known
         self._queue: dict[str, Client] = {}
-        self._parked: list[Turn] = []  # until the directory has answered
+        self._guests: set[str] = set()
         self._callers: dict[str, list[Caller]] = {}
         self._length: dict[SessionId, int] = {}
         self._next_tick = partial(self.deliver, self._tick)
@@ -99,7 +103,9 @@ class Process:
         if self.dead:
             return
         self.world.net.after(TICK_S, self._next_tick)
-        self.send(self.owner.tick(self.world.net.now_s))
+        now_s = self.world.net.now_s
+        if asks := self.owner.tick(now_s):
+            self.send([*asks, *self.guarded.along(now_s)])
         self.node.tick()
 
     def send(self, asks: Asks) -> None:
@@ -117,17 +123,11 @@ class Process:
                 self._hears(request.session_id, current.epoch)
         self.send(self.guarded.answered(asked, outcome, self.world.net.now_s))
         self._look_at_grants()
-        parked, self._parked = self._parked, []
-        for client, request, caller in parked:
-            if isinstance(self.owner.may_serve(client[0], self.world.net.now_s), Grant):
-                self.turn(client, request, caller)
-            elif caller is not None:
-                self._refuse(caller)
 
     @property
     def waiting(self) -> int:
         """Turns that are here and not done."""
-        return len(self._busy) + len(self._queue)
+        return len(self._busy) + len(self._queue) + len(self._guests)
 
     def _hears(self, session_id: SessionId, epoch: Epoch) -> None:
         self.heard[session_id] = max(self.heard.get(session_id, epoch), epoch)
@@ -141,7 +141,7 @@ class Process:
     def turn(
         self, client: Client, request: str, caller: Caller | None, *, epoch: Epoch | None = None
     ) -> None:
-        """Serve it, or try to become its owner. The client asks again until it hears. `epoch`: the
+        """Serve it, and try to become its owner. The client asks again until it hears. `epoch`: the
         highest that its router knows."""
         session_id = client[0]
         now_s = self.world.net.now_s
@@ -150,51 +150,56 @@ class Process:
             return
         if epoch is not None:
             self._hears(session_id, epoch)
-            self.guarded.hear(session_id, epoch)
-            self._look_at_grants()
-        grant = self.owner.may_serve(session_id, now_s)
-        if not isinstance(grant, Grant):
-            self.send(self.guarded.came(session_id, now_s))
-            if len(self._parked) < PARKED_MAX:
-                self._parked.append((client, request, caller))
-            return
+        self.send(self.guarded.came(session_id, now_s, epoch=epoch))
+        self._look_at_grants()
         if caller is not None:
             self._callers.setdefault(request, []).append(caller)
-        journal = self.world.journals[session_id]
-        opened = self._opened.get(session_id)
-        if opened is None or opened.epoch != grant.epoch:
-            later = journal.open(self.unit, grant.epoch)
-            if later is not None:
-                self._hears(session_id, later)
-                self.guarded.hear(session_id, later)
-                return
-            self._opened[session_id] = grant
-            self._length[session_id] = len(journal.done)
-            self._busy.pop(session_id, None)
-        if session_id in self._busy:
+        grant = self._opened_under(session_id)
+        if grant is None:
+            self._serve_guest(client, request)
+        elif session_id in self._busy:
             self._queue[request] = client
-            return
-        serving = self._busy[session_id] = Serving(client, request, grant)
-        self._admit(serving)
+        else:
+            self._busy[session_id] = serving = Serving(client, request, grant)
+            self._admit(serving, self._length[session_id])
 
-    def _admit(self, serving: Serving) -> None:
+    def _opened_under(self, session_id: SessionId) -> Grant | None:
+        """The own grant, with the journal opened under it; None: a later owner did that."""
+        grant = self.owner.may_serve(session_id, self.world.net.now_s)
+        if grant is None or self._is_open(session_id, grant):
+            return grant
+        journal = self.world.journals[session_id]
+        later = journal.open(self.unit, grant.epoch)
+        if later is not None:
+            self._hears(session_id, later)
+            self.guarded.hear(session_id, later)
+            return None
+        self._opened[session_id] = grant
+        self._length[session_id] = len(journal.done)
+        self._busy.pop(session_id, None)
+        return grant
+
+    def _serve_guest(self, client: Client, request: str) -> None:
+        """Once at a time: who asks again hears what is under way."""
+        if request not in self._guests:
+            self._guests.add(request)
+            self._admit(Serving(client, request, None), len(self.world.journals[client[0]].done))
+
+    def _admit(self, serving: Serving, position: int) -> None:
         """The session's next turn goes to the node, with all that was said before it."""
         session_id = serving.client[0]
         turn_id = TurnId(f"{self.unit.incarnation}.{next(self._turns)}")
-        said = self.world.journals[session_id].said(self._length[session_id], serving.request)
+        said = self.world.journals[session_id].said(position, serving.request)
         self._serving[turn_id] = serving
         arrived = Arrived(turn_id, session_id, said.prompt)
-        job = Job(arrived, session_id, said.output, serving.grant.epoch)
-        if self.node.admit(job) is not None:
+        if self.node.admit(Job(arrived, session_id, said.output)) is not None:
             del self._serving[turn_id]
             self._turn_away(serving)
 
     def started(self, turn_id: TurnId) -> None:
-        """All that could be restored is there; whose the session is may have changed meanwhile."""
+        """All that could be restored is there."""
         serving = self._serving[turn_id]
-        if not self._may_run(serving):
-            self.node.give_up(turn_id, STALE_EPOCH)
-        elif self.node.begin(turn_id):
+        if self.node.begin(turn_id):
             for router, receipt, _ in self._callers.get(serving.request, ()):
                 self.world.net.send(partial(router.begun, receipt))
             compute_s = self.world.net.rng.uniform(0.0, 0.3)
@@ -203,23 +208,50 @@ class Process:
         del self._serving[turn_id]
         self._turn_away(serving)
 
-    def _may_run(self, serving: Serving) -> bool:
-        session_id, epoch = serving.client[0], serving.grant.epoch
-        now = self.owner.may_serve(session_id, self.world.net.now_s)
-        is_ours = isinstance(now, Grant) and now.epoch == epoch
-        return is_ours and self._is_open(session_id, serving.grant)
+    def _may_write(self, serving: Serving) -> bool:
+        """Whose the session is may have changed since the turn came."""
+        grant = serving.grant
+        now = self.owner.may_serve(serving.client[0], self.world.net.now_s)
+        is_ours = now is not None and grant is not None and now.epoch == grant.epoch
+        return is_ours and self._is_open(serving.client[0], grant)
 
     def _ran(self, turn_id: TurnId) -> None:
         serving = self._serving.pop(turn_id)
-        if not self._is_open(serving.client[0], serving.grant):
-            self.node.give_up(turn_id, STALE_EPOCH)
-            return
         self.node.finish(turn_id)
-        self._computed(serving)
+        if serving.grant is None or not self._is_open(serving.client[0], serving.grant):
+            self._answer_as_guest(serving)
+        else:
+            self._computed(serving)
+
+    def _answer_as_guest(self, serving: Serving) -> None:
+        """The session's record does not know of it."""
+        self._guests.discard(serving.request)
+        self._left(serving.client[0])
+        self.world.was_guest(serving.client[0], self.unit)
+        journal = self.world.journals[serving.client[0]]
+        journal.guests.add(serving.request)
+        self.world.counts["turns of guests"] += 1
+        self._answer(serving, len(journal.done), None)
+
+    def _left(self, session_id: SessionId) -> None:
+        """What the node tells at a turn's end, whoever owns the session by then."""
+        now_s = self.world.net.now_s
+        tokens = 3 + int(now_s) // 2 * 2  # as far as anybody has come (keep_prefixes)
+        tip = Tip(PrefixHash(f"{session_id}/{tokens}".encode()), tokens, kinds=Kind.DENSE)
+        self.send(self.guarded.left(session_id, tip, now_s))
+
+    def _answer(self, serving: Serving, length: int, owned: Grant | None) -> None:
+        """An owner says under which epoch it owns the session."""
+        epoch = None if owned is None else owned.epoch
+        for router, receipt, _ in self._callers.pop(serving.request, ()):
+            told = partial(router.answered, receipt, 1000 + 25 * length, self.unit, epoch)
+            self.world.net.send(told)
+        self.world.net.send(partial(self.world.done, serving.client, serving.request))
 
     def _turn_away(self, serving: Serving) -> None:
         """Who sent it hears so, and may ask another; a client that came by itself asks again."""
         session_id = serving.client[0]
+        self._guests.discard(serving.request)
         for caller in self._callers.pop(serving.request, ()):
             self._refuse(caller)
         if self._busy.get(session_id) is serving:
@@ -243,42 +275,56 @@ class Process:
         self.world.net.send(partial(caller[0].failed, caller[1], Failure.REFUSED))
 
     def _computed(self, serving: Serving) -> None:
-        if self._may_run(serving):
+        """An owner's turn: until its outcome is known, or a new epoch makes it void, nothing else
+        of the session is written here."""
+        if self._may_write(serving):
             write = partial(self._write, serving, self._length[serving.client[0]])
             self.world.net.send(write)
-        # Until its outcome is known, or a new epoch makes it void, nothing else is written.
         if self._is_open(serving.client[0], serving.grant):
             again = partial(self.deliver, self._computed_again, serving)
             self.world.net.after(RETRY_S, again)
 
-    def _is_open(self, session_id: SessionId, grant: Grant) -> bool:
+    def _is_open(self, session_id: SessionId, grant: Grant | None) -> bool:
         opened = self._opened.get(session_id)
-        return opened is not None and opened.epoch == grant.epoch
+        return opened is not None and grant is not None and opened.epoch == grant.epoch
 
     def _computed_again(self, serving: Serving) -> None:
-        if self._busy.get(serving.client[0]) is serving:
+        if self._busy.get(serving.client[0]) is not serving:
+            return
+        if self._may_write(serving):
             self._computed(serving)
+        else:
+            self._ceases(serving)
+
+    def _ceases(self, serving: Serving) -> None:
+        """Not ours any more, before its outcome was known: it is answered as a guest's."""
+        session_id = serving.client[0]
+        del self._busy[session_id]
+        self._answer_as_guest(serving)
+        self._next(session_id)
 
     def _write(self, serving: Serving, position: int) -> None:
+        assert serving.grant is not None
         journal = self.world.journals[serving.client[0]]
-        outcome = journal.write(self.unit, serving.grant.epoch, position, serving.request)
-        answer = partial(self.deliver, self._written, serving, outcome, len(journal.done))
+        later = journal.write(self.unit, serving.grant.epoch, position, serving.request)
+        answer = partial(self.deliver, self._written, serving, later, len(journal.done))
         self.world.net.send(answer)
 
     def _written(self, serving: Serving, later: Epoch | None, length: int) -> None:
-        session_id, grant = serving.client[0], serving.grant
+        session_id = serving.client[0]
+        is_busy = self._busy.get(session_id) is serving
         if later is not None:
             self._hears(session_id, later)
             self.guarded.hear(session_id, later)
+            if is_busy:
+                self._ceases(serving)
             return
-        for router, receipt, _ in self._callers.pop(serving.request, ()):
-            self.world.net.send(partial(router.answered, receipt, 1000 + 25 * length))
-        self.world.net.send(partial(self.world.done, serving.client, serving.request))
-        if self._is_open(session_id, grant):
+        self._answer(serving, length, serving.grant)
+        if self._is_open(session_id, serving.grant):
             self._length[session_id] = max(self._length[session_id], length)
-            if self._busy.get(session_id) is serving:
-                del self._busy[session_id]
-                self._next(session_id)
+        if is_busy:
+            del self._busy[session_id]
+            self._next(session_id)
 
     def _next(self, session_id: SessionId) -> None:
         for request, client in list(self._queue.items()):
@@ -287,7 +333,14 @@ class Process:
                 self.turn(client, request, None)
                 return
 
-    def release(self, session_id: SessionId, epoch: Epoch, target: RoutingUnit) -> None:
+    def release(
+        self,
+        session_id: SessionId,
+        epoch: Epoch,
+        target: RoutingUnit,
+        *,
+        answer: Callable[[ReleaseEnd], None] = _to_nobody,
+    ) -> None:
         """A turn was done at the target, says a router that knows the session under `epoch`."""
         heard = self.heard.get(session_id, epoch)
         self._hears(session_id, epoch)
@@ -295,11 +348,13 @@ class Process:
         self._look_at_grants()
         if isinstance(leaving, WorkerRefusal):
             self.world.counts[f"release {leaving.value}"] += 1
+            self.world.net.send(partial(answer, ReleaseEnd.NOT_OWNER))
             return
         if epoch < heard:
             raise Violation(f"{self.unit} gave {session_id} up under an epoch below {heard}")
         self.world.counts["hand-overs"] += 1
         self.send(leaving)
+        self.world.net.send(partial(answer, ReleaseEnd.RELEASED))
 
     def end(self) -> None:
         """Give a session up, as after a long idle time; its clients come back all the same."""

@@ -3,6 +3,7 @@
     client --take--> router --turn--> worker
            <-done---        <-begun, refused, answered--
                     --FindSession--> directory         (Claimed)
+                    --ReleaseSession--> owner          (AskRelease, ReleaseEnded)
                     --probe--------> worker            (WorkerUp, Stamped; WorkerDown when silent)
 
 It dies too: the next one knows nothing, and the clients ask it again. What must hold after every
@@ -28,6 +29,7 @@ from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.messages import (
     Aborted,
     Arrive,
+    AskRelease,
     Broken,
     Claimed,
     Dispatch,
@@ -38,6 +40,8 @@ from ownerserve.router.messages import (
     Failure,
     FirstByte,
     Receipt,
+    ReleaseEnd,
+    ReleaseEnded,
     Stamped,
     WorkerDown,
     WorkerUp,
@@ -54,6 +58,7 @@ PROBE_S = 0.7
 SILENT_PROBES = 3
 FIRST_BYTE_S = 0.4
 REST_OF_ANSWER_S = 0.8
+RELEASE_S = 1.0
 PROMPT_BYTES = 4000
 POLICIES = ("ownerserve", "ear", "sticky")
 
@@ -79,6 +84,7 @@ class Router:
         self._probes = 0
         self._ended = 0
         self._silent: dict[WorkerId, int] = dict.fromkeys(world.workers, 0)
+        self._releases: list[AskRelease] = []
         self._lifes: dict[WorkerId, Incarnation] = {}
         self._epochs: dict[SessionId, Epoch] = {}
         self._seen: Epoch | None = None
@@ -154,11 +160,15 @@ class Router:
             self.state.handle(FirstByte(receipt), self.world.net.now_s)
             self._look()
 
-    def answered(self, receipt: Receipt, tokens: int) -> None:
-        """The whole answer."""
+    def answered(
+        self, receipt: Receipt, tokens: int, unit: RoutingUnit, epoch: Epoch | None
+    ) -> None:
+        """The whole answer. `epoch`: under which `unit` owns the session; None: a guest's."""
         call = self.calls.get(receipt)
         if call is None or self.dead:
             return
+        if epoch is not None:
+            self._claimed(call.client[0], unit, epoch)
         self._end(Done(receipt, Usage(tokens, 20, tokens // 2)))
         self.world.net.send(partial(self.world.done, call.client, call.request))
 
@@ -189,8 +199,32 @@ class Router:
         self._tell(event)
 
     def _tell(self, event: Event) -> None:
-        self.state.handle(event, self.world.net.now_s)  # type: ignore[call-overload]
+        effect = self.state.handle(event, self.world.net.now_s)  # type: ignore[call-overload]
+        if isinstance(effect, AskRelease):
+            self._ask_release(effect)
         self._look()
+
+    # ---- an owner elsewhere is asked to hand over
+
+    def _ask_release(self, wanted: AskRelease) -> None:
+        """Its one end is the answer, or the silence."""
+        self.world.counts["releases asked"] += 1
+        self._releases.append(wanted)
+        self.world.net.send(partial(self._release_arrives, wanted))
+        self.world.net.after(RELEASE_S, partial(self.release_ended, wanted, ReleaseEnd.KEPT))
+
+    def _release_arrives(self, wanted: AskRelease) -> None:
+        for process in self.world.processes:
+            if process.unit.worker == wanted.source.worker:
+                answer = partial(self.release_ended, wanted)
+                release = partial(process.release, wanted.session, wanted.epoch, wanted.target)
+                process.deliver(release, answer=answer)
+
+    def release_ended(self, wanted: AskRelease, end: ReleaseEnd) -> None:
+        """Told once, if a late answer comes or none."""
+        if wanted in self._releases and not self.dead:
+            self._releases.remove(wanted)
+            self._tell(ReleaseEnded(wanted.session, wanted.epoch, end))
 
     # ---- the directory's and the workers' word
 

@@ -9,7 +9,8 @@ Faults until `heal_s`: messages lost, doubled, delayed; workers killed and born 
 their lease, paused while their next life starts (a zombie); sessions handed over while turns run;
 routers killed; clients that go past them to any worker; the directory amnesiac, with its term file
 or without, and the network with it; devices emptied, stores that lose records. Then all is well:
-whoever wants a session finds it owned within two leases, and has an answer soon after.
+a session that somebody wants is owned within two leases, and each turn has an answer, an owner's or
+a guest's.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ OWNED_S = 2 * LEASE_S + 1.0
 directory without its term file finds out only then that its term is too low; and the asking."""
 ANSWERED_S = OWNED_S + 2.0
 """Until a turn of it is done, which may wait behind others at its worker, and be refused there."""
+LAST_GUESTS = 3
 STEP_S = 0.25
 IDLE_MAX_S = 6.0
 # What is under way when the clients fall silent ends within the routers' patience.
@@ -63,6 +65,8 @@ class World:
         self.clients = [(name, number) for name in self.sessions for number in range(2)]
         self.epochs: dict[SessionId, list[Epoch]] = {name: [] for name in self.sessions}
         """All that were granted, in order."""
+        self.guests: dict[SessionId, list[RoutingUnit]] = {name: [] for name in self.sessions}
+        """Who served its last turns without owning it."""
         self.open: dict[Client, str] = {}
         self.finished: dict[Client, int] = dict.fromkeys(self.clients, 0)
         self._requests = count()
@@ -92,7 +96,9 @@ class World:
         self._waits: set[Client] = set()
         self._asked_s: dict[Client, float] = {}
         self._owned_at_s: dict[SessionId, float] = {}
-        """When each session was first served by anybody once all was well."""
+        """When each session was first owned by anybody once all was well."""
+        self._wanted_s: dict[SessionId, float] = {}
+        """When a turn of it came first then."""
         self._rests = False
         for client in self.clients:
             self._new_request(client)
@@ -106,7 +112,7 @@ class World:
         self._waits = set(self.clients)
         until_s = HEAL_S + LEASE_S  # whatever was owned by a lost memory is over by then
         self.net.run(until_s, self.touched, self._look)
-        while self._waits:
+        while self._waits or self._unowned():
             until_s += STEP_S
             self.net.run(until_s, self.touched, self._look)
             self._look_at_waits()
@@ -165,6 +171,7 @@ class World:
 
     def told_of(self, moved: ask.Advance) -> None:
         """A report is on its way: an old one may come late, after a later one."""
+        self.oracle.copies.add((moved.prefix_hash, moved.unit))
         self.pledged[moved.prefix_hash, moved.unit] = self.net.now_s + self.net.latest_s
 
     def _forget(self) -> None:
@@ -194,7 +201,9 @@ class World:
         """Through a router; now and then past it, to anyone."""
         if self.open[client] != request or self._rests:
             return
-        rng = self.net.rng
+        rng, now_s = self.net.rng, self.net.now_s
+        if now_s >= HEAL_S:
+            self._wanted_s.setdefault(client[0], now_s)
         self.net.after(RETRY_S, partial(self._try, client, request))
         if rng.random() < 0.8:
             self.net.send(partial(rng.choice(self.routers).take, client, request))
@@ -205,16 +214,15 @@ class World:
             self.net.send(partial(chosen.deliver, chosen.turn, client, request, None))
 
     def done(self, client: Client, request: str) -> None:
-        if request not in self.journals[client[0]].done:
-            raise LostRequest(f"{request} was acknowledged and is not in the journal")
+        journal = self.journals[client[0]]
+        if request not in journal.done and request not in journal.guests:
+            raise LostRequest(f"{request} was acknowledged and was not served")
         if self.open[client] == request:
             self.finished[client] += 1
             if client in self._waits:
                 self._waits.discard(client)
-                since_s = self._since_s(client)
-                owned_at_s = self._owned_at_s.get(client[0], since_s)  # served before: not asked
-                self.owned_s = max(self.owned_s, owned_at_s - since_s)
-                self.answered_s = max(self.answered_s, self.net.now_s - since_s)
+                waited_s = self.net.now_s - self._since_s(client)
+                self.answered_s = max(self.answered_s, waited_s)
             pause_s = self._idle_s() if self.net.now_s < HEAL_S else PAUSE_S
             self.open[client] = ""
             self.net.after(pause_s, partial(self._new_request, client))
@@ -228,16 +236,20 @@ class World:
         """When its open request had nothing to wait for any more but us."""
         return max(HEAL_S, self._asked_s[client])
 
+    def _unowned(self) -> list[SessionId]:
+        """Sessions that nobody has owned yet since all was well."""
+        return [name for name in self.sessions if name not in self._owned_at_s]
+
     def _look_at_waits(self) -> None:
         """All is well: what the clients wait for may take only so long."""
         now_s = self.net.now_s
+        for name in self._unowned():
+            if now_s - self._wanted_s.get(name, now_s) > OWNED_S:
+                raise Late(f"nobody owns {name} {OWNED_S:.1f} s after all was well")
         for client in self._waits:
             if not self.open[client]:
                 continue  # it has nothing to ask yet
-            since_s = self._since_s(client)
-            if self._owned_at_s.get(client[0], now_s) - since_s > OWNED_S:
-                raise Late(f"nobody serves {client[0]} {OWNED_S:.1f} s after all was well")
-            if now_s - since_s > ANSWERED_S:
+            if now_s - self._since_s(client) > ANSWERED_S:
                 raise Late(f"{self.open[client]} is not done {ANSWERED_S:.1f} s after all was well")
 
     # ---- what goes wrong
@@ -305,18 +317,22 @@ class World:
 
     def _release(self) -> None:
         """A router that knows the owner, or one of before, says that a turn was done elsewhere,
-        at a life that is there (or was). Its word may come late, after others."""
+        by a life that is there (or was). Its word may come late, after others."""
         rng = self.net.rng
         name = rng.choice(self.sessions)
         owners = [one for one in self.processes if name in one.owner.grants]
         owner = owners[0] if owners and rng.random() < 0.9 else rng.choice(self.processes)
-        others = [one.unit for one in self.processes if one is not owner]
+        targets = [one for one in self.guests[name] if one != owner.unit]
         grant = owner.owner.grants.get(name)
         is_known = grant is not None and rng.random() < 0.7
         epochs = [grant.epoch] if grant is not None and is_known else self.epochs[name]
-        if epochs:
-            release = partial(owner.release, name, rng.choice(epochs), rng.choice(others))
+        if epochs and targets:
+            release = partial(owner.release, name, rng.choice(epochs), rng.choice(targets))
             self.net.send(partial(owner.deliver, release))
+
+    def was_guest(self, session_id: SessionId, unit: RoutingUnit) -> None:
+        """A turn of the session was done there, by who did not own it."""
+        self.guests[session_id] = [*self.guests[session_id], unit][-LAST_GUESTS:]
 
     def _work(self) -> None:
         self.net.after(self.net.rng.uniform(0.05, 0.3), self._work)
@@ -348,7 +364,14 @@ class World:
                 if self._serves(process, name):
                     self._look_for_another(process, name)
                     if self.net.now_s >= HEAL_S:
-                        self._owned_at_s.setdefault(name, self.net.now_s)
+                        self._owns(name)
+
+    def _owns(self, session_id: SessionId) -> None:
+        now_s = self.net.now_s
+        if session_id not in self._owned_at_s:
+            self._owned_at_s[session_id] = now_s
+            waited_s = now_s - self._wanted_s.get(session_id, now_s)
+            self.owned_s = max(self.owned_s, waited_s)
 
     def _serves(self, process: Process, session_id: SessionId) -> bool:
         return (

@@ -230,3 +230,55 @@ def test_a_frame_that_goes_anyway_renews_the_lease() -> None:
     assert len(frames) == 60
     kinds = [ask.Advance, ask.RenewLease]
     assert all([type(one.request) for one in frame] == kinds for frame in frames)
+
+
+def test_a_guest_asks_again_along_with_frames_that_go_anyway() -> None:
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    fleet.turn(B, 2)
+    guest = fleet.units[B]
+    assert [one.request for one in guest.along(0.5)] == []
+    fleet.deliver(B, guest.along(1.0))
+    assert fleet.release(A, fleet.epoch(A), B) is None
+    assert [one for one in guest.along(2.5) if isinstance(one.request, ask.Bind)] == []
+    fleet.deliver(B, guest.along(3.0))
+    assert fleet.units[B].owner.may_serve(S1, 3.0) is not None
+    assert fleet.record().version == 1
+    asks = [one for now_s in range(4, 120) for one in guest.along(float(now_s))]
+    assert not any(isinstance(one.request, ask.Bind) for one in asks)
+
+
+def test_a_guest_whose_session_stays_where_it_is_asks_ever_less_often() -> None:
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    fleet.turn(B, 2)
+    asked = 0
+    for now_s in range(1, 29):
+        asks = [*fleet.units[B].owner.tick(float(now_s)), *fleet.units[B].along(float(now_s))]
+        asked += sum(isinstance(one.request, ask.Bind) for one in asks)
+        fleet.deliver(B, asks)
+    assert asked == 4
+
+
+def test_who_is_said_to_own_what_it_does_not_know_of_asks_for_it() -> None:
+    """It was handed the session over, and no turn has come since."""
+    fleet = Fleet(A, B, C)
+    fleet.turn(A, 1)
+    assert fleet.release(A, fleet.epoch(A), B) is None
+    told = fleet.record().epoch
+    assert fleet.release(B, told, C) is WorkerRefusal.NOT_OWNER
+    fleet.deliver(B, fleet.units[B].along(1.0))
+    assert fleet.release(B, fleet.epoch(B), C) is None
+    assert fleet.record().owner == C
+
+
+def test_a_turn_that_is_older_than_the_record_moves_nothing() -> None:
+    """It ended while its unit asked for the session; an owner came and went meanwhile."""
+    fleet = Fleet(A, B)
+    asks = fleet.units[A].came(S1, 0.0)
+    assert fleet.units[A].left(S1, tip(1), 0.0) == []
+    fleet.turn(B, 5)
+    assert fleet.release(B, fleet.epoch(B), A) is None
+    fleet.deliver(A, asks)
+    found = fleet.record()
+    assert (found.owner, found.version, found.tokens) == (A, 1, 80)

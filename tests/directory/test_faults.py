@@ -1,4 +1,4 @@
-"""Seeded fault schedules: no double owner, no lost request, all done two leases after healing.
+"""Seeded fault schedules: no double owner, no lost request, all owned two leases after healing.
 
 Two hundred in CI. More, or a range, by hand:
 
@@ -42,16 +42,16 @@ def test_schedules_are_no_idle_talk() -> None:
     worlds = [World(seed) for seed in range(30)]
     for world in worlds:
         world.play()
-    turns = sum(len(one.done) for world in worlds for one in world.journals.values())
-    assert turns > 30 * 10
+    journals = [one for world in worlds for one in world.journals.values()]
+    assert sum(len(one.done) for one in journals) > 30 * 5  # owners' turns
+    assert sum(len(one.guests.union(one.done)) for one in journals) > 30 * 20
     assert any(world.state.term.ordinal > 2 for world in worlds)
     assert any(world.zombies for world in worlds)
     counts = sum((world.counts for world in worlds), Counter[str]())
     assert counts["of them resumed"] > 100 and counts["restore loaded"] > 10
-    assert counts["given up stale_epoch"] and counts["turns that died"]
-    assert (
-        counts["hand-overs"] > 20 and counts["release stale_epoch"] and counts["release not_owner"]
-    )
+    assert counts["turns of guests"] > 100 and counts["turns that died"]
+    assert counts["hand-overs"] > 20 and counts["releases asked"] > 20
+    assert counts["release stale_epoch"] and counts["release not_owner"]
 
 
 def test_a_run_is_the_same_on_any_number_of_processes() -> None:

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from ownerserve.directory.guests import Guests
 from ownerserve.directory.messages import (
     Advance,
     Bind,
@@ -90,6 +91,7 @@ class GuardedOwner:
     def __init__(self, owner: OwnerState, doors: Doors | None = None) -> None:
         self.owner = owner
         self.doors = Doors() if doors is None else doors
+        self._guests = Guests()
 
     def came(
         self,
@@ -106,11 +108,22 @@ class GuardedOwner:
 
     def left(self, session_id: SessionId, tip: Tip, now_s: float) -> Asks:
         """A turn has ended."""
+        if session_id not in self.owner.grants:
+            self._guests.add(session_id, now_s)
         return self.owner.finished(session_id, tip, now_s)
 
     def over(self, session_id: SessionId, now_s: float) -> Asks:
         """The session's last turn has ended."""
+        self._guests.discard(session_id)
         return self.owner.end(session_id, now_s)
+
+    def along(self, now_s: float) -> Asks:
+        """What goes with a frame that goes anyway: the lease is renewed, and sessions are asked for
+        that may have become ours since their turn."""
+        asks = self.owner.renewal(now_s)
+        for session_id in self._guests.due(now_s):
+            asks += self.owner.want(session_id, now_s)
+        return asks
 
     def release(
         self, session_id: SessionId, epoch: Epoch, target: RoutingUnit, *, now_s: float
@@ -123,6 +136,8 @@ class GuardedOwner:
         if target == self.owner.unit:
             return self._refuse(WorkerRefusal.WRONG_TARGET)
         if self.owner.may_serve(session_id, now_s) is None:
+            if session_id not in self.owner.grants:
+                self._guests.add(session_id, now_s)  # it may be ours, and nobody has told us
             return self._refuse(WorkerRefusal.NOT_OWNER)
         return self.owner.hand_over(session_id, target, now_s)
 
@@ -141,6 +156,8 @@ class GuardedOwner:
         asks = self.owner.answered(ask.number, outcome, now_s)
         for session_id in _granted(ask.request, outcome):
             self._void_below(session_id)
+            if session_id in self.owner.grants:
+                self._guests.discard(session_id)
         return asks
 
     def hear(self, session_id: SessionId, epoch: Epoch, owner: RoutingUnit | None = None) -> None:

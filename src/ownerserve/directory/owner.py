@@ -339,7 +339,8 @@ class OwnerState:
             if wanted is not None and wanted.is_over:
                 return self.end(session_id, now_s)
             tip = self._tips.get(session_id)
-            if tip is None:
+            if tip is None or tip.tokens < grant.tokens:  # an owner has gone further since
+                self._tips.pop(session_id, None)
                 return []
             self.grants[session_id] = _after(grant, tip, turns=wanted.turns if wanted else 0)
             return self._advance(session_id, now_s)

@@ -277,7 +277,7 @@ class Ownership:
             ]
             asks += self.owner.tick(now_s)
             if asks:
-                asks += self.owner.renewal(now_s)
+                asks += self._guarded.along(now_s)
         self._ask(asks, directory)
         return goes_on
 

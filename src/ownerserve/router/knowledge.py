@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.extents import Prefix, PrefixIndex
@@ -94,7 +95,7 @@ class Knowledge:
         again it says nothing of where the session runs, but the number of its turns."""
         session = self._sessions.touch(self._sessions.resolve(event.session), now_s)
         worker, epoch, known = self._fleet.find(event.unit), event.epoch, session.epoch
-        if worker is None or (known is not None and epoch < known):
+        if worker is None or _is_earlier(epoch, known):
             return NOTED
         version, grant = event.version, session.grant
         if epoch != known:
@@ -145,3 +146,8 @@ class Knowledge:
         if event.prefix_hash is not None and is_its_own:
             self._prefixes.name(prefix, event.prefix_hash)
         return prefix
+
+
+def _is_earlier(epoch: Epoch, known: Epoch | None) -> bool:
+    """A word that came late, or from a directory that lost its memory."""
+    return known is not None and epoch < known

@@ -294,3 +294,16 @@ def test_an_owner_hears_of_a_later_one_by_a_turns_line(fleet: Fleet) -> None:
     until(lambda: fleet.version(NAME) == 2)
     after = fleet.record(NAME)
     assert isinstance(after, ask.SessionIs) and after.epoch > later.epoch > before.epoch
+
+
+def test_who_had_the_turn_learns_by_itself_that_the_session_is_its_own(fleet: Fleet) -> None:
+    """The directory tells nobody of what it is given, and no other turn comes."""
+    here, there = fleet.workers
+    serve_at(here, PROMPT)
+    until(lambda: fleet.version(NAME) == 1)
+    record = fleet.record(NAME)
+    assert isinstance(record, ask.SessionIs)
+    serve_at(there, PROMPT, epoch=record.epoch)
+    assert asked(here, ReleaseSession(NAME, record.epoch, there.unit)) == Released()
+    until(lambda: there.metric("ownerserve_sessions_owned") == 1)
+    assert (fleet.owner(NAME), fleet.version(NAME)) == (there.unit, 1)
