@@ -3,12 +3,15 @@ the directory has forgotten, and asks before it leaves."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from click.testing import CliRunner
 
+from ownerserve.cli.main import cli
 from ownerserve.directory import messages as ask
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.rpc.client import DirectoryClient
@@ -159,8 +162,12 @@ def test_a_rebuilt_directory_hears_sessions_and_extents_again(rig: Rig) -> None:
     until(lambda: known() == (1200, 2501))
     found = rig.ask(ask.Lookup((extent_name(ONE, chain(2)),)))
     assert isinstance(found, ask.Found) and found.refs == 1200
-    rig.client.forget()
-    until(lambda: known() == (1200, 2501))
+    shown = CliRunner().invoke(cli, ["directory", "rebuild", rig.server.address, "--json", "-"])
+    assert shown.exit_code == 0
+    rebuilt = json.loads(shown.stdout)["rebuilt"]
+    assert rebuilt["before"] == rebuilt["after"] and rebuilt["is_open"]
+    assert (rebuilt["after"]["sessions"], rebuilt["after"]["prefixes"]) == (1200, 2501)
+    assert known() == (1200, 2501)
     again = rig.ask(ask.Lookup((extent_name(ONE, chain(2)),)))
     assert isinstance(again, ask.Found)
     assert (again.refs, again.owner, again.epoch) == (1200, found.owner, found.epoch)

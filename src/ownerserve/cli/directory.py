@@ -26,6 +26,7 @@ from ownerserve.cli.holdings import (
 )
 from ownerserve.cli.options import PORT, Finite, check_host, curve_key_option, fleet_key
 from ownerserve.cli.output import OutputFile, OutputFolder, console_for, json_option, write_json
+from ownerserve.cli.rebuilding import rebuild as filled_again
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.port import LEASE_S, Directory, DirectoryStatus
 from ownerserve.directory.rpc.client import DirectoryClient, check_address, why_silent
@@ -33,8 +34,6 @@ from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.errors import InvalidInput, PeerLost
 from ownerserve.kv.wire.curve import FleetKey, write_fleet_key
-
-POLL_S = 0.1
 
 address_argument = click.argument("address", metavar="ADDRESS")
 
@@ -190,7 +189,7 @@ def status(
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="Wait so long until it makes new owners again; 0 does not wait.",
+    help="Wait so long until it is filled and makes new owners again; 0 does not wait.",
 )
 @curve_key_option
 @json_option
@@ -198,14 +197,12 @@ def rebuild(
     address: str, wait_s: float, curve_key_file: Path | None, json_target: str | None
 ) -> None:
     """Start a new term with empty memory. Safe at any time: no epoch repeats, and nobody loses a
-    session whose lease runs; new sessions wait for one lease."""
+    session whose lease runs; new sessions wait for one lease. Live workers tell what they own and
+    hold as soon as they notice, at their next renewal."""
     with _asking(address, fleet_key(curve_key_file)) as client:
-        found = client.forget()
-        deadline_s = time.monotonic() + wait_s
-        while found.opens_in_s > 0 and time.monotonic() < deadline_s:
-            time.sleep(min(POLL_S, found.opens_in_s))
-            found = client.status()
-        _report(found, "directory.rebuild", json_target)
+        found, rebuilt = filled_again(client, wait_s=wait_s, console=console_for(json_target))
+    more = {"rebuilt": msgspec.to_builtins(rebuilt)}
+    _report(found, "directory.rebuild", json_target, more=more)
 
 
 @command.command("keys", short_help="Make a fleet's keys.")
