@@ -138,12 +138,15 @@ class NodeDriver:
 
     # -- what a test does ----------------------------------------------------------------------
 
-    def arrive(self, tokens: Iterable[int], session: str | None = "s") -> TurnId:
+    def arrive(
+        self, tokens: Iterable[int], session: str | None = "s", *, parent: str | None = None
+    ) -> TurnId:
         """A turn is here."""
         self._turns += 1
         turn_id = TurnId(f"t{self._turns}")
         name = SessionId(session) if session is not None else None
-        self.waiting[turn_id] = Arrived(turn_id, name, pack(tokens))
+        whose = SessionId(parent) if parent is not None else None
+        self.waiting[turn_id] = Arrived(turn_id, name, pack(tokens), parent=whose)
         self.handle(self.waiting[turn_id])
         return turn_id
 

@@ -212,6 +212,24 @@ def test_what_is_as_cheap_to_compute_is_not_stored() -> None:
     assert driver.state.spills.counts["low_utility"] == 1
 
 
+def test_what_others_were_forked_from_is_stored_however_cheap_it_is() -> None:
+    driver = NodeDriver(ms_per_token=1e-6)
+    driver.turn(range(10 * B + 5))
+    driver.run(driver.arrive(range(10 * B + 9), "fork", parent="s"))
+    driver.idle()
+    assert driver.stored and driver.state.spills.counts["low_utility"] == 1, "the fork's"
+    driver.forget_device()
+    assert "s" in {word.session for word in driver.state.inventory if word.tier == "disk"}
+
+
+def test_what_others_were_forked_from_is_copied_first_when_room_is_short() -> None:
+    driver = NodeDriver(blocks=200, settings=LATER)
+    for n in range(4):
+        driver.turn(range(1000 * n, 1000 * n + 4 * B + 1), f"s{n}")
+    driver.run(driver.arrive(range(3000, 3000 + 4 * B + 3), "fork", parent="s3"))
+    assert driver.state.spills.press(2) == {"s3", "s0"}
+
+
 def test_measured_costs_reach_the_evictions_order() -> None:
     """Two points cost as much to compute again. One has a copy: how much dearer than a load a
     prefill is says how much earlier it goes."""

@@ -37,6 +37,8 @@ class Arrived(msgspec.Struct, frozen=True):
     """Whose state it may use and makes; empty: what all share."""
     hashed: HashedPrefix | None = None
     """The digests of `tokens`, where somebody has made them before; the node's from now on."""
+    parent: SessionId | None = None
+    """Whose fork the session is: it stands on what the parent has left."""
 
 
 class Found(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ Range state goes as the grid cuts it; point state at the boundaries that the che
 names, as far as the device still has it. A copy is asked for only while the blocks stand in the
 tree, and is made at once: no lock outlives the tick, and nothing waits for a medium. A turn that
 arrives meanwhile wins: what was not begun is left for its end. A session that costs no more to
-compute than to load is not worth a record.
+compute than to load is not worth a record, unless others were forked from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Set
 from heapq import heapify, heappop, heappush
-from itertools import islice, takewhile
+from itertools import takewhile
 
 import msgspec
 
@@ -25,6 +25,7 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed
 from ownerserve.node.chains import Chains
 from ownerserve.node.events import Copy, Drop, Effect, Errand, Find, Found
+from ownerserve.node.forks import Forks
 from ownerserve.node.gaps import Gaps
 from ownerserve.node.records import Cell, Digests, RecordNames
 from ownerserve.node.settings import NodeSettings
@@ -97,6 +98,8 @@ class Spills:
         self._chains = chains
         self._settings = settings
         self._idle: OrderedDict[SessionId, Idle] = OrderedDict()
+        self.forks = Forks()
+        """Sessions that others stand on: copied before others, and also when that saves little."""
         self._due: dict[SessionId, float] = {}
         self._queue: list[tuple[float, SessionId]] = []  # of _due; entries may be out of date
         self._looking: dict[Errand, Batch] = {}
@@ -156,8 +159,10 @@ class Spills:
         self.press(len(self._due))
 
     def press(self, count: int) -> set[SessionId]:
-        """Make the `count` sessions that ended first due now: their room is wanted."""
-        names = list(islice((name for name in self._idle if name in self._due), count))
+        """Make the `count` sessions that ended first due now, those that were forked from before
+        others: their room is wanted."""
+        idle = [name for name in self._idle if name in self._due]
+        names = sorted(idle, key=lambda name: name not in self.forks)[:count]
         for name in names:
             self._due[name] = 0.0
             heappush(self._queue, (0.0, name))
@@ -289,7 +294,7 @@ class Spills:
         tokens = paths.tokens(session.node, 0, session.depth, block_bytes=tree.block_bytes)
         digests = self._chains.digests(tokens, session_id)
         worth = self._worth.session(session.depth, idle.points)
-        if worth.is_low:
+        if worth.is_low and session_id not in self.forks:
             self.counts["low_utility"] += 1
             return None
         names, unstored = self._names, Counter[int]()

@@ -303,6 +303,8 @@ class NodeState:
 
     def _arrived(self, event: Arrived, now: float) -> list[Effect]:
         self._turns[event.turn_id] = event.session_id
+        if event.parent is not None:
+            self.spills.forks.add(event.parent)
         if event.session_id is not None:
             self.spills.resumed(event.session_id, now)
             self.prefetches.resumed(event.session_id)

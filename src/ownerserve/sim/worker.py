@@ -154,7 +154,8 @@ class Worker:
         node, engine = self.machine.node, self.machine.engine
         backlog = Backlog(engine.pending_tokens // self.unit_tokens, engine.waiting)
         turn = sequence.turn
-        node.handle(Arrived(sequence.turn_id, turn.name, sequence.prompt, backlog), now)
+        arrived = Arrived(sequence.turn_id, turn.name, sequence.prompt, backlog, parent=turn.parent)
+        node.handle(arrived, now)
         if sequence.turn_id in self.restoring:  # else it is in the queue, and counted there
             sequence.pending_tokens = self._uncached(sequence)
 

@@ -173,7 +173,9 @@ class WithNode:
         session = SessionId(request.session_id) if request.session_id else None
         self._turns[turn_id] = _Turn(count, backlog, now)
         self._scheduler.hold(turn_id)
-        event = Arrived(turn_id, session, prompt.tokens, backlog, hashed=prompt.hashed)
+        event = Arrived(
+            turn_id, session, prompt.tokens, backlog, hashed=prompt.hashed, parent=request.parent
+        )
         self._start(self._node.handle(event, now))
 
     def poll(self) -> None:
