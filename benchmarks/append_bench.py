@@ -5,16 +5,18 @@
 The real loop, scheduler, desk and cache on a thread of their own, as in a worker; blocks of 16. In
 the place of a model is one that computes nothing. Prompts come with their digests, as the server
 makes them where they are read. Each session is begun, then goes on by turns that append, and once
-its history is edited. Read is what a worker serves at /metrics: ownerserve_turn_intake_seconds,
-CPU seconds of the engine's thread, by kind.
+its history is edited; first on a worker without a store, then with a node over an empty one. Read
+is what a worker serves at /metrics, ownerserve_turn_intake_seconds: CPU of the engine's thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import tempfile
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from queue import SimpleQueue
 
 import torch
@@ -23,18 +25,22 @@ from torch import Tensor
 
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.layout import Component, Extent, Layout
 from ownerserve.cache.table import Table
+from ownerserve.engines.hf.build import WorkerOptions, build_node
+from ownerserve.engines.hf.checkpoint import load_checkpoint
 from ownerserve.engines.hf.inbox import Stop, Submit
 from ownerserve.engines.hf.loop import StepLoop
 from ownerserve.engines.hf.metrics import WorkerMetrics
 from ownerserve.engines.hf.requests import Finished, Request, Sampling, Stopping, StreamEvent
-from ownerserve.engines.hf.runner import DecodeRow
+from ownerserve.engines.hf.restore_metrics import RestoreMetrics
+from ownerserve.engines.hf.restoring import WithNode
+from ownerserve.engines.hf.runner import DecodeRow, Runner
 from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.status import Identity
 from ownerserve.engines.hf.step import Limits
 from ownerserve.kv.prefix import unpack
 from ownerserve.node.chains import PromptPrefixes
+from ownerserve.node.settings import NodeSettings
 from result import Row, report, smaller_is_better
 
 BLOCK, STATE_BLOCKS = 16, 8
@@ -42,6 +48,8 @@ CONTEXTS = (8_000, 64_000, 262_144, 1_000_000)
 ADDED, ANSWER = 700, 40
 """Tokens that a turn adds and gets: about what agents' turns do."""
 VOCABULARY = 1000
+MODEL = "tiny-qwen3"
+"""Gives layout and names; it computes nothing here."""
 METRIC = "ownerserve_turn_intake_seconds"
 
 
@@ -70,13 +78,16 @@ class Letters:
 
 
 class Bench:
-    """A worker's engine thread, and one session that talks to it."""
+    """A worker's engine thread, and one session that talks to it. `store`: where its node keeps
+    what is idle, which nothing is long enough here; None: it has no node."""
 
-    def __init__(self, context: int, *, turns: int) -> None:
+    def __init__(self, context: int, *, turns: int, store: Path | None = None) -> None:
         most = context + 4 * (turns + 2) * (ADDED + ANSWER)
         blocks = 2 * (most // BLOCK + STATE_BLOCKS)
-        layout = Layout(BLOCK, (Component("kv", Extent.RANGE, BLOCK, BLOCK),), state_bytes=BLOCK)
-        cache = HeteroCache(layout, {"kv": blocks}, STATE_BLOCKS)
+        checkpoint = load_checkpoint(MODEL)
+        runner = Runner(checkpoint.model, block_tokens=BLOCK)
+        slots = dict.fromkeys((one.name for one in runner.layout.components), blocks)
+        cache = HeteroCache(runner.layout, slots, STATE_BLOCKS)
         limits = Limits(
             chunk_tokens=1024 * BLOCK,
             prefill_tokens_a_step=1024 * BLOCK,
@@ -84,15 +95,27 @@ class Bench:
             max_waiting=STATE_BLOCKS,
             sequence_tokens=blocks * BLOCK,
         )
+        node = None
+        if store is not None:
+            options = WorkerOptions(model=MODEL, store=store, node=NodeSettings(spill_after_s=1e9))
+            node = build_node(options, checkpoint, runner=runner, cache=cache)
+        scheduler = Scheduler(
+            cache,
+            limits,
+            resume_of=node.resume if node else None,
+            checkpoints_of=node.state.checkpoints.during if node else None,
+        )
         self.metrics = WorkerMetrics()
         self.loop = StepLoop(
             NoModel(),
-            Scheduler(cache, limits),
+            scheduler,
             cache=cache,
             decoder=Letters(),
             identity=Identity("none", 1, limits.sequence_tokens),
             metrics=self.metrics,
         )
+        if node is not None:
+            self.loop.attach(WithNode(node, scheduler, RestoreMetrics(self.metrics.registry)))
         self.cache = cache
         self._prefixes = PromptPrefixes(BLOCK)
         self._events: SimpleQueue[tuple[str, StreamEvent]] = SimpleQueue()
@@ -172,9 +195,9 @@ class Histogram:
         return float("inf")
 
 
-def measure(context: int, turns: int) -> dict[str, float]:
+def measure(context: int, turns: int, store: Path | None) -> dict[str, float]:
     """p50 us of appends and of begins behind `context` tokens."""
-    bench = Bench(context, turns=turns)
+    bench = Bench(context, turns=turns, store=store)
     try:
         prompt = bench.text(context)
         prompt += bench.turn(prompt) + bench.text(ADDED)
@@ -200,21 +223,25 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=60, help="of each kind (default 60)")
     turns = parser.parse_args().turns
     torch.set_num_threads(1)
-    found = {context: measure(context, turns) for context in CONTEXTS}
     rows: list[Row] = []
-    for kind, goal in (("append", "1M within 2x of 8k"), ("begin", "")):
-        shortest = found[CONTEXTS[0]][kind]
-        rows += [
-            smaller_is_better(
-                f"intake_{kind}_{context}",
-                "us CPU p50",
-                found[context][kind],
-                other=shortest,
-                other_name=f"{kind} at {CONTEXTS[0]}",
-                goal=goal,
-            )
-            for context in CONTEXTS
-        ]
+    with tempfile.TemporaryDirectory() as folder:
+        for where, stores in (("", False), ("_with_a_store", True)):
+            found = {}
+            for context in CONTEXTS:
+                store = Path(folder) / str(context) if stores else None
+                found[context] = measure(context, turns, store)
+            for kind, goal in (("append", "1M within 2x of 8k"), ("begin", "")):
+                rows += [
+                    smaller_is_better(
+                        f"intake_{kind}_{context}{where}",
+                        "us CPU p50",
+                        found[context][kind],
+                        other=found[CONTEXTS[0]][kind],
+                        other_name=f"at {CONTEXTS[0]}",
+                        goal=goal,
+                    )
+                    for context in CONTEXTS
+                ]
     report("append_bench", rows)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from ownerserve.cache import paths
+from ownerserve.cache.continuing import append_of
 from ownerserve.cache.effects import (
     CopyBlock,
     CopyState,
@@ -42,7 +43,7 @@ from ownerserve.cache.outcomes import (
 from ownerserve.cache.policies.base import Policy
 from ownerserve.cache.tails import Tail
 from ownerserve.kv.descriptor import TailForm
-from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.prefix import hash_prefix, pack
 
 B = 16
@@ -218,12 +219,33 @@ class Driver:
         turn_id = TurnId(name)
         session_id = SessionId(session) if session else None
         turn = Turn(turn_id, session_id, tokens, priority, ttl_s)
+        self.check_append_of(turn)
         begun = self.cache.begin(turn, self.now, resume=resume)
         if isinstance(begun, Begun):
             self.opened(turn_id, begun, tokens)
             self.live[turn_id].session = session_id
         self.check()
         return begun
+
+    def check_append_of(self, turn: Turn) -> None:
+        """By digests a prompt goes on from its session just where its tokens do."""
+        session = self.cache.sessions.get(turn.session_id) if turn.session_id else None
+        known = None if session is None else self.finished.get(session.session_id)
+        if session is None or known is None:
+            return
+        said = known[1]
+        digests = hash_prefix(turn.tokens, B)
+
+        def digest_at(tokens: int) -> PrefixHash | None:
+            return digests[tokens // B - 1] if 0 < tokens // B <= len(digests) else None
+
+        append = append_of(session, turn, digest_at, layout=self.layout)
+        goes_on = turn.tokens.startswith(said) and len(turn.tokens) > len(said)
+        if append is not None:
+            assert goes_on and append.suffix == turn.tokens[len(said) :]
+        elif goes_on:
+            stop = session.stop
+            assert stop is None or stop.depth < session.sealed or not stop.is_complete
 
     def append(self, name: str, session: str, suffix: bytes) -> Begun | Refused:
         turn_id, session_id = TurnId(name), SessionId(session)
@@ -315,7 +337,9 @@ class Driver:
 
     def finish(self, name: str) -> Finished:
         live = self.live.pop(TurnId(name))
-        done = self.cache.finish(TurnId(name), self.now)
+        digests = hash_prefix(live.tokens[: live.position * 4], B)
+        tip = digests[-1] if digests else None
+        done = self.cache.finish(TurnId(name), self.now, tip=tip)
         assert done.tokens == live.position
         if live.session is not None and done.version is not None:
             self.finished[live.session] = (done, live.tokens[: live.position * 4])

@@ -127,3 +127,22 @@ def test_a_fork_of_a_hashed_prefix_goes_its_own_way():
     twin = hashed.fork()
     twin.extend(pack(range(7, 30)))
     assert len(hashed.digests) == 2 and len(twin.digests) == 3
+
+
+@FEW
+@given(tokens=TOKENS, more=TOKENS, other=TOKENS, block=st.sampled_from([1, 2, 16]))
+def test_a_hashed_prefix_follows_another_that_begins_with_it(tokens, more, other, block):
+    mine, longer, apart = (HashedPrefix(block) for _ in range(3))
+    mine.grow(pack(tokens))
+    longer.grow(pack(tokens + more))
+    apart.grow(pack(other))
+    copy, before = mine.copy(), list(mine.digests)
+    assert mine.follow(longer)
+    assert (mine.digests, mine.tokens) == (longer.digests, longer.tokens)
+    assert mine.grow(pack(tokens + more + other))
+    assert mine.digests == list(hash_prefix(pack(tokens + more + other), block))
+    assert longer.digests == list(hash_prefix(pack(tokens + more), block)), "its own"
+    assert copy.digests == before
+    begins = apart.tokens.startswith(copy.tokens)
+    assert copy.follow(apart) is begins
+    assert copy.digests == (apart.digests if begins else before)

@@ -20,7 +20,8 @@ from ownerserve.cache.outcomes import Begun, NoRoom, Replay, Turn
 from ownerserve.cache.pressure import Checkpoint, Watermarks
 from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.prefix import TOKEN_BYTES, pack
+from ownerserve.kv.prefix import TOKEN_BYTES, hash_prefix
+from ownerserve.node.chains import prefix_of
 from ownerserve.node.events import (
     Arrived,
     Copy,
@@ -146,9 +147,18 @@ class NodeDriver:
         turn_id = TurnId(f"t{self._turns}")
         name = SessionId(session) if session is not None else None
         whose = SessionId(parent) if parent is not None else None
-        self.waiting[turn_id] = Arrived(turn_id, name, pack(tokens), parent=whose)
+        prompt = prefix_of(tokens, B)
+        hashed = prompt.hashed if self._turns % 4 else None  # now and then nobody has made it
+        self.waiting[turn_id] = Arrived(turn_id, name, prompt.tokens, hashed=hashed, parent=whose)
         self.handle(self.waiting[turn_id])
+        self.check_walk(turn_id)
         return turn_id
+
+    def check_walk(self, turn_id: TurnId) -> None:
+        """A prompt that is not compared from the root is where it would be if it were."""
+        tree, tokens = self.cache.tree, self.waiting[turn_id].tokens
+        found = self.state.walks.walk(turn_id, tokens)
+        assert found == tree.walk(tokens, len(tokens) // tree.block_bytes)
 
     def turn(self, tokens: Iterable[int], session: str | None = "s") -> Begun:
         """Arrive, answer everything, run."""
@@ -276,6 +286,7 @@ class NodeDriver:
     def run(self, turn_id: TurnId) -> Begun:
         """Run a started turn to its end; it outputs nothing."""
         self.started.remove(turn_id)
+        self.check_walk(turn_id)
         event = self.waiting.pop(turn_id)
         resume = self.state.resume(event.tokens)
         begun = self.cache.begin(
@@ -303,7 +314,8 @@ class NodeDriver:
                     assert isinstance(effect, SavePoint)
                     for name, slot in effect.slots.items():
                         self.slots[name, slot] = truth(name, tokens[: stop * TOKEN_BYTES])
-        self.cache.finish(turn_id, self.now)
+        digests = hash_prefix(tokens, B)
+        self.cache.finish(turn_id, self.now, tip=digests[-1] if digests else None)
         self.handle(Ended(turn_id, begun.restored, count, count))
         return begun
 

@@ -439,3 +439,10 @@ def test_memory_that_costs_more_than_the_load_is_not_spent() -> None:
     driver.idle()
     due = driver.cache.sessions.next_due()
     assert driver.state.next_due() == due, "nothing but a soft reference's end"
+
+
+def test_a_prompt_of_one_resident_block_begins() -> None:
+    """Its last token is computed in any case, so there is no point to go on from."""
+    driver = NodeDriver()
+    driver.turn(range(3 * B))
+    assert driver.turn(range(B)).restored == 0

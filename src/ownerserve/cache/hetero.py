@@ -91,10 +91,12 @@ class HeteroCache:
 
     # -- looking -------------------------------------------------------------------------------
 
-    def match(self, tokens: Packed) -> Match:
-        """Everything resident of a prompt that it could go on from. Reads only."""
+    def match(self, tokens: Packed, *, behind: Stop | None = None) -> Match:
+        """Everything resident of a prompt that it could go on from. Reads only. `behind`: a place
+        that the prompt is known to reach."""
         known = len(tokens) // TOKEN_BYTES
-        node, depth = self.tree.walk(tokens, known // self._block)
+        node, depth = (None, 0) if behind is None else (behind.node, behind.depth)
+        node, depth = self.tree.walk(tokens, known // self._block, node=node, depth=depth)
         cap = min(depth, max(known - 1, 0) // self._block)
         points = restorable.points(node, cap, names=self._point_names, block_tokens=self._block)
         return Match(depth * self._block, points)

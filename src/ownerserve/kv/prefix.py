@@ -87,6 +87,16 @@ class PrefixChain:
         self._tail = data[full:]
         return self.digests[first:]
 
+    def follow(self, other: PrefixChain) -> bool:
+        """Go on to where `other` is, whose digests are not made again. False, and unchanged, when
+        it does not go on from the last full block here; what waits here is dropped."""
+        known = len(self.digests)
+        if known > len(other.digests) or (known and other.digests[known - 1] != self.digests[-1]):
+            return False
+        self.digests += other.digests[known:]
+        self._state, self._tail = other._state, other._tail
+        return True
+
     def fork(self) -> PrefixChain:
         """An independent chain with the same content (a branch of the session)."""
         twin = self.upto(len(self.digests))
@@ -128,16 +138,21 @@ def digests_behind(
 class HashedPrefix:
     """Tokens and the digests of all their full blocks, which were computed here and nowhere else.
 
-    So it answers for a digest without hashing again: comparing tokens costs a hundredth of that.
-    Owns both; grown, never rewound.
+    So it answers for a digest without hashing again: comparing tokens costs a hundredth of that,
+    and of the very bytes that it was made of nothing is compared. Owns both; grown, never rewound.
     """
 
-    __slots__ = ("_block_bytes", "_chain", "tokens")
+    __slots__ = ("_block_bytes", "_chain", "_source")
 
     def __init__(self, block_tokens: int) -> None:
-        self.tokens: Packed = b""
+        self._source: Packed = b""
         self._chain = PrefixChain(block_tokens)
         self._block_bytes = self._chain.block_tokens * TOKEN_BYTES
+
+    @property
+    def tokens(self) -> Packed:
+        """Those of the full blocks."""
+        return self._source[: len(self.digests) * self._block_bytes]
 
     @property
     def digests(self) -> list[PrefixHash]:
@@ -147,32 +162,54 @@ class HashedPrefix:
     def grow(self, tokens: Packed) -> bool:
         """Go on to the last full block of `tokens`. False, and unchanged, when they do not begin
         with what is here."""
-        whole = tokens[: len(tokens) - len(tokens) % self._block_bytes]
-        if not whole.startswith(self.tokens):
+        if tokens is self._source:
+            return True
+        known = len(self.digests) * self._block_bytes
+        if not tokens.startswith(memoryview(self._source)[:known]):
             return False
-        self._chain.extend(whole[len(self.tokens) :])
-        self.tokens = whole
+        self._chain.extend(tokens[known : len(tokens) - len(tokens) % self._block_bytes])
+        self._source = tokens
+        return True
+
+    def is_of(self, tokens: Packed) -> bool:
+        """Whether these are the very bytes that it was made of last."""
+        return tokens is self._source
+
+    def follow(self, other: HashedPrefix) -> bool:
+        """Go on to where `other` is, by its digests: nothing is compared or hashed. False, and
+        unchanged, when it does not begin with what is here."""
+        if not self._chain.follow(other._chain):
+            return False
+        self._source = other._source
         return True
 
     def branch(self, tokens: Packed) -> HashedPrefix:
         """Another prefix, of `tokens`: what both begin with is not hashed again."""
-        mine, size = memoryview(self.tokens), self._block_bytes
-        low, high = 0, min(len(tokens), len(mine)) // size
+        mine, size = memoryview(self._source), self._block_bytes
+        low, high = 0, min(len(tokens) // size, len(self.digests))
         while low < high:
             middle = (low + high + 1) // 2
             if tokens.startswith(mine[low * size : middle * size], low * size):
                 low = middle
             else:
                 high = middle - 1
-        twin = HashedPrefix(self._chain.block_tokens)
-        twin.tokens, twin._chain = tokens[: low * self._block_bytes], self._chain.upto(low)
+        twin = self._first(low)
         twin.grow(tokens)
+        return twin
+
+    def copy(self) -> HashedPrefix:
+        """The same, and from now on another's."""
+        return self._first(len(self.digests))
+
+    def _first(self, blocks: int) -> HashedPrefix:
+        twin = HashedPrefix(self._chain.block_tokens)
+        twin._source, twin._chain = self._source, self._chain.upto(blocks)
         return twin
 
     def digest_of(self, tokens: Packed) -> PrefixHash | None:
         """The digest of `tokens`; None unless they are one or more of its first blocks."""
         blocks, rest = divmod(len(tokens), self._block_bytes)
-        if rest or not blocks or not self.tokens.startswith(tokens):
+        if rest or not 0 < blocks <= len(self.digests) or not self._source.startswith(tokens):
             return None
         return self._chain.digests[blocks - 1]
 

@@ -67,7 +67,7 @@ class Chains:
         goes on from there, else hashed."""
         for session_id in session_ids:
             known = self._known.get(session_id)
-            if known is not None and known.tokens.startswith(tokens):
+            if known is not None and known.digest_of(tokens) is not None:
                 return known.digests[: len(tokens) // self._block_bytes]
         return hash_prefix(tokens, self._block_tokens)
 
@@ -81,10 +81,11 @@ class Chains:
         """The full blocks of `tokens` with their digests. It grows with its session.
 
         `made`: the same as somebody else made it; it is the caller's to give away. What of it does
-        not begin `tokens` is not used.
+        not begin `tokens` is not used. One that goes on from what is known is followed: to let go
+        of that would cost as much as it is long.
         """
         known = self._known.pop(session_id, None) if session_id is not None else None
-        if made is not None:
+        if made is not None and not (known is not None and known.follow(made)):
             known = made
         if known is None:
             known = HashedPrefix(self._block_tokens)
@@ -169,5 +170,5 @@ class PromptPrefixes:
         session_id = None if session is None else SessionId(session)
         with self._lock:
             known = self._chains.hashed(tokens, session_id)
-            own = known.branch(known.tokens)
+            own = known.copy()
         return PromptPrefix(tokens, own, len(own.digests), self._block)

@@ -26,6 +26,7 @@ from ownerserve.cache.outcomes import (
 )
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Packed
+from ownerserve.node.walks import Walks
 
 
 class Later(msgspec.Struct, frozen=True):
@@ -64,15 +65,16 @@ class Device(Protocol):
 class OwnDevice:
     """A HeteroCache as a Device."""
 
-    def __init__(self, cache: HeteroCache) -> None:
+    def __init__(self, cache: HeteroCache, walks: Walks) -> None:
         self._cache = cache
+        self._walks = walks
 
     @property
     def layout(self) -> Layout:
         return self._cache.layout
 
     def match(self, turn_id: TurnId, tokens: Packed) -> Match:
-        return self._cache.match(tokens)
+        return self._cache.match(tokens, behind=self._walks.behind(turn_id))
 
     def shortage(self, blocks: int) -> Shortage:
         return self._cache.rooms.shortage(blocks)

@@ -25,6 +25,7 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Packed
 from ownerserve.node.events import Arrived
+from ownerserve.node.walks import Walks
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -39,9 +40,15 @@ class Line:
     reserved or locked."""
 
     def __init__(
-        self, cache: HeteroCache, held_blocks: Callable[[TurnId], int], *, room_wait_s: float
+        self,
+        cache: HeteroCache,
+        walks: Walks,
+        held_blocks: Callable[[TurnId], int],
+        *,
+        room_wait_s: float,
     ) -> None:
         self._cache = cache
+        self._walks = walks
         self._held_blocks = held_blocks
         self._room_wait_s = room_wait_s
         self._waiting: OrderedDict[TurnId, Waiting] = OrderedDict()
@@ -60,9 +67,9 @@ class Line:
         going: list[Arrived] = []
         while self._waiting:
             first = next(iter(self._waiting.values()))
-            if now < first.until_s and not self._has_room(first.event.tokens):
-                break
             turn_id = first.event.turn_id
+            if now < first.until_s and not self._has_room(turn_id, first.event.tokens):
+                break
             del self._waiting[turn_id]
             self._let_on[turn_id] = first.event.tokens
             going.append(first.event)
@@ -83,33 +90,33 @@ class Line:
         if not self._waiting:
             return None
         first = next(iter(self._waiting.values()))
-        return 0.0 if self._has_room(first.event.tokens) else first.until_s
+        event = first.event
+        return 0.0 if self._has_room(event.turn_id, event.tokens) else first.until_s
 
     # -- parts ---------------------------------------------------------------------------------
 
     def _expect(self, turn_id: TurnId, tokens: Packed, now: float) -> None:
-        tree = self._cache.tree
-        node, depth = tree.walk(tokens, len(tokens) // tree.block_bytes)
+        node, depth = self._walks.walk(turn_id, tokens)
         if depth:
-            self._cache.sessions.expect(turn_id, tree.stop_at(node, depth, now), now)
+            stop = self._cache.tree.stop_at(node, depth, now)
+            self._cache.sessions.expect(turn_id, stop, now)
 
-    def _has_room(self, tokens: Packed) -> bool:
+    def _has_room(self, turn_id: TurnId, tokens: Packed) -> bool:
         """For a whole prompt behind all that were let on. One longer than the device never has
         any: the engine says so."""
         rooms, running = self._cache.rooms, self._cache.running
         if -(-len(tokens) // self._cache.tree.block_bytes) > rooms.blocks.capacity:
             return True
-        spare = rooms.obtainable_blocks() - self._lacking(tokens)
-        for turn_id, others in self._let_on.items():
+        spare = rooms.obtainable_blocks() - self._lacking(turn_id, tokens)
+        for other, others in self._let_on.items():
             if spare < 0:
                 return False
-            if turn_id not in running:
-                spare -= self._lacking(others, self._held_blocks(turn_id))
+            if other not in running:
+                spare -= self._lacking(other, others, held=self._held_blocks(other))
         return spare >= 0
 
-    def _lacking(self, tokens: Packed, held: int = 0) -> int:
+    def _lacking(self, turn_id: TurnId, tokens: Packed, *, held: int = 0) -> int:
         """Blocks of a prompt that are not held for it or for a running turn, resident or not."""
-        tree = self._cache.tree
-        node, depth = tree.walk(tokens, len(tokens) // tree.block_bytes)
+        node, depth = self._walks.walk(turn_id, tokens)
         kept = max(held, paths.locked_depth(node, depth))
-        return -(-len(tokens) // tree.block_bytes) - kept
+        return -(-len(tokens) // self._cache.tree.block_bytes) - kept

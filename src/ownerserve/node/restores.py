@@ -179,7 +179,7 @@ class Restores:
         """
         match = self._device.match(NOBODY, tokens)
         count = len(tokens) // TOKEN_BYTES
-        if isinstance(match, Later) or not match.range_tokens or count < 2:
+        if isinstance(match, Later) or not match.points:
             return None
         if not self._names.point_names or not match.points[0].lacks:
             return None  # nothing resident lies behind the deepest complete point

@@ -59,6 +59,7 @@ from ownerserve.node.restores import Restores
 from ownerserve.node.settings import NodeSettings
 from ownerserve.node.spills import Spills
 from ownerserve.node.tips import tip_of
+from ownerserve.node.walks import Walks
 from ownerserve.node.worth import KEPT_IN, Worth
 from ownerserve.plan.benefit import eviction_weights
 from ownerserve.plan.cost.model import CostModel
@@ -90,10 +91,13 @@ class NodeState:
         self.costs = costs
         self._errands = count(1)
         self.chains = Chains(cache.layout.block_tokens, block_bytes=cache.tree.block_bytes)
+        self.walks = Walks(cache)
         self.restores = Restores(
-            OwnDevice(cache), names, planner=planner, costs=costs, settings=settings
+            OwnDevice(cache, self.walks), names, planner=planner, costs=costs, settings=settings
         )
-        self.line = Line(cache, self.restores.held_blocks, room_wait_s=settings.room_wait_s)
+        self.line = Line(
+            cache, self.walks, self.restores.held_blocks, room_wait_s=settings.room_wait_s
+        )
         self.checkpoints = Checkpoints(policy or TurnEnd(), planner.model, costs)
         self.gaps = Gaps(worth, planner.abilities, settings)
         self.spills = Spills(
@@ -183,6 +187,7 @@ class NodeState:
             case Gone(turn_id):
                 session_id = self._turns.pop(turn_id, None)
                 self.line.over(turn_id)
+                self.walks.over(turn_id)
                 if session_id is not None:
                     self.spills.stayed(session_id, now)
                 return list(restores.gone(turn_id, now))
@@ -303,6 +308,7 @@ class NodeState:
 
     def _arrived(self, event: Arrived, now: float) -> list[Effect]:
         self._turns[event.turn_id] = event.session_id
+        self.walks.arrived(event)
         if event.parent is not None:
             self.spills.forks.add(event.parent)
         if event.session_id is not None:
@@ -322,6 +328,7 @@ class NodeState:
     def _ended(self, event: Ended, now: float) -> None:
         session_id = self._turns.pop(event.turn_id, None)
         self.line.over(event.turn_id)
+        self.walks.over(event.turn_id)
         if session_id is not None:
             block = self.cache.layout.block_tokens
             span = TurnSpan(event.restored, event.prompt, event.tokens, block)
