@@ -120,6 +120,7 @@ class Owning(Protocol):
 
     def tell(self, told: Told) -> None: ...
     def standing(self, session: SessionId) -> Grant | None: ...
+    def prefix_name(self, digest: PrefixHash) -> PrefixHash: ...
     def owner_of(self, session: SessionId) -> OwnerIs | None: ...
     def release(self, asked: ReleaseSession) -> Released | Reject: ...
     def start(self) -> None: ...
@@ -132,6 +133,9 @@ class Unowned:
     def tell(self, told: Told) -> None: ...
     def standing(self, session: SessionId) -> Grant | None:
         return None
+
+    def prefix_name(self, digest: PrefixHash) -> PrefixHash:
+        return digest
 
     def owner_of(self, session: SessionId) -> OwnerIs | None:
         return None
@@ -210,6 +214,10 @@ class Ownership:
             grant = self.owner.may_serve(session, boot_time_s())
             more = self._to_count[session]
         return grant if grant is None or not more else replace(grant, version=grant.version + more)
+
+    def prefix_name(self, digest: PrefixHash) -> PrefixHash:
+        """What grants call the prefix of this digest."""
+        return self.publishing.name(digest)
 
     def owner_of(self, session: SessionId) -> OwnerIs | None:
         """Who owns the session, as far as was heard here: this unit, or whose guests its turns are.

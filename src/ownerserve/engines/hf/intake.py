@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import Install
-from ownerserve.directory.owner import Grant
 from ownerserve.engines.hf.step import Intake, StepPlan
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import TOKEN_BYTES
 from ownerserve.node.chains import PromptPrefix
+from ownerserve.node.ownership import Owning
 
 
 class IntakeClock:
@@ -52,25 +52,24 @@ class IntakeClock:
 def take_over(
     cache: HeteroCache,
     session_id: SessionId,
-    grant: Grant | None,
-    prompt: PromptPrefix,
+    ownership: Owning,
     *,
+    prompt: PromptPrefix,
     now: float,
 ) -> bool:
-    """Bring a session to the version that its owner's `grant` says, where that is another than was
+    """Bring a session to the version at which this worker owns it, where that is another than was
     counted here: others owned it before, or an earlier life of this worker. Whether it was done.
 
-    The prompt must go on from what the grant was told last, and this cache must not be ahead of
-    that. Else a later turn does it.
+    The prompt must go on from what the directory was told last, and this cache must not be ahead
+    of that. Else a later turn does it.
     """
-    session = cache.sessions.get(session_id)
+    session, grant = cache.sessions.get(session_id), ownership.standing(session_id)
     if grant is None or session is None or grant.version == session.version:
         return False
-    sealed = grant.tokens // cache.layout.block_tokens
-    if sealed < session.sealed or prompt.digest_at(grant.tokens) != grant.prefix_hash:
+    sealed, tip = grant.tokens // cache.layout.block_tokens, prompt.digest_at(grant.tokens)
+    if tip is None or sealed < session.sealed or ownership.prefix_name(tip) != grant.prefix_hash:
         return False
-    is_here = sealed == session.sealed and session.tip == grant.prefix_hash
+    tail = session.tail if sealed == session.sealed and session.tip == tip else b""
     tokens = prompt.tokens[: grant.tokens * TOKEN_BYTES]
-    tail = session.tail if is_here else b""
-    there = Install(session_id, grant.version, tokens, tail, grant.prefix_hash)
+    there = Install(session_id, grant.version, tokens, tail, tip)
     return cache.install(there, now) is None

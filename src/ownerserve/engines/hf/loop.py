@@ -268,8 +268,8 @@ class StepLoop:
         self._restoring.arrived(turn_ids[0], request, prompt)
         if request.is_named and request.session_id is not None:
             name = SessionId(request.session_id)
-            grant = self.ownership.standing(name)
-            if take_over(self._cache, name, grant, prompt=prompt, now=time.monotonic()):
+            now = time.monotonic()
+            if take_over(self._cache, name, self.ownership, prompt=prompt, now=now):
                 self._metrics.took_over()
             self.ownership.tell(Came(name, request.parent, request.epoch))
         live = _Live(request, prompt, submit.arrived_s, request.choices)
