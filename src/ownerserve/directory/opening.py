@@ -8,26 +8,32 @@ from typing import TYPE_CHECKING
 
 from ownerserve.directory.port import Directory
 from ownerserve.kv.addresses import KEYED, PLAIN
+from ownerserve.kv.errors import InvalidInput
 
 if TYPE_CHECKING:  # it brings ZeroMQ
     from ownerserve.kv.wire.curve import FleetKey
 
 FIELD = "--directory"
+SYNTAX = "write tcp://HOST:PORT, valkey://HOST:PORT[,HOST:PORT] or sentinel://HOST:PORT/NAME"
 
 
-def opener_of(url: str, key: FleetKey | None = None) -> Callable[[], Directory]:
+def opener_of(
+    url: str, key: FleetKey | None = None, *, field: str = FIELD
+) -> Callable[[], Directory]:
     """What makes a client of the directory at `url`, for the thread that will ask it. The client
     connects when it is first asked.
 
-    Raises InvalidInput unless `url` is tcp://HOST:PORT, curve://HOST:PORT with a `key`,
-    valkey://HOST:PORT[,HOST:PORT] or sentinel://HOST:PORT/NAME.
+    Raises InvalidInput that names `field` unless `url` is tcp://HOST:PORT,
+    curve://HOST:PORT with a `key`, valkey://HOST:PORT[,HOST:PORT] or sentinel://HOST:PORT/NAME.
     """
     if url.startswith((KEYED, PLAIN)):
         from ownerserve.directory.rpc.client import DirectoryClient, check_address
 
-        check_address(url, key, field=FIELD)
+        check_address(url, key, field=field)
         return partial(DirectoryClient, url, key=key)
+    if "://" not in url:
+        raise InvalidInput(field, f"{url[:80]!r} is no address", SYNTAX)
     from ownerserve.directory.valkey.directory import ValkeyDirectory
     from ownerserve.directory.valkey.primary import parse_source
 
-    return partial(ValkeyDirectory, parse_source(url, field=FIELD))
+    return partial(ValkeyDirectory, parse_source(url, field=field))

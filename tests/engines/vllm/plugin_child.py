@@ -37,19 +37,20 @@ class Nothing:
 
 def make_desk() -> Any:
     from ownerserve.engines.vllm.desk import Desk, Limits
-    from ownerserve.kv.ids import WorkerId
+    from ownerserve.engines.vllm.owning import SessionsHere
+    from ownerserve.kv.ids import Incarnation, WorkerId
+    from ownerserve.kv.messages import RoutingUnit
 
     limits = Limits(
-        worker=WorkerId("w1"),
+        unit=RoutingUnit(WorkerId("w1"), 0, Incarnation(7)),
         model="m",
-        dp_rank=0,
         sequence_tokens=1000,
         max_waiting=2,
         token_bytes=10,
         sequence_bytes=70,
         spec_digest="ab",
     )
-    return Desk(limits, Nothing())
+    return Desk(limits, Nothing(), SessionsHere(None))
 
 
 def measured() -> tuple[Any, list[Any]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ownerserve.engines.vllm.owning import opener
 from ownerserve.engines.vllm.settings import decode
 from ownerserve.kv.errors import InvalidInput
 
@@ -15,12 +16,12 @@ def test_defaults_need_a_store_only(tmp_path: Path) -> None:
     settings = decode({"store": str(tmp_path)})
     assert settings.restore_deadline_s == 5.0
     assert settings.soft_reference.ttl_s == 300.0
-    assert settings.directory(rank=0, world=1) == tmp_path
+    assert settings.store_of(rank=0, world=1) == tmp_path
 
 
 def test_each_rank_has_its_shard(tmp_path: Path) -> None:
     settings = decode({"store": str(tmp_path)})
-    shards = {settings.directory(rank=rank, world=2) for rank in range(2)}
+    shards = {settings.store_of(rank=rank, world=2) for rank in range(2)}
     assert len(shards) == 2 and all(shard.parent == tmp_path for shard in shards)
 
 
@@ -41,3 +42,13 @@ def test_each_rank_has_its_shard(tmp_path: Path) -> None:
 def test_a_bad_setting_is_named(extra: dict[str, object], says: str) -> None:
     with pytest.raises(InvalidInput, match=re.escape(says)):
         decode(extra)
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp:/127.0.0.1:7700", "tcp://127.0.0.1", "7700", "curve://127.0.0.1:7700"]
+)
+def test_an_address_of_no_directory_is_refused_at_the_start(address: str) -> None:
+    with pytest.raises(
+        InvalidInput, match=r"^kv_connector_extra_config\.directory: .*; (write|set)"
+    ):
+        opener(address)

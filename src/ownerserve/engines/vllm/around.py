@@ -8,6 +8,7 @@ from ownerserve.engines.vllm.holding import Holding
 from ownerserve.engines.vllm.lookup import Lookup
 from ownerserve.engines.vllm.measure import Measuring
 from ownerserve.engines.vllm.outside import Outside
+from ownerserve.engines.vllm.owning import SessionsHere
 from ownerserve.engines.vllm.soft import SoftReferences
 from ownerserve.engines.vllm.tenants import Tenants
 
@@ -21,6 +22,7 @@ class Around(msgspec.Struct, frozen=True):
     soft: SoftReferences
     measuring: Measuring
     outside: Outside
+    sessions: SessionsHere
     tenants: Tenants
     workers: int
     step_tokens: int

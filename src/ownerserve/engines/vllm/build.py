@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from functools import cached_property
 from typing import Any
 from uuid import uuid4
@@ -13,13 +14,14 @@ import msgspec
 from ownerserve.engines.vllm import compat, identity, shape
 from ownerserve.engines.vllm.around import Around
 from ownerserve.engines.vllm.codec import Codec
-from ownerserve.engines.vllm.desk import Desk, limits_of
+from ownerserve.engines.vllm.desk import Desk, Limits, limits_of
 from ownerserve.engines.vllm.device import EngineDevice
 from ownerserve.engines.vllm.events import Residency
 from ownerserve.engines.vllm.holding import Holding
 from ownerserve.engines.vllm.lookup import Lookup
 from ownerserve.engines.vllm.measure import Measuring
 from ownerserve.engines.vllm.outside import Outside
+from ownerserve.engines.vllm.owning import SessionsHere, opener
 from ownerserve.engines.vllm.scheduler import SchedulerSide
 from ownerserve.engines.vllm.settings import Settings, decode
 from ownerserve.engines.vllm.soft import SoftReferences
@@ -28,11 +30,16 @@ from ownerserve.engines.vllm.tenants import Tenants
 from ownerserve.engines.vllm.worker import WorkerSide
 from ownerserve.kv.artifacts import Identity
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import WorkerId
+from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.payload import CONV, DENSE, FORMAT, RECURRENT, WINDOW
+from ownerserve.kv.specs import Extent
 from ownerserve.node.backing import open_backing
 from ownerserve.node.calibration import Calibration
 from ownerserve.node.guest import GuestState
+from ownerserve.node.inventory import Inventory
+from ownerserve.node.kinds import kinds_of
+from ownerserve.node.ownership import Ownership
 from ownerserve.node.records import RecordNames
 from ownerserve.node.saves import Capture, Saves
 from ownerserve.node.settings import NodeSettings
@@ -95,7 +102,7 @@ class Parts:
     @cached_property
     def identity(self) -> Identity:
         """What this engine's state is called."""
-        cache = self.settings.directory(rank=0, world=1) / "weights.json"
+        cache = self.settings.store_of(rank=0, world=1) / "weights.json"
         return identity.identity_of(
             self.config, self.shape.payload, weights=self.settings.weights, cache=cache
         )
@@ -106,7 +113,7 @@ class Parts:
         if self.settings.restores == "always":
             return Calibration(None, ALWAYS)
         name = f"costs-{self.identity.digest().hex()[:16]}.json"
-        return Calibration(self.settings.directory(rank=0, world=1) / name)
+        return Calibration(self.settings.store_of(rank=0, world=1) / name)
 
     @cached_property
     def device(self) -> EngineDevice:
@@ -162,9 +169,10 @@ def scheduler_side(parts: Parts) -> SchedulerSide:
         log.warning("state is neither kept nor restored: %s", why)
     components = ", ".join(parts.shape.components)
     log.info("OwnerServe: blocks of %d tokens, %s", parts.layout.block_tokens, components)
-    lookup = Lookup(parts.settings.directory(rank=0, world=parts.world))
-    state, kept = parts.state(parts.identity), holding(parts)
-    told = outside(parts, kept)
+    lookup = Lookup(parts.settings.store_of(rank=0, world=parts.world))
+    unit, kept = unit_of(parts), holding(parts)
+    sessions = SessionsHere(ownership(parts, unit, kept.inventory) if why is None else None)
+    told = outside(parts, opened(Desk(limits(parts, unit), kept, sessions), parts.settings))
     tiers = tiers_of(parts.settings)
 
     def tell(costs: CostModel) -> None:
@@ -182,44 +190,72 @@ def scheduler_side(parts: Parts) -> SchedulerSide:
             least_tokens=parts.layout.block_tokens,
         ),
         outside=told,
-        tenants=Tenants.of(parts.settings.directory(rank=0, world=1)),
+        sessions=sessions,
+        tenants=Tenants.of(parts.settings.store_of(rank=0, world=1)),
         workers=parts.world,
         step_tokens=int(parts.config.scheduler_config.max_num_batched_tokens),
         bypassed=why,
     )
-    return SchedulerSide(state, parts.device, parts.shape, around)
+    return SchedulerSide(parts.state(parts.identity), parts.device, parts.shape, around)
+
+
+def unit_of(parts: Parts) -> RoutingUnit:
+    """Who this engine core is, in this life."""
+    rank = int(parts.config.parallel_config.data_parallel_rank)
+    return RoutingUnit(worker_id(parts), rank, Incarnation(time.time_ns()))
+
+
+def ownership(parts: Parts, unit: RoutingUnit, inventory: Inventory) -> Ownership | None:
+    """What owns sessions as `unit`, and tells what it holds; None without a directory."""
+    if not parts.settings.directory:
+        return None
+    open_directory = opener(parts.settings.directory, parts.settings.curve_key_file)
+    owned = Ownership(
+        unit,
+        open_directory,
+        block_tokens=parts.layout.block_tokens,
+        scope=parts.identity.digest(),
+        inventory=inventory,
+        kinds=kinds_of(parts.layout, Extent.RANGE),
+    )
+    owned.start()
+    return owned
 
 
 def holding(parts: Parts) -> Holding:
     """What tells of all ranks' stores."""
-    root = parts.settings.directory(rank=0, world=1)
+    root = parts.settings.store_of(rank=0, world=1)
     return Holding(
         parts.names(parts.identity),
-        [parts.settings.directory(rank=rank, world=parts.world) for rank in range(parts.world)],
+        [parts.settings.store_of(rank=rank, world=parts.world) for rank in range(parts.world)],
         root / f"sessions-{parts.identity.digest().hex()[:16]}.jsonl",
         can_replay=parts.abilities().can_replay,
     )
 
 
-def outside(parts: Parts, kept: Holding) -> Outside:
+def outside(parts: Parts, desk: Desk | None) -> Outside:
     """The desk, and events where vLLM publishes them."""
-    layout, ranges = parts.layout, parts.layout.range_names
+    ranges = parts.layout.range_names
     events = getattr(parts.config, "kv_events_config", None)
     follows = events is not None and events.enable_kv_cache_events
-    slot_bytes = {component.name: component.slot_bytes for component in layout.components}
-    token_bytes = sum(slot_bytes[name] for name in ranges) // layout.block_tokens
-    limits = limits_of(
-        parts.config,
-        worker=worker_id(parts),
-        token_bytes=token_bytes,
-        sequence_bytes=sum(slot_bytes[name] for name in layout.point_names),
-        spec_digest=parts.identity.spec_digest.hex(),
-    )
     return Outside(
-        opened(Desk(limits, kept), parts.settings),
+        desk,
         Residency() if follows and ranges else None,
         component=ranges[0] if ranges else "",
         groups=parts.shape.group_tokens,
+    )
+
+
+def limits(parts: Parts, unit: RoutingUnit) -> Limits:
+    """What the desk says of this engine, and what does not change."""
+    layout = parts.layout
+    slot_bytes = {component.name: component.slot_bytes for component in layout.components}
+    return limits_of(
+        parts.config,
+        unit=unit,
+        token_bytes=sum(slot_bytes[name] for name in layout.range_names) // layout.block_tokens,
+        sequence_bytes=sum(slot_bytes[name] for name in layout.point_names),
+        spec_digest=parts.identity.spec_digest.hex(),
     )
 
 
@@ -240,7 +276,7 @@ def tiers_of(settings: Settings) -> dict[Tier, int | None]:
 def opened(desk: Desk, settings: Settings) -> Desk | None:
     """A desk that answers; None where its address can't be left in the store."""
     try:
-        desk.open(settings.directory(rank=0, world=1))
+        desk.open(settings.store_of(rank=0, world=1))
     except OSError as error:
         log.warning("%s; /ownerserve/* has no answers", error)
         return None
@@ -277,7 +313,7 @@ def worker_side(parts: Parts, kv_caches: dict[str, Any]) -> WorkerSide:
         key_orders=orders,
         transposed=[name for name, swapped in lies_swapped.items() if swapped],
     )
-    directory = parts.settings.directory(rank=rank, world=parts.world)
+    directory = parts.settings.store_of(rank=rank, world=parts.world)
     cache_bytes, cuda = parts.settings.host_cache_bytes, host_runtime(device)
     backing = open_backing(directory, cache_bytes, cuda=cuda)
     return WorkerSide(backing, codec, stream_of(device), readers=parts.settings.readers)

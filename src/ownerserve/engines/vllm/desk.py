@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from ownerserve.engines.vllm.holding import Holding
-from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
+from ownerserve.engines.vllm.owning import SessionsHere
+from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
@@ -52,9 +53,8 @@ ADDRESS_FILE = "rpc.address"
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What does not change in the engine's life."""
 
-    worker: WorkerId
+    unit: RoutingUnit
     model: str
-    dp_rank: int
     sequence_tokens: int
     max_waiting: int
     token_bytes: int
@@ -79,11 +79,11 @@ class Told(msgspec.Struct, frozen=True, gc=False):
 class Desk:
     """`arrived`, `stepped`, `gone` on the scheduler's thread; the rest on any."""
 
-    def __init__(self, limits: Limits, holding: Holding) -> None:
+    def __init__(self, limits: Limits, holding: Holding, sessions: SessionsHere) -> None:
         self._limits = limits
         self._holding = holding
-        incarnation = Incarnation(time.time_ns())
-        self._unit = RoutingUnit(limits.worker, limits.dp_rank, incarnation)
+        self._sessions = sessions
+        self._unit = limits.unit
         self._waiting: dict[str, int] = {}
         self._running: dict[str, int] = {}
         self._pending_tokens = 0
@@ -185,8 +185,10 @@ class Desk:
             case Probe(wanted):
                 return self._probe(wanted)
             case ReleaseSession(session_id=session_id):
-                self._released.put(session_id)
-                return Released()
+                answer = self._sessions.release(request)
+                if isinstance(answer, Released):
+                    self._released.put(session_id)
+                return answer
             case _:  # vLLM holds no places: its own queue does
                 return Reject(WorkerRefusal.UNKNOWN_RESERVATION)
 
@@ -235,13 +237,14 @@ class Desk:
             tiers=self._tiers,
             rpc=None if server is None else server.address,
             sequence_tokens=limits.sequence_tokens,
+            owns_sessions=self._sessions.owns,
         )
 
 
 def limits_of(
     vllm_config: Any,
     *,
-    worker: WorkerId,
+    unit: RoutingUnit,
     token_bytes: int,
     sequence_bytes: int,
     spec_digest: str,
@@ -249,9 +252,8 @@ def limits_of(
     """From vLLM's configuration."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     return Limits(
-        worker=worker,
+        unit=unit,
         model=str(model.served_model_name or model.model),
-        dp_rank=int(vllm_config.parallel_config.data_parallel_rank),
         sequence_tokens=int(model.max_model_len),
         max_waiting=4 * int(scheduler.max_num_seqs),
         token_bytes=token_bytes,

@@ -53,8 +53,9 @@ class Holding:
         """`directories`: the store of each rank, whose shards count together; `journal`: the file
         for a later life."""
         self._can_replay = can_replay
-        self._inventory = Inventory()
-        self._residency = Residency(names, self._inventory, can_replay=can_replay)
+        self.inventory = Inventory()
+        """Written by the thread alone."""
+        self._residency = Residency(names, self.inventory, can_replay=can_replay)
         self._shards = Shards(directories)
         self._journal: Journal | None = Journal(journal)
         self._errands = count(1)
@@ -157,19 +158,19 @@ class Holding:
 
     def _forget(self, session_id: SessionId) -> None:
         self._residency.forget(session_id)
-        self._inventory.forget(session_id)
+        self.inventory.forget(session_id)
 
     def _rename(self, names: RecordNames) -> None:
-        for session_id in {word.session for word in self._inventory}:
-            self._inventory.forget(SessionId(session_id))
+        for session_id in {word.session for word in self.inventory}:
+            self.inventory.forget(SessionId(session_id))
         if self._journal is not None:
             self._journal.close()
             self._journal = None
-        self._residency = Residency(names, self._inventory, can_replay=self._can_replay)
+        self._residency = Residency(names, self.inventory, can_replay=self._can_replay)
 
     def _say(self, after: int, unit: RoutingUnit, answer: Future[Answer]) -> None:
         if answer.set_running_or_notify_cancel():
-            page = self._inventory.page(after, incarnation=unit.incarnation)
+            page = self.inventory.page(after, incarnation=unit.incarnation)
             answer.set_result(PageIs(msgspec.structs.replace(page, rank=unit.dp_rank)))
 
 

@@ -80,6 +80,7 @@ class SchedulerSide:
                 "": lambda: self._counts,
                 "save_": lambda: self.state.saves.counts,
                 "soft_": lambda: around.soft.counts,
+                "owner_": lambda: around.sessions.counts,
             }
         )
         self._device = device
@@ -87,6 +88,7 @@ class SchedulerSide:
         self._block = shape.payload.block_tokens
         self._shape, self._step_tokens = shape, around.step_tokens
         self._lookup, self._holding = around.lookup, around.holding
+        self._sessions = around.sessions
         self._soft = around.soft
         self._measuring = around.measuring
         self._tenants = around.tenants
@@ -111,6 +113,7 @@ class SchedulerSide:
         self.counting.stir()
         self._soft.resumed(session_of(request), _now())
         self.outside.arrived(request)
+        self._sessions.came(request)
         reason = self._bypassed or why_bypassed(request)
         tenant = self._tenants.salt(request.cache_salt)
         if reason is not None or tenant is None:
@@ -208,6 +211,7 @@ class SchedulerSide:
         turn_id = TurnId(request.request_id)
         turn = self._turns.pop(turn_id, None)
         if turn is None:
+            self._sessions.ended(request, b"")
             return
         now = _now()
         is_loading = self.state.is_waiting(turn_id)
@@ -217,14 +221,16 @@ class SchedulerSide:
         known = 0 if is_loading else min(turn.end, computed, request.num_tokens)
         added = self._added(turn, known)
         effects = self.state.handle(Computing(turn_id, known, known, added), now)
-        if (session := session_of(request)) is not None and known and not is_final(request):
-            text = Plain(pack(request.all_token_ids[:known]))
+        session = session_of(request)
+        tokens = pack(request.all_token_ids[:known]) if session is not None else b""
+        if session is not None and known and not is_final(request):
             prompt = min(known, request.num_prompt_tokens)
-            self._known.left(SessionId(session), text, prompt_tokens=prompt)
+            self._known.left(SessionId(session), Plain(tokens), prompt_tokens=prompt)
         restored = max(turn.hit, turn.offer)
         ended = Ended(turn_id, restored, request.num_prompt_tokens, known)
         self._perform(effects + self.state.handle(ended, now), turn)
         self._tell_left()
+        self._sessions.ended(request, tokens)
         self.holds.unpin(turn_id)
         self._device.forget(turn_id)
         self._measuring.forget(turn_id)
@@ -272,6 +278,7 @@ class SchedulerSide:
         self._measuring.close()
         self._lookup.close()
         self._holding.close()
+        self._sessions.close()
         self.outside.close()
 
     # -- events --------------------------------------------------------------------------------

@@ -50,6 +50,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     readers             threads that read, verify and write back
     worker_id           what the worker calls itself, unlike any other of its fleet; empty: vLLM's
                         engine_id
+    directory           address of the ownership directory that this engine owns its sessions under:
+                        tcp:// or curve://HOST:PORT, valkey:// or sentinel://; empty: it owns none
+    curve_key_file      the fleet's keys, which a curve:// directory wants; empty: none
     weights             digest or revision of the weights; empty: made from the checkpoint's files
     """
 
@@ -63,6 +66,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     copy_bytes: int = 256 * MIB
     readers: int = 2
     worker_id: str = ""
+    directory: str = ""
+    curve_key_file: str = ""
     weights: str = ""
     soft_reference: SoftReference = SoftReference()
 
@@ -81,7 +86,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     field, f"{getattr(self, field)!r}", f"use one of {', '.join(known)}"
                 )
 
-    def directory(self, *, rank: int, world: int) -> Path:
+    def store_of(self, *, rank: int, world: int) -> Path:
         """The store of one tensor-parallel rank: each keeps its own shard of every artifact."""
         root = Path(self.store)
         return root if world == 1 else root / f"shard-{rank}-of-{world}"
