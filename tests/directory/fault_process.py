@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeAlias
 import msgspec
 from fault_net import Violation
 from fault_node import HUNG_UP, TICK_S, Job, Node
+from fault_publisher import Publisher
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.doors import GuardedOwner
@@ -69,6 +70,7 @@ class Process:
         self.dead = False
         self.paused = False
         self.node = Node(world.net, world.bad, world.store_of(unit.worker), life=self)
+        self.publisher = Publisher(self)
         self._turns = count(1)
         self._serving: dict[TurnId, Serving] = {}
         self._inbox: list[partial[None]] = []
@@ -107,6 +109,7 @@ class Process:
         if asks := self.owner.tick(now_s):
             self.send([*asks, *self.guarded.along(now_s)])
         self.node.tick()
+        self.publisher.tick()
 
     def send(self, asks: Asks) -> None:
         for one in asks:
@@ -121,6 +124,8 @@ class Process:
                 self._hears(request.session_id, outcome.epoch)
             case (ask.Bind() | ask.Transfer() | ask.Advance() as request, ask.Conflict(current)):
                 self._hears(request.session_id, current.epoch)
+            case (_, ask.Leased(_, memory)):
+                self.publisher.leased(memory)
         self.send(self.guarded.answered(asked, outcome, self.world.net.now_s))
         self._look_at_grants()
 

@@ -125,6 +125,7 @@ class World:
         for process in (*self.processes, *self.zombies):
             if not process.dead:
                 process.node.at_rest()
+                process.publisher.at_rest()
                 self.counts.update(process.node.counts)
 
     # ---- the directory

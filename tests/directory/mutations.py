@@ -26,6 +26,7 @@ from fault_world import World, play
 
 from ownerserve.directory import checks
 from ownerserve.directory.doors import Doors, GuardedOwner
+from ownerserve.directory.messages import Outcome
 from ownerserve.directory.owner import Ask, OwnerState
 from ownerserve.kv.epoch import Term
 from ownerserve.kv.errors import OwnerServeError
@@ -35,6 +36,7 @@ from ownerserve.kv.prefix import HashedPrefix, Packed
 from ownerserve.node import survey
 from ownerserve.node.chains import Chains
 from ownerserve.node.device import OwnDevice
+from ownerserve.node.publishing import Publishing
 from ownerserve.node.restores import Phase, Restores, Wish
 from ownerserve.router import fleet, knowledge
 from ownerserve.router.candidates import Candidates
@@ -110,6 +112,11 @@ def session_goes_on(
     count = len(known.tokens)
     known.grow(known.tokens + tokens[count:])
     return known
+
+
+def taken_unheard(publishing: Publishing, _outcome: Outcome) -> None:
+    """Whatever the directory answers, or if it does not."""
+    publishing._under_way = None
 
 
 def abort_only(device: OwnDevice, ticket: int) -> None:
@@ -201,6 +208,8 @@ MUTATIONS = (
     without(Instead(Chains, "hashed", session_goes_on)),
     without(Instead(OwnDevice, "abort", abort_only)),
     without(Instead(survey, "held", parts_of_sets)),
+    without(Instead(Publishing, "forgotten", nothing)),
+    without(Instead(Publishing, "answered", taken_unheard)),
 )
 
 

@@ -50,6 +50,7 @@ def test_schedules_are_no_idle_talk() -> None:
     counts = sum((world.counts for world in worlds), Counter[str]())
     assert counts["of them resumed"] > 100 and counts["restore loaded"] > 10
     assert counts["turns of guests"] > 100 and counts["turns that died"]
+    assert counts["published"] > 1000 and counts["told as gone"] > 100
     assert counts["hand-overs"] > 20 and counts["releases asked"] > 20
     assert counts["release stale_epoch"] and counts["release not_owner"]
 

@@ -211,6 +211,15 @@ def test_what_the_directory_did_not_take_goes_again_with_a_later_frame() -> None
     assert worker.copies(worker.name(2)) == {Tier.DISK: ALL}
 
 
+def test_a_digest_that_is_learnt_a_moment_later_is_not_missed() -> None:
+    worker = Worker()
+    worker.inventory.has(S, Place.DEVICE, 3 * BLOCK, digest=None, kinds=MAIN_KINDS)
+    assert worker.tell() is None
+    worker.chains.digests(text(3), S)
+    worker.tell_all()
+    assert worker.copies(worker.name(3)) == {Tier.DEVICE: MAIN_KINDS}
+
+
 def test_words_that_were_missed_are_made_good() -> None:
     worker = Worker(gone_kept=2)
     names = [SessionId(f"s{number}") for number in range(5)]

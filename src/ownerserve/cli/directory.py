@@ -29,11 +29,14 @@ from ownerserve.cli.output import OutputFile, OutputFolder, console_for, json_op
 from ownerserve.cli.rebuilding import rebuild as filled_again
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.port import LEASE_S, Directory, DirectoryStatus
-from ownerserve.directory.rpc.client import DirectoryClient, check_address, why_silent
+from ownerserve.directory.rpc.client import TIMEOUT_S, DirectoryClient, check_address, why_silent
 from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.errors import InvalidInput, PeerLost
 from ownerserve.kv.wire.curve import FleetKey, write_fleet_key
+
+FORGET_S = 120.0
+"""Forgetting a million records of a shared backend takes seconds."""
 
 address_argument = click.argument("address", metavar="ADDRESS")
 
@@ -199,7 +202,7 @@ def rebuild(
     """Start a new term with empty memory. Safe at any time: no epoch repeats, and nobody loses a
     session whose lease runs; new sessions wait for one lease. Live workers tell what they own and
     hold as soon as they notice, at their next renewal."""
-    with _asking(address, fleet_key(curve_key_file)) as client:
+    with _asking(address, fleet_key(curve_key_file), timeout_s=FORGET_S) as client:
         found, rebuilt = filled_again(client, wait_s=wait_s, console=console_for(json_target))
     more = {"rebuilt": msgspec.to_builtins(rebuilt)}
     _report(found, "directory.rebuild", json_target, more=more)
@@ -224,10 +227,12 @@ def keys(out: Path) -> None:
 
 
 @contextmanager
-def _asking(address: str, key: FleetKey | None) -> Iterator[DirectoryClient]:
+def _asking(
+    address: str, key: FleetKey | None, *, timeout_s: float = TIMEOUT_S
+) -> Iterator[DirectoryClient]:
     """A client of the directory there. Raises InvalidInput when nobody answers."""
     check_address(address, key, field="ADDRESS")
-    client = DirectoryClient(address, key=key)
+    client = DirectoryClient(address, key=key, timeout_s=timeout_s)
     try:
         yield client
     except PeerLost as error:

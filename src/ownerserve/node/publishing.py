@@ -92,6 +92,8 @@ class Publishing:
         self._read = 0
         self._words: OrderedDict[_Key, Word] = OrderedDict()
         """Read and not acted on."""
+        self._nameless: dict[_Key, Word] = {}
+        """Acted on while nobody knew the digest: tried once more, for a turn's end tells it too."""
         self._holds: dict[_Key, _Holds] = {}
         self._copies: dict[_Copy, _Known] = {}
         self._duties: dict[PrefixHash, Epoch] = {}
@@ -217,9 +219,15 @@ class Publishing:
             self._words[key] = word
             self._read = word.number
         device = word_of(Tier.DEVICE)
+        before, self._nameless = self._nameless, {}
+        for key, word in before.items():
+            self._words.setdefault(key, word)
         for key in list(self._words):
-            if not (key[1] == device and key[0] in busy):
-                self._act_on(key, self._words.pop(key), ours)
+            if key[1] == device and key[0] in busy:
+                continue
+            word = self._words.pop(key)
+            if not self._act_on(key, word, ours) and before.get(key) is not word:
+                self._nameless[key] = word
 
     def _begin_anew(self) -> Page:
         """All words, as some that something is gone were missed: what is not said again is gone."""
@@ -228,12 +236,13 @@ class Publishing:
             self._words[session, tier] = Lost(0, session, tier)
         return self._inventory.page(0, incarnation=0, words=ALL_WORDS)
 
-    def _act_on(self, key: _Key, word: Word, ours: Collection[SessionId]) -> None:
+    def _act_on(self, key: _Key, word: Word, ours: Collection[SessionId]) -> bool:
+        """False: what the word tells of has no name."""
         holds = self._holds.get(key)
         if isinstance(word, Lost):
             if holds is not None:
                 self._shrink(key, holds, 0)
-            return
+            return True
         if holds is None:
             holds = self._holds[key] = _Holds()
         # Who does not own a session may hold some of its state, not all, beside its owner.
@@ -246,6 +255,7 @@ class Publishing:
             self._give(key, former, goes_on=self._goes_on(key, former, word.tokens))
             if word.tokens < former.tokens:
                 self._shrink(key, holds, word.tokens)
+        return said is not None or not kinds
 
     def _part_of(self, word: Has) -> Part | None:
         digest = PrefixHash(bytes.fromhex(word.prefix_hash))

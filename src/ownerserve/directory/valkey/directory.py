@@ -159,8 +159,13 @@ class ValkeyDirectory:
         try:
             self._connect()
             self._began(self._client, None, how="forget")
-            for name in self._client.scan_iter(match=NAMESPACE + b"?:*", count=10_000):
-                self._client.unlink(name)
+            cursor = None
+            while cursor != 0:
+                cursor, names = self._client.scan(
+                    cursor or 0, match=NAMESPACE + b"?:*", count=ROUND_RECORDS
+                )
+                if names:
+                    self._client.unlink(*names)
         except RedisError as error:
             self._lost(error)
             raise PeerLost(f"valkey: {error}") from error
