@@ -47,14 +47,13 @@ Found = Callable[[Claimed | None, float], None]
 class _Node:
     """One life of a worker, and what it will ask with its next frame."""
 
-    __slots__ = ("asks", "guarded", "is_asking", "owner", "renewed_s")
+    __slots__ = ("asks", "guarded", "is_asking", "owner")
 
     def __init__(self, unit: RoutingUnit) -> None:
         self.owner = OwnerState(unit)
         self.guarded = GuardedOwner(self.owner)
         self.asks: Asks = []
         self.is_asking = False
-        self.renewed_s = 0.0
 
 
 class Ownership:
@@ -195,9 +194,7 @@ class Ownership:
         if not self._is_up or self._nodes.get(owner.unit) is not node:
             return
         again_s = 0.0
-        if now - node.renewed_s >= LOOK_S:
-            node.renewed_s = now
-            asks += owner.renewal(now)
+        asks += node.guarded.along(now)
         for ask in asks:
             outcome = self._handle(ask.request, now)
             if isinstance(outcome, Refused):
