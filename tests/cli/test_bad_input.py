@@ -145,6 +145,7 @@ FILLED = {
     "model": "model",
     "store": "store",
     "address": "tcp://127.0.0.1:1",
+    "out": "new/fleet.key",
     "plan placement workers": "owner holds=1K",
     "gateway workers": "http://127.0.0.1:1",
 }

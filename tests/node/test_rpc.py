@@ -20,6 +20,7 @@ from ownerserve.kv.wire.rpc import (
     Cancelled,
     Commit,
     Committed,
+    Nonce,
     Reject,
     Release,
     Released,
@@ -30,6 +31,7 @@ from ownerserve.kv.wire.rpc import (
     decode_answer,
     encode,
 )
+from ownerserve.node.rpc.flights import REMEMBERED, Flights
 from ownerserve.node.rpc.server import RpcServer
 
 PLACE = Reserve(TurnId("t"), Seed(100))
@@ -206,3 +208,11 @@ def test_a_frame_that_is_too_long_is_refused_and_the_connection_lives(
     engine.step()
     assert line.hears() == (1, Released()), "what was in flight on it is answered still"
     assert "a frame of 2097152 bytes, at most 1048576" in caplog.text
+
+
+def test_answers_are_remembered_for_a_bounded_number_of_nonces() -> None:
+    flights = Flights()
+    for number in range(1, REMEMBERED + 2):
+        flights.tell(Nonce(number), Reserved(number, 10.0, 0))
+    assert flights.again(Nonce(1), []) is None, "the oldest is forgotten"
+    assert flights.again(Nonce(REMEMBERED + 1), []) == Reserved(REMEMBERED + 1, 10.0, 0)

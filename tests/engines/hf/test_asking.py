@@ -282,3 +282,39 @@ def test_a_place_is_given_back_by_a_release_that_waited_for_a_long_step(
     assert in_step.wait(10.0)
     emptied(worker, full)
     until(lambda: worker.worker.engine.standing.places == 0)
+
+
+def test_a_client_that_hangs_up_calls_off_what_its_gateway_asked_of_a_busy_worker(
+    workers: tuple[ServedWorker, ServedWorker],
+    gateway: ServedGateway,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All three are real; the engines are in a step from before the question to after the end."""
+    monkeypatch.setattr("ownerserve.node.rpc.server.RESERVE_MIN_S", 0.5)
+    step, in_step = threading.Event(), threading.Semaphore(0)
+
+    def long_step(_: object) -> None:
+        in_step.release()
+        step.wait(10.0)
+
+    def cancelled() -> float:
+        return sum(w.metric('ownerserve_rpc_requests_total{what="cancelled"}') for w in workers)
+
+    before = cancelled()
+    body = json.dumps({"prompt": text(300, 60), "max_tokens": 4}).encode()
+    try:
+        for worker in workers:
+            worker.worker.engine.call(Release(10**6)).add_done_callback(long_step)
+            assert in_step.acquire(timeout=10.0)
+        with socket.create_connection(("127.0.0.1", gateway.gateway.port)) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: t\r\nx-session-id: hangs up\r\n"
+                b"content-length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            until(lambda: gateway.read(lambda: gateway.gateway.state.live))
+        until(lambda: cancelled() == before + 1)
+        assert not step.is_set()
+    finally:
+        step.set()
+    until(lambda: gateway.read(lambda: gateway.gateway.places.counts["cancelled"]))
+    assert gateway.read(lambda: gateway.gateway.state.live) == 0
