@@ -59,7 +59,6 @@ OWNING = "W8: nodes own, publish and release"
 ACKNOWLEDGED = "an answer that asks for nothing: who hears it goes on as before"
 
 DEAD: dict[str, str] = {
-    "ownerserve.kv.wire.rpc.Append": "W8: append by version",
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
     "ownerserve.router.messages.Migrated": "W15: owners move",
     "ownerserve.router.messages.Noted": ACKNOWLEDGED,

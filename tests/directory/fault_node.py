@@ -137,7 +137,7 @@ class Node(NodeDriver):
         self._bad = bad
         self._store = store
         self._life = life
-        self._admission = Admission(self.cache.holds)
+        self._admission = Admission(self.cache.sessions)
         self._let_in = self._over = 0
 
     # ---- a turn

@@ -18,7 +18,6 @@ from ownerserve.kv.wire.rpc import (
     NO_NONCE,
     Admit,
     Answer,
-    Append,
     Commit,
     Committed,
     Probe,
@@ -31,13 +30,12 @@ from ownerserve.kv.wire.rpc import (
     Seed,
     Status,
     StatusIs,
-    Wanted,
     decode_answer,
     decode_request,
     encode,
 )
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.node.admission import RESERVED_FOR_S, Admission, Arrived, Levels
+from ownerserve.node.admission import RESERVED_FOR_S, Admission, Arrived, Levels, probe_seed
 from ownerserve.node.rpc.server import RpcClient, RpcServer
 
 LEVELS = Levels(0, 2, 100, 50 * B, 40 * B)
@@ -54,20 +52,17 @@ def driver() -> NodeDriver:
 
 @pytest.fixture
 def admission(driver: NodeDriver) -> Admission:
-    return Admission(driver.cache.holds)
+    return Admission(driver.cache.sessions)
 
 
-def test_an_append_meets_its_state(admission: Admission) -> None:
-    wanted = Append(SESSION, 1, 20)
-    assert admission.probe(wanted, LEVELS, 0.0) == Admit(10 * B, 100)
-    assert admission.held(0.0) == 0, "a quote holds nothing"
+def test_a_quote_holds_nothing(admission: Admission) -> None:
+    assert probe_seed(Seed(20), admission.standing(LEVELS, 0.0)) == Admit(100)
+    assert admission.held(0.0) == 0
 
 
 @pytest.mark.parametrize(
     ("wanted", "changes", "reason"),
     [
-        (Append(SessionId("x"), 1, 1), {}, WorkerRefusal.UNKNOWN_SESSION),
-        (Append(SESSION, 2, 1), {}, WorkerRefusal.STALE_VERSION),
         (Seed(41 * B), {}, WorkerRefusal.TOO_LONG),
         (Seed(1), {"waiting": 2}, WorkerRefusal.QUEUE_FULL),
         (Seed(40 * B), {"room_tokens": 39 * B}, WorkerRefusal.NO_ROOM),
@@ -75,18 +70,13 @@ def test_an_append_meets_its_state(admission: Admission) -> None:
     ],
 )
 def test_a_refusal_says_why(
-    admission: Admission, wanted: Wanted, changes: dict[str, int], reason: WorkerRefusal
+    admission: Admission, wanted: Seed, changes: dict[str, int], reason: WorkerRefusal
 ) -> None:
     levels = msgspec.structs.replace(LEVELS, **changes)
-    assert admission.probe(wanted, levels, 0.0) == Reject(reason)
+    assert probe_seed(wanted, admission.standing(levels, 0.0)) == Reject(reason)
     answer = admission.reserve(TurnId("t"), wanted, levels=levels, now=0.0)
     assert answer == Reject(reason)
-    assert admission.counts[reason] == 2
-
-
-def test_an_append_to_lost_state_is_a_seed(driver: NodeDriver, admission: Admission) -> None:
-    driver.forget_device()
-    assert admission.probe(Append(SESSION, 1, 1), LEVELS, 0.0) == Reject(WorkerRefusal.STATE_GONE)
+    assert admission.counts[reason] == 1
 
 
 def test_a_reservation_is_a_place_until_its_turn_arrives(admission: Admission) -> None:
@@ -119,7 +109,8 @@ def test_a_place_that_nobody_takes_is_free_again(admission: Admission) -> None:
 def test_places_count_against_the_room(admission: Admission) -> None:
     levels = msgspec.structs.replace(LEVELS, room_tokens=10 * B)
     assert isinstance(admission.reserve(TurnId("a"), Seed(6 * B), levels=levels, now=0.0), Reserved)
-    assert admission.probe(Seed(6 * B), levels, 0.0) == Reject(WorkerRefusal.NO_ROOM)
+    standing = admission.standing(levels, 0.0)
+    assert probe_seed(Seed(6 * B), standing) == Reject(WorkerRefusal.NO_ROOM)
 
 
 def test_a_session_is_released_once(driver: NodeDriver, admission: Admission) -> None:
@@ -158,7 +149,7 @@ class Desk:
     def answer(self, request: Request) -> Answer:
         match request:
             case Probe(wanted):
-                return self.admission.probe(wanted, LEVELS, 0.0)
+                return probe_seed(wanted, self.admission.standing(LEVELS, 0.0))
             case Reserve(turn_id, wanted):
                 return self.admission.reserve(turn_id, wanted, levels=LEVELS, now=0.0)
             case Commit(number):
@@ -185,7 +176,7 @@ def client(desk: Desk) -> Iterator[RpcClient]:
 
 def test_probe_reserve_commit_over_the_wire(client: RpcClient) -> None:
     assert client.ask(Status()) == StatusIs(STATUS)
-    assert client.ask(Probe(Append(SESSION, 1, 5))) == Admit(10 * B, 100)
+    assert client.ask(Probe(Seed(5))) == Admit(100)
     held = client.ask(Reserve(TurnId("t"), Seed(B)))
     assert isinstance(held, Reserved)
     assert isinstance(client.ask(Commit(held.reservation)), Committed)

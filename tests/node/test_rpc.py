@@ -63,7 +63,7 @@ class BusyEngine:
         match request:
             case Reserve():
                 self.numbers += 1
-                return Reserved(self.numbers, 10.0, 0)
+                return Reserved(self.numbers, 10.0)
             case Commit():
                 return Committed(10.0)
         return Released()
@@ -126,7 +126,7 @@ def test_a_place_that_was_taken_is_given_back_when_it_is_cancelled(
     line.say(1, PLACE, nonce=77)
     while not engine.done:
         engine.step()
-    assert line.hears() == (1, Reserved(1, 10.0, 0))
+    assert line.hears() == (1, Reserved(1, 10.0))
     line.say(2, Cancel(77))
     assert line.hears() == (2, Cancelled())
     engine.step()
@@ -158,15 +158,15 @@ def test_a_repeated_request_is_done_once_and_has_one_answer(
         time.sleep(0.001)
     engine.step()
     assert other.hears() == (3, Released())
-    assert line.hears() == (2, Reserved(1, 10.0, 0)), "to who asked last"
+    assert line.hears() == (2, Reserved(1, 10.0)), "to who asked last"
     other.say(4, PLACE, nonce=77)
-    assert other.hears() == (4, Reserved(1, 10.0, 0))
+    assert other.hears() == (4, Reserved(1, 10.0))
     assert engine.done == [PLACE, Release(9)]
     other.say(5, PLACE, nonce=78)
     while not engine.inbox.qsize():
         time.sleep(0.001)
     engine.step()
-    assert other.hears() == (5, Reserved(2, 10.0, 0)), "another wish"
+    assert other.hears() == (5, Reserved(2, 10.0)), "another wish"
     other.socket.close()
 
 

@@ -78,7 +78,7 @@ def check_locks(cache: HeteroCache, nodes: list[Node]) -> None:
     """5: locks in the tree are exactly the live receipts, and parents are held by children."""
     receipts = [run.lock for run in cache.running.values()]
     receipts += [session.pin for session in cache.sessions.all() if session.pin is not None]
-    receipts += cache.ingest.locks() + cache.pressure.locks() + cache.holds.locks()
+    receipts += cache.ingest.locks() + cache.pressure.locks()
     expected: dict[int, Counter[int]] = {id(node): Counter() for node in nodes}
     for receipt in receipts:
         require(not receipt.is_spent, 5, "a spent receipt is still held")

@@ -26,7 +26,6 @@ from ownerserve.cache.effects import (
     SavePoint,
 )
 from ownerserve.cache.evictor import Evictor
-from ownerserve.cache.holds import Holds
 from ownerserve.cache.ingest import Ingest
 from ownerserve.cache.installing import check_install, stand
 from ownerserve.cache.layout import Layout
@@ -81,7 +80,6 @@ class HeteroCache:
             layout, slots, state_slots=state_slots, evictor=self.evictor, counters=self.counters
         )
         self.sessions = Sessions(self.tree, layout, policy=self.policy)
-        self.holds = Holds(self.tree, self.sessions, block_tokens=layout.block_tokens)
         self.ingest = Ingest(self.tree, self.rooms, self.counters)
         self.pressure = Pressure(self.rooms, self.evictor, self.running, counters=self.counters)
         self._order = 0

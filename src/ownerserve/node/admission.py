@@ -1,20 +1,19 @@
 """Worker admission: the worker's word on whether a turn may come, and its keeping. Pure.
 
-    probe ── Admit | Reject            nothing is held: a quote
+    probe ── Admit | Reject            nothing is held: a quote, off the engine's thread
     reserve ── Reserved | Reject       a place in the queue and its room, until its deadline
     commit ── Committed | Reject       the turn is on its way; the place waits for it
     release ── Released | Reject       the place, or a session, is given up
 
-    reservation   OPEN ── commit ──> COMMITTED ── the turn arrives ──> ARRIVED ── it begins ──> gone
-                   `── deadline, release, revoked ──> gone <── deadline ──'   `── it fails ──> gone
+    reservation   OPEN ── commit ──> COMMITTED ── the turn arrives ──> gone
+                   `── deadline, release, revoked ──> gone <── deadline ──'
 
 What is promised can be kept: whoever is here counts with all the tokens it may ever need.
 
     capacity  =  in use, locked | growth of running turns | turns that wait | places | room
                                   `── to the length that they were let in for ──┘
 
-A place of an append locks what is resident of its session until the turn has begun, so nobody takes
-that room for free. A place has an order among arrivals: the turn that comes for it stands where the
+A place has an order among arrivals: the turn that comes for it stands where the
 place was asked for, so younger turns give way to it and older ones were counted. Only when nothing
 else is left to take is a place revoked, the youngest first.
 
@@ -27,18 +26,16 @@ from collections import Counter
 
 import msgspec
 
-from ownerserve.cache.holds import Holds
+from ownerserve.cache.sessions import Sessions
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Admit,
-    Append,
     Committed,
     Reject,
     Released,
     Reserved,
     Seed,
-    Wanted,
 )
 
 RESERVED_FOR_S = 10.0
@@ -84,16 +81,17 @@ class Standing(msgspec.Struct, frozen=True):
         """Room that is promised to nobody."""
         return self.levels.room_tokens - self.promised_tokens
 
-    def judge(self, tokens: int, resident: int) -> WorkerRefusal | None:
-        """Why a turn of `tokens` tokens, so many of them resident, may not come."""
+    def judge(self, wanted: Seed) -> WorkerRefusal | None:
+        """Why a turn may not come."""
         levels, block = self.levels, self.levels.block_tokens
+        tokens = wanted.tokens + wanted.output_tokens
         if levels.is_draining:
             return WorkerRefusal.DRAINING
         if tokens > levels.sequence_tokens:
             return WorkerRefusal.TOO_LONG
         if levels.waiting + self.places >= levels.max_waiting:
             return WorkerRefusal.QUEUE_FULL
-        if -(-tokens // block) * block - resident > self.spare_tokens:
+        if -(-tokens // block) * block > self.spare_tokens:
             return WorkerRefusal.NO_ROOM
         return None
 
@@ -111,63 +109,48 @@ class Standing(msgspec.Struct, frozen=True):
 
 def probe_seed(wanted: Seed, standing: Standing) -> Admit | Reject:
     """Would it be let in, by a dated copy? Touches nothing, so any thread may ask."""
-    refusal = standing.judge(wanted.tokens + wanted.output_tokens, 0)
+    refusal = standing.judge(wanted)
     if refusal is not None:
         return Reject(refusal)
-    return Admit(0, standing.levels.pending_prefill_tokens)
+    return Admit(standing.levels.pending_prefill_tokens)
 
 
 class _Place(msgspec.Struct):
     turn_id: TurnId
     order: int
     tokens: int
-    resident: int
-    hold: int | None
     until_s: float
     is_committed: bool = False
 
-    def missing(self, block_tokens: int) -> int:
-        """Room that it still needs beyond what it has locked, in whole blocks."""
-        return -(-self.tokens // block_tokens) * block_tokens - self.resident
+    def room_tokens(self, block_tokens: int) -> int:
+        """Room that it needs, in whole blocks."""
+        return -(-self.tokens // block_tokens) * block_tokens
 
 
 class Admission:
-    """Open reservations of one worker. Owns its places; the cache owns their locks."""
+    """Open reservations of one worker. Owns its places."""
 
-    def __init__(self, holds: Holds) -> None:
+    def __init__(self, sessions: Sessions) -> None:
         self.counts: Counter[str] = Counter()
         """`reserved`, `revoked`, `expired`, and refusals by reason."""
-        self._holds, self._sessions = holds, holds.sessions
+        self._sessions = sessions
         self._places: dict[int, _Place] = {}
-        self._arrived: dict[int, _Place] = {}
-        """Used-up places whose turns are here and have not begun; only places with a lock."""
         self._numbers = 0
 
     # ---- asked by others
 
-    def probe(self, wanted: Wanted, levels: Levels, now: float) -> Admit | Reject:
-        """Would it be let in now?"""
-        answer = self._judge(wanted, levels, now)
-        if isinstance(answer, WorkerRefusal):
-            return self._refuse(answer)
-        return Admit(answer, levels.pending_prefill_tokens)
-
     def reserve(
-        self, turn_id: TurnId, wanted: Wanted, *, levels: Levels, now: float, order: int = 0
+        self, turn_id: TurnId, wanted: Seed, *, levels: Levels, now: float, order: int = 0
     ) -> Reserved | Reject:
         """Hold a place and its room. `order`: where it stands among arrivals."""
-        resident = self._judge(wanted, levels, now)
-        if isinstance(resident, WorkerRefusal):
-            return self._refuse(resident)
+        refusal = self.standing(levels, now).judge(wanted)
+        if refusal is not None:
+            return self._refuse(refusal)
         self._numbers += 1
-        hold = None
-        if isinstance(wanted, Append):
-            hold = self._holds.hold(wanted.session_id, resident)
-        self._places[self._numbers] = _Place(
-            turn_id, order, self._tokens(wanted), resident, hold, now + RESERVED_FOR_S
-        )
+        tokens = wanted.tokens + wanted.output_tokens
+        self._places[self._numbers] = _Place(turn_id, order, tokens, now + RESERVED_FOR_S)
         self.counts["reserved"] += 1
-        return Reserved(self._numbers, RESERVED_FOR_S, resident)
+        return Reserved(self._numbers, RESERVED_FOR_S)
 
     def commit(self, reservation: int, now: float) -> Committed | Reject:
         """The turn will come. Saying so twice is harmless."""
@@ -181,10 +164,8 @@ class Admission:
 
     def release(self, reservation: int) -> Released | Reject:
         """The turn won't come."""
-        place = self._places.pop(reservation, None)
-        if place is None:
+        if self._places.pop(reservation, None) is None:
             return self._refuse(WorkerRefusal.UNKNOWN_RESERVATION)
-        self._let_go(place)
         return Released()
 
     def release_session(self, session_id: SessionId) -> Released | Reject:
@@ -200,28 +181,17 @@ class Admission:
     # ---- told by the engine
 
     def arrived(self, reservation: int, now: float) -> Arrived | Reject:
-        """The turn of this reservation is here, committed or not: its place is used up, its lock
-        stays until `begun`."""
+        """The turn of this reservation is here, committed or not: its place is used up."""
         self._expire(now)
         place = self._places.pop(reservation, None)
         if place is None:
             return self._refuse(WorkerRefusal.UNKNOWN_RESERVATION)
-        if place.hold is not None:
-            self._arrived[reservation] = place
         return Arrived(place.turn_id, place.order, place.tokens)
 
-    def begun(self, reservation: int) -> None:
-        """The turn of a place that was used up has locked its own path, or has ended."""
-        place = self._arrived.pop(reservation, None)
-        if place is not None:
-            self._let_go(place)
-
     def standing(self, levels: Levels, now: float) -> Standing:
-        """What a seed is judged by now. A turn that waits is in `levels` with all its tokens: what
-        its place has locked is not wanted twice."""
+        """What a turn is judged by now. One that waits is in `levels` with all its tokens."""
         self._expire(now)
-        promised = sum(place.missing(levels.block_tokens) for place in self._places.values())
-        promised -= sum(place.resident for place in self._arrived.values())
+        promised = sum(place.room_tokens(levels.block_tokens) for place in self._places.values())
         return Standing(levels, len(self._places), promised)
 
     def withheld_tokens(self, order: int, block_tokens: int) -> int:
@@ -229,14 +199,14 @@ class Admission:
         if not self._places:
             return 0
         before = (place for place in self._places.values() if place.order < order)
-        return sum(place.missing(block_tokens) for place in before)
+        return sum(place.room_tokens(block_tokens) for place in before)
 
     def revoke(self) -> bool:
         """Nothing else is left to take: give up the youngest place; False: there is none."""
         if not self._places:
             return False
         youngest = max(self._places, key=lambda number: self._places[number].order)
-        self._let_go(self._places.pop(youngest))
+        del self._places[youngest]
         self.counts["revoked"] += 1
         return True
 
@@ -251,44 +221,10 @@ class Admission:
 
     # ---- parts
 
-    def _judge(self, wanted: Wanted, levels: Levels, now: float) -> int | WorkerRefusal:
-        """Tokens of it that are resident, or why it may not come."""
-        resident = 0
-        if isinstance(wanted, Append):
-            status = self._sessions.status(wanted.session_id)
-            if status is None or not status.version:
-                return WorkerRefusal.UNKNOWN_SESSION
-            if status.version != wanted.version:
-                return WorkerRefusal.STALE_VERSION
-            if status.running_turns:
-                return WorkerRefusal.SESSION_IS_RUNNING
-            if not status.restorable_tokens:
-                return WorkerRefusal.STATE_GONE
-            resident = status.restorable_tokens
-        # What of it is evictable stands in the room, and leaves it when it is locked.
-        locked = 0
-        if isinstance(wanted, Append):
-            locked = min(resident, self._holds.locked_tokens(wanted.session_id))
-        refusal = self.standing(levels, now).judge(self._tokens(wanted), locked)
-        return resident if refusal is None else refusal
-
-    def _tokens(self, wanted: Wanted) -> int:
-        match wanted:
-            case Append(session_id, _, new_tokens, output_tokens):
-                session = self._sessions.get(session_id)
-                known = session.tokens if session is not None else 0
-                return known + new_tokens + output_tokens
-            case Seed(tokens):
-                return tokens + wanted.output_tokens
-
     def _expire(self, now: float) -> None:
         for number in [n for n, place in self._places.items() if place.until_s <= now]:
-            self._let_go(self._places.pop(number))
+            del self._places[number]
             self.counts["expired"] += 1
-
-    def _let_go(self, place: _Place) -> None:
-        if place.hold is not None:
-            self._holds.let_go(place.hold)
 
     def _refuse(self, reason: WorkerRefusal) -> Reject:
         self.counts[reason.value] += 1

@@ -17,7 +17,7 @@ from ownerserve.engines.hf.status import Identity
 from ownerserve.engines.hf.step import Arrival, Limits, Rejected, StepPlan
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.kv.wire.rpc import Append, Reject, Release, Released, Reserve, Reserved, Seed
+from ownerserve.kv.wire.rpc import Reject, Release, Released, Reserve, Reserved, Seed
 from ownerserve.node.admission import RESERVED_FOR_S
 from ownerserve.node.chains import prefix_of
 
@@ -63,7 +63,7 @@ class Bench:
         self.preempted: list[TurnId] = []
         self.numbers = 0
 
-    def ask(self, wanted: Append | Seed) -> Reserved | Reject:
+    def ask(self, wanted: Seed) -> Reserved | Reject:
         self.numbers += 1
         answer = self.desk.answer(Reserve(TurnId(f"ask{self.numbers}"), wanted))
         assert isinstance(answer, Reserved | Reject)
@@ -103,7 +103,6 @@ class Bench:
             )
         )
         if isinstance(queued, Rejected):
-            self.desk.begun(request.request_id)
             return queued
         self.jobs[turn_id] = Job(request, new, answer.is_promised, self.steps)
         return turn_id
@@ -115,7 +114,6 @@ class Bench:
             return None
         plan = self.scheduler.plan(self.now)
         for admission in plan.admitted:
-            self.desk.begun(admission.request_id)
             self.jobs[admission.turn_id].began_step = self.steps
         self.preempted += plan.preempted
         assert not plan.failed
@@ -153,25 +151,6 @@ def test_room_is_promised_once() -> None:
     assert isinstance(bench.ask(Seed(700, output_tokens=200)), Reserved)
     bench.now += RESERVED_FOR_S
     assert isinstance(bench.ask(Seed(1000)), Reserved), "places end with their deadline"
-
-
-def test_what_an_append_goes_on_from_is_no_room_for_its_neighbour() -> None:
-    bench = Bench()
-    bench.come(text(500, 1), new=2, session="a")
-    bench.run()
-    append = bench.ask(Append(SessionId("a"), 1, 40, 20))
-    assert isinstance(append, Reserved)
-    assert bench.ask(Seed(600)) == NO_ROOM
-    assert isinstance(bench.ask(Seed(440)), Reserved)
-    bench.come(text(430, 2), new=400)  # takes what is free, and no more
-    for _ in range(30):
-        bench.step()
-    assert bench.cache.sessions.status(SessionId("a")).restorable_tokens == 496  # type: ignore[union-attr]
-    came = bench.come([*text(500, 1), 7, 7, *text(38, 3)], new=20, session="a", place=append)
-    assert isinstance(came, str)
-    bench.run()
-    assert came not in bench.preempted
-    assert not len(bench.cache.holds)
 
 
 def test_running_and_queued_turns_count_with_their_whole_length() -> None:
@@ -239,7 +218,7 @@ def test_random_reservations_are_each_kept(seed: int) -> None:
     dice = random.Random(seed)
     bench = Bench(blocks=96, max_running=6)
     open_places: list[tuple[float, Reserved, list[int], int, str | None]] = []
-    history: dict[str, tuple[list[int], int]] = {}
+    history: dict[str, list[int]] = {}
     promised: dict[TurnId, Job] = {}
     kept = refused = 0
     while bench.now < SCHEDULE_S:
@@ -276,23 +255,22 @@ def test_random_reservations_are_each_kept(seed: int) -> None:
     assert refused > 0, "there was no pressure"
 
 
-def _told(bench: Bench, history: dict[str, tuple[list[int], int]], job: Job) -> None:
+def _told(bench: Bench, history: dict[str, list[int]], job: Job) -> None:
     session = bench.cache.sessions.get(SessionId(job.request.session_id or ""))
     if session is not None:
-        tokens = [*job.request.prompt, *job.said]
-        history[job.request.session_id or ""] = tokens, session.version
+        history[job.request.session_id or ""] = [*job.request.prompt, *job.said]
 
 
-def _plain(bench: Bench, dice: random.Random, history: dict[str, tuple[list[int], int]]) -> None:
+def _plain(bench: Bench, dice: random.Random, history: dict[str, list[int]]) -> None:
     """A turn that nobody asked about: a new one, or a session's next."""
     session = dice.choice([None, "a", "b", "c", "d"])
-    begins = history[session][0][:600] if session in history else text(dice.randrange(200), 1)
+    begins = history[session][:600] if session in history else text(dice.randrange(200), 1)
     prompt = [*begins, *text(dice.randrange(1, 400), dice.randrange(2, 1000))]
     bench.come(prompt, new=dice.randrange(1, 80), session=session)
 
 
 def _reserve(
-    bench: Bench, dice: random.Random, history: dict[str, tuple[list[int], int]]
+    bench: Bench, dice: random.Random, history: dict[str, list[int]]
 ) -> tuple[Reserved, list[int], int, str | None] | None:
     new = dice.randrange(1, 40)
     idle = [
@@ -302,13 +280,13 @@ def _reserve(
     ]
     if idle and dice.random() < 0.5:
         session = dice.choice(idle)
-        tokens, version = history[session]
+        tokens = history[session]
         more = text(dice.randrange(1, 100), dice.randrange(2, 1000))
         prompt = [*tokens, *more]
         known = bench.cache.sessions.get(SessionId(session))
         if known is None or known.tokens + 1 != len(tokens) or len(prompt) + new > 90 * BLOCK:
             return None
-        answer = bench.ask(Append(SessionId(session), version, len(more) + 1, new))
+        answer = bench.ask(Seed(len(prompt), output_tokens=new))
         return None if isinstance(answer, Reject) else (answer, prompt, new, session)
     prompt = [*text(dice.randrange(200), 1), *text(dice.randrange(1, 500), dice.randrange(2, 999))]
     answer = bench.ask(Seed(len(prompt), output_tokens=new))

@@ -35,7 +35,6 @@ from ownerserve.kv.messages import ExecutionMode  # noqa: E402
 from ownerserve.kv.wire.refusals import WorkerRefusal  # noqa: E402
 from ownerserve.kv.wire.rpc import (  # noqa: E402  # noqa: E402
     Admit,
-    Append,
     Probe,
     Reject,
     Released,
@@ -324,18 +323,16 @@ def test_the_node_answers_admission_on_the_engine_thread(tmp_path: Path) -> None
         tokens = len(PROMPT) + len(one.tokens()) - 1
         asked: list[Any] = [
             Status(),
-            Probe(Append(SessionId("s"), 1, 40)),
-            Probe(Append(SessionId("s"), 7, 40)),
+            Probe(Seed(tokens)),
             Reserve(TurnId("two"), Seed(tokens)),
             ReleaseSession(SessionId("s")),
-            Probe(Append(SessionId("s"), 1, 40)),
+            ReleaseSession(SessionId("s")),
         ]
         return [await asyncio.wrap_future(rig.engine.call(item)) for item in asked]
 
-    status, here, stale, place, released, gone = rig.play(scenario)
+    status, quote, place, released, gone = rig.play(scenario)
     assert isinstance(status, StatusIs) and status.status.kv_bytes_free > 0
-    assert here == Admit(512, 0)
-    assert stale == Reject(WorkerRefusal.STALE_VERSION)
+    assert quote == Admit(0)
     assert isinstance(place, Reserved)
     assert released == Released()
     assert gone == Reject(WorkerRefusal.UNKNOWN_SESSION)

@@ -70,10 +70,7 @@ def test_the_routes_answer_for_the_engine_core(tmp_path: Path) -> None:
     status, page = report["inventory"]
     assert (status, page["incarnation"], page["last"]) == (200, unit["incarnation"], 7)
     assert report["no number"][0] == 400
-    assert report["admit"] == [
-        200,
-        {"type": "admit", "resident_tokens": 0, "ahead_prefill_tokens": 250},
-    ]
+    assert report["admit"] == [200, {"type": "admit", "ahead_prefill_tokens": 250}]
     for case, reason in {
         "too long": "too_long",
         "no room": "no_room",

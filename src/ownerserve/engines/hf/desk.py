@@ -1,7 +1,7 @@
 """The engine's desk: who is let in, and what the worker says of itself, on the cache's own thread.
 
 Translates the scheduler's and the cache's state into what admission asks; decides nothing. Owns the
-order of arrivals, and which request came for which place.
+order of arrivals.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.kv.wire.rpc import Request as Asked
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.node.admission import Admission, Arrived, Levels, Standing
+from ownerserve.node.admission import Admission, Arrived, Levels, Standing, probe_seed
 
 
 class LetIn(msgspec.Struct, frozen=True):
@@ -52,14 +52,13 @@ class Desk:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.admission = Admission(cache.holds)
+        self.admission = Admission(cache.sessions)
         self._cache = cache
         self._scheduler = scheduler
         self._identity = identity
         self._now = now
         self._block = cache.layout.block_tokens
         self._orders = count(1)
-        self._came_for: dict[str, int] = {}
         scheduler.promises = self
 
     # ---- asked over RPC
@@ -71,7 +70,7 @@ class Desk:
             case Status():
                 return StatusIs(self._load())
             case Probe(wanted):
-                return admission.probe(wanted, self._levels(), now)
+                return probe_seed(wanted, self.standing())
             case Reserve(turn_id, wanted):
                 order = next(self._orders)
                 return admission.reserve(
@@ -114,19 +113,11 @@ class Desk:
             number = request.reservation
             message = f"reservation {number} is not open here: it was used, released or has expired"
             return Rejected(place.reason, message)
-        self._came_for[request.request_id] = request.reservation
         whole = -(-tokens // self._block) * self._block
         if tokens > place.tokens and whole > self.standing().spare_tokens:
-            self.begun(request.request_id)
             message = f"{tokens} tokens are more than the {place.tokens} that were promised room"
             return Rejected(WorkerRefusal.NO_ROOM, message)
         return LetIn(place.order, is_promised=True)
-
-    def begun(self, request_id: str) -> None:
-        """The request has locked its own path, or is over. One without a place is no error."""
-        reservation = self._came_for.pop(request_id, None)
-        if reservation is not None:
-            self.admission.begun(reservation)
 
     # ---- step.Promises
 

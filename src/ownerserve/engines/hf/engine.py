@@ -30,7 +30,7 @@ from ownerserve.engines.hf.requests import Failed, Finished, Request, StreamEven
 from ownerserve.engines.hf.status import HfStatus
 from ownerserve.kv.wire.inventory import Page
 from ownerserve.kv.wire.rpc import Answer as RpcAnswer
-from ownerserve.kv.wire.rpc import Probe, Seed
+from ownerserve.kv.wire.rpc import Probe
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.admission import Standing, probe_seed
@@ -146,10 +146,10 @@ class Engine:
     def call(self, request: RpcRequest) -> Future[RpcAnswer]:
         """A request of the node's RPC port; from any thread. Raises EngineDead.
 
-        A seed's probe is answered at once, by what the last step left.
+        A probe is answered at once, by what the last step left.
         """
         answer: Future[RpcAnswer] = Future()
-        if isinstance(request, Probe) and isinstance(request.wanted, Seed):
+        if isinstance(request, Probe):
             answer.set_result(probe_seed(request.wanted, self.standing))
             return answer
         self._steps.inbox.put(Call(request, answer))

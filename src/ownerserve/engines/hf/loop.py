@@ -261,7 +261,6 @@ class StepLoop:
                 )
             )
         if isinstance(answer, Rejected):
-            self._desk.begun(request.request_id)
             self._emit(request.request_id, Failed(answer.reason, answer.message))
             self._metrics.refused(answer.reason)
             return
@@ -350,7 +349,6 @@ class StepLoop:
 
     def _admitted(self, admission: Admission) -> None:
         live = self._live[admission.request_id]
-        self._desk.begun(admission.request_id)
         request, restored = live.request, admission.restored
         if admission.turn_id != _turn_ids(request)[0]:
             return  # another choice of the same prompt, which found no room to fork
@@ -458,7 +456,6 @@ class StepLoop:
         live = self._live.pop(request_id, None)
         if live is None:
             return False
-        self._desk.begun(request_id)
         self._intake.forget(request_id)
         turn_ids = _turn_ids(live.request)
         for turn_id in turn_ids:

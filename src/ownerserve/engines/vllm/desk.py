@@ -35,7 +35,6 @@ from ownerserve.kv.wire.rpc import (
     Seed,
     Status,
     StatusIs,
-    Wanted,
 )
 from ownerserve.kv.wire.status import (
     ProfileStatement,
@@ -192,10 +191,8 @@ class Desk:
             case _:  # vLLM holds no places: its own queue does
                 return Reject(WorkerRefusal.UNKNOWN_RESERVATION)
 
-    def _probe(self, wanted: Wanted) -> Admit | Reject:
-        """vLLM's queue takes what fits its length; a version of a session it does not know."""
-        if not isinstance(wanted, Seed):
-            return Reject(WorkerRefusal.UNKNOWN_SESSION)
+    def _probe(self, wanted: Seed) -> Admit | Reject:
+        """vLLM's queue takes what fits its length."""
         status, limits = self._status(), self._limits
         if wanted.tokens > limits.sequence_tokens:
             return Reject(WorkerRefusal.TOO_LONG)
@@ -203,7 +200,7 @@ class Desk:
             return Reject(WorkerRefusal.QUEUE_FULL)
         if wanted.tokens * limits.token_bytes > status.kv_bytes_total > 0:
             return Reject(WorkerRefusal.NO_ROOM)
-        return Admit(resident_tokens=0, ahead_prefill_tokens=status.pending_prefill_tokens)
+        return Admit(ahead_prefill_tokens=status.pending_prefill_tokens)
 
     def _status(self) -> WorkerLoad:
         """The load after the last step. Made here and not in it: steps are many, questions few.

@@ -1,7 +1,7 @@
 """What is said on a node's RPC port, and how it is encoded. Version 1.
 
-`append` asks for the session's state at `version`, as the last turn's end told it; `seed` brings
-the whole prompt. node/admission.py says what the answers promise.
+A place is asked for by what the turn may take: an append that goes to its state comes unasked, and
+is judged as it arrives. node/admission.py says what the answers promise.
 
 A request is one msgpack frame `[version, request, nonce]`, an answer `[version, answer]`; requests
 and answers are tagged structs, whose unknown fields are ignored and whose new fields have defaults,
@@ -36,16 +36,6 @@ Nonce = NewType("Nonce", int)
 NO_NONCE = Nonce(0)
 
 
-class Append(msgspec.Struct, frozen=True, tag="append"):
-    """`new_tokens` more for a session whose state is here at `version`, and then an answer of
-    `output_tokens`."""
-
-    session_id: SessionId
-    version: int
-    new_tokens: int
-    output_tokens: int = 0
-
-
 class Seed(msgspec.Struct, frozen=True, tag="seed"):
     """A prompt of `tokens` tokens from its beginning, and then an answer of `output_tokens`."""
 
@@ -53,13 +43,9 @@ class Seed(msgspec.Struct, frozen=True, tag="seed"):
     output_tokens: int = 0
 
 
-Wanted = Append | Seed
-
-
 class Admit(msgspec.Struct, frozen=True, tag="admit"):
-    """The turn may come: `resident_tokens` of it are on the device, so much prefill is ahead."""
+    """The turn may come: so much prefill is ahead."""
 
-    resident_tokens: int
     ahead_prefill_tokens: int
 
 
@@ -74,7 +60,6 @@ class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
 
     reservation: int
     held_s: float
-    resident_tokens: int
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
@@ -94,14 +79,14 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
     """Would this turn be let in?"""
 
-    wanted: Wanted
+    wanted: Seed
 
 
 class Reserve(msgspec.Struct, frozen=True, tag="reserve"):
     """Hold a place for this turn."""
 
     turn_id: TurnId
-    wanted: Wanted
+    wanted: Seed
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
