@@ -78,7 +78,7 @@ class Publisher:
         for word in self._state.inventory:
             tier, said = Tier[word.tier.upper()], PrefixHash(bytes.fromhex(word.prefix_hash))
             if said:
-                here.add((self.publishing.name(said), tier))
+                here.add((self.publishing.name(said, SessionId(word.session)), tier))
             else:  # its name is that of the session's last prompt, as it was then
                 nameless.add((word.tokens, tier))
         records = process.world.state._records

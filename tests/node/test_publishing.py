@@ -18,7 +18,7 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.node.chains import Chains
 from ownerserve.node.inventory import Inventory
-from ownerserve.node.publishing import PART, Publishing
+from ownerserve.node.publishing import PART, Publishing, extent_name
 from ownerserve.plan.inputs import Tier as Place
 
 BLOCK = 16
@@ -50,8 +50,8 @@ class Worker:
         (outcome,) = self.directory.execute([request])
         return outcome
 
-    def name(self, blocks: int, branch: int = 0) -> PrefixHash:
-        return self.publishing.name(hash_prefix(text(blocks, branch), BLOCK)[-1])
+    def name(self, blocks: int, branch: int = 0, tenant: bytes = b"") -> PrefixHash:
+        return extent_name(bytes(32), hash_prefix(text(blocks, branch), BLOCK)[-1], tenant)
 
     def has(
         self, session: SessionId, place: Place, blocks: int, *, branch: int = 0, kinds: int = ALL
@@ -176,7 +176,7 @@ def test_two_sessions_on_one_prefix_are_one_copy() -> None:
 
 def test_a_directory_that_forgot_is_told_all_with_duties_and_groups() -> None:
     worker = Worker()
-    worker.publishing.grouped(S, "repo")
+    worker.publishing.belongs(S, group="repo")
     worker.has(S, Place.DEVICE, 3, kinds=MAIN_KINDS)
     worker.advance(S, 1, 3)
     for number in range(2 * PART):
@@ -218,6 +218,23 @@ def test_a_digest_that_is_learnt_a_moment_later_is_not_missed() -> None:
     worker.chains.digests(text(3), S)
     worker.tell_all()
     assert worker.copies(worker.name(3)) == {Tier.DEVICE: MAIN_KINDS}
+
+
+def test_equal_tokens_of_two_tenants_are_two_prefixes() -> None:
+    worker = Worker()
+    mine, theirs = (bytes([number]) * 32 for number in (1, 2))
+    digest = worker.chains.digests(text(3), S)[-1]
+    for session, tenant in ((S, mine), (F, theirs)):
+        worker.inventory.has(
+            session, Place.DISK, 3 * BLOCK, digest=digest, kinds=MAIN_KINDS, tenant=tenant
+        )
+    worker.tell_all()
+    names = [worker.name(3, tenant=tenant) for tenant in (mine, theirs)]
+    assert [worker.copies(one) for one in names] == [{Tier.DISK: MAIN_KINDS}] * 2
+    assert worker.copies(worker.name(3)) == {} and len(set(names)) == 2
+    worker.inventory.gone(F, Place.DISK)
+    worker.tell_all()
+    assert [worker.copies(one) for one in names] == [{Tier.DISK: MAIN_KINDS}, {}]
 
 
 def test_words_that_were_missed_are_made_good() -> None:

@@ -15,6 +15,8 @@ from itertools import islice
 from operator import attrgetter
 from threading import RLock
 
+from msgspec.structs import replace
+
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.wire.inventory import Has, Lost, Page, Word
@@ -69,34 +71,29 @@ class Inventory:
         *,
         digest: PrefixHash | None,
         kinds: int = 0,
+        tenant: bytes = b"",
     ) -> None:
-        """`tier` holds `kinds` of [0, tokens) of the session; 0 tokens: nothing."""
-        with self._lock:
-            self._say(session_id, tier, tokens, digest=digest, kinds=kinds)
-
-    def _say(
-        self,
-        session_id: SessionId,
-        tier: Tier,
-        tokens: int,
-        *,
-        digest: PrefixHash | None,
-        kinds: int,
-    ) -> None:
-        if tokens <= 0:
-            self.gone(session_id, tier)
-            return
+        """`tier` holds `kinds` of [0, tokens) of the session, which is `tenant`'s; 0 tokens:
+        nothing."""
         key = session_id, tier.value
         told = "" if digest is None else digest.hex()
+        with self._lock:
+            if tokens > 0:
+                self._say(key, Has(0, *key, tokens, told, kinds, tenant.hex()))
+            else:
+                self.gone(session_id, tier)
+
+    def _say(self, key: _Key, word: Has) -> None:
+        """Unless it says what was said, but for a digest that it lacks."""
         known = self._has.get(key)
         if (
             known is not None
-            and (known.tokens, known.kinds) == (tokens, kinds)
-            and told in ("", known.prefix_hash)
+            and word.prefix_hash in ("", known.prefix_hash)
+            and replace(word, number=known.number, prefix_hash=known.prefix_hash) == known
         ):
             return
         self.last += 1
-        self._has[key] = Has(self.last, session_id, tier.value, tokens, told, kinds)
+        self._has[key] = replace(word, number=self.last)
         self._has.move_to_end(key)
         self._gone.pop(key, None)
         if len(self._has) > self._has_kept:

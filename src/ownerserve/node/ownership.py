@@ -79,11 +79,12 @@ class Came(msgspec.Struct, frozen=True, gc=False):
 
 class Left(msgspec.Struct, frozen=True, gc=False):
     """A turn of the session has ended and left it at the last whole block of `tokens`. `group`: of
-    prefixes that share a repository or document."""
+    prefixes that share a repository or document; `tenant`: the salt of whom its state is."""
 
     session: SessionId
     tokens: Packed
     group: str = ""
+    tenant: bytes = b""
 
 
 class Over(msgspec.Struct, frozen=True, gc=False):
@@ -120,7 +121,7 @@ class Owning(Protocol):
 
     def tell(self, told: Told) -> None: ...
     def standing(self, session: SessionId) -> Grant | None: ...
-    def prefix_name(self, digest: PrefixHash) -> PrefixHash: ...
+    def prefix_name(self, digest: PrefixHash, session: SessionId) -> PrefixHash: ...
     def owner_of(self, session: SessionId) -> OwnerIs | None: ...
     def release(self, asked: ReleaseSession) -> Released | Reject: ...
     def start(self) -> None: ...
@@ -134,7 +135,7 @@ class Unowned:
     def standing(self, session: SessionId) -> Grant | None:
         return None
 
-    def prefix_name(self, digest: PrefixHash) -> PrefixHash:
+    def prefix_name(self, digest: PrefixHash, session: SessionId) -> PrefixHash:
         return digest
 
     def owner_of(self, session: SessionId) -> OwnerIs | None:
@@ -215,9 +216,9 @@ class Ownership:
             more = self._to_count[session]
         return grant if grant is None or not more else replace(grant, version=grant.version + more)
 
-    def prefix_name(self, digest: PrefixHash) -> PrefixHash:
-        """What grants call the prefix of this digest."""
-        return self.publishing.name(digest)
+    def prefix_name(self, digest: PrefixHash, session: SessionId) -> PrefixHash:
+        """What grants call the session's prefix of this digest."""
+        return self.publishing.name(digest, session)
 
     def owner_of(self, session: SessionId) -> OwnerIs | None:
         """Who owns the session, as far as was heard here: this unit, or whose guests its turns are.
@@ -311,9 +312,9 @@ class Ownership:
         hashed = self._chains.digests(left.tokens, left.session)
         if not hashed:
             return None
-        name, tokens = self.publishing.name(hashed[-1]), len(hashed) * self._block_tokens
-        if left.group:
-            self.publishing.grouped(left.session, left.group)
+        self.publishing.belongs(left.session, group=left.group, tenant=left.tenant)
+        name = self.publishing.name(hashed[-1], left.session)
+        tokens = len(hashed) * self._block_tokens
         return Tip(name, tokens, Tier.DEVICE, self._kinds, left.group)
 
     def _digest_at(self, session: SessionId, tokens: int) -> PrefixHash | None:

@@ -47,10 +47,11 @@ _Key = tuple[str, str]
 _Copy = tuple[PrefixHash, Tier]
 
 
-def extent_name(scope: bytes, digest: PrefixHash) -> PrefixHash:
+def extent_name(scope: bytes, digest: PrefixHash, tenant: bytes = b"") -> PrefixHash:
     """What the directory calls the prefix with this chain digest. `scope` is a digest of all else
-    that the state follows from: model, weights, numerics, tenant."""
-    return PrefixHash(hashlib.sha256(DOMAIN + scope + digest).digest())
+    that the state follows from (model, weights, numerics), `tenant` the salt of whom it belongs to;
+    empty: all may share it."""
+    return PrefixHash(hashlib.sha256(DOMAIN + scope + tenant + digest).digest())
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -98,6 +99,7 @@ class Publishing:
         self._copies: dict[_Copy, _Known] = {}
         self._duties: dict[PrefixHash, Epoch] = {}
         self._groups: dict[SessionId, str] = {}
+        self._tenants: dict[SessionId, bytes] = {}
         self._new: dict[_Copy, None] = {}
         self._gone: dict[_Copy, None] = {}
         self._left: dict[_Copy, tuple[_Key, int]] = {}
@@ -108,9 +110,9 @@ class Publishing:
         self._is_refused = False
         """Whether the directory did not take what went last; it goes with a later frame."""
 
-    def name(self, digest: PrefixHash) -> PrefixHash:
-        """What the directory calls the prefix."""
-        return extent_name(self._scope, digest)
+    def name(self, digest: PrefixHash, session_id: SessionId) -> PrefixHash:
+        """What the directory calls the session's prefix."""
+        return extent_name(self._scope, digest, self._tenants.get(session_id, b""))
 
     @property
     def has_backlog(self) -> bool:
@@ -127,9 +129,12 @@ class Publishing:
 
     # -- told ----------------------------------------------------------------------------------
 
-    def grouped(self, session_id: SessionId, group: str) -> None:
-        """The session belongs to a group of prefixes."""
-        self._groups[session_id] = group
+    def belongs(self, session_id: SessionId, *, group: str = "", tenant: bytes = b"") -> None:
+        """The session is one of a group, and a tenant's."""
+        if group:
+            self._groups[session_id] = group
+        if tenant:
+            self._tenants[session_id] = tenant
 
     def claimed(self, told: Advance, duty: Epoch | None) -> None:
         """A finished turn has told its session's tip; `duty`: and has last-copy duty for it."""
@@ -258,9 +263,11 @@ class Publishing:
         return said is not None or not kinds
 
     def _part_of(self, word: Has) -> Part | None:
+        session = SessionId(word.session)
+        self.belongs(session, tenant=bytes.fromhex(word.tenant))
         digest = PrefixHash(bytes.fromhex(word.prefix_hash))
-        known = digest or self._digest_at(SessionId(word.session), word.tokens)
-        return Part(self.name(known), word.tokens) if known else None
+        known = digest or self._digest_at(session, word.tokens)
+        return Part(self.name(known, session), word.tokens) if known else None
 
     def _shrink(self, key: _Key, holds: _Holds, tokens: int) -> None:
         """No more than `tokens` of the session are there."""
@@ -278,13 +285,15 @@ class Publishing:
             session = SessionId(key[0])
             if not any((session, word_of(tier)) in self._holds for tier in Tier):
                 self._groups.pop(session, None)
+                self._tenants.pop(session, None)
 
     def _goes_on(self, key: _Key, part: Part, tokens: int) -> bool:
         """Whether a session's [0, `tokens`) begins with `part`, as far as is known here."""
         if part.tokens > tokens:
             return False
-        digest = self._digest_at(SessionId(key[0]), part.tokens)
-        return digest is None or self.name(digest) == part.name
+        session = SessionId(key[0])
+        digest = self._digest_at(session, part.tokens)
+        return digest is None or self.name(digest, session) == part.name
 
     # -- copies --------------------------------------------------------------------------------
 

@@ -174,7 +174,12 @@ class Residency:
             tokens = there.depth * self._names.layout.block_tokens
             kinds = self._point_kinds if there.has_point else 0
             self._inventory.has(
-                tip.session_id, tier, tokens, digest=there.digest, kinds=kinds | self._range_kinds
+                tip.session_id,
+                tier,
+                tokens,
+                digest=there.digest,
+                kinds=kinds | self._range_kinds,
+                tenant=tip.tenant,
             )
             any_there = any_there or there.depth > 0
             if tier is Tier.DISK:

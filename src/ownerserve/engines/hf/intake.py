@@ -67,7 +67,11 @@ def take_over(
     if grant is None or session is None or grant.version == session.version:
         return False
     sealed, tip = grant.tokens // cache.layout.block_tokens, prompt.digest_at(grant.tokens)
-    if tip is None or sealed < session.sealed or ownership.prefix_name(tip) != grant.prefix_hash:
+    if (
+        tip is None
+        or sealed < session.sealed
+        or ownership.prefix_name(tip, session_id) != grant.prefix_hash
+    ):
         return False
     tail = session.tail if sealed == session.sealed and session.tip == tip else b""
     tokens = prompt.tokens[: grant.tokens * TOKEN_BYTES]

@@ -84,7 +84,7 @@ class SessionsHere:
         if is_name(session):
             self._tell(Came(SessionId(session)))
 
-    def ended(self, request: Any, tokens: Packed) -> None:
+    def ended(self, request: Any, tokens: Packed, tenant: bytes = b"") -> None:
         """A turn is here no more. Unless it was given up it leaves `tokens` computed, or was the
         session's last."""
         session = session_of(request)
@@ -96,7 +96,7 @@ class SessionsHere:
         if request.status.name == "FINISHED_ABORTED" or not is_name(session):
             return
         if not is_final(request):
-            self._tell(Left(SessionId(session), tokens))
+            self._tell(Left(SessionId(session), tokens, tenant=tenant))
         elif is_alone:  # else whoever said that it ends was wrong
             self._tell(Over(SessionId(session)))
 

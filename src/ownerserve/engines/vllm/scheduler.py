@@ -230,7 +230,7 @@ class SchedulerSide:
         ended = Ended(turn_id, restored, request.num_prompt_tokens, known)
         self._perform(effects + self.state.handle(ended, now), turn)
         self._tell_left()
-        self._sessions.ended(request, tokens)
+        self._sessions.ended(request, tokens, turn.tenant)
         self.holds.unpin(turn_id)
         self._device.forget(turn_id)
         self._measuring.forget(turn_id)
