@@ -152,11 +152,56 @@ def test_small_talk_is_no_session() -> None:
 
 def test_a_named_session_tells_what_it_begins_like() -> None:
     chain = ContentChain()
-    one = chain.first_turn("t/x/1", content([SYSTEM, said("a")]))
-    two = chain.first_turn("t/x/2", content([SYSTEM, said("b")]))
+    one = chain.first_turn("t/x/1", content([SYSTEM, said("a")]), scope=SCOPE)
+    two = chain.first_turn("t/x/2", content([SYSTEM, said("b")]), scope=SCOPE)
     assert one == Place("t/x/1")
     assert two.parent == "t/x/1"
     assert two.shared_bytes > 4000
+
+
+def test_sessions_that_begin_alike_are_a_group_under_one_name() -> None:
+    agents = Agents()
+    task = [SYSTEM, said("fix the bug in the parser", times=400)]
+    first = agents.turn([SYSTEM, said("read")]).session
+    assert agents.chain.group(first) is None  # nobody else began like it so far
+    second = agents.turn([*task, said("a")]).session
+    group = agents.chain.group(second)
+    assert group is not None
+    assert agents.chain.group(first) == group
+    third = agents.turn([*task, said("b")]).session  # it shares more with the second one
+    fork = agents.turn([*task, said("a"), said("go on")]).session  # its next turn
+    assert fork == second
+    assert agents.chain.group(third) == agents.chain.group(second) == group
+    chain = ContentChain()  # another gateway, which meets other sessions in another order
+    chain.first_turn("t/x/9", content([SYSTEM, said("write")]), scope=SCOPE)
+    chain.first_turn("t/x/8", content([SYSTEM, said("plan")]), scope=SCOPE)
+    assert chain.group("t/x/8") == chain.group("t/x/9") == group
+
+
+def test_a_group_is_of_one_tenant_and_goes_with_its_sessions() -> None:
+    chain, names = ContentChain(), {}
+    for tenant in ("t", "u"):
+        for number in range(2):
+            name = f"{tenant}/{number}"
+            part = content([SYSTEM, said(f"task {number}")], tenant=tenant)
+            chain.first_turn(name, part, scope=Scope(tenant))
+        names[tenant] = chain.group(f"{tenant}/0")
+        assert names[tenant] == chain.group(f"{tenant}/1")
+    assert names["t"] != names["u"]
+    assert None not in names.values()
+    chain.forget("t/0")
+    assert chain.group("t/0") is None
+
+
+def test_tools_and_a_system_field_are_a_head_of_their_own() -> None:
+    chain, head = ContentChain(), "You are an agent. " * 400
+    for number in range(3):
+        part = content([said(f"{number}", times=900)], system=head, tools=[{"name": "ls"}])
+        chain.first_turn(f"t/{number}", part, scope=SCOPE)
+    assert chain.group("t/0") == chain.group("t/1") == chain.group("t/2") is not None
+    other = content([said("0", times=900)], system=head, tools=[{"name": "cat"}])
+    chain.first_turn("t/other", other, scope=SCOPE)
+    assert chain.group("t/other") is None
 
 
 def test_memory_is_bounded_and_the_forgotten_leave_nothing() -> None:

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import answer_lines
+
 from ownerserve.kv.wire.turn_line import TurnLine, read_session_id, received
 
 Play = Callable[..., None]
@@ -30,13 +32,12 @@ def heard(world: World) -> list[tuple[TurnLine, str | None, dict[str, Any]]]:
 
 def says(model: str, *, life: int) -> dict[str, str]:
     """A worker's headers."""
-    told = {"incarnation": life, "rank": 0, "model": model}
-    return {f"x-ownerserve-{name}": str(value) for name, value in told.items()}
+    return answer_lines.said(life) | {"x-ownerserve-model": model}
 
 
 def conversation(task: str, turns: int, **fields: Any) -> bytes:
-    said = [{"role": "user", "content": f"{task} {turn} " * 400} for turn in range(turns)]
-    return json.dumps({"messages": said, **fields}).encode()
+    messages = [{"role": "user", "content": f"{task} {turn} " * 400} for turn in range(turns)]
+    return json.dumps({"messages": messages, **fields}).encode()
 
 
 def test_the_engines_session_id_is_the_name_and_never_the_clients(play: Play) -> None:
@@ -221,6 +222,31 @@ def test_a_parent_travels_by_its_name(play: Play) -> None:
         assert main.parent is None
         assert agent.parent == main.name != agent.name
         assert fork.parent == content.name != fork.name
+
+    play(scenario, engines=1)
+
+
+def test_sessions_that_share_a_head_travel_with_their_group(play: Play) -> None:
+    """By what they begin with, or by the client's word, which never leaves the gateway."""
+    shared = {"system": "You are an agent. " * 400}
+
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        for task, name in (("a", "s1"), ("b", "s2"), ("b", "s1")):
+            await client.post(CHAT, conversation(task, 1, **shared), x__session__id=name)
+        await client.post(CHAT, conversation("c", 1, **shared))
+        for key in ("one", "two"):
+            await client.post(
+                CHAT, conversation("d", 1), authorization=key, x__ownerserve__group="repo",
+                x__session__id="s3",
+            )  # fmt: skip
+        *alike, one, two = (line for line, _, _ in heard(world))
+        first, *others = (line.group for line in alike)
+        assert first is None  # nobody else had begun like it
+        assert len(set(others)) == 1 and others[0] is not None
+        assert one.group not in (None, "repo", others[0])
+        assert two.group not in (None, one.group)  # another tenant's
+        assert all(b"x-ownerserve-group" not in head for head, _ in world.engines[0].seen)
 
     play(scenario, engines=1)
 

@@ -22,11 +22,16 @@ chunks an octave, for sessions that only begin alike.
 | the same, nothing added, and that turn is still running | another sample: a fork |
 | an earlier tip, or a chunk | a new session, forked there |
 | nothing | a new session |
+
+**Groups.** Sessions that begin alike are a group (one system prompt and tools, one repository). Its
+name stands for the head that the first two of them shared; who shares that head with one of them
+joins, also when it shares more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -72,12 +77,23 @@ class Place(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Known(msgspec.Struct, gc=False):
-    """A session: its turns so far, how many of them run, and the keys that it has in the tables."""
+    """A session: its turns so far, how many of them run, the keys that it has in the tables, and
+    its group, whose head has so many bytes."""
 
     turn: int
     running: int
     tips: list[int]
     chunks: list[int]
+    group: str | None = None
+    group_bytes: int = 0
+
+
+class _Head(NamedTuple):
+    """What a body shares with `session`'s: so many bytes, `chunk` is the last whole one of them."""
+
+    session: SessionId
+    shared_bytes: int
+    chunk: int
 
 
 class _Tip(msgspec.Struct, frozen=True, gc=False):
@@ -129,22 +145,33 @@ class ContentChain:
                 else:
                     self._end_turn_at(tip.session, key, chunk=hashes[-1], offset=offset)
                 return Place(tip.session)
-        parent, shared = self._longest_chunk(content, hashes)
-        if tip is not None and at + content.root_bytes > shared:
-            parent, shared = tip.session, at + content.root_bytes
+        head = self._longest_chunk(content, hashes)
+        if tip is not None and (head is None or at + content.root_bytes > head.shared_bytes):
+            head = _Head(tip.session, at + content.root_bytes, tip.chunk)
         self._made += 1
         name = scope.name("content", f"{key:016x}", str(self._made))
         self._begin(name, hashes)
         self._end_turn_at(name, key, chunk=hashes[-1], offset=offset)
-        return Place(name, parent, shared)
+        if head is None:
+            return Place(name)
+        self._join(name, head, scope)
+        return Place(name, head.session, head.shared_bytes)
 
-    def first_turn(self, name: SessionId, content: Content) -> Place:
+    def first_turn(self, name: SessionId, content: Content, *, scope: Scope) -> Place:
         """A session that has a name comes for the first time: which one does it begin like?"""
         hashes = chunk_hashes(content)
-        parent, shared = self._longest_chunk(content, hashes)
+        head = self._longest_chunk(content, hashes)
         if name not in self._sessions:
             self._begin(name, hashes)
-        return Place(name, None, 0) if parent == name else Place(name, parent, shared)
+        if head is None or head.session == name:
+            return Place(name)
+        self._join(name, head, scope)
+        return Place(name, head.session, head.shared_bytes)
+
+    def group(self, session: SessionId) -> str | None:
+        """The name of the group that the session belongs to; None: nobody else began like it."""
+        known = self._sessions.get(session)
+        return None if known is None else known.group
 
     def ended(self, session: SessionId) -> None:
         """A turn of it runs no more."""
@@ -198,17 +225,30 @@ class ContentChain:
                     return tip, at + offset
         return None, 0
 
-    def _longest_chunk(self, content: Content, hashes: list[int]) -> tuple[SessionId | None, int]:
-        """The session whose first body is equal for longest, and for how many bytes."""
+    def _longest_chunk(self, content: Content, hashes: list[int]) -> _Head | None:
+        """The session whose first body is equal for longest."""
         for chunk in range(len(hashes) - 1, -1, -1):
             mark = self._marks.get(hashes[chunk])
             shared = _start_of(chunk) + content.root_bytes
             if mark is not None and mark.session is not None and shared >= CHUNK_BYTES:
                 self._touch(mark.session)
-                return mark.session, shared
-        return None, 0
+                return _Head(mark.session, shared, hashes[chunk])
+        return None
 
     # ---- keeping
+
+    def _join(self, name: SessionId, head: _Head, scope: Scope) -> None:
+        """The session shares that head: it is of its group, or the two begin one."""
+        known, like = self._sessions.get(name), self._sessions.get(head.session)
+        if known is None or like is None or known.group is not None:
+            return
+        if like.group is not None and like.group_bytes <= head.shared_bytes:
+            known.group, known.group_bytes = like.group, like.group_bytes
+            return
+        known.group = scope.name("group", "head", f"{head.chunk:016x}")
+        known.group_bytes = head.shared_bytes
+        if like.group is None:
+            like.group, like.group_bytes = known.group, known.group_bytes
 
     def _begin(self, name: SessionId, hashes: list[int]) -> None:
         while len(self._sessions) >= self._limit:

@@ -6,7 +6,7 @@
 |---|---|
 | name | the session's only name (router/naming.py); without it the turn belongs to no session |
 | parent | the session that this one was forked from, by the client's word or by its bytes |
-| group | sessions that share a head; read, and not sent yet |
+| group | of sessions that share a head, by what they begin with or by the client's word |
 | final | true: the session ends with this turn |
 | epoch | [[ordinal, nonce], counter]: the highest under which the gateway knows it owned; an |
 | | owner under a lower one finds out by it, and serves the turn as a guest |

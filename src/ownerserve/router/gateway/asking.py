@@ -17,7 +17,7 @@ import msgspec
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.content_chain import ContentChain
-from ownerserve.router.gateway.heads import RequestHead
+from ownerserve.router.gateway.heads import GROUP_HEADER, RequestHead
 from ownerserve.router.gateway.replies import Rejected
 from ownerserve.router.gateway.requests import Request
 from ownerserve.router.identity import (
@@ -38,7 +38,8 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
     """A request as the router needs it; `identity.session` and `arrive.session` are the name.
 
     `named_parent`: what a header says; `arrive.parent` is whose bytes it shares. `fields`: what the
-    body says, as far as it was read.
+    body says, as far as it was read. `group`: of sessions that share a head, by the client's word
+    or by what they begin with.
     """
 
     identity: Identity
@@ -46,6 +47,7 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
     scope: Scope
     named_parent: SessionId | None = None
     fields: BodyFields = NO_FIELDS
+    group: str | None = None
 
     @property
     def said(self) -> Span | None:
@@ -116,7 +118,17 @@ class Asking:
             scope,
             named_parent,
             fields,
+            self._group(identity, head, scope),
         )
+
+    def _group(self, identity: Identity, head: RequestHead, scope: Scope) -> str | None:
+        """A session's group; a client may name it (a repository, a document)."""
+        if identity.session is None:
+            return None
+        said = head.special.get(GROUP_HEADER)
+        if said:
+            return scope.name("group", "said", said.decode("latin-1"))
+        return self.chain.group(identity.session)
 
     def _resolved(self, identity: Identity) -> Identity:
         """The same under the session's own name."""
@@ -139,7 +151,7 @@ class Asking:
         if content is None:
             return identity, 0
         if identity.session is not None:
-            place = self.chain.first_turn(identity.session, content)
+            place = self.chain.first_turn(identity.session, content, scope=scope)
             parent = place.parent or identity.parent
             return msgspec.structs.replace(identity, parent=parent), place.shared_bytes
         found = self.chain.arrive(content, scope=scope)

@@ -33,10 +33,13 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
+GROUP_HEADER = b"x-ownerserve-group"
+"""A client's word for what several of its sessions share: a repository's or document's id."""
 _OURS = frozenset(
     {
         b"x-ownerserve-action",
         b"x-ownerserve-expected-cached-tokens",
+        GROUP_HEADER,
         b"x-ownerserve-priced",
         b"x-ownerserve-reason",
         b"x-ownerserve-reservation",

@@ -45,6 +45,7 @@ def turn_line_of(dispatch: Dispatch, asked: Asked, session: Session | None) -> T
     return TurnLine(
         name=dispatch.session,
         parent=asked.named_parent or asked.arrive.parent,
+        group=None if dispatch.session is None else asked.group,
         final=asked.identity.final,
         epoch=None if session is None else session.epoch,
         version=None if session is None or session.grant is None else session.grant.version,
