@@ -50,6 +50,11 @@ def test_policies_agree_and_staying_re_uses_more(tmp_path: Path) -> None:
         assert 1 <= policy["hotspot_index"] <= 2
         assert policy["wall_clock_factor"] > 1
         assert sum(policy["reasons"].values()) >= policy["requests"]
+        said = policy["directory_messages"]
+        for message in ("register", "bind", "advance", "publish", "renew_lease", "find_session"):
+            assert said.get(message, 0) > 0, message
+        assert 0 < policy["directory_frames"] <= sum(said.values())
+        assert policy["node_requests"]["reserve"] > 0
     assert stays["cached_token_share"] > spread["cached_token_share"]
     assert stays["prefill_tokens_saved"] > spread["prefill_tokens_saved"]
     resumed = result["cold_resume"]

@@ -231,7 +231,10 @@ def test_status_shows_a_session_a_prefix_and_a_group(served: DirectoryServer) ->
     assert _json(*status, "--session", "none")["session"] is None
     lost = ask.Publish(A, gone=((tip, Tier.DISK), (tip, Tier.DEVICE)))
     client.execute([lost])
-    assert _json(*status)["lost_copies"] == 1
+    counted = _json(*status)
+    assert counted["lost_copies"] == 1
+    asked: Any = counted["asked"]
+    assert (asked["advance"], asked["publish"], asked["find_group"]) == (1, 2, 1)
     shown = CliRunner().invoke(cli, [*status, "--session", "s1", "--group", "repo"])
     assert shown.exit_code == 0 and "last copies lost" in shown.stdout
     bad = CliRunner().invoke(cli, [*status, "--prefix", "xy"])

@@ -279,6 +279,7 @@ def _report(
     elif found.keys is not None:
         rows["records"] = f"{found.keys:,}"
     rows["last copies lost"] = f"{found.lost_copies:,}"
+    rows |= {f"asked: {name}": f"{number:,}" for name, number in sorted(found.asked.items())}
     for name, value in rows.items():
         table.add_row(name, value)
     for one in (table, *tables):

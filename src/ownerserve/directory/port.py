@@ -29,6 +29,8 @@ class DirectoryStatus(msgspec.Struct, frozen=True):
     keys: int | None = None
     lost_copies: int = 0
     """Last copies of what sessions stand on that were told as gone, since the service began."""
+    asked: dict[str, int] = {}
+    """Requests by type since the service began."""
 
 
 class Directory(Protocol):

@@ -84,7 +84,9 @@ class PolicyResult(msgspec.Struct, frozen=True):
     tokens computed by the busiest worker over the mean of all (1 = even). `wall_clock_factor`: how
     long the run took over how long it takes when answers cost no time (arrivals and tool gaps).
     `kv_bytes`: component -> bytes in use on all workers when the last turn ended. `reasons`: why
-    the gateway's decisions went where they did -> dispatches.
+    the gateway's decisions went where they did -> dispatches. `directory_messages`: what the
+    directory was asked, by type; workers did it in `directory_frames`. `node_requests`: what the
+    gateway asked of workers' nodes, by type.
     """
 
     requests: int
@@ -103,6 +105,9 @@ class PolicyResult(msgspec.Struct, frozen=True):
     pressure: Pressure
     first_errors: list[str]
     reasons: dict[str, int] = {}
+    directory_messages: dict[str, int] = {}
+    directory_frames: int = 0
+    node_requests: dict[str, int] = {}
 
     @property
     def heat_moves(self) -> int:
@@ -195,6 +200,12 @@ def policy_table(results: Mapping[str, PolicyResult]) -> Table:
     for component in dict.fromkeys(n for c in columns for n in c.pressure.spilled_slots):
         cells = [f"{c.pressure.spilled_slots.get(component, 0):,}" for c in columns]
         row(f"spilled to host memory: {component}", cells)
+    for message in sorted({message for c in columns for message in c.directory_messages}):
+        cells = [f"{c.directory_messages.get(message, 0):,}" for c in columns]
+        row(f"directory: {message}", cells)
+    row("directory: workers' frames", [f"{c.directory_frames:,}" for c in columns])
+    for request in sorted({request for c in columns for request in c.node_requests}):
+        row(f"node RPC: {request}", [f"{c.node_requests.get(request, 0):,}" for c in columns])
     for component in dict.fromkeys(name for c in columns for name in c.kv_bytes):
         cells = [format_bytes(c.kv_bytes.get(component, 0)) for c in columns]
         row(f"KV kept: {component}", cells)

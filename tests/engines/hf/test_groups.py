@@ -26,7 +26,7 @@ def fleet() -> Iterator[Fleet]:
 def test_the_tips_of_sessions_that_share_a_head_are_one_group(fleet: Fleet) -> None:
     gateway = fleet.gateways[0]
     for number in range(3):
-        messages = [SYSTEM, {"role": "user", "content": f"task {number}"}]
+        messages = [SYSTEM, {"role": "user", "content": f"task {number} " * 20}]
         answer = gateway.http.post(
             "/v1/chat/completions",
             json={"messages": messages, "max_tokens": 2, "temperature": 0},

@@ -82,20 +82,27 @@ class Child:
 
 
 class Fleet:
-    """Workers and the gateway in front of them. A context manager: leaving stops all."""
+    """A directory, workers and the gateway before them. A context manager: leaving stops all."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._children: list[Child] = []
         self.worker_urls: list[str] = []
-        self.gateway_url = self.admin_url = ""
+        self.directory_url = self.gateway_url = self.admin_url = ""
 
     def start(self, worker_arguments: Sequence[str], workers: int, policy: str) -> None:
-        """Start workers, wait for them, then the gateway over them. Raises PeerLost."""
-        pending = [self._spawn(f"worker-{i}", worker_arguments) for i in range(workers)]
+        """Start the directory, workers that own, then the gateway over them. Raises PeerLost."""
+        directory = self._spawn("directory", ["directory", "serve", "--new-fleet"])
+        [self.directory_url] = directory.wait_ready(30)
+        asking = ("--directory", self.directory_url)
+        pending = [
+            self._spawn(f"worker-{i}", [*worker_arguments, *asking, "--worker-id", f"worker-{i}"])
+            for i in range(workers)
+        ]
         self.worker_urls = [child.wait_ready(120)[0] for child in pending]
         over = [part for url in self.worker_urls for part in ("--worker", url)]
-        gateway = self._spawn("gateway", ["gateway", "--policy", policy, *GATEWAY_ARGUMENTS, *over])
+        options = ("--policy", policy, *GATEWAY_ARGUMENTS, *asking)
+        gateway = self._spawn("gateway", ["gateway", *options, *over])
         self.gateway_url, self.admin_url = gateway.wait_ready(30)
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> Child:

@@ -16,6 +16,7 @@ import msgspec
 
 from ownerserve.cli.demo.drive import Answer, SessionResult, run_conversations
 from ownerserve.cli.demo.processes import Fleet
+from ownerserve.cli.demo.spoken import metrics, spoken
 from ownerserve.cli.demo.workload import Conversation, Transcript, unserved_s
 from ownerserve.report.demo_table import PolicyResult, PoolUse, Pressure, spread
 
@@ -69,7 +70,15 @@ def run_policy(
         answers = [answer for session in sessions for answer in session.answers]
         factor = wall_clock_factor(took_s, setup.conversations)
         result = _result(sessions, answers, fleet.worker_urls, factor=factor)
-        return msgspec.structs.replace(result, reasons=_reasons(fleet.admin_url)), answers
+        said = spoken(fleet)
+        result = msgspec.structs.replace(
+            result,
+            reasons=_reasons(fleet.admin_url),
+            directory_messages=said.directory,
+            directory_frames=said.frames,
+            node_requests=said.node,
+        )
+        return result, answers
 
 
 class _Counted(msgspec.Struct):
@@ -93,8 +102,8 @@ DISPATCHES = re.compile(r'^ownerserve_dispatches_total\{reason="(\w+)"\} (\S+)$'
 
 def _reasons(admin_url: str) -> dict[str, int]:
     """Why the gateway sent turns where it did: its own count of dispatches."""
-    metrics = httpx.get(f"{admin_url}/metrics", timeout=30, trust_env=False).raise_for_status().text
-    return {name: int(float(count)) for name, count in DISPATCHES.findall(metrics)}
+    found = DISPATCHES.findall(metrics(admin_url))
+    return {name: int(float(count)) for name, count in found}
 
 
 def _pressure(url: str) -> Pressure:
@@ -103,8 +112,7 @@ def _pressure(url: str) -> Pressure:
     pressure = counted.counters
     blocks = pressure.evicted_tokens // _ask(url, "status", _Device).device.block_tokens
     pressure.evicted_blocks = dict.fromkeys(counted.cached_tokens, blocks)
-    metrics = httpx.get(f"{url}/metrics", timeout=30, trust_env=False).raise_for_status().text
-    pressure.spilled_slots = {name: int(float(n)) for name, n in SPILLED.findall(metrics)}
+    pressure.spilled_slots = {name: int(float(n)) for name, n in SPILLED.findall(metrics(url))}
     return pressure
 
 

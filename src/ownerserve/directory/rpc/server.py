@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from threading import Event, Thread
 
 from msgspec.structs import replace
@@ -60,6 +61,7 @@ class DirectoryServer:
         self._thread = Thread(target=self._serve, name="directory", daemon=True)
         self._swept_s = time.monotonic()
         self._lost_copies = 0
+        self._asked: Counter[str] = Counter()
 
     def start(self) -> None:
         """Begin to answer."""
@@ -101,6 +103,7 @@ class DirectoryServer:
             if isinstance(question, Batch)
             for request in question.requests
         ]
+        self._asked.update(tag_of(request) for request in requests)
         outcomes = iter(self._executed(requests))
         for envelope, question in questions:
             answer: Answer
@@ -134,6 +137,11 @@ class DirectoryServer:
                 status = self._directory.forget()
             else:
                 status = self._directory.status()
-            return StatusIs(replace(status, lost_copies=self._lost_copies))
+            return StatusIs(replace(status, lost_copies=self._lost_copies, asked=dict(self._asked)))
         except OwnerServeError as error:
             return Failed(str(error))
+
+
+def tag_of(request: Request) -> str:
+    """The request's type, as it is called on the wire."""
+    return str(request.__struct_config__.tag)

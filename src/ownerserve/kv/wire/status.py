@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
+from typing import Annotated
 
 import msgspec
 
@@ -31,6 +32,9 @@ OLDEST = 1
 
 COUNT_MAX = 1 << 53
 """Tokens, sequences and bytes above this are a fault and no machine."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
+AS_OF_MAX_S = 1e11
+"""Three thousand years of seconds: a load from no time would outlast all later ones."""
 MS_MAX = 1e9
 """No pass, step or latency takes eleven days."""
 RATE_MAX = 1e12
@@ -70,13 +74,13 @@ class UnitStatement(msgspec.Struct, frozen=True):
 class LoadStatement(msgspec.Struct, frozen=True, kw_only=True):
     """A WorkerLoad without its unit, in the words of the record."""
 
-    as_of_s: float = 0.0
-    pending_prefill_tokens: int = 0
-    running_sequences: int = 0
-    waiting_sequences: int = 0
-    kv_bytes_free: int = 0
-    kv_bytes_evictable: int = 0
-    kv_bytes_total: int = 0
+    as_of_s: Annotated[float, msgspec.Meta(ge=0, le=AS_OF_MAX_S)] = 0.0
+    pending_prefill_tokens: Count = 0
+    running_sequences: Count = 0
+    waiting_sequences: Count = 0
+    kv_bytes_free: Count = 0
+    kv_bytes_evictable: Count = 0
+    kv_bytes_total: Count = 0
 
 
 class SpeedStatement(msgspec.Struct, frozen=True, kw_only=True):

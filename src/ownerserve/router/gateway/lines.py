@@ -42,11 +42,12 @@ class Lines:
     """A line to each worker that tells where its RPC port is, and that can be reached there.
 
     `counts`: `late`, places that came when nobody waited any more; `cancelled`, workers' answers to
-    a Cancel.
+    a Cancel. `asked`: requests by type, each once however often it was said.
     """
 
     def __init__(self, *, key: FleetKey | None = None) -> None:
         self.counts: Counter[str] = Counter()
+        self.asked: Counter[str] = Counter()
         self._key = key
         self._lines: dict[WorkerId, Line] = {}
 
@@ -68,7 +69,11 @@ class Lines:
             if is_loopback(host) or not is_loopback(rpc_host):
                 place = host if rpc_host in EVERYWHERE else rpc_host
                 self._lines[worker] = Line(
-                    address, address.replace(rpc_host, place, 1), counts=self.counts, key=self._key
+                    address,
+                    address.replace(rpc_host, place, 1),
+                    key=self._key,
+                    counts=self.counts,
+                    asked=self.asked,
                 )
         except (zmq.ZMQError, InvalidInput) as error:
             log.warning("worker %s: its RPC address %s: %s", worker, address, error)
@@ -88,10 +93,17 @@ class Line:
     """One connection; requests and answers by number."""
 
     def __init__(
-        self, stated: str, address: str, *, counts: Counter[str], key: FleetKey | None
+        self,
+        stated: str,
+        address: str,
+        *,
+        key: FleetKey | None,
+        counts: Counter[str],
+        asked: Counter[str],
     ) -> None:
         self.stated, self.address = stated, address
         self._counts = counts
+        self._asked = asked
         self.holds_places = True
         """False once the worker has said that it holds none (vLLM): it is asked no more."""
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -106,7 +118,7 @@ class Line:
         """The answer; None when there is none in time, or the line is closed. Whoever stops
         waiting, also by being cancelled, calls the request off."""
         future: asyncio.Future[Said | None] = asyncio.get_running_loop().create_future()
-        number, nonce = self._number(), new_nonce()
+        number, nonce = self._number(request), new_nonce()
         self._waiting[number] = future
         left_s = within_s
         try:
@@ -126,9 +138,11 @@ class Line:
 
     def tell(self, request: Request | Cancel) -> None:
         """Say something whose answer changes nothing."""
-        self._send(self._number(), encode(request))
+        self._send(self._number(request), encode(request))
 
-    def _number(self) -> bytes:
+    def _number(self, request: Request | Cancel) -> bytes:
+        """Count the request; its number here."""
+        self._asked[str(request.__struct_config__.tag)] += 1
         return next(self._numbers).to_bytes(NUMBER_BYTES, "big")
 
     def close(self) -> None:

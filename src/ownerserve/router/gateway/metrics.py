@@ -58,7 +58,7 @@ class GatewayCollector(Collector):
         )
         yield _histogram("duration_seconds", "Arrival to the answer's end.", observer.duration_s)
         yield from self._receipts()
-        yield from self._answer_lines()
+        yield from self._nodes()
         for kind in ("prompt", "cached", "output"):
             yield CounterMetricFamily(
                 f"ownerserve_{kind}_tokens",
@@ -135,34 +135,35 @@ class GatewayCollector(Collector):
             "Tokens that sessions' last turns had left and that were not at hand for their next.",
             value=observer.lost_tokens,
         )
-        places = CounterMetricFamily(
-            "ownerserve_places",
-            "What workers said when asked for a place before a turn was sent.",
-            labels=["outcome"],
-        )
-        for outcome, value in self._gateway.places.counts.items():
-            places.add_metric([outcome], value)
-        yield places
-        releases = CounterMetricFamily(
-            "ownerserve_releases",
-            "What owners answered when asked to hand a session over to where its turn was done.",
-            labels=["outcome"],
-        )
-        for outcome, value in self._gateway.releasing.counts.items():
-            releases.add_metric([outcome], value)
-        yield releases
-        if self._gateway.finder is not None:
-            yield _directory_answers(self._gateway.finder.answers)
 
-    def _answer_lines(self) -> Iterator[Metric]:
-        problems = CounterMetricFamily(
-            "ownerserve_answer_line_problems",
-            "Fields of workers' x-ownerserve-answer that could not be used.",
-            labels=["field"],
+    def _nodes(self) -> Iterator[Metric]:
+        """What was asked of workers' nodes and of the directory, and what answers said badly."""
+        gateway = self._gateway
+        yield _counts(
+            "places",
+            "What workers said when asked for a place before a turn was sent.",
+            outcome=gateway.places.counts,
         )
-        for field, value in self._gateway.observer.bad_lines.items():
-            problems.add_metric([field], value)
-        yield problems
+        yield _counts(
+            "releases",
+            "What owners answered when asked to hand a session over to where its turn was done.",
+            outcome=gateway.releasing.counts,
+        )
+        yield _counts(
+            "node_requests", "Requests on workers' RPC ports, by type.", request=gateway.lines.asked
+        )
+        yield _counts(
+            "answer_line_problems",
+            "Fields of workers' x-ownerserve-answer that could not be used.",
+            field=gateway.observer.bad_lines,
+        )
+        if gateway.finder is not None:
+            yield _counts(
+                "directory_answers",
+                "What the directory answered when asked who owns a session: outcomes, and refusals "
+                "by reason.",
+                answer=gateway.finder.answers,
+            )
 
     def _workers(self) -> Iterator[Metric]:
         for name, text, attribute in _PER_WORKER:
@@ -210,15 +211,12 @@ class GatewayCollector(Collector):
         )
 
 
-def _directory_answers(answers: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(
-        "ownerserve_directory_answers",
-        "What the directory answered when asked who owns a session: outcomes, and refusals by "
-        "reason.",
-        labels=["answer"],
-    )
-    for answer, value in answers.items():
-        family.add_metric([answer], value)
+def _counts(name: str, text: str, **counts: Mapping[str, int]) -> Metric:
+    """A counter with one label, named like the only one of `counts`."""
+    ((label, values),) = counts.items()
+    family = CounterMetricFamily(f"ownerserve_{name}", text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
     return family
 
 
