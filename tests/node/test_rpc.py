@@ -11,7 +11,8 @@ import pytest
 import zmq
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import TurnId
+from ownerserve.kv.ids import Incarnation, TurnId, WorkerId
+from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     MAX_FRAME_BYTES,
@@ -28,14 +29,20 @@ from ownerserve.kv.wire.rpc import (
     Reserve,
     Reserved,
     Seed,
+    Status,
+    StatusIs,
     decode_answer,
     encode,
 )
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.rpc.flights import REMEMBERED, Flights
 from ownerserve.node.rpc.server import RpcServer
 
 PLACE = Reserve(TurnId("t"), Seed(100))
 SOON_S = 5.0
+HUGE = WorkerLoad(
+    RoutingUnit(WorkerId("w" * MAX_FRAME_BYTES), 0, Incarnation(1)), 1.0, 0, 0, 0, 1, 2
+)
 
 
 class BusyEngine:
@@ -61,6 +68,8 @@ class BusyEngine:
 
     def answer(self, request: Request) -> Answer:
         match request:
+            case Status():
+                return StatusIs(HUGE)
             case Reserve():
                 self.numbers += 1
                 return Reserved(self.numbers, 10.0)
@@ -208,6 +217,22 @@ def test_a_frame_that_is_too_long_is_refused_and_the_connection_lives(
     engine.step()
     assert line.hears() == (1, Released()), "what was in flight on it is answered still"
     assert "a frame of 2097152 bytes, at most 1048576" in caplog.text
+
+
+def test_an_answer_that_is_too_long_is_a_refusal_and_the_port_lives(
+    engine: BusyEngine, server: RpcServer, line: Line, caplog: pytest.LogCaptureFixture
+) -> None:
+    line.say(1, Status())
+    while engine.inbox.empty():
+        time.sleep(0.001)
+    engine.step()
+    assert line.hears() == (1, Reject(WorkerRefusal.MALFORMED))
+    line.say(2, Release(1))
+    while engine.inbox.empty():
+        time.sleep(0.001)
+    engine.step()
+    assert line.hears() == (2, Released())
+    assert "at most 1048576" in caplog.text
 
 
 def test_answers_are_remembered_for_a_bounded_number_of_nonces() -> None:

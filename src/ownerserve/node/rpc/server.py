@@ -205,7 +205,12 @@ class RpcServer:
 
     def _send(self, envelope: list[bytes], answer: Said) -> None:
         try:
-            self._socket.send_multipart([*envelope, encode(answer)], zmq.NOBLOCK)
+            data = encode(answer)
+        except InvalidInput as error:
+            log.warning("an RPC answer is not sent: %s", error)
+            data = encode(Reject(WorkerRefusal.MALFORMED))
+        try:
+            self._socket.send_multipart([*envelope, data], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             log.info("an RPC answer was not sent: %s", error)
 
