@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -16,6 +17,7 @@ from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.ownership import LEASE_S, Ownership
 from ownerserve.sim.turns import prefix_name
+from ownerserve.sim.workload import Capped, Shape
 
 DELAY_S = 0.002
 ASKED_S = FLUSH_S + DELAY_S
@@ -222,3 +224,28 @@ def test_a_worker_where_a_turn_of_the_session_is_keeps_it() -> None:
     heap.run(until_s=heap.now + SETTLED_S)
     assert fleet.ownership.standing(S, source.unit, heap.now) == owned
     assert source.cache.sessions.get(S) is not None
+
+
+def test_a_fleet_tells_the_directory_each_turn_and_the_end_of_each_session() -> None:
+    """Sessions that never move: their records count the turns that were served so far."""
+    built = ready(agents(4, 5), setup("sticky", workers=2, shape=Shape(mode=Capped(4))))
+    fleet, heap = built.fleet, built.heap
+    fleet.begin()
+    while fleet.is_busy and len(fleet.rows) < 12:
+        heap.run_some(1)
+    heard: dict[int, Claimed] = {}
+
+    def hear(number: int, claimed: Claimed | None, _now: float) -> None:
+        if claimed is not None:
+            heard[number] = claimed
+
+    for number in (0, 2):  # the others have sub-agents
+        fleet.ownership.find(SessionId(f"s{number}"), partial(hear, number), heap.now + ASKED_S)
+    heap.run(until_s=heap.now + 2 * ASKED_S)
+    served = Counter(int(number) for number in fleet.rows.table()["session"])
+    assert heard and all(claimed.version == served[number] for number, claimed in heard.items())
+    while fleet.is_busy:
+        heap.run_some(100)
+    heap.run(until_s=heap.now + SETTLED_S)
+    fleet.check()
+    assert not fleet.ownership.state.counts().sessions
