@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from ownerserve.report.figures.panels import Panel, Panels, panels
 from ownerserve.report.page import Verdict
 from ownerserve.sim.pool import run_tasks
 from ownerserve.sim.run import Result, simulate
+from ownerserve.sim.setup import Setup
 from ownerserve.sim.suites import goal, s002_baselines, s002_coupling, s002_pillars, s002_trace
 from ownerserve.sim.suites.base import (
     Drawing,
@@ -375,3 +379,27 @@ def test_a_number_that_is_not_told_is_none_or_an_error() -> None:
     assert at({"a": None}, "a.b") is None
     with pytest.raises(LookupError, match="tells no"):
         known({"a": None}, "a")
+
+
+def test_a_signal_to_end_ends_the_whole_evaluation_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not the run under way alone, as one that has failed."""
+    begun: list[str] = []
+
+    def hit(trace: Trace, setup: Setup, *_: object) -> None:
+        begun.append(setup.policy)
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000):
+            time.sleep(0.001)
+
+    monkeypatch.setattr("ownerserve.sim.suites.run.simulate", hit)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        done = CliRunner().invoke(
+            command,
+            ["--quick", "--only", "goal", "--jobs", "1", "--out", str(tmp_path)],
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert done.exit_code == 1 and len(begun) == 1

@@ -101,7 +101,7 @@ def command(
 
 
 def _interrupted(*_: object) -> None:
-    raise click.Abort
+    raise KeyboardInterrupt
 
 
 def _run(
