@@ -6,7 +6,7 @@ import asyncio
 import json
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class FakeEngine:
         """The next turn's connection is closed without a word."""
         self.is_mute = False
         """A turn gets no answer."""
+        self.is_hung = False
+        """Nothing gets an answer, as of a process that was stopped (SIGSTOP)."""
         self.never_lists = False
         """/v1/models gets no answer."""
         self._writers: set[asyncio.StreamWriter] = set()
@@ -75,6 +77,8 @@ class FakeEngine:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = header(head, b"content-length")
                 body = await reader.readexactly(int(length or 0))
+                if self.is_hung:
+                    await asyncio.Event().wait()
                 if b"\r\nx-request-id:" in head:  # else the gateway's own probes
                     self.seen.append((head, body))
                     if self.drops_next:
@@ -117,6 +121,11 @@ class FakeEngine:
         if path.startswith(b"/v1/stream"):
             await self._stream(reader, writer)
             return
+        if path.startswith(b"/v1/slow"):
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n")
+            async for piece in self._pieces():
+                writer.write(piece)
+            return
         if path.startswith(b"/v1/big"):
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (64 << 20))
             for _ in range(64):
@@ -151,6 +160,13 @@ class FakeEngine:
             data = [{"id": name, "max_model_len": 4096} for name in self.lists]
             return 200, json.dumps({"object": "list", "data": data}).encode()
         return None
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        """One byte for each time that `go_on` is set."""
+        while True:
+            await self.go_on.wait()
+            self.go_on.clear()
+            yield b"x"
 
     async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")

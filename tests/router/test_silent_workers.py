@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,10 @@ from ownerserve.router.gateway.config import Address, Config, parse_worker
 from ownerserve.router.gateway.health import HealthMonitor
 from ownerserve.router.gateway.inventory import InventoryReader
 from ownerserve.router.gateway.pool import WorkerPool
-from ownerserve.router.messages import Down, WorkerDown, WorkerUp
+from ownerserve.router.messages import Down, Failure, WorkerDown, WorkerUp
 from ownerserve.router.profile import Profile
+
+World = Any  # conftest.World; a test module can't import its conftest
 
 WAIT_S = 60.0
 ACCESS = open_access(None, None)
@@ -64,3 +67,73 @@ def test_a_silent_inventory_is_given_up_and_asked_again() -> None:
             assert reader.counts["failed"] == times
 
     before_a_silent_worker("http", scenario)
+
+
+PROBED = {"health_interval_s": 0.02, "health_timeout_s": 0.1}
+
+
+def test_a_turn_at_a_worker_that_hangs_before_its_first_byte_goes_to_another(
+    play: Callable[..., None],
+) -> None:
+    """The worker took the turn, then stopped: being taken out ends the wait there."""
+
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        first = world.engine_of(await client.post("/v1/chat/completions", x__session__id="a"))
+        (other,) = [engine for engine in world.engines if engine is not first]
+        first.is_hung = True
+        answer = await client.post("/v1/chat/completions", x__session__id="a")
+        assert (answer.status, answer["x-ownerserve-reason"]) == (200, "retry_other_worker")
+        assert world.engine_of(answer) is other
+        assert world.gateway.state.account.failures[Failure.SILENT] == 1
+
+    play(scenario, engines=2, **PROBED)
+
+
+def test_with_nobody_else_a_turn_at_a_worker_that_hangs_is_refused(
+    play: Callable[..., None],
+) -> None:
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        world.engines[0].is_hung = True
+        assert (await client.post("/v1/chat/completions")).status == 502
+
+    play(scenario, engines=1, **PROBED)
+
+
+def test_an_answer_that_stops_in_its_middle_is_broken_off_when_its_worker_is_taken_out(
+    play: Callable[..., None],
+) -> None:
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        (engine,) = world.engines
+        client.writer.write(b"POST /v1/stream HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\n\r\n{}")
+        await client.reader.readuntil(b"data: 0")
+        engine.is_hung = True
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await client.reader.readuntil(b"data: 1")
+        assert world.gateway.state.account.broken == 1
+
+    play(scenario, engines=1, **PROBED)
+
+
+def test_an_answer_that_goes_on_is_left_alone_though_its_worker_is_taken_out(
+    play: Callable[..., None],
+) -> None:
+    """Probes may go unanswered at a worker that is merely busy."""
+
+    async def scenario(world: World) -> None:
+        (engine,), (pool,) = world.engines, world.gateway.pools.values()
+        client = await world.client()
+        client.writer.write(b"POST /v1/slow HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\n\r\n{}")
+        await client.reader.readuntil(b"\r\n\r\n")
+        for _ in range(3):
+            pool.found_out()
+            engine.go_on.set()
+            assert await client.reader.readexactly(1) == b"x"
+        pool.found_out()
+        pool.found_out()
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await client.reader.readexactly(1)
+
+    play(scenario, engines=1)

@@ -100,6 +100,8 @@ class Failure(Label):
     """No connection could be made: nobody listens there."""
     CLOSED = "closed"
     """The worker closed a fresh connection without an answer."""
+    SILENT = "silent"
+    """The worker was taken out since, and nothing came: it took the turn and hangs."""
     MALFORMED = "malformed"
     """The answer was no HTTP."""
     REFUSED = "refused"

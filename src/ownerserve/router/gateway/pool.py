@@ -1,6 +1,7 @@
 """The connections to one worker: the idle ones, kept for the next request.
 
-Owns who is idle. The last one used is the first one taken: it is the least likely to be stale.
+Owns who is idle and who is not. The last one used is the first one taken: it is the least likely
+to be stale.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class WorkerPool:
         self._tls = access.tls if address.scheme == "https" else None
         self._connect_timeout_s = connect_timeout_s
         self._idle: dict[UpstreamConnection, None] = {}
+        self._busy: set[UpstreamConnection] = set()
 
     @property
     def idle(self) -> int:
@@ -34,6 +36,7 @@ class WorkerPool:
         if not self._idle:
             return None
         connection, _ = self._idle.popitem()
+        self._busy.add(connection)
         self.reused += 1
         return connection
 
@@ -55,8 +58,13 @@ class WorkerPool:
         self.opened += 1
         return connection
 
+    def begun(self, connection: UpstreamConnection) -> None:
+        """`connection` is open, for whoever had it made."""
+        self._busy.add(connection)
+
     def give_back(self, connection: UpstreamConnection) -> None:
         """`connection` has finished an exchange and may carry another."""
+        self._busy.discard(connection)
         if len(self._idle) >= IDLE_MAX:
             connection.close()
             return
@@ -66,6 +74,13 @@ class WorkerPool:
     def forget(self, connection: UpstreamConnection) -> None:
         """`connection` is closed."""
         self._idle.pop(connection, None)
+        self._busy.discard(connection)
+
+    def found_out(self) -> None:
+        """A probe found the worker out of reach: who has heard nothing since the last one that did
+        waits no longer."""
+        for connection in list(self._busy):
+            connection.give_up_if_silent()
 
     def close_idle(self) -> None:
         for connection in list(self._idle):

@@ -33,6 +33,7 @@ from ownerserve.router.gateway.releasing import Releasing
 from ownerserve.router.messages import (
     Arrive,
     Claimed,
+    Down,
     Drain,
     Gone,
     ReleaseEnded,
@@ -192,10 +193,12 @@ class Gateway:
                     self.lives.up(unit, None if stated is None else stated.unit.worker)
                 rpc = None if stated is None else stated.profile.rpc
                 self.lines.learn(worker, self.pools[worker].address.host, rpc)
-            case WorkerDown(worker):
+            case WorkerDown(worker, why):
                 self.lives.down(worker)
                 self.lines.learn(worker, self.pools[worker].address.host, None)
                 self.pools[worker].close_idle()
+                if why is Down.UNHEALTHY:  # one that nobody listens at may be ending what it has
+                    self.pools[worker].found_out()
             case Stamped():
                 return
         names = {name for one in self.state.fleet for name in one.profile.names}

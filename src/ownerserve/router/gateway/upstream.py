@@ -48,12 +48,15 @@ class UpstreamConnection(asyncio.Protocol):
         self._reader = AnswerReader()
         self._sink: Sink | None = None
         self._paused = False
+        self._was_silent = False
+        """Whether it was asked to give up, and has heard nothing since."""
 
     # What an exchange may do
 
     def send(self, head: bytes, body: bytes, *, method: bytes, sink: Sink) -> None:
         """Send a request and report the answer to `sink`."""
         self._sink = sink
+        self._was_silent = False
         self._reader.begin(method)
         transport = self._transport
         if transport is None or transport.is_closing():  # the loop has not told us yet
@@ -86,6 +89,16 @@ class UpstreamConnection(asyncio.Protocol):
         """Body bytes of the last read, without chunk frames."""
         return self._reader.payload
 
+    def give_up_if_silent(self) -> None:
+        """The worker is out of reach: end the wait, unless something has come since this was last
+        called, or the client is who keeps us waiting."""
+        if self._sink is None or self._paused:
+            return
+        if self._was_silent:
+            self._lose(Failure.SILENT)
+        else:
+            self._was_silent = True
+
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
@@ -94,9 +107,11 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._pool.begun(self)
 
     def data_received(self, data: bytes) -> None:
         sink, reader = self._sink, self._reader
+        self._was_silent = False
         if sink is None:  # a worker speaks out of turn: what follows can't be trusted
             self.abort()
             return
