@@ -158,6 +158,7 @@ def test_the_owner_is_asked_and_its_word_is_followed(
                 assert await turn() is owner
         assert node.asked == [wanted] * times
         assert gateway.releasing.counts == {outcome: times}
+        assert gateway.lines.asked["release_session"] == times
         node.close()
 
     play(

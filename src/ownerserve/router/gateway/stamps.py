@@ -46,7 +46,7 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
     tokens: int
 
 
-class Grant(msgspec.Struct, frozen=True, gc=False):
+class Owned(msgspec.Struct, frozen=True, gc=False):
     """Who owns the turn's session under which epoch, after how many turns; `unit` is the
     directory's name of it."""
 
@@ -62,7 +62,7 @@ class Stamp(msgspec.Struct, frozen=True, gc=False):
     unit: RoutingUnit | None = None
     status: WorkerLoad | None = None
     extent: Extent | None = None
-    owned: Grant | None = None
+    owned: Owned | None = None
     mode: ExecutionMode | None = None
     lost_tokens: int = 0
 
@@ -133,10 +133,10 @@ def _status(unit: RoutingUnit, line: AnswerLine) -> WorkerLoad | None:
     )
 
 
-def _owned(unit: RoutingUnit, line: AnswerLine) -> Grant | None:
+def _owned(unit: RoutingUnit, line: AnswerLine) -> Owned | None:
     """A worker that names itself is meant in this life."""
     owner = line.owner
     if owner is None or line.epoch is None:
         return None
     is_itself = (owner.incarnation, owner.dp_rank) == (unit.incarnation, unit.dp_rank)
-    return Grant(unit if is_itself else owner, line.epoch, line.version or 0)
+    return Owned(unit if is_itself else owner, line.epoch, line.version or 0)
