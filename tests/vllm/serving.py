@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 import pytest
+import tiny
 from fleet import ROOT, vllm_python
 
 from ownerserve.cli.demo.processes import Child
 
 SERVE_S = 240.0
+PROMPT_TOKENS = 1200
+"""Those of an agent's first turn."""
 FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--block-size", "32"]
 FLAGS += ["--num-gpu-blocks-override", "300", "--kv-cache-memory-bytes", str(1 << 30)]
 FLAGS += ["--generation-config", "vllm", "--served-model-name", "tiny"]
@@ -125,3 +128,32 @@ def gateway(workers: Sequence[str], folder: Path, *more: str) -> Iterator[tuple[
         yield url, admin
     finally:
         child.stop()
+
+
+class Agent:
+    """A session that goes on from its own answers."""
+
+    def __init__(self, url: str, name: str, seed: int) -> None:
+        self.url = url
+        self.name = name
+        self.tokens = tiny.prompt(PROMPT_TOKENS, seed=seed)
+
+    def turn(self, **more: str) -> dict[str, str]:
+        """The answer's header lines, and `cached`."""
+        body = {
+            "model": "tiny", "prompt": self.tokens, "max_tokens": 4, "temperature": 0,
+            "return_token_ids": True,
+        }  # fmt: skip
+        headers = {"x-session-id": self.name, **more}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=120)
+        assert answer.status_code == 200, answer.text
+        read = answer.json()
+        self.tokens += read["choices"][0]["token_ids"] + tiny.prompt(40, seed=len(self.tokens))
+        details = read["usage"]["prompt_tokens_details"] or {}
+        prefix = "x-ownerserve-"
+        told = {
+            key.removeprefix(prefix): value
+            for key, value in answer.headers.items()
+            if key.startswith(prefix)
+        }
+        return {**told, "cached": str(details.get("cached_tokens") or 0)}

@@ -10,17 +10,15 @@ import connectors
 import pytest
 import tiny
 from fleet import VllmWorker
+from ownerships import Directory, directory_process
 from rig import Rig, next_turn
 from waits import until
 from wire import Answer
 
-from ownerserve.cli.demo.processes import Child
-from ownerserve.directory import messages as ask
-from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.rules import Tier
 from ownerserve.engines.vllm.plugin import ask as ask_worker
 from ownerserve.kv.epoch import Epoch, Term
-from ownerserve.kv.ids import PrefixHash, SessionId
+from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession, Status, StatusIs
@@ -29,51 +27,12 @@ pytestmark = pytest.mark.vllm
 
 B = 32
 NAME = SessionId("5" * 32)
-LEASE_S = 4.0
-
-
-class Directory:
-    """The process, and what it says."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-
-    def record(self, session: SessionId = NAME) -> ask.SessionIs | None:
-        client = DirectoryClient(self.address)
-        try:
-            (found,) = client.execute([ask.FindSession(session)])
-        finally:
-            client.close()
-        return found if isinstance(found, ask.SessionIs) else None
-
-    def known(self, session: SessionId = NAME) -> ask.SessionIs:
-        record = self.record(session)
-        assert record is not None
-        return record
-
-    def tiers(self, prefix: PrefixHash | None) -> set[Tier]:
-        """Where the directory believes copies of the prefix to be."""
-        assert prefix is not None
-        client = DirectoryClient(self.address)
-        try:
-            (found,) = client.execute([ask.Lookup((prefix,))])
-        finally:
-            client.close()
-        return {tier for _, tier, _ in found.locations} if isinstance(found, ask.Found) else set()
-
-    def version(self) -> int:
-        record = self.record()
-        return -1 if record is None else record.version
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Directory]:
-    words = ["directory", "serve", "--new-fleet", "--lease", str(LEASE_S)]
-    child = Child("directory", [*words, "--home", str(tmp_path / "directory")], tmp_path)
-    try:
-        yield Directory(child.wait_ready(60)[0])
-    finally:
-        child.stop()
+    with directory_process(tmp_path) as one:
+        yield one
 
 
 def owning(rig: Rig, store: Path, directory: Directory, worker_id: str) -> VllmWorker:
@@ -101,16 +60,16 @@ def test_a_worker_owns_what_it_serves_and_so_does_its_next_life(
     for version in range(1, 4):
         before = prompt
         answer, prompt = turn(worker, prompt)
-        until(lambda version=version: directory.version() == version)
-    record = directory.known()
+        until(lambda version=version: directory.version(NAME) == version)
+    record = directory.known(NAME)
     assert record.owner == unit_of(store) and record.owner_live
     until(lambda: directory.tiers(record.prefix_hash) == {Tier.DEVICE, Tier.DISK})
     assert record.tokens == (len(before) + len(answer.tokens) - 1) // B * B
     worker.kill()
     worker = owning(rig, store, directory, "v0")
     assert turn(worker, prompt)[0].cached >= record.tokens - B
-    until(lambda: directory.version() == 4)
-    after = directory.known()
+    until(lambda: directory.version(NAME) == 4)
+    after = directory.known(NAME)
     assert after.owner == unit_of(store)
     assert after.owner.incarnation > record.owner.incarnation and after.epoch > record.epoch
 
@@ -121,10 +80,10 @@ def test_a_session_is_handed_over_where_a_turn_of_it_was_done(
     source, target = tmp_path / "source", tmp_path / "target"
     first, second = owning(rig, source, directory, "v0"), owning(rig, target, directory, "v1")
     _, prompt = turn(first, tiny.prompt(300, seed=82))
-    until(lambda: directory.version() == 1)
-    record, heir = directory.known(), unit_of(target)
+    until(lambda: directory.version(NAME) == 1)
+    record, heir = directory.known(NAME), unit_of(target)
     _, prompt = turn(second, prompt)
-    assert directory.known() == record, "served as a guest"
+    assert directory.known(NAME) == record, "served as a guest"
 
     late = Epoch(Term(0, 0), 0)
     stale = ask_worker(source, ReleaseSession(NAME, late, heir))
@@ -134,14 +93,14 @@ def test_a_session_is_handed_over_where_a_turn_of_it_was_done(
     answer = ask_worker(source, ReleaseSession(NAME, record.epoch, heir))
     assert answer == Reject(WorkerRefusal.SESSION_IS_RUNNING)
     first.wait([running])
-    until(lambda: directory.version() == 2)
+    until(lambda: directory.version(NAME) == 2)
 
     assert ask_worker(source, ReleaseSession(NAME, record.epoch, heir)) == Released()
-    until(lambda: directory.known().owner == heir)
-    assert directory.version() == 2, "a change of owner finishes no turn"
+    until(lambda: directory.known(NAME).owner == heir)
+    assert directory.version(NAME) == 2, "a change of owner finishes no turn"
     turn(second, prompt)
-    until(lambda: directory.version() == 3)
-    assert directory.known().owner == heir
+    until(lambda: directory.version(NAME) == 3)
+    assert directory.known(NAME).owner == heir
 
 
 def test_a_session_that_ends_is_forgotten_and_one_that_stops_is_given_back(
@@ -150,9 +109,9 @@ def test_a_session_that_ends_is_forgotten_and_one_that_stops_is_given_back(
     worker = owning(rig, store, directory, "v0")
     _, prompt = turn(worker, tiny.prompt(300, seed=83))
     turn(worker, tiny.prompt(300, seed=84), "6" * 32)
-    until(lambda: directory.version() == 1)
+    until(lambda: directory.version(NAME) == 1)
     turn(worker, prompt, f"{NAME};final")
-    until(lambda: directory.record() is None)
+    until(lambda: directory.record(NAME) is None)
     counts: dict[str, Any] = worker.hook("connector_status")
     assert counts["owner_bound"] == 2 and counts["owner_frames"] >= 3
     worker.shutdown()

@@ -9,43 +9,11 @@ from typing import Any
 import connectors
 import httpx
 import pytest
-import tiny
 from rig import Rig
-from serving import distribution, free_port, gateway, serve
+from serving import PROMPT_TOKENS, Agent, distribution, free_port, gateway, serve
 from waits import until
 
 pytestmark = pytest.mark.vllm
-
-PROMPT_TOKENS = 1200
-
-
-class Agent:
-    """A session that goes on from its own answers."""
-
-    def __init__(self, url: str, name: str, seed: int) -> None:
-        self.url = url
-        self.name = name
-        self.tokens = tiny.prompt(PROMPT_TOKENS, seed=seed)
-
-    def turn(self, **more: str) -> dict[str, str]:
-        """The answer's header lines, and `cached`."""
-        body = {
-            "model": "tiny", "prompt": self.tokens, "max_tokens": 4, "temperature": 0,
-            "return_token_ids": True,
-        }  # fmt: skip
-        headers = {"x-session-id": self.name, **more}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=120)
-        assert answer.status_code == 200, answer.text
-        read = answer.json()
-        self.tokens += read["choices"][0]["token_ids"] + tiny.prompt(40, seed=len(self.tokens))
-        details = read["usage"]["prompt_tokens_details"] or {}
-        prefix = "x-ownerserve-"
-        told = {
-            key.removeprefix(prefix): value
-            for key, value in answer.headers.items()
-            if key.startswith(prefix)
-        }
-        return {**told, "cached": str(details.get("cached_tokens") or 0)}
 
 
 def words_read(admin: str) -> dict[str, float]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,36 +67,64 @@ def measured() -> tuple[Any, list[Any]]:
     return speed, [TierStatement(name="disk", latency_ms=1, bytes_per_ms=5)]
 
 
-def main(folder: Path) -> None:
-    install(folder)
-    from fastapi import FastAPI
-    from fastapi.testclient import TestClient
-    from vllm.plugins.endpoint_plugins.interface import (
-        attach_endpoint_plugins,
-        init_endpoint_plugins_state,
-    )
+class Server:
+    """vLLM's application with the plug-ins that it loads, and who asks it."""
 
-    app = FastAPI()
-    attach_endpoint_plugins(app, ("generate",))
-    client = TestClient(app)
-    report: dict[str, object] = {"plugins": [p.name for p in app.state.endpoint_plugins]}
-    if not app.state.endpoint_plugins:
-        print(json.dumps(report))
-        return
+    def __init__(self) -> None:
+        from fastapi import FastAPI
+        from fastapi.testclient import TestClient
+        from vllm.plugins.endpoint_plugins.interface import attach_endpoint_plugins
 
-    def ask(path: str, body: object = None) -> tuple[int, object]:
+        self.app = FastAPI()
+        # As vLLM's own routes, which are there before plug-ins are asked.
+        self.app.add_api_route("/v1/completions", lambda: {"text": "so on"}, methods=["POST"])
+        attach_endpoint_plugins(self.app, ("generate",))
+        self._client = TestClient(self.app)
+
+    def init(self, store: Path) -> None:
+        """As vLLM does once its arguments are known."""
+        from vllm.plugins.endpoint_plugins.interface import init_endpoint_plugins_state
+
+        transfer = SimpleNamespace(
+            kv_connector="OwnerServeConnector", kv_connector_extra_config={"store": str(store)}
+        )
+        args = Namespace(kv_transfer_config=transfer)
+        asyncio.run(init_endpoint_plugins_state(None, self.app.state, args))
+
+    def ask(self, path: str, body: object = None) -> tuple[int, object]:
+        client = self._client
         answer = client.get(path) if body is None else client.post(path, json=body)
         return answer.status_code, answer.json()
 
-    report["no connector"] = ask("/ownerserve/status")
-    store = folder / "store"
-    transfer = SimpleNamespace(
-        kv_connector="OwnerServeConnector", kv_connector_extra_config={"store": str(store)}
-    )
-    args = Namespace(kv_transfer_config=transfer)
-    asyncio.run(init_endpoint_plugins_state(None, app.state, args))
-    report["no engine"] = ask("/ownerserve/status")
+    def turn(self, told: str | None) -> list[Any]:
+        """An answer's status, its line, and seconds."""
+        headers = {} if told is None else {"x-ownerserve-session": told}
+        began = time.monotonic()
+        answer = self._client.post("/v1/completions", json={}, headers=headers)
+        line = answer.headers.get("x-ownerserve-answer")
+        return [answer.status_code, line and json.loads(line), time.monotonic() - began]
 
+
+def main(folder: Path) -> None:
+    install(folder)
+    server = Server()
+    loaded = server.app.state.endpoint_plugins
+    report: dict[str, object] = {"plugins": [plugin.name for plugin in loaded]}
+    if loaded:
+        play(server, folder / "store", report)
+    print(json.dumps(report))
+
+
+def play(server: Server, store: Path, report: dict[str, object]) -> None:
+    """What is answered with no connector, no engine core, one, and one that is gone."""
+    ask, turn = server.ask, server.turn
+    session = json.dumps({"name": "5" * 32})
+    report["turn without a core"] = turn(session)
+    report["no connector"] = ask("/ownerserve/status")
+    server.init(store)
+    report["no engine"] = ask("/ownerserve/status")
+    report["turn, silent core"] = turn(session)
+    time.sleep(1.1)  # it is asked again after a pause
     desk = make_desk()
     desk.open(store)
     desk.arrived("one", 300)
@@ -103,6 +132,10 @@ def main(folder: Path) -> None:
     desk.stepped({"one": 200}, free_tokens=300, evictable_tokens=400, total_tokens=800)
     desk.measured(*measured())
     report["status"] = ask("/ownerserve/status")
+    report["turn"] = turn(session)
+    report["nobody's turn"] = turn("{}")
+    report["turn, bad line"] = turn("{")
+    report["turn of no gateway"] = turn(None)
     report["inventory"] = ask("/ownerserve/inventory?after=7")
     report["no number"] = ask("/ownerserve/inventory?after=-1")
     report["admit"] = ask("/ownerserve/admit", {"tokens": 500})
@@ -122,8 +155,8 @@ def main(folder: Path) -> None:
     desk.stepped({}, free_tokens=800, total_tokens=800)
     report["idle"] = ask("/ownerserve/status")
     desk.close()
+    report["turn, core gone"] = turn(session)
     report["closed"] = ask("/ownerserve/status")
-    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -67,6 +67,15 @@ def test_the_routes_answer_for_the_engine_core(tmp_path: Path) -> None:
     assert (profile["kv_bytes_per_token"], profile["kv_bytes_per_sequence"]) == (10, 70)
     assert (profile["speed"]["step_ms"], profile["tiers"][0]["bytes_per_ms"]) == (3, 5)
     assert profile["rpc"].startswith("tcp://127.0.0.1:")
+    for case in ("turn", "nobody's turn"):
+        status, line, _ = report[case]
+        assert (status, line["unit"][2], "owner" in line) == (200, unit["incarnation"], False)
+        assert line["load"]["pending_prefill_tokens"] == 250
+    for case in ("turn without a core", "turn, silent core", "turn, core gone"):
+        status, line, took_s = report[case]
+        assert (status, line) == (200, None) and took_s < 1, case
+    for case in ("turn, bad line", "turn of no gateway"):
+        assert report[case][:2] == [200, None], case
     status, page = report["inventory"]
     assert (status, page["incarnation"], page["last"]) == (200, unit["incarnation"], 7)
     assert report["no number"][0] == 400

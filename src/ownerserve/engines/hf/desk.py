@@ -20,9 +20,11 @@ from ownerserve.engines.hf.step import Rejected
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Answer,
+    AskLine,
     Commit,
     ListHeld,
     Probe,
+    Reject,
     Release,
     ReleaseSession,
     Reserve,
@@ -84,6 +86,8 @@ class Desk:
                 return admission.release_session(session_id)
             case ListHeld():
                 raise AssertionError("the loop answers it")
+            case AskLine():
+                return Reject(WorkerRefusal.MALFORMED)  # each answer of this engine says it
 
     def standing(self) -> Standing:
         """What seeds are judged by: a copy that any thread may read."""

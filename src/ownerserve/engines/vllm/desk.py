@@ -20,12 +20,16 @@ import msgspec
 
 from ownerserve.engines.vllm.holding import Holding
 from ownerserve.engines.vllm.owning import SessionsHere
+from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.answer_line import AnswerLine
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Admit,
     Answer,
+    AskLine,
+    LineIs,
     ListHeld,
     Probe,
     Reject,
@@ -41,6 +45,7 @@ from ownerserve.kv.wire.status import (
     SpeedStatement,
     TierStatement,
     WorkerLoad,
+    load_statement,
 )
 from ownerserve.node.rpc.server import RpcServer
 from ownerserve.node.stating import actions_of
@@ -188,6 +193,8 @@ class Desk:
                 if isinstance(answer, Released):
                     self._released.put(session_id)
                 return answer
+            case AskLine(session_id, parent, epoch):
+                return LineIs(self._line(session_id, parent, epoch))
             case _:  # vLLM holds no places: its own queue does
                 return Reject(WorkerRefusal.UNKNOWN_RESERVATION)
 
@@ -201,6 +208,22 @@ class Desk:
         if wanted.tokens * limits.token_bytes > status.kv_bytes_total > 0:
             return Reject(WorkerRefusal.NO_ROOM)
         return Admit(ahead_prefill_tokens=status.pending_prefill_tokens)
+
+    def _line(
+        self, session_id: SessionId | None, parent: SessionId | None, epoch: Epoch | None
+    ) -> AnswerLine:
+        """Who speaks, under what load, and whose the session is."""
+        owner = None
+        if session_id is not None:
+            self._sessions.heard(session_id, parent, epoch)
+            owner = self._sessions.owner_of(session_id)
+        return AnswerLine(
+            unit=self._unit,
+            load=load_statement(self._status()),
+            owner=None if owner is None else owner.unit,
+            epoch=None if owner is None else owner.epoch,
+            version=None if owner is None else owner.version,
+        )
 
     def _status(self) -> WorkerLoad:
         """The load after the last step. Made here and not in it: steps are many, questions few.

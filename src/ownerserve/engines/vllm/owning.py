@@ -14,10 +14,10 @@ from threading import Lock
 from typing import Any
 
 from ownerserve.directory.opening import opener_of
-from ownerserve.directory.owner import Grant
 from ownerserve.directory.port import Directory
 from ownerserve.engines.vllm.turn import is_final, session_of
 from ownerserve.kv.addresses import KEYED
+from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed
@@ -25,7 +25,7 @@ from ownerserve.kv.wire.curve import read_fleet_key
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession
 from ownerserve.kv.wire.turn_line import is_name
-from ownerserve.node.ownership import Came, Left, Over, Ownership, Told
+from ownerserve.node.ownership import Came, Left, Over, OwnerIs, Ownership, Told
 
 FIELD = "kv_connector_extra_config.directory"
 KEY_FIELD = "kv_connector_extra_config.curve_key_file"
@@ -120,6 +120,11 @@ class SessionsHere:
                 return Released()
             return self._ownership.release(asked)
 
-    def standing(self, session: SessionId) -> Grant | None:
-        """What is owned of the session; None: its turns are served as a guest's."""
-        return None if self._ownership is None else self._ownership.standing(session)
+    def heard(self, session: SessionId, parent: SessionId | None, epoch: Epoch | None) -> None:
+        """A gateway has sent a turn: whose fork it is, and the highest epoch that it knows."""
+        if is_name(session) and (parent is not None or epoch is not None):
+            self._tell(Came(session, parent, epoch))
+
+    def owner_of(self, session: SessionId) -> OwnerIs | None:
+        """Who owns the session, as far as was heard here."""
+        return None if self._ownership is None else self._ownership.owner_of(session)

@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ownerserve.engines.vllm.desk import ADDRESS_FILE
+from ownerserve.engines.vllm.lines import AnswerLines, CoreLine
 from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.rpc import (
@@ -68,6 +69,7 @@ class OwnerServeEndpoints:
 
     def __init__(self) -> None:
         self._store: Path | None = None
+        self._core: CoreLine | None = None
         self._state: Any = None
 
     def attach_router(self, app: Any) -> None:
@@ -76,6 +78,7 @@ class OwnerServeEndpoints:
         app.add_api_route("/ownerserve/inventory", self.inventory, methods=["GET"])
         app.add_api_route("/ownerserve/admit", self.admit, methods=["POST"])
         app.add_api_route("/ownerserve/release", self.release, methods=["POST"])
+        app.add_middleware(AnswerLines, core=lambda: self._core)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Where this engine's store is, and who knows which models it serves."""
@@ -84,6 +87,7 @@ class OwnerServeEndpoints:
         extra = getattr(transfer, "kv_connector_extra_config", None) or {}
         if getattr(transfer, "kv_connector", None) == "OwnerServeConnector" and "store" in extra:
             self._store = Path(extra["store"])
+            self._core = CoreLine(self._store)
 
     async def status(self) -> Response:
         """The record of kv.wire.status."""

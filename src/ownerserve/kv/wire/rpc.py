@@ -23,6 +23,7 @@ from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.answer_line import AnswerLine
 from ownerserve.kv.wire.inventory import Page
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import ProfileStatement, WorkerLoad
@@ -130,7 +131,16 @@ class ListHeld(msgspec.Struct, frozen=True, tag="list_held"):
     after: int
 
 
-Request = ListHeld | Status | Probe | Reserve | Commit | Release | ReleaseSession
+class AskLine(msgspec.Struct, frozen=True, tag="ask_line"):
+    """What is to be said on the answer to a turn of the session; None: of none. `parent`: whose
+    fork it is; `epoch`: the highest under which its gateway knows it owned."""
+
+    session_id: SessionId | None = None
+    parent: SessionId | None = None
+    epoch: Epoch | None = None
+
+
+Request = AskLine | ListHeld | Status | Probe | Reserve | Commit | Release | ReleaseSession
 
 
 class StatusIs(msgspec.Struct, frozen=True, tag="status_is"):
@@ -140,13 +150,19 @@ class StatusIs(msgspec.Struct, frozen=True, tag="status_is"):
     profile: ProfileStatement | None = None
 
 
+class LineIs(msgspec.Struct, frozen=True, tag="line_is"):
+    """The line of an answer."""
+
+    line: AnswerLine
+
+
 class PageIs(msgspec.Struct, frozen=True, tag="page_is"):
     """Words about what is held."""
 
     page: Page
 
 
-Answer = PageIs | StatusIs | Admit | Reject | Reserved | Committed | Released
+Answer = LineIs | PageIs | StatusIs | Admit | Reject | Reserved | Committed | Released
 Said = Answer | Cancelled
 """What an asker hears; an engine gives an `Answer`."""
 

@@ -28,6 +28,7 @@ from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     MAX_FRAME_BYTES,
     Answer,
+    AskLine,
     Cancel,
     Cancelled,
     ListHeld,
@@ -151,7 +152,7 @@ class RpcServer:
         match request:
             case Reserve():
                 return min(max(2 * self._step_s(), RESERVE_MIN_S), RESERVE_MAX_S)
-            case Probe() | Status() | ListHeld():
+            case Probe() | Status() | ListHeld() | AskLine():
                 return ANSWER_S
             case _:
                 return NEVER_S
