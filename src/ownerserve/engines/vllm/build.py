@@ -22,6 +22,7 @@ from ownerserve.engines.vllm.lookup import Lookup
 from ownerserve.engines.vllm.measure import Measuring
 from ownerserve.engines.vllm.outside import Outside
 from ownerserve.engines.vllm.owning import SessionsHere, opener
+from ownerserve.engines.vllm.ports import gateway_port
 from ownerserve.engines.vllm.scheduler import SchedulerSide
 from ownerserve.engines.vllm.settings import Settings, decode
 from ownerserve.engines.vllm.soft import SoftReferences
@@ -275,8 +276,9 @@ def tiers_of(settings: Settings) -> dict[Tier, int | None]:
 
 def opened(desk: Desk, settings: Settings) -> Desk | None:
     """A desk that answers; None where its address can't be left in the store."""
+    port = gateway_port(settings.rpc_host, settings.rpc_port, settings.curve_key_file)
     try:
-        desk.open(settings.store_of(rank=0, world=1))
+        desk.open(settings.store_of(rank=0, world=1), port)
     except OSError as error:
         log.warning("%s; /ownerserve/* has no answers", error)
         return None

@@ -95,24 +95,31 @@ class Desk:
         self._speed: SpeedStatement | None = None
         self._tiers: tuple[TierStatement, ...] = ()
         self._released: SimpleQueue[SessionId] = SimpleQueue()
-        self._server: RpcServer | None = None
+        self._servers: list[RpcServer] = []
         self._address_file: Path | None = None
 
-    def open(self, store: Path) -> str:
-        """Answer from now on; the address."""
-        self._server = RpcServer()
-        self._server.start(self.answer)
+    def open(self, store: Path, outside: RpcServer | None = None) -> None:
+        """Answer from now on: the API server's process and this host's gateways on loopback, those
+        of other hosts at `outside`. Raises OSError where the address can't be left in the store."""
+        here = RpcServer()
+        self._servers = [here] if outside is None else [here, outside]
+        try:
+            store.mkdir(parents=True, exist_ok=True)
+            (store / ADDRESS_FILE).write_text(here.address)
+        except OSError:
+            self.close()
+            raise
         self._address_file = store / ADDRESS_FILE
-        store.mkdir(parents=True, exist_ok=True)
-        self._address_file.write_text(self._server.address)
-        return self._server.address
+        for server in self._servers:
+            server.start(self.answer)
 
     def close(self) -> None:
         """Stop answering."""
-        if self._server is not None and self._address_file is not None:
+        if self._address_file is not None:
             self._address_file.unlink(missing_ok=True)
-            self._server.stop()
-            self._server = None
+        for server in self._servers:
+            server.stop()
+        self._servers, self._address_file = [], None
 
     # -- told by the hooks ---------------------------------------------------------------------
 
@@ -246,7 +253,7 @@ class Desk:
 
     def _profile(self) -> ProfileStatement:
         """A desk is only there beside a store."""
-        limits, server = self._limits, self._server
+        limits, servers = self._limits, self._servers
         return ProfileStatement(
             models=(limits.model,),
             actions=actions_of((Tier.DISK,)),
@@ -255,7 +262,7 @@ class Desk:
             kv_bytes_per_sequence=float(limits.sequence_bytes),
             speed=self._speed,
             tiers=self._tiers,
-            rpc=None if server is None else server.address,
+            rpc=servers[-1].address if servers else None,
             sequence_tokens=limits.sequence_tokens,
             owns_sessions=self._sessions.owns,
         )

@@ -9,26 +9,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from ownerserve.directory.opening import opener_of
 from ownerserve.directory.port import Directory
+from ownerserve.engines.vllm.ports import fleet_key
 from ownerserve.engines.vllm.turn import is_final, session_of
 from ownerserve.kv.addresses import KEYED
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed
-from ownerserve.kv.wire.curve import read_fleet_key
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession
 from ownerserve.kv.wire.turn_line import is_name
 from ownerserve.node.ownership import Came, Left, Over, OwnerIs, Ownership, Told
 
 FIELD = "kv_connector_extra_config.directory"
-KEY_FIELD = "kv_connector_extra_config.curve_key_file"
 CLOSE_S = 2.0
 """How long a stopping engine waits for the directory to take its sessions back."""
 
@@ -37,7 +35,7 @@ def opener(url: str, key_file: str = "") -> Callable[[], Directory]:
     """What makes a client of the directory at `url`, with the fleet's keys in `key_file` (empty:
     none). Raises InvalidInput for what names none, or one whose client is not installed beside
     vLLM."""
-    key = read_fleet_key(Path(key_file), field=KEY_FIELD) if key_file else None
+    key = fleet_key(key_file)
     if url.startswith(KEYED) and key is None:
         raise InvalidInput(FIELD, f"{url[:80]} wants the fleet's keys", "set curve_key_file too")
     try:

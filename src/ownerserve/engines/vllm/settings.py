@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ownerserve.kv.addresses import LAST_PORT
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import MIB
 
@@ -52,7 +53,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                         engine_id
     directory           address of the ownership directory that this engine owns its sessions under:
                         tcp:// or curve://HOST:PORT, valkey:// or sentinel://; empty: it owns none
-    curve_key_file      the fleet's keys, which a curve:// directory wants; empty: none
+    curve_key_file      the fleet's keys, which a curve:// directory and rpc_host want; empty: none
+    rpc_host            address at which gateways on other hosts reach the desk; empty: none does
+    rpc_port            its port; 0: a free one
     weights             digest or revision of the weights; empty: made from the checkpoint's files
     """
 
@@ -68,12 +71,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     worker_id: str = ""
     directory: str = ""
     curve_key_file: str = ""
+    rpc_host: str = ""
+    rpc_port: int = 0
     weights: str = ""
     soft_reference: SoftReference = SoftReference()
 
     def __post_init__(self) -> None:
         if not self.store:
             raise InvalidInput("store", "is empty", "name a directory")
+        if not 0 <= self.rpc_port <= LAST_PORT:
+            raise InvalidInput("rpc_port", f"{self.rpc_port}", f"use 0 to {LAST_PORT}")
         for field in ("copy_bytes", "readers"):
             if getattr(self, field) < 1:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")

@@ -1,0 +1,100 @@
+"""An engine core's desk, asked from its own host and from others. Needs no vLLM."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from ownerserve.engines.vllm.desk import ADDRESS_FILE, Desk, Limits
+from ownerserve.engines.vllm.holding import Holding
+from ownerserve.engines.vllm.owning import SessionsHere
+from ownerserve.engines.vllm.ports import gateway_port
+from ownerserve.engines.vllm.settings import decode
+from ownerserve.kv.addresses import is_loopback
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.curve import read_fleet_key, write_fleet_key
+from ownerserve.kv.wire.rpc import Status, StatusIs
+from ownerserve.node.rpc.server import RpcClient
+
+LIMITS = Limits(
+    unit=RoutingUnit(WorkerId("w"), 0, Incarnation(7)),
+    model="m",
+    sequence_tokens=1000,
+    max_waiting=2,
+    token_bytes=10,
+)
+
+
+class Nothing(Holding):
+    """A store without a session."""
+
+    def __init__(self) -> None:
+        """No thread: nothing is asked of it here."""
+
+
+def own_address() -> str:
+    """An address of this machine that others reach. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        found = str(probe.getsockname()[0])
+    if is_loopback(found):
+        pytest.skip("this machine has no address but loopback")
+    return found
+
+
+def test_a_desk_is_asked_from_other_hosts_with_keys_and_here_without(tmp_path: Path) -> None:
+    host, file = own_address(), tmp_path / "fleet.key"
+    write_fleet_key(file, field="--out")
+    key = read_fleet_key(file)
+    desk = Desk(LIMITS, Nothing(), SessionsHere(None))
+    desk.open(tmp_path, gateway_port(host, 0, str(file)))
+    try:
+        here = RpcClient((tmp_path / ADDRESS_FILE).read_text())
+        told = here.ask(Status())
+        assert isinstance(told, StatusIs) and told.profile is not None
+        assert told.profile.rpc is not None and told.profile.rpc.startswith(f"curve://{host}:")
+        elsewhere = RpcClient(told.profile.rpc, key=key)
+        asked = elsewhere.ask(Status())
+        assert isinstance(asked, StatusIs) and asked.status.unit == LIMITS.unit
+        plain = RpcClient("tcp://" + told.profile.rpc.removeprefix("curve://"), timeout_s=0.3)
+        with pytest.raises(TimeoutError):
+            plain.ask(Status())
+        for client in (here, elsewhere, plain):
+            client.close()
+    finally:
+        desk.close()
+    assert not (tmp_path / ADDRESS_FILE).exists()
+
+
+def test_without_an_address_only_this_host_asks(tmp_path: Path) -> None:
+    assert gateway_port("", 0, "") is None
+    desk = Desk(LIMITS, Nothing(), SessionsHere(None))
+    desk.open(tmp_path, None)
+    here = RpcClient((tmp_path / ADDRESS_FILE).read_text())
+    told = here.ask(Status())
+    assert isinstance(told, StatusIs) and told.profile is not None
+    assert told.profile.rpc == (tmp_path / ADDRESS_FILE).read_text()
+    here.close()
+    desk.close()
+
+
+def test_what_can_not_listen_is_one_error_with_its_field(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"config\.rpc_host: 10\.0\.0\.5.*set curve_key_file"):
+        gateway_port("10.0.0.5", 0, "")
+    with pytest.raises(InvalidInput, match=r"config\.curve_key_file: .*No such file"):
+        gateway_port("10.0.0.5", 0, str(tmp_path / "none"))
+    with pytest.raises(InvalidInput, match="rpc_port: 65536"):
+        decode({"store": str(tmp_path), "rpc_port": 65536})
+    store = tmp_path / "a-file"
+    store.write_text("")
+    desk = Desk(LIMITS, Nothing(), SessionsHere(None))
+    with pytest.raises(OSError, match="exists"):
+        desk.open(store, None)
+    desk.close()
