@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
@@ -17,11 +19,14 @@ pytest.importorskip("transformers")
 from engine_rig import TOLERANCE, reference, text
 from fleet_rig import WAIT_S, ServedGateway, ServedWorker, until
 
+from ownerserve.cache.tree import PrefixTree
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile
 from ownerserve.engines.hf.build import WorkerOptions
+from ownerserve.kv.wire import answer_line, turn_line
 from ownerserve.node.ownership import boot_time_s
+from ownerserve.node.settings import NodeSettings
 
 pytestmark = pytest.mark.engine
 
@@ -34,11 +39,14 @@ class BootClock:
 
 
 class Talk:
-    """One session: what was said so far. Each answer is compared with a cold run's."""
+    """One session: what was said so far. Each answer is compared with a cold run's. `name`: what a
+    gateway calls it, which speaks to the worker itself."""
 
-    def __init__(self, prompt: list[int], session: str = "s") -> None:
+    def __init__(self, prompt: list[int], session: str = "s", *, name: str = "") -> None:
         self.said = prompt
         self._headers = {"x-session-id": session}
+        if name:
+            self._headers = {turn_line.HEADER: json.dumps({"name": name})}
 
     def turn(self, http: httpx.Client, more: list[int], *, new: int = 20) -> httpx.Response:
         self.said = [*self.said, *more]
@@ -88,15 +96,49 @@ def test_turns_that_go_on_are_appends_and_an_edited_history_begins() -> None:
         worker.close()
 
 
+@pytest.mark.parametrize("has_store", [False, True])
+def test_an_append_compares_nothing_of_what_its_session_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_store: bool
+) -> None:
+    """On the engine's thread: each walk along the tree begins where the session stands."""
+    compared: list[int] = []
+    walk = PrefixTree.walk
+
+    def counted(tree: PrefixTree, tokens: bytes, limit: int, **more: Any) -> Any:
+        compared.append(
+            len(tokens) // tree.block_bytes - more.get("depth", 0) + more.get("skip", 0)
+        )
+        return walk(tree, tokens, limit, **more)
+
+    node = NodeSettings(spill_after_s=1e6)
+    options = WorkerOptions(model=MODEL, kv_bytes=16 << 20, node=node)
+    if has_store:
+        options = msgspec.structs.replace(options, store=tmp_path)
+    worker = ServedWorker(options)
+    try:
+        talk = Talk(text(1600))
+        talk.turn(worker.http, [])
+        monkeypatch.setattr(PrefixTree, "walk", counted)
+        talk.turn(worker.http, text(40, seed=1))
+        assert taken_in(worker.http) == {"append": 1, "begin": 1}
+        assert compared and max(compared) <= 4, "of a hundred blocks"
+        edited = [*talk.said[:1500], *text(40, seed=2)]
+        talk.said = edited
+        talk.turn(worker.http, [])
+        assert max(compared) >= 93, "a begin compares all"
+    finally:
+        worker.close()
+
+
 class Life:
     """`ownerserve worker` over a store, in a process of its own."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, *flags: str) -> None:
         ready = folder / f"{number}.url"
         self.process = subprocess.Popen([
             sys.executable, "-m", "ownerserve.cli.main", "worker", "--model", MODEL,
             "--kv-memory", "8MiB", "--port", "0", "--threads", "1", "--store",
-            str(folder / "store"), "--spill-after", "0.01", "--ready-file", str(ready),
+            str(folder / "store"), "--spill-after", "0.01", "--ready-file", str(ready), *flags,
         ])  # fmt: skip
         until(lambda: ready.exists() or self.process.poll() is not None)
         self.http = httpx.Client(base_url=ready.read_text().strip(), timeout=WAIT_S)
@@ -105,6 +147,14 @@ class Life:
         """Whether the session is below the device that far."""
         words = self.http.get("/ownerserve/inventory").json()["words"]
         return any(word["tier"] == "disk" and word.get("tokens", 0) >= tokens for word in words)
+
+    def metric(self, start: str) -> float:
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+
+    def advanced(self, turns: int) -> bool:
+        """Whether the directory has taken so many reports of turns."""
+        return self.metric('ownerserve_directory_answers_total{answer="advanced"}') >= turns
 
     def kill(self) -> None:
         self.process.kill()
@@ -145,6 +195,34 @@ def directory() -> Iterator[DirectoryServer]:
     server.start()
     yield server
     server.stop()
+
+
+@pytest.mark.crash
+def test_after_kill_9_the_version_goes_on_where_the_directory_says(
+    tmp_path: Path, directory: DirectoryServer
+) -> None:
+    """The new life of the worker finds the session counted, and its state in the store."""
+    flags = ("--worker-id", "w", "--directory", directory.address)
+    begun = [Life(tmp_path, 0, *flags)]
+    try:
+        talk = Talk(text(300), name="5" * 32)
+        talk.turn(begun[0].http, [])
+        until(lambda: begun[0].advanced(1))
+        talk.turn(begun[0].http, text(40, seed=1))
+        until(lambda: begun[0].advanced(2) and begun[0].is_stored(336))
+        begun[0].kill()
+        begun.append(Life(tmp_path, 1, *flags))
+        talk.turn(begun[1].http, text(30, seed=2))
+        until(lambda: begun[1].advanced(1))
+        for version, seed in ((3, 3), (4, 4)):
+            answer = talk.turn(begun[1].http, text(30, seed=seed))
+            line = answer_line.read(answer.headers[answer_line.HEADER].encode()).line
+            assert line.version == version
+        assert taken_in(begun[1].http) == {"append": 2, "begin": 1}
+        assert begun[1].metric("ownerserve_versions_installed_total") == 1
+    finally:
+        for life in begun:
+            life.kill()
 
 
 def test_after_a_move_the_version_goes_on(directory: DirectoryServer) -> None:
