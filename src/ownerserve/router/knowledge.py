@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import SessionId
 from ownerserve.plan.inputs import Tier
 from ownerserve.router.extents import Prefix, PrefixIndex
@@ -25,6 +25,7 @@ from ownerserve.router.messages import (
 from ownerserve.router.sessions import Grant, Session, SessionTable
 
 ENDED_KEPT = 8192
+NO_TERM = Term(0, 0)
 
 
 class Knowledge:
@@ -34,6 +35,7 @@ class Knowledge:
         self._fleet = fleet
         self._sessions = sessions
         self._prefixes = PrefixIndex()
+        self._term = NO_TERM
         self._ended: OrderedDict[SessionId, None] = OrderedDict()
 
     def fork(self, child: Session, arrive: Arrive) -> None:
@@ -99,14 +101,20 @@ class Knowledge:
             return NOTED
         version, grant = event.version, session.grant
         if epoch != known:
-            session.epoch = epoch
+            session.epoch = epoch = self._sharing_its_term(epoch)
         elif grant is not None:
-            version = max(version, grant.version)
+            epoch, version = grant.epoch, max(version, grant.version)
         if epoch != known or grant is not None:  # else it was handed over since
             session.grant = Grant(worker, worker.life, epoch, version)
         if epoch != known or session.live_home is None:
             self._sessions.claim(session, worker)
         return NOTED
+
+    def _sharing_its_term(self, epoch: Epoch) -> Epoch:
+        """The epoch, with the term that those of other sessions have: there may be 10^5 of them."""
+        if epoch.term != self._term:
+            self._term = epoch.term
+        return Epoch(self._term, epoch.counter)
 
     def migrated(self, event: Migrated, now_s: float) -> Noted:
         """The session's state and ownership are at the target, the source has released its own."""
