@@ -88,9 +88,9 @@ class GuardedOwner:
     `owner.refused` counts what was refused, here and by the directory, by verb and reason.
     """
 
-    def __init__(self, owner: OwnerState, doors: Doors | None = None) -> None:
+    def __init__(self, owner: OwnerState) -> None:
         self.owner = owner
-        self.doors = Doors() if doors is None else doors
+        self.doors = Doors()
         self._guests = Guests()
 
     def came(

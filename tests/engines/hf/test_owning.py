@@ -214,6 +214,7 @@ def test_a_session_moves_over_three_workers_and_back(three: Fleet, alone: Served
         answer = serve_at(target, prompt, epoch=record.epoch)  # a guest's
         release = ReleaseSession(NAME, record.epoch, target.unit)
         assert asked(where, release) == Released()
+        assert where.http.get("/ownerserve/cache").json()["sessions"] == 0  # nor a soft reference
         until(lambda target=target: three.owner(NAME) == target.unit)
         assert asked(where, release) == Reject(WorkerRefusal.STALE_EPOCH)
         prompt = prompt + answer["tokens"] + [11, 12, 13]
