@@ -236,7 +236,7 @@ class Ownership:
         if asked.epoch is None or asked.target is None:
             return Released()
         with self._lock:
-            if asked.session_id in self._to_count:
+            if asked.session_id in self._to_count and asked.session_id in self.owner.grants:
                 return Reject(WorkerRefusal.SESSION_IS_RUNNING)
             leaving = self._guarded.release(
                 asked.session_id, asked.epoch, asked.target, now_s=boot_time_s()

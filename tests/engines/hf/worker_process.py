@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from ownerserve.kv.wire.rpc import Answer, Request
 from ownerserve.kv.wire.status import WorkerStatus
 from ownerserve.kv.wire.turn_line import HEADER, TurnLine, encode
 from ownerserve.node.rpc.server import RpcClient
+
+Send = Callable[[socket.socket, bytes], None]
 
 
 class WorkerProcess:
@@ -92,20 +95,35 @@ class Wire:
     def __init__(self, directory: str) -> None:
         host, port = directory.removeprefix("tcp://").rsplit(":", 1)
         self._directory = (host, int(port))
-        self._goes = threading.Event()
-        self._goes.set()
+        self._lock = threading.Lock()
+        self._holds = False
+        self._held: list[tuple[socket.socket, bytes]] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def hold(self) -> None:
-        self._goes.clear()
+        """From now on nothing that the worker sends arrives."""
+        with self._lock:
+            self._holds = True
+
+    @property
+    def held(self) -> bytes:
+        """What is held."""
+        with self._lock:
+            return b"".join(data for _, data in self._held)
 
     def let_go(self) -> None:
-        self._goes.set()
+        """All that was held arrives, and what comes after it."""
+        with self._lock:
+            self._holds = False
+            held, self._held = self._held, []
+            for sink, data in held:
+                with suppress(OSError):
+                    sink.sendall(data)
 
     def close(self) -> None:
-        self._goes.set()
+        self.let_go()
         self._listener.close()
 
     def _accept(self) -> None:
@@ -115,16 +133,21 @@ class Wire:
             except OSError:
                 return
             far = socket.create_connection(self._directory)
-            for source, sink, gate in ((near, far, self._goes), (far, near, None)):
-                threading.Thread(target=self._pump, args=(source, sink, gate), daemon=True).start()
+            for source, sink, send in ((near, far, self._pass), (far, near, socket.socket.sendall)):
+                threading.Thread(target=self._pump, args=(source, sink, send), daemon=True).start()
+
+    def _pass(self, sink: socket.socket, data: bytes) -> None:
+        with self._lock:
+            if self._holds:
+                self._held.append((sink, data))
+            else:
+                sink.sendall(data)
 
     @staticmethod
-    def _pump(source: socket.socket, sink: socket.socket, gate: threading.Event | None) -> None:
+    def _pump(source: socket.socket, sink: socket.socket, send: Send) -> None:
         try:
             while data := source.recv(1 << 16):
-                if gate is not None:
-                    gate.wait()
-                sink.sendall(data)
+                send(sink, data)
         except OSError:
             pass
         finally:

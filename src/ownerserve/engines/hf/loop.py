@@ -230,9 +230,11 @@ class StepLoop:
 
     def _release(self, asked: ReleaseSession) -> RpcAnswer:
         """The session is another's from now on: its state here is ordinary cached state. A turn of
-        it that is here, if only in the queue, is in the way."""
+        it that is here, if only in the queue, is in the way of its owner."""
         session_id = asked.session_id
-        if any(live.request.session_id == session_id for live in self._live.values()):
+        if self.ownership.standing(session_id) is not None and any(
+            live.request.session_id == session_id for live in self._live.values()
+        ):
             return Reject(WorkerRefusal.SESSION_IS_RUNNING)
         given_up = self.ownership.release(asked)
         if isinstance(given_up, Reject):
