@@ -326,3 +326,21 @@ def test_a_directory_that_hangs_holds_up_no_release(server: DirectoryServer) -> 
     until(is_moved)
     node.close(within_s=5.0)
     target.close(within_s=5.0)
+
+
+def test_what_a_turns_line_says_counts_at_once(server: DirectoryServer) -> None:
+    """Also while the directory holds up the thread that asks it."""
+    faulty = Faulty(server.address, RuntimeError("boom"))
+    faulty.fault = None
+    node = Ownership(unit("w1"), lambda: faulty, block_tokens=BLOCK, scope=SCOPE)  # type: ignore[arg-type, return-value]
+    node.start()
+    node.tell(Came(S1))
+    until(lambda: node.standing(S1))
+    grant = node.standing(S1)
+    assert grant is not None
+    faulty.fault = RuntimeError("boom")
+    node.tell(Came(S1, epoch=Epoch(grant.epoch.term, grant.epoch.counter + 1)))
+    assert node.standing(S1) is None
+    told = ReleaseSession(S1, grant.epoch, unit("w2"))
+    assert node.release(told) == Reject(WorkerRefusal.STALE_EPOCH)
+    node.close(within_s=5.0)

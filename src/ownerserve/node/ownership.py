@@ -202,10 +202,12 @@ class Ownership:
     # ---- told by the engine's thread
 
     def tell(self, told: Told) -> None:
-        """Never waits."""
-        if isinstance(told, Left):
-            with self._lock:
+        """Never waits. What a turn's line says of its session's epoch counts at once."""
+        with self._lock:
+            if isinstance(told, Left):
                 self._to_count[told.session] += 1
+            elif isinstance(told, Came) and told.epoch is not None:
+                self._guarded.hear(told.session, told.epoch)
         self._inbox.put(told)
 
     def standing(self, session: SessionId) -> Grant | None:
