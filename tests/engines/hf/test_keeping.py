@@ -8,6 +8,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -22,9 +23,11 @@ from ownerserve.engines.hf import build  # noqa: E402
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
 from ownerserve.kv.clock import ManualClock  # noqa: E402
 from ownerserve.kv.errors import InvalidInput  # noqa: E402
+from ownerserve.kv.ids import SessionId  # noqa: E402
 from ownerserve.kv.units import MIB  # noqa: E402
 from ownerserve.node import backing  # noqa: E402
 from ownerserve.node.settings import NodeSettings  # noqa: E402
+from ownerserve.node.worth import Valued  # noqa: E402
 from ownerserve.store.disk import DiskOptions, DiskTier  # noqa: E402
 from ownerserve.store.index import Entry  # noqa: E402
 from ownerserve.store.model import Kind  # noqa: E402
@@ -129,6 +132,31 @@ def test_a_sessions_own_gaps_say_when_it_is_copied(
         assert copied[-1] == 0, "it is back before a copy pays"
         await passes(400.0)
         assert counts["kept"] > sum(copied), "it has not come back"
+
+    rig.play(scenario)
+
+
+def test_what_a_fork_stands_on_is_kept_although_a_load_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Valued, "is_low", True)
+    node = NodeSettings(spill_after_s=0.0)
+    rig = Rig(max_running=2, options=WorkerOptions(model="tiny-v4", store=tmp_path, node=node))
+    assert rig.node is not None
+    counts: Counter[str] = rig.node.state.spills.counts
+
+    async def scenario() -> None:
+        prompt = text(300)
+        await rig.ask(request("one", prompt, new=4, session="parent"))
+        while not counts["low_utility"]:
+            await rig.engine.status(10.0)
+        assert not counts["kept"]
+        fork = request("two", [*prompt, 40], new=4, session="fork")
+        await rig.ask(msgspec.structs.replace(fork, parent=SessionId("parent")))
+        await rig.ask(request("three", [*prompt, 41], new=4, session="parent"))
+        async with asyncio.timeout(20):
+            while not counts["kept"]:
+                await rig.engine.status(10.0)
 
     rig.play(scenario)
 
