@@ -36,9 +36,25 @@ class Nothing:
         return answer
 
 
-def make_desk() -> Any:
+class Listening:
+    """Who hears what is said of turns, and owns nothing."""
+
+    owns = False
+
+    def __init__(self) -> None:
+        self.asked: list[list[Any]] = []
+
+    def heard(self, asked: Any) -> None:
+        self.asked.append([asked.session_id, asked.parent, asked.group])
+
+    def release(self, asked: Any) -> Any:
+        from ownerserve.kv.wire.rpc import Released
+
+        return Released()
+
+
+def make_desk(sessions: Listening) -> Any:
     from ownerserve.engines.vllm.desk import Desk, Limits
-    from ownerserve.engines.vllm.owning import SessionsHere
     from ownerserve.kv.ids import Incarnation, WorkerId
     from ownerserve.kv.messages import RoutingUnit
 
@@ -51,7 +67,7 @@ def make_desk() -> Any:
         sequence_bytes=70,
         spec_digest="ab",
     )
-    return Desk(limits, Nothing(), SessionsHere(None))
+    return Desk(limits, Nothing(), sessions)  # type: ignore[arg-type]
 
 
 def measured() -> tuple[Any, list[Any]]:
@@ -125,7 +141,8 @@ def play(server: Server, store: Path, report: dict[str, object]) -> None:
     report["no engine"] = ask("/ownerserve/status")
     report["turn, silent core"] = turn(session)
     time.sleep(1.1)  # it is asked again after a pause
-    desk = make_desk()
+    sessions = Listening()
+    desk = make_desk(sessions)
     desk.open(store)
     desk.arrived("one", 300)
     desk.arrived("two", 50)
@@ -133,6 +150,8 @@ def play(server: Server, store: Path, report: dict[str, object]) -> None:
     desk.measured(*measured())
     report["status"] = ask("/ownerserve/status")
     report["turn"] = turn(session)
+    turn(json.dumps({"name": "5" * 32, "parent": "6" * 32, "group": "7" * 32}))
+    report["heard"] = list(sessions.asked)
     report["nobody's turn"] = turn("{}")
     report["turn, bad line"] = turn("{")
     report["turn of no gateway"] = turn(None)

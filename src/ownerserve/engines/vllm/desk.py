@@ -20,7 +20,6 @@ import msgspec
 
 from ownerserve.engines.vllm.holding import Holding
 from ownerserve.engines.vllm.owning import SessionsHere
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.answer_line import AnswerLine
@@ -200,8 +199,8 @@ class Desk:
                 if isinstance(answer, Released):
                     self._released.put(session_id)
                 return answer
-            case AskLine(session_id, parent, epoch):
-                return LineIs(self._line(session_id, parent, epoch))
+            case AskLine():
+                return LineIs(self._line(request))
             case _:  # vLLM holds no places: its own queue does
                 return Reject(WorkerRefusal.UNKNOWN_RESERVATION)
 
@@ -216,14 +215,9 @@ class Desk:
             return Reject(WorkerRefusal.NO_ROOM)
         return Admit(ahead_prefill_tokens=status.pending_prefill_tokens)
 
-    def _line(
-        self, session_id: SessionId | None, parent: SessionId | None, epoch: Epoch | None
-    ) -> AnswerLine:
+    def _line(self, asked: AskLine) -> AnswerLine:
         """Who speaks, under what load, and whose the session is."""
-        owner = None
-        if session_id is not None:
-            self._sessions.heard(session_id, parent, epoch)
-            owner = self._sessions.owner_of(session_id)
+        owner = self._sessions.heard(asked)
         return AnswerLine(
             unit=self._unit,
             load=load_statement(self._status()),

@@ -1,7 +1,10 @@
 """The worker's line on vLLM's answers: ASGI middleware that the endpoint plug-in adds.
 
-    a turn comes, a fork or owned ── AskLine ──> engine core    vLLM's request does not say that
-    its answer's head ────────────── AskLine ──> engine core ── LineIs ──> x-ownerserve-answer
+    a turn comes, of a parent, a group, an epoch ── AskLine ──> engine core
+    its answer's head ── AskLine ──> engine core ── LineIs ──> x-ownerserve-answer
+
+vLLM's request has no place for parent, group and epoch. They are told when the turn comes, and not
+again with its answer: the session may have ended by then.
 
 Owns the one connection to the engine core that they go by. Answers to gateways alone, who send a
 turn line; a core that is silent costs the line and ASK_S of one answer a second, never an answer.
@@ -79,13 +82,12 @@ class AnswerLines:
         if core is None or line is None:
             await self._app(scope, receive, send)
             return
-        question = AskLine(line.name, line.parent, line.epoch)
-        if line.parent is not None or line.epoch is not None:
-            core.tell(question)
+        if line.name is not None and (line.parent or line.epoch or line.group):
+            core.tell(AskLine(line.name, line.parent, line.group or "", line.epoch))
 
         async def sent(message: Any) -> None:
             if message["type"] == "http.response.start":
-                said = await core.ask(question)
+                said = await core.ask(AskLine(line.name))
                 if isinstance(said, LineIs):
                     told = (_ANSWER, answer_line.encode(said.line))
                     message = {**message, "headers": [*message.get("headers", ()), told]}

@@ -17,16 +17,16 @@ from ownerserve.directory.port import Directory
 from ownerserve.engines.vllm.ports import fleet_key
 from ownerserve.engines.vllm.turn import is_final, session_of
 from ownerserve.kv.addresses import KEYED
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession
+from ownerserve.kv.wire.rpc import AskLine, Reject, Released, ReleaseSession
 from ownerserve.kv.wire.turn_line import is_name
 from ownerserve.node.ownership import Came, Left, Over, OwnerIs, Ownership, Told
 
 FIELD = "kv_connector_extra_config.directory"
+GROUPS_KEPT = 4096
 CLOSE_S = 2.0
 """How long a stopping engine waits for the directory to take its sessions back."""
 
@@ -51,6 +51,8 @@ class SessionsHere:
     def __init__(self, ownership: Ownership | None) -> None:
         self._ownership = ownership
         self._turns: Counter[str] = Counter()
+        self._groups: dict[str, str] = {}
+        """Of sessions whose turns gateways have sent, and that did not end yet."""
         self._lock = Lock()
 
     @property
@@ -91,10 +93,13 @@ class SessionsHere:
         with self._lock:
             self._turns -= Counter((session,))
             is_alone = session not in self._turns
+            group = self._groups.get(session, "")
+            if is_alone:
+                self._groups.pop(session, None)
         if request.status.name == "FINISHED_ABORTED" or not is_name(session):
             return
         if not is_final(request):
-            self._tell(Left(SessionId(session), tokens, tenant=tenant))
+            self._tell(Left(SessionId(session), tokens, group, tenant=tenant))
         elif is_alone:  # else whoever said that it ends was wrong
             self._tell(Over(SessionId(session)))
 
@@ -118,11 +123,16 @@ class SessionsHere:
                 return Released()
             return self._ownership.release(asked)
 
-    def heard(self, session: SessionId, parent: SessionId | None, epoch: Epoch | None) -> None:
-        """A gateway has sent a turn: whose fork it is, and the highest epoch that it knows."""
-        if is_name(session) and (parent is not None or epoch is not None):
-            self._tell(Came(session, parent, epoch))
-
-    def owner_of(self, session: SessionId) -> OwnerIs | None:
-        """Who owns the session, as far as was heard here."""
-        return None if self._ownership is None else self._ownership.owner_of(session)
+    def heard(self, asked: AskLine) -> OwnerIs | None:
+        """What a gateway says of a turn that comes; who owns its session, as far as is known."""
+        session = asked.session_id
+        if self._ownership is None or session is None or not is_name(session):
+            return None
+        if asked.group:
+            with self._lock:
+                self._groups[session] = asked.group
+                if len(self._groups) > GROUPS_KEPT:
+                    del self._groups[next(iter(self._groups))]
+        if asked.parent is not None or asked.epoch is not None:
+            self._tell(Came(session, asked.parent, asked.epoch))
+        return self._ownership.owner_of(session)

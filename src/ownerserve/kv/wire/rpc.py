@@ -132,11 +132,13 @@ class ListHeld(msgspec.Struct, frozen=True, tag="list_held"):
 
 
 class AskLine(msgspec.Struct, frozen=True, tag="ask_line"):
-    """What is to be said on the answer to a turn of the session; None: of none. `parent`: whose
-    fork it is; `epoch`: the highest under which its gateway knows it owned."""
+    """What is to be said on the answer to a turn of the session; None: of none. Of a turn that
+    comes, `parent`: whose fork it is; `group`: of sessions that share a head; `epoch`: the highest
+    under which its gateway knows it owned."""
 
     session_id: SessionId | None = None
     parent: SessionId | None = None
+    group: str = ""
     epoch: Epoch | None = None
 
 
