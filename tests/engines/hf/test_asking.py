@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 import threading
 import time
@@ -32,13 +33,15 @@ from ownerserve.kv.wire.rpc import (
     Reserved,
     Seed,
     decode_answer,
+    decode_request,
     encode,
     new_nonce,
 )
 from ownerserve.node import admission
 from ownerserve.node.rpc.server import RpcClient
 from ownerserve.router.gateway import service
-from ownerserve.router.gateway.places import Places
+from ownerserve.router.gateway.lines import REPEAT_S
+from ownerserve.router.gateway.places import ASK_S, Places
 
 
 def text(tokens: int, seed: int) -> list[int]:
@@ -145,10 +148,14 @@ def test_a_silent_admission_delays_a_turn_by_the_deadline_and_no_more(
     try:
         address = f"tcp://127.0.0.1:{port}"
         gateway.read(lambda: [lines.learn(name, "127.0.0.1", address) for name in names])
-        started_s = time.monotonic()
         answer = gateway.complete(text(100, 30), "patient")
         assert answer.status_code == 200
-        assert time.monotonic() - started_s < 5.0
+        heard = []
+        while not heard or not isinstance(heard[-1][0], Cancel):
+            assert silent.poll(WAIT_S * 1000)
+            heard.append(decode_request(silent.recv_multipart()[-1]))
+        assert len(heard) == math.ceil(ASK_S / REPEAT_S) + 1, "said again, then called off"
+        assert len({nonce for _, nonce in heard[:-1]}) == 1
         assert gateway.metric("ownerserve_places_total", outcome="no_answer") == 1
         assert gateway.metric("ownerserve_pressure_total", kind="unasked", reason="no_word") == 1
     finally:
@@ -233,29 +240,28 @@ def test_a_cancel_overtakes_what_waits_for_a_long_step(
 ) -> None:
     """The engine is in a step; a place was asked for, and is not wanted any more."""
     worker = workers[0]
-    step, in_step = threading.Event(), threading.Event()
+    step, in_step, is_over = threading.Event(), threading.Event(), threading.Event()
 
     def long_step(_: object) -> None:
         in_step.set()
-        step.wait(10.0)
+        step.wait(WAIT_S)
+        is_over.set()
 
     def reservations() -> float:
         return worker.metric("ownerserve_reservations_total")
 
     before, nonce = reservations(), new_nonce()
     worker.worker.engine.call(Release(10**6)).add_done_callback(long_step)
-    assert in_step.wait(10.0)
+    assert in_step.wait(WAIT_S)
     line = zmq.Context.instance().socket(zmq.DEALER)
     line.connect(worker.rpc.address)
     try:
         line.send_multipart([b"1", encode(Reserve(TurnId("t"), Seed(100)), nonce)])
-        started_s = time.monotonic()
         line.send_multipart([b"2", encode(Cancel(nonce))])
-        assert line.poll(5000)
+        assert line.poll(WAIT_S * 1000)
         number, data = line.recv_multipart()
-        took_s = time.monotonic() - started_s
         assert (number, decode_answer(data)) == (b"2", Cancelled())
-        assert not step.is_set() and took_s < 1.0
+        assert not is_over.is_set()
     finally:
         step.set()
         line.close(0)

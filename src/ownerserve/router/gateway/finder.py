@@ -65,6 +65,7 @@ class SessionFinder:
         if answered is None:
             answered = self._waiting[session] = self._loop.create_future()
         if self._asking is None or self._asking.done():
+            self._asked_s = self._loop.time()  # who waits counts from here
             self._asking = self._loop.create_task(self._ask())
         try:
             async with asyncio.timeout(LOOK_UP_S):
@@ -84,20 +85,20 @@ class SessionFinder:
     def _is_late(self) -> bool:
         """Whether the frame under way takes too long to stand behind it."""
         is_asking = self._asking is not None and not self._asking.done()
-        return is_asking and self._loop.time() - self._asked_s > LOOK_UP_S
+        return is_asking and self._loop.time() - self._asked_s >= LOOK_UP_S
 
     async def _ask(self) -> None:
         """Frame by frame, until nobody waits."""
         while self._waiting:
             sessions = list(self._waiting)[:FRAME_MAX]
             answered = [self._waiting.pop(session) for session in sessions]
-            self._asked_s = self._loop.time()
             outcomes = await self._execute([FindSession(one, self._seen) for one in sessions])
             for session, outcome in zip(sessions, outcomes, strict=True):
                 self._hear(session, outcome)
             for one in answered:
                 if not one.done():
                     one.set_result(None)
+            self._asked_s = self._loop.time()
 
     async def _execute(self, requests: Sequence[FindSession]) -> list[Outcome]:
         """A fault of the directory's is told once, and counts as silence: no turn waits for it."""
