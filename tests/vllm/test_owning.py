@@ -20,8 +20,10 @@ from ownerserve.engines.vllm.plugin import ask as ask_worker
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.curve import read_fleet_key, write_fleet_key
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession, Status, StatusIs
+from ownerserve.node.rpc.server import RpcClient
 
 pytestmark = pytest.mark.vllm
 
@@ -35,8 +37,8 @@ def directory(tmp_path: Path) -> Iterator[Directory]:
         yield one
 
 
-def owning(rig: Rig, store: Path, directory: Directory, worker_id: str) -> VllmWorker:
-    extra = {"directory": directory.address, "worker_id": worker_id}
+def owning(rig: Rig, store: Path, directory: Directory, worker_id: str, **more: str) -> VllmWorker:
+    extra = {"directory": directory.address, "worker_id": worker_id, **more}
     return rig.worker("qwen3", connectors.ours(store, **extra))
 
 
@@ -116,6 +118,26 @@ def test_a_session_that_ends_is_forgotten_and_one_that_stops_is_given_back(
     assert counts["owner_bound"] == 2 and counts["owner_frames"] >= 3
     worker.shutdown()
     assert not directory.known(SessionId("6" * 32)).owner_live
+
+
+def test_a_gateway_elsewhere_asks_an_engine_core_with_the_fleets_keys(
+    rig: Rig, store: Path, directory: Directory, tmp_path: Path
+) -> None:
+    file = tmp_path / "fleet.key"
+    write_fleet_key(file, field="--out")
+    keys = {"rpc_host": "0.0.0.0", "curve_key_file": str(file)}
+    worker = owning(rig, store, directory, "v0", **keys)
+    turn(worker, tiny.prompt(300, seed=86))
+    until(lambda: directory.version(NAME) == 1)
+    told = ask_worker(store, Status())
+    assert isinstance(told, StatusIs) and told.profile is not None and told.profile.rpc is not None
+    everywhere = "curve://0.0.0.0:"
+    assert told.profile.rpc.startswith(everywhere)
+    address = "curve://127.0.0.1:" + told.profile.rpc.removeprefix(everywhere)
+    client = RpcClient(address, key=read_fleet_key(file))
+    late = ReleaseSession(NAME, Epoch(Term(0, 0), 0), told.status.unit)
+    assert client.ask(late) == Reject(WorkerRefusal.STALE_EPOCH)
+    client.close()
 
 
 def test_a_directory_that_is_not_there_delays_no_turn(rig: Rig, store: Path) -> None:
