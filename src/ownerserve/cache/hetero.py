@@ -407,7 +407,7 @@ class HeteroCache:
         self.sessions.expire(now)
         session = self.sessions.open(install.session_id, now)
         if session.running:
-            return self._refuse(Reason.TURN_IS_LIVE)
+            return Refused(Reason.TURN_IS_LIVE)
         stand(self, session, install, now=now)
         session.frontier_order = self._order
         return None
