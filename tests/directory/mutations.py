@@ -26,6 +26,7 @@ from fault_world import World, play
 
 from ownerserve.directory import checks
 from ownerserve.directory.doors import Doors, GuardedOwner
+from ownerserve.directory.guests import Guests
 from ownerserve.directory.messages import Outcome
 from ownerserve.directory.owner import Ask, OwnerState
 from ownerserve.kv.epoch import Term
@@ -199,6 +200,7 @@ MUTATIONS = (
     without(Instead(Doors, "hear", nothing)),
     without(Instead(GuardedOwner, "_is_stale", no)),
     without(Instead(GuardedOwner, "_void_below", nothing)),
+    without(Instead(Guests, "due", never_due)),
     without(Instead(fault_world.World, "new_term", same_term)),
     # The node's
     without(Instead(Restores, "overdue", never_due)),
