@@ -186,6 +186,7 @@ def main() -> None:
         fleet = Fleet(Path(home), **size)
         try:
             rows += rows_of("in its own memory", fleet)
+            print(rows, flush=True)
         finally:
             fleet.close()
         if find_binary() is None:

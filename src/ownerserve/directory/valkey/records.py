@@ -141,7 +141,11 @@ def keys_of(request: ask.Request) -> Iterator[Key]:
         case ask.Publish():
             yield from (prefix_key(prefix_hash) for prefix_hash, _ in request.gone)
             yield from (prefix_key(prefix_hash) for prefix_hash, _ in request.left)
-            yield from (session_key(one.session_id) for one in request.sessions)
+            for one in request.sessions:
+                yield session_key(one.session_id)
+                if one.prefix_hash is not None:
+                    yield prefix_key(one.prefix_hash)
+            yield from (group_key(one.group) for one in request.extents if one.group)
         case ask.Lookup():
             yield from map(prefix_key, request.candidates)
         case ask.FindGroup():
