@@ -146,6 +146,20 @@ def empty_store(worker: Any) -> int:
     return int(disk.core.evict([entry.meta.id for entry in disk.core.index.walk()]))
 
 
+def slow_commits(worker: Any, *, seconds: float) -> None:
+    """From here on the drive takes so long to make records durable."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    tiers = get_kv_transfer_group()._worker._tiers
+    commit = tiers.commit
+
+    def slow(reservations: Any) -> Any:
+        time.sleep(seconds)
+        return commit(reservations)
+
+    tiers.commit = slow
+
+
 def reset_connector(worker: Any) -> bool:
     """As vLLM does when weights are others from now on."""
     return bool(worker.engine.reset_prefix_cache(reset_connector=True))

@@ -60,10 +60,11 @@ def test_what_each_turn_leaves_is_told_and_a_later_life_tells_it_again(
 
 
 def test_an_idle_worker_tells_of_its_last_turn(rig: Rig, store: Path) -> None:
-    """No request follows, and its scheduler sleeps."""
+    """No request follows, and its scheduler sleeps; what it copied is durable only later."""
     worker = rig.worker("qwen3", connectors.ours(store))
-    worker.generate(tiny.prompt(300, seed=72), session=ONE)
-    until(lambda: on_disk(store) == {ONE: 300 // B * B})
+    worker.hook("slow_commits", seconds=0.5)
+    worker.generate(tiny.prompt(1900, seed=72), session=ONE, max_tokens=1)
+    until(lambda: on_disk(store) == {ONE: 1900 // B * B})
 
 
 def test_a_session_that_ended_is_told_no_more(rig: Rig, store: Path) -> None:
