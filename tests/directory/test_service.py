@@ -240,3 +240,36 @@ def test_status_shows_a_session_a_prefix_and_a_group(served: DirectoryServer) ->
     bad = CliRunner().invoke(cli, [*status, "--prefix", "xy"])
     assert isinstance(bad.exception, InvalidInput) and "--prefix" in str(bad.exception)
     client.close()
+
+
+@pytest.mark.parametrize("failing", ["sweep", "status", "execute"])
+def test_a_backend_that_raises_ends_no_service(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Of `execute`, one answer too few is a fault as well."""
+    directory = EmbeddedDirectory(ManualClock(), TermFile(), opens_in_s=0.0)
+    failed = threading.Event()
+
+    def fails(*_: object) -> list[ask.Outcome]:
+        failed.set()
+        if failing == "execute":
+            return []
+        raise RuntimeError("a fault of the backend")
+
+    monkeypatch.setattr("ownerserve.directory.rpc.server.SWEEP_EVERY_S", 0.01)
+    server = DirectoryServer(directory)
+    client = DirectoryClient(server.address, timeout_s=1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, failing, fails)
+        server.start()
+        if failing == "status":
+            with pytest.raises(PeerLost):
+                client.status()
+        elif failing == "execute":
+            client.execute([ask.Register(A)])
+        assert failed.wait(5.0)
+        time.sleep(0.1)
+    (leased,) = client.execute([ask.Register(A)])
+    client.close()
+    server.stop()
+    assert isinstance(leased, ask.Leased)

@@ -344,3 +344,26 @@ def test_what_a_turns_line_says_counts_at_once(server: DirectoryServer) -> None:
     told = ReleaseSession(S1, grant.epoch, unit("w2"))
     assert node.release(told) == Reject(WorkerRefusal.STALE_EPOCH)
     node.close(within_s=5.0)
+
+
+def test_a_round_that_fails_keeps_no_session_for_ever(
+    server: DirectoryServer,
+    nodes: Callable[[RoutingUnit, str], Ownership],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it was told of is lost, and its session is given up as any other."""
+    w1 = nodes(unit("w1"), server.address)
+    w1.tell(Came(S1))
+    w1.tell(Left(S1, tokens(2)))
+    until(lambda: is_at(server.address, S1, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(w1.publishing, "belongs", raises)
+        w1.tell(Left(S1, tokens(3)))
+        until(lambda: w1.answers["failed"] == 1)
+    grant = w1.standing(S1)
+    assert grant is not None and grant.version == 1
+    assert release(w1, unit("w2"), grant.epoch) == Released()
+
+
+def raises(*_: object, **__: object) -> None:
+    raise RuntimeError("a fault of this node")

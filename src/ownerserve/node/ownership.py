@@ -167,7 +167,7 @@ class Ownership:
         turns alone are told."""
         self.owner = OwnerState(unit, margin_s=MARGIN_S)
         self._guarded = GuardedOwner(self.owner)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         """Held by whoever changes `owner`: this unit's thread, and the engine's as it releases."""
         self._to_count: Counter[SessionId] = Counter()
         """Turns that are told and not counted yet: their sessions are not given up before."""
@@ -278,6 +278,16 @@ class Ownership:
     def _round(self, directory: Directory) -> bool:
         """Take what was told, ask what is due; False: it is time to go."""
         told, goes_on = self._gather()
+        try:
+            asks = self._due(told)
+        except Exception:
+            self._count_off(told)  # else their sessions stay for ever
+            raise
+        self._ask(asks, directory)
+        return goes_on
+
+    def _due(self, told: Sequence[Told]) -> Asks:
+        """What is to be asked after all that was told."""
         tips = [self._tip(one) if isinstance(one, Left) else None for one in told]
         now_s = boot_time_s()
         with self._lock:
@@ -289,8 +299,13 @@ class Ownership:
             asks += self.owner.tick(now_s)
             if asks:
                 asks += self._guarded.along(now_s)
-        self._ask(asks, directory)
-        return goes_on
+            self._count_off(told)
+        return asks
+
+    def _count_off(self, told: Sequence[Told]) -> None:
+        """Of turns that were told, none is still to be counted."""
+        with self._lock:
+            self._to_count -= Counter(one.session for one in told if isinstance(one, Left))
 
     def _gather(self) -> tuple[list[Told], bool]:
         """All that is told within FLUSH_S of the first."""
@@ -329,7 +344,6 @@ class Ownership:
             case Came(session, parent, epoch):
                 return self._guarded.came(session, now_s, parent=parent, epoch=epoch)
             case Left(session):
-                self._to_count -= Counter((session,))
                 return [] if tip is None else self._guarded.left(session, tip, now_s)
             case Over(session):
                 return self._guarded.over(session, now_s)

@@ -28,7 +28,7 @@ from ownerserve.directory.rpc.frames import (
     decode_question,
     encode,
 )
-from ownerserve.kv.errors import InvalidInput, OwnerServeError
+from ownerserve.kv.errors import InvalidInput, InvariantViolated, OwnerServeError
 from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.kv.wire.port import LOOPBACK, Port
 
@@ -76,12 +76,17 @@ class DirectoryServer:
         self._directory.close()
 
     def _serve(self) -> None:
+        """The thread's root: what is raised here costs a round and never the service."""
         while not self._stopping.is_set():
-            if self._socket.poll(POLL_MS):
-                self._answer_all(self._arrived())
-            if time.monotonic() - self._swept_s > SWEEP_EVERY_S:
-                self._directory.sweep(SWEEP_RECORDS)
-                self._swept_s = time.monotonic()
+            try:
+                if self._socket.poll(POLL_MS):
+                    self._answer_all(self._arrived())
+                if time.monotonic() - self._swept_s > SWEEP_EVERY_S:
+                    self._swept_s = time.monotonic()
+                    self._directory.sweep(SWEEP_RECORDS)
+            except Exception:  # a thread's root
+                log.exception("the directory failed")
+                self._stopping.wait(POLL_MS / 1000)
 
     def _arrived(self) -> list[list[bytes]]:
         frames: list[list[bytes]] = []
@@ -116,6 +121,8 @@ class DirectoryServer:
     def _executed(self, requests: list[Request]) -> list[Outcome]:
         try:
             outcomes = [*self._directory.execute(requests)] if requests else []
+            if len(outcomes) != len(requests):
+                raise InvariantViolated(f"{len(outcomes)} answers to {len(requests)} requests")
             self._count_lost(outcomes)
             return outcomes
         except Exception:  # a thread's root: one bad request must not end the service
@@ -140,6 +147,9 @@ class DirectoryServer:
             return StatusIs(replace(status, lost_copies=self._lost_copies, asked=dict(self._asked)))
         except OwnerServeError as error:
             return Failed(str(error))
+        except Exception:  # as of requests
+            log.exception("the directory failed")
+            return Failed("the directory failed: see its log")
 
 
 def tag_of(request: Request) -> str:
