@@ -196,6 +196,14 @@ def test_whatever_breaks_every_request_ends_once(seed: int, policy: str, tiered:
     assert sorted(fleet.rows.table()["number"]) == list(range(TRACE.request_count))
 
 
+def test_books_are_whole_while_a_transfer_and_a_turn_in_line_are_open() -> None:
+    """Room that a transfer has reserved is no restore's that was forgotten."""
+    tiers = Tiers(host_bytes=1 << 30, disk_bytes=64 << 30)
+    faults = draw(Draw(8, 0.0, 40.0), workers=4, seed=3)
+    wanted = setup("static_pd_delta", kv_bytes=1200 * MIB, tiers=tiers, faults=faults)
+    run(ready(TRACE, wanted), check_every=7)
+
+
 def test_faults_are_part_of_what_is_repeated() -> None:
     wanted = Setup(
         workers=3, running=8, kv_bytes=1500 * MIB, shape=Shape(mode=Capped(6)),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ownerserve.kv.wire.inventory import Has, Page
+from ownerserve.node.inventory import Inventory
 from ownerserve.router.residents import News, Residents
 from ownerserve.sim.worker import Worker
 
@@ -25,6 +26,8 @@ class Told:
         self._workers = workers
         self._tell = tell
         self._residents: list[Residents] = []
+        self._read_of: list[Inventory | None] = []
+        """Whose words each reader has; another life has an inventory of its own."""
         self._read_s = float("-inf")
 
     def look(self, now: float) -> None:
@@ -34,12 +37,16 @@ class Told:
         self._read_s = now
         for worker in self._workers[len(self._residents) :]:
             self._residents.append(Residents(worker.name))
+            self._read_of.append(None)
         for worker, residents in zip(self._workers, self._residents, strict=True):
             if worker.is_up:
                 self._read(worker, residents, now)
 
     def _read(self, worker: Worker, residents: Residents, now: float) -> None:
         inventory = worker.machine.node.inventory
+        if inventory is self._read_of[worker.index] and inventory.last == residents.after:
+            return  # it has said nothing since
+        self._read_of[worker.index] = inventory
         while True:
             asked = residents.after
             page = inventory.page(asked, incarnation=worker.incarnation)
