@@ -202,8 +202,12 @@ def rebuild(
     """Start a new term with empty memory. Safe at any time: no epoch repeats, and nobody loses a
     session whose lease runs; new sessions wait for one lease. Live workers tell what they own and
     hold as soon as they notice, at their next renewal."""
-    with _asking(address, fleet_key(curve_key_file), timeout_s=FORGET_S) as client:
-        found, rebuilt = filled_again(client, wait_s=wait_s, console=console_for(json_target))
+    key = fleet_key(curve_key_file)
+    with _asking(address, key) as client:
+        before = client.status()
+    with _asking(address, key, timeout_s=FORGET_S) as client:
+        console = console_for(json_target)
+        found, rebuilt = filled_again(client, before, wait_s=wait_s, console=console)
     more = {"rebuilt": msgspec.to_builtins(rebuilt)}
     _report(found, "directory.rebuild", json_target, more=more)
 

@@ -43,11 +43,11 @@ def known(status: DirectoryStatus) -> Known:
 
 
 def rebuild(
-    client: DirectoryClient, *, wait_s: float, console: Console
+    client: DirectoryClient, status: DirectoryStatus, *, wait_s: float, console: Console
 ) -> tuple[DirectoryStatus, Rebuilt]:
-    """Have the directory forget all, and follow how it is filled, at most `wait_s`. Raises PeerLost
-    where it does not answer."""
-    before = known(client.status())
+    """Have the directory, which was as `status` says, forget all, and follow how it is filled, at
+    most `wait_s`. Raises PeerLost where it does not answer."""
+    before = known(status)
     began_s = last_s = time.monotonic()
     status = client.forget()
     after = known(status)
