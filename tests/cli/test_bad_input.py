@@ -145,6 +145,8 @@ FILLED = {
     "model": "model",
     "store": "store",
     "address": "tcp://127.0.0.1:1",
+    "prefix": "ab" * 32,
+    "place": "w1",
     "out": "new/fleet.key",
     "plan placement workers": "owner holds=1K",
     "gateway workers": "http://127.0.0.1:1",

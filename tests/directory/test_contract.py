@@ -286,3 +286,12 @@ def test_a_sweep_forgets_former_lives(world: World) -> None:
     assert swept == 1
     records = world.directory.status().records
     assert records is None or records.prefixes == 0
+
+
+def test_a_sweep_forgets_wishes_for_former_lives(world: World) -> None:
+    world.join(A, B)
+    hold(world, A, P1, Tier.DEVICE)
+    world.ask(ask.ReplicateReadonly(P1, B.worker))
+    assert sum(world.directory.sweep(100) for _ in range(5)) == 0
+    world.join(unit("b", 2))
+    assert sum(world.directory.sweep(100) for _ in range(5)) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from contract import (
     MAIN,
     P1,
@@ -12,16 +13,27 @@ from contract import (
     S3,
     A,
     B,
+    C,
     World,
     claim,
     hold,
     refused,
+    unit,
 )
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.messages import Refusal
+from ownerserve.directory.records import (
+    WISH_LIMIT,
+    Location,
+    Prefix,
+    decode_record,
+    encode_record,
+)
 from ownerserve.directory.rules import Kind, Tier
+from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash
+from ownerserve.kv.messages import RoutingUnit
 
 
 def test_lookup_gives_the_longest_that_someone_alive_holds(world: World) -> None:
@@ -155,6 +167,68 @@ def test_a_tail_is_published_by_nobody(world: World) -> None:
     world.join(A)
     published = ask.HeldExtent(P1, 512, Tier.DISK, Kind.TAIL | Kind.DENSE)
     assert refused(world.ask(ask.Publish(A, (published,))), Refusal.SESSION_LOCAL)
+
+
+def wanted(world: World) -> tuple[RoutingUnit, ...]:
+    found: tuple[RoutingUnit, ...] = world.ask(ask.Lookup((P1,))).wanted
+    return found
+
+
+def test_a_wish_for_a_copy_stands_until_the_copy_is_told_of(world: World) -> None:
+    world.join(A, B, C)
+    claim(world, A, S1, P1)
+    wish = ask.ReplicateReadonly(P1, B.worker)
+    assert world.ask(wish) == world.ask(wish) == ask.Wished((B,))
+    assert world.ask(ask.ReplicateReadonly(P1, C.worker)) == ask.Wished((B, C))
+    hold(world, A, P1, Tier.REMOTE)
+    world.ask(ask.Bind(S2, A, parent=S1))
+    assert wanted(world) == (B, C), "others' copies and forks leave it as it is"
+    hold(world, B, P1, Tier.DISK)
+    assert wanted(world) == (C,)
+    assert world.ask(wish) == ask.Wished((C,)), "it has one"
+    claim(world, C, S3, P1)
+    assert wanted(world) == ()
+
+
+def test_a_wish_ends_with_the_life_that_it_named(world: World) -> None:
+    world.join(A, B, C)
+    claim(world, A, S1, P1)
+    for name in (B, C):
+        world.ask(ask.ReplicateReadonly(P1, name.worker))
+    world.join(unit("b", life=2))
+    assert wanted(world) == (C,)
+    world.ask(ask.Retire(C))
+    assert wanted(world) == ()
+
+
+def test_a_wish_wants_a_known_prefix_and_a_live_unit(world: World) -> None:
+    world.join(A)
+    assert refused(world.ask(ask.ReplicateReadonly(P1, A.worker)), Refusal.UNKNOWN_PREFIX)
+    claim(world, A, S1, P1)
+    for name, rank in ((B.worker, 0), (A.worker, 1)):
+        wish = ask.ReplicateReadonly(P1, name, rank)
+        assert refused(world.ask(wish), Refusal.TARGET_NOT_LIVE)
+    world.past_lease()
+    assert refused(world.ask(ask.ReplicateReadonly(P1, A.worker)), Refusal.TARGET_NOT_LIVE)
+
+
+def test_a_prefix_remembers_the_last_wishes(world: World) -> None:
+    units = [unit(f"u{number}") for number in range(WISH_LIMIT + 1)]
+    world.join(A, *units)
+    claim(world, A, S1, P1)
+    for one in units:
+        world.ask(ask.ReplicateReadonly(P1, one.worker))
+    assert wanted(world) == tuple(units[1:])
+
+
+def test_a_prefix_that_the_version_before_wrote_is_read() -> None:
+    """It had no wishes; `epoch` was its last field then too."""
+    epoch = Epoch(Term(1, 2), 3)
+    place = Location(A, Tier.DISK, MAIN)
+    former = msgspec.msgpack.encode(["p", 512, A, [place], 1, 2.0, "repo", epoch])
+    read = decode_record(former)
+    assert read == Prefix(512, A, (place,), 1, 2.0, "repo", (), epoch)
+    assert decode_record(encode_record(read)) == read
 
 
 def group(world: World, name: str = "repo:ownerserve") -> dict[PrefixHash, int]:

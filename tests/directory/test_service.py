@@ -40,6 +40,7 @@ from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 
 A = RoutingUnit(WorkerId("a"), 0, Incarnation(1))
+B = RoutingUnit(WorkerId("b"), 0, Incarnation(1))
 S1 = SessionId("s1")
 
 
@@ -273,3 +274,30 @@ def test_a_backend_that_raises_ends_no_service(
     client.close()
     server.stop()
     assert isinstance(leased, ask.Leased)
+
+
+def test_a_wish_for_a_copy_is_shown_until_there_is_one(served: DirectoryServer) -> None:
+    tip = PrefixHash(bytes([1]) * 32)
+    client = DirectoryClient(served.address)
+    client.execute([ask.Register(A), ask.Register(B)])
+    client.execute([ask.Publish(A, (ask.HeldExtent(tip, 512, Tier.DISK, int(Kind.DENSE)),))])
+    replicate = ("directory", "replicate", served.address)
+    wished = _json(*replicate, tip.hex(), "--to", "b")
+    assert wished["wanted"] == ["b rank 0 life 1"]
+    status = ("directory", "status", served.address, "--prefix", tip.hex())
+    shown: Any = _json(*status)["prefix"]
+    assert shown["wanted"] == ["b rank 0 life 1"]
+    assert "wished for at" in CliRunner().invoke(cli, status).stdout
+    client.execute([ask.Publish(B, (ask.HeldExtent(tip, 512, Tier.DISK, int(Kind.DENSE)),))])
+    held: Any = _json(*status)["prefix"]
+    assert held["wanted"] == [] and len(held["copies"]) == 2
+    client.close()
+    other = "02" * 32
+    for words, field in (
+        ((tip.hex(), "--to", "none"), "--to"),
+        ((tip.hex(), "--to", "b/x"), "--to"),
+        ((other, "--to", "b"), "PREFIX"),
+        (("xy", "--to", "b"), "PREFIX"),
+    ):
+        bad = CliRunner().invoke(cli, [*replicate, *words])
+        assert isinstance(bad.exception, InvalidInput) and bad.exception.field == field

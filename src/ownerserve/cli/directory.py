@@ -23,6 +23,7 @@ from ownerserve.cli.holdings import (
     read_prefix,
     session_body,
     session_table,
+    wished_body,
 )
 from ownerserve.cli.options import PORT, Finite, check_host, curve_key_option, fleet_key
 from ownerserve.cli.output import OutputFile, OutputFolder, console_for, json_option, write_json
@@ -181,6 +182,30 @@ def status(
             more["group"] = group_body(client, group)
             tables.append(group_table(more["group"]))
     _report(found, "directory.status", json_target, more=more, tables=tables)
+
+
+@command.command("replicate", short_help="Wish for a read-only copy of a prefix at a worker.")
+@address_argument
+@click.argument("prefix", metavar="PREFIX")
+@click.option("--to", "place", required=True, metavar="WORKER", help="Its id, or WORKER/RANK.")
+@curve_key_option
+@json_option
+def replicate(
+    address: str, prefix: str, place: str, curve_key_file: Path | None, json_target: str | None
+) -> None:
+    """Write down that WORKER is to hold a read-only copy of PREFIX (64 hex digits, as `status
+    --session` shows them). Nothing more happens yet: bytes move only with transfer, which a later
+    version brings. The wish is shown by `status --prefix`, and goes when the worker tells of a copy
+    or its life ends.
+
+    \b
+    ownerserve directory replicate tcp://127.0.0.1:7700 PREFIX --to w1
+    """
+    wanted = read_prefix(prefix, field="PREFIX")
+    with _asking(address, fleet_key(curve_key_file)) as client:
+        body = wished_body(client, wanted, place)
+    console_for(json_target).print(f"wished for at: {', '.join(body['wanted']) or 'nobody'}")
+    write_json(json_target, "directory.replicate", body)
 
 
 @command.command("rebuild", short_help="Forget all; workers fill it from their inventories.")

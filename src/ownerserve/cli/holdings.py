@@ -13,17 +13,21 @@ from ownerserve.directory.messages import (
     GroupIs,
     Lookup,
     Outcome,
+    Refusal,
     Refused,
+    ReplicateReadonly,
     Request,
     SessionIs,
+    Wished,
 )
 from ownerserve.directory.port import Directory
 from ownerserve.directory.rules import Kind
 from ownerserve.kv.errors import InvalidInput, PeerLost
-from ownerserve.kv.ids import PrefixHash, SessionId
+from ownerserve.kv.ids import PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.store.model import ID_BYTES
 
+RANK_DIGITS = 6
 Body: TypeAlias = dict[str, Any]
 """A part of the command's JSON."""
 
@@ -68,6 +72,7 @@ def prefix_body(directory: Directory, prefix_hash: PrefixHash) -> Body:
         "sessions": found.refs,
         "duty": None if found.owner is None else _unit(found.owner),
         "group": found.group,
+        "wanted": [_unit(unit) for unit in found.wanted],
         "copies": [
             {
                 "unit": None if unit is None else _unit(unit),
@@ -77,6 +82,28 @@ def prefix_body(directory: Directory, prefix_hash: PrefixHash) -> Body:
             for unit, tier, kinds in found.locations
         ],
     }
+
+
+def wished_body(directory: Directory, prefix_hash: PrefixHash, place: str) -> Body:
+    """Write the wish down that the unit at `place` (WORKER or WORKER/RANK) held a copy. Raises
+    InvalidInput where nothing is known of the prefix, or nobody lives there."""
+    worker, _, rank = place.partition("/")
+    is_rank = not rank or (rank.isascii() and rank.isdigit() and len(rank) <= RANK_DIGITS)
+    if not worker or not worker.isprintable() or not is_rank:
+        raise InvalidInput("--to", f"{place[:80]!r} is no unit", "write WORKER, or WORKER/RANK")
+    wish = ReplicateReadonly(prefix_hash, WorkerId(worker), int(rank or 0))
+    (outcome,) = directory.execute([wish])
+    match outcome:
+        case Wished(wanted):
+            return {"prefix_hash": prefix_hash.hex(), "wanted": [_unit(unit) for unit in wanted]}
+        case Refused(Refusal.UNKNOWN_PREFIX):
+            mend = "use a hash that `directory status --session` or `--group` shows"
+            raise InvalidInput("PREFIX", "the directory knows no such prefix", mend)
+        case Refused(Refusal.TARGET_NOT_LIVE):
+            mend = "name a worker by its --worker-id, one that runs with --directory"
+            raise InvalidInput("--to", f"{place!r} does not live", mend)
+        case _:
+            raise PeerLost(f"the directory answers {getattr(outcome, 'reason', outcome)}")
 
 
 def group_body(directory: Directory, name: str) -> Body:
@@ -131,6 +158,7 @@ def _rows(body: Body) -> list[tuple[str, str]]:
             (copy["tier"], f"{copy['unit'] or 'all'}: {', '.join(copy['kinds'])}")
             for copy in body["copies"]
         ),
+        *(("wished for at", unit) for unit in body["wanted"]),
     ]
 
 

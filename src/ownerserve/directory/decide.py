@@ -26,6 +26,7 @@ DECIDERS: dict[type, Decider] = {
     ask.Drop: prefixes.drop,
     ask.Lookup: prefixes.lookup,
     ask.FindGroup: prefixes.find_group,
+    ask.ReplicateReadonly: prefixes.replicate_readonly,
 }
 
 

@@ -74,7 +74,7 @@ def _with_forks(prefix: Prefix, change: int) -> Prefix | None:
         return None
     return Prefix(
         prefix.tokens, prefix.owner, prefix.locations, refs, prefix.last_access_s, prefix.group,
-        prefix.epoch,
+        prefix.wanted, prefix.epoch,
     )  # fmt: skip
 
 

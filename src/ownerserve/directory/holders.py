@@ -36,6 +36,7 @@ from ownerserve.directory.records import (
     prefix_of,
     session_key,
     session_of,
+    still_wanted,
     unit_key,
     with_location,
 )
@@ -128,7 +129,7 @@ def _with_extent(known: Prefix | None, extent: HeldExtent, places: _Places, at: 
     alone = places.only(extent.tier, extent.kinds)
     owner = places.unit if extent.epoch is not None else None
     if known is None:
-        return Prefix(extent.tokens, owner, alone, 0, at.now_s, extent.group, extent.epoch)
+        return Prefix(extent.tokens, owner, alone, 0, at.now_s, extent.group, (), extent.epoch)
     locations = with_location(known.locations, alone[0])
     epoch = known.epoch
     if extent.epoch is None or (epoch is not None and extent.epoch <= epoch):
@@ -136,7 +137,10 @@ def _with_extent(known: Prefix | None, extent: HeldExtent, places: _Places, at: 
     else:
         epoch = extent.epoch
     group = known.group or extent.group
-    return Prefix(known.tokens, owner, locations, known.refs, known.last_access_s, group, epoch)
+    wanted = still_wanted(known.wanted, alone[0])
+    return Prefix(
+        known.tokens, owner, locations, known.refs, known.last_access_s, group, wanted, epoch
+    )
 
 
 def _forget(
@@ -187,4 +191,4 @@ def _stand_on(draft: Draft, reported: HeldSession, at: Moment) -> None:
     """Count the session on its tip. What is held of that may be told after it."""
     tip = reported.prefix_hash
     if tip is not None and count_fork(draft, tip, +1) is None:
-        draft.put(prefix_key(tip), Prefix(reported.tokens, None, (), 1, at.now_s, "", None))
+        draft.put(prefix_key(tip), Prefix(reported.tokens, None, (), 1, at.now_s, "", (), None))

@@ -13,7 +13,7 @@ import msgspec
 
 from ownerserve.directory.rules import MAIN_KINDS, Kinds, Tier
 from ownerserve.kv.epoch import Epoch, Term
-from ownerserve.kv.ids import PrefixHash, SessionId
+from ownerserve.kv.ids import PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 
 
@@ -25,6 +25,7 @@ class Refusal(StrEnum):
     LEASE_LAPSED = "lease_lapsed"  # all that you owned may be another's; register again
     REBUILDING = "rebuilding"  # a directory without memory waits until old leases have run out
     UNKNOWN_SESSION = "unknown_session"
+    UNKNOWN_PREFIX = "unknown_prefix"
     NOT_OWNER = "not_owner"
     TARGET_NOT_LIVE = "target_not_live"
     SESSION_LOCAL = "session_local"  # this kind of state may not be held there (rules.py)
@@ -178,6 +179,15 @@ class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
     kinds: Kinds = 0
 
 
+class ReplicateReadonly(msgspec.Struct, frozen=True, tag="replicate_readonly"):
+    """A wish: the unit that lives at that place is to hold a read-only copy. It is written down
+    until such a copy is told of or the unit's life is over; no bytes move for it yet."""
+
+    prefix_hash: PrefixHash
+    worker: WorkerId
+    dp_rank: int = 0
+
+
 class FindGroup(msgspec.Struct, frozen=True, tag="find_group"):
     """The hot prefixes of a repository or document."""
 
@@ -186,7 +196,7 @@ class FindGroup(msgspec.Struct, frozen=True, tag="find_group"):
 
 Request: TypeAlias = (
     Register | RenewLease | Retire | Publish | Bind | Transfer | Advance | EndSession | FindSession
-    | Drop | Lookup | FindGroup
+    | Drop | Lookup | FindGroup | ReplicateReadonly
 )  # fmt: skip
 
 
@@ -273,7 +283,8 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
 
 
 class Found(msgspec.Struct, frozen=True, tag="found"):
-    """`locations` live, nearest tier first; `owner` None: nobody has last-copy duty."""
+    """`locations` live, nearest tier first; `owner` None: nobody has last-copy duty. `wanted`: who
+    is to hold a read-only copy, and does not yet."""
 
     prefix_hash: PrefixHash
     tokens: int
@@ -283,6 +294,13 @@ class Found(msgspec.Struct, frozen=True, tag="found"):
     refs: int
     last_access_s: float
     group: str
+    wanted: tuple[RoutingUnit, ...] = ()
+
+
+class Wished(msgspec.Struct, frozen=True, tag="wished"):
+    """All that are to hold a read-only copy. Without the unit that was named where it has one."""
+
+    wanted: tuple[RoutingUnit, ...]
 
 
 class Miss(msgspec.Struct, frozen=True, tag="miss"):
@@ -304,5 +322,5 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 Outcome: TypeAlias = (
     Leased | Retired | Published | SessionIs | Bound | HeldBy | Conflict | Advanced | Ended
-    | Dropped | Found | Miss | GroupIs | Refused
+    | Dropped | Found | Wished | Miss | GroupIs | Refused
 )  # fmt: skip

@@ -24,19 +24,26 @@ from ownerserve.directory.messages import (
     Lookup,
     Miss,
     Refusal,
+    ReplicateReadonly,
+    Wished,
 )
 from ownerserve.directory.records import (
+    WISH_LIMIT,
     Key,
     Location,
     Prefix,
     Records,
     group_of,
+    holder_at,
+    holder_key,
     holder_of,
     prefix_of,
+    still_wanted,
     unit_key,
     with_location,
 )
 from ownerserve.directory.rules import Kind, Tier
+from ownerserve.kv.messages import RoutingUnit
 
 
 class Tip(msgspec.Struct, frozen=True, gc=False):
@@ -55,13 +62,14 @@ def claimed_tip(records: Records, ask: Advance, at: Moment) -> Tip:
     may_claim = stands and checks.may_issue(at.now_s, at.open_at_s)
     if known is None:
         owner, epoch = (ask.unit, at.epoch) if may_claim else (None, None)
-        fresh = Prefix(ask.tokens, owner, (place,), 0, at.now_s, ask.group, epoch)
+        fresh = Prefix(ask.tokens, owner, (place,), 0, at.now_s, ask.group, (), epoch)
         return Tip(fresh, minted=may_claim)
     held = replace(
         known,
         locations=with_location(known.locations, place),
         last_access_s=at.now_s,
         group=known.group or ask.group,
+        wanted=still_wanted(known.wanted, place),
     )
     owner = known.owner
     if owner is not None and checks.owner_lives(holder_of(records, owner), owner, at.now_s):
@@ -116,9 +124,37 @@ def lookup(records: Records, ask: Lookup, at: Moment) -> Decision:
             prefix.refs,
             prefix.last_access_s,
             prefix.group,
+            _live_wishes(records, prefix, at.now_s),
         )
         return Decision(found)
     return Decision(Miss())
+
+
+def replicate_readonly(records: Records, ask: ReplicateReadonly, at: Moment) -> Decision:
+    """The wish is written down for the life that is at the place now; one with a copy has none."""
+    prefix = prefix_of(records, ask.prefix_hash)
+    if prefix is None:
+        return refuse(Refusal.UNKNOWN_PREFIX)
+    key = holder_key(ask.worker, ask.dp_rank)
+    holder = holder_at(records, key)
+    if holder is None:
+        return refuse(Refusal.TARGET_NOT_LIVE)
+    target = RoutingUnit(ask.worker, ask.dp_rank, holder.incarnation)
+    if not checks.target_lives(holder, target, at.now_s):
+        return refuse(Refusal.TARGET_NOT_LIVE)
+    others = tuple(one for one in _live_wishes(records, prefix, at.now_s) if one != target)
+    if any(place.unit == target for place in prefix.locations):
+        return Decision(Wished(others))
+    wanted = (*others, target)[-WISH_LIMIT:]
+    draft = Draft(records)
+    put_prefix(draft, ask.prefix_hash, replace(prefix, wanted=wanted))
+    return draft.decided(Wished(wanted), guards=(key,))
+
+
+def _live_wishes(records: Records, prefix: Prefix, now_s: float) -> tuple[RoutingUnit, ...]:
+    return tuple(
+        one for one in prefix.wanted if checks.target_lives(holder_of(records, one), one, now_s)
+    )
 
 
 def find_group(records: Records, ask: FindGroup, _at: Moment) -> Decision:

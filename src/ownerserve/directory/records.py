@@ -30,6 +30,9 @@ Key = NewType("Key", bytes)
 UNITS_CACHED = 4096
 """Keys of so many routing units are kept: every request names one."""
 
+WISH_LIMIT = 16
+"""Wishes for copies that a prefix remembers; the oldest goes."""
+
 GROUP_LIMIT = 64
 """Prefixes that a group remembers; the least used goes."""
 
@@ -63,8 +66,22 @@ class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kinds: Kinds
 
 
-class Prefix(msgspec.Struct, frozen=True, array_like=True, tag="p", gc=False):
-    """`owner` has last-copy duty; `refs` counts the sessions that stand on it (forks)."""
+class Prefix(msgspec.Struct, frozen=True, array_like=True, tag="x", gc=False):
+    """`owner` has last-copy duty; `refs` counts the sessions that stand on it (forks); `wanted`:
+    units that are to hold a copy too, by somebody's wish."""
+
+    tokens: int
+    owner: RoutingUnit | None
+    locations: tuple[Location, ...]
+    refs: int
+    last_access_s: float
+    group: str
+    wanted: tuple[RoutingUnit, ...]
+    epoch: Epoch | None
+
+
+class _FormerPrefix(msgspec.Struct, frozen=True, array_like=True, tag="p", gc=False):
+    """A prefix as it was written before wishes: read, and written no more."""
 
     tokens: int
     owner: RoutingUnit | None
@@ -179,11 +196,31 @@ def without_location(
     return tuple(place for place in places if place.unit != unit or place.tier is not tier)
 
 
+def still_wanted(wanted: tuple[RoutingUnit, ...], place: Location) -> tuple[RoutingUnit, ...]:
+    """The wishes that are left where `place` is a copy."""
+    unit = place.unit
+    if not wanted or unit is None:
+        return wanted
+    return tuple(one for one in wanted if not _same_place(one, unit))
+
+
 def _same_place(one: RoutingUnit, other: RoutingUnit) -> bool:
     return one.worker == other.worker and one.dp_rank == other.dp_rank
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+_decoder: msgspec.msgpack.Decoder[Record | _FormerPrefix] = msgspec.msgpack.Decoder(
+    Record | _FormerPrefix
+)
 encode_record = _encoder.encode
-decode_record = _decoder.decode
+
+
+def decode_record(data: bytes) -> Record:
+    """Any record, also one that the version before this has written."""
+    found = _decoder.decode(data)
+    if isinstance(found, _FormerPrefix):
+        return Prefix(
+            found.tokens, found.owner, found.locations, found.refs, found.last_access_s,
+            found.group, (), found.epoch,
+        )  # fmt: skip
+    return found

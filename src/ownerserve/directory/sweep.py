@@ -14,8 +14,8 @@ from ownerserve.directory.sessions import forget_session
 
 def sweep(records: Records, key: Key, at: Moment, *, idle_s: float) -> Decision:
     """Look at one record. A session whose owner is gone and that nobody took for `idle_s` ends;
-    copies of former lives, and of units silent for as long, go from a prefix, and a prefix without
-    copies or forks goes whole."""
+    copies of former lives, and of units silent for as long, go from a prefix, as do wishes for
+    them, and a prefix without copies or forks goes whole."""
     record = records.get(key)
     if isinstance(record, Session):
         if record.last_access_s + idle_s >= at.now_s:
@@ -30,8 +30,14 @@ def sweep(records: Records, key: Key, at: Moment, *, idle_s: float) -> Decision:
             if place.unit is None
             or checks.copy_counts(holder_of(records, place.unit), place.unit, at.now_s - idle_s)
         ]
-        if len(kept) < len(record.locations) or not (kept or record.refs):
-            fresh = replace(record, locations=tuple(kept))
+        wanted = tuple(
+            one
+            for one in record.wanted
+            if checks.copy_counts(holder_of(records, one), one, at.now_s - idle_s)
+        )
+        is_less = len(kept) < len(record.locations) or len(wanted) < len(record.wanted)
+        if is_less or not (kept or record.refs):
+            fresh = replace(record, locations=tuple(kept), wanted=wanted)
             draft = Draft(records)
             put_prefix(draft, prefix_named(key), fresh if kept or record.refs else None)
             return draft.decided(Ended())

@@ -18,6 +18,7 @@ from ownerserve.directory.records import (
     decode_record,
     encode_record,
     group_key,
+    holder_key,
     prefix_key,
     session_key,
     unit_key,
@@ -150,6 +151,9 @@ def keys_of(request: ask.Request) -> Iterator[Key]:
             yield from map(prefix_key, request.candidates)
         case ask.FindGroup():
             yield group_key(request.group)
+        case ask.ReplicateReadonly():
+            yield holder_key(request.worker, request.dp_rank)
+            yield prefix_key(request.prefix_hash)
         case ask.Drop():
             yield prefix_key(request.prefix_hash)
         case ask.Bind() | ask.Transfer() | ask.EndSession() | ask.FindSession():
