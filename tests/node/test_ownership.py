@@ -365,5 +365,21 @@ def test_a_round_that_fails_keeps_no_session_for_ever(
     assert release(w1, unit("w2"), grant.epoch) == Released()
 
 
+def test_a_version_that_was_told_never_goes_back(
+    server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership]
+) -> None:
+    """A turn that leaves less than a block advances nothing: it is not told as counted first."""
+    w1 = nodes(unit("w1"), server.address)
+    w1.tell(Came(S1))
+    until(lambda: w1.standing(S1))
+    w1.tell(Left(S1, pack(range(3))))
+    told = w1.standing(S1)
+    w1.tell(Left(S1, tokens(1)))
+    until(lambda: is_at(server.address, S1, 1))
+    now = w1.standing(S1)
+    assert told is not None and now is not None
+    assert (told.version, now.version) == (0, 1)
+
+
 def raises(*_: object, **__: object) -> None:
     raise RuntimeError("a fault of this node")

@@ -204,7 +204,7 @@ class Ownership:
     def tell(self, told: Told) -> None:
         """Never waits. What a turn's line says of its session's epoch counts at once."""
         with self._lock:
-            if isinstance(told, Left):
+            if isinstance(told, Left) and self._will_count(told):
                 self._to_count[told.session] += 1
             elif isinstance(told, Came) and told.epoch is not None:
                 self._guarded.hear(told.session, told.epoch)
@@ -305,7 +305,12 @@ class Ownership:
     def _count_off(self, told: Sequence[Told]) -> None:
         """Of turns that were told, none is still to be counted."""
         with self._lock:
-            self._to_count -= Counter(one.session for one in told if isinstance(one, Left))
+            lefts = [one for one in told if isinstance(one, Left) and self._will_count(one)]
+            self._to_count -= Counter(left.session for left in lefts)
+
+    def _will_count(self, left: Left) -> bool:
+        """A turn that leaves its session in less than a block leaves nothing to advance to."""
+        return len(left.tokens) >= self._block_tokens * TOKEN_BYTES
 
     def _gather(self) -> tuple[list[Told], bool]:
         """All that is told within FLUSH_S of the first."""
