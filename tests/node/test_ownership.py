@@ -383,3 +383,18 @@ def test_a_version_that_was_told_never_goes_back(
 
 def raises(*_: object, **__: object) -> None:
     raise RuntimeError("a fault of this node")
+
+
+def test_a_session_whose_last_turn_was_elsewhere_ends_at_its_owner(
+    nodes: Callable[[RoutingUnit, str], Ownership], server: DirectoryServer
+) -> None:
+    node = nodes(unit("w1"), server.address)
+    node.tell(Came(S1))
+    until(lambda: node.standing(S1))
+    grant = node.standing(S1)
+    assert grant is not None
+    assert node.release(ReleaseSession(S1, grant.epoch)) == Released()
+    assert node.standing(S1) is None
+    until(lambda: isinstance(found(server.address, S1), ask.Miss))
+    again = node.release(ReleaseSession(S1, grant.epoch))
+    assert again == Reject(WorkerRefusal.NOT_OWNER)

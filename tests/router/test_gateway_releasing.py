@@ -217,3 +217,30 @@ def test_an_owner_that_cannot_be_asked_costs_nobody_a_turn(play: Play) -> None:
         states=[record(0, None), record(1, None)],
         health_interval_s=0.05,
     )
+
+
+def test_the_owner_is_told_that_the_last_turn_was_done_elsewhere(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        gateway, (owner, guest) = world.gateway, world.engines
+        node = Node(Released())
+        owner.states, guest.states = record(0, node.address), record(1, None)
+        name_here = WorkerId(f"127.0.0.1:{owner.port}")
+        await until(lambda: gateway.lines.of(name_here))
+        owner.says, guest.says = stamp(0, **OWNED, version=4), stamp(1)
+        client = await world.client()
+        await client.post("/v1/completions", x__session__id="a")
+        final = {"x__session__id": "a", "x__ownerserve__session__final": "true"}
+        answer = await client.post("/v1/completions", **final)
+        assert world.engine_of(answer) is guest
+        await until(lambda: gateway.releasing.counts["released"])
+        name = line_of(guest.seen[-1][0]).name
+        assert name is not None
+        assert node.asked == [ReleaseSession(SessionId(name), EPOCH)]
+        node.close()
+
+    play(
+        scenario,
+        policy="round_robin",
+        states=[record(0, None), record(1, None)],
+        health_interval_s=0.05,
+    )

@@ -126,19 +126,21 @@ class GuardedOwner:
         return asks
 
     def release(
-        self, session_id: SessionId, epoch: Epoch, target: RoutingUnit, *, now_s: float
+        self, session_id: SessionId, epoch: Epoch, target: RoutingUnit | None, *, now_s: float
     ) -> Leaving:
-        """Somebody who knows the session under `epoch` wants it to be the target's. No turn of it
-        runs here; from this instant on it is not ours."""
+        """Somebody who knows the session under `epoch` wants it to be the target's; None: it is
+        over. No turn of it runs here; from this instant on it is not ours."""
         if self._is_stale(session_id, epoch):
             return self._refuse(WorkerRefusal.STALE_EPOCH)
         self.hear(session_id, epoch)
         if target == self.owner.unit:
             return self._refuse(WorkerRefusal.WRONG_TARGET)
         if self.owner.may_serve(session_id, now_s) is None:
-            if session_id not in self.owner.grants:
+            if target is not None and session_id not in self.owner.grants:
                 self._guests.add(session_id, now_s)  # it may be ours, and nobody has told us
             return self._refuse(WorkerRefusal.NOT_OWNER)
+        if target is None:
+            return self.over(session_id, now_s)
         return self.owner.hand_over(session_id, target, now_s)
 
     def other_owner(self, session_id: SessionId) -> tuple[RoutingUnit, Epoch] | None:

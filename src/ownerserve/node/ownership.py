@@ -233,9 +233,9 @@ class Ownership:
         return None if other is None else OwnerIs(*other)
 
     def release(self, asked: ReleaseSession) -> Released | Reject:
-        """Give a session up to its target, of which no turn runs here: at once it is not ours, and
-        the directory is asked for the hand-over until it answers or the lease is over."""
-        if asked.epoch is None or asked.target is None:
+        """Give a session up to its target, or end it, of which no turn runs here: at once it is not
+        ours, and the directory is asked for that until it answers or the lease is over."""
+        if asked.epoch is None:
             return Released()
         with self._lock:
             if asked.session_id in self._to_count and asked.session_id in self.owner.grants:

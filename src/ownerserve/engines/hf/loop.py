@@ -241,7 +241,7 @@ class StepLoop:
             return given_up
         self._known.forget(session_id)
         let_go = self._desk.answer(asked)
-        return let_go if asked.target is None else given_up
+        return let_go if asked.epoch is None else given_up
 
     def _submit(self, submit: Submit) -> None:
         self._intake.start()

@@ -106,7 +106,8 @@ class ReleaseSession(msgspec.Struct, frozen=True, tag="release_session"):
     """A turn of the session was done at `target`: hand it over there, if it is owned here under
     `epoch` and no turn of it runs.
 
-    None of either: whoever asks only wants the cache to let the session go.
+    Without `target`: that turn was the session's last, and it is over. Without `epoch` either:
+    whoever asks only wants the cache to let the session go.
     """
 
     session_id: SessionId

@@ -349,7 +349,9 @@ class Exchange:
         alias = asked.alias(self._alias) if self._alias else None
         done = Done(self._take_receipt(), told, alias, prompt=place_of_prompt(asked.fields))
         ended = gateway.state.handle(done, now)
-        if isinstance(ended, AskRelease) and not asked.identity.final:
+        if isinstance(ended, AskRelease) and asked.identity.final:
+            gateway.releasing.end(ended)
+        elif isinstance(ended, AskRelease):
             gateway.releasing.ask(ended)
         gateway.observer.finished(now - self._started_s, usage)
         gateway.observer.compared(dispatch, usage, came)

@@ -1,4 +1,5 @@
-"""Asks owners to hand sessions over to where their turns are done now: off the request path.
+"""Asks owners to hand sessions over to where their turns are done now, or to end one whose last
+turn was done elsewhere: off the request path.
 
 Owns the questions under way; router/handovers.py decides which are asked, and how many at once.
 
@@ -34,7 +35,16 @@ class Releasing:
 
     def ask(self, wanted: AskRelease) -> None:
         """Begin to ask; nothing waits for the answer."""
-        task = asyncio.get_running_loop().create_task(self._ask(wanted))
+        target = self._lives.to_workers(wanted.target)
+        known = None if target is None else ReleaseSession(wanted.session, wanted.epoch, target)
+        self._begin(wanted, known)
+
+    def end(self, wanted: AskRelease) -> None:
+        """The turn at the target was the session's last: its owner is asked to end it."""
+        self._begin(wanted, ReleaseSession(wanted.session, wanted.epoch))
+
+    def _begin(self, wanted: AskRelease, request: ReleaseSession | None) -> None:
+        task = asyncio.get_running_loop().create_task(self._ask(wanted, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -43,18 +53,17 @@ class Releasing:
         for task in self._tasks:
             task.cancel()
 
-    async def _ask(self, wanted: AskRelease) -> None:
+    async def _ask(self, wanted: AskRelease, request: ReleaseSession | None) -> None:
         end = ReleaseEnd.KEPT
         try:
-            end = self._end_of(await self._answer(wanted))
+            end = self._end_of(await self._answer(wanted, request))
         finally:
             self._tell(ReleaseEnded(wanted.session, wanted.epoch, end))
 
-    async def _answer(self, wanted: AskRelease) -> Said | str:
-        line, target = self._lines.of(wanted.source.worker), self._lives.to_workers(wanted.target)
-        if line is None or target is None:
+    async def _answer(self, wanted: AskRelease, request: ReleaseSession | None) -> Said | str:
+        line = self._lines.of(wanted.source.worker)
+        if line is None or request is None:
             return "unreachable"
-        request = ReleaseSession(wanted.session, wanted.epoch, target)
         answer = await line.ask(request, RELEASE_S)
         return "no_answer" if answer is None else answer
 
