@@ -381,6 +381,21 @@ def test_a_version_that_was_told_never_goes_back(
     assert (told.version, now.version) == (0, 1)
 
 
+def test_a_fork_stands_on_its_parents_tip(
+    server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership]
+) -> None:
+    w1 = nodes(unit("w1"), server.address)
+    w1.tell(Came(S1))
+    w1.tell(Left(S1, tokens(2)))
+    until(lambda: is_at(server.address, S1, 1))
+    w1.tell(Came(S2, parent=S1))
+    until(lambda: w1.standing(S2))
+    client = DirectoryClient(server.address)
+    (tip,) = client.execute([ask.Lookup((name(2),))])
+    client.close()
+    assert isinstance(tip, ask.Found) and tip.refs == 2
+
+
 def raises(*_: object, **__: object) -> None:
     raise RuntimeError("a fault of this node")
 
