@@ -238,6 +238,6 @@ def test_an_answer_that_is_too_long_is_a_refusal_and_the_port_lives(
 def test_answers_are_remembered_for_a_bounded_number_of_nonces() -> None:
     flights = Flights()
     for number in range(1, REMEMBERED + 2):
-        flights.tell(Nonce(number), Reserved(number, 10.0, 0))
+        flights.tell(Nonce(number), Reserved(number, 10.0))
     assert flights.again(Nonce(1), []) is None, "the oldest is forgotten"
-    assert flights.again(Nonce(REMEMBERED + 1), []) == Reserved(REMEMBERED + 1, 10.0, 0)
+    assert flights.again(Nonce(REMEMBERED + 1), []) == Reserved(REMEMBERED + 1, 10.0)

@@ -240,7 +240,7 @@ def rebuild(
 @command.command("keys", short_help="Make a fleet's keys.")
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=OutputFile(),
     required=True,
     metavar="FILE",
     help="A new file; its owner alone may read it (mode 0600).",
