@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.doors import Doors, GuardedOwner
+from ownerserve.directory.idle import IDLE_S
 from ownerserve.directory.owner import Asks, OwnerState, Tip
 from ownerserve.directory.state import DirectoryState
 from ownerserve.kv.epoch import Epoch, Term
@@ -47,6 +48,12 @@ class Fleet:
     def turn(self, who: RoutingUnit, number: int, *, epoch: Epoch | None = None) -> None:
         self.deliver(who, self.units[who].came(S1, self.now_s, epoch=epoch))
         self.deliver(who, self.units[who].left(S1, tip(number), self.now_s))
+
+    def rest(self, who: RoutingUnit, seconds: float) -> None:
+        """Nothing happens for so long; then a frame goes."""
+        self.now_s += seconds
+        one = self.units[who]
+        self.deliver(who, [*one.owner.tick(self.now_s), *one.along(self.now_s)])
 
     def epoch(self, who: RoutingUnit) -> Epoch:
         return self.units[who].owner.grants[S1].epoch
@@ -282,3 +289,23 @@ def test_a_turn_that_is_older_than_the_record_moves_nothing() -> None:
     fleet.deliver(A, asks)
     found = fleet.record()
     assert (found.owner, found.version, found.tokens) == (A, 1, 80)
+
+
+def test_an_owner_ends_a_session_that_had_no_turn_for_a_day() -> None:
+    """While its worker lives nobody else would: its lease is renewed all the time."""
+    fleet = Fleet(A)
+    fleet.turn(A, 1)
+    while fleet.now_s < IDLE_S - LEASE_S:
+        fleet.rest(A, LEASE_S / 3)
+    fleet.turn(A, 2)
+    assert fleet.record().version == 2
+    until_s = fleet.now_s + IDLE_S - LEASE_S
+    while fleet.now_s < until_s:
+        fleet.rest(A, LEASE_S / 3)
+    assert fleet.record().version == 2
+    fleet.rest(A, LEASE_S - 1.0)
+    fleet.rest(A, 1.0)
+    assert isinstance(fleet.state.handle(ask.FindSession(S1), fleet.now_s), ask.Miss)
+    assert not fleet.units[A].owner.grants
+    fleet.turn(A, 3)
+    assert fleet.record().version == 1

@@ -17,6 +17,7 @@ from typing import TypeAlias
 import msgspec
 
 from ownerserve.directory.guests import Guests
+from ownerserve.directory.idle import Idle
 from ownerserve.directory.messages import (
     Advance,
     Bind,
@@ -92,6 +93,7 @@ class GuardedOwner:
         self.owner = owner
         self.doors = Doors()
         self._guests = Guests()
+        self._idle = Idle()
 
     def came(
         self,
@@ -104,23 +106,28 @@ class GuardedOwner:
         """A turn is here. `epoch`: the highest that its gateway knows of the session."""
         if epoch is not None:
             self.hear(session_id, epoch)
+        self._idle.used(session_id, now_s)
         return self.owner.want(session_id, now_s, parent=parent)
 
     def left(self, session_id: SessionId, tip: Tip, now_s: float) -> Asks:
         """A turn has ended."""
         if session_id not in self.owner.grants:
             self._guests.add(session_id, now_s)
+        self._idle.used(session_id, now_s)
         return self.owner.finished(session_id, tip, now_s)
 
     def over(self, session_id: SessionId, now_s: float) -> Asks:
         """The session's last turn has ended."""
         self._guests.discard(session_id)
+        self._idle.discard(session_id)
         return self.owner.end(session_id, now_s)
 
     def along(self, now_s: float) -> Asks:
-        """What goes with a frame that goes anyway: the lease is renewed, and sessions are asked for
-        that may have become ours since their turn."""
+        """What goes with a frame that goes anyway: the lease is renewed, sessions that had no turn
+        for a day end, and those are asked for that may have become ours since their turn."""
         asks = self.owner.renewal(now_s)
+        for session_id in self._idle.due(now_s):
+            asks += self.owner.end(session_id, now_s)
         for session_id in self._guests.due(now_s):
             asks += self.owner.want(session_id, now_s)
         return asks
@@ -141,6 +148,7 @@ class GuardedOwner:
             return self._refuse(WorkerRefusal.NOT_OWNER)
         if target is None:
             return self.over(session_id, now_s)
+        self._idle.discard(session_id)
         return self.owner.hand_over(session_id, target, now_s)
 
     def other_owner(self, session_id: SessionId) -> tuple[RoutingUnit, Epoch] | None:
