@@ -100,21 +100,30 @@ class Worker(Member):
 
 
 class Fleet:
-    """All of them. `members` by name: directory, w0, w1, gateway."""
+    """All of them. `members` by name: directory, w0 .., gateway, gateway1 ..; `backend`: the URL of
+    the directory's, where it keeps nothing itself."""
 
-    def __init__(self, folder: Path, *, policy: str) -> None:
+    def __init__(
+        self, folder: Path, *, policy: str, workers: int = 2, gateways: int = 1, backend: str = ""
+    ) -> None:
         self.wires = Wires()
         port = free_port()
         self.directory = f"tcp://127.0.0.1:{port}"
         asked = f"tcp://127.0.0.1:{self.wires.lay(port)}"
-        given = f"directory serve --port {port} --home {folder / 'home'} --lease {LEASE_S}"
+        given = f"directory serve --port {port} --lease {LEASE_S}"
+        given += f" --backend {backend}" if backend else f" --home {folder / 'home'}"
         members: list[Member] = [Member("directory", folder, given.split())]
-        self.workers = [Worker(f"w{n}", folder, self.wires, directory=asked) for n in range(2)]
-        self.port, admin = free_port(), free_port()
-        given = f"gateway --port {self.port} --admin-port {admin} --policy {policy}"
-        given += f" --directory {asked} --drain-timeout 1"
-        given += "".join(f" --worker {worker.url}" for worker in self.workers)
-        members += [*self.workers, Member("gateway", folder, given.split())]
+        self.workers = [
+            Worker(f"w{n}", folder, self.wires, directory=asked) for n in range(workers)
+        ]
+        self.ports = [free_port() for _ in range(gateways)]
+        self.admins = [free_port() for _ in range(gateways)]
+        members += self.workers
+        for number, (port, admin) in enumerate(zip(self.ports, self.admins, strict=True)):
+            given = f"gateway --port {port} --admin-port {admin} --policy {policy}"
+            given += f" --directory {asked} --drain-timeout 1"
+            given += "".join(f" --worker {worker.url}" for worker in self.workers)
+            members.append(Member(f"gateway{number or ''}", folder, given.split()))
         self.members = {member.name: member for member in members}
 
     def begin(self) -> None:
@@ -131,13 +140,15 @@ class Fleet:
         for member in dead:
             member.await_ready()
 
-    def turn(self, session: str, prompt: list[int], *, final: bool = False) -> list[int] | None:
-        """What is answered; None: nothing was, or an error said so."""
+    def turn(
+        self, session: str, prompt: list[int], *, final: bool = False, through: int = 0
+    ) -> list[int] | None:
+        """What is answered; None: nothing was, or an error said so. `through`: which gateway."""
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
         headers = {SESSION_HEADER: session} | (
             {"x-ownerserve-session-final": "true"} if final else {}
         )
-        url = f"http://127.0.0.1:{self.port}/v1/completions"
+        url = f"http://127.0.0.1:{self.ports[through]}/v1/completions"
         with suppress(httpx.HTTPError):
             answer = httpx.post(url, json=body, headers=headers, timeout=WAIT_S)
             if answer.status_code == 200:
