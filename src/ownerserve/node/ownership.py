@@ -278,35 +278,37 @@ class Ownership:
     def _round(self, directory: Directory) -> bool:
         """Take what was told, ask what is due; False: it is time to go."""
         told, goes_on = self._gather()
-        try:
-            asks = self._due(told)
-        except Exception:
-            self._count_off(told)  # else their sessions stay for ever
-            raise
-        self._ask(asks, directory)
+        self._ask(self._due(told), directory)
         return goes_on
 
     def _due(self, told: Sequence[Told]) -> Asks:
         """What is to be asked after all that was told."""
-        tips = [self._tip(one) if isinstance(one, Left) else None for one in told]
+        asks = [ask for one in told for ask in self._taken(one)]
         now_s = boot_time_s()
         with self._lock:
-            asks = [
-                ask
-                for one, tip in zip(told, tips, strict=True)
-                for ask in self._take(one, tip, now_s)
-            ]
             asks += self.owner.tick(now_s)
             if asks:
                 asks += self._guarded.along(now_s)
-            self._count_off(told)
         return asks
 
-    def _count_off(self, told: Sequence[Told]) -> None:
-        """Of turns that were told, none is still to be counted."""
-        with self._lock:
-            lefts = [one for one in told if isinstance(one, Left) and self._will_count(one)]
-            self._to_count -= Counter(left.session for left in lefts)
+    def _taken(self, told: Told) -> Asks:
+        """What comes of one thing told. A fault costs that alone, not what was told beside it."""
+        try:
+            tip = self._tip(told) if isinstance(told, Left) else None
+            with self._lock:
+                asks = self._take(told, tip, boot_time_s())
+                self._count_off(told)
+            return asks
+        except Exception:  # noqa: BLE001 - it is logged there
+            self._count_off(told)  # else its session stays for ever
+            self._failed("what was told of a session is lost")
+            return []
+
+    def _count_off(self, told: Told) -> None:
+        """A turn that was told is not still to be counted."""
+        if isinstance(told, Left) and self._will_count(told):
+            with self._lock:
+                self._to_count -= Counter([told.session])
 
     def _will_count(self, left: Left) -> bool:
         """A turn that leaves its session in less than a block leaves nothing to advance to."""
