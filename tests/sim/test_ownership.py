@@ -9,7 +9,9 @@ from functools import partial
 import pytest
 from fleet_driver import agents, ready, setup
 
+from ownerserve.directory.messages import FindSession, SessionIs
 from ownerserve.directory.owner import Grant, Tip
+from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.node.ownership import FLUSH_S
@@ -48,11 +50,11 @@ class Fleet:
         tell(when_s)
         self.until(when_s + SETTLED_S)
 
-    def comes(self, unit: RoutingUnit, when_s: float) -> None:
-        self.at(when_s, partial(self._comes, unit))
+    def comes(self, unit: RoutingUnit, when_s: float, *, epoch: Epoch | None = None) -> None:
+        self.at(when_s, partial(self._comes, unit, epoch))
 
-    def _comes(self, unit: RoutingUnit, now: float) -> None:
-        self.ownership.came(S, unit, parent=None, epoch=None, now=now)
+    def _comes(self, unit: RoutingUnit, epoch: Epoch | None, now: float) -> None:
+        self.ownership.came(S, unit, parent=None, epoch=epoch, now=now)
 
     def leaves(self, unit: RoutingUnit, when_s: float, *, tokens: int = 640) -> None:
         tip = Tip(prefix_name(tokens.to_bytes(4, "little")), tokens)
@@ -179,6 +181,51 @@ def test_a_dead_workers_session_is_free_with_its_next_life_or_when_its_lease_is_
 
 
 # -- in a fleet
+
+
+def test_who_hears_of_a_later_epoch_with_a_turn_owns_no_more(fleet: Fleet) -> None:
+    fleet.comes(W0, 1.0)
+    owned = fleet.standing(W0)
+    assert owned is not None
+    fleet.comes(W0, 2.0, epoch=owned.epoch)
+    assert fleet.standing(W0) == owned
+    fleet.at(3.0, partial(fleet._comes, W0, Epoch(owned.epoch.term, owned.epoch.counter + 1)))
+    again = fleet.standing(W0)
+    assert again is None or again.epoch > owned.epoch
+
+
+def test_a_fork_stands_on_what_its_parent_left(fleet: Fleet) -> None:
+    fleet.comes(W0, 1.0)
+    fleet.leaves(W0, 2.0)
+    fork = SessionId("s0.1")
+    fleet.at(3.0, lambda now: fleet.ownership.came(fork, W1, parent=S, epoch=None, now=now))
+    state, now = fleet.ownership.state, fleet.heap.now
+    parent, found = (state.handle(FindSession(one), now) for one in (S, fork))
+    assert isinstance(parent, SessionIs) and isinstance(found, SessionIs)
+    assert found.prefix_hash == parent.prefix_hash and found.tokens == parent.tokens > 0
+
+
+def test_a_fleet_says_whose_fork_a_session_is_and_what_epoch_its_gateway_heard() -> None:
+    built = ready(agents(4, 5), setup("round_robin", workers=2, shape=Shape(mode=Capped(4))))
+    said = Counter[str]()
+    came = built.fleet.ownership.came
+
+    def noted(
+        session: SessionId,
+        unit: RoutingUnit,
+        *,
+        parent: SessionId | None,
+        epoch: Epoch | None,
+        now: float,
+    ) -> None:
+        said.update({"parent": parent is not None, "epoch": epoch is not None})
+        came(session, unit, parent=parent, epoch=epoch, now=now)
+
+    built.fleet.ownership.came = noted  # type: ignore[method-assign]
+    built.fleet.begin()
+    while built.fleet.is_busy:
+        built.heap.run_some(100)
+    assert said["parent"] and said["epoch"]
 
 
 def test_what_moves_is_let_go_by_its_former_owner_after_the_turn_elsewhere() -> None:
