@@ -120,6 +120,8 @@ class Journal:
         """Answered by who did not own it: part of no record."""
         self._writer: dict[Epoch, RoutingUnit] = {}
         self._words: dict[str, Said] = {}
+        self.openings = 0
+        """How often an owner began to read: a write of before is its own predecessor's."""
 
     def said(self, position: int, request: str) -> Said:
         """The conversation up to `position`, with `request` as its next turn.
@@ -150,13 +152,17 @@ class Journal:
         later = self._doors.above(self.session_id, epoch)
         if later is None:
             self._note(unit, epoch)
+            self.openings += 1
         return later
 
-    def write(self, unit: RoutingUnit, epoch: Epoch, position: int, request: str) -> Epoch | None:
-        """Append `request` as number `position`; repeating it is harmless."""
+    def write(
+        self, unit: RoutingUnit, epoch: Epoch, position: int, request: str, *, opening: int
+    ) -> Epoch | None:
+        """Append `request` as number `position`; repeating it is harmless. The epoch that was there
+        later is returned, or the own where the owner has begun anew since."""
         later = self._doors.above(self.session_id, epoch)
-        if later is not None:
-            return later
+        if later is not None or opening < self.openings:
+            return later or epoch
         self._note(unit, epoch)
         if request in self.done:
             return None

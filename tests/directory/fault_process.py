@@ -75,6 +75,7 @@ class Process:
         self._serving: dict[TurnId, Serving] = {}
         self._inbox: list[partial[None]] = []
         self._opened: dict[SessionId, Grant] = {}
+        self._openings: dict[SessionId, int] = {}
         self._busy: dict[SessionId, Serving] = {}  # until its write is known
         self._queue: dict[str, Client] = {}
         self._guests: set[str] = set()
@@ -180,6 +181,7 @@ class Process:
             self.guarded.hear(session_id, later)
             return None
         self._opened[session_id] = grant
+        self._openings[session_id] = journal.openings
         self._length[session_id] = len(journal.done)
         self._busy.pop(session_id, None)
         return grant
@@ -283,7 +285,8 @@ class Process:
         """An owner's turn: until its outcome is known, or a new epoch makes it void, nothing else
         of the session is written here."""
         if self._may_write(serving):
-            write = partial(self._write, serving, self._length[serving.client[0]])
+            name = serving.client[0]
+            write = partial(self._write, serving, self._length[name], self._openings[name])
             self.world.net.send(write)
         if self._is_open(serving.client[0], serving.grant):
             again = partial(self.deliver, self._computed_again, serving)
@@ -302,16 +305,20 @@ class Process:
             self._ceases(serving)
 
     def _ceases(self, serving: Serving) -> None:
-        """Not ours any more, before its outcome was known: it is answered as a guest's."""
+        """Not ours any more, before its outcome was known: it is answered as a guest's. Should the
+        session be ours again under the same epoch, what was done is read anew."""
         session_id = serving.client[0]
         del self._busy[session_id]
+        self._opened.pop(session_id, None)
         self._answer_as_guest(serving)
         self._next(session_id)
 
-    def _write(self, serving: Serving, position: int) -> None:
+    def _write(self, serving: Serving, position: int, opening: int) -> None:
         assert serving.grant is not None
         journal = self.world.journals[serving.client[0]]
-        later = journal.write(self.unit, serving.grant.epoch, position, serving.request)
+        later = journal.write(
+            self.unit, serving.grant.epoch, position, serving.request, opening=opening
+        )
         answer = partial(self.deliver, self._written, serving, later, len(journal.done))
         self.world.net.send(answer)
 

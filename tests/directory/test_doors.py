@@ -309,3 +309,25 @@ def test_an_owner_ends_a_session_that_had_no_turn_for_a_day() -> None:
     assert not fleet.units[A].owner.grants
     fleet.turn(A, 3)
     assert fleet.record().version == 1
+
+
+def test_who_slept_and_was_not_replaced_owns_again_without_a_turn() -> None:
+    """The record names it all the while, so nobody else can bind, and no turn may come to it."""
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    epoch = fleet.epoch(A)
+    fleet.now_s = 2 * LEASE_S
+    fleet.rest(A, 0.0)
+    assert fleet.epoch(A) > epoch
+    assert (fleet.record().owner, fleet.record().version) == (A, 1)
+
+
+def test_who_slept_and_was_replaced_owns_nothing() -> None:
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    fleet.now_s = 2 * LEASE_S
+    fleet.rest(B, 0.0)
+    fleet.turn(B, 2)
+    fleet.rest(A, 0.0)
+    assert S1 not in fleet.units[A].owner.grants
+    assert fleet.record().owner == B

@@ -1,18 +1,15 @@
 """The owner's side: what a routing unit may serve now, and what it must ask the directory.
 
 Pure: methods take `now` (the unit's own clock) and return the requests to send. Owns the unit's
-lease, its grants and its open asks. Its one promise: `may_serve` says yes only while no one else's
-can. The resource's fence is the second line, for writes that were under way when the lease ended.
+lease, grants and open asks. Its one promise: `may_serve` says yes only while no one else's can.
 
-    JOINING --Leased--> LIVE --lease over, or refused as lapsed--> JOINING, all grants void
-                        LIVE --unknown_holder--> JOINING, grants wait until the directory, which
-                                                 lost its memory, has adopted them
+    JOINING --Leased--> LIVE --lease over, or refused as lapsed--> JOINING, grants void, asked anew
+                        LIVE --unknown_holder--> JOINING, grants wait to be adopted anew
     any     --stale_incarnation--> SUPERSEDED: a later life of this unit is there; serves nothing
     any     --retire--> RETIRED: what was owned is free for others at once
 
-A grant that is being handed over or ended is not served, whatever the answer will be. An answer
-that never comes is asked for again; what comes of an attempt that was given up is void, because
-whoever binds gets an epoch above all that it has seen.
+A grant that is being handed over or ended is not served. An answer that never comes is asked for
+again; what comes of an attempt that was given up is void: who binds gets a later epoch.
 
 Finished turns are counted here (`version`) and told by Advance, one under way for each session:
 what is finished meanwhile goes as one behind it. What others may ask of a session passes its door
@@ -55,8 +52,7 @@ from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import RoutingUnit
 
 ASK_AGAIN_S = 0.5
-PART = 1000  # sessions in one message of an inventory
-RENEW_AGAIN_S = 1.0
+RENEW_AGAIN_S, PART = 1.0, 1000  # PART: sessions in one message of an inventory
 WANTED_MAX = 10_000
 """Sessions that wait for the directory; of more, the first is a guest here until its next turn."""
 RENEW_AT = 3  # a lease is renewed when 1/3 of it is over: an idle unit's, of 30 s, once in 10 s
@@ -274,7 +270,7 @@ class OwnerState:
     def _void_if_over(self, now_s: float) -> None:
         """What a lapsed lease covered is gone for good, and so are answers still to come."""
         if self.phase is Phase.LIVE and not self._lease_covers(now_s):
-            self._void("lease_over")
+            self._lapse("lease_over")
             self.phase = Phase.JOINING
 
     def _stop_serving(self, session_id: SessionId) -> None:
@@ -417,9 +413,15 @@ class OwnerState:
             self._carry()
             self._forget_asks()
         else:
-            self._void(reason.value)
+            self._lapse(reason.value)
         self.phase = Phase.JOINING
         return [self._ask(Register(self.unit, self.seen), now_s)]
+
+    def _lapse(self, reason: str) -> None:
+        """Whom nobody replaced meanwhile the record still names, so it binds what it owned anew."""
+        owned = {name: _Wanted() for name in list(self.grants)[-WANTED_MAX:]}
+        self._void(reason)
+        self._wanted = owned | self._wanted
 
     def _void(self, reason: str) -> None:
         verbs = [VERBS.get(type(ask.request)) for ask in self._asks.values()]
