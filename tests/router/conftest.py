@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from ownerserve.router.gateway.config import Address, Config
-from ownerserve.router.gateway.service import Gateway
+from ownerserve.gateway.config import Address, Config
+from ownerserve.gateway.service import Gateway
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside the tests
 

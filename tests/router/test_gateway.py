@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from ownerserve.gateway.admin import admin_app
+from ownerserve.gateway.config import Address, Config, parse_worker
+from ownerserve.gateway.service import Gateway
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.router.gateway.admin import admin_app
-from ownerserve.router.gateway.config import Address, Config, parse_worker
-from ownerserve.router.gateway.service import Gateway
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from answer_lines import LIFE, said
 
+from ownerserve.gateway.admin import admin_app
 from ownerserve.kv.ids import INCARNATION_MAX
-from ownerserve.router.gateway.admin import admin_app
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest

@@ -27,13 +27,13 @@ from ownerserve.directory.messages import (
 )
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.terms import TermFile
+from ownerserve.gateway.admin import admin_app
+from ownerserve.gateway.config import Address, Config
+from ownerserve.gateway.service import Gateway
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire import turn_line
-from ownerserve.router.gateway.admin import admin_app
-from ownerserve.router.gateway.config import Address, Config
-from ownerserve.router.gateway.service import Gateway
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest

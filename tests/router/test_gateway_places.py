@@ -16,6 +16,7 @@ from answer_lines import said
 
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.terms import TermFile
+from ownerserve.gateway.finder import SessionFinder
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit
@@ -40,7 +41,6 @@ from ownerserve.kv.wire.status import (
     WorkerStatus,
     unit_statement,
 )
-from ownerserve.router.gateway.finder import SessionFinder
 from ownerserve.router.messages import Reason, Refuse
 
 Play = Callable[..., None]
@@ -241,7 +241,7 @@ def test_a_fault_while_a_worker_is_looked_after_is_logged_and_it_is_probed_on(
         (engine,) = world.engines
         with monkeypatch.context() as patch:
             if part == "answer":
-                patch.setattr("ownerserve.router.gateway.health.read_status", fails)
+                patch.setattr("ownerserve.gateway.workers.health.read_status", fails)
             else:
                 patch.setattr(world.gateway.lines, "learn", fails)
             await until(lambda: any(line.exc_info for line in caplog.records))

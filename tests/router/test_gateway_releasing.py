@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 from answer_lines import LIFE, said
 
+from ownerserve.gateway.workers import releasing
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
@@ -35,7 +36,6 @@ from ownerserve.kv.wire.status import (
     WorkerStatus,
     unit_statement,
 )
-from ownerserve.router.gateway import releasing
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ownerserve.router.gateway import service
+from ownerserve.gateway import service
 from ownerserve.router.messages import Down, WorkerDown, WorkerUp
 from ownerserve.router.profile import Profile
 from ownerserve.router.seats import SeatSettings

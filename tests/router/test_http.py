@@ -8,15 +8,15 @@ from typing import ClassVar
 
 import pytest
 
-from ownerserve.router.gateway import client as client_module
-from ownerserve.router.gateway.access import open_access
-from ownerserve.router.gateway.client import ClientConnection
-from ownerserve.router.gateway.config import Address, Config
-from ownerserve.router.gateway.heads import ResponseHead
-from ownerserve.router.gateway.pool import WorkerPool
-from ownerserve.router.gateway.requests import Request
-from ownerserve.router.gateway.service import Gateway
-from ownerserve.router.gateway.upstream import UpstreamConnection
+from ownerserve.gateway.config import Address, Config
+from ownerserve.gateway.http import client as client_module
+from ownerserve.gateway.http.access import open_access
+from ownerserve.gateway.http.client import ClientConnection
+from ownerserve.gateway.http.heads import ResponseHead
+from ownerserve.gateway.http.pool import WorkerPool
+from ownerserve.gateway.http.requests import Request
+from ownerserve.gateway.http.upstream import UpstreamConnection
+from ownerserve.gateway.service import Gateway
 from ownerserve.router.messages import Failure
 
 CAPS = {"head_max_bytes": 2048, "body_max_bytes": 4096}

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
+from ownerserve.gateway.config import Address, Config
+from ownerserve.gateway.http.access import open_access
+from ownerserve.gateway.workers.inventory import InventoryReader
 from ownerserve.kv.ids import Incarnation
 from ownerserve.kv.wire.inventory import Has, Page
 from ownerserve.router.fleet import Fleet
-from ownerserve.router.gateway.access import open_access
-from ownerserve.router.gateway.config import Address, Config
-from ownerserve.router.gateway.inventory import InventoryReader
 from ownerserve.router.messages import WorkerUp
 from ownerserve.router.residents import News
 

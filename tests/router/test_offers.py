@@ -14,6 +14,8 @@ from click.testing import CliRunner
 from fleets import ABLE, PLAIN, dispatched, fleet_of
 
 from ownerserve.cli.gateway import command
+from ownerserve.gateway.config import Address, Config
+from ownerserve.gateway.service import Gateway
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import PlacementAction, RoutingUnit
@@ -23,8 +25,6 @@ from ownerserve.kv.wire.status import (
     WorkerStatus,
     unit_statement,
 )
-from ownerserve.router.gateway.config import Address, Config
-from ownerserve.router.gateway.service import Gateway
 from ownerserve.router.messages import Down, Reason, WorkerDown, WorkerUp
 from ownerserve.router.offers import unmet
 from ownerserve.router.policies import POLICIES, make_policy

@@ -14,9 +14,9 @@ import uvloop
 import zmq
 
 from ownerserve.directory.rpc.client import DirectoryClient
-from ownerserve.router.gateway.admin import admin_app
-from ownerserve.router.gateway.config import Address, Config
-from ownerserve.router.gateway.service import Gateway
+from ownerserve.gateway.admin import admin_app
+from ownerserve.gateway.config import Address, Config
+from ownerserve.gateway.service import Gateway
 
 WAIT_S = 60.0
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from ownerserve.gateway.config import Address, Config, parse_worker
+from ownerserve.gateway.http.access import open_access
+from ownerserve.gateway.http.pool import WorkerPool
+from ownerserve.gateway.workers.health import HealthMonitor
+from ownerserve.gateway.workers.inventory import InventoryReader
 from ownerserve.kv.ids import Incarnation
 from ownerserve.router.fleet import Fleet
-from ownerserve.router.gateway.access import open_access
-from ownerserve.router.gateway.config import Address, Config, parse_worker
-from ownerserve.router.gateway.health import HealthMonitor
-from ownerserve.router.gateway.inventory import InventoryReader
-from ownerserve.router.gateway.pool import WorkerPool
 from ownerserve.router.messages import Down, Failure, WorkerDown, WorkerUp
 from ownerserve.router.profile import Profile
 

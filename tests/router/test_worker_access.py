@@ -18,12 +18,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from ownerserve.gateway.admin import admin_app
+from ownerserve.gateway.config import Address, Config, parse_worker
+from ownerserve.gateway.http.access import open_access, read_key
+from ownerserve.gateway.http.pool import WorkerPool
+from ownerserve.gateway.workers.health import HealthMonitor
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.router.gateway.access import open_access, read_key
-from ownerserve.router.gateway.admin import admin_app
-from ownerserve.router.gateway.config import Address, Config, parse_worker
-from ownerserve.router.gateway.health import HealthMonitor
-from ownerserve.router.gateway.pool import WorkerPool
 from ownerserve.router.messages import Down, WorkerDown
 
 Play = Callable[..., None]

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from ownerserve.gateway.admin import admin_app
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import PlacementAction, RoutingUnit
 from ownerserve.kv.wire.status import (
@@ -24,7 +25,6 @@ from ownerserve.kv.wire.status import (
     unit_statement,
 )
 from ownerserve.plan.inputs import Tier
-from ownerserve.router.gateway.admin import admin_app
 from ownerserve.router.messages import Down
 from ownerserve.router.profile import DEFAULT_SPEED, Role
 from ownerserve.router.seats import SeatSettings

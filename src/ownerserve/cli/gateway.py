@@ -15,10 +15,10 @@ from ownerserve.cli.options import PORT, Finite, check_host, curve_key_option, f
 from ownerserve.cli.output import OutputFile
 from ownerserve.directory.opening import opener_of
 from ownerserve.directory.port import Directory
-from ownerserve.router.gateway.access import read_key
-from ownerserve.router.gateway.admin import admin_server
-from ownerserve.router.gateway.config import Config, parse_worker
-from ownerserve.router.gateway.service import Gateway
+from ownerserve.gateway.admin import admin_server
+from ownerserve.gateway.config import Config, parse_worker
+from ownerserve.gateway.http.access import read_key
+from ownerserve.gateway.service import Gateway
 from ownerserve.router.policies import POLICIES, make_policy
 from ownerserve.router.profile import DEFAULT_SPEED, Speed
 from ownerserve.router.seats import SeatSettings

@@ -18,11 +18,11 @@ from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker
 from ownerserve.engines.hf.rpc_metrics import RpcCollector
 from ownerserve.engines.hf.serve import listen, url_of
 from ownerserve.engines.hf.server import make_app
+from ownerserve.gateway.config import Config, parse_worker
+from ownerserve.gateway.metrics import GatewayCollector
+from ownerserve.gateway.service import Gateway
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.node.rpc.server import RpcServer
-from ownerserve.router.gateway.config import Config, parse_worker
-from ownerserve.router.gateway.metrics import GatewayCollector
-from ownerserve.router.gateway.service import Gateway
 
 WAIT_S = 60.0
 

@@ -23,6 +23,9 @@ from fleet_rig import WAIT_S, ServedGateway, ServedWorker, until
 from ownerserve.engines.hf import server
 from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.engines.hf.desk import Desk
+from ownerserve.gateway import service
+from ownerserve.gateway.workers.lines import REPEAT_S
+from ownerserve.gateway.workers.places import ASK_S, Places
 from ownerserve.kv.ids import TurnId, WorkerId
 from ownerserve.kv.wire.rpc import (
     Cancel,
@@ -39,9 +42,6 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.node import admission
 from ownerserve.node.rpc.server import RpcClient
-from ownerserve.router.gateway import service
-from ownerserve.router.gateway.lines import REPEAT_S
-from ownerserve.router.gateway.places import ASK_S, Places
 
 
 def text(tokens: int, seed: int) -> list[int]:

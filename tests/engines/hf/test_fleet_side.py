@@ -20,6 +20,13 @@ from ownerserve.engines.hf.answering import (
     turn_headers,
 )
 from ownerserve.engines.hf.requests import Admitted, Request, Stopping
+from ownerserve.gateway.stamps import (
+    PREFIX,
+    Stamp,
+    WorkerRefusal,
+    read_stamp,
+    refusal_of,
+)
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import ExecutionMode, RoutingUnit
@@ -27,13 +34,6 @@ from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.chains import PromptPrefixes
 from ownerserve.node.ownership import OwnerIs
-from ownerserve.router.gateway.stamps import (
-    PREFIX,
-    Stamp,
-    WorkerRefusal,
-    read_stamp,
-    refusal_of,
-)
 
 LIFE = 1_700_000_000_123_456_789
 LOAD = WorkerLoad(

@@ -26,11 +26,11 @@ from ownerserve.engines.hf.codec import Codec
 from ownerserve.engines.hf.openai_api import Facts
 from ownerserve.engines.hf.serve import listen, url_of
 from ownerserve.engines.hf.server import make_app
+from ownerserve.gateway.config import Config, parse_worker
+from ownerserve.gateway.service import Gateway
 from ownerserve.kv.ids import SessionId
 from ownerserve.node.chains import PromptPrefixes
 from ownerserve.node.settings import NodeSettings
-from ownerserve.router.gateway.config import Config, parse_worker
-from ownerserve.router.gateway.service import Gateway
 
 pytestmark = pytest.mark.engine
 

@@ -29,11 +29,11 @@ from engine_rig import text  # noqa: E402
 from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker  # noqa: E402
 from ownerserve.engines.hf.serve import listen, url_of  # noqa: E402
 from ownerserve.engines.hf.server import make_app  # noqa: E402
+from ownerserve.gateway.config import Config, parse_worker  # noqa: E402
+from ownerserve.gateway.service import Gateway  # noqa: E402
 from ownerserve.node.calibration import Calibration  # noqa: E402
 from ownerserve.node.settings import NodeSettings  # noqa: E402
 from ownerserve.plan.inputs import Tier  # noqa: E402
-from ownerserve.router.gateway.config import Config, parse_worker  # noqa: E402
-from ownerserve.router.gateway.service import Gateway  # noqa: E402
 from ownerserve.router.settings import DEFAULTS  # noqa: E402
 from ownerserve.store.segment import segment_path  # noqa: E402
 from ownerserve.store.snapshot import StoreSnapshot  # noqa: E402

@@ -20,6 +20,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from ownerserve.gateway.config import Address, Config
+from ownerserve.gateway.http.access import Access
+from ownerserve.gateway.http.fetching import fetch
+from ownerserve.gateway.http.heads import read_response_head
+from ownerserve.gateway.stamps import read_stamp
+from ownerserve.gateway.workers.model_list import Models, Unlearnt, read_models, stated_models
+from ownerserve.gateway.workers.statements import profile_of
 from ownerserve.kv.ids import Incarnation
 from ownerserve.kv.wire.status import (
     StatusRead,
@@ -28,13 +35,6 @@ from ownerserve.kv.wire.status import (
     load_of,
     read_status,
 )
-from ownerserve.router.gateway.access import Access
-from ownerserve.router.gateway.config import Address, Config
-from ownerserve.router.gateway.fetching import fetch
-from ownerserve.router.gateway.heads import read_response_head
-from ownerserve.router.gateway.model_list import Models, Unlearnt, read_models, stated_models
-from ownerserve.router.gateway.stamps import read_stamp
-from ownerserve.router.gateway.statements import profile_of
 from ownerserve.router.messages import Down, Stamped, WorkerDown, WorkerUp
 from ownerserve.router.profile import Profile
 

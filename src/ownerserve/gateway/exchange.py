@@ -21,20 +21,20 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from ownerserve.gateway.asking import Asked
+from ownerserve.gateway.came import what_came
+from ownerserve.gateway.http.heads import ResponseHead
+from ownerserve.gateway.http.replies import Rejected, fault, pressed, refused
+from ownerserve.gateway.http.requests import Request
+from ownerserve.gateway.manner import Manner, is_direct_append, is_turn, seed_of
+from ownerserve.gateway.receipts import order_lines, receipt_lines, turn_line_of
+from ownerserve.gateway.stamps import NOTHING, Stamp, answer_of, read_stamp, refusal_of
+from ownerserve.gateway.workers.places import Place
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject
 from ownerserve.kv.wire.turn_line import session_id_of
 from ownerserve.plan.inputs import Tier
-from ownerserve.router.gateway.asking import Asked
-from ownerserve.router.gateway.came import what_came
-from ownerserve.router.gateway.heads import ResponseHead
-from ownerserve.router.gateway.manner import Manner, is_direct_append, is_turn, seed_of
-from ownerserve.router.gateway.places import Place
-from ownerserve.router.gateway.receipts import order_lines, receipt_lines, turn_line_of
-from ownerserve.router.gateway.replies import Rejected, fault, pressed, refused
-from ownerserve.router.gateway.requests import Request
-from ownerserve.router.gateway.stamps import NOTHING, Stamp, answer_of, read_stamp, refusal_of
 from ownerserve.router.messages import (
     Aborted,
     AskRelease,
@@ -65,9 +65,9 @@ from ownerserve.router.usage import (
 )
 
 if TYPE_CHECKING:
-    from ownerserve.router.gateway.client import ClientConnection
-    from ownerserve.router.gateway.service import Gateway
-    from ownerserve.router.gateway.upstream import UpstreamConnection
+    from ownerserve.gateway.http.client import ClientConnection
+    from ownerserve.gateway.http.upstream import UpstreamConnection
+    from ownerserve.gateway.service import Gateway
 
 log = logging.getLogger("ownerserve.gateway")
 

@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ownerserve.directory.messages import FindSession, Miss, Outcome, Refusal, Refused, SessionIs
 from ownerserve.directory.port import Directory
+from ownerserve.gateway.lives import Lives
 from ownerserve.kv.epoch import Epoch, later
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
-from ownerserve.router.gateway.lives import Lives
 from ownerserve.router.messages import Claimed
 
 log = logging.getLogger("ownerserve.gateway")

@@ -14,10 +14,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ownerserve.router.gateway.observe import Histogram
+from ownerserve.gateway.observe import Histogram
 
 if TYPE_CHECKING:
-    from ownerserve.router.gateway.service import Gateway
+    from ownerserve.gateway.service import Gateway
 
 _BY_LABEL = (
     ("reasons", "ownerserve_dispatches", "Dispatches by the decision's reason.", "reason"),

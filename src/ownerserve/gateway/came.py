@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
+from ownerserve.gateway.stamps import Stamp
 from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.messages import ExecutionMode
-from ownerserve.router.gateway.stamps import Stamp
 from ownerserve.router.usage import Usage
 
 BLOCK_TOKENS_MAX = 528

@@ -17,16 +17,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ownerserve.gateway.metrics import GatewayCollector
+from ownerserve.gateway.observe import Decided
+from ownerserve.gateway.workers.health import HealthMonitor
 from ownerserve.router.decision import Decision
 from ownerserve.router.extents import Copy
-from ownerserve.router.gateway.health import HealthMonitor
-from ownerserve.router.gateway.metrics import GatewayCollector
-from ownerserve.router.gateway.observe import Decided
 from ownerserve.router.messages import Dispatch
 from ownerserve.router.worker import Worker
 
 if TYPE_CHECKING:
-    from ownerserve.router.gateway.service import Gateway
+    from ownerserve.gateway.service import Gateway
 
 
 def status(gateway: Gateway) -> dict[str, Any]:

@@ -13,10 +13,10 @@ A worker that does not know Cancel may answer after it: that place is given back
 
 from __future__ import annotations
 
+from ownerserve.gateway.workers.lines import Line, Lines
 from ownerserve.kv.ids import TurnId, WorkerId
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Commit, Reject, Release, Reserve, Reserved, Seed
-from ownerserve.router.gateway.lines import Line, Lines
 
 ASK_S = 0.6
 """A little over what a worker takes at most to say that it is busy."""

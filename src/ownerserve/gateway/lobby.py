@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ownerserve.gateway.asking import Asked
 from ownerserve.kv.ids import SessionId
-from ownerserve.router.gateway.asking import Asked
 from ownerserve.router.messages import Arrive
 from ownerserve.router.seats import Enter, Seats, Ticket
 from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN

@@ -11,9 +11,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from ownerserve.gateway.came import Came
+from ownerserve.gateway.http.replies import Rejected
 from ownerserve.kv.messages import ExecutionMode
-from ownerserve.router.gateway.came import Came
-from ownerserve.router.gateway.replies import Rejected
 from ownerserve.router.identity import Identity
 from ownerserve.router.messages import Dispatch, Reason, Refuse
 from ownerserve.router.usage import Usage

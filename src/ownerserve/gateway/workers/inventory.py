@@ -12,11 +12,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
+from ownerserve.gateway.config import Address, Config
+from ownerserve.gateway.http.access import Access
+from ownerserve.gateway.http.fetching import fetch
 from ownerserve.kv.wire.inventory import decode_page
 from ownerserve.router.fleet import Fleet
-from ownerserve.router.gateway.access import Access
-from ownerserve.router.gateway.config import Address, Config
-from ownerserve.router.gateway.fetching import fetch
 from ownerserve.router.residents import News, Residents
 from ownerserve.router.worker import Worker
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ownerserve.gateway.asking import Asked
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.kv.wire import turn_line
 from ownerserve.kv.wire.turn_line import NOTHING, TurnLine
 from ownerserve.router.decision import Option
-from ownerserve.router.gateway.asking import Asked
 from ownerserve.router.messages import Dispatch, Reason
 from ownerserve.router.sessions import Session
 from ownerserve.router.turns import TurnClass

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 
-from ownerserve.router.gateway.access import Access
-from ownerserve.router.gateway.config import Address
-from ownerserve.router.gateway.upstream import UpstreamConnection
+from ownerserve.gateway.config import Address
+from ownerserve.gateway.http.access import Access
+from ownerserve.gateway.http.upstream import UpstreamConnection
 
 IDLE_MAX = 1024
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from ownerserve.gateway.http.fetching import SmallAnswer
 from ownerserve.kv.errors import UNREADABLE
-from ownerserve.router.gateway.fetching import SmallAnswer
 
 Models = Mapping[str, Mapping[str, Any]]
 """What is said of each model, by its name."""

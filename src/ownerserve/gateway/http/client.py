@@ -14,14 +14,14 @@ from collections import deque
 from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
 
-from ownerserve.router.gateway.exchange import Exchange
-from ownerserve.router.gateway.model_list import model_answer
-from ownerserve.router.gateway.replies import Rejected, error_reply, refused, reply
-from ownerserve.router.gateway.requests import Request, RequestReader
+from ownerserve.gateway.exchange import Exchange
+from ownerserve.gateway.http.replies import Rejected, error_reply, refused, reply
+from ownerserve.gateway.http.requests import Request, RequestReader
+from ownerserve.gateway.workers.model_list import model_answer
 from ownerserve.router.messages import Refusal
 
 if TYPE_CHECKING:
-    from ownerserve.router.gateway.service import Gateway
+    from ownerserve.gateway.service import Gateway
 
 QUEUE_MAX = 4
 LINGER_S = 2.0

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from ownerserve.gateway.http.heads import RequestHead
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.kv.wire.rpc import Seed
-from ownerserve.router.gateway.heads import RequestHead
 from ownerserve.router.messages import Dispatch
 from ownerserve.router.sessions import SessionTable
 from ownerserve.router.turns import TurnClass

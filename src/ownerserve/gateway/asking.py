@@ -14,12 +14,12 @@ from http import HTTPStatus
 
 import msgspec
 
+from ownerserve.gateway.http.heads import GROUP_HEADER, RequestHead
+from ownerserve.gateway.http.replies import Rejected
+from ownerserve.gateway.http.requests import Request
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.content_chain import ContentChain
-from ownerserve.router.gateway.heads import GROUP_HEADER, RequestHead
-from ownerserve.router.gateway.replies import Rejected
-from ownerserve.router.gateway.requests import Request
 from ownerserve.router.identity import (
     ANONYMOUS,
     Identity,

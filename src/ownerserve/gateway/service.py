@@ -12,24 +12,24 @@ import os
 from itertools import count
 
 from ownerserve.directory.port import Directory
+from ownerserve.gateway.asking import Asking
+from ownerserve.gateway.config import Config
+from ownerserve.gateway.finder import SessionFinder
+from ownerserve.gateway.http.access import open_access
+from ownerserve.gateway.http.client import ClientConnection
+from ownerserve.gateway.http.pool import WorkerPool
+from ownerserve.gateway.lives import Lives
+from ownerserve.gateway.lobby import Lobby
+from ownerserve.gateway.observe import Observer
+from ownerserve.gateway.workers.health import HealthMonitor, News
+from ownerserve.gateway.workers.inventory import InventoryReader
+from ownerserve.gateway.workers.lines import Lines
+from ownerserve.gateway.workers.model_list import Models, union
+from ownerserve.gateway.workers.places import Places
+from ownerserve.gateway.workers.releasing import Releasing
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.router.gateway.access import open_access
-from ownerserve.router.gateway.asking import Asking
-from ownerserve.router.gateway.client import ClientConnection
-from ownerserve.router.gateway.config import Config
-from ownerserve.router.gateway.finder import SessionFinder
-from ownerserve.router.gateway.health import HealthMonitor, News
-from ownerserve.router.gateway.inventory import InventoryReader
-from ownerserve.router.gateway.lines import Lines
-from ownerserve.router.gateway.lives import Lives
-from ownerserve.router.gateway.lobby import Lobby
-from ownerserve.router.gateway.model_list import Models, union
-from ownerserve.router.gateway.observe import Observer
-from ownerserve.router.gateway.places import Places
-from ownerserve.router.gateway.pool import WorkerPool
-from ownerserve.router.gateway.releasing import Releasing
 from ownerserve.router.messages import (
     Arrive,
     Claimed,

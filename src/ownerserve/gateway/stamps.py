@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from ownerserve.gateway.http.heads import PREFIX
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, WorkerId
 from ownerserve.kv.messages import ExecutionMode, RoutingUnit
@@ -26,7 +27,6 @@ from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.messages import Answer
 
-PREFIX = b"x-ownerserve-"
 ANSWER = answer_line.HEADER.encode().removeprefix(PREFIX)
 
 _BY_STATUS = {

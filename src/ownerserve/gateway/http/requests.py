@@ -11,10 +11,10 @@ from http import HTTPStatus
 import httptools
 import msgspec
 
-from ownerserve.router.gateway.access import CREDENTIALS, NOTHING
-from ownerserve.router.gateway.config import Config
-from ownerserve.router.gateway.heads import Header, RequestHead, read_request_head
-from ownerserve.router.gateway.replies import Rejected
+from ownerserve.gateway.config import Config
+from ownerserve.gateway.http.access import CREDENTIALS, NOTHING
+from ownerserve.gateway.http.heads import Header, RequestHead, read_request_head
+from ownerserve.gateway.http.replies import Rejected
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol, cast
 
+from ownerserve.gateway.http.answers import AnswerReader, Malformed
+from ownerserve.gateway.http.heads import ResponseHead
 from ownerserve.kv.units import KIB
-from ownerserve.router.gateway.answers import AnswerReader, Malformed
-from ownerserve.router.gateway.heads import ResponseHead
 from ownerserve.router.messages import Failure
 
 if TYPE_CHECKING:
-    from ownerserve.router.gateway.pool import WorkerPool
+    from ownerserve.gateway.http.pool import WorkerPool
 
 _JOIN_MAX_BYTES = 16 * KIB
 """Below this, copying a body behind its head is cheaper than a second buffer."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import httptools
 
+from ownerserve.gateway.http.heads import Header, ResponseHead, read_response_head
 from ownerserve.kv.units import KIB
-from ownerserve.router.gateway.heads import Header, ResponseHead, read_response_head
 from ownerserve.router.usage import TAIL_BYTES
 
 _HEAD_END = b"\r\n\r\n"

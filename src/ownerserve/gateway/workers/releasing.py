@@ -13,9 +13,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
+from ownerserve.gateway.lives import Lives
+from ownerserve.gateway.workers.lines import Lines
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession, Said
-from ownerserve.router.gateway.lines import Lines
-from ownerserve.router.gateway.lives import Lives
 from ownerserve.router.handovers import end_of
 from ownerserve.router.messages import AskRelease, ReleaseEnd, ReleaseEnded
 

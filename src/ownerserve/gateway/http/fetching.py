@@ -9,10 +9,10 @@ import asyncio
 
 import httptools
 
+from ownerserve.gateway.config import Address
+from ownerserve.gateway.http.access import Access
+from ownerserve.gateway.http.heads import Header
 from ownerserve.kv.units import KIB, MIB
-from ownerserve.router.gateway.access import Access
-from ownerserve.router.gateway.config import Address
-from ownerserve.router.gateway.heads import Header
 
 ANSWER_MAX_BYTES = 4 * MIB
 """A list of a thousand models with all that vLLM says of each."""

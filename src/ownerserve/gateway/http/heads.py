@@ -13,11 +13,11 @@ from http import HTTPStatus
 
 import msgspec
 
+from ownerserve.gateway.http.replies import Rejected
 from ownerserve.kv.wire import answer_line, turn_line
-from ownerserve.router.gateway.replies import Rejected
-from ownerserve.router.gateway.stamps import PREFIX
 from ownerserve.router.identity import IDENTITY_HEADERS, tenant_of
 
+PREFIX = b"x-ownerserve-"
 Header = tuple[bytes, bytes]
 
 HOP_BY_HOP = frozenset(

@@ -1,0 +1,1 @@
+"""HTTP on both sides of the gateway: connections, messages, heads and the gateway's own replies."""

@@ -1,0 +1,1 @@
+"""The gateway's conversation with each worker beside its turns: probes, inventories and RPC."""
