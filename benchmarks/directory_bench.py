@@ -27,7 +27,7 @@ from ownerserve.directory.port import Directory
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.rpc.frames import Batch, decode_question, encode
 from ownerserve.directory.rpc.server import DirectoryServer
-from ownerserve.directory.rules import Kind, Tier
+from ownerserve.directory.rules import Kind, TierCode
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
@@ -58,7 +58,7 @@ def workload(count: int) -> Iterator[tuple[str, list[ask.Request]]]:
         "publish of one extent",
         [
             ask.Publish(
-                UNITS[n % WORKERS], (ask.HeldExtent(digest(n), 4096, Tier.DEVICE, int(MAIN)),)
+                UNITS[n % WORKERS], (ask.HeldExtent(digest(n), 4096, TierCode.DEVICE, int(MAIN)),)
             )
             for n in range(count)
         ],
@@ -101,7 +101,7 @@ def inventories(extents: int) -> list[bytes]:
     frames = []
     for start in range(0, extents, PART):
         held = tuple(
-            ask.HeldExtent(digest(n), 64 * (n % 2000 + 1), Tier(n % 3), MAIN)
+            ask.HeldExtent(digest(n), 64 * (n % 2000 + 1), TierCode(n % 3), MAIN)
             for n in range(start, min(start + PART, extents))
         )
         unit = UNITS[start // PART % WORKERS]

@@ -23,11 +23,10 @@ from ownerserve.directory.port import DirectoryStatus
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.rules import MAIN_KINDS
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.prefix import pack
 from ownerserve.node.inventory import Inventory
 from ownerserve.node.ownership import Came, Left, Ownership
-from ownerserve.plan.inputs import Tier
 from result import Row, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "directory"))

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from ownerserve.kv.geometry import Geometry
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.registry import build
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.specs import Role
@@ -29,14 +30,7 @@ from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.cost.prices import Prices
 from ownerserve.plan.cost.roofline import defaults, find_gpu
 from ownerserve.plan.cost.shape import shape_of
-from ownerserve.plan.inputs import (
-    FULL_ABILITIES,
-    Piece,
-    Point,
-    RestoreQuery,
-    Span,
-    Tier,
-)
+from ownerserve.plan.inputs import FULL_ABILITIES, Piece, Point, RestoreQuery, Span
 from ownerserve.plan.question import model_state
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.accounting import WriteAccount

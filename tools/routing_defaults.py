@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ownerserve.cli.placement import speed_of
-from ownerserve.plan.inputs import Tier
+from ownerserve.kv.messages import Tier
 from ownerserve.router.derive import CLAUDE_CODE, derive
 from ownerserve.router.profile import DEFAULT_SPEED, Speed
 

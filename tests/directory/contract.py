@@ -8,7 +8,7 @@ from typing import Any
 from ownerserve.directory import messages as ask
 from ownerserve.directory.messages import Refusal, Request
 from ownerserve.directory.port import Directory
-from ownerserve.directory.rules import Kind, Tier
+from ownerserve.directory.rules import Kind, TierCode
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 
@@ -45,14 +45,14 @@ class World:
 
 
 def extents(held: Sequence[PrefixHash]) -> tuple[ask.HeldExtent, ...]:
-    return tuple(ask.HeldExtent(one, 512, Tier.HOST, MAIN) for one in held)
+    return tuple(ask.HeldExtent(one, 512, TierCode.HOST, MAIN) for one in held)
 
 
 def hold(
     world: World,
     who: RoutingUnit,
     what: PrefixHash,
-    tier: Tier,
+    tier: TierCode,
     kinds: int = MAIN,
     tokens: int = 512,
 ) -> None:

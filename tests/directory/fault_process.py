@@ -24,7 +24,7 @@ from fault_publisher import Publisher
 from ownerserve.directory import messages as ask
 from ownerserve.directory.doors import GuardedOwner
 from ownerserve.directory.owner import Ask, Asks, Grant, OwnerState, Tip
-from ownerserve.directory.rules import Kind, Tier
+from ownerserve.directory.rules import Kind, TierCode
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.messages import RoutingUnit
@@ -384,7 +384,7 @@ class Process:
         oracle = world.oracle
         has = (prefix_hash, self.unit) in oracle.copies
         grant = self.owner.may_serve(session_id, now_s)
-        place = (self.unit, Tier.DEVICE, Kind.DENSE)
+        place = (self.unit, TierCode.DEVICE, Kind.DENSE)
         if not has:
             oracle.copies.add((prefix_hash, self.unit))
             extent = ask.HeldExtent(prefix_hash, tokens, *place[1:])

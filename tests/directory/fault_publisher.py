@@ -16,7 +16,7 @@ from ownerserve.directory import messages as ask
 from ownerserve.directory.messages import Refusal
 from ownerserve.directory.owner import Phase
 from ownerserve.directory.records import Prefix
-from ownerserve.directory.rules import Tier
+from ownerserve.directory.rules import TierCode
 from ownerserve.kv.epoch import Term
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.node.publishing import Publishing
@@ -76,7 +76,7 @@ class Publisher:
             return
         here, nameless = set(), set()
         for word in self._state.inventory:
-            tier, said = Tier[word.tier.upper()], PrefixHash(bytes.fromhex(word.prefix_hash))
+            tier, said = TierCode[word.tier.upper()], PrefixHash(bytes.fromhex(word.prefix_hash))
             if said:
                 here.add((self.publishing.name(said, SessionId(word.session)), tier))
             else:  # its name is that of the session's last prompt, as it was then

@@ -21,7 +21,7 @@ from contract import (
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.messages import Refusal
-from ownerserve.directory.rules import Tier
+from ownerserve.directory.rules import TierCode
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash
 
@@ -111,7 +111,7 @@ def test_ending_a_session_needs_its_epoch(world: World) -> None:
 def test_a_new_life_drops_at_once_what_the_former_held(world: World) -> None:
     world.join(A, B)
     world.ask(ask.Bind(S1, A))
-    hold(world, A, P1, Tier.DEVICE)
+    hold(world, A, P1, TierCode.DEVICE)
     assert isinstance(world.ask(ask.Lookup((P1,))), ask.Found)
     world.join(unit("a", 2))
     assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
@@ -123,14 +123,14 @@ def test_a_new_life_drops_at_once_what_the_former_held(world: World) -> None:
 def test_a_new_lifes_store_is_readopted_by_its_inventory(world: World) -> None:
     world.join(A)
     claim(world, A, S1, P1)
-    hold(world, A, P1, Tier.DISK)
+    hold(world, A, P1, TierCode.DISK)
     reborn = unit("a", 2)
     world.join(reborn)
     assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)  # not verified yet
-    verified = ask.HeldExtent(P1, 512, Tier.DISK, MAIN)
+    verified = ask.HeldExtent(P1, 512, TierCode.DISK, MAIN)
     assert isinstance(world.ask(ask.Publish(reborn, (verified,))), ask.Published)
     found = world.ask(ask.Lookup((P1,)))
-    assert found.locations == ((reborn, Tier.DISK, MAIN),) and found.owner is None
+    assert found.locations == ((reborn, TierCode.DISK, MAIN),) and found.owner is None
     assert claim(world, reborn, S1, P1).duty > found.epoch
 
 
@@ -204,7 +204,7 @@ def test_a_routers_question_tells_of_a_later_epoch_too(world: World) -> None:
 
 def test_without_memory_workers_words_count_until_old_leases_are_over(world: World) -> None:
     world.join(A, B)
-    hold(world, A, P1, Tier.DEVICE)
+    hold(world, A, P1, TierCode.DEVICE)
     mine = world.ask(ask.Bind(S1, A))
     status = world.directory.forget()
     assert status.opens_in_s > 0
@@ -213,7 +213,7 @@ def test_without_memory_workers_words_count_until_old_leases_are_over(world: Wor
     world.join(A, B)
     assert refused(world.ask(ask.Bind(S2, B)), Refusal.REBUILDING)
     held = ask.HeldSession(S1, mine.version, P1, 512, mine.epoch)
-    extent = ask.HeldExtent(P1, 512, Tier.DEVICE, MAIN)
+    extent = ask.HeldExtent(P1, 512, TierCode.DEVICE, MAIN)
     answer = world.ask(ask.Publish(A, (extent,), sessions=(held,)))
     assert answer == ask.Published(1, (S1,))
     earlier = Epoch(Term(0, 0), 1)
@@ -231,12 +231,14 @@ def test_without_memory_workers_words_count_until_old_leases_are_over(world: Wor
 def test_an_inventory_may_be_sent_twice_and_taken_back(world: World) -> None:
     world.join(A)
     extents = tuple(
-        ask.HeldExtent(one, 512, tier, MAIN) for one in (P1, P2) for tier in (Tier.HOST, Tier.DISK)
+        ask.HeldExtent(one, 512, tier, MAIN)
+        for one in (P1, P2)
+        for tier in (TierCode.HOST, TierCode.DISK)
     )
     for _ in range(2):
         assert world.ask(ask.Publish(A, extents)) == ask.Published(4, ())
     assert len(world.ask(ask.Lookup((P1,))).locations) == 2
-    world.ask(ask.Publish(A, gone=((P1, Tier.HOST), (P1, Tier.DISK))))
+    world.ask(ask.Publish(A, gone=((P1, TierCode.HOST), (P1, TierCode.DISK))))
     assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
 
 
@@ -280,7 +282,7 @@ def test_a_batch_is_answered_in_order(world: World) -> None:
 
 def test_a_sweep_forgets_former_lives(world: World) -> None:
     world.join(A)
-    hold(world, A, P1, Tier.DEVICE)
+    hold(world, A, P1, TierCode.DEVICE)
     world.join(unit("a", 2))
     swept = sum(world.directory.sweep(100) for _ in range(5))
     assert swept == 1
@@ -290,7 +292,7 @@ def test_a_sweep_forgets_former_lives(world: World) -> None:
 
 def test_a_sweep_forgets_wishes_for_former_lives(world: World) -> None:
     world.join(A, B)
-    hold(world, A, P1, Tier.DEVICE)
+    hold(world, A, P1, TierCode.DEVICE)
     world.ask(ask.ReplicateReadonly(P1, B.worker))
     assert sum(world.directory.sweep(100) for _ in range(5)) == 0
     world.join(unit("b", 2))

@@ -30,7 +30,7 @@ from ownerserve.directory.records import (
     decode_record,
     encode_record,
 )
-from ownerserve.directory.rules import Kind, Tier
+from ownerserve.directory.rules import Kind, TierCode
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.messages import RoutingUnit
@@ -38,8 +38,8 @@ from ownerserve.kv.messages import RoutingUnit
 
 def test_lookup_gives_the_longest_that_someone_alive_holds(world: World) -> None:
     world.join(A, B)
-    hold(world, A, P1, Tier.HOST)
-    hold(world, B, P2, Tier.DEVICE, Kind.DENSE, 1024)
+    hold(world, A, P1, TierCode.HOST)
+    hold(world, B, P2, TierCode.DEVICE, Kind.DENSE, 1024)
     assert world.ask(ask.Lookup((P3, P2, P1))).prefix_hash == P2
     assert world.ask(ask.Lookup((P3, P2, P1), Kind.COMPRESSED)).prefix_hash == P1
     world.ask(ask.Retire(B))
@@ -50,17 +50,17 @@ def test_lookup_gives_the_longest_that_someone_alive_holds(world: World) -> None
 def test_locations_come_by_tier_and_replicas_have_no_duty(world: World) -> None:
     world.join(A, B)
     mine = world.ask(ask.Bind(S1, A))
-    granted = world.ask(ask.Advance(S1, A, mine.epoch, 1, P1, 512, tier=Tier.HOST))
-    hold(world, A, P1, Tier.REMOTE)
-    hold(world, B, P1, Tier.DEVICE)
+    granted = world.ask(ask.Advance(S1, A, mine.epoch, 1, P1, 512, tier=TierCode.HOST))
+    hold(world, A, P1, TierCode.REMOTE)
+    hold(world, B, P1, TierCode.DEVICE)
     found = world.ask(ask.Lookup((P1,)))
     assert [place[:2] for place in found.locations] == [
-        (B, Tier.DEVICE), (A, Tier.HOST), (None, Tier.REMOTE),
+        (B, TierCode.DEVICE), (A, TierCode.HOST), (None, TierCode.REMOTE),
     ]  # fmt: skip
     assert (found.owner, found.epoch) == (A, granted.duty)
     world.past_lease()
     left = world.ask(ask.Lookup((P1,)))
-    assert left.locations == ((None, Tier.REMOTE, MAIN),) and left.owner is None
+    assert left.locations == ((None, TierCode.REMOTE, MAIN),) and left.owner is None
 
 
 def test_last_copy_duty_is_ones_until_its_lease_ends(world: World) -> None:
@@ -72,7 +72,7 @@ def test_last_copy_duty_is_ones_until_its_lease_ends(world: World) -> None:
     second = claim(world, B, S2, P1)
     assert second.duty > first.duty
     world.join(A)
-    old = ask.HeldExtent(P1, 512, Tier.DEVICE, MAIN, epoch=first.duty)
+    old = ask.HeldExtent(P1, 512, TierCode.DEVICE, MAIN, epoch=first.duty)
     world.ask(ask.Publish(A, (old,)))
     assert world.ask(ask.Lookup((P1,))).owner == B
 
@@ -80,19 +80,19 @@ def test_last_copy_duty_is_ones_until_its_lease_ends(world: World) -> None:
 def test_the_last_copy_that_a_fork_stands_on_is_spilled_first(world: World) -> None:
     world.join(A, B)
     claim(world, A, S1, P1)
-    assert refused(world.ask(ask.Drop(P1, A, Tier.DEVICE)), Refusal.LAST_COPY)
-    hold(world, B, P1, Tier.DEVICE)
+    assert refused(world.ask(ask.Drop(P1, A, TierCode.DEVICE)), Refusal.LAST_COPY)
+    hold(world, B, P1, TierCode.DEVICE)
     world.ask(ask.Retire(B))
-    assert refused(world.ask(ask.Drop(P1, A, Tier.DEVICE)), Refusal.LAST_COPY)
-    hold(world, A, P1, Tier.DISK)
-    assert isinstance(world.ask(ask.Drop(P1, A, Tier.DEVICE)), ask.Dropped)
-    assert [place[1] for place in world.ask(ask.Lookup((P1,))).locations] == [Tier.DISK]
+    assert refused(world.ask(ask.Drop(P1, A, TierCode.DEVICE)), Refusal.LAST_COPY)
+    hold(world, A, P1, TierCode.DISK)
+    assert isinstance(world.ask(ask.Drop(P1, A, TierCode.DEVICE)), ask.Dropped)
+    assert [place[1] for place in world.ask(ask.Lookup((P1,))).locations] == [TierCode.DISK]
 
 
 def test_nobody_keeps_what_no_session_stands_on(world: World) -> None:
     world.join(A)
-    hold(world, A, P1, Tier.DEVICE)
-    assert isinstance(world.ask(ask.Drop(P1, A, Tier.DEVICE)), ask.Dropped)
+    hold(world, A, P1, TierCode.DEVICE)
+    assert isinstance(world.ask(ask.Drop(P1, A, TierCode.DEVICE)), ask.Dropped)
     records = world.directory.status().records
     assert records is None or records.prefixes == 0
     assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
@@ -146,11 +146,11 @@ def test_a_finished_turn_claims_its_tip_where_nobody_alive_has_it(world: World) 
     first = world.ask(ask.Advance(S1, A, mine.epoch, 1, P1, 512, group="repo:x"))
     assert first.duty > mine.epoch
     assert world.ask(ask.FindGroup("repo:x")).members == ((P1, 1),)
-    second = world.ask(ask.Advance(S2, B, theirs.epoch, 1, P1, 512, tier=Tier.HOST))
+    second = world.ask(ask.Advance(S2, B, theirs.epoch, 1, P1, 512, tier=TierCode.HOST))
     assert second.duty is None
     found = world.ask(ask.Lookup((P1,)))
     assert found.owner == A and found.epoch == first.duty and found.refs == 2
-    assert {place[:2] for place in found.locations} == {(A, Tier.DEVICE), (B, Tier.HOST)}
+    assert {place[:2] for place in found.locations} == {(A, TierCode.DEVICE), (B, TierCode.HOST)}
     world.ask(ask.Retire(A))
     third = world.ask(ask.Advance(S2, B, theirs.epoch, 2, P1, 512))
     assert third.duty > first.duty and world.ask(ask.Lookup((P1,))).owner == B
@@ -165,7 +165,7 @@ def test_a_tail_is_claimed_by_nobody(world: World) -> None:
 
 def test_a_tail_is_published_by_nobody(world: World) -> None:
     world.join(A)
-    published = ask.HeldExtent(P1, 512, Tier.DISK, Kind.TAIL | Kind.DENSE)
+    published = ask.HeldExtent(P1, 512, TierCode.DISK, Kind.TAIL | Kind.DENSE)
     assert refused(world.ask(ask.Publish(A, (published,))), Refusal.SESSION_LOCAL)
 
 
@@ -180,10 +180,10 @@ def test_a_wish_for_a_copy_stands_until_the_copy_is_told_of(world: World) -> Non
     wish = ask.ReplicateReadonly(P1, B.worker)
     assert world.ask(wish) == world.ask(wish) == ask.Wished((B,))
     assert world.ask(ask.ReplicateReadonly(P1, C.worker)) == ask.Wished((B, C))
-    hold(world, A, P1, Tier.REMOTE)
+    hold(world, A, P1, TierCode.REMOTE)
     world.ask(ask.Bind(S2, A, parent=S1))
     assert wanted(world) == (B, C), "others' copies and forks leave it as it is"
-    hold(world, B, P1, Tier.DISK)
+    hold(world, B, P1, TierCode.DISK)
     assert wanted(world) == (C,)
     assert world.ask(wish) == ask.Wished((C,)), "it has one"
     claim(world, C, S3, P1)
@@ -224,7 +224,7 @@ def test_a_prefix_remembers_the_last_wishes(world: World) -> None:
 def test_a_prefix_that_the_version_before_wrote_is_read() -> None:
     """It had no wishes; `epoch` was its last field then too."""
     epoch = Epoch(Term(1, 2), 3)
-    place = Location(A, Tier.DISK, MAIN)
+    place = Location(A, TierCode.DISK, MAIN)
     former = msgspec.msgpack.encode(["p", 512, A, [place], 1, 2.0, "repo", epoch])
     read = decode_record(former)
     assert read == Prefix(512, A, (place,), 1, 2.0, "repo", (), epoch)
@@ -248,14 +248,14 @@ def test_hot_prefixes_of_a_group(world: World) -> None:
 
 def test_a_published_extent_stands_in_its_group_while_anything_is_known_of_it(world: World) -> None:
     world.join(A, B)
-    named = ask.HeldExtent(P1, 512, Tier.DEVICE, MAIN, "repo:ownerserve")
-    hold(world, B, P1, Tier.DEVICE)
+    named = ask.HeldExtent(P1, 512, TierCode.DEVICE, MAIN, "repo:ownerserve")
+    hold(world, B, P1, TierCode.DEVICE)
     for _ in range(2):
         world.ask(ask.Publish(A, (named,)))
     assert group(world) == {P1: 0}
-    world.ask(ask.Publish(A, gone=((P1, Tier.DEVICE),)))
+    world.ask(ask.Publish(A, gone=((P1, TierCode.DEVICE),)))
     assert group(world) == {P1: 0}
-    world.ask(ask.Drop(P1, B, Tier.DEVICE))
+    world.ask(ask.Drop(P1, B, TierCode.DEVICE))
     assert group(world) == {}
 
 
@@ -266,9 +266,9 @@ def test_a_group_forgets_what_a_session_went_on_from(world: World) -> None:
         told = ask.Advance(S1, A, mine.epoch, version, tip, 512 * version, group="repo:ownerserve")
         assert isinstance(world.ask(told), ask.Advanced)
     assert set(group(world)) == {P1, P2}
-    assert world.ask(ask.Publish(A, left=((P1, Tier.DEVICE),))) == ask.Published(0, ())
+    assert world.ask(ask.Publish(A, left=((P1, TierCode.DEVICE),))) == ask.Published(0, ())
     assert set(group(world)) == {P2}
-    world.ask(ask.Publish(A, gone=((P2, Tier.DEVICE),)))
+    world.ask(ask.Publish(A, gone=((P2, TierCode.DEVICE),)))
     world.ask(ask.EndSession(S1, A, mine.epoch))
     assert group(world) == {}
 
@@ -282,9 +282,9 @@ def test_what_a_session_went_on_from_stays_known_while_a_fork_stands_on_it(world
     child = world.ask(ask.Bind(S2, B, parent=S1))
     mine = world.ask(ask.Bind(S1, A))
     world.ask(ask.Advance(S1, A, mine.epoch, 2, P2, 1024))
-    left = ask.Publish(A, left=((P1, Tier.DEVICE), (P3, Tier.DEVICE)))
-    assert world.ask(left).forked == ((P1, Tier.DEVICE),)
-    assert world.ask(ask.Lookup((P1,))).locations == ((A, Tier.DEVICE, MAIN),)
+    left = ask.Publish(A, left=((P1, TierCode.DEVICE), (P3, TierCode.DEVICE)))
+    assert world.ask(left).forked == ((P1, TierCode.DEVICE),)
+    assert world.ask(ask.Lookup((P1,))).locations == ((A, TierCode.DEVICE, MAIN),)
     world.ask(ask.EndSession(S2, B, child.epoch))
     assert world.ask(left).forked == ()
     assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
@@ -293,13 +293,13 @@ def test_what_a_session_went_on_from_stays_known_while_a_fork_stands_on_it(world
 def test_a_lost_last_copy_is_told_once(world: World) -> None:
     world.join(A, B)
     claim(world, A, S1, P1)
-    hold(world, A, P1, Tier.DISK)
-    hold(world, B, P1, Tier.HOST)
-    hold(world, A, P2, Tier.HOST)
-    away = ask.Publish(A, gone=((P1, Tier.DEVICE), (P2, Tier.HOST)))
+    hold(world, A, P1, TierCode.DISK)
+    hold(world, B, P1, TierCode.HOST)
+    hold(world, A, P2, TierCode.HOST)
+    away = ask.Publish(A, gone=((P1, TierCode.DEVICE), (P2, TierCode.HOST)))
     assert world.ask(away).lost == (), "there are others, and nobody stands on the second"
     world.ask(ask.Retire(B))
-    last = ask.Publish(A, gone=((P1, Tier.DISK),))
+    last = ask.Publish(A, gone=((P1, TierCode.DISK),))
     assert world.ask(last).lost == (P1,)
     assert world.ask(last).lost == ()
     assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
@@ -309,8 +309,8 @@ def test_a_copy_that_comes_back_may_be_lost_again(world: World) -> None:
     world.join(A)
     claim(world, A, S1, P1)
     for _ in range(2):
-        assert world.ask(ask.Publish(A, gone=((P1, Tier.DEVICE),))).lost == (P1,)
-        hold(world, A, P1, Tier.DEVICE)
+        assert world.ask(ask.Publish(A, gone=((P1, TierCode.DEVICE),))).lost == (P1,)
+        hold(world, A, P1, TierCode.DEVICE)
 
 
 def test_a_session_stands_on_its_tip_also_when_its_extent_is_told_after_it(world: World) -> None:
@@ -321,7 +321,7 @@ def test_a_session_stands_on_its_tip_also_when_its_extent_is_told_after_it(world
     held = ask.HeldSession(S1, 3, P1, 512, mine.epoch)
     assert world.ask(ask.Publish(A, sessions=(held,))).adopted == (S1,)
     assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
-    hold(world, A, P1, Tier.DEVICE)
+    hold(world, A, P1, TierCode.DEVICE)
     found = world.ask(ask.Lookup((P1,)))
     assert (found.refs, found.tokens) == (1, 512)
     assert world.ask(ask.FindSession(S1)).prefix_hash == P1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ownerserve.directory.rules import REPLICA_TIERS, Kind, Tier, kind_of
+from ownerserve.directory.rules import REPLICA_TIERS, Kind, TierCode, kind_of
 from ownerserve.kv.specs import Role
 
 
@@ -15,6 +15,6 @@ def test_indexer_keys_go_with_the_compressed_entries() -> None:
 
 
 def test_where_copies_may_stand() -> None:
-    assert REPLICA_TIERS[Kind.DENSE] == REPLICA_TIERS[Kind.COMPRESSED] == set(Tier)
-    assert REPLICA_TIERS[Kind.CHECKPOINT] == {Tier.DISK, Tier.REMOTE}
+    assert REPLICA_TIERS[Kind.DENSE] == REPLICA_TIERS[Kind.COMPRESSED] == set(TierCode)
+    assert REPLICA_TIERS[Kind.CHECKPOINT] == {TierCode.DISK, TierCode.REMOTE}
     assert not REPLICA_TIERS[Kind.TAIL]

@@ -31,7 +31,7 @@ from ownerserve.directory.rpc.frames import (
     encode,
 )
 from ownerserve.directory.rpc.server import DirectoryServer
-from ownerserve.directory.rules import Kind, Tier
+from ownerserve.directory.rules import Kind, TierCode
 from ownerserve.directory.terms import FILE_NAME, TermFile
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.epoch import Term
@@ -65,7 +65,7 @@ def test_a_client_is_a_directory(served: DirectoryServer) -> None:
 def extents(count: int) -> list[ask.HeldExtent]:
     kinds = int(Kind.DENSE | Kind.COMPRESSED | Kind.CHECKPOINT)
     return [
-        ask.HeldExtent(PrefixHash(n.to_bytes(32, "big")), 100_000 + n, Tier.DISK, kinds)
+        ask.HeldExtent(PrefixHash(n.to_bytes(32, "big")), 100_000 + n, TierCode.DISK, kinds)
         for n in range(count)
     ]
 
@@ -215,7 +215,7 @@ def test_status_shows_a_session_a_prefix_and_a_group(served: DirectoryServer) ->
     assert isinstance(bound, ask.Bound)
     kinds = int(Kind.DENSE | Kind.CHECKPOINT)
     told = ask.Advance(S1, A, bound.epoch, 1, tip, 512, kinds=kinds, group="repo")
-    on_disk = ask.HeldExtent(tip, 512, Tier.DISK, int(Kind.DENSE))
+    on_disk = ask.HeldExtent(tip, 512, TierCode.DISK, int(Kind.DENSE))
     client.execute([told, ask.Publish(A, (on_disk,))])
     status = ("directory", "status", served.address)
     found = _json(*status, "--session", "s1", "--prefix", other.hex(), "--group", "repo")
@@ -230,7 +230,7 @@ def test_status_shows_a_session_a_prefix_and_a_group(served: DirectoryServer) ->
     group: Any = found["group"]
     assert [(one["prefix_hash"], one["uses"]) for one in group["members"]] == [(tip.hex(), 1)]
     assert _json(*status, "--session", "none")["session"] is None
-    lost = ask.Publish(A, gone=((tip, Tier.DISK), (tip, Tier.DEVICE)))
+    lost = ask.Publish(A, gone=((tip, TierCode.DISK), (tip, TierCode.DEVICE)))
     client.execute([lost])
     counted = _json(*status)
     assert counted["lost_copies"] == 1
@@ -280,7 +280,7 @@ def test_a_wish_for_a_copy_is_shown_until_there_is_one(served: DirectoryServer) 
     tip = PrefixHash(bytes([1]) * 32)
     client = DirectoryClient(served.address)
     client.execute([ask.Register(A), ask.Register(B)])
-    client.execute([ask.Publish(A, (ask.HeldExtent(tip, 512, Tier.DISK, int(Kind.DENSE)),))])
+    client.execute([ask.Publish(A, (ask.HeldExtent(tip, 512, TierCode.DISK, int(Kind.DENSE)),))])
     replicate = ("directory", "replicate", served.address)
     wished = _json(*replicate, tip.hex(), "--to", "b")
     assert wished["wanted"] == ["b rank 0 life 1"]
@@ -288,7 +288,7 @@ def test_a_wish_for_a_copy_is_shown_until_there_is_one(served: DirectoryServer) 
     shown: Any = _json(*status)["prefix"]
     assert shown["wanted"] == ["b rank 0 life 1"]
     assert "wished for at" in CliRunner().invoke(cli, status).stdout
-    client.execute([ask.Publish(B, (ask.HeldExtent(tip, 512, Tier.DISK, int(Kind.DENSE)),))])
+    client.execute([ask.Publish(B, (ask.HeldExtent(tip, 512, TierCode.DISK, int(Kind.DENSE)),))])
     held: Any = _json(*status)["prefix"]
     assert held["wanted"] == [] and len(held["copies"]) == 2
     client.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from servers import Server
 
 from ownerserve.directory import messages as ask
-from ownerserve.directory.rules import MAIN_KINDS, Tier
+from ownerserve.directory.rules import MAIN_KINDS, TierCode
 from ownerserve.directory.valkey.directory import ValkeyDirectory, ValkeyOptions
 from ownerserve.directory.valkey.primary import parse_source
 from ownerserve.kv.epoch import Epoch, Term
@@ -32,7 +32,7 @@ def test_sessions_and_groups_of_an_inventory_are_read_at_once(server: Server) ->
         for number in range(COUNT)
     )
     extents = tuple(
-        ask.HeldExtent(prefix(number), 64, Tier.DISK, MAIN_KINDS, f"group {number}")
+        ask.HeldExtent(prefix(number), 64, TierCode.DISK, MAIN_KINDS, f"group {number}")
         for number in range(COUNT)
     )
     before = client.info("stats")["total_commands_processed"]

@@ -20,6 +20,7 @@ from ownerserve.cache.outcomes import Begun, NoRoom, Replay, Turn
 from ownerserve.cache.pressure import Checkpoint, Watermarks
 from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, hash_prefix
 from ownerserve.node.chains import prefix_of
 from ownerserve.node.events import (
@@ -54,7 +55,7 @@ from ownerserve.node.tips import Tip
 from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults
-from ownerserve.plan.inputs import FULL_ABILITIES, ModelState, Tier
+from ownerserve.plan.inputs import FULL_ABILITIES, ModelState
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.base import CheckpointPolicy
 from ownerserve.store.model import Meta, MissReason, Want

@@ -11,6 +11,7 @@ import pytest
 from node_driver import IDENTITY, LAYOUT, B
 
 from ownerserve.kv.clock import ManualClock
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.kv.units import MIB
 from ownerserve.node import upkeep as upkeep_module
@@ -18,7 +19,6 @@ from ownerserve.node.backing import Backing, ListedPart, NodeTiers, open_backing
 from ownerserve.node.media import open_remote, write_policy
 from ownerserve.node.records import Cell, Inside, RecordNames
 from ownerserve.node.upkeep import MORE_AFTER_S, Upkeep
-from ownerserve.plan.inputs import Tier as Medium
 from ownerserve.store.disk import DiskOptions, DiskTier
 from ownerserve.store.memory import MemoryTier
 from ownerserve.store.model import Hit, Meta, Stored, Want
@@ -77,7 +77,7 @@ def test_a_branch_finds_the_record_it_shares_in_part(tmp_path: Path) -> None:
     assert isinstance(part, ListedPart) and (part.units, part.boundary) == (2, branch[5])
     inside = Inside(part.meta, part.units, part.boundary)
     assert NAMES.shared_cell(inside, branch) == Cell(4, 6)
-    assert tiers.nearest(found) == {ids[0]: Medium.DISK, whole.id: Medium.DISK}
+    assert tiers.nearest(found) == {ids[0]: Tier.DISK, whole.id: Tier.DISK}
     assert tiers.look([], tuple(hash_prefix(pack(range(700, 700 + B)), B))) == {}
     tiers.close()
 
@@ -108,7 +108,7 @@ def test_the_deepest_boundary_wins_in_whatever_tier_it_is(tmp_path: Path) -> Non
         short.id: 3,
         long.id: 3,
     }
-    assert tiers.nearest(found) == {short.id: Medium.HOST, long.id: Medium.DISK}
+    assert tiers.nearest(found) == {short.id: Tier.HOST, long.id: Tier.DISK}
     tiers.close()
 
 
@@ -138,15 +138,15 @@ def test_what_one_node_keeps_in_a_shared_directory_another_finds_there(tmp_path:
     one = open_backing(tmp_path / "one", MIB, remote=shared)
     assert one is not None
     write(one.tiers, meta)
-    assert one.tiers.nearest([meta.id]) == {meta.id: Medium.HOST}
+    assert one.tiers.nearest([meta.id]) == {meta.id: Tier.HOST}
     one.close()
     two = open_backing(tmp_path / "two", MIB, remote=shared)
     assert two is not None
     assert set(two.tiers.look([meta.id], ())) == {meta.id}
-    assert two.tiers.nearest([meta.id]) == {meta.id: Medium.REMOTE}
+    assert two.tiers.nearest([meta.id]) == {meta.id: Tier.REMOTE}
     hit = two.tiers.read([Want(meta.id)])
     assert isinstance(hit, Hit) and hit.parts[0].data == bytes(32 * meta.units)
-    assert two.tiers.timings[0].tier is Medium.REMOTE
+    assert two.tiers.timings[0].tier is Tier.REMOTE
     two.close()
 
 

@@ -11,6 +11,7 @@ from ownerserve.cache.layout import Component, Extent, Layout
 from ownerserve.cache.outcomes import Arrival, Inserted, Match, Point, Reason, Refused, Reserved
 from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed, pack
 from ownerserve.node.device import Later
 from ownerserve.node.events import (
@@ -45,7 +46,7 @@ from ownerserve.node.tips import Tip, ids_of, standing
 from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults
-from ownerserve.plan.inputs import Abilities, ModelState, Overlap, Tier
+from ownerserve.plan.inputs import Abilities, ModelState, Overlap
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.turn_end import TurnEnd
 from ownerserve.store.model import MissReason

@@ -10,23 +10,22 @@ import pytest
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.embedded import EmbeddedDirectory
-from ownerserve.directory.rules import MAIN_KINDS, Kind, Tier
+from ownerserve.directory.rules import MAIN_KINDS, Kind, TierCode
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.node.chains import Chains
 from ownerserve.node.inventory import Inventory
 from ownerserve.node.publishing import PART, Publishing, extent_name
-from ownerserve.plan.inputs import Tier as Place
 
 BLOCK = 16
 UNIT = RoutingUnit(WorkerId("w"), 0, Incarnation(1))
 OTHER = RoutingUnit(WorkerId("x"), 0, Incarnation(1))
 S, F = SessionId("s"), SessionId("fork")
 ALL = MAIN_KINDS | int(Kind.CHECKPOINT)
-TIERS = {Place.DEVICE: Tier.DEVICE, Place.HOST: Tier.HOST, Place.DISK: Tier.DISK}
+TIERS = {Tier.DEVICE: TierCode.DEVICE, Tier.HOST: TierCode.HOST, Tier.DISK: TierCode.DISK}
 
 
 class Worker:
@@ -54,7 +53,7 @@ class Worker:
         return extent_name(bytes(32), hash_prefix(text(blocks, branch), BLOCK)[-1], tenant)
 
     def has(
-        self, session: SessionId, place: Place, blocks: int, *, branch: int = 0, kinds: int = ALL
+        self, session: SessionId, place: Tier, blocks: int, *, branch: int = 0, kinds: int = ALL
     ) -> None:
         digests = self.chains.digests(text(blocks, branch), session)
         self.inventory.has(session, place, blocks * BLOCK, digest=digests[-1], kinds=kinds)
@@ -83,7 +82,7 @@ class Worker:
         self.publishing.claimed(told, outcome.duty)
         self.ours.add(session)
 
-    def copies(self, name: PrefixHash) -> dict[Tier, int]:
+    def copies(self, name: PrefixHash) -> dict[TierCode, int]:
         """This unit's, as the directory knows them."""
         found = self.ask(ask.Lookup((name,)))
         places = found.locations if isinstance(found, ask.Found) else ()
@@ -98,22 +97,22 @@ def text(blocks: int, branch: int = 0) -> bytes:
 def test_what_is_held_is_told_once_by_name_tier_and_kinds() -> None:
     worker = Worker()
     worker.ours = {S}
-    worker.has(S, Place.DEVICE, 3)
-    worker.has(S, Place.DISK, 2, kinds=MAIN_KINDS)
+    worker.has(S, Tier.DEVICE, 3)
+    worker.has(S, Tier.DISK, 2, kinds=MAIN_KINDS)
     worker.tell_all()
-    assert worker.copies(worker.name(3)) == {Tier.DEVICE: ALL}
-    assert worker.copies(worker.name(2)) == {Tier.DISK: MAIN_KINDS}
+    assert worker.copies(worker.name(3)) == {TierCode.DEVICE: ALL}
+    assert worker.copies(worker.name(2)) == {TierCode.DISK: MAIN_KINDS}
     assert len(worker.sent) == 1 and worker.tell() is None
 
 
 def test_a_guest_tells_of_point_state_only_at_rest() -> None:
     worker = Worker()
-    worker.has(S, Place.DEVICE, 3)
-    worker.has(S, Place.DISK, 3)
+    worker.has(S, Tier.DEVICE, 3)
+    worker.has(S, Tier.DISK, 3)
     worker.tell_all()
-    assert worker.copies(worker.name(3)) == {Tier.DEVICE: MAIN_KINDS, Tier.DISK: ALL}
+    assert worker.copies(worker.name(3)) == {TierCode.DEVICE: MAIN_KINDS, TierCode.DISK: ALL}
     purely_recurrent = int(Kind.CHECKPOINT)
-    worker.has(F, Place.DEVICE, 4, kinds=purely_recurrent)
+    worker.has(F, Tier.DEVICE, 4, kinds=purely_recurrent)
     worker.tell_all()
     assert worker.copies(worker.name(4)) == {}
 
@@ -121,26 +120,26 @@ def test_a_guest_tells_of_point_state_only_at_rest() -> None:
 def test_what_a_finished_turn_told_is_not_told_again() -> None:
     worker = Worker()
     for version, blocks in enumerate((2, 3, 5), start=1):
-        worker.has(S, Place.DEVICE, blocks, kinds=MAIN_KINDS)
+        worker.has(S, Tier.DEVICE, blocks, kinds=MAIN_KINDS)
         worker.tell(busy=(S,))
         worker.advance(S, version, blocks)
     worker.tell_all()
     assert not any(told.extents for told in worker.sent)
-    assert worker.copies(worker.name(5)) == {Tier.DEVICE: MAIN_KINDS}
+    assert worker.copies(worker.name(5)) == {TierCode.DEVICE: MAIN_KINDS}
     assert worker.copies(worker.name(3)) == worker.copies(worker.name(2)) == {}
 
 
 def test_a_fork_keeps_what_its_parent_went_on_from_until_that_is_evicted() -> None:
     worker = Worker()
     worker.advance(S, 1, 2)
-    worker.has(S, Place.DEVICE, 2, kinds=MAIN_KINDS)
+    worker.has(S, Tier.DEVICE, 2, kinds=MAIN_KINDS)
     worker.ask(ask.Bind(F, OTHER, parent=S))
     worker.tell_all()
     worker.advance(S, 2, 4)
-    worker.has(S, Place.DEVICE, 4, kinds=MAIN_KINDS)
+    worker.has(S, Tier.DEVICE, 4, kinds=MAIN_KINDS)
     worker.tell_all()
-    assert worker.copies(worker.name(2)) == {Tier.DEVICE: MAIN_KINDS}
-    worker.inventory.gone(S, Place.DEVICE)
+    assert worker.copies(worker.name(2)) == {TierCode.DEVICE: MAIN_KINDS}
+    worker.inventory.gone(S, Tier.DEVICE)
     worker.tell_all()
     assert worker.copies(worker.name(2)) == worker.copies(worker.name(4)) == {}
     assert worker.publishing.lost_copies == 2, "the session stands on one, its fork on the other"
@@ -149,14 +148,14 @@ def test_a_fork_keeps_what_its_parent_went_on_from_until_that_is_evicted() -> No
 def test_an_edited_history_is_gone_and_not_gone_on_from() -> None:
     worker = Worker()
     worker.advance(S, 1, 4)
-    worker.has(S, Place.DEVICE, 4, kinds=MAIN_KINDS)
+    worker.has(S, Tier.DEVICE, 4, kinds=MAIN_KINDS)
     worker.ask(ask.Bind(F, OTHER, parent=S))
     worker.tell_all()
     worker.advance(S, 2, 5, branch=1)
-    worker.has(S, Place.DEVICE, 5, branch=1, kinds=MAIN_KINDS)
+    worker.has(S, Tier.DEVICE, 5, branch=1, kinds=MAIN_KINDS)
     worker.tell_all()
     assert worker.copies(worker.name(4)) == {}
-    assert worker.copies(worker.name(5, branch=1)) == {Tier.DEVICE: MAIN_KINDS}
+    assert worker.copies(worker.name(5, branch=1)) == {TierCode.DEVICE: MAIN_KINDS}
     assert worker.publishing.lost_copies == 1
 
 
@@ -164,12 +163,12 @@ def test_two_sessions_on_one_prefix_are_one_copy() -> None:
     worker = Worker()
     worker.ours = {S, F}
     for session in (S, F):
-        worker.has(session, Place.DEVICE, 2)
+        worker.has(session, Tier.DEVICE, 2)
     worker.tell_all()
-    worker.inventory.gone(S, Place.DEVICE)
+    worker.inventory.gone(S, Tier.DEVICE)
     worker.tell_all()
-    assert worker.copies(worker.name(2)) == {Tier.DEVICE: ALL}
-    worker.inventory.gone(F, Place.DEVICE)
+    assert worker.copies(worker.name(2)) == {TierCode.DEVICE: ALL}
+    worker.inventory.gone(F, Tier.DEVICE)
     worker.tell_all()
     assert worker.copies(worker.name(2)) == {}
 
@@ -177,10 +176,10 @@ def test_two_sessions_on_one_prefix_are_one_copy() -> None:
 def test_a_directory_that_forgot_is_told_all_with_duties_and_groups() -> None:
     worker = Worker()
     worker.publishing.belongs(S, group="repo")
-    worker.has(S, Place.DEVICE, 3, kinds=MAIN_KINDS)
+    worker.has(S, Tier.DEVICE, 3, kinds=MAIN_KINDS)
     worker.advance(S, 1, 3)
     for number in range(2 * PART):
-        worker.has(SessionId(f"t{number}"), Place.HOST, 2, branch=number + 1)
+        worker.has(SessionId(f"t{number}"), Tier.HOST, 2, branch=number + 1)
     worker.tell_all()
     before = worker.ask(ask.Lookup((worker.name(3),)))
     assert isinstance(before, ask.Found) and before.owner == UNIT
@@ -202,22 +201,22 @@ def test_a_directory_that_forgot_is_told_all_with_duties_and_groups() -> None:
 
 def test_what_the_directory_did_not_take_goes_again_with_a_later_frame() -> None:
     worker = Worker()
-    worker.has(S, Place.DISK, 2)
+    worker.has(S, Tier.DISK, 2)
     told = worker.publishing.next(seen=None, ours=(), busy=())
     worker.publishing.answered(ask.Refused(ask.Refusal.UNREACHABLE))
     assert not worker.publishing.has_backlog, "it does not spin"
     assert worker.publishing.next(seen=None, ours=(), busy=()) == told
     worker.tell_all()
-    assert worker.copies(worker.name(2)) == {Tier.DISK: ALL}
+    assert worker.copies(worker.name(2)) == {TierCode.DISK: ALL}
 
 
 def test_a_digest_that_is_learnt_a_moment_later_is_not_missed() -> None:
     worker = Worker()
-    worker.inventory.has(S, Place.DEVICE, 3 * BLOCK, digest=None, kinds=MAIN_KINDS)
+    worker.inventory.has(S, Tier.DEVICE, 3 * BLOCK, digest=None, kinds=MAIN_KINDS)
     assert worker.tell() is None
     worker.chains.digests(text(3), S)
     worker.tell_all()
-    assert worker.copies(worker.name(3)) == {Tier.DEVICE: MAIN_KINDS}
+    assert worker.copies(worker.name(3)) == {TierCode.DEVICE: MAIN_KINDS}
 
 
 def test_equal_tokens_of_two_tenants_are_two_prefixes() -> None:
@@ -226,35 +225,35 @@ def test_equal_tokens_of_two_tenants_are_two_prefixes() -> None:
     digest = worker.chains.digests(text(3), S)[-1]
     for session, tenant in ((S, mine), (F, theirs)):
         worker.inventory.has(
-            session, Place.DISK, 3 * BLOCK, digest=digest, kinds=MAIN_KINDS, tenant=tenant
+            session, Tier.DISK, 3 * BLOCK, digest=digest, kinds=MAIN_KINDS, tenant=tenant
         )
     worker.tell_all()
     names = [worker.name(3, tenant=tenant) for tenant in (mine, theirs)]
-    assert [worker.copies(one) for one in names] == [{Tier.DISK: MAIN_KINDS}] * 2
+    assert [worker.copies(one) for one in names] == [{TierCode.DISK: MAIN_KINDS}] * 2
     assert worker.copies(worker.name(3)) == {} and len(set(names)) == 2
-    worker.inventory.gone(F, Place.DISK)
+    worker.inventory.gone(F, Tier.DISK)
     worker.tell_all()
-    assert [worker.copies(one) for one in names] == [{Tier.DISK: MAIN_KINDS}, {}]
+    assert [worker.copies(one) for one in names] == [{TierCode.DISK: MAIN_KINDS}, {}]
 
 
 def test_words_that_were_missed_are_made_good() -> None:
     worker = Worker(gone_kept=2)
     names = [SessionId(f"s{number}") for number in range(5)]
     for number, session in enumerate(names):
-        worker.has(session, Place.DISK, 2, branch=number + 1)
+        worker.has(session, Tier.DISK, 2, branch=number + 1)
     worker.tell_all()
     for session in names[:4]:
-        worker.inventory.gone(session, Place.DISK)
+        worker.inventory.gone(session, Tier.DISK)
     worker.tell_all()
     known = [worker.copies(worker.name(2, branch=number + 1)) for number in range(5)]
-    assert known == [{}, {}, {}, {}, {Tier.DISK: ALL}]
+    assert known == [{}, {}, {}, {}, {TierCode.DISK: ALL}]
 
 
 def test_who_leaves_asks_first_and_hears_what_is_the_last_copy() -> None:
     worker = Worker()
     worker.advance(S, 1, 3)
-    worker.has(S, Place.DISK, 3, kinds=MAIN_KINDS)
-    worker.has(F, Place.HOST, 5, branch=1)
+    worker.has(S, Tier.DISK, 3, kinds=MAIN_KINDS)
+    worker.has(F, Tier.HOST, 5, branch=1)
     worker.tell_all()
     (drops,) = worker.publishing.leaving()
     outcomes = Counter(type(one).__name__ for one in worker.directory.execute(drops))
@@ -287,10 +286,10 @@ def test_the_directory_knows_what_the_inventory_says(seed: int) -> None:
             worker.publishing.forgotten()
     worker.tell_all()
     said = {(word.session, word.tier) for word in worker.inventory}
-    expected: dict[PrefixHash, set[Tier]] = {}
+    expected: dict[PrefixHash, set[TierCode]] = {}
     for (name, place), prefix in held.items():
         if (name, place) in said:
-            expected.setdefault(prefix, set()).add(TIERS[Place(place)])
+            expected.setdefault(prefix, set()).add(TIERS[Tier(place)])
     for prefix in {worker.name(blocks, branch) for blocks in range(1, 9) for branch in range(3)}:
         assert set(worker.copies(prefix)) == expected.get(prefix, set())
     assert len(worker.publishing) == sum(map(len, expected.values()))

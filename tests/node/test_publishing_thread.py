@@ -16,16 +16,14 @@ from ownerserve.directory import messages as ask
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.rpc.server import DirectoryServer
-from ownerserve.directory.rules import MAIN_KINDS
-from ownerserve.directory.rules import Tier as Place
+from ownerserve.directory.rules import MAIN_KINDS, TierCode
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.prefix import Packed, hash_prefix, pack
 from ownerserve.node.inventory import Inventory
 from ownerserve.node.ownership import Came, Left, Ownership, boot_time_s
 from ownerserve.node.publishing import extent_name
-from ownerserve.plan.inputs import Tier
 
 BLOCK = 16
 ONE, OTHER = bytes(32), bytes([1]) * 32
@@ -65,7 +63,7 @@ class Rig:
         (outcome,) = self.client.execute([request])
         return outcome
 
-    def tiers(self, prefix_hash: PrefixHash) -> list[tuple[str, Place]]:
+    def tiers(self, prefix_hash: PrefixHash) -> list[tuple[str, TierCode]]:
         found = self.ask(ask.Lookup((prefix_hash,)))
         places = found.locations if isinstance(found, ask.Found) else ()
         return [(unit.worker if unit else "", tier) for unit, tier, _ in places]
@@ -107,7 +105,7 @@ def test_what_comes_and_goes_is_told_by_an_idle_worker_with_its_renewal(rig: Rig
     _, inventory = rig.join("w1")
     held(inventory, Tier.DISK, 2)
     name = extent_name(ONE, chain(2))
-    until(lambda: rig.tiers(name) == [("w1", Place.DISK)])
+    until(lambda: rig.tiers(name) == [("w1", TierCode.DISK)])
     inventory.gone(S1, Tier.DISK)
     until(lambda: rig.tiers(name) == [])
 
@@ -127,7 +125,7 @@ def test_a_turn_costs_one_frame_with_all_that_is_told_of_it(rig: Rig) -> None:
     renewals = (time.monotonic() - began_s) / (LEASE_S / 3) + 1
     assert node.frames - before <= turns + renewals
     last = extent_name(ONE, chain(turns))
-    until(lambda: rig.tiers(last) == [("w1", Place.DEVICE), ("w1", Place.DISK)])
+    until(lambda: rig.tiers(last) == [("w1", TierCode.DEVICE), ("w1", TierCode.DISK)])
     until(lambda: rig.ask(ask.FindGroup("repo")) == ask.GroupIs(((last, 1),)))
 
 
@@ -139,7 +137,7 @@ def test_equal_tokens_of_two_models_are_two_prefixes(rig: Rig) -> None:
         node.tell(Left(SessionId(name), tokens(3)))
         held(inventory, Tier.DISK, 3)
     for name, scope in (("w1", ONE), ("w2", OTHER)):
-        both = [(name, Place.DEVICE), (name, Place.DISK)]
+        both = [(name, TierCode.DEVICE), (name, TierCode.DISK)]
         until(lambda both=both, scope=scope: rig.tiers(extent_name(scope, chain(3))) == both)  # type: ignore[misc]
     assert rig.tiers(chain(3)) == []
 

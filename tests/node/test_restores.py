@@ -8,6 +8,7 @@ from node_driver import B, NodeDriver
 from ownerserve.cache.outcomes import Begun, Replay, Restore, Resume, Shortage, Turn, Victim
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import TurnId
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import pack
 from ownerserve.node.events import (
     Copy,
@@ -21,7 +22,6 @@ from ownerserve.node.events import (
 )
 from ownerserve.node.settings import NodeSettings
 from ownerserve.node.worth import memory_price
-from ownerserve.plan.inputs import Tier
 
 LONG = list(range(10 * B + 5))
 SHORT_WAIT = NodeSettings(record_blocks=4, spill_after_s=1.0, room_wait_s=20.0)

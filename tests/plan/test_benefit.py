@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import GIB
 from ownerserve.plan.benefit import (
     Benefit,
@@ -15,7 +16,7 @@ from ownerserve.plan.benefit import (
     range_benefit,
 )
 from ownerserve.plan.cost.model import CostModel
-from ownerserve.plan.inputs import Piece, Point, RestoreQuery, Span, Tier
+from ownerserve.plan.inputs import Piece, Point, RestoreQuery, Span
 from ownerserve.plan.restore import Planner
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.registry import build
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.plan.cost.compute import Coefficients, ComputeFit, fit
@@ -21,7 +22,7 @@ from ownerserve.plan.cost.load import NODE_BYTES, Medium, TierLoad
 from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.cost.roofline import defaults, find_gpu
 from ownerserve.plan.cost.shape import shape_of
-from ownerserve.plan.inputs import Backlog, Tier
+from ownerserve.plan.inputs import Backlog
 
 TRUTH = Coefficients(9.0, 0.03, 2.5e-6)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.messages import Tier
 from ownerserve.plan.gaps import (
     POPULATION,
     Gap,
@@ -20,7 +21,6 @@ from ownerserve.plan.gaps import (
     plan_gap,
     prefetch_after_s,
 )
-from ownerserve.plan.inputs import Tier
 
 TOOL = Gap(log(20.0), 1.0)
 

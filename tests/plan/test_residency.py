@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ownerserve.plan.inputs import Piece, Point, RestoreQuery, Span, Tier, check_query
+from ownerserve.kv.messages import Tier
+from ownerserve.plan.inputs import Piece, Point, RestoreQuery, Span, check_query
 from ownerserve.plan.residency import PointRow, RangeRow, points_of, spans_of
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ownerserve.kv.messages import Tier
 from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium, TierLoad
 from ownerserve.plan.cost.model import CostModel
@@ -31,7 +32,6 @@ from ownerserve.plan.inputs import (
     Point,
     RestoreQuery,
     Span,
-    Tier,
 )
 from ownerserve.plan.restore import Planner
 

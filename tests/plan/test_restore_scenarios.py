@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.messages import RestoreAction
+from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.explain import summary
@@ -20,7 +20,6 @@ from ownerserve.plan.inputs import (
     Point,
     RestoreQuery,
     Span,
-    Tier,
     check_query,
 )
 from ownerserve.plan.outcome import Basis, Why

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
-from ownerserve.plan.inputs import Tier
 from ownerserve.router.extents import Copy
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import Arrive, Dispatch, Done, FirstByte, WorkerUp

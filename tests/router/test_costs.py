@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from fleets import ABLE, GIB, SPEED, fleet_of, load, on, owned, request, status
 
-from ownerserve.kv.messages import PlacementAction
-from ownerserve.plan.inputs import Tier
+from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.router.costs import Pricer
 from ownerserve.router.derive import CLAUDE_CODE, derive
 from ownerserve.router.profile import DEFAULT_SPEED, Profile

@@ -7,8 +7,7 @@ from fleets import ABLE, dispatched, raise_up, served, unit
 
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import PlacementAction
-from ownerserve.plan.inputs import Tier
+from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.router.extents import CLEAN_MIN, Prefix, PrefixIndex
 from ownerserve.router.messages import (
     Arrive,

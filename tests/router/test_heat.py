@@ -20,8 +20,7 @@ from fleets import (
     stored,
 )  # fmt: skip
 
-from ownerserve.kv.messages import PlacementAction
-from ownerserve.plan.inputs import Tier
+from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.router.decision import Decision
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import Reason, Stamped

@@ -13,9 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.plan.inputs import Tier
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import run_at
 from ownerserve.router.decision import Decision

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from fleets import ABLE, PLAIN, SPEED, fleet_of, load, on, owned, request
 
-from ownerserve.kv.messages import PlacementAction
-from ownerserve.plan.inputs import Tier
+from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import Reason
 from ownerserve.router.policies import make_policy

@@ -8,8 +8,7 @@ import pytest
 from fleets import ABLE, PLAIN, dispatched, fleet_of, load, on, owned, raise_up, request, stored
 
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import PlacementAction
-from ownerserve.plan.inputs import Tier
+from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision
 from ownerserve.router.fleet import Fleet

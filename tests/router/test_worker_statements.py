@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ownerserve.gateway.admin import admin_app
 from ownerserve.kv.ids import Incarnation, WorkerId
-from ownerserve.kv.messages import PlacementAction, RoutingUnit
+from ownerserve.kv.messages import PlacementAction, RoutingUnit, Tier
 from ownerserve.kv.wire.status import (
     LoadStatement,
     ProfileStatement,
@@ -24,7 +24,6 @@ from ownerserve.kv.wire.status import (
     WorkerStatus,
     unit_statement,
 )
-from ownerserve.plan.inputs import Tier
 from ownerserve.router.messages import Down
 from ownerserve.router.profile import DEFAULT_SPEED, Role
 from ownerserve.router.seats import SeatSettings

@@ -12,6 +12,7 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import Begun, NoRoom, Turn
 from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, pack
 from ownerserve.kv.registry import build as spec_of
 from ownerserve.kv.registry.source import find_config, read_config
@@ -19,7 +20,6 @@ from ownerserve.kv.units import GIB
 from ownerserve.node.events import Arrived, Ended, RestoreOutcome, RestoreReport
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
-from ownerserve.plan.inputs import Tier
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.layout import UnitModel, slots_for, unit_model
 from ownerserve.sim.media import duplex

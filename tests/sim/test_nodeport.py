@@ -12,12 +12,12 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.units import GIB, MIB
 from ownerserve.node.events import Arrived, Gone, RestoreOutcome
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.estimate import Source
-from ownerserve.plan.inputs import Tier
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.layout import slots_for, unit_model
 from ownerserve.sim.media import duplex

@@ -7,9 +7,9 @@ import random
 import msgspec
 import pytest
 
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import MIB
 from ownerserve.plan.cost.load import Medium
-from ownerserve.plan.inputs import Tier
 from ownerserve.sim.segments import Segments
 from ownerserve.sim.tier import UPKEEP_S, SimTier, TierPlan
 from ownerserve.store.model import Kind, Listed, Meta, RefusalReason

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from fleet_driver import MIB, agents, ready, run, setup
 
-from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.units import GIB
-from ownerserve.plan.inputs import Tier
 from ownerserve.sim.fleet import Fleet
 from ownerserve.sim.metrics.rows import ACTIONS, SERVED
 from ownerserve.sim.setup import Links, Setup, Tiers

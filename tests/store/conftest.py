@@ -14,7 +14,7 @@ from ownerserve.kv.units import MIB
 from ownerserve.store.disk import DiskOptions, DiskTier
 from ownerserve.store.model import Hit, Kind, Meta, Want
 from ownerserve.store.policy import KindLimits, Limits
-from ownerserve.store.tier import Tier
+from ownerserve.store.tier import TierBackend
 
 from .servers import MooncakeCluster, s3_server
 
@@ -49,7 +49,7 @@ class Samples:
         return (seed * (count // 32 + 1))[:count]
 
     @staticmethod
-    def read(tier: Tier, *numbers: object) -> list[bytes] | str:
+    def read(tier: TierBackend, *numbers: object) -> list[bytes] | str:
         """The bytes of these artifacts, or the reason of the miss."""
         outcome = tier.read([Want(digest(("id", number))) for number in numbers])
         if isinstance(outcome, Hit):

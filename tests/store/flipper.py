@@ -31,7 +31,7 @@ from ownerserve.store.policy import KindLimits, Limits
 from ownerserve.store.remote import RemoteTier, record_key
 from ownerserve.store.seal import Keys
 from ownerserve.store.segment import segment_path
-from ownerserve.store.tier import Tier, put
+from ownerserve.store.tier import TierBackend, put
 
 RECORDS = 64
 UNITS = 4
@@ -111,7 +111,7 @@ def directory_damage(root: Path, dice: random.Random) -> Damage:
 
 
 def run(
-    tier: Tier, damage: Damage, *, reads: int, faults: int, dice: random.Random
+    tier: TierBackend, damage: Damage, *, reads: int, faults: int, dice: random.Random
 ) -> Counter[str]:
     """`reads` reads with `faults` damaged records among them; what came of it."""
     truth: dict[int, bytes] = {}
@@ -135,7 +135,7 @@ def run(
 
 
 def check(
-    tier: Tier, number: int, truth: bytes, *, tally: Counter[str], dice: random.Random
+    tier: TierBackend, number: int, truth: bytes, *, tally: Counter[str], dice: random.Random
 ) -> None:
     first = dice.randrange(UNITS)
     end = dice.randrange(first + 1, UNITS + 1)
@@ -161,7 +161,7 @@ def all_tiers(root: Path, *, reads: int, faults: int, seed: int) -> dict[str, Co
     disk = DiskTier(root / "disk", clock, options=DiskOptions(limits=LIMITS, segment_bytes=8 * MIB))
     blobs = DirectoryBlobs(root / "shared")
     remote = RemoteTier("directory", blobs, clock=clock, keys=Keys(KEY))
-    tiers: list[tuple[Tier, Damage]] = [
+    tiers: list[tuple[TierBackend, Damage]] = [
         (memory, memory_damage(memory, dice)),
         (disk, disk_damage(disk, dice)),
         (remote, directory_damage(root / "shared", dice)),

@@ -31,7 +31,7 @@ from ownerserve.store.placement import OnEviction, Placement, WriteBack, WriteTh
 from ownerserve.store.policy import KindLimits, Limits
 from ownerserve.store.remote import RemoteTier, record_key
 from ownerserve.store.seal import Keys, SealKind
-from ownerserve.store.tier import Reservation, Tier, put
+from ownerserve.store.tier import Reservation, TierBackend, put
 from ownerserve.store.tiered import TieredStore, spill
 
 LIMITS = Limits(KindLimits(4 * MIB, 3600.0), KindLimits(2 * MIB, 60.0))
@@ -88,13 +88,15 @@ def test_what_did_not_run():
 
 
 @pytest.fixture(params=TIERS)
-def tier(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -> Iterator[Tier]:
+def tier(
+    request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock
+) -> Iterator[TierBackend]:
     made = make(request, tmp_path, clock)
     yield made
     made.close()
 
 
-def make(request: pytest.FixtureRequest, root: Path, clock: ManualClock) -> Tier:
+def make(request: pytest.FixtureRequest, root: Path, clock: ManualClock) -> TierBackend:
     keys = Keys(b"k" * 32)
     options = DiskOptions(limits=LIMITS, segment_bytes=MIB)
 

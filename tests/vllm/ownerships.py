@@ -9,7 +9,7 @@ from pathlib import Path
 from ownerserve.cli.demo.processes import Child
 from ownerserve.directory import messages as ask
 from ownerserve.directory.rpc.client import DirectoryClient
-from ownerserve.directory.rules import Tier
+from ownerserve.directory.rules import TierCode
 from ownerserve.kv.ids import PrefixHash, SessionId
 
 LEASE_S = 4.0
@@ -34,7 +34,7 @@ class Directory:
         assert record is not None
         return record
 
-    def tiers(self, prefix: PrefixHash | None) -> set[Tier]:
+    def tiers(self, prefix: PrefixHash | None) -> set[TierCode]:
         """Where the directory believes copies of the prefix to be."""
         assert prefix is not None
         client = DirectoryClient(self.address)

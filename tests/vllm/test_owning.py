@@ -15,7 +15,7 @@ from rig import Rig, next_turn
 from waits import until
 from wire import Answer
 
-from ownerserve.directory.rules import Tier
+from ownerserve.directory.rules import TierCode
 from ownerserve.engines.vllm.plugin import ask as ask_worker
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import SessionId
@@ -65,7 +65,7 @@ def test_a_worker_owns_what_it_serves_and_so_does_its_next_life(
         until(lambda version=version: directory.version(NAME) == version)
     record = directory.known(NAME)
     assert record.owner == unit_of(store) and record.owner_live
-    until(lambda: directory.tiers(record.prefix_hash) == {Tier.DEVICE, Tier.DISK})
+    until(lambda: directory.tiers(record.prefix_hash) == {TierCode.DEVICE, TierCode.DISK})
     assert record.tokens == (len(before) + len(answer.tokens) - 1) // B * B
     worker.kill()
     worker = owning(rig, store, directory, "v0")

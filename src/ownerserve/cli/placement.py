@@ -16,12 +16,12 @@ from ownerserve.cli.pricing import GPU_NAMES, costs_of, number_of, tokens_of
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.ids import SessionId, WorkerId
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.registry import build
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.units import GIB, parse_bytes
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.shape import shape_of
-from ownerserve.plan.inputs import Tier
 from ownerserve.plan.question import model_state
 from ownerserve.router.costs import Pricer
 from ownerserve.router.decision import TERMS, Decision, Option

@@ -16,13 +16,14 @@ from ownerserve.cli.placement import placement
 from ownerserve.cli.pricing import GPU_NAMES, costs_of, number_of, tokens_of
 from ownerserve.kv.descriptor import load_descriptor
 from ownerserve.kv.geometry import Geometry
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.registry import build
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.units import format_bytes
 from ownerserve.plan import explain
 from ownerserve.plan.abilities import ENGINES
 from ownerserve.plan.cost.shape import shape_of
-from ownerserve.plan.inputs import Exactness, RestoreQuery, Tier
+from ownerserve.plan.inputs import Exactness, RestoreQuery
 from ownerserve.plan.outcome import Explanation
 from ownerserve.plan.question import Held, ask, model_state
 from ownerserve.plan.restore import Planner

@@ -19,7 +19,7 @@ from ownerserve.directory.records import (
     prefix_of,
     without_location,
 )
-from ownerserve.directory.rules import Tier
+from ownerserve.directory.rules import TierCode
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.messages import RoutingUnit
 
@@ -34,9 +34,9 @@ def live_copies(records: Records, prefix: Prefix, now_s: float) -> list[Location
     ]
 
 
-def without_copy(prefix: Prefix, unit: RoutingUnit, tier: Tier) -> Prefix | None:
+def without_copy(prefix: Prefix, unit: RoutingUnit, tier: TierCode) -> Prefix | None:
     """The copy is gone; with its owner's last one the duty goes. None: nothing is left to know."""
-    left = without_location(prefix.locations, None if tier is Tier.REMOTE else unit, tier)
+    left = without_location(prefix.locations, None if tier is TierCode.REMOTE else unit, tier)
     if not left and prefix.refs == 0:
         return None
     keeps = prefix.owner != unit or any(place.unit == unit for place in left)

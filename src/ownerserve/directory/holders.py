@@ -40,7 +40,7 @@ from ownerserve.directory.records import (
     unit_key,
     with_location,
 )
-from ownerserve.directory.rules import Kind, Kinds, Tier
+from ownerserve.directory.rules import Kind, Kinds, TierCode
 from ownerserve.kv.epoch import Term
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.messages import RoutingUnit
@@ -116,11 +116,11 @@ class _Places:
         self.unit = unit
         self._known: dict[tuple[int, int], tuple[Location]] = {}
 
-    def only(self, tier: Tier, kinds: Kinds) -> tuple[Location]:
+    def only(self, tier: TierCode, kinds: Kinds) -> tuple[Location]:
         key = (tier, kinds)
         found = self._known.get(key)
         if found is None:
-            unit = None if tier is Tier.REMOTE else self.unit
+            unit = None if tier is TierCode.REMOTE else self.unit
             found = self._known[key] = (Location(unit, tier, kinds),)
         return found
 
@@ -144,7 +144,7 @@ def _with_extent(known: Prefix | None, extent: HeldExtent, places: _Places, at: 
 
 
 def _forget(
-    draft: Draft, unit: RoutingUnit, prefix_hash: PrefixHash, tier: Tier, *, at: Moment
+    draft: Draft, unit: RoutingUnit, prefix_hash: PrefixHash, tier: TierCode, *, at: Moment
 ) -> bool:
     """A copy is gone; whether it was the last that lived of what a session stands on."""
     held = prefix_of(draft, prefix_hash)
@@ -157,7 +157,7 @@ def _forget(
     return left is not None and left.refs > 0 and not live_copies(draft, left, at.now_s)
 
 
-def _leave(draft: Draft, unit: RoutingUnit, prefix_hash: PrefixHash, tier: Tier) -> bool:
+def _leave(draft: Draft, unit: RoutingUnit, prefix_hash: PrefixHash, tier: TierCode) -> bool:
     """A longer extent holds it as well; whether it stays known, as a session stands on it."""
     held = prefix_of(draft, prefix_hash)
     if held is None:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from ownerserve.directory.rules import MAIN_KINDS, Kinds, Tier
+from ownerserve.directory.rules import MAIN_KINDS, Kinds, TierCode
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
@@ -69,7 +69,7 @@ class HeldExtent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     prefix_hash: PrefixHash
     tokens: int
-    tier: Tier
+    tier: TierCode
     kinds: Kinds
     group: str = ""
     epoch: Epoch | None = None
@@ -94,10 +94,10 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
 
     unit: RoutingUnit
     extents: tuple[HeldExtent, ...] = ()
-    gone: tuple[tuple[PrefixHash, Tier], ...] = ()
+    gone: tuple[tuple[PrefixHash, TierCode], ...] = ()
     sessions: tuple[HeldSession, ...] = ()
     seen: Epoch | None = None
-    left: tuple[tuple[PrefixHash, Tier], ...] = ()
+    left: tuple[tuple[PrefixHash, TierCode], ...] = ()
 
 
 # ---- requests: sessions
@@ -140,7 +140,7 @@ class Advance(msgspec.Struct, frozen=True, tag="advance", gc=False):
     version: int
     prefix_hash: PrefixHash
     tokens: int
-    tier: Tier = Tier.DEVICE
+    tier: TierCode = TierCode.DEVICE
     kinds: Kinds = MAIN_KINDS
     group: str = ""
     seen: Epoch | None = None
@@ -169,7 +169,7 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
 
     prefix_hash: PrefixHash
     unit: RoutingUnit
-    tier: Tier
+    tier: TierCode
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
@@ -226,7 +226,7 @@ class Published(msgspec.Struct, frozen=True, tag="published"):
 
     extents: int
     adopted: tuple[SessionId, ...]
-    forked: tuple[tuple[PrefixHash, Tier], ...] = ()
+    forked: tuple[tuple[PrefixHash, TierCode], ...] = ()
     lost: tuple[PrefixHash, ...] = ()
 
 
@@ -290,7 +290,7 @@ class Found(msgspec.Struct, frozen=True, tag="found"):
     tokens: int
     owner: RoutingUnit | None
     epoch: Epoch | None
-    locations: tuple[tuple[RoutingUnit | None, Tier, Kinds], ...]
+    locations: tuple[tuple[RoutingUnit | None, TierCode, Kinds], ...]
     refs: int
     last_access_s: float
     group: str

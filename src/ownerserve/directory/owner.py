@@ -46,7 +46,7 @@ from ownerserve.directory.messages import (
     SessionIs,
     Transfer,
 )
-from ownerserve.directory.rules import MAIN_KINDS, Kinds, Tier
+from ownerserve.directory.rules import MAIN_KINDS, Kinds, TierCode
 from ownerserve.kv.epoch import Epoch, Term, later
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import RoutingUnit
@@ -81,7 +81,7 @@ class Tip(msgspec.Struct, frozen=True, gc=False):
 
     prefix_hash: PrefixHash
     tokens: int
-    tier: Tier = Tier.DEVICE
+    tier: TierCode = TierCode.DEVICE
     kinds: Kinds = MAIN_KINDS
     group: str = ""
 

@@ -42,7 +42,7 @@ from ownerserve.directory.records import (
     unit_key,
     with_location,
 )
-from ownerserve.directory.rules import Kind, Tier
+from ownerserve.directory.rules import Kind, TierCode
 from ownerserve.kv.messages import RoutingUnit
 
 
@@ -85,7 +85,7 @@ def drop(records: Records, ask: Drop, at: Moment) -> Decision:
     prefix = prefix_of(records, ask.prefix_hash)
     if prefix is None:
         return Decision(Dropped())
-    unit = None if ask.tier is Tier.REMOTE else ask.unit
+    unit = None if ask.tier is TierCode.REMOTE else ask.unit
     others = [
         place
         for place in live_copies(records, prefix, at.now_s)
@@ -170,4 +170,4 @@ def _nearest(place: Location) -> int:
 # Looked up once: a member of an enum takes longer to find than a decision's other steps, and bits
 # of a flag longer to compare than plain ones.
 TAIL = int(Kind.TAIL)
-_REMOTE = Tier.REMOTE
+_REMOTE = TierCode.REMOTE

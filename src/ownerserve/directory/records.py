@@ -20,7 +20,7 @@ from typing import NewType, Protocol, TypeAlias
 
 import msgspec
 
-from ownerserve.directory.rules import Kinds, Tier
+from ownerserve.directory.rules import Kinds, TierCode
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
@@ -62,7 +62,7 @@ class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A copy. `unit` None: the shared remote tier, which every worker reads (and verifies)."""
 
     unit: RoutingUnit | None
-    tier: Tier
+    tier: TierCode
     kinds: Kinds
 
 
@@ -184,14 +184,14 @@ def with_location(places: Sequence[Location], new: Location) -> tuple[Location, 
                 new = Location(new.unit, new.tier, place.kinds | new.kinds)
                 continue
         elif place.unit is None and new.unit is None:
-            new = Location(None, Tier.REMOTE, place.kinds | new.kinds)
+            new = Location(None, TierCode.REMOTE, place.kinds | new.kinds)
             continue
         kept.append(place)
     return (*kept, new)
 
 
 def without_location(
-    places: Sequence[Location], unit: RoutingUnit | None, tier: Tier
+    places: Sequence[Location], unit: RoutingUnit | None, tier: TierCode
 ) -> tuple[Location, ...]:
     return tuple(place for place in places if place.unit != unit or place.tier is not tier)
 

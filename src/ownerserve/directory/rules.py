@@ -17,8 +17,11 @@ from typing import TypeAlias
 from ownerserve.kv.specs import Role
 
 
-class Tier(IntEnum):
-    """Where a holder keeps it. What is volatile dies with the holder's incarnation."""
+class TierCode(IntEnum):
+    """A `Tier` by its number in the directory's messages and records: those where copies are kept.
+
+    What is in a volatile tier dies with its holder's incarnation.
+    """
 
     DEVICE = 0
     HOST = 1
@@ -43,9 +46,9 @@ MAIN_KINDS: Kinds = int(Kind.DENSE | Kind.COMPRESSED)
 """What every worker that has computed a prefix holds of it, whatever the model."""
 
 
-Tiers: TypeAlias = frozenset[Tier]
-EVERYWHERE: Tiers = frozenset(Tier)
-AT_REST: Tiers = frozenset((Tier.DISK, Tier.REMOTE))
+Tiers: TypeAlias = frozenset[TierCode]
+EVERYWHERE: Tiers = frozenset(TierCode)
+AT_REST: Tiers = frozenset((TierCode.DISK, TierCode.REMOTE))
 NOWHERE: Tiers = frozenset()
 
 
@@ -78,6 +81,6 @@ def kind_of(role: Role) -> Kind:
     return _KIND_OF_ROLE[role]
 
 
-def as_replica(kinds: Kinds, tier: Tier) -> Kinds:
+def as_replica(kinds: Kinds, tier: TierCode) -> Kinds:
     """What of `kinds` someone who is not their authority may hold in `tier`."""
     return sum(kind for kind, tiers in REPLICA_TIERS.items() if kind & kinds and tier in tiers)

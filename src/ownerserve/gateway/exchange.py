@@ -31,10 +31,10 @@ from ownerserve.gateway.receipts import order_lines, receipt_lines, turn_line_of
 from ownerserve.gateway.stamps import NOTHING, Stamp, answer_of, read_stamp, refusal_of
 from ownerserve.gateway.workers.places import Place
 from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject
 from ownerserve.kv.wire.turn_line import session_id_of
-from ownerserve.plan.inputs import Tier
 from ownerserve.router.messages import (
     Aborted,
     AskRelease,

@@ -1,6 +1,6 @@
 """Words and messages that several layers share: what to do, what happened, what a worker says.
 
-Owns the one name each of an action, a mode and a reason; code, metrics and reports use these.
+Owns the one name each of a tier, an action, a mode and a reason: code, metrics and reports use it.
 Must never hold behaviour. Messages carry no tensors and no addresses; a dated copy says `as_of`.
 """
 
@@ -11,6 +11,16 @@ from enum import StrEnum
 import msgspec
 
 from ownerserve.kv.ids import Incarnation, WorkerId
+
+
+class Tier(StrEnum):
+    """Where bytes are kept. `device` needs no load; every other tier has a measured load cost."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    PEER = "peer"
+    REMOTE = "remote"
 
 
 class RestoreAction(StrEnum):

@@ -16,12 +16,12 @@ from threading import Thread
 
 import msgspec
 
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import GIB
 from ownerserve.node.losses import Losses
 from ownerserve.node.media import DEFAULT_WRITE, open_remote, write_policy
 from ownerserve.node.upkeep import Upkeep
 from ownerserve.plan.cost.events import Loaded
-from ownerserve.plan.inputs import Tier as Medium
 from ownerserve.store.buffers import BufferPool, Landing
 from ownerserve.store.disk import DiskOptions, DiskTier, StoreUnavailable
 from ownerserve.store.disk_core import listed
@@ -34,7 +34,7 @@ from ownerserve.store.pinned import CudaHost, PinnedMemory
 from ownerserve.store.placement import Placement, WritePolicy, WriteThrough
 from ownerserve.store.policy import by_utility, split
 from ownerserve.store.service import StoreService
-from ownerserve.store.tier import Reservation, Telling, Tier
+from ownerserve.store.tier import Reservation, Telling, TierBackend
 from ownerserve.store.tiered import TieredStore
 from ownerserve.store.wallclock import WallClock
 
@@ -43,7 +43,7 @@ log = logging.getLogger("ownerserve.node")
 CLOSE_S = 10.0
 """How long the tiers have to flush and to let another writer in."""
 
-MEDIUM_OF = {"memory": Medium.HOST, "disk": Medium.DISK, "remote": Medium.REMOTE}
+MEDIUM_OF = {"memory": Tier.HOST, "disk": Tier.DISK, "remote": Tier.REMOTE}
 
 
 class ListedPart(Listed, frozen=True):
@@ -57,14 +57,14 @@ class Sighting(msgspec.Struct, frozen=True, gc=False):
     """A record that some tier has, and the nearest medium that has it."""
 
     listed: Listed
-    near: Medium
+    near: Tier
 
 
 def _part(record: Listed, units: int, boundary: bytes) -> ListedPart:
     return ListedPart(**msgspec.structs.asdict(record), boundary=boundary, units=units)
 
 
-def _at_boundary(tier: Tier, digest: bytes) -> list[tuple[Listed, int]]:
+def _at_boundary(tier: TierBackend, digest: bytes) -> list[tuple[Listed, int]]:
     """Records of a tier that hold `digest` at a unit's end. A shared medium can't be asked so."""
     if isinstance(tier, MemoryTier):
         return tier.at_boundary(digest)
@@ -82,7 +82,7 @@ class NodeTiers(TieredStore):
     stored is priced at once, before anything can be evicted for it.
     """
 
-    def __init__(self, tiers: Sequence[Tier], write: WritePolicy | None = None) -> None:
+    def __init__(self, tiers: Sequence[TierBackend], write: WritePolicy | None = None) -> None:
         super().__init__(tiers, Placement(write=write or WriteThrough(len(tiers) - 1)))
         self.timings: deque[Loaded] = deque(maxlen=256)
         self.worth_ms: dict[bytes, float] = {}
@@ -142,7 +142,7 @@ class NodeTiers(TieredStore):
             self.timings.append(Loaded(origins.pop(), count, took_ms))
         return outcome
 
-    def nearest(self, found: Iterable[bytes]) -> dict[bytes, Medium]:
+    def nearest(self, found: Iterable[bytes]) -> dict[bytes, Tier]:
         """Where each of `found`, which are all somewhere, is nearest. Does not ask the lowest."""
         *upper, lowest = self.tiers
         near = dict.fromkeys(found, MEDIUM_OF[lowest.name])
@@ -161,9 +161,9 @@ class NodeTiers(TieredStore):
                 found[tier.name] = frozenset(ids)
         return found
 
-    def media(self, ids: Sequence[bytes]) -> dict[bytes, Medium]:
+    def media(self, ids: Sequence[bytes]) -> dict[bytes, Tier]:
         """The fastest medium that has each id."""
-        found: dict[bytes, Medium] = {}
+        found: dict[bytes, Tier] = {}
         for tier in self.tiers:
             missing = [id_ for id_ in ids if id_ not in found]
             if missing:
@@ -176,9 +176,13 @@ class Backing:
     """An open store and its threads. Close it once, after the node."""
 
     def __init__(
-        self, tiers: Sequence[Tier], *, write: WritePolicy | None = None, upkeep_s: float = 0.0
+        self,
+        tiers: Sequence[TierBackend],
+        *,
+        write: WritePolicy | None = None,
+        upkeep_s: float = 0.0,
     ) -> None:
-        self.sizes: dict[Medium, int | None] = {
+        self.sizes: dict[Tier, int | None] = {
             MEDIUM_OF[tier.name]: _bytes_of(tier) for tier in tiers
         }
         """What each medium may hold, in bytes; None: it does not say."""
@@ -205,7 +209,7 @@ class Backing:
             log.exception("the store was not closed as it should be")
 
 
-def _bytes_of(tier: Tier) -> int | None:
+def _bytes_of(tier: TierBackend) -> int | None:
     """What `tier` may hold; None for one that knows no limit."""
     return tier.limits.capacity_bytes if isinstance(tier, MemoryTier | DiskTier) else None
 
@@ -228,7 +232,7 @@ def open_backing(
     """
     write_policy(write)  # before anything is opened
     clock = WallClock()
-    tiers: list[Tier] = []
+    tiers: list[TierBackend] = []
     if host_bytes:
         memory = None if cuda is None else PinnedMemory(cuda)
         pool = BufferPool(2 * (host_bytes + CHUNK), max(host_bytes, GIB // 4), memory=memory)

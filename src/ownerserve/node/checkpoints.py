@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.messages import RestoreAction
+from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.node.events import RestoreOutcome, RestoreReport
 from ownerserve.plan.cost.model import CostModel
-from ownerserve.plan.inputs import ModelState, Tier
+from ownerserve.plan.inputs import ModelState
 from ownerserve.plan.swa.accounting import WriteAccount
 from ownerserve.plan.swa.adaptive import Adaptive, Economics
 from ownerserve.plan.swa.base import Branched, CheckpointPolicy, Produced, Resumed, TurnSpan

@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import PrefixHash, SessionId
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.wire.inventory import Has, Lost, Page, Word
-from ownerserve.plan.inputs import Tier
 
 HAS_KEPT = 16_384
 """Extents that are told; beyond, the one said longest ago is told as gone."""

@@ -38,7 +38,7 @@ from ownerserve.directory.messages import (
 )
 from ownerserve.directory.owner import Asks, Grant, OwnerState, Phase, Tip
 from ownerserve.directory.port import Directory
-from ownerserve.directory.rules import MAIN_KINDS, Kinds, Tier
+from ownerserve.directory.rules import MAIN_KINDS, Kinds, TierCode
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import PrefixHash, SessionId
@@ -339,7 +339,7 @@ class Ownership:
         self.publishing.belongs(left.session, group=left.group, tenant=left.tenant)
         name = self.publishing.name(hashed[-1], left.session)
         tokens = len(hashed) * self._block_tokens
-        return Tip(name, tokens, Tier.DEVICE, self._kinds, left.group)
+        return Tip(name, tokens, TierCode.DEVICE, self._kinds, left.group)
 
     def _digest_at(self, session: SessionId, tokens: int) -> PrefixHash | None:
         """Of a session's first so many tokens, as its last turn here left them."""

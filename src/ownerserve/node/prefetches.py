@@ -13,13 +13,14 @@ from heapq import heapify, heappop, heappush
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import DEFAULT_TTL_S
 from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.node.chains import Chains
 from ownerserve.node.events import Arrived
 from ownerserve.node.gaps import Gaps
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.gaps import can_prefetch
-from ownerserve.plan.inputs import Abilities, ModelState, Tier
+from ownerserve.plan.inputs import Abilities, ModelState
 
 LOOK_AGAIN_S = 1.0
 SMALL_QUEUE = 64

@@ -24,7 +24,7 @@ from typing import TypeVar
 import msgspec
 
 from ownerserve.directory.messages import Advance, Drop, HeldExtent, Outcome, Publish, Published
-from ownerserve.directory.rules import MAIN_KINDS, Kinds, Tier, as_replica
+from ownerserve.directory.rules import MAIN_KINDS, Kinds, TierCode, as_replica
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import RoutingUnit
@@ -44,7 +44,7 @@ DigestAt = Callable[[SessionId, int], PrefixHash | None]
 """The chain digest of a session's first so many tokens, where it is known."""
 
 _Key = tuple[str, str]
-_Copy = tuple[PrefixHash, Tier]
+_Copy = tuple[PrefixHash, TierCode]
 
 
 def extent_name(scope: bytes, digest: PrefixHash, tenant: bytes = b"") -> PrefixHash:
@@ -184,7 +184,7 @@ class Publishing:
     def leaving(self) -> Iterator[tuple[Drop, ...]]:
         """This life ends: what of it may go is asked, a message at a time. What all tiers share
         stays."""
-        copies = iter([copy for copy in self._copies if copy[1] is not Tier.REMOTE])
+        copies = iter([copy for copy in self._copies if copy[1] is not TierCode.REMOTE])
         while part := tuple(islice(copies, PART)):
             yield tuple(Drop(name, self._unit, tier) for name, tier in part)
 
@@ -223,7 +223,7 @@ class Publishing:
             self._words.pop(key, None)
             self._words[key] = word
             self._read = word.number
-        device = word_of(Tier.DEVICE)
+        device = word_of(TierCode.DEVICE)
         before, self._nameless = self._nameless, {}
         for key, word in before.items():
             self._words.setdefault(key, word)
@@ -283,7 +283,7 @@ class Publishing:
         if not tokens:
             del self._holds[key]
             session = SessionId(key[0])
-            if not any((session, word_of(tier)) in self._holds for tier in Tier):
+            if not any((session, word_of(tier)) in self._holds for tier in TierCode):
                 self._groups.pop(session, None)
                 self._tenants.pop(session, None)
 
@@ -321,7 +321,7 @@ class Publishing:
         if known.holders:
             return
         del self._copies[copy]
-        if not any((part.name, tier) in self._copies for tier in Tier):
+        if not any((part.name, tier) in self._copies for tier in TierCode):
             self._duties.pop(part.name, None)
         self._new.pop(copy, None)
         if goes_on:
@@ -353,10 +353,10 @@ def _taken(waiting: dict[_Copy, V], most: int) -> dict[_Copy, V]:
     return taken
 
 
-def word_of(tier: Tier) -> str:
+def word_of(tier: TierCode) -> str:
     """An inventory's word for a tier."""
     return tier.name.lower()
 
 
-def _tier_of(word: str) -> Tier:
-    return Tier[word.upper()]
+def _tier_of(word: str) -> TierCode:
+    return TierCode[word.upper()]

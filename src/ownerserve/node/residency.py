@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
 from ownerserve.kv.ids import PrefixHash, SessionId
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.specs import Extent
 from ownerserve.node.events import (
     Effect,
@@ -29,7 +30,6 @@ from ownerserve.node.inventory import Inventory
 from ownerserve.node.kinds import kinds_of
 from ownerserve.node.records import RecordNames
 from ownerserve.node.tips import NOTHING, Tip, ids_of, is_sound, standing
-from ownerserve.plan.inputs import Tier
 
 TIPS_KEPT = 4096
 LOOKS_IN_FLIGHT = 8

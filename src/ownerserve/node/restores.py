@@ -37,6 +37,7 @@ from ownerserve.cache.outcomes import (
     Resume,
 )
 from ownerserve.kv.ids import TurnId
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
 from ownerserve.node import survey
 from ownerserve.node.chains import Hashes
@@ -64,7 +65,7 @@ from ownerserve.node.records import Digests, RecordNames
 from ownerserve.node.settings import NodeSettings
 from ownerserve.node.worth import memory_price
 from ownerserve.plan.cost.model import CostModel
-from ownerserve.plan.inputs import Backlog, Tier
+from ownerserve.plan.inputs import Backlog
 from ownerserve.plan.outcome import Priced, RestorePlan
 from ownerserve.plan.restore import Planner
 from ownerserve.store.model import MissReason

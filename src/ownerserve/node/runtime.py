@@ -17,6 +17,7 @@ import msgspec
 from ownerserve.cache.outcomes import Resume
 from ownerserve.cache.pressure import Checkpoint
 from ownerserve.kv.ids import TurnId
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import Packed
 from ownerserve.node.backing import MEDIUM_OF, Backing, ListedPart
 from ownerserve.node.calibration import Calibration
@@ -51,7 +52,6 @@ from ownerserve.node.state import NodeState
 from ownerserve.node.tips import Tip
 from ownerserve.plan.cost.events import Loaded, Observation
 from ownerserve.plan.explain import summary
-from ownerserve.plan.inputs import Tier
 from ownerserve.store.flights import Ticket
 from ownerserve.store.model import Hit, Meta, Miss, MissReason, Part, Present, Stored
 from ownerserve.store.service import Pending

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import MIB
-from ownerserve.plan.inputs import Tier
 
 BELOW = frozenset({Tier.HOST, Tier.DISK, Tier.REMOTE})
 

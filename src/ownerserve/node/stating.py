@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.wire.status import SpeedStatement, TierStatement
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.cost.prices import PREFILL, STEP
-from ownerserve.plan.inputs import Tier
 
 
 def actions_of(tiers: Collection[Tier]) -> tuple[str, ...]:

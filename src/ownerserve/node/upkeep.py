@@ -16,7 +16,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.store.buffers import BufferPool
 from ownerserve.store.disk import DiskTier
 from ownerserve.store.maintain import collect
-from ownerserve.store.tier import Tier
+from ownerserve.store.tier import TierBackend
 
 log = logging.getLogger("ownerserve.node")
 
@@ -32,7 +32,7 @@ MORE_AFTER_S = 1.0
 class Upkeep:
     """Runs a pass over `tiers` every `every_s` seconds between `start` and `stop`; 0: never."""
 
-    def __init__(self, tiers: Sequence[Tier], every_s: float) -> None:
+    def __init__(self, tiers: Sequence[TierBackend], every_s: float) -> None:
         if every_s < 0:
             raise InvalidInput("store-upkeep", f"{every_s:g} s", "use 0 (never) or more")
         self.counts: Counter[str] = Counter()  # replaced whole: any thread may read it

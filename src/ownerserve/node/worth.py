@@ -16,6 +16,7 @@ import msgspec
 
 from ownerserve.cache.outcomes import Shortage, Victim
 from ownerserve.cache.policies.cost_aware import REUSE_OF_REFERENCED
+from ownerserve.kv.messages import Tier
 from ownerserve.node.records import Cell, RecordNames
 from ownerserve.plan.benefit import (
     DROP_BELOW_MS,
@@ -28,7 +29,7 @@ from ownerserve.plan.benefit import (
 )
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.cost.prices import Prices
-from ownerserve.plan.inputs import Piece, Point, RestoreQuery, Span, Tier
+from ownerserve.plan.inputs import Piece, Point, RestoreQuery, Span
 from ownerserve.plan.restore import Planner
 
 KEPT_IN = Tier.DISK

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ownerserve.plan.inputs import FULL_ABILITIES, Abilities, Overlap, Tier
+from ownerserve.kv.messages import Tier
+from ownerserve.plan.inputs import FULL_ABILITIES, Abilities, Overlap
 
 HF = msgspec.structs.replace(FULL_ABILITIES, overlap=Overlap.NONE)
 """The reference engine: everything, but a restore is whole before its first forward."""

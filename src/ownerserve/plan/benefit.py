@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import GIB
 from ownerserve.plan.cost.prices import Prices
-from ownerserve.plan.inputs import Point, RestoreQuery, Span, Tier
+from ownerserve.plan.inputs import Point, RestoreQuery, Span
 from ownerserve.plan.restore import Planner
 
 DROP_BELOW_MS = 1.0

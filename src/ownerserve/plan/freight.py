@@ -12,9 +12,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from math import inf
 
+from ownerserve.kv.messages import Tier
 from ownerserve.plan.cost.load import LoadTable
 from ownerserve.plan.cost.prices import Prices
-from ownerserve.plan.inputs import Abilities, Piece, RestoreQuery, Span, Tier
+from ownerserve.plan.inputs import Abilities, Piece, RestoreQuery, Span
 
 Book = dict[Tier, int]
 """Bytes to bring, by tier."""

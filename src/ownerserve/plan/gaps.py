@@ -26,8 +26,8 @@ from statistics import NormalDist
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.messages import RestoreAction
-from ownerserve.plan.inputs import Abilities, Tier
+from ownerserve.kv.messages import RestoreAction, Tier
+from ownerserve.plan.inputs import Abilities
 
 MEMORY_GAPS = 16
 """A session's gaps older than about this many no longer count."""

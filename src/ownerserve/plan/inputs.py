@@ -15,16 +15,7 @@ from enum import StrEnum
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
-
-
-class Tier(StrEnum):
-    """Where bytes are. `device` needs no load; every other tier has a measured load cost."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
-    PEER = "peer"
-    REMOTE = "remote"
+from ownerserve.kv.messages import Tier
 
 
 class Overlap(StrEnum):

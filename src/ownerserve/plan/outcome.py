@@ -15,8 +15,8 @@ from enum import StrEnum
 
 import msgspec
 
-from ownerserve.kv.messages import RestoreAction
-from ownerserve.plan.inputs import Exactness, Tier
+from ownerserve.kv.messages import RestoreAction, Tier
+from ownerserve.plan.inputs import Exactness
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):

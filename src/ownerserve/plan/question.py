@@ -10,16 +10,9 @@ import msgspec
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry, exact_replay_tokens
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.specs import Window
-from ownerserve.plan.inputs import (
-    Exactness,
-    ModelState,
-    Piece,
-    Point,
-    RestoreQuery,
-    Span,
-    Tier,
-)
+from ownerserve.plan.inputs import Exactness, ModelState, Piece, Point, RestoreQuery, Span
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,8 @@ from itertools import pairwise
 
 import msgspec
 
-from ownerserve.plan.inputs import Piece, Point, Span, Tier
+from ownerserve.kv.messages import Tier
+from ownerserve.plan.inputs import Piece, Point, Span
 
 NEAREST_FIRST = (Tier.DEVICE, Tier.HOST, Tier.PEER, Tier.DISK, Tier.REMOTE)
 

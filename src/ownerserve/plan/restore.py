@@ -20,10 +20,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from math import inf
 
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import GIB
 from ownerserve.plan.cost.prices import Prices
 from ownerserve.plan.freight import Carrier, RangeLoads
-from ownerserve.plan.inputs import Abilities, Exactness, ModelState, Point, RestoreQuery, Tier
+from ownerserve.plan.inputs import Abilities, Exactness, ModelState, Point, RestoreQuery
 from ownerserve.plan.outcome import Basis, Explanation, NotOffered, Priced, RestorePlan
 from ownerserve.plan.rules import (
     device_hit,

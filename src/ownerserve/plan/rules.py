@@ -5,7 +5,8 @@ The only place that asks what an engine can do. A rule answers None (offer it) o
 
 from __future__ import annotations
 
-from ownerserve.plan.inputs import Abilities, Exactness, ModelState, Point, RestoreQuery, Span, Tier
+from ownerserve.kv.messages import Tier
+from ownerserve.plan.inputs import Abilities, Exactness, ModelState, Point, RestoreQuery, Span
 from ownerserve.plan.outcome import Why
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ownerserve.kv.messages import RestoreAction
+from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.kv.units import GIB
 from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.prices import Prices
@@ -30,7 +30,6 @@ from ownerserve.plan.inputs import (
     Piece,
     Point,
     RestoreQuery,
-    Tier,
 )
 from ownerserve.plan.outcome import NotOffered, Priced, Step, Terms, Why
 from ownerserve.plan.rules import (

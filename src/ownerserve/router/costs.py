@@ -20,9 +20,8 @@ Nothing is counted twice: what waits behind a queue is in `queue`, what runs is 
 
 from __future__ import annotations
 
-from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.units import GIB
-from ownerserve.plan.inputs import Tier
 from ownerserve.router.decision import Option
 from ownerserve.router.extents import Copy
 from ownerserve.router.request import Request

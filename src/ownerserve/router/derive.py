@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import msgspec
 
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import GIB
 from ownerserve.plan.cost.estimate import UNTRUSTED_FACTOR
-from ownerserve.plan.inputs import Tier
 from ownerserve.router.profile import Speed
 from ownerserve.router.settings import Settings
 

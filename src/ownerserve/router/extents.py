@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from ownerserve.kv.ids import PrefixHash
-from ownerserve.plan.inputs import Tier
+from ownerserve.kv.messages import Tier
 from ownerserve.router.worker import Worker
 
 COPIES_MAX = 8

@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import SessionId
-from ownerserve.plan.inputs import Tier
+from ownerserve.kv.messages import Tier
 from ownerserve.router.extents import Prefix, PrefixIndex
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import (

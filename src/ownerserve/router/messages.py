@@ -17,9 +17,8 @@ import msgspec
 
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.plan.inputs import Tier
 from ownerserve.router.profile import Profile
 from ownerserve.router.usage import Prompt, Usage
 

@@ -11,10 +11,9 @@ from enum import StrEnum
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
-from ownerserve.plan.inputs import Tier
 
 FIRST_PROMPT_TOKENS = 8192
 LOADED_TIERS = (Tier.HOST, Tier.DISK, Tier.PEER, Tier.REMOTE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ownerserve.kv.ids import SessionId
-from ownerserve.plan.inputs import Tier
+from ownerserve.kv.messages import Tier
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.extents import Copy
 from ownerserve.router.turns import TurnClass

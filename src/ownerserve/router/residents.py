@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.inventory import Has, Lost, Page
-from ownerserve.plan.inputs import Tier
 from ownerserve.router.messages import Gone, Reported
 
 TOLD_MAX = 65_536

@@ -27,7 +27,7 @@ import msgspec
 
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
-from ownerserve.plan.inputs import Tier
+from ownerserve.kv.messages import Tier
 from ownerserve.router.extents import Copy, Prefix
 from ownerserve.router.messages import Receipt
 from ownerserve.router.usage import Usage, bytes_per_token

@@ -7,8 +7,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from ownerserve.kv.messages import PlacementAction
-from ownerserve.plan.inputs import Tier
+from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.costs import Pricer
 from ownerserve.router.decision import Option

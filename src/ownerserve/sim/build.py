@@ -13,11 +13,11 @@ from ownerserve.cache.policies import POLICIES as ORDERS
 from ownerserve.cache.policies.base import Policy as Order
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.registry import build as spec_of
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.specs import ModelSpec
 from ownerserve.plan.cost.load import Medium
-from ownerserve.plan.inputs import Tier
 from ownerserve.router.derive import derive
 from ownerserve.router.offers import lacking, unmet
 from ownerserve.router.policies import Policy, make_policy

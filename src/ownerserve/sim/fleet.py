@@ -20,8 +20,7 @@ import msgspec
 from ownerserve.directory.owner import Tip
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.messages import ExecutionMode, PlacementAction, Reason
-from ownerserve.plan.inputs import Tier
+from ownerserve.kv.messages import ExecutionMode, PlacementAction, Reason, Tier
 from ownerserve.router.messages import (
     Answer,
     Arrive,

@@ -24,11 +24,12 @@ from ownerserve.cache.tails import Tail
 from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry, block_unit, pool_plans
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.specs import Extent, ModelSpec, Ring
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import Defaults
-from ownerserve.plan.inputs import ModelState, Tier
+from ownerserve.plan.inputs import ModelState
 from ownerserve.plan.question import model_state
 
 

@@ -22,6 +22,7 @@ from ownerserve.cache.outcomes import Resume
 from ownerserve.cache.pressure import Checkpoint
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import Packed
 from ownerserve.kv.units import GIB
 from ownerserve.node.checkpoints import policy_of
@@ -57,7 +58,7 @@ from ownerserve.node.tips import Tip
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.plan.cost.model import CostModel
-from ownerserve.plan.inputs import FULL_ABILITIES, Abilities, Tier
+from ownerserve.plan.inputs import FULL_ABILITIES, Abilities
 from ownerserve.plan.restore import Planner
 from ownerserve.sim.layout import UnitModel, unit_defaults, unit_policy
 from ownerserve.sim.media import Duplex, in_series

@@ -8,9 +8,9 @@ from __future__ import annotations
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import Tier
 from ownerserve.node.tips import Tip
 from ownerserve.plan.cost.load import Medium
-from ownerserve.plan.inputs import Tier
 from ownerserve.sim.layout import UnitModel
 from ownerserve.sim.media import duplex
 from ownerserve.sim.metrics.counters import Counters

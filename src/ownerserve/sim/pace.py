@@ -26,10 +26,10 @@ import msgspec
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry, exact_replay_tokens
+from ownerserve.kv.messages import Tier
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.roofline import LINK_EFFICIENCY, SURROUNDINGS, find_gpu
-from ownerserve.plan.inputs import Tier
 from ownerserve.router.profile import Speed
 
 SCHEMA = "ownerserve.pace/1"

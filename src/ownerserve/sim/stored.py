@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ownerserve.kv.ids import PrefixHash
+from ownerserve.kv.messages import Tier
 from ownerserve.node.records import Cell, Digests, RecordNames
-from ownerserve.plan.inputs import Tier
 from ownerserve.sim.store import SimStore
 from ownerserve.sim.tier import SimTier
 

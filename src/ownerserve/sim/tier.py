@@ -14,8 +14,8 @@ import msgspec
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import PrefixHash
+from ownerserve.kv.messages import Tier
 from ownerserve.plan.cost.load import Medium
-from ownerserve.plan.inputs import Tier
 from ownerserve.sim.media import Pipe
 from ownerserve.sim.segments import Segments
 from ownerserve.store.home import DEFAULT_SEGMENT_BYTES

@@ -81,7 +81,7 @@ class DiskOptions(msgspec.Struct, frozen=True):
 
 
 class DiskTier:
-    """Artifacts in segments under one directory. Implements `tier.Tier`."""
+    """Artifacts in segments under one directory. Implements `tier.TierBackend`."""
 
     name = "disk"
 

@@ -71,7 +71,7 @@ class Held(msgspec.Struct):
 
 
 class MemoryTier:
-    """Artifacts in host memory. Implements `tier.Tier`."""
+    """Artifacts in host memory. Implements `tier.TierBackend`."""
 
     name = "memory"
 

@@ -75,7 +75,7 @@ def record_key(id_: bytes) -> str:
 
 
 class RemoteTier:
-    """Artifacts in a shared medium. Implements `tier.Tier`."""
+    """Artifacts in a shared medium. Implements `tier.TierBackend`."""
 
     def __init__(
         self,

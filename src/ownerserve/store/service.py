@@ -34,7 +34,7 @@ from ownerserve.store.model import (
     Want,
     WriteOutcome,
 )
-from ownerserve.store.tier import Reservation, Tier
+from ownerserve.store.tier import Reservation, TierBackend
 from ownerserve.store.tiered import TieredStore
 
 log = logging.getLogger("ownerserve.store")
@@ -70,7 +70,7 @@ class _Job(msgspec.Struct):
 class StoreService:
     """A tier behind tickets. Close it before the tier; both are the caller's."""
 
-    def __init__(self, tier: Tier, clock: Clock, *, readers: int = READERS) -> None:
+    def __init__(self, tier: TierBackend, clock: Clock, *, readers: int = READERS) -> None:
         self._tier = tier
         self._clock = clock
         self._flights = Flights()

@@ -64,7 +64,7 @@ EVERY_RECORD = 1 << 62
 """How many records a call may take that is to take all of them."""
 
 
-class Tier(Protocol):
+class TierBackend(Protocol):
     """One place where artifacts are kept."""
 
     @property
@@ -121,7 +121,7 @@ class Evicting(Protocol):
     on_evict: OnEvict | None
 
 
-def put(tier: Tier, meta: Meta, payload: bytes | memoryview) -> WriteOutcome:
+def put(tier: TierBackend, meta: Meta, payload: bytes | memoryview) -> WriteOutcome:
     """Reserve, fill and commit one artifact."""
     reserved = tier.reserve(meta, len(payload))
     if not isinstance(reserved, Reservation):

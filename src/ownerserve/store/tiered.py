@@ -39,7 +39,7 @@ from ownerserve.store.model import (
 )
 from ownerserve.store.moves import Move, MoveQueue
 from ownerserve.store.placement import COMES_AGAIN, HAS_NO_ROOM, Placement
-from ownerserve.store.tier import EVERY_RECORD, Evicting, Reservation, Tier, put
+from ownerserve.store.tier import EVERY_RECORD, Evicting, Reservation, TierBackend, put
 
 _TRY_NEXT = frozenset({MissReason.CORRUPT, MissReason.ABSENT, MissReason.IO_ERROR, MissReason.BUSY})
 
@@ -49,7 +49,7 @@ class TieredStore:
 
     name = "tiered"
 
-    def __init__(self, tiers: Sequence[Tier], placement: Placement | None = None) -> None:
+    def __init__(self, tiers: Sequence[TierBackend], placement: Placement | None = None) -> None:
         self.tiers = tuple(tiers)
         self.placement = placement or Placement()
         self.plan = self.placement.write.plan(len(self.tiers))
@@ -142,7 +142,7 @@ class TieredStore:
             self.moves.add(Move(record, part.data, 0), removals)
         return part
 
-    def _read_from(self, tier: Tier, want: Want, landing: Landing | None) -> ReadOutcome:
+    def _read_from(self, tier: TierBackend, want: Want, landing: Landing | None) -> ReadOutcome:
         return tier.read([want], landing)
 
     def _on_evict(
@@ -236,7 +236,7 @@ class TieredStore:
                     self.moves.owe(item.meta.id, item.meta.tenant)
         return tuple(outcomes[at] for at in range(len(reservations)))
 
-    def _reserve_copies(self, item: Reservation) -> list[tuple[Tier, Reservation]]:
+    def _reserve_copies(self, item: Reservation) -> list[tuple[TierBackend, Reservation]]:
         """Filled while the bytes can still be seen: a commit takes the buffer."""
         copies = []
         for level in self.plan.with_it:
@@ -248,7 +248,9 @@ class TieredStore:
                 self.counters["copies_refused"] += isinstance(room, Refused)
         return copies
 
-    def _finish_copies(self, copies: list[tuple[Tier, Reservation]], answer: WriteOutcome) -> None:
+    def _finish_copies(
+        self, copies: list[tuple[TierBackend, Reservation]], answer: WriteOutcome
+    ) -> None:
         for tier, room in copies:
             if isinstance(answer, Refused):
                 tier.abort(room)  # what is not durable is not shown as kept

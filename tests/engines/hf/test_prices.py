@@ -18,9 +18,8 @@ pytest.importorskip("transformers")
 from fleet_rig import ServedGateway, ServedWorker, until
 
 from ownerserve.engines.hf.build import WorkerOptions
-from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.wire.status import ProfileStatement, read_status
-from ownerserve.plan.inputs import Tier
 from ownerserve.router.messages import Dispatch
 from ownerserve.router.seats import SeatSettings
 from ownerserve.router.worker import Worker

@@ -14,7 +14,7 @@ from ownerserve.directory import messages as ask
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.rpc.server import DirectoryServer
-from ownerserve.directory.rules import Tier
+from ownerserve.directory.rules import TierCode
 from ownerserve.directory.terms import TermFile
 from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.ids import PrefixHash
@@ -56,7 +56,7 @@ class Rig:
         found = self.ask(ask.FindSession(NAME))
         return found.prefix_hash if isinstance(found, ask.SessionIs) else None
 
-    def places(self) -> list[tuple[str, Tier]]:
+    def places(self) -> list[tuple[str, TierCode]]:
         """Where the session's tip is held."""
         tip = self.tip()
         found = None if tip is None else self.ask(ask.Lookup((tip,)))
@@ -81,13 +81,13 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 def test_tips_copies_and_groups_are_known_and_known_again_after_a_rebuild(rig: Rig) -> None:
     owner, guest = rig.workers
     serve_at(owner, PROMPT, group=GROUP)
-    mine = [("w0", Tier.DEVICE), ("w0", Tier.HOST), ("w0", Tier.DISK)]
+    mine = [("w0", TierCode.DEVICE), ("w0", TierCode.HOST), ("w0", TierCode.DISK)]
     until(lambda: rig.places() == mine)
     tip = rig.tip()
     assert rig.ask(ask.FindGroup(GROUP)) == ask.GroupIs(((tip, 1),))
 
     serve_at(guest, PROMPT, group=GROUP)
-    both = [*mine, ("w1", Tier.DEVICE), ("w1", Tier.HOST), ("w1", Tier.DISK)]
+    both = [*mine, ("w1", TierCode.DEVICE), ("w1", TierCode.HOST), ("w1", TierCode.DISK)]
     until(lambda: rig.places() == both)
     before = rig.ask(ask.FindSession(NAME))
     assert isinstance(before, ask.SessionIs) and before.owner.worker == "w0"

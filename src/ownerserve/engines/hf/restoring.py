@@ -19,7 +19,7 @@ from ownerserve.engines.hf.restore_metrics import RestoreMetrics
 from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.step import Admission, StepPlan
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.messages import RestoreAction
+from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.node.calibration import Calibration
 from ownerserve.node.chains import PromptPrefix
 from ownerserve.node.events import (
@@ -36,7 +36,7 @@ from ownerserve.node.runtime import NodeRuntime
 from ownerserve.node.survey import LOADS
 from ownerserve.plan.cost.events import Waited
 from ownerserve.plan.explain import summary
-from ownerserve.plan.inputs import Backlog, Tier
+from ownerserve.plan.inputs import Backlog
 
 STOP_WITHIN_S = 5.0
 """How long a stopping worker may go on copying idle sessions to the store."""

@@ -10,7 +10,7 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Extent, Layout
 from ownerserve.engines.hf.step import Load
 from ownerserve.kv.ids import Incarnation, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.status import (
     ProfileStatement,
     WorkerLoad,
@@ -20,7 +20,6 @@ from ownerserve.kv.wire.status import (
 )
 from ownerserve.node.stating import actions_of, speed_statement, tier_statements
 from ownerserve.plan.cost.model import CostModel
-from ownerserve.plan.inputs import Tier
 
 
 class PoolUse(msgspec.Struct, frozen=True):

@@ -32,7 +32,7 @@ from ownerserve.engines.vllm.worker import WorkerSide
 from ownerserve.kv.artifacts import Identity
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.payload import CONV, DENSE, FORMAT, RECURRENT, WINDOW
 from ownerserve.kv.specs import Extent
 from ownerserve.node.backing import open_backing
@@ -49,7 +49,7 @@ from ownerserve.plan.abilities import VLLM
 from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults
-from ownerserve.plan.inputs import Abilities, Tier
+from ownerserve.plan.inputs import Abilities
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.base import CheckpointPolicy
 from ownerserve.plan.swa.full import Full

@@ -21,7 +21,7 @@ import msgspec
 from ownerserve.engines.vllm.holding import Holding
 from ownerserve.engines.vllm.owning import SessionsHere
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.answer_line import AnswerLine
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
@@ -48,7 +48,6 @@ from ownerserve.kv.wire.status import (
 )
 from ownerserve.node.rpc.server import RpcServer
 from ownerserve.node.stating import actions_of
-from ownerserve.plan.inputs import Tier
 
 ADDRESS_FILE = "rpc.address"
 

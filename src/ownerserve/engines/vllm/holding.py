@@ -24,7 +24,7 @@ import msgspec
 
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.rpc import Answer, PageIs
 from ownerserve.node.events import Forget, Locate, Located, RecordsLost, Remember
 from ownerserve.node.inventory import Inventory
@@ -32,7 +32,6 @@ from ownerserve.node.journal import Journal
 from ownerserve.node.records import RecordNames
 from ownerserve.node.residency import Residency
 from ownerserve.node.tips import Tip
-from ownerserve.plan.inputs import Tier
 from ownerserve.store.snapshot import StoreSnapshot
 
 log = logging.getLogger("vllm.ownerserve")

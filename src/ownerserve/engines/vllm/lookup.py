@@ -16,9 +16,9 @@ from threading import Thread
 from typing import TypeAlias
 
 from ownerserve.kv.errors import OwnerServeError
+from ownerserve.kv.messages import Tier
 from ownerserve.node.events import Find, Found
 from ownerserve.node.records import Inside
-from ownerserve.plan.inputs import Tier
 from ownerserve.store.snapshot import StoreSnapshot
 
 log = logging.getLogger("vllm.ownerserve")

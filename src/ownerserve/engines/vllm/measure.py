@@ -14,10 +14,10 @@ import msgspec
 
 from ownerserve.engines.vllm.orders import Brought
 from ownerserve.kv.ids import TurnId
+from ownerserve.kv.messages import Tier
 from ownerserve.node.calibration import Calibration
 from ownerserve.plan.cost.events import Loaded, Prefilled, Stepped
 from ownerserve.plan.cost.model import CostModel
-from ownerserve.plan.inputs import Tier
 
 IN_FLIGHT = 4
 """Steps whose answer is awaited, at most; of more, an answer can't be told apart."""

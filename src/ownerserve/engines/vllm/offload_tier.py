@@ -35,7 +35,7 @@ from ownerserve.engines.vllm.identity import weights_of
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.store.disk import DiskTier
 from ownerserve.store.model import Hit, Kind, Meta, Present, Refused, Want
-from ownerserve.store.tier import Reservation, Tier
+from ownerserve.store.tier import Reservation, TierBackend
 from ownerserve.store.wallclock import WallClock
 
 DOMAIN = b"ownerserve/offload/1"
@@ -54,7 +54,7 @@ class OwnerServeTier(SecondaryTierManager):  # type: ignore[misc]
         super().__init__(**given)
         self._chunks = memoryview(self._primary_kv_view).cast("B")
         namespace = _namespace(given["offloading_spec"], Path(store), weights)
-        self._tier: Tier = DiskTier(Path(store), WallClock())
+        self._tier: TierBackend = DiskTier(Path(store), WallClock())
         self._names = _Names(namespace)
         self._lookups = _Lookups(self._tier, self._names, self.tier_type)
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="ownerserve-read")
@@ -188,7 +188,7 @@ class _Names:
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
     """vLLM's batching of lookups, over the store's catalogue."""
 
-    def __init__(self, tier: Tier, names: _Names, tier_type: str) -> None:
+    def __init__(self, tier: TierBackend, names: _Names, tier_type: str) -> None:
         self._tier = tier
         self._names = names
         super().__init__(tier_type=tier_type)

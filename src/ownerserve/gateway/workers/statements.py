@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.wire.status import (
     ProfileStatement,
     SpeedStatement,
@@ -18,7 +18,6 @@ from ownerserve.kv.wire.status import (
 )
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
-from ownerserve.plan.inputs import Tier
 from ownerserve.router.profile import EVERY_ENGINE, Profile, Role, Speed
 
 

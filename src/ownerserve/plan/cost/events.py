@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ownerserve.plan.inputs import Backlog, Tier
+from ownerserve.kv.messages import Tier
+from ownerserve.plan.inputs import Backlog
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from ownerserve.kv.messages import Tier
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import LoadTable
-from ownerserve.plan.inputs import Backlog, Tier
+from ownerserve.plan.inputs import Backlog
 
 PREFILL, REPLAY, QUEUE, STEP = "prefill", "replay", "queue", "step"
 """Names of the estimates that are no tier, beside the tiers' own names."""

@@ -14,10 +14,10 @@ from __future__ import annotations
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.messages import Tier
 from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import Defaults
-from ownerserve.plan.inputs import Tier
 
 MATRIX_EFFICIENCY = 0.40
 ATTENTION_EFFICIENCY = 0.55

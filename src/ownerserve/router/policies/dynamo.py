@@ -9,7 +9,7 @@ Looks at every worker.
 
 from __future__ import annotations
 
-from ownerserve.plan.inputs import Tier
+from ownerserve.kv.messages import Tier
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import run_at
 from ownerserve.router.decision import Decision

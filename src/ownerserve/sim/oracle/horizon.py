@@ -21,7 +21,7 @@ import msgspec
 from ownerserve.cache.node import Stop
 from ownerserve.cache.policies.base import Candidate, Key, Policy
 from ownerserve.kv.ids import SessionId
-from ownerserve.plan.inputs import Tier
+from ownerserve.kv.messages import Tier
 from ownerserve.router.messages import Gone, Reported
 from ownerserve.router.state import RouterState
 from ownerserve.sim.turns import Turn
