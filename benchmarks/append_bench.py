@@ -39,8 +39,8 @@ from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.status import Identity
 from ownerserve.engines.hf.step import Limits
 from ownerserve.kv.prefix import unpack
-from ownerserve.node.chains import PromptPrefixes
-from ownerserve.node.settings import NodeSettings
+from ownerserve.node.vocabulary.chains import PromptPrefixes
+from ownerserve.node.vocabulary.settings import NodeSettings
 from result import Row, report, smaller_is_better
 
 BLOCK, STATE_BLOCKS = 16, 8

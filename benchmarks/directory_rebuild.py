@@ -25,8 +25,8 @@ from ownerserve.directory.rules import MAIN_KINDS
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.prefix import pack
-from ownerserve.node.inventory import Inventory
-from ownerserve.node.ownership import Came, Left, Ownership
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.ownership.ownership import Came, Left, Ownership
 from result import Row, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "directory"))

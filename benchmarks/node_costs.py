@@ -23,11 +23,11 @@ from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
-from ownerserve.node.calibration import UNMEASURED
-from ownerserve.node.events import Arrived, Ended, Gone
-from ownerserve.node.records import RecordNames
-from ownerserve.node.settings import NodeSettings
+from ownerserve.node.runtime.calibration import UNMEASURED
 from ownerserve.node.state import NodeState
+from ownerserve.node.vocabulary.events import Arrived, Ended, Gone
+from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.inputs import FULL_ABILITIES, ModelState
 from ownerserve.plan.restore import Planner

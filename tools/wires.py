@@ -29,8 +29,8 @@ SOURCE = ROOT / "src"
 MESSAGES = (
     "ownerserve.directory.messages",
     "ownerserve.kv.wire",
-    "ownerserve.node.admission",
-    "ownerserve.node.events",
+    "ownerserve.node.admission.reservations",
+    "ownerserve.node.vocabulary.events",
     "ownerserve.router.messages",
 )
 

@@ -16,7 +16,7 @@ from ownerserve.engines.hf.runner import DecodeRow, Runner
 from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.step import Arrival, Limits, Queued
 from ownerserve.kv.ids import TurnId
-from ownerserve.node.chains import prefix_of
+from ownerserve.node.vocabulary.chains import prefix_of
 
 
 class HfEngine:

@@ -27,7 +27,7 @@ import tiny
 from contenders import Contender
 from fleet import VllmWorker
 
-from ownerserve.node.backing import open_backing
+from ownerserve.node.storage.backing import open_backing
 from ownerserve.store.model import Hit, Want
 from ownerserve.store.snapshot import StoreSnapshot
 

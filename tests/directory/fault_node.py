@@ -35,11 +35,11 @@ from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.kv.wire.rpc import Reject, Seed
-from ownerserve.node.admission import Admission, Levels
-from ownerserve.node.admission import Arrived as Came
-from ownerserve.node.events import Arrived, Copy, Ended, Event, Fetch, Find, Gone, Tick
-from ownerserve.node.records import Inside
-from ownerserve.node.settings import NodeSettings
+from ownerserve.node.admission.reservations import Admission, Levels
+from ownerserve.node.admission.reservations import Arrived as Came
+from ownerserve.node.vocabulary.events import Arrived, Copy, Ended, Event, Fetch, Find, Gone, Tick
+from ownerserve.node.vocabulary.records import Inside
+from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.store.model import Meta
 
 TICK_S = 0.3

@@ -29,7 +29,7 @@ from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.node.events import Arrived
+from ownerserve.node.vocabulary.events import Arrived
 from ownerserve.router.messages import Failure, Receipt, ReleaseEnd
 
 if TYPE_CHECKING:

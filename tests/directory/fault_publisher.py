@@ -19,7 +19,7 @@ from ownerserve.directory.records import Prefix
 from ownerserve.directory.rules import TierCode
 from ownerserve.kv.epoch import Term
 from ownerserve.kv.ids import PrefixHash, SessionId
-from ownerserve.node.publishing import Publishing
+from ownerserve.node.ownership.publishing import Publishing
 
 if TYPE_CHECKING:
     from fault_process import Process

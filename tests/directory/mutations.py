@@ -34,11 +34,11 @@ from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import HashedPrefix, Packed
-from ownerserve.node import survey
-from ownerserve.node.chains import Chains
-from ownerserve.node.device import OwnDevice
-from ownerserve.node.publishing import Publishing
-from ownerserve.node.restores import Phase, Restores, Wish
+from ownerserve.node.ownership.publishing import Publishing
+from ownerserve.node.restore import survey
+from ownerserve.node.restore.device import OwnDevice
+from ownerserve.node.restore.restores import Phase, Restores, Wish
+from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.router import fleet, knowledge
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.fleet import Fleet

@@ -22,8 +22,9 @@ from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, hash_prefix
-from ownerserve.node.chains import prefix_of
-from ownerserve.node.events import (
+from ownerserve.node.state import NodeState
+from ownerserve.node.vocabulary.chains import prefix_of
+from ownerserve.node.vocabulary.events import (
     Arrived,
     Copy,
     Drop,
@@ -48,10 +49,9 @@ from ownerserve.node.events import (
     Start,
     Tick,
 )
-from ownerserve.node.records import Inside, RecordNames
-from ownerserve.node.settings import NodeSettings
-from ownerserve.node.state import NodeState
-from ownerserve.node.tips import Tip
+from ownerserve.node.vocabulary.records import Inside, RecordNames
+from ownerserve.node.vocabulary.settings import NodeSettings
+from ownerserve.node.vocabulary.tips import Tip
 from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults

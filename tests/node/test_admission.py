@@ -35,7 +35,13 @@ from ownerserve.kv.wire.rpc import (
     encode,
 )
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.node.admission import RESERVED_FOR_S, Admission, Arrived, Levels, probe_seed
+from ownerserve.node.admission.reservations import (
+    RESERVED_FOR_S,
+    Admission,
+    Arrived,
+    Levels,
+    probe_seed,
+)
 from ownerserve.node.rpc.server import RpcClient, RpcServer
 
 LEVELS = Levels(0, 2, 100, 50 * B, 40 * B)

@@ -14,11 +14,11 @@ from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.kv.units import MIB
-from ownerserve.node import upkeep as upkeep_module
-from ownerserve.node.backing import Backing, ListedPart, NodeTiers, open_backing
-from ownerserve.node.media import open_remote, write_policy
-from ownerserve.node.records import Cell, Inside, RecordNames
-from ownerserve.node.upkeep import MORE_AFTER_S, Upkeep
+from ownerserve.node.storage import upkeep as upkeep_module
+from ownerserve.node.storage.backing import Backing, ListedPart, NodeTiers, open_backing
+from ownerserve.node.storage.media import open_remote, write_policy
+from ownerserve.node.storage.upkeep import MORE_AFTER_S, Upkeep
+from ownerserve.node.vocabulary.records import Cell, Inside, RecordNames
 from ownerserve.store.disk import DiskOptions, DiskTier
 from ownerserve.store.memory import MemoryTier
 from ownerserve.store.model import Hit, Meta, Stored, Want

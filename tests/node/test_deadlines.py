@@ -9,12 +9,12 @@ from node_driver import B, NodeDriver
 
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import TurnId
-from ownerserve.node import upkeep
-from ownerserve.node.events import Copy, Fetch, Find, Kept, NotKept, RestoreOutcome, Tick
-from ownerserve.node.relief import PRESS_WAIT_S
-from ownerserve.node.settings import NodeSettings
-from ownerserve.node.spills import COPY_DEADLINE_S, ECHO_S, FIND_DEADLINE_S
-from ownerserve.node.upkeep import Upkeep
+from ownerserve.node.retention.idle_spills import COPY_DEADLINE_S, ECHO_S, FIND_DEADLINE_S
+from ownerserve.node.retention.pressure_relief import PRESS_WAIT_S
+from ownerserve.node.storage import upkeep
+from ownerserve.node.storage.upkeep import Upkeep
+from ownerserve.node.vocabulary.events import Copy, Fetch, Find, Kept, NotKept, RestoreOutcome, Tick
+from ownerserve.node.vocabulary.settings import NodeSettings
 
 LATER = NodeSettings(record_blocks=4, spill_after_s=1000.0)
 

@@ -13,8 +13,10 @@ from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed, pack
-from ownerserve.node.device import Later
-from ownerserve.node.events import (
+from ownerserve.node.hosted_state import GuestState
+from ownerserve.node.restore.device import Later
+from ownerserve.node.retention.saves import Capture, Saves
+from ownerserve.node.vocabulary.events import (
     Arrived,
     Asked,
     Bring,
@@ -38,11 +40,9 @@ from ownerserve.node.events import (
     Start,
     Tick,
 )
-from ownerserve.node.guest import GuestState
-from ownerserve.node.records import RecordNames
-from ownerserve.node.saves import Capture, Saves
-from ownerserve.node.settings import NodeSettings
-from ownerserve.node.tips import Tip, ids_of, standing
+from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.settings import NodeSettings
+from ownerserve.node.vocabulary.tips import Tip, ids_of, standing
 from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults

@@ -9,8 +9,8 @@ from node_driver import B, NodeDriver
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.wire.inventory import Has, Lost, Page
-from ownerserve.node.events import RecordsLost, Remembered, SessionOver, Tick
-from ownerserve.node.inventory import Inventory
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.vocabulary.events import RecordsLost, Remembered, SessionOver, Tick
 
 TOKENS = list(range(1000, 1000 + 10 * B))
 S = SessionId("s")

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from ownerserve.kv.ids import PrefixHash, SessionId
-from ownerserve.node import journal as module
-from ownerserve.node.journal import Journal
-from ownerserve.node.tips import Tip
+from ownerserve.node.storage import journal as module
+from ownerserve.node.storage.journal import Journal
+from ownerserve.node.vocabulary.tips import Tip
 
 END = PrefixHash(bytes(range(32)))
 

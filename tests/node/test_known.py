@@ -12,7 +12,7 @@ from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import ExecutionMode
 from ownerserve.kv.prefix import pack
-from ownerserve.node.known import MARKS_KEPT, SESSIONS_KEPT, KnownSessions, Plain
+from ownerserve.node.ownership.known import MARKS_KEPT, SESSIONS_KEPT, KnownSessions, Plain
 
 A, B = SessionId("a"), SessionId("b")
 M = ExecutionMode

@@ -15,9 +15,9 @@ from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.payload import PayloadPart
 from ownerserve.kv.prefix import hash_prefix, pack
-from ownerserve.node.backing import NodeTiers
-from ownerserve.node.layouts import Parts
-from ownerserve.node.records import Cell, RecordNames
+from ownerserve.node.storage.backing import NodeTiers
+from ownerserve.node.vocabulary.layouts import Parts
+from ownerserve.node.vocabulary.records import Cell, RecordNames
 from ownerserve.store.convert import ByteOrder, Unconvertible, decode, obstacle
 from ownerserve.store.convert import Layout as Description
 from ownerserve.store.disk import DiskTier

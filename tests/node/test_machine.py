@@ -14,8 +14,17 @@ from node_driver import B, NodeDriver
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import TurnId
-from ownerserve.node.events import Fetch, Fetched, Find, Gone, Kept, NotFetched, NotKept, Tick
-from ownerserve.node.settings import NodeSettings
+from ownerserve.node.vocabulary.events import (
+    Fetch,
+    Fetched,
+    Find,
+    Gone,
+    Kept,
+    NotFetched,
+    NotKept,
+    Tick,
+)
+from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.store.model import MissReason
 
 SETTINGS = NodeSettings(

@@ -9,8 +9,8 @@ import pytest
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import MIB
-from ownerserve.node.backing import open_backing
-from ownerserve.node.media import open_remote, write_policy
+from ownerserve.node.storage.backing import open_backing
+from ownerserve.node.storage.media import open_remote, write_policy
 from ownerserve.store.placement import OnEviction, WriteBack, WriteThrough
 
 ALL = ("memory", "disk", "remote")

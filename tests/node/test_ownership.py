@@ -20,9 +20,9 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import Packed, hash_prefix, pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession
-from ownerserve.node.inventory import Inventory
-from ownerserve.node.ownership import Came, Left, Over, Ownership, boot_time_s
-from ownerserve.node.publishing import extent_name
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.ownership.ownership import Came, Left, Over, Ownership, boot_time_s
+from ownerserve.node.ownership.publishing import extent_name
 
 S1, S2 = SessionId("s1"), SessionId("s2")
 WAIT_S = 20.0

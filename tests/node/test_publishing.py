@@ -16,9 +16,9 @@ from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.prefix import hash_prefix, pack
-from ownerserve.node.chains import Chains
-from ownerserve.node.inventory import Inventory
-from ownerserve.node.publishing import PART, Publishing, extent_name
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.ownership.publishing import PART, Publishing, extent_name
+from ownerserve.node.vocabulary.chains import Chains
 
 BLOCK = 16
 UNIT = RoutingUnit(WorkerId("w"), 0, Incarnation(1))

@@ -21,9 +21,9 @@ from ownerserve.directory.terms import TermFile
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.prefix import Packed, hash_prefix, pack
-from ownerserve.node.inventory import Inventory
-from ownerserve.node.ownership import Came, Left, Ownership, boot_time_s
-from ownerserve.node.publishing import extent_name
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.ownership.ownership import Came, Left, Ownership, boot_time_s
+from ownerserve.node.ownership.publishing import extent_name
 
 BLOCK = 16
 ONE, OTHER = bytes(32), bytes([1]) * 32

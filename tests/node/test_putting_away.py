@@ -10,11 +10,11 @@ from ownerserve.kv.artifacts import PointKey, RangeKey, artifact_id
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.prefix import hash_prefix, pack
-from ownerserve.node.checkpoints import policy_of
-from ownerserve.node.events import Copy, Find, RestoreOutcome, Tick
-from ownerserve.node.gaps import SPILL_AFTER_S
-from ownerserve.node.records import Cell, Inside, RecordNames
-from ownerserve.node.settings import NodeSettings
+from ownerserve.node.retention.checkpoints import policy_of
+from ownerserve.node.retention.gaps import SPILL_AFTER_S
+from ownerserve.node.vocabulary.events import Copy, Find, RestoreOutcome, Tick
+from ownerserve.node.vocabulary.records import Cell, Inside, RecordNames
+from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.swa.adaptive import Adaptive
 from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan

@@ -11,8 +11,8 @@ from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import pack
-from ownerserve.node.events import Copy, Find, RestoreOutcome, Tick
-from ownerserve.node.settings import NodeSettings
+from ownerserve.node.vocabulary.events import Copy, Find, RestoreOutcome, Tick
+from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
 
 LATER = NodeSettings(record_blocks=4, spill_after_s=1000.0)

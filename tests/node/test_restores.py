@@ -10,7 +10,8 @@ from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import pack
-from ownerserve.node.events import (
+from ownerserve.node.retention.record_value import memory_price
+from ownerserve.node.vocabulary.events import (
     Copy,
     Fetch,
     Fetched,
@@ -20,8 +21,7 @@ from ownerserve.node.events import (
     RestoreOutcome,
     Tick,
 )
-from ownerserve.node.settings import NodeSettings
-from ownerserve.node.worth import memory_price
+from ownerserve.node.vocabulary.settings import NodeSettings
 
 LONG = list(range(10 * B + 5))
 SHORT_WAIT = NodeSettings(record_blocks=4, spill_after_s=1.0, room_wait_s=20.0)

@@ -12,7 +12,7 @@ from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import pack
-from ownerserve.node.ownership import Came, Left, Ownership
+from ownerserve.node.ownership.ownership import Came, Left, Ownership
 
 WAIT_S = 60.0
 NAME = SessionId("a")

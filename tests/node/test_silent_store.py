@@ -20,17 +20,19 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import Begun, Turn
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, pack
-from ownerserve.node import backing, calibration, journal, spills
-from ownerserve.node.backing import Backing
-from ownerserve.node.calibration import Calibration
-from ownerserve.node.events import Arrived, Ended, RestoreOutcome
-from ownerserve.node.journal import Journal
-from ownerserve.node.media import open_remote
-from ownerserve.node.records import RecordNames
-from ownerserve.node.runtime import NodeRuntime
-from ownerserve.node.settings import NodeSettings
+from ownerserve.node.retention import idle_spills
+from ownerserve.node.runtime import calibration
+from ownerserve.node.runtime.calibration import Calibration
+from ownerserve.node.runtime.node_runtime import NodeRuntime
 from ownerserve.node.state import NodeState
-from ownerserve.node.tips import Tip
+from ownerserve.node.storage import backing, journal
+from ownerserve.node.storage.backing import Backing
+from ownerserve.node.storage.journal import Journal
+from ownerserve.node.storage.media import open_remote
+from ownerserve.node.vocabulary.events import Arrived, Ended, RestoreOutcome
+from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.settings import NodeSettings
+from ownerserve.node.vocabulary.tips import Tip
 from ownerserve.plan.cost.events import Waited
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.inputs import FULL_ABILITIES, Abilities, Backlog
@@ -229,8 +231,8 @@ def test_a_silent_look_up_is_not_taken_for_an_empty_store(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the store did not answer in its time was copied, to the store that did not answer."""
-    monkeypatch.setattr(spills, "FIND_DEADLINE_S", 0.2)
-    monkeypatch.setattr(spills, "ECHO_S", 0.2)
+    monkeypatch.setattr(idle_spills, "FIND_DEADLINE_S", 0.2)
+    monkeypatch.setattr(idle_spills, "ECHO_S", 0.2)
 
     def scenario() -> None:
         node.disk.fall_silent()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import Tier
-from ownerserve.node.calibration import UNMEASURED, Calibration
-from ownerserve.node.stating import speed_statement, tier_statements
+from ownerserve.node.runtime.calibration import UNMEASURED, Calibration
+from ownerserve.node.runtime.stating import speed_statement, tier_statements
 from ownerserve.plan.cost.events import Loaded, Prefilled, Stepped
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.cost.steps import ASSUMED, StepFit, StepTimes

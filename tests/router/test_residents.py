@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.wire.inventory import Has, Lost, Page, decode_page
-from ownerserve.node.inventory import Inventory
+from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.router.messages import Gone, Reported
 from ownerserve.router.residents import News, Residents
 

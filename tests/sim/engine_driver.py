@@ -10,9 +10,9 @@ from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import pack
-from ownerserve.node.records import RecordNames
-from ownerserve.node.settings import NodeSettings
 from ownerserve.node.state import NodeState
+from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults

@@ -17,7 +17,7 @@ from ownerserve.kv.prefix import TOKEN_BYTES, pack
 from ownerserve.kv.registry import build as spec_of
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.units import GIB
-from ownerserve.node.events import Arrived, Ended, RestoreOutcome, RestoreReport
+from ownerserve.node.vocabulary.events import Arrived, Ended, RestoreOutcome, RestoreReport
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.sim.heap import Heap

@@ -15,7 +15,7 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.units import GIB, MIB
-from ownerserve.node.events import Arrived, Gone, RestoreOutcome
+from ownerserve.node.vocabulary.events import Arrived, Gone, RestoreOutcome
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.estimate import Source
 from ownerserve.sim.heap import Heap

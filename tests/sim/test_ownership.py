@@ -14,7 +14,7 @@ from ownerserve.directory.owner import Grant, Tip
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.node.ownership import FLUSH_S
+from ownerserve.node.ownership.ownership import FLUSH_S
 from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.ownership import LEASE_S, Ownership

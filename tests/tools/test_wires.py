@@ -18,13 +18,13 @@ Request = Asked | Silent
 """
 SENDER = """
 from ownerserve.pkg import Asked
-import ownerserve.node.events as said
+import ownerserve.node.vocabulary.events as said
 class Sender:
     def ask(self): return Asked()
     def again(self): return Sender(), said.Told()
 """
 TAKER = """
-from ownerserve.node import events
+from ownerserve.node.vocabulary import events
 from ownerserve.pkg import sender
 def take(one):
     match one:
@@ -37,8 +37,8 @@ def served(): take(1)
 
 def dead(**changed: str) -> dict[str, str]:
     sources = {
-        "ownerserve.node.events": MESSAGES,
-        "ownerserve.pkg": "from ownerserve.node.events import Asked",
+        "ownerserve.node.vocabulary.events": MESSAGES,
+        "ownerserve.pkg": "from ownerserve.node.vocabulary.events import Asked",
         "ownerserve.pkg.sender": SENDER,
         "ownerserve.pkg.taker": TAKER,
     }
@@ -48,15 +48,15 @@ def dead(**changed: str) -> dict[str, str]:
 
 def test_what_is_made_or_taken_by_nobody_is_dead() -> None:
     assert dead() == {
-        "ownerserve.node.events.Told": "nobody acts on it",
-        "ownerserve.node.events.Silent": "nobody makes it",
+        "ownerserve.node.vocabulary.events.Told": "nobody acts on it",
+        "ownerserve.node.vocabulary.events.Silent": "nobody makes it",
         "ownerserve.pkg.taker.lonely": "nothing uses it",
     }
 
 
 def test_cutting_a_wire_is_noticed() -> None:
     cut = dead(**{"ownerserve.pkg.sender": SENDER.replace("return Asked()", "return None")})
-    assert cut["ownerserve.node.events.Asked"] == "nobody makes it"
+    assert cut["ownerserve.node.vocabulary.events.Asked"] == "nobody makes it"
 
 
 def test_our_own_house_is_in_order() -> None:

@@ -20,7 +20,7 @@ from rig import Rig, next_turn, settle
 
 from ownerserve.engines.hf.build import WorkerOptions, build_worker
 from ownerserve.engines.hf.requests import Admitted, Delta, Request, Sampling, Stopping
-from ownerserve.node.settings import NodeSettings
+from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.store.snapshot import StoreSnapshot
 
 pytestmark = pytest.mark.vllm

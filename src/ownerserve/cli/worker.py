@@ -286,8 +286,8 @@ def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
     from ownerserve.cache.pressure import Watermarks
     from ownerserve.engines.hf.build import WorkerOptions
     from ownerserve.kv.descriptor import TailForm
-    from ownerserve.node.media import DEFAULT_WRITE
-    from ownerserve.node.settings import NodeSettings
+    from ownerserve.node.storage.media import DEFAULT_WRITE
+    from ownerserve.node.vocabulary.settings import NodeSettings
 
     store, spill_after = flags["store"], flags["spill_after"]
     low, high = (float(str(flags[name])) / 100 for name in ("evict_below", "evict_to"))

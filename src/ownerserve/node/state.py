@@ -22,10 +22,21 @@ from ownerserve.cache.policies.base import Prices
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Packed
-from ownerserve.node.chains import Chains
-from ownerserve.node.checkpoints import Checkpoints
-from ownerserve.node.device import OwnDevice
-from ownerserve.node.events import (
+from ownerserve.node.admission.room_queue import Line
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.ownership.on_device import OnDevice
+from ownerserve.node.ownership.residency import FOUND_LESS, Residency
+from ownerserve.node.restore.device import OwnDevice
+from ownerserve.node.restore.prefetches import Prefetches
+from ownerserve.node.restore.restores import Restores
+from ownerserve.node.restore.walks import Walks
+from ownerserve.node.retention.checkpoints import Checkpoints
+from ownerserve.node.retention.gaps import Gaps
+from ownerserve.node.retention.idle_spills import Spills
+from ownerserve.node.retention.pressure_relief import Relief
+from ownerserve.node.retention.record_value import KEPT_IN, Worth
+from ownerserve.node.vocabulary.chains import Chains
+from ownerserve.node.vocabulary.events import (
     Arrived,
     Effect,
     Ended,
@@ -47,20 +58,9 @@ from ownerserve.node.events import (
     Start,
     Tick,
 )
-from ownerserve.node.gaps import Gaps
-from ownerserve.node.inventory import Inventory
-from ownerserve.node.line import Line
-from ownerserve.node.on_device import OnDevice
-from ownerserve.node.prefetches import Prefetches
-from ownerserve.node.records import RecordNames
-from ownerserve.node.relief import Relief
-from ownerserve.node.residency import FOUND_LESS, Residency
-from ownerserve.node.restores import Restores
-from ownerserve.node.settings import NodeSettings
-from ownerserve.node.spills import Spills
-from ownerserve.node.tips import tip_of
-from ownerserve.node.walks import Walks
-from ownerserve.node.worth import KEPT_IN, Worth
+from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.settings import NodeSettings
+from ownerserve.node.vocabulary.tips import tip_of
 from ownerserve.plan.benefit import eviction_weights
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.restore import Planner

@@ -124,7 +124,7 @@ def unit_defaults(
 
 
 def unit_policy(text: str, unit_tokens: int) -> str:
-    """A checkpoint policy's name (node.checkpoints) with its period in units, at least one."""
+    """A checkpoint policy's name (node.retention) with its period in units, at least one."""
     name, _, period = text.partition(":")
     if name != "periodic" or not period.isdigit():
         return text

@@ -25,8 +25,9 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import Packed
 from ownerserve.kv.units import GIB
-from ownerserve.node.checkpoints import policy_of
-from ownerserve.node.events import (
+from ownerserve.node.retention.checkpoints import policy_of
+from ownerserve.node.state import NodeState
+from ownerserve.node.vocabulary.events import (
     Copy,
     Drop,
     Effect,
@@ -51,10 +52,9 @@ from ownerserve.node.events import (
     Start,
     Tick,
 )
-from ownerserve.node.records import RecordNames
-from ownerserve.node.settings import NodeSettings
-from ownerserve.node.state import NodeState
-from ownerserve.node.tips import Tip
+from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.settings import NodeSettings
+from ownerserve.node.vocabulary.tips import Tip
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.plan.cost.model import CostModel

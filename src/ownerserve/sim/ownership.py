@@ -3,10 +3,10 @@
     came, left, over, release ──> OwnerState ── FLUSH_S ──> frame ── delay_s ──> DirectoryState
     standing <──────────────────── memory <──────────────── answers ────────────────┘
 
-Owns the frames under way. Both are the production classes, and a frame is node/ownership.py's: what
-a worker wishes within FLUSH_S goes as one and renews its lease. Only the way is modelled: `delay_s`
-there and back. A directory that is lost answers nothing until it is back, under a new term and
-with an empty memory; what it was asked is asked again then.
+Owns the frames under way. Both are the production classes, and a frame is
+node/ownership/ownership.py's: what a worker wishes within FLUSH_S goes as one and renews its
+lease. Only the way is modelled: `delay_s` there and back. A directory that is lost answers nothing
+until it is back, under a new term and with an empty memory; what it was asked is asked again then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.node.ownership import FLUSH_S
+from ownerserve.node.ownership.ownership import FLUSH_S
 from ownerserve.router.handovers import end_of
 from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd
 from ownerserve.sim.heap import Heap

@@ -18,7 +18,7 @@ from math import inf
 import msgspec
 
 from ownerserve.kv.messages import Tier
-from ownerserve.node.records import Inside
+from ownerserve.node.vocabulary.records import Inside
 from ownerserve.sim.media import Duplex, through
 from ownerserve.sim.tier import SimTier
 from ownerserve.store.model import Listed, Meta, MissReason, RefusalReason, Want

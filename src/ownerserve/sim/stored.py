@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.messages import Tier
-from ownerserve.node.records import Cell, Digests, RecordNames
+from ownerserve.node.vocabulary.records import Cell, Digests, RecordNames
 from ownerserve.sim.store import SimStore
 from ownerserve.sim.tier import SimTier
 

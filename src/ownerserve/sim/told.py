@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ownerserve.kv.wire.inventory import Has, Page
-from ownerserve.node.inventory import Inventory
+from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.router.residents import News, Residents
 from ownerserve.sim.worker import Worker
 

@@ -18,8 +18,8 @@ from ownerserve.cache.outcomes import Resume
 from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
-from ownerserve.node.events import Arrived, Ended, Event, Gone, RestoreReport
-from ownerserve.node.inventory import Inventory
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.vocabulary.events import Arrived, Ended, Event, Gone, RestoreReport
 from ownerserve.plan.inputs import Backlog
 from ownerserve.sim.engine import Engine
 from ownerserve.sim.heap import Call, Entry, Heap

@@ -10,7 +10,7 @@ import torch
 from ownerserve.engines.hf.build import WorkerOptions, build_worker
 from ownerserve.engines.hf.serve import listen, serve, url_of, write_ready_file
 from ownerserve.engines.hf.server import make_app
-from ownerserve.node.settings import NodeSettings
+from ownerserve.node.vocabulary.settings import NodeSettings
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile
 from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.wire import answer_line, turn_line
-from ownerserve.node.ownership import boot_time_s
-from ownerserve.node.settings import NodeSettings
+from ownerserve.node.ownership.ownership import boot_time_s
+from ownerserve.node.vocabulary.settings import NodeSettings
 
 pytestmark = pytest.mark.engine
 

@@ -32,8 +32,8 @@ from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import ExecutionMode, RoutingUnit
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.node.chains import PromptPrefixes
-from ownerserve.node.ownership import OwnerIs
+from ownerserve.node.ownership.ownership import OwnerIs
+from ownerserve.node.vocabulary.chains import PromptPrefixes
 
 LIFE = 1_700_000_000_123_456_789
 LOAD = WorkerLoad(

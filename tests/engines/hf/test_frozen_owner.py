@@ -20,7 +20,7 @@ from ownerserve.directory.terms import TermFile
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession
-from ownerserve.node.ownership import boot_time_s
+from ownerserve.node.ownership.ownership import boot_time_s
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash]
 

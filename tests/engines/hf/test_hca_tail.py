@@ -22,7 +22,7 @@ from ownerserve.engines.hf.states import HCA_TAIL  # noqa: E402
 from ownerserve.engines.hf.waiting import OnlineTail  # noqa: E402
 from ownerserve.kv.descriptor import TailForm  # noqa: E402
 from ownerserve.kv.messages import ExecutionMode  # noqa: E402
-from ownerserve.node.settings import NodeSettings  # noqa: E402
+from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

@@ -25,9 +25,9 @@ from ownerserve.kv.clock import ManualClock  # noqa: E402
 from ownerserve.kv.errors import InvalidInput  # noqa: E402
 from ownerserve.kv.ids import SessionId  # noqa: E402
 from ownerserve.kv.units import MIB  # noqa: E402
-from ownerserve.node import backing  # noqa: E402
-from ownerserve.node.settings import NodeSettings  # noqa: E402
-from ownerserve.node.worth import Valued  # noqa: E402
+from ownerserve.node.retention.record_value import Valued  # noqa: E402
+from ownerserve.node.storage import backing  # noqa: E402
+from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 from ownerserve.store.disk import DiskOptions, DiskTier  # noqa: E402
 from ownerserve.store.index import Entry  # noqa: E402
 from ownerserve.store.model import Kind  # noqa: E402

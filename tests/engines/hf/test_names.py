@@ -29,8 +29,8 @@ from ownerserve.engines.hf.server import make_app
 from ownerserve.gateway.config import Config, parse_worker
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.ids import SessionId
-from ownerserve.node.chains import PromptPrefixes
-from ownerserve.node.settings import NodeSettings
+from ownerserve.node.vocabulary.chains import PromptPrefixes
+from ownerserve.node.vocabulary.settings import NodeSettings
 
 pytestmark = pytest.mark.engine
 

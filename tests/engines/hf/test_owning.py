@@ -20,7 +20,7 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Answer, Reject, Released, ReleaseSession, Request
 from ownerserve.kv.wire.turn_line import HEADER, TurnLine, encode
-from ownerserve.node.ownership import boot_time_s
+from ownerserve.node.ownership.ownership import boot_time_s
 from ownerserve.node.rpc.server import RpcClient
 
 pytestmark = pytest.mark.engine

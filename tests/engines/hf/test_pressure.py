@@ -18,7 +18,7 @@ from ownerserve.cache.pressure import Watermarks  # noqa: E402
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
 from ownerserve.kv.messages import ExecutionMode  # noqa: E402
 from ownerserve.kv.units import MIB  # noqa: E402
-from ownerserve.node.settings import NodeSettings  # noqa: E402
+from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

@@ -18,8 +18,8 @@ from ownerserve.engines.hf.step import Arrival, Limits, Rejected, StepPlan
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Release, Released, Reserve, Reserved, Seed
-from ownerserve.node.admission import RESERVED_FOR_S
-from ownerserve.node.chains import prefix_of
+from ownerserve.node.admission.reservations import RESERVED_FOR_S
+from ownerserve.node.vocabulary.chains import prefix_of
 
 BLOCK = 16
 STEP_S = 0.02

@@ -19,8 +19,8 @@ from fleet_rig import ServedWorker, until  # noqa: E402
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
 from ownerserve.kv.ids import PrefixHash, SessionId  # noqa: E402
 from ownerserve.kv.prefix import Packed, PrefixChain, hash_prefix, pack  # noqa: E402
-from ownerserve.node.chains import Chains, PromptPrefixes  # noqa: E402
-from ownerserve.node.settings import NodeSettings  # noqa: E402
+from ownerserve.node.vocabulary.chains import Chains, PromptPrefixes  # noqa: E402
+from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

@@ -18,7 +18,7 @@ from ownerserve.directory.rules import TierCode
 from ownerserve.directory.terms import TermFile
 from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.ids import PrefixHash
-from ownerserve.node.settings import NodeSettings
+from ownerserve.node.vocabulary.settings import NodeSettings
 
 pytestmark = pytest.mark.engine
 

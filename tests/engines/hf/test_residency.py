@@ -32,8 +32,8 @@ from ownerserve.engines.hf.server import make_app  # noqa: E402
 from ownerserve.gateway.config import Config, parse_worker  # noqa: E402
 from ownerserve.gateway.service import Gateway  # noqa: E402
 from ownerserve.kv.messages import Tier  # noqa: E402
-from ownerserve.node.calibration import Calibration  # noqa: E402
-from ownerserve.node.settings import NodeSettings  # noqa: E402
+from ownerserve.node.runtime.calibration import Calibration  # noqa: E402
+from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 from ownerserve.router.settings import DEFAULTS  # noqa: E402
 from ownerserve.store.segment import segment_path  # noqa: E402
 from ownerserve.store.snapshot import StoreSnapshot  # noqa: E402

@@ -45,7 +45,7 @@ from ownerserve.kv.wire.rpc import (  # noqa: E402  # noqa: E402
     Status,
     StatusIs,
 )
-from ownerserve.node.settings import NodeSettings  # noqa: E402
+from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 from ownerserve.store.aio import Load, ReadQueue  # noqa: E402
 from ownerserve.store.segment import Segment  # noqa: E402
 

@@ -24,7 +24,7 @@ from ownerserve.engines.hf.step import (
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
-from ownerserve.node.chains import prefix_of
+from ownerserve.node.vocabulary.chains import prefix_of
 
 BLOCK, CHUNK = 4, 8
 LAYOUT = Layout(

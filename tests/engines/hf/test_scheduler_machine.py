@@ -18,7 +18,7 @@ from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.step import Arrival, Limits, Rejected, StepPlan
 from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
-from ownerserve.node.chains import prefix_of
+from ownerserve.node.vocabulary.chains import prefix_of
 
 BLOCK = 4
 CAPACITY_BLOCKS = 12

@@ -18,7 +18,7 @@ from ownerserve.cache.session import Session  # noqa: E402
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
 from ownerserve.engines.hf.requests import Delta  # noqa: E402
 from ownerserve.kv.ids import SessionId  # noqa: E402
-from ownerserve.node.settings import NodeSettings  # noqa: E402
+from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

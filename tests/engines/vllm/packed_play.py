@@ -23,8 +23,8 @@ from ownerserve.engines.vllm.shape import StateShape, describe
 from ownerserve.engines.vllm.streams import host_runtime, stream_of
 from ownerserve.engines.vllm.worker import WorkerSide
 from ownerserve.kv.specs import Extent
-from ownerserve.node.backing import open_backing
-from ownerserve.node.events import Filling
+from ownerserve.node.storage.backing import open_backing
+from ownerserve.node.vocabulary.events import Filling
 from ownerserve.store.model import Kind, Meta, Want
 
 WAIT_S = 30.0

@@ -16,7 +16,7 @@ from typing import Any
 
 from ownerserve.engines.vllm.settings import SoftReference
 from ownerserve.engines.vllm.soft import MOVES_PER_BLOCK, SoftReferences, free_blocks
-from ownerserve.node.soft_references import SoftBlock
+from ownerserve.node.retention.soft_references import SoftBlock
 
 TTL_S = 50.0
 

@@ -13,7 +13,7 @@ import torch
 from ownerserve.engines.vllm import shape
 from ownerserve.engines.vllm.identity import why_bypassed, why_not
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.node.weights import weight_files_digest
+from ownerserve.node.storage.weights import weight_files_digest
 
 pytestmark = pytest.mark.engine
 

@@ -20,7 +20,7 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import AskLine, Reject, Released, ReleaseSession
-from ownerserve.node.ownership import Ownership, boot_time_s
+from ownerserve.node.ownership.ownership import Ownership, boot_time_s
 
 NAME, PARENT = SessionId("5" * 32), SessionId("6" * 32)
 GROUP = "7" * 32

@@ -14,7 +14,7 @@ from ownerserve.engines.vllm.orders import Load, Orders, Place, Report, Save
 from ownerserve.engines.vllm.streams import HostStream
 from ownerserve.engines.vllm.worker import WorkerSide
 from ownerserve.kv.errors import SpecMismatch
-from ownerserve.node.backing import open_backing
+from ownerserve.node.storage.backing import open_backing
 from ownerserve.store.model import Kind, Meta, Want
 
 pytestmark = pytest.mark.engine

@@ -27,7 +27,7 @@ from ownerserve.kv.wire import answer_line, turn_line
 from ownerserve.kv.wire.answer_line import AnswerLine
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import WorkerLoad, load_statement
-from ownerserve.node.ownership import OwnerIs
+from ownerserve.node.ownership.ownership import OwnerIs
 
 STATUS_OF_REASON = {
     WorkerRefusal.CONTEXT_LENGTH: 400,

@@ -31,18 +31,18 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import WorkerId
 from ownerserve.kv.specs import Extent
 from ownerserve.kv.wire.curve import FleetKey
-from ownerserve.node.backing import open_backing
-from ownerserve.node.calibration import Calibration
-from ownerserve.node.chains import PromptPrefixes
-from ownerserve.node.checkpoints import policy_of
-from ownerserve.node.journal import Journal
-from ownerserve.node.kinds import kinds_of
-from ownerserve.node.media import DEFAULT_WRITE
-from ownerserve.node.ownership import Ownership, Owning, Unowned
-from ownerserve.node.records import RecordNames
-from ownerserve.node.runtime import NodeRuntime
-from ownerserve.node.settings import NodeSettings
+from ownerserve.node.ownership.kinds import kinds_of
+from ownerserve.node.ownership.ownership import Ownership, Owning, Unowned
+from ownerserve.node.retention.checkpoints import policy_of
+from ownerserve.node.runtime.calibration import Calibration
+from ownerserve.node.runtime.node_runtime import NodeRuntime
 from ownerserve.node.state import NodeState
+from ownerserve.node.storage.backing import open_backing
+from ownerserve.node.storage.journal import Journal
+from ownerserve.node.storage.media import DEFAULT_WRITE
+from ownerserve.node.vocabulary.chains import PromptPrefixes
+from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.restore import Planner
 
 CHUNK_BLOCKS = 16
@@ -51,13 +51,13 @@ CHUNK_BLOCKS = 16
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is made from. `block_tokens` and `chunk_tokens` None: the model's default.
-    `checkpoints` names a policy (node.checkpoints); `store_upkeep_s` 0: never. `worker_id`: what
+    `checkpoints` names a policy (node.retention); `store_upkeep_s` 0: never. `worker_id`: what
     the worker calls itself; unlike any other's in its fleet. `directory`: where it asks
     whose the sessions are (directory.opening), with `fleet_key` where it wants keys; None: it
     owns none.
 
     With a `store` (a directory), a host cache or a shared medium (`remote`) it has a node, which
-    writes to them as `write` says (node.media); without, it keeps state on the device only.
+    writes to them as `write` says (node.storage.media); without, it keeps state on the device only.
     """
 
     model: str

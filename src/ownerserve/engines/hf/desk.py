@@ -33,7 +33,7 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.kv.wire.rpc import Request as Asked
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.node.admission import Admission, Arrived, Levels, Standing, probe_seed
+from ownerserve.node.admission.reservations import Admission, Arrived, Levels, Standing, probe_seed
 
 
 class LetIn(msgspec.Struct, frozen=True):

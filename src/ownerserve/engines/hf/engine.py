@@ -33,7 +33,7 @@ from ownerserve.kv.wire.rpc import Answer as RpcAnswer
 from ownerserve.kv.wire.rpc import Probe
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.node.admission import Standing, probe_seed
+from ownerserve.node.admission.reservations import Standing, probe_seed
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from ownerserve.cache.outcomes import Install
 from ownerserve.engines.hf.step import Intake, StepPlan
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import TOKEN_BYTES
-from ownerserve.node.chains import PromptPrefix
-from ownerserve.node.ownership import Owning
+from ownerserve.node.ownership.ownership import Owning
+from ownerserve.node.vocabulary.chains import PromptPrefix
 
 
 class IntakeClock:

@@ -65,10 +65,10 @@ from ownerserve.kv.wire.rpc import Answer as RpcAnswer
 from ownerserve.kv.wire.rpc import ListHeld, PageIs, Reject, ReleaseSession, Reserve
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.node.chains import PromptPrefix, prefix_of
-from ownerserve.node.inventory import Inventory
-from ownerserve.node.known import KnownSessions
-from ownerserve.node.ownership import Came, Left, Over, Owning, Unowned
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.ownership.known import KnownSessions
+from ownerserve.node.ownership.ownership import Came, Left, Over, Owning, Unowned
+from ownerserve.node.vocabulary.chains import PromptPrefix, prefix_of
 
 logger = logging.getLogger(__name__)
 

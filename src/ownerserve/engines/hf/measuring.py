@@ -13,7 +13,7 @@ import msgspec
 
 from ownerserve.engines.hf.step import Admission, Chunk, StepPlan
 from ownerserve.kv.ids import TurnId
-from ownerserve.node.calibration import Calibration
+from ownerserve.node.runtime.calibration import Calibration
 from ownerserve.plan.cost.events import Prefilled, Replayed, Stepped
 from ownerserve.plan.cost.model import CostModel
 

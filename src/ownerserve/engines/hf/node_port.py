@@ -18,7 +18,7 @@ from ownerserve.engines.hf.checkpoint import Checkpoint
 from ownerserve.engines.hf.runner import Runner
 from ownerserve.kv.artifacts import SALT_BYTES, Identity, Numerics
 from ownerserve.kv.payload import FORMAT
-from ownerserve.node.weights import weight_files_digest
+from ownerserve.node.storage.weights import weight_files_digest
 from ownerserve.plan.abilities import HF
 from ownerserve.plan.inputs import Abilities
 

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ownerserve.directory.owner import Phase
-from ownerserve.node.ownership import Ownership
+from ownerserve.node.ownership.ownership import Ownership
 
 
 class OwnershipCollector(Collector):

@@ -15,7 +15,7 @@ from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import ExecutionMode
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.node.chains import PromptPrefix
+from ownerserve.node.vocabulary.chains import PromptPrefix
 
 
 class FinishReason(StrEnum):

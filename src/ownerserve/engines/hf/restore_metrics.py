@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from ownerserve.engines.hf.store_metrics import StoreMetrics
 from ownerserve.kv.messages import RestoreAction
-from ownerserve.node.events import RestoreReport
+from ownerserve.node.vocabulary.events import RestoreReport
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 

@@ -20,9 +20,13 @@ from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.step import Admission, StepPlan
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
-from ownerserve.node.calibration import Calibration
-from ownerserve.node.chains import PromptPrefix
-from ownerserve.node.events import (
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.ownership.on_device import OnDevice
+from ownerserve.node.restore.survey import LOADS
+from ownerserve.node.runtime.calibration import Calibration
+from ownerserve.node.runtime.node_runtime import NodeRuntime
+from ownerserve.node.vocabulary.chains import PromptPrefix
+from ownerserve.node.vocabulary.events import (
     Arrived,
     Ended,
     Gone,
@@ -30,10 +34,6 @@ from ownerserve.node.events import (
     RestoreReport,
     SessionOver,
 )
-from ownerserve.node.inventory import Inventory
-from ownerserve.node.on_device import OnDevice
-from ownerserve.node.runtime import NodeRuntime
-from ownerserve.node.survey import LOADS
 from ownerserve.plan.cost.events import Waited
 from ownerserve.plan.explain import summary
 from ownerserve.plan.inputs import Backlog

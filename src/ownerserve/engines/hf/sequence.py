@@ -11,7 +11,7 @@ import msgspec
 from ownerserve.engines.hf.step import Intake
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed, pack, unpack
-from ownerserve.node.chains import PromptPrefix
+from ownerserve.node.vocabulary.chains import PromptPrefix
 
 
 class Phase(StrEnum):

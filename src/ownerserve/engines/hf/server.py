@@ -67,7 +67,7 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import unpack
 from ownerserve.kv.wire import turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.node.ownership import OwnerIs
+from ownerserve.node.ownership.ownership import OwnerIs
 
 T = TypeVar("T")
 

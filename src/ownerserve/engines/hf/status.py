@@ -18,7 +18,7 @@ from ownerserve.kv.wire.status import (
     load_statement,
     unit_statement,
 )
-from ownerserve.node.stating import actions_of, speed_statement, tier_statements
+from ownerserve.node.runtime.stating import actions_of, speed_statement, tier_statements
 from ownerserve.plan.cost.model import CostModel
 
 

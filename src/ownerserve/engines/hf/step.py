@@ -20,7 +20,7 @@ from ownerserve.cache.table import Table
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.prefix import Packed
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.node.chains import PromptPrefix
+from ownerserve.node.vocabulary.chains import PromptPrefix
 
 
 class Known(Protocol):

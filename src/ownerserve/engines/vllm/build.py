@@ -35,16 +35,16 @@ from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.payload import CONV, DENSE, FORMAT, RECURRENT, WINDOW
 from ownerserve.kv.specs import Extent
-from ownerserve.node.backing import open_backing
-from ownerserve.node.calibration import Calibration
-from ownerserve.node.guest import GuestState
-from ownerserve.node.inventory import Inventory
-from ownerserve.node.kinds import kinds_of
-from ownerserve.node.ownership import Ownership
-from ownerserve.node.records import RecordNames
-from ownerserve.node.saves import Capture, Saves
-from ownerserve.node.settings import NodeSettings
-from ownerserve.node.stating import speed_statement, tier_statements
+from ownerserve.node.hosted_state import GuestState
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.ownership.kinds import kinds_of
+from ownerserve.node.ownership.ownership import Ownership
+from ownerserve.node.retention.saves import Capture, Saves
+from ownerserve.node.runtime.calibration import Calibration
+from ownerserve.node.runtime.stating import speed_statement, tier_statements
+from ownerserve.node.storage.backing import open_backing
+from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.abilities import VLLM
 from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium

@@ -47,7 +47,7 @@ from ownerserve.kv.wire.status import (
     load_statement,
 )
 from ownerserve.node.rpc.server import RpcServer
-from ownerserve.node.stating import actions_of
+from ownerserve.node.runtime.stating import actions_of
 
 ADDRESS_FILE = "rpc.address"
 

@@ -26,8 +26,8 @@ from ownerserve.cache.outcomes import (
 from ownerserve.engines.vllm.orders import Place
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
-from ownerserve.node.device import Later
-from ownerserve.node.events import Errand
+from ownerserve.node.restore.device import Later
+from ownerserve.node.vocabulary.events import Errand
 
 STUCK_S = 1.0
 """Holds older than this are no reason to wait for before a preemption."""

@@ -14,7 +14,7 @@ import msgspec
 
 from ownerserve.kv.artifacts import SALT_BYTES, Identity, Numerics
 from ownerserve.kv.payload import Payload
-from ownerserve.node.weights import weight_files_digest
+from ownerserve.node.storage.weights import weight_files_digest
 
 
 def identity_of(vllm_config: Any, payload: Payload, *, weights: str, cache: Path) -> Identity:

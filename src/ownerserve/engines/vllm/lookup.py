@@ -17,8 +17,8 @@ from typing import TypeAlias
 
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.messages import Tier
-from ownerserve.node.events import Find, Found
-from ownerserve.node.records import Inside
+from ownerserve.node.vocabulary.events import Find, Found
+from ownerserve.node.vocabulary.records import Inside
 from ownerserve.store.snapshot import StoreSnapshot
 
 log = logging.getLogger("vllm.ownerserve")

@@ -15,7 +15,7 @@ import msgspec
 from ownerserve.engines.vllm.orders import Brought
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import Tier
-from ownerserve.node.calibration import Calibration
+from ownerserve.node.runtime.calibration import Calibration
 from ownerserve.plan.cost.events import Loaded, Prefilled, Stepped
 from ownerserve.plan.cost.model import CostModel
 

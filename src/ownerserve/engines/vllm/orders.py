@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ownerserve.node.events import RecordsLost
+from ownerserve.node.vocabulary.events import RecordsLost
 from ownerserve.store.model import Meta, Want
 
 Tables = Sequence[Sequence[int]]

@@ -23,7 +23,7 @@ from ownerserve.kv.prefix import Packed
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import AskLine, Reject, Released, ReleaseSession
 from ownerserve.kv.wire.turn_line import is_name
-from ownerserve.node.ownership import Came, Left, Over, OwnerIs, Ownership, Told
+from ownerserve.node.ownership.ownership import Came, Left, Over, OwnerIs, Ownership, Told
 
 FIELD = "kv_connector_extra_config.directory"
 GROUPS_KEPT = 4096

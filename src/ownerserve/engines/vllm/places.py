@@ -12,7 +12,7 @@ import msgspec
 from ownerserve.engines.vllm.orders import Place, Tables
 from ownerserve.engines.vllm.shape import StateShape
 from ownerserve.kv.payload import WINDOW, WINDOW_PAGES
-from ownerserve.node.events import Copy, Filling
+from ownerserve.node.vocabulary.events import Copy, Filling
 
 NOT_OURS = -1
 

@@ -33,7 +33,10 @@ from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.turn_line import is_name
-from ownerserve.node.events import (
+from ownerserve.node.hosted_state import GuestState
+from ownerserve.node.ownership.known import KnownSessions, Plain
+from ownerserve.node.ownership.residency import FOUND_LESS
+from ownerserve.node.vocabulary.events import (
     Arrived,
     Asked,
     Bring,
@@ -55,9 +58,6 @@ from ownerserve.node.events import (
     Start,
     Tick,
 )
-from ownerserve.node.guest import GuestState
-from ownerserve.node.known import KnownSessions, Plain
-from ownerserve.node.residency import FOUND_LESS
 from ownerserve.plan.explain import summary
 from ownerserve.store.model import MissReason
 

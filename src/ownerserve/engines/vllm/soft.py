@@ -20,7 +20,7 @@ from typing import Protocol
 import msgspec
 
 from ownerserve.engines.vllm.settings import SoftReference
-from ownerserve.node.soft_references import SoftBlock, SoftLedger, SoftLimits
+from ownerserve.node.retention.soft_references import SoftBlock, SoftLedger, SoftLimits
 
 MOVES_PER_BLOCK = 8
 """How much work a taken block may cost. When blocks have to be moved, so many others are brought

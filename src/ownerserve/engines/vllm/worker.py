@@ -26,7 +26,7 @@ from ownerserve.engines.vllm.codec import Codec
 from ownerserve.engines.vllm.orders import Brought, Load, Orders, Report, Save
 from ownerserve.engines.vllm.streams import Stream
 from ownerserve.kv.errors import OwnerServeError
-from ownerserve.node.backing import Backing
+from ownerserve.node.storage.backing import Backing
 from ownerserve.store.model import Hit, MissReason, Present, Stored
 from ownerserve.store.tier import Reservation
 

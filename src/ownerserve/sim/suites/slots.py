@@ -20,8 +20,8 @@ from ownerserve.cache.policies.session_reference import SessionReference
 from ownerserve.cache.session import Session
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
-from ownerserve.node.events import Arrived, Ended, Event, Gone
 from ownerserve.node.state import NodeState
+from ownerserve.node.vocabulary.events import Arrived, Ended, Event, Gone
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.deciding import run_at, split_over, start_at
 from ownerserve.router.decision import Decision

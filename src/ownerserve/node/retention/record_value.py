@@ -17,7 +17,7 @@ import msgspec
 from ownerserve.cache.outcomes import Shortage, Victim
 from ownerserve.cache.policies.cost_aware import REUSE_OF_REFERENCED
 from ownerserve.kv.messages import Tier
-from ownerserve.node.records import Cell, RecordNames
+from ownerserve.node.vocabulary.records import Cell, RecordNames
 from ownerserve.plan.benefit import (
     DROP_BELOW_MS,
     Benefit,

@@ -29,7 +29,7 @@ from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.inventory import Has, Lost, Page, Word
-from ownerserve.node.inventory import Inventory
+from ownerserve.node.ownership.inventory import Inventory
 
 PART = 1000
 """Extents in one message, at most."""

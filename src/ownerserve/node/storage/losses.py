@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from threading import Lock
 
 from ownerserve.kv.ids import PrefixHash
-from ownerserve.node.events import RecordsLost
+from ownerserve.node.vocabulary.events import RecordsLost
 from ownerserve.store.model import Meta
 
 LISTED = 4096

@@ -15,9 +15,11 @@ from itertools import count
 
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
-from ownerserve.node.chains import Chains
-from ownerserve.node.device import Device
-from ownerserve.node.events import (
+from ownerserve.node.restore.device import Device
+from ownerserve.node.restore.restores import Restores
+from ownerserve.node.retention.saves import Saves
+from ownerserve.node.vocabulary.chains import Chains
+from ownerserve.node.vocabulary.events import (
     Arrived,
     Asked,
     Computing,
@@ -36,10 +38,8 @@ from ownerserve.node.events import (
     SessionOver,
     Tick,
 )
-from ownerserve.node.records import RecordNames
-from ownerserve.node.restores import Restores
-from ownerserve.node.saves import Saves
-from ownerserve.node.settings import NodeSettings
+from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.restore import Planner
 

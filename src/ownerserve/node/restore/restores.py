@@ -7,7 +7,7 @@
     LOADING   Fetched | NotFetched | deadline                               slots, reserved
     FILLING   Filled | NotFetched: all of it counts, or nothing             the same
 
-FOUND and OFFERED are for a device that answers `Later` (node.device): a turn waits there in the
+FOUND and OFFERED are for a device that answers `Later` (restore.device): a turn waits there in the
 engine's queue and not for us, so they have no deadline; and once it has blocks, one effect
 (`Bring`) reads and writes them, since only its performer knows when it is quiet.
 
@@ -39,10 +39,11 @@ from ownerserve.cache.outcomes import (
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
-from ownerserve.node import survey
-from ownerserve.node.chains import Hashes
-from ownerserve.node.device import Device, Later
-from ownerserve.node.events import (
+from ownerserve.node.restore import survey
+from ownerserve.node.restore.device import Device, Later
+from ownerserve.node.retention.record_value import memory_price
+from ownerserve.node.vocabulary.chains import Hashes
+from ownerserve.node.vocabulary.events import (
     Arrived,
     Bring,
     Drop,
@@ -61,9 +62,8 @@ from ownerserve.node.events import (
     RestoreReport,
     Start,
 )
-from ownerserve.node.records import Digests, RecordNames
-from ownerserve.node.settings import NodeSettings
-from ownerserve.node.worth import memory_price
+from ownerserve.node.vocabulary.records import Digests, RecordNames
+from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.inputs import Backlog
 from ownerserve.plan.outcome import Priced, RestorePlan

@@ -25,12 +25,12 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.pressure import Checkpoint, Spill
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
-from ownerserve.node.chains import Chains
-from ownerserve.node.events import Copy, Drop, Effect, Errand
-from ownerserve.node.records import Cell, RecordNames
-from ownerserve.node.settings import NodeSettings
-from ownerserve.node.spills import COPY_DEADLINE_S, Spills
-from ownerserve.node.worth import Worth
+from ownerserve.node.retention.idle_spills import COPY_DEADLINE_S, Spills
+from ownerserve.node.retention.record_value import Worth
+from ownerserve.node.vocabulary.chains import Chains
+from ownerserve.node.vocabulary.events import Copy, Drop, Effect, Errand
+from ownerserve.node.vocabulary.records import Cell, RecordNames
+from ownerserve.node.vocabulary.settings import NodeSettings
 
 TIER = "store"
 """The cache's name for what lies below: one place, whatever tiers it has."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from ownerserve.kv.ids import PrefixHash, SessionId
-from ownerserve.node.records import Digests, RecordNames
+from ownerserve.node.vocabulary.records import Digests, RecordNames
 
 
 class Tip(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ from ownerserve.cache.outcomes import (
 )
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Packed
-from ownerserve.node.walks import Walks
+from ownerserve.node.restore.walks import Walks
 
 
 class Later(msgspec.Struct, frozen=True):

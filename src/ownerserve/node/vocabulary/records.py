@@ -21,7 +21,7 @@ import msgspec
 from ownerserve.cache.layout import Component, Extent, Layout
 from ownerserve.kv.artifacts import ArtifactIds, ArtifactKey, Identity, PointKey, RangeKey
 from ownerserve.kv.ids import PrefixHash
-from ownerserve.node.layouts import Parts, descriptors
+from ownerserve.node.vocabulary.layouts import Parts, descriptors
 from ownerserve.store.model import ID_BYTES, SHARED, Kind, Meta, meta_of
 
 Digests = Sequence[PrefixHash]

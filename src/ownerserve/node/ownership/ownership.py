@@ -46,9 +46,9 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession
-from ownerserve.node.chains import Chains
-from ownerserve.node.inventory import Inventory
-from ownerserve.node.publishing import Publishing
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.ownership.publishing import Publishing
+from ownerserve.node.vocabulary.chains import Chains
 
 log = logging.getLogger("ownerserve.node")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import RestoreAction, Tier
-from ownerserve.node.events import RestoreOutcome, RestoreReport
+from ownerserve.node.vocabulary.events import RestoreOutcome, RestoreReport
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.inputs import ModelState
 from ownerserve.plan.swa.accounting import WriteAccount

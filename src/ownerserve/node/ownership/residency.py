@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.specs import Extent
-from ownerserve.node.events import (
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.ownership.kinds import kinds_of
+from ownerserve.node.vocabulary.events import (
     Effect,
     Errand,
     Forget,
@@ -26,10 +28,8 @@ from ownerserve.node.events import (
     Remember,
     RestoreOutcome,
 )
-from ownerserve.node.inventory import Inventory
-from ownerserve.node.kinds import kinds_of
-from ownerserve.node.records import RecordNames
-from ownerserve.node.tips import NOTHING, Tip, ids_of, is_sound, standing
+from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.tips import NOTHING, Tip, ids_of, is_sound, standing
 
 TIPS_KEPT = 4096
 LOOKS_IN_FLIGHT = 8

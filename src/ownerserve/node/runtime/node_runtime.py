@@ -19,9 +19,12 @@ from ownerserve.cache.pressure import Checkpoint
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import Packed
-from ownerserve.node.backing import MEDIUM_OF, Backing, ListedPart
-from ownerserve.node.calibration import Calibration
-from ownerserve.node.events import (
+from ownerserve.node.runtime.calibration import Calibration
+from ownerserve.node.runtime.port import EnginePort
+from ownerserve.node.state import NodeState
+from ownerserve.node.storage.backing import MEDIUM_OF, Backing, ListedPart
+from ownerserve.node.storage.journal import Journal
+from ownerserve.node.vocabulary.events import (
     Copy,
     Drop,
     Effect,
@@ -45,11 +48,8 @@ from ownerserve.node.events import (
     Start,
     Tick,
 )
-from ownerserve.node.journal import Journal
-from ownerserve.node.port import EnginePort
-from ownerserve.node.records import Inside
-from ownerserve.node.state import NodeState
-from ownerserve.node.tips import Tip
+from ownerserve.node.vocabulary.records import Inside
+from ownerserve.node.vocabulary.tips import Tip
 from ownerserve.plan.cost.events import Loaded, Observation
 from ownerserve.plan.explain import summary
 from ownerserve.store.flights import Ticket

@@ -18,7 +18,7 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.node import Node, Stop
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import HashedPrefix, Packed
-from ownerserve.node.events import Arrived
+from ownerserve.node.vocabulary.events import Arrived
 
 
 class _Prompt(msgspec.Struct, frozen=True):

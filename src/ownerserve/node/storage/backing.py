@@ -18,9 +18,9 @@ import msgspec
 
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import GIB
-from ownerserve.node.losses import Losses
-from ownerserve.node.media import DEFAULT_WRITE, open_remote, write_policy
-from ownerserve.node.upkeep import Upkeep
+from ownerserve.node.storage.losses import Losses
+from ownerserve.node.storage.media import DEFAULT_WRITE, open_remote, write_policy
+from ownerserve.node.storage.upkeep import Upkeep
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.store.buffers import BufferPool, Landing
 from ownerserve.store.disk import DiskOptions, DiskTier, StoreUnavailable

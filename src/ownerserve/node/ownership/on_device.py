@@ -11,8 +11,8 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.specs import Extent
-from ownerserve.node.inventory import Inventory
-from ownerserve.node.kinds import kinds_of
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.ownership.kinds import kinds_of
 
 DigestAt = Callable[[SessionId, int], PrefixHash | None]
 """The digest of a session's first n blocks, where it is known."""

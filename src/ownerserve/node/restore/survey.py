@@ -12,7 +12,7 @@ import msgspec
 
 from ownerserve.cache.outcomes import Match
 from ownerserve.kv.messages import RestoreAction, Tier
-from ownerserve.node.records import Cell, Digests, Inside, RecordNames
+from ownerserve.node.vocabulary.records import Cell, Digests, Inside, RecordNames
 from ownerserve.plan.inputs import Backlog, RestoreQuery
 from ownerserve.plan.outcome import Priced
 from ownerserve.plan.residency import NEAREST_FIRST, PointRow, RangeRow, points_of, spans_of

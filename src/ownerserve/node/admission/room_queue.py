@@ -24,8 +24,8 @@ from ownerserve.cache import paths
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Packed
-from ownerserve.node.events import Arrived
-from ownerserve.node.walks import Walks
+from ownerserve.node.restore.walks import Walks
+from ownerserve.node.vocabulary.events import Arrived
 
 
 class Waiting(msgspec.Struct, frozen=True):

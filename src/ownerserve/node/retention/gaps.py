@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ownerserve.cache.outcomes import DEFAULT_TTL_S
 from ownerserve.kv.ids import SessionId
-from ownerserve.node.settings import NodeSettings
-from ownerserve.node.worth import Worth
+from ownerserve.node.retention.record_value import Worth
+from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.gaps import Gap, GapCosts, GapStats, plan_gap, prefetch_after_s
 from ownerserve.plan.inputs import Abilities
 

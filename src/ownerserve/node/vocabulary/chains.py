@@ -25,7 +25,7 @@ from ownerserve.kv.prefix import (
     hash_prefix,
     pack,
 )
-from ownerserve.node.records import Digests
+from ownerserve.node.vocabulary.records import Digests
 
 SESSIONS = 256
 

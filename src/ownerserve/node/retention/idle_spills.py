@@ -23,13 +23,13 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.node import Node
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed
-from ownerserve.node.chains import Chains
-from ownerserve.node.events import Copy, Drop, Effect, Errand, Find, Found
-from ownerserve.node.forks import Forks
-from ownerserve.node.gaps import Gaps
-from ownerserve.node.records import Cell, Digests, RecordNames
-from ownerserve.node.settings import NodeSettings
-from ownerserve.node.worth import Valued, Worth
+from ownerserve.node.retention.forks import Forks
+from ownerserve.node.retention.gaps import Gaps
+from ownerserve.node.retention.record_value import Valued, Worth
+from ownerserve.node.vocabulary.chains import Chains
+from ownerserve.node.vocabulary.events import Copy, Drop, Effect, Errand, Find, Found
+from ownerserve.node.vocabulary.records import Cell, Digests, RecordNames
+from ownerserve.node.vocabulary.settings import NodeSettings
 
 FIND_DEADLINE_S = 5.0
 ECHO_S = 1.0

@@ -15,9 +15,9 @@ from ownerserve.cache.outcomes import DEFAULT_TTL_S
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
-from ownerserve.node.chains import Chains
-from ownerserve.node.events import Arrived
-from ownerserve.node.gaps import Gaps
+from ownerserve.node.retention.gaps import Gaps
+from ownerserve.node.vocabulary.chains import Chains
+from ownerserve.node.vocabulary.events import Arrived
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.gaps import can_prefetch
 from ownerserve.plan.inputs import Abilities, ModelState

@@ -20,9 +20,9 @@ import msgspec
 
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import PrefixChain
-from ownerserve.node.events import Computing, Copy, Effect, Ended, Errand, Pin
-from ownerserve.node.records import Cell, RecordNames
-from ownerserve.node.tips import Tip, tip_of
+from ownerserve.node.vocabulary.events import Computing, Copy, Effect, Ended, Errand, Pin
+from ownerserve.node.vocabulary.records import Cell, RecordNames
+from ownerserve.node.vocabulary.tips import Tip, tip_of
 from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan
 
 IN_FLIGHT_BYTES = 256 << 20

@@ -1,0 +1,1 @@
+"""Who is let in: reservations of a worker's places, and the queue for room on its device. Pure."""

@@ -1,0 +1,1 @@
+"""What a node holds, what it tells gateways and the directory of it, and which sessions it owns."""

@@ -1,0 +1,1 @@
+"""Performs a node's effects over an engine and a store, measures what they cost, and says it."""
