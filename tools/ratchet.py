@@ -1,8 +1,9 @@
 """Size ratchet: code may shrink, not sprawl.
 
-Limits are style.md §15: a function about 60 lines, a file about 500, a class about 12 public
-methods, a constructor about 6 parameters. What stands above a limit is named in EXCEPTIONS with
-its present size and the reason; it may shrink from there, never grow.
+Limits are style.md §15: a function about 60 lines, a class about 12 public methods, a constructor
+about 6 parameters. What stands above a limit is named in EXCEPTIONS with its present size and the
+reason; it may shrink from there, never grow. A file is looked at from about 500 lines and never
+cut for its length alone: it is printed, and that is all.
 
     python tools/ratchet.py        exit 1 and one line for each violation
 """
@@ -17,7 +18,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TREES = ("src", "tests", "benchmarks", "tools")
-LIMITS = {"file": 500, "function": 60, "class": 12, "constructor": 6}
+LIMITS = {"function": 60, "class": 12, "constructor": 6}
+WARNED_FILE = 500
 
 # "kind path[:name]" -> (size allowed, reason)
 EXCEPTIONS: dict[str, tuple[int, str]] = {
@@ -62,10 +64,15 @@ def measure(path: Path) -> Iterator[Size]:
 
 def main() -> int:
     violations = []
+    long_files = []
     used = set()
     for tree in TREES:
         for path in sorted((ROOT / tree).rglob("*.py")):
             for kind, where, size in measure(path):
+                if kind == "file":
+                    if size > WARNED_FILE:
+                        long_files.append(f"a long file: {where}, {size} lines")
+                    continue
                 key = f"{kind} {where}"
                 limit = LIMITS[kind]
                 if key in EXCEPTIONS:
@@ -76,7 +83,7 @@ def main() -> int:
                 if size > limit:
                     violations.append(f"{key}: {size} > {limit}")
     violations += [f"{key}: exception no longer needed" for key in EXCEPTIONS.keys() - used]
-    print("\n".join(violations) or "sizes: ok")
+    print("\n".join([*long_files, *(violations or ["sizes: ok"])]))
     return 1 if violations else 0
 
 
