@@ -84,6 +84,8 @@ class Router:
         self._probes = 0
         self._ended = 0
         self._silent: dict[WorkerId, int] = dict.fromkeys(world.workers, 0)
+        self._given_up: dict[WorkerId, int] = {}
+        """The number of the last probe that was still open when the worker was taken down."""
         self._releases: list[AskRelease] = []
         self._lifes: dict[WorkerId, Incarnation] = {}
         self._epochs: dict[SessionId, Epoch] = {}
@@ -270,22 +272,24 @@ class Router:
             self._silent[worker] += 1
             if self._silent[worker] == SILENT_PROBES:
                 self._tell(WorkerDown(worker, Down.UNHEALTHY))
-            self.world.net.send(partial(self._probed, worker))
+                self._given_up[worker] = self._probes - 1
+            self.world.net.send(partial(self._probed, worker, self._probes))
 
-    def _probed(self, worker: WorkerId) -> None:
+    def _probed(self, worker: WorkerId, number: int) -> None:
         for process in self.world.processes:
             if process.unit.worker == worker:
-                process.deliver(self._answer_probe, process)
+                process.deliver(self._answer_probe, process, number)
 
-    def _answer_probe(self, process: Process) -> None:
+    def _answer_probe(self, process: Process, number: int) -> None:
         pending, now_s = 1000 * process.waiting, self.world.net.now_s
         status = WorkerLoad(process.unit, now_s, pending, process.waiting, 0, 0, 0)
-        self.world.net.send(partial(self._lives, status))
+        self.world.net.send(partial(self._lives, status, number))
 
-    def _lives(self, status: WorkerLoad) -> None:
-        if self.dead:
-            return
+    def _lives(self, status: WorkerLoad, number: int) -> None:
+        """A probe is answered. One that was counted as bad is closed: it has no answer any more."""
         unit = status.unit
+        if self.dead or number <= self._given_up.get(unit.worker, 0):
+            return
         self._silent[unit.worker] = 0
         self._tell(WorkerUp(unit.worker, 0, unit.incarnation))
         self._tell(Stamped(status))

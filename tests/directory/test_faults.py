@@ -20,12 +20,23 @@ from fault_world import World, play
 from mutations import MUTATIONS, Mutation, first_caught
 
 CAUGHT_WITHIN = 2000
+ONCE_VIOLATED = {
+    350: "an owner that ceased to be one went on where it had read before",
+    647: "who slept past its lease, and was not replaced, owned its sessions no more",
+    1450: "the answer to a probe that was counted as bad brought a former life back",
+}
+"""Schedules that found something, and what."""
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))
 def test_fault_schedules(first: int) -> None:
     for seed in range(first, first + 50):
         play(seed)
+
+
+@pytest.mark.parametrize("seed", ONCE_VIOLATED)
+def test_schedules_that_once_found_something(seed: int) -> None:
+    play(seed)
 
 
 def test_a_schedule_is_the_same_each_time() -> None:
