@@ -15,12 +15,13 @@ import argparse
 from typing import Any
 
 from cache.remote import Measurer, installed
-from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.pool import SlotPool
 from ownerserve.kv.descriptor import load_descriptor
 from ownerserve.kv.geometry import Geometry, pool_plans
 from ownerserve.kv.registry import build
 from ownerserve.kv.registry.source import find_config, read_config
+from ownerserve.kv.specs import Coverage
 from result import Row, larger_is_better, report, smaller_is_better
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -42,7 +43,7 @@ def layout_of(geometry: Geometry) -> Layout:
     """The cache's layout: a pool for every component."""
     plans = pool_plans(geometry)
     components = tuple(
-        Component(plan.name, Extent(plan.extent), plan.slot_bytes, plan.payload_bytes)
+        Component(plan.name, Coverage(plan.coverage), plan.slot_bytes, plan.payload_bytes)
         for plan in plans
     )
     return Layout(geometry.block_tokens, components, geometry.state_bytes)
@@ -55,7 +56,7 @@ def ours_fit(layout: Layout, memory_bytes: int, tokens: int) -> int:
     are taken by idle sessions and are none of a running one's.
     """
     blocks = -(-tokens // layout.block_tokens)
-    block_bytes = sum(c.slot_bytes for c in layout.components if c.extent is Extent.RANGE)
+    block_bytes = sum(c.slot_bytes for c in layout.components if c.coverage is Coverage.RANGE)
     planned = memory_bytes // (blocks * block_bytes + layout.state_bytes)
     states = SlotPool("state", planned)
     pool = SlotPool("range", (memory_bytes - planned * layout.state_bytes) // block_bytes)

@@ -17,12 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Turn
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
+from ownerserve.kv.specs import Coverage
 from ownerserve.node.runtime.calibration import UNMEASURED
 from ownerserve.node.state import NodeState
 from ownerserve.node.vocabulary.events import Arrived, Ended, Gone
@@ -36,10 +37,10 @@ B = 128
 LAYOUT = Layout(
     B,
     (
-        Component("csa_main", Extent.RANGE, 4096, 4096),
-        Component("csa_index", Extent.RANGE, 1024, 1024),
-        Component("swa", Extent.POINT, 8192, 8192),
-        Component("overlap", Extent.POINT, 1024, 1024),
+        Component("csa_main", Coverage.RANGE, 4096, 4096),
+        Component("csa_index", Coverage.RANGE, 1024, 1024),
+        Component("swa", Coverage.POINT, 8192, 8192),
+        Component("overlap", Coverage.POINT, 1024, 1024),
     ),
     state_bytes=64,
 )
@@ -57,7 +58,8 @@ IDENTITY = Identity(
 
 
 def node(*, blocks: int, points: int) -> NodeState:
-    slots = {c.name: blocks if c.extent is Extent.RANGE else points for c in LAYOUT.components}
+    count = {Coverage.RANGE: blocks, Coverage.POINT: points}
+    slots = {c.name: count[c.coverage] for c in LAYOUT.components}
     names = RecordNames(IDENTITY, LAYOUT, engine="toy/1", blocks=8)
     planner, costs = Planner(MODEL, FULL_ABILITIES), CostModel(UNMEASURED)
     cache = HeteroCache(LAYOUT, slots, 8)

@@ -8,19 +8,20 @@ from pathlib import Path
 from cache.replay import Replay, Request, load
 from cache.serve import serve
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, NoRoom, Turn
 from ownerserve.cache.policies import POLICIES
 from ownerserve.cache.policies.base import Policy
 from ownerserve.cache.policies.cost_aware import CostAware
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
+from ownerserve.kv.specs import Coverage
 
 KV_BYTES, POINT_BYTES = 64 * 5511, 4_524_248 + 614_400
 """DeepSeek-V4-Pro: compressed KV of 64 tokens; window and overlap rows of one boundary."""
 
-KV = Component("kv", Extent.RANGE, KV_BYTES, KV_BYTES)
-POINT = Component("point", Extent.POINT, POINT_BYTES, POINT_BYTES)
+KV = Component("kv", Coverage.RANGE, KV_BYTES, KV_BYTES)
+POINT = Component("point", Coverage.POINT, POINT_BYTES, POINT_BYTES)
 RUNNING = 512
 PLACEHOLDER = (1 << 32) - 1
 """A prompt's unfinished last block; it is never advanced."""

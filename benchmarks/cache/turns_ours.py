@@ -12,21 +12,22 @@ from time import thread_time
 from cache.recipe import BLOCK, KEPT, NEW, VOCABULARY, clock, grown, idle_sessions
 from cache.serve import serve
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Append, Begun, Turn
 from ownerserve.cache.policies.lru import Lru
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed, pack
+from ownerserve.kv.specs import Coverage
 
 SESSION = SessionId("agent")
 LAYOUT = Layout(
     BLOCK,
     tuple(
-        Component(name, Extent.RANGE, size * BLOCK, size * BLOCK)
+        Component(name, Coverage.RANGE, size * BLOCK, size * BLOCK)
         for name, size in (("csa_main", 4380), ("csa_index", 990), ("hca", 141))
     )
     + tuple(
-        Component(name, Extent.POINT, size, size)
+        Component(name, Coverage.POINT, size, size)
         for name, size in (("swa", 4_524_248), ("csa_overlap", 614_400))
     ),
 )

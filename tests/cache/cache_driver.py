@@ -24,7 +24,7 @@ from ownerserve.cache.effects import (
     SavePoint,
 )
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import (
     Append,
@@ -45,6 +45,7 @@ from ownerserve.cache.tails import Tail
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.prefix import hash_prefix, pack
+from ownerserve.kv.specs import Coverage
 
 B = 16
 BLOCK_BYTES = B * 4
@@ -53,10 +54,10 @@ GARBAGE = b"garbage"
 HYBRID = Layout(
     B,
     (
-        Component("main", Extent.RANGE, 100 * B, 90 * B),
-        Component("index", Extent.RANGE, 20 * B, 20 * B),
-        Component("swa", Extent.POINT, 1000, 1000),
-        Component("overlap", Extent.POINT, 200, 190),
+        Component("main", Coverage.RANGE, 100 * B, 90 * B),
+        Component("index", Coverage.RANGE, 20 * B, 20 * B),
+        Component("swa", Coverage.POINT, 1000, 1000),
+        Component("overlap", Coverage.POINT, 200, 190),
     ),
     state_bytes=2000,
     tails=(
@@ -64,7 +65,7 @@ HYBRID = Layout(
         Tail("index_tail", 8, form=TailForm.ONLINE, row_bytes=50, slot_bytes=60),
     ),
 )
-DENSE = Layout(B, (Component("kv", Extent.RANGE, 64 * B, 64 * B),))
+DENSE = Layout(B, (Component("kv", Coverage.RANGE, 64 * B, 64 * B),))
 
 
 def blocks_of(*symbols: int, tail: int = 0) -> bytes:

@@ -30,11 +30,12 @@ from typing import Any
 import pytest
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, Turn
 from ownerserve.cache.policies.lru import Lru
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import pack
+from ownerserve.kv.specs import Coverage
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
@@ -88,7 +89,7 @@ class Ours:
     """The same operations on a HeteroCache that holds one component."""
 
     def __init__(self) -> None:
-        layout = Layout(PAGE, (Component("kv", Extent.RANGE, 64, 64),))
+        layout = Layout(PAGE, (Component("kv", Coverage.RANGE, 64, 64),))
         self.cache = HeteroCache(layout, {"kv": 100_000}, 256, Lru())
         self.locks: set[str] = set()
         self._turns = 0

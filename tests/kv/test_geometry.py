@@ -13,7 +13,7 @@ from ownerserve.kv.geometry import Geometry, block_unit, pool_plans
 from ownerserve.kv.messages import RestoreAction
 from ownerserve.kv.registry import build
 from ownerserve.kv.registry.source import example_names, find_config, read_config
-from ownerserve.kv.specs import Extent, Role
+from ownerserve.kv.specs import Coverage, Role
 
 V4 = NAMED["fp8_ds_mla"]
 
@@ -47,9 +47,9 @@ def test_blocks_add_up_to_the_context(name):
         assert geometry.range_bytes(whole) == pytest.approx(whole * geometry.bytes_per_token)
         assert geometry.range_bytes(whole - 1) <= geometry.range_bytes(whole)
         assert geometry.allocated_bytes(whole) >= geometry.total_bytes(whole)
-    pools = sum(p.payload_bytes for p in pool_plans(geometry) if p.extent is Extent.RANGE)
+    pools = sum(p.payload_bytes for p in pool_plans(geometry) if p.coverage is Coverage.RANGE)
     assert pools == per_block
-    points = sum(p.payload_bytes for p in pool_plans(geometry) if p.extent is Extent.POINT)
+    points = sum(p.payload_bytes for p in pool_plans(geometry) if p.coverage is Coverage.POINT)
     assert points == geometry.point_bytes <= geometry.fixed_bytes_per_sequence
 
 

@@ -107,7 +107,7 @@ def test_csa_compressor_state(geometry, name, size):
 
 def test_a_v4_pro_checkpoint_is_window_rows_and_overlap_rows(geometry):
     pro = geometry("deepseek-v4-pro")
-    points = {p.name: p.payload_bytes for p in pool_plans(pro) if p.extent == "point"}
+    points = {p.name: p.payload_bytes for p in pool_plans(pro) if p.coverage == "point"}
     assert points == {"swa": 61 * 127 * 584, "csa_overlap": 30 * 4 * (4096 + 1024)}
     assert pro.point_bytes == sum(points.values()) == close(4.9 * MIB)
 

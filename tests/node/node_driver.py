@@ -15,13 +15,14 @@ import msgspec
 from ownerserve.cache import paths
 from ownerserve.cache.effects import LoadPoint, SavePoint
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, NoRoom, Replay, Turn
 from ownerserve.cache.pressure import Checkpoint, Watermarks
 from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, hash_prefix
+from ownerserve.kv.specs import Coverage
 from ownerserve.node.state import NodeState
 from ownerserve.node.vocabulary.chains import prefix_of
 from ownerserve.node.vocabulary.events import (
@@ -65,10 +66,10 @@ REPLAY_TOKENS = 24
 LAYOUT = Layout(
     B,
     (
-        Component("main", Extent.RANGE, 32, 32),
-        Component("index", Extent.RANGE, 32, 32),
-        Component("swa", Extent.POINT, 32, 32),
-        Component("overlap", Extent.POINT, 32, 32),
+        Component("main", Coverage.RANGE, 32, 32),
+        Component("index", Coverage.RANGE, 32, 32),
+        Component("swa", Coverage.POINT, 32, 32),
+        Component("overlap", Coverage.POINT, 32, 32),
     ),
     state_bytes=64,
 )
@@ -110,7 +111,9 @@ class NodeDriver:
         ms_per_token: float = 1.0,
         policy: CheckpointPolicy | None = None,
     ) -> None:
-        slots = {c.name: blocks if c.extent is Extent.RANGE else points for c in LAYOUT.components}
+        slots = {
+            c.name: blocks if c.coverage is Coverage.RANGE else points for c in LAYOUT.components
+        }
         self.cache = HeteroCache(LAYOUT, slots, 4)
         self.settings = settings or NodeSettings(record_blocks=4, spill_after_s=1.0)
         names = RecordNames(IDENTITY, LAYOUT, engine="toy/1", blocks=self.settings.record_blocks)

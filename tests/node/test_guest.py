@@ -7,12 +7,13 @@ from itertools import count
 
 import pytest
 
-from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Arrival, Inserted, Match, Point, Reason, Refused, Reserved
 from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed, pack
+from ownerserve.kv.specs import Coverage
 from ownerserve.node.hosted_state import GuestState
 from ownerserve.node.restore.device import Later
 from ownerserve.node.retention.saves import Capture, Saves
@@ -58,8 +59,8 @@ SESSION = SessionId("s")
 LAYOUT = Layout(
     B,
     (
-        Component(name="dense", extent=Extent.RANGE, slot_bytes=64, payload_bytes=64),
-        Component(name="swa", extent=Extent.POINT, slot_bytes=32, payload_bytes=32),
+        Component(name="dense", coverage=Coverage.RANGE, slot_bytes=64, payload_bytes=64),
+        Component(name="swa", coverage=Coverage.POINT, slot_bytes=32, payload_bytes=32),
     ),
 )
 GUEST = Abilities(

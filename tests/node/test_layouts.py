@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from node_driver import IDENTITY, B
 
-from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.layout import Component, Layout
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.payload import PayloadPart
 from ownerserve.kv.prefix import hash_prefix, pack
+from ownerserve.kv.specs import Coverage
 from ownerserve.node.storage.backing import NodeTiers
 from ownerserve.node.vocabulary.layouts import Parts
 from ownerserve.node.vocabulary.records import Cell, RecordNames
@@ -35,8 +36,8 @@ SWA_BYTES, SWA_SLOT = LAYERS * 5 * 2, 32
 LAYOUT = Layout(
     B,
     (
-        Component("dense", Extent.RANGE, UNIT_BYTES, UNIT_BYTES),
-        Component("swa", Extent.POINT, SWA_SLOT, SWA_BYTES),
+        Component("dense", Coverage.RANGE, UNIT_BYTES, UNIT_BYTES),
+        Component("swa", Coverage.POINT, SWA_SLOT, SWA_BYTES),
     ),
 )
 NAMES = RecordNames(IDENTITY, LAYOUT, engine="payload/1", blocks=UNITS, parts=DENSE)
@@ -183,7 +184,7 @@ def test_padding_at_the_end_of_a_slot_is_no_part_of_the_state(tiers: NodeTiers) 
 def test_parts_that_differ_are_one_page_that_nobody_cuts() -> None:
     uneven = (PayloadPart("a", (2, B, 8), "float32"), PayloadPart("b", (2, B, 4), "float32"))
     size = sum(part.padded_bytes for part in uneven)
-    layout = Layout(B, (Component("x", Extent.RANGE, size, size),))
+    layout = Layout(B, (Component("x", Coverage.RANGE, size, size),))
     names = RecordNames(IDENTITY, layout, engine="payload/1", blocks=4, parts={"x": uneven})
     found = decode(names.descriptor("x"))
     assert found is not None and found.is_consistent()

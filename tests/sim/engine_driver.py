@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import pack
+from ownerserve.kv.specs import Coverage
 from ownerserve.node.state import NodeState
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
@@ -31,8 +32,8 @@ from ownerserve.sim.turns import Turn
 from ownerserve.sim.worker import Machine, Worker
 
 U = 4
-RANGE = Component("kv", Extent.RANGE, 64, 64)
-STATE = Component("state", Extent.POINT, 1024, 1024)
+RANGE = Component("kv", Coverage.RANGE, 64, 64)
+STATE = Component("state", Coverage.POINT, 1024, 1024)
 PLAIN = Layout(1, (RANGE,), 0)
 LIMITS = Limits(64, 8)
 HYBRID = Layout(2, (RANGE, STATE), 0)

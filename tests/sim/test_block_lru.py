@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, Turn
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Packed, pack
+from ownerserve.kv.specs import Coverage
 from ownerserve.sim.block_lru import BlockLru
 
 B = 4
-LAYOUT = Layout(B, (Component("kv", Extent.RANGE, 8, 8),), state_bytes=8)
+LAYOUT = Layout(B, (Component("kv", Coverage.RANGE, 8, 8),), state_bytes=8)
 HEAD = list(range(4 * B))
 LONG = [*HEAD, *range(100, 100 + 4 * B)]
 OTHER = list(range(500, 500 + 4 * B))

@@ -10,7 +10,7 @@ from sim_node_driver import geometry_of
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import block_unit
-from ownerserve.kv.specs import Extent
+from ownerserve.kv.specs import Coverage
 from ownerserve.kv.units import GIB
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.question import model_state
@@ -40,11 +40,11 @@ def test_bytes_are_those_of_the_model(config: str, unit_tokens: int) -> None:
     model = unit_model(geometry, unit_tokens)
     assert model.block_tokens == math.lcm(unit_tokens, block_unit(geometry.spec))
     assert model.layout.block_tokens * unit_tokens == model.block_tokens
-    payload = dict.fromkeys(Extent, 0)
+    payload = dict.fromkeys(Coverage, 0)
     for component in model.layout.components:
-        payload[component.extent] += component.payload_bytes
-    assert payload[Extent.RANGE] == pytest.approx(geometry.bytes_per_token * model.block_tokens)
-    assert payload[Extent.POINT] == geometry.point_bytes
+        payload[component.coverage] += component.payload_bytes
+    assert payload[Coverage.RANGE] == pytest.approx(geometry.bytes_per_token * model.block_tokens)
+    assert payload[Coverage.POINT] == geometry.point_bytes
     assert model.layout.state_bytes == geometry.state_bytes
     assert model.state.range_bytes_per_token >= geometry.bytes_per_token * unit_tokens * 0.999
 

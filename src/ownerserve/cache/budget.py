@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import msgspec
 
-from ownerserve.cache.layout import Extent, Layout
+from ownerserve.cache.layout import Layout
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.specs import Coverage
 from ownerserve.kv.units import format_bytes
 
 POINT_SHARE = 0.25
@@ -30,8 +31,8 @@ class PoolSizes(msgspec.Struct, frozen=True):
 
 def share_memory(layout: Layout, kv_bytes: int, *, max_running: int) -> PoolSizes:
     """Raises InvalidInput when `kv_bytes` can't hold a few blocks beside the running states."""
-    block_bytes = _slot_bytes(layout, Extent.RANGE)
-    point_bytes = _slot_bytes(layout, Extent.POINT)
+    block_bytes = _slot_bytes(layout, Coverage.RANGE)
+    point_bytes = _slot_bytes(layout, Coverage.POINT)
     states = (max_running + ZERO_SLOTS) * layout.state_bytes
     zeros = ZERO_SLOTS * (block_bytes + point_bytes)
     left = kv_bytes - states - zeros
@@ -45,9 +46,9 @@ def share_memory(layout: Layout, kv_bytes: int, *, max_running: int) -> PoolSize
             f"{format_bytes(kv_bytes)} is too small for {max_running} running sequences",
             f"give at least {format_bytes(least)} or lower --max-running",
         )
-    count = {Extent.RANGE: blocks, Extent.POINT: points}
-    return PoolSizes({c.name: count[c.extent] for c in layout.components}, max_running)
+    count = {Coverage.RANGE: blocks, Coverage.POINT: points}
+    return PoolSizes({c.name: count[c.coverage] for c in layout.components}, max_running)
 
 
-def _slot_bytes(layout: Layout, extent: Extent) -> int:
-    return sum(c.slot_bytes for c in layout.components if c.extent is extent)
+def _slot_bytes(layout: Layout, coverage: Coverage) -> int:
+    return sum(c.slot_bytes for c in layout.components if c.coverage is coverage)

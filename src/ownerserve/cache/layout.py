@@ -14,9 +14,7 @@ import msgspec
 
 from ownerserve.cache.tails import Tail
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.specs import Extent
-
-__all__ = ["Component", "Extent", "Layout"]
+from ownerserve.kv.specs import Coverage
 
 
 class Component(msgspec.Struct, frozen=True):
@@ -27,7 +25,7 @@ class Component(msgspec.Struct, frozen=True):
     """
 
     name: str
-    extent: Extent
+    coverage: Coverage
     slot_bytes: int
     payload_bytes: int
 
@@ -60,11 +58,11 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def range_names(self) -> tuple[str, ...]:
-        return tuple(c.name for c in self.components if c.extent is Extent.RANGE)
+        return tuple(c.name for c in self.components if c.coverage is Coverage.RANGE)
 
     @property
     def point_names(self) -> tuple[str, ...]:
-        return tuple(c.name for c in self.components if c.extent is Extent.POINT)
+        return tuple(c.name for c in self.components if c.coverage is Coverage.POINT)
 
     def needed_at(self, position: int) -> tuple[str, ...]:
         """Parts of a state block without which nothing can go on at `position`: the point

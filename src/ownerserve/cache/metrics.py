@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ownerserve.cache import paths
-from ownerserve.cache.layout import Extent
 from ownerserve.cache.tails import Tail
+from ownerserve.kv.specs import Coverage
 
 if TYPE_CHECKING:
     from ownerserve.cache.hetero import HeteroCache
@@ -186,7 +186,7 @@ def _fragmentation(cache: HeteroCache) -> Fragmentation:
         padding = component.slot_bytes - component.payload_bytes
         slots = used.get(component.name, rooms.blocks.used)
         internal[component.name] = slots * padding
-        if component.extent is Extent.RANGE:
+        if component.coverage is Coverage.RANGE:
             internal[component.name] += unfilled * component.payload_bytes // block
     for tail in cache.layout.tails:
         internal[tail.name] = sum(

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ownerserve.cache.evictor import Evictor
-from ownerserve.cache.layout import Extent, Layout
+from ownerserve.cache.layout import Layout
 from ownerserve.cache.metrics import Counters, Lost
 from ownerserve.cache.node import ABSENT, Stop
 from ownerserve.cache.outcomes import NoRoom, Shortage
 from ownerserve.cache.pool import SlotPool
 from ownerserve.cache.tree import Freed
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.specs import Coverage
 
 STATE_POOL = "state"
 
@@ -56,7 +57,7 @@ class Rooms:
         self._block_bytes = sum(
             component.slot_bytes
             for component in layout.components
-            if component.extent is Extent.RANGE
+            if component.coverage is Coverage.RANGE
         )
 
     def evictable_blocks(self) -> int:

@@ -20,7 +20,7 @@ import msgspec
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.specs import (
-    Extent,
+    Coverage,
     LayerSpec,
     ModelSpec,
     Recurrent,
@@ -62,7 +62,7 @@ class PoolPlan(msgspec.Struct, frozen=True):
     """Plain sizes of one slot, from which a cache layout is made (`cache.layout.Component`)."""
 
     name: str
-    extent: Extent
+    coverage: Coverage
     slot_bytes: int
     payload_bytes: int
 
@@ -146,7 +146,7 @@ class Geometry(msgspec.Struct, frozen=True):
 
 def block_unit(spec: ModelSpec) -> int:
     """lcm of all compression ratios and the engine's page: the smallest legal block."""
-    ratios = (state.tokens_per_entry for state in spec.states if state.extent is Extent.RANGE)
+    ratios = (state.tokens_per_entry for state in spec.states if state.coverage is Coverage.RANGE)
     return math.lcm(spec.page_tokens, *ratios)
 
 
@@ -168,7 +168,7 @@ def pool_plans(geometry: Geometry) -> tuple[PoolPlan, ...]:
     plans: dict[str, PoolPlan] = {}
     states = geometry.spec.states
     for state in states:
-        if state.extent is Extent.RANGE:
+        if state.coverage is Coverage.RANGE:
             name = state.role.value
             entries = geometry.block_tokens // state.tokens_per_entry
             payload = entries * state.entry.payload_bytes
@@ -176,10 +176,10 @@ def pool_plans(geometry: Geometry) -> tuple[PoolPlan, ...]:
             name = POINT_NAME.get(state.role, state.role.value)
             payload = state.boundary_bytes
         if payload:
-            before = plans.get(name, PoolPlan(name, state.extent, 0, 0))
+            before = plans.get(name, PoolPlan(name, state.coverage, 0, 0))
             plans[name] = PoolPlan(
                 name,
-                state.extent,
+                state.coverage,
                 before.slot_bytes + state.padded(payload),
                 before.payload_bytes + payload,
             )

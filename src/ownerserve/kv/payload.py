@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.specs import Extent
+from ownerserve.kv.specs import Coverage
 
 FORMAT = "payload/1"
 """Names this layout in a record's descriptor. A new number when it changes."""
@@ -35,18 +35,18 @@ PART_ALIGN_BYTES = 16
 DENSE, WINDOW, MLA, CONV, RECURRENT = "dense", "swa", "mla", "conv", "recurrent"
 CSA_MAIN, CSA_INDEX, CSA_OVERLAP, HCA = "csa_main", "csa_index", "csa_overlap", "hca"
 PAGES, WINDOW_PAGES = "pages", "window_pages"
-EXTENT_OF = {
-    DENSE: Extent.RANGE,
-    MLA: Extent.RANGE,
-    CSA_MAIN: Extent.RANGE,
-    CSA_INDEX: Extent.RANGE,
-    HCA: Extent.RANGE,
-    PAGES: Extent.RANGE,
-    WINDOW: Extent.POINT,
-    CSA_OVERLAP: Extent.POINT,
-    CONV: Extent.POINT,
-    RECURRENT: Extent.POINT,
-    WINDOW_PAGES: Extent.POINT,
+COVERAGE_OF = {
+    DENSE: Coverage.RANGE,
+    MLA: Coverage.RANGE,
+    CSA_MAIN: Coverage.RANGE,
+    CSA_INDEX: Coverage.RANGE,
+    HCA: Coverage.RANGE,
+    PAGES: Coverage.RANGE,
+    WINDOW: Coverage.POINT,
+    CSA_OVERLAP: Coverage.POINT,
+    CONV: Coverage.POINT,
+    RECURRENT: Coverage.POINT,
+    WINDOW_PAGES: Coverage.POINT,
 }
 ITEM_BYTES = {
     "float64": 8,
@@ -94,8 +94,8 @@ class PayloadSection(msgspec.Struct, frozen=True):
         return sum(part.payload_bytes for part in self.parts)
 
     @property
-    def extent(self) -> Extent:
-        return EXTENT_OF[self.name]
+    def coverage(self) -> Coverage:
+        return COVERAGE_OF[self.name]
 
     @property
     def layers(self) -> int:
@@ -139,7 +139,7 @@ def payload_digest(
 
     `rates` are the compression ratios of the layers that compress (CSA, HCA).
     """
-    ranges_first = sorted(sections, key=lambda s: s.extent is Extent.POINT)
+    ranges_first = sorted(sections, key=lambda s: s.coverage is Coverage.POINT)
     arrays = [
         [s.name, [[p.name, list(p.shape), f"torch.{p.dtype}"] for p in s.parts]]
         for s in ranges_first

@@ -134,7 +134,7 @@ class Recurrent(msgspec.Struct, frozen=True, tag="recurrent"):
 Kind: TypeAlias = PerToken | Compressed | Window | Ring | Recurrent
 
 
-class Extent(StrEnum):
+class Coverage(StrEnum):
     """What a kept piece of a state covers: a token range, or one boundary."""
 
     RANGE = "range"
@@ -163,8 +163,8 @@ class StateSpec(msgspec.Struct, frozen=True):
     extra_bytes: int = 0
 
     @property
-    def extent(self) -> Extent:
-        return Extent.RANGE if isinstance(self.kind, PerToken | Compressed) else Extent.POINT
+    def coverage(self) -> Coverage:
+        return Coverage.RANGE if isinstance(self.kind, PerToken | Compressed) else Coverage.POINT
 
     @property
     def restore_actions(self) -> tuple[RestoreAction, ...]:

@@ -25,7 +25,7 @@ from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry, block_unit, pool_plans
 from ownerserve.kv.messages import Tier
-from ownerserve.kv.specs import Extent, ModelSpec, Ring
+from ownerserve.kv.specs import Coverage, ModelSpec, Ring
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import Defaults
@@ -72,14 +72,14 @@ def unit_model(geometry: Geometry, unit_tokens: int) -> UnitModel:
     layout = unit_layout(blocked, unit_tokens)
     state = model_state(blocked)
     # The planner prices slots, as a node's own model state does: alignment is loaded too.
-    slots = dict.fromkeys(Extent, 0)
+    slots = dict.fromkeys(Coverage, 0)
     for component in layout.components:
-        slots[component.extent] += component.slot_bytes
+        slots[component.coverage] += component.slot_bytes
     in_units = msgspec.structs.replace(
         state,
         block_tokens=layout.block_tokens,
-        range_bytes_per_token=slots[Extent.RANGE] / layout.block_tokens,
-        point_bytes=slots[Extent.POINT],
+        range_bytes_per_token=slots[Coverage.RANGE] / layout.block_tokens,
+        point_bytes=slots[Coverage.POINT],
         exact_replay_tokens=_whole(state.exact_replay_tokens, unit_tokens),
         bounded_replay_tokens=_whole(state.bounded_replay_tokens, unit_tokens),
     )
@@ -91,10 +91,10 @@ def unit_layout(geometry: Geometry, unit_tokens: int) -> Layout:
     legal block."""
     blocked = _blocked(geometry, unit_tokens)
     components = tuple(
-        Component(plan.name, plan.extent, plan.slot_bytes, plan.payload_bytes)
+        Component(plan.name, plan.coverage, plan.slot_bytes, plan.payload_bytes)
         for plan in pool_plans(blocked)
     )
-    if not any(component.extent is Extent.RANGE for component in components):
+    if not any(component.coverage is Coverage.RANGE for component in components):
         raise InvalidInput(
             "model",
             f"{geometry.spec.family} keeps no state of token ranges",

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Protocol
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.layout import Extent
 from ownerserve.cache.outcomes import Resume
 from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
+from ownerserve.kv.specs import Coverage
 from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.node.vocabulary.events import Arrived, Ended, Event, Gone, RestoreReport
 from ownerserve.plan.inputs import Backlog
@@ -114,12 +114,12 @@ class Worker:
         self.machine = make(self)
         self.lives = [self.machine]
         layout = self.cache.layout
-        per_block = sum(c.payload_bytes for c in layout.components if c.extent is Extent.RANGE)
+        per_block = sum(c.payload_bytes for c in layout.components if c.coverage is Coverage.RANGE)
         self.unit_bytes = per_block / layout.block_tokens
         self.point_bytes = sum(
-            c.payload_bytes for c in layout.components if c.extent is Extent.POINT
+            c.payload_bytes for c in layout.components if c.coverage is Coverage.POINT
         )
-        slot_bytes = sum(c.slot_bytes for c in layout.components if c.extent is Extent.RANGE)
+        slot_bytes = sum(c.slot_bytes for c in layout.components if c.coverage is Coverage.RANGE)
         self.block_bytes = slot_bytes
         self._block_units = layout.block_tokens
         self._most_units = self.cache.rooms.blocks.capacity * layout.block_tokens

@@ -14,7 +14,7 @@ from ownerserve.kv.descriptor import KvDescriptor
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.registry import build
-from ownerserve.kv.specs import Extent
+from ownerserve.kv.specs import Coverage
 from ownerserve.trace.flops import active_parameters, flops_of
 from ownerserve.trace.model import Trace
 from ownerserve.trace.reuse import by_arrival, ideal_reuse
@@ -99,7 +99,7 @@ def _kv_bytes(geometry: Geometry, tokens: NDArray[np.float64]) -> NDArray[np.flo
     """`Geometry.range_bytes` and fixed state, for many lengths at once."""
     by_stride: dict[int, int] = {}
     for state in geometry.spec.states:
-        if state.extent is Extent.RANGE:
+        if state.coverage is Coverage.RANGE:
             stride = state.tokens_per_entry
             by_stride[stride] = by_stride.get(stride, 0) + state.entry.payload_bytes
     held = np.full_like(tokens, geometry.fixed_bytes_per_sequence)

@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.layout import Component, Layout
 from ownerserve.engines.hf.desk import Desk
 from ownerserve.engines.hf.requests import Request, Stopping
 from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.status import Identity
 from ownerserve.engines.hf.step import Arrival, Limits, Rejected, StepPlan
 from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Release, Released, Reserve, Reserved, Seed
 from ownerserve.node.admission.reservations import RESERVED_FOR_S
@@ -27,7 +28,7 @@ SCHEDULES = 30 if os.environ.get("OWNERSERVE_LONG") else 1
 SCHEDULE_S = 60.0
 LAYOUT = Layout(
     BLOCK,
-    (Component("dense", Extent.RANGE, 8, 8), Component("swa", Extent.POINT, 8, 8)),
+    (Component("dense", Coverage.RANGE, 8, 8), Component("swa", Coverage.POINT, 8, 8)),
     state_bytes=8,
 )
 

@@ -6,7 +6,7 @@ import pytest
 
 from ownerserve.cache.effects import CopyState, LoadPoint, ResetState, SavePoint
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Append, Begun, Replay, Turn
 from ownerserve.engines.hf.requests import WorkerRefusal
 from ownerserve.engines.hf.scheduler import Scheduler
@@ -24,12 +24,13 @@ from ownerserve.engines.hf.step import (
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
+from ownerserve.kv.specs import Coverage
 from ownerserve.node.vocabulary.chains import prefix_of
 
 BLOCK, CHUNK = 4, 8
 LAYOUT = Layout(
     BLOCK,
-    (Component("dense", Extent.RANGE, 8, 8), Component("swa", Extent.POINT, 8, 8)),
+    (Component("dense", Coverage.RANGE, 8, 8), Component("swa", Coverage.POINT, 8, 8)),
     state_bytes=8,
 )
 

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ownerserve.cache.effects import Effect, LoadPoint, ResetState, SavePoint
-from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, NoRoom, Reason, Refused, Turn
 from ownerserve.cache.table import Table
 from ownerserve.engines.hf.scheduler import Scheduler
 from ownerserve.engines.hf.step import Arrival, Limits, Rejected, StepPlan
 from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
+from ownerserve.kv.specs import Coverage
 from ownerserve.node.vocabulary.chains import prefix_of
 
 BLOCK = 4
@@ -51,7 +52,7 @@ class FakeCache:
     def __init__(self, capacity: int, state_slots: int = 64) -> None:
         self.layout = Layout(
             BLOCK,
-            (Component("dense", Extent.RANGE, 1, 1), Component("swa", Extent.POINT, 1, 1)),
+            (Component("dense", Coverage.RANGE, 1, 1), Component("swa", Coverage.POINT, 1, 1)),
         )
         self.capacity = capacity
         self.turns: dict[TurnId, Held] = {}

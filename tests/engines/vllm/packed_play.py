@@ -22,7 +22,7 @@ from ownerserve.engines.vllm.places import Places
 from ownerserve.engines.vllm.shape import StateShape, describe
 from ownerserve.engines.vllm.streams import host_runtime, stream_of
 from ownerserve.engines.vllm.worker import WorkerSide
-from ownerserve.kv.specs import Extent
+from ownerserve.kv.specs import Coverage
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.vocabulary.events import Filling
 from ownerserve.store.model import Kind, Meta, Want
@@ -97,7 +97,7 @@ class Pool:
                 tables,
                 *(
                     (0, position)
-                    if at.section.extent is Extent.RANGE
+                    if at.section.coverage is Coverage.RANGE
                     else self.shape.span(name, position)
                 ),
             )
@@ -114,7 +114,7 @@ class Pool:
                     0,
                     name,
                     tuple(range(position // block))
-                    if at.section.extent is Extent.RANGE
+                    if at.section.coverage is Coverage.RANGE
                     else (position,),
                 ),
                 hit=hit,

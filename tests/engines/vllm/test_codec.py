@@ -174,8 +174,8 @@ def hf_config() -> Any:
 def test_the_hf_engine_means_the_same_by_the_same_digest() -> None:
     states = hf_describe(hf_config(), torch.float32, block_tokens=64)
     assert model().payload.digest() == states.digest()
-    own = {c.name: (c.extent, c.slot_bytes, c.payload_bytes) for c in model().layout().components}
-    its = {c.name: (c.extent, c.slot_bytes, c.payload_bytes) for c in states.layout().components}
+    own = {c.name: (c.coverage, c.slot_bytes, c.payload_bytes) for c in model().layout().components}
+    its = {c.name: (c.coverage, c.slot_bytes, c.payload_bytes) for c in states.layout().components}
     assert own == its
 
 

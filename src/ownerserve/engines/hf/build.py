@@ -29,7 +29,7 @@ from ownerserve.engines.hf.step import Limits
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import WorkerId
-from ownerserve.kv.specs import Extent
+from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.node.ownership.kinds import kinds_of
 from ownerserve.node.ownership.ownership import Ownership, Owning, Unowned
@@ -84,7 +84,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 class Worker(msgspec.Struct, frozen=True):
     """Everything a server needs; `sizes` is for people. `prefixes` makes the digests of prompts
-    as they are read: for the answer's extent, and for a node."""
+    as they are read: for the answer's coverage, and for a node."""
 
     engine: Engine
     codec: Codec
@@ -141,7 +141,7 @@ def build_worker(options: WorkerOptions) -> Worker:
             block_tokens=runner.layout.block_tokens,
             scope=(node.state.names.identity if node else identity_of(checkpoint, runner)).digest(),
             inventory=steps.inventory,
-            kinds=kinds_of(runner.layout, Extent.RANGE),
+            kinds=kinds_of(runner.layout, Coverage.RANGE),
         )
         metrics.registry.register(OwnershipCollector(ownership))
         steps.own(ownership)

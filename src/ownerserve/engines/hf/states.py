@@ -19,11 +19,12 @@ from typing import Any
 import msgspec
 import torch
 
-from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.tails import Tail
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.payload import PayloadPart, PayloadSection, payload_digest
+from ownerserve.kv.specs import Coverage
 from ownerserve.plan.inputs import ModelState
 
 PART_ALIGN_BYTES = 16
@@ -80,10 +81,10 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Section(msgspec.Struct, frozen=True):
-    """A component's tensors in the order they lie in a slot. `extent` None: a tail, live only."""
+    """A component's tensors in the order they lie in a slot. `coverage` None: a tail, live only."""
 
     name: str
-    extent: Extent | None
+    coverage: Coverage | None
     parts: tuple[Part, ...]
 
     @property
@@ -125,16 +126,16 @@ class ModelStates(msgspec.Struct, frozen=True):
 
     @property
     def range_sections(self) -> tuple[Section, ...]:
-        return tuple(s for s in self.sections if s.extent is Extent.RANGE)
+        return tuple(s for s in self.sections if s.coverage is Coverage.RANGE)
 
     @property
     def point_sections(self) -> tuple[Section, ...]:
-        return tuple(s for s in self.sections if s.extent is Extent.POINT)
+        return tuple(s for s in self.sections if s.coverage is Coverage.POINT)
 
     @property
     def live_sections(self) -> tuple[Section, ...]:
         """What a state block holds: every point component as it is, then the tails."""
-        tails = tuple(s for s in self.sections if s.extent is None)
+        tails = tuple(s for s in self.sections if s.coverage is None)
         return self.point_sections + tails
 
     def planned_state(self) -> ModelState:
@@ -164,7 +165,7 @@ class ModelStates(msgspec.Struct, frozen=True):
                 for part in section.parts
             )
             for section in self.sections
-            if section.extent is not None
+            if section.coverage is not None
         }
 
     def digest(self) -> bytes:
@@ -187,16 +188,16 @@ class ModelStates(msgspec.Struct, frozen=True):
         components = tuple(
             Component(
                 name=section.name,
-                extent=section.extent,
+                coverage=section.coverage,
                 slot_bytes=section.slot_bytes,
                 payload_bytes=section.payload_bytes,
             )
             for section in self.sections
-            if section.extent is not None
+            if section.coverage is not None
         )
         state_bytes = sum(section.slot_bytes for section in self.live_sections)
         tails = tuple(
-            self._tail(section) for section in self.live_sections if section.extent is None
+            self._tail(section) for section in self.live_sections if section.coverage is None
         )
         return Layout(self.block_tokens, components, state_bytes, tails)
 
@@ -272,12 +273,12 @@ class _Shapes:
         self._rates: dict[str, int] = getattr(config, "compress_rates", None) or {}
 
     def section(self, name: str, *, layers: int) -> Section:
-        extent = _EXTENT[name]
+        coverage = _COVERAGE[name]
         shapes = getattr(self, f"_{name}")()
         parts = tuple(
             Part(part, (layers, *shape), self._part_dtype(name)) for part, shape in shapes.items()
         )
-        return Section(name, extent, parts)
+        return Section(name, coverage, parts)
 
     def _part_dtype(self, section: str) -> torch.dtype:
         # The delta rule computes in float32, whatever the model's dtype; an online softmax must.
@@ -351,15 +352,15 @@ class _Shapes:
         }
 
 
-_EXTENT: dict[str, Extent | None] = {
-    DENSE: Extent.RANGE,
-    CSA_MAIN: Extent.RANGE,
-    CSA_INDEX: Extent.RANGE,
-    HCA: Extent.RANGE,
-    WINDOW: Extent.POINT,
-    CSA_OVERLAP: Extent.POINT,
-    CONV: Extent.POINT,
-    RECURRENT: Extent.POINT,
+_COVERAGE: dict[str, Coverage | None] = {
+    DENSE: Coverage.RANGE,
+    CSA_MAIN: Coverage.RANGE,
+    CSA_INDEX: Coverage.RANGE,
+    HCA: Coverage.RANGE,
+    WINDOW: Coverage.POINT,
+    CSA_OVERLAP: Coverage.POINT,
+    CONV: Coverage.POINT,
+    RECURRENT: Coverage.POINT,
     CSA_TAIL: None,
     HCA_TAIL: None,
 }

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.layout import Extent, Layout
+from ownerserve.cache.layout import Layout
 from ownerserve.engines.hf.step import Load
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
+from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.status import (
     ProfileStatement,
     WorkerLoad,
@@ -83,7 +84,7 @@ def worker_load(
 ) -> WorkerLoad:
     """The stamp on answers. Bytes are those of range blocks: they are what runs short."""
     blocks = cache.rooms.blocks
-    block_bytes = _slot_bytes(cache.layout, Extent.RANGE)
+    block_bytes = _slot_bytes(cache.layout, Coverage.RANGE)
     return WorkerLoad(
         unit=identity.unit,
         as_of=as_of_s,
@@ -105,8 +106,8 @@ def worker_profile(
         models=(identity.model,),
         actions=actions_of(tiers),
         spec_digest=identity.spec_digest,
-        kv_bytes_per_token=_slot_bytes(layout, Extent.RANGE) / layout.block_tokens,
-        kv_bytes_per_sequence=float(_slot_bytes(layout, Extent.POINT)),
+        kv_bytes_per_token=_slot_bytes(layout, Coverage.RANGE) / layout.block_tokens,
+        kv_bytes_per_sequence=float(_slot_bytes(layout, Coverage.POINT)),
         speed=speed_statement(costs, replay_tokens=0),
         tiers=tuple(tier_statements(costs, tiers)),
         sequence_tokens=identity.sequence_tokens,
@@ -135,6 +136,6 @@ def worker_status(
     )
 
 
-def _slot_bytes(layout: Layout, extent: Extent) -> int:
-    """What one slot of every component of this extent occupies together."""
-    return sum(one.slot_bytes for one in layout.components if one.extent is extent)
+def _slot_bytes(layout: Layout, coverage: Coverage) -> int:
+    """What one slot of every component of this coverage occupies together."""
+    return sum(one.slot_bytes for one in layout.components if one.coverage is coverage)

@@ -34,7 +34,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.payload import CONV, DENSE, FORMAT, RECURRENT, WINDOW
-from ownerserve.kv.specs import Extent
+from ownerserve.kv.specs import Coverage
 from ownerserve.node.hosted_state import GuestState
 from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.node.ownership.kinds import kinds_of
@@ -217,7 +217,7 @@ def ownership(parts: Parts, unit: RoutingUnit, inventory: Inventory) -> Ownershi
         block_tokens=parts.layout.block_tokens,
         scope=parts.identity.digest(),
         inventory=inventory,
-        kinds=kinds_of(parts.layout, Extent.RANGE),
+        kinds=kinds_of(parts.layout, Coverage.RANGE),
     )
     owned.start()
     return owned

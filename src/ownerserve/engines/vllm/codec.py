@@ -23,7 +23,7 @@ from ownerserve.engines.vllm.packed import Row
 from ownerserve.engines.vllm.shape import ComponentMap, StateShape
 from ownerserve.kv.errors import InvalidInput, SpecMismatch
 from ownerserve.kv.payload import CONV, MLA, RECURRENT, WINDOW, WINDOW_PAGES, PayloadPart
-from ownerserve.kv.specs import Extent
+from ownerserve.kv.specs import Coverage
 
 Piece = tuple[Tensor, tuple[Tensor, Any], Any]
 """A piece of the payload; the view it is of, with blocks or rows in it; rows of the piece."""
@@ -145,7 +145,7 @@ class Codec:
     # -- parts ---------------------------------------------------------------------------------
 
     def _units(self, place: Place) -> int:
-        if self._shape.components[place.component].section.extent is Extent.RANGE:
+        if self._shape.components[place.component].section.coverage is Coverage.RANGE:
             return (place.end - place.start) // self._shape.payload.block_tokens
         return 1
 

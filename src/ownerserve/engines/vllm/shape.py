@@ -33,7 +33,7 @@ from ownerserve.kv.payload import (
     PayloadPart,
     PayloadSection,
 )
-from ownerserve.kv.specs import Extent
+from ownerserve.kv.specs import Coverage
 from ownerserve.plan.inputs import ModelState
 
 LEAST_BLOCK_TOKENS = 32
@@ -104,7 +104,7 @@ class StateShape(msgspec.Struct, frozen=True):
         components = tuple(
             Component(
                 name=section.name,
-                extent=section.extent,
+                coverage=section.coverage,
                 slot_bytes=section.unit_bytes,
                 payload_bytes=section.payload_bytes,
             )
@@ -115,8 +115,8 @@ class StateShape(msgspec.Struct, frozen=True):
     def model_state(self) -> ModelState:
         """As the planner needs it. No replay: an engine that owns its blocks offers none."""
         sections, block = self.payload.sections, self.payload.block_tokens
-        ranges = [s.unit_bytes for s in sections if s.extent is Extent.RANGE]
-        points = [s.unit_bytes for s in sections if s.extent is Extent.POINT]
+        ranges = [s.unit_bytes for s in sections if s.coverage is Coverage.RANGE]
+        points = [s.unit_bytes for s in sections if s.coverage is Coverage.POINT]
         return ModelState(
             layers=len(self.payload.kinds),
             block_tokens=block,

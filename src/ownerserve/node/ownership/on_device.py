@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import Tier
-from ownerserve.kv.specs import Extent
+from ownerserve.kv.specs import Coverage
 from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.node.ownership.kinds import kinds_of
 
@@ -27,7 +27,9 @@ class OnDevice:
         self._cache = cache
         self._inventory = inventory
         self._digest_at = digest_at
-        self._kinds = kinds_of(cache.layout, Extent.RANGE) | kinds_of(cache.layout, Extent.POINT)
+        self._kinds = kinds_of(cache.layout, Coverage.RANGE) | kinds_of(
+            cache.layout, Coverage.POINT
+        )
         cache.tree.slid = set()
 
     def ended(self, session_id: SessionId) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import Tier
-from ownerserve.kv.specs import Extent
+from ownerserve.kv.specs import Coverage
 from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.node.ownership.kinds import kinds_of
 from ownerserve.node.vocabulary.events import (
@@ -49,8 +49,8 @@ class Residency:
         self._names = names
         self._inventory = inventory
         self._can_replay = can_replay
-        self._range_kinds = kinds_of(names.layout, Extent.RANGE)
-        self._point_kinds = kinds_of(names.layout, Extent.POINT)
+        self._range_kinds = kinds_of(names.layout, Coverage.RANGE)
+        self._point_kinds = kinds_of(names.layout, Coverage.POINT)
         self._tips: OrderedDict[SessionId, Tip] = OrderedDict()
         self._by_end: dict[PrefixHash, set[SessionId]] = {}
         self._due: OrderedDict[SessionId, float] = OrderedDict()  # in the order of their instants

@@ -18,7 +18,7 @@ import msgspec
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.payload import ITEM_BYTES, PayloadPart
-from ownerserve.kv.specs import Extent
+from ownerserve.kv.specs import Coverage
 from ownerserve.store.convert import ByteOrder
 from ownerserve.store.convert import Layout as Description
 
@@ -40,7 +40,7 @@ def descriptors(layout: Layout, parts: Parts, *, form: str) -> dict[str, bytes]:
         component.name: _describe(
             _opaque(component, layout.block_tokens, name=name, version=int(version)),
             tuple(parts.get(component.name, ())),
-            is_range=component.extent is Extent.RANGE,
+            is_range=component.coverage is Coverage.RANGE,
         ).encode()
         for component in layout.components
     }

@@ -18,9 +18,10 @@ from typing import Protocol
 
 import msgspec
 
-from ownerserve.cache.layout import Component, Extent, Layout
+from ownerserve.cache.layout import Component, Layout
 from ownerserve.kv.artifacts import ArtifactIds, ArtifactKey, Identity, PointKey, RangeKey
 from ownerserve.kv.ids import PrefixHash
+from ownerserve.kv.specs import Coverage
 from ownerserve.node.vocabulary.layouts import Parts, descriptors
 from ownerserve.store.model import ID_BYTES, SHARED, Kind, Meta, meta_of
 
@@ -178,7 +179,7 @@ class RecordNames:
         """What all records of a component say of themselves."""
         nowhere = PrefixHash(bytes(ID_BYTES))
         key: ArtifactKey = PointKey(nowhere, 1, component.name)
-        if component.extent is Extent.RANGE:
+        if component.coverage is Coverage.RANGE:
             key = RangeKey(nowhere, 0, 1, component.name)
         meta = meta_of(self.identity, key, tenant=self.tenant)
         return msgspec.structs.replace(meta, descriptor=self._descriptors[component.name])

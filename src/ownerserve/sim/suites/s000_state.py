@@ -10,7 +10,7 @@ from typing import Any
 from ownerserve.kv.geometry import Geometry, exact_replay_tokens
 from ownerserve.kv.registry import build as spec_of
 from ownerserve.kv.registry.source import find_config, read_config
-from ownerserve.kv.specs import Extent, PerToken, Window
+from ownerserve.kv.specs import Coverage, PerToken, Window
 from ownerserve.kv.units import GIB
 from ownerserve.report.figures.state import (
     SessionsByMemory,
@@ -86,7 +86,7 @@ def _windows(geometry: Geometry) -> list[Any]:
 
 
 def _ranged(geometry: Geometry) -> list[Any]:
-    return [state for state in geometry.spec.states if state.extent is Extent.RANGE]
+    return [state for state in geometry.spec.states if state.coverage is Coverage.RANGE]
 
 
 def _jobs(scale: Scale) -> dict[str, Job]:

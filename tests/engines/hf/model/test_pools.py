@@ -13,17 +13,17 @@ from ownerserve.cache.effects import (  # noqa: E402
     ResetState,
     SavePoint,
 )
-from ownerserve.cache.layout import Extent  # noqa: E402
 from ownerserve.engines.hf.pools import Pool, Pools  # noqa: E402
 from ownerserve.engines.hf.states import ModelStates, Part, Section  # noqa: E402
 from ownerserve.kv.errors import InvalidInput, SpecMismatch  # noqa: E402
+from ownerserve.kv.specs import Coverage  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
-BLOCKS = Section("dense", Extent.RANGE, (Part("keys", (2, 4, 3), torch.float32),))
+BLOCKS = Section("dense", Coverage.RANGE, (Part("keys", (2, 4, 3), torch.float32),))
 WINDOW = Section(
     "swa",
-    Extent.POINT,
+    Coverage.POINT,
     (Part("keys", (3, 5), torch.bfloat16), Part("values", (3, 5), torch.float32)),
 )
 TAIL = Section("tail", None, (Part("kv", (1, 7), torch.float32),))

@@ -10,14 +10,13 @@ pytest.importorskip("transformers", reason="the hf engine needs the [engine] ext
 
 import torch
 
-from ownerserve.cache.layout import Extent
 from ownerserve.engines.hf.states import describe
 from ownerserve.engines.hf.tiny import TINY_MODELS, tiny_config, v4_config
 from ownerserve.kv.descriptor import IndexFormat, KvDescriptor, KvFormat
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry, pool_plans
 from ownerserve.kv.registry import build
-from ownerserve.kv.specs import Precision
+from ownerserve.kv.specs import Coverage, Precision
 
 pytestmark = pytest.mark.engine
 
@@ -63,15 +62,15 @@ def test_kv_geometry_counts_the_same_bytes(name, precision):
     )
     ours = describe(config, dtype, block_tokens=64).layout()
     theirs = pool_plans(Geometry.of(build(config.to_dict(), kv), 64))
-    assert {(c.name, c.extent.value, c.payload_bytes) for c in ours.components} == {
-        (plan.name, plan.extent.value, plan.payload_bytes) for plan in theirs
+    assert {(c.name, c.coverage.value, c.payload_bytes) for c in ours.components} == {
+        (plan.name, plan.coverage.value, plan.payload_bytes) for plan in theirs
     }
 
 
 def test_v4_state_block_is_snapshot_and_tails():
     """Tails: m-1 waiting rows, both series in CSA, for value and gate."""
     layout = describe(tiny_config("tiny-v4"), torch.float32).layout()
-    point = sum(c.slot_bytes for c in layout.components if c.extent is Extent.POINT)
+    point = sum(c.slot_bytes for c in layout.components if c.coverage is Coverage.POINT)
     csa_tail = 2 * 3 * 2 * 2 * (32 + 16) * FLOAT
     hca_tail = 15 * 2 * 32 * FLOAT
     assert layout.state_bytes == point + csa_tail + hca_tail
