@@ -7,12 +7,16 @@ two classes of one name are two.
 |---|---|
 | a message: a struct in a module of MESSAGES | a line that makes it, and one that acts on it: |
 | | `case X(...)`, `isinstance`, a key of a table, an annotation of who takes it |
+| each field of a message of WIRE | a line of another module that imports its module and reads |
+| | `.field`, or takes it apart by `case X(...)` |
 | any other public class or function | a use outside its own body |
+
+A field is looked for by its name: where something else that is read there has it too, it counts.
 
 Commands and routes are used by their decorator. What is called from outside is in OUTSIDE, with by
 whom; what is dead and has its order in DEAD, with that order. An entry that came to life must go.
 
-    python tools/wires.py        exit 1 and one line for each dead wire
+    python tools/wires.py        exit 1 and one line for each dead wire or unread field
 """
 
 from __future__ import annotations
@@ -33,6 +37,9 @@ MESSAGES = (
     "ownerserve.node.vocabulary.events",
     "ownerserve.router.messages",
 )
+
+WIRE = ("ownerserve.directory.messages", "ownerserve.kv.wire")
+"""Of these, what crosses between processes: each field has a reader too."""
 
 VLLM = "vLLM loads it by its name"
 ORACLE = "tests and benchmarks compare against it"
@@ -65,6 +72,17 @@ DEAD: dict[str, str] = {
     "ownerserve.store.mooncake.MooncakeBlobs": "W14: a worker's remote tier",
     "ownerserve.store.tiered.spill": "W14: a worker's remote tier",
 }
+
+STATED = "a gateway's /status shows the whole of what a worker states, for people"
+
+READ: dict[str, str] = {
+    "ownerserve.kv.wire.rpc.Admit.ahead_prefill_tokens": "by who asks POST /ownerserve/admit",
+    "ownerserve.kv.wire.status.ProfileStatement.rpc": "gateway/service.py, of health's copy",
+    "ownerserve.kv.wire.status.SpeedStatement.prefill_measured_s": STATED,
+    "ownerserve.kv.wire.status.SpeedStatement.step_measured_s": STATED,
+    "ownerserve.kv.wire.status.TierStatement.bytes_total": STATED,
+}
+"""Fields that are read where this can't see it, and by whom."""
 
 
 class Thing(NamedTuple):
@@ -184,15 +202,15 @@ class Reader(ast.NodeVisitor):
         self._inside.pop()
 
     def _note(self, node: ast.AST, where: set[str]) -> None:
-        path = self._path(node)
+        path = self.path(node)
         if path is not None and path not in self._inside:
             where.add(path)
 
-    def _path(self, node: ast.AST) -> str | None:
+    def path(self, node: ast.AST) -> str | None:
         if isinstance(node, ast.Name):
             return self._from(self._module, node.id)
         if isinstance(node, ast.Attribute):
-            base = self._path(node.value)
+            base = self.path(node.value)
             return None if base is None else self._from(base, node.attr)
         return None
 
@@ -203,6 +221,64 @@ class Reader(ast.NodeVisitor):
             return None if base == self._module else f"{base}.{name}"
         home, _, last = path.rpartition(".")
         return path if home == base or home not in self._names else self._from(home, last)
+
+
+class FieldReads(ast.NodeVisitor):
+    """What one module reads of messages: attributes by name, and places and names of patterns."""
+
+    def __init__(self, module: str, names: dict[str, dict[str, str]]) -> None:
+        self.attributes: set[str] = set()
+        self.places: set[tuple[str, int]] = set()
+        """(class, position) of each part of a pattern that is named or looked at."""
+        self._resolve = Reader(module, names, Uses()).path
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if isinstance(node.ctx, ast.Load):
+            self.attributes.add(node.attr)
+        self.generic_visit(node)
+
+    def visit_MatchClass(self, node: ast.MatchClass) -> None:
+        self.attributes.update(node.kwd_attrs)
+        path = self._resolve(node.cls)
+        for place, part in enumerate(node.patterns):
+            is_ignored = isinstance(part, ast.MatchAs) and part.name is None
+            if path is not None and not is_ignored:
+                self.places.add((path, place))
+        self.generic_visit(node)
+
+
+def fields(module: str, tree: ast.Module) -> Iterator[tuple[Thing, int, str]]:
+    """Each message's fields of `module`, with their places."""
+    messages = {thing.name: thing for thing in things(module, tree) if thing.is_message}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name in messages:
+            stated = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
+            named = [target.id for target in stated if isinstance(target, ast.Name)]
+            for place, name in enumerate(named):
+                yield messages[node.name], place, name
+
+
+def unread(trees: dict[str, ast.Module]) -> Iterator[str]:
+    """Fields of messages that nobody reads, as `module.Class.field`."""
+    names = {module: imported(module, tree) for module, tree in trees.items()}
+    reads: dict[str, FieldReads] = {}
+    for module, tree in trees.items():
+        reads[module] = FieldReads(module, names)
+        reads[module].visit(tree)
+    for home, tree in trees.items():
+        if not home.startswith(WIRE):
+            continue
+        readers = [
+            reads[module]
+            for module, known in names.items()
+            if module != home
+            and any(path == home or path.startswith(f"{home}.") for path in known.values())
+        ]
+        for thing, place, name in fields(home, tree):
+            if not any(
+                name in one.attributes or (thing.path, place) in one.places for one in readers
+            ):
+                yield f"{thing.path}.{name}"
 
 
 def dead(trees: dict[str, ast.Module]) -> Iterator[tuple[str, str]]:
@@ -224,8 +300,8 @@ def dead(trees: dict[str, ast.Module]) -> Iterator[tuple[str, str]]:
 def main() -> int:
     paths = sorted(SOURCE.rglob("*.py"))
     trees = {module_of(path): ast.parse(path.read_text()) for path in paths}
-    found = dict(dead(trees))
-    known = OUTSIDE | DEAD
+    found = dict(dead(trees)) | dict.fromkeys(unread(trees), "nobody reads it")
+    known = OUTSIDE | DEAD | READ
     violations = [f"{path}: {why}" for path, why in found.items() if path not in known]
     violations += [f"{path}: alive or gone; strike it here" for path in known if path not in found]
     print("\n".join(violations) or "wires: ok")

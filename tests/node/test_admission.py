@@ -92,9 +92,10 @@ def test_a_reservation_is_a_place_until_its_turn_arrives(admission: Admission) -
     one, two = reserve("a", 0.0), reserve("b", 0.0)
     assert isinstance(one, Reserved) and isinstance(two, Reserved)
     assert reserve("c", 0.0) == Reject(WorkerRefusal.QUEUE_FULL)
-    assert admission.commit(one.reservation, 5.0) == Committed(RESERVED_FOR_S)
-    assert admission.commit(one.reservation, 6.0) == Committed(RESERVED_FOR_S - 1.0)
+    assert admission.commit(one.reservation, 5.0) == Committed()
+    assert admission.commit(one.reservation, 6.0) == Committed()
     assert admission.release(two.reservation) == Released()
+    assert admission.next_expiry_s() == 5.0 + RESERVED_FOR_S, "as it was committed first"
     assert isinstance(reserve("c", 6.0), Reserved)
     assert admission.arrived(one.reservation, 6.0) == Arrived(TurnId("a"), tokens=B)
     gone = Reject(WorkerRefusal.UNKNOWN_RESERVATION)

@@ -137,6 +137,19 @@ def test_a_turn_that_ends_before_its_session_is_bound_counts(
     until(lambda: is_at(server.address, S1, 1))
 
 
+@pytest.mark.parametrize("is_bound", [True, False])
+def test_turns_that_an_owner_finished_and_never_told_count_by_their_gateways_word(
+    server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership], is_bound: bool
+) -> None:
+    node = nodes(unit("w1"), server.address)
+    node.tell(Came(S1))
+    until(lambda: node.standing(S1) or not is_bound)
+    node.tell(Left(S1, tokens(1), before=7))
+    until(lambda: is_at(server.address, S1, 8))
+    node.tell(Left(S1, tokens(2), before=7))
+    until(lambda: is_at(server.address, S1, 9))
+
+
 def test_a_guest_tells_nothing_and_owns_once_the_owner_has_left(
     server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership]
 ) -> None:

@@ -72,9 +72,9 @@ class BusyEngine:
                 return StatusIs(HUGE)
             case Reserve():
                 self.numbers += 1
-                return Reserved(self.numbers, 10.0)
+                return Reserved(self.numbers)
             case Commit():
-                return Committed(10.0)
+                return Committed()
         return Released()
 
 
@@ -125,7 +125,7 @@ def test_a_place_that_is_not_wanted_any_more_is_never_taken(engine: BusyEngine, 
     line.say(3, Commit(1))
     while not engine.done:
         engine.step()
-    assert line.hears() == (3, Committed(10.0)), "and nothing was said of the place"
+    assert line.hears() == (3, Committed()), "and nothing was said of the place"
 
 
 def test_a_place_that_was_taken_is_given_back_when_it_is_cancelled(
@@ -135,7 +135,7 @@ def test_a_place_that_was_taken_is_given_back_when_it_is_cancelled(
     line.say(1, PLACE, nonce=77)
     while not engine.done:
         engine.step()
-    assert line.hears() == (1, Reserved(1, 10.0))
+    assert line.hears() == (1, Reserved(1))
     line.say(2, Cancel(77))
     assert line.hears() == (2, Cancelled())
     engine.step()
@@ -167,15 +167,15 @@ def test_a_repeated_request_is_done_once_and_has_one_answer(
         time.sleep(0.001)
     engine.step()
     assert other.hears() == (3, Released())
-    assert line.hears() == (2, Reserved(1, 10.0)), "to who asked last"
+    assert line.hears() == (2, Reserved(1)), "to who asked last"
     other.say(4, PLACE, nonce=77)
-    assert other.hears() == (4, Reserved(1, 10.0))
+    assert other.hears() == (4, Reserved(1))
     assert engine.done == [PLACE, Release(9)]
     other.say(5, PLACE, nonce=78)
     while not engine.inbox.qsize():
         time.sleep(0.001)
     engine.step()
-    assert other.hears() == (5, Reserved(2, 10.0)), "another wish"
+    assert other.hears() == (5, Reserved(2)), "another wish"
     other.socket.close()
 
 
@@ -238,6 +238,6 @@ def test_an_answer_that_is_too_long_is_a_refusal_and_the_port_lives(
 def test_answers_are_remembered_for_a_bounded_number_of_nonces() -> None:
     flights = Flights()
     for number in range(1, REMEMBERED + 2):
-        flights.tell(Nonce(number), Reserved(number, 10.0))
+        flights.tell(Nonce(number), Reserved(number))
     assert flights.again(Nonce(1), []) is None, "the oldest is forgotten"
-    assert flights.again(Nonce(REMEMBERED + 1), []) == Reserved(REMEMBERED + 1, 10.0)
+    assert flights.again(Nonce(REMEMBERED + 1), []) == Reserved(REMEMBERED + 1)

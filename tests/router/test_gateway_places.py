@@ -75,7 +75,7 @@ class Admission:
             if not is_again:
                 self.asked.append(request)
             if isinstance(request, Reserve) and not self.is_silent:
-                answer: Answer = Reserved(len(self.reserves), 10.0)
+                answer: Answer = Reserved(len(self.reserves))
                 if self.is_full:
                     answer = Reject(WorkerRefusal.NO_ROOM)
                 await self._socket.send_multipart([*envelope, encode(answer)])

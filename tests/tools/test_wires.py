@@ -59,5 +59,37 @@ def test_cutting_a_wire_is_noticed() -> None:
     assert cut["ownerserve.node.vocabulary.events.Asked"] == "nobody makes it"
 
 
+RECORDS = """
+import msgspec
+class Held(msgspec.Struct):
+    owner: str
+    epoch: int
+    left_s: float
+class Page(msgspec.Struct):
+    last: int
+    def encode(self): return self.last, self.left_s
+"""
+READER = """
+from ownerserve.kv.wire import records
+def read(one, page):
+    match one:
+        case records.Held(owner, _, _): return owner, page.last
+"""
+STRANGER = """
+def read(one): return one.epoch, one.left_s
+"""
+
+
+def test_a_field_that_nobody_reads_is_noticed() -> None:
+    def unread(reader: str) -> list[str]:
+        sources = {"kv.wire.records": RECORDS, "pkg.reader": reader, "pkg.stranger": STRANGER}
+        trees = {f"ownerserve.{name}": ast.parse(text) for name, text in sources.items()}
+        return [path.removeprefix("ownerserve.kv.wire.records.") for path in WIRES["unread"](trees)]
+
+    assert unread(READER) == ["Held.epoch", "Held.left_s"]
+    assert unread(READER.replace("_, _", "_, left_s")) == ["Held.epoch"]
+    assert unread(READER.replace("page.last", "one.epoch")) == ["Held.left_s", "Page.last"]
+
+
 def test_our_own_house_is_in_order() -> None:
     assert WIRES["main"]() == 0

@@ -251,11 +251,10 @@ class Bound(msgspec.Struct, frozen=True, tag="bound", gc=False):
 
 
 class HeldBy(msgspec.Struct, frozen=True, tag="held_by"):
-    """Someone whose lease runs owns it; `lease_left_s` is how long at least."""
+    """Someone whose lease runs owns it."""
 
     owner: RoutingUnit
     epoch: Epoch
-    lease_left_s: float
 
 
 class Conflict(msgspec.Struct, frozen=True, tag="conflict"):

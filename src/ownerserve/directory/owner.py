@@ -77,13 +77,16 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class Tip(msgspec.Struct, frozen=True, gc=False):
-    """Where a finished turn leaves its session: tokens [0, tokens) and what is held of them."""
+    """Where a finished turn leaves its session: tokens [0, tokens) and what is held of them.
+    `before`: turns that owners finished before, by its gateway's word; told by nobody they count.
+    """
 
     prefix_hash: PrefixHash
     tokens: int
     tier: TierCode = TierCode.DEVICE
     kinds: Kinds = MAIN_KINDS
     group: str = ""
+    before: int = 0
 
 
 class _Wanted(msgspec.Struct):
@@ -475,7 +478,8 @@ def _is_ahead(request: Request, outcome: Outcome) -> bool:
 
 
 def _after(grant: Grant, tip: Tip, *, turns: int) -> Grant:
-    return Grant(grant.epoch, grant.version + turns, tip.prefix_hash, tip.tokens)
+    before = max(grant.version, tip.before)
+    return Grant(grant.epoch, before + turns, tip.prefix_hash, tip.tokens)
 
 
 def _told(

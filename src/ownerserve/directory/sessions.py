@@ -39,7 +39,6 @@ from ownerserve.directory.messages import (
 )
 from ownerserve.directory.prefixes import TAIL, claimed_tip
 from ownerserve.directory.records import (
-    Holder,
     Key,
     Records,
     Session,
@@ -64,7 +63,7 @@ def bind(records: Records, ask: Bind, at: Moment) -> Decision:
     if session is not None and session.owner != ask.unit:
         holder = holder_of(records, session.owner)
         if checks.owner_lives(holder, session.owner, at.now_s):
-            return Decision(held_by(session, holder, at))
+            return Decision(HeldBy(session.owner, session.epoch))
         # The owner may be renewing right now: then this decision must not stand.
         guards = (unit_key(session.owner),)
     if not checks.may_issue(at.now_s, at.open_at_s):
@@ -153,11 +152,6 @@ def forget_session(records: Records, key: Key, session: Session) -> Writes:
 def _owned_by(session: Session, unit: RoutingUnit, at: Moment) -> Session:
     """Under the moment's epoch; a change of owner finishes no turn."""
     return Session(unit, session.version, session.prefix_hash, session.tokens, at.now_s, at.epoch)
-
-
-def held_by(session: Session, holder: Holder | None, at: Moment) -> HeldBy:
-    left_s = holder.lease_until_s - at.now_s if holder is not None else 0.0
-    return HeldBy(session.owner, session.epoch, max(0.0, left_s))
 
 
 def session_is(records: Records, session: Session, at: Moment) -> SessionIs:

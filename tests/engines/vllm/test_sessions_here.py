@@ -108,6 +108,15 @@ def test_a_session_is_not_given_up_while_any_turn_of_it_is_here(
     assert sessions.release(wish) == Released()
 
 
+def test_turns_that_the_gateway_knows_of_count(
+    sessions: SessionsHere, server: DirectoryServer
+) -> None:
+    sessions.heard(AskLine(NAME, version=7))
+    sessions.came(turn())
+    sessions.ended(turn(), TOKENS)
+    until(lambda: version(server) == 8)
+
+
 def test_a_fork_and_its_group_are_told_beside_the_request(
     sessions: SessionsHere, server: DirectoryServer
 ) -> None:

@@ -429,7 +429,8 @@ class StepLoop:
             name = SessionId(request.session_id)
             self._known.left(name, live.prompt.answered(said), prompt_tokens=live.prompt.count)
             if request.is_named:
-                self.ownership.tell(Left(name, live.prompt.tokens + said, request.group))
+                tokens = live.prompt.tokens + said
+                self.ownership.tell(Left(name, tokens, request.group, before=request.version))
 
     def _end_sessions(self) -> None:
         """What these sessions have here is ordinary cached state from now on. One that another

@@ -106,7 +106,8 @@ class Told(msgspec.Struct, frozen=True):
     """What a turn's headers say beside its body. `is_final`: its session ends with it; `is_judged`:
     it is an append that nobody asked about; `is_named`: a gateway named the session, which can be
     owned then; `parent`: whose fork it is; `group`: of sessions that share a head; `epoch`: the
-    highest that is known of its owner."""
+    highest that is known of its owner; `version`: how many turns its owners are known to have
+    finished."""
 
     session_id: str | None = None
     is_final: bool = False
@@ -116,6 +117,7 @@ class Told(msgspec.Struct, frozen=True):
     parent: SessionId | None = None
     group: str = ""
     epoch: Epoch | None = None
+    version: int = 0
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -210,6 +212,7 @@ def make_request(
         parent=turn.parent,
         group=turn.group,
         epoch=turn.epoch,
+        version=turn.version,
         reservation=turn.reservation,
         is_judged=turn.is_judged,
     )
@@ -230,6 +233,7 @@ def told_of(headers: Mapping[str, str], body: Body, line: TurnLine | None) -> To
             parent=line.parent,
             group=line.group or "",
             epoch=line.epoch,
+            version=line.version or 0,
         )
     session_id = headers.get(SESSION_HEADER)
     if session_id and len(session_id) > MAX_SESSION_ID:

@@ -61,7 +61,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and `choices` continuations of it. `is_final`: its session ends with it.
     `is_named`: a gateway named the session, which can be owned then; `parent`: whose fork it is;
     `group`: of sessions that share a head;
-    `epoch`: the highest under which the gateway knows it to be owned.
+    `epoch`: the highest under which the gateway knows it to be owned; `version`: how many turns it
+    knows its owners to have finished.
 
     `reservation` is the place that admission holds for it; None: it comes without one. One that
     `is_judged` is refused at its arrival when it would wait for long; others take their chance.
@@ -79,6 +80,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     parent: SessionId | None = None
     group: str = ""
     epoch: Epoch | None = None
+    version: int = 0
     reservation: int | None = None
     is_judged: bool = False
     prefix: PromptPrefix | None = None

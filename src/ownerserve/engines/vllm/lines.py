@@ -1,10 +1,10 @@
 """The worker's line on vLLM's answers: ASGI middleware that the endpoint plug-in adds.
 
-    a turn comes, of a parent, a group, an epoch ── AskLine ──> engine core
+    a turn comes, of parent, group, epoch, version ── AskLine ──> engine core
     its answer's head ── AskLine ──> engine core ── LineIs ──> x-ownerserve-answer
 
-vLLM's request has no place for parent, group and epoch. They are told when the turn comes, and not
-again with its answer: the session may have ended by then.
+vLLM's request has no place for these. They are told when the turn comes, and not again with its
+answer: the session may have ended by then.
 
 Owns the one connection to the engine core that they go by. Answers to gateways alone, who send a
 turn line; a core that is silent costs the line and ASK_S of one answer a second, never an answer.
@@ -82,8 +82,9 @@ class AnswerLines:
         if core is None or line is None:
             await self._app(scope, receive, send)
             return
-        if line.name is not None and (line.parent or line.epoch or line.group):
-            core.tell(AskLine(line.name, line.parent, line.group or "", line.epoch))
+        if line.name is not None and (line.parent or line.epoch or line.group or line.version):
+            group, version = line.group or "", line.version or 0
+            core.tell(AskLine(line.name, line.parent, group, line.epoch, version))
 
         async def sent(message: Any) -> None:
             if message["type"] == "http.response.start":

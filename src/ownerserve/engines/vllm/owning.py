@@ -26,7 +26,7 @@ from ownerserve.kv.wire.turn_line import is_name
 from ownerserve.node.ownership.ownership import Came, Left, Over, OwnerIs, Ownership, Told
 
 FIELD = "kv_connector_extra_config.directory"
-GROUPS_KEPT = 4096
+HEARD_KEPT = 4096
 CLOSE_S = 2.0
 """How long a stopping engine waits for the directory to take its sessions back."""
 
@@ -45,14 +45,17 @@ def opener(url: str, key_file: str = "") -> Callable[[], Directory]:
         raise InvalidInput(FIELD, f"{url[:80]!r} needs {error.name}", mend) from error
 
 
+_NOTHING = AskLine()
+
+
 class SessionsHere:
     """One engine's. `ownership` None: there is no directory."""
 
     def __init__(self, ownership: Ownership | None) -> None:
         self._ownership = ownership
         self._turns: Counter[str] = Counter()
-        self._groups: dict[str, str] = {}
-        """Of sessions whose turns gateways have sent, and that did not end yet."""
+        self._heard: dict[str, AskLine] = {}
+        """What gateways said of the turns that are here, until they end."""
         self._lock = Lock()
 
     @property
@@ -93,13 +96,14 @@ class SessionsHere:
         with self._lock:
             self._turns -= Counter((session,))
             is_alone = session not in self._turns
-            group = self._groups.get(session, "")
+            heard = self._heard.get(session, _NOTHING)
             if is_alone:
-                self._groups.pop(session, None)
+                self._heard.pop(session, None)
         if request.status.name == "FINISHED_ABORTED" or not is_name(session):
             return
         if not is_final(request):
-            self._tell(Left(SessionId(session), tokens, group, tenant=tenant))
+            name, before = SessionId(session), heard.version
+            self._tell(Left(name, tokens, heard.group, tenant=tenant, before=before))
         elif is_alone:  # else whoever said that it ends was wrong
             self._tell(Over(SessionId(session)))
 
@@ -128,11 +132,11 @@ class SessionsHere:
         session = asked.session_id
         if self._ownership is None or session is None or not is_name(session):
             return None
-        if asked.group:
+        if asked.group or asked.version:
             with self._lock:
-                self._groups[session] = asked.group
-                if len(self._groups) > GROUPS_KEPT:
-                    del self._groups[next(iter(self._groups))]
+                self._heard[session] = asked
+                if len(self._heard) > HEARD_KEPT:
+                    del self._heard[next(iter(self._heard))]
         if asked.parent is not None or asked.epoch is not None:
             self._tell(Came(session, asked.parent, asked.epoch))
         return self._ownership.owner_of(session)

@@ -57,16 +57,13 @@ class Reject(msgspec.Struct, frozen=True, tag="reject"):
 
 
 class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
-    """A place is held for `held_s` seconds under this number."""
+    """A place is held under this number, until the worker's admission gives it up."""
 
     reservation: int
-    held_s: float
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
-    """The place waits for its turn, `held_s` seconds more."""
-
-    held_s: float
+    """The place waits for its turn."""
 
 
 class Released(msgspec.Struct, frozen=True, tag="released"):
@@ -135,12 +132,14 @@ class ListHeld(msgspec.Struct, frozen=True, tag="list_held"):
 class AskLine(msgspec.Struct, frozen=True, tag="ask_line"):
     """What is to be said on the answer to a turn of the session; None: of none. Of a turn that
     comes, `parent`: whose fork it is; `group`: of sessions that share a head; `epoch`: the highest
-    under which its gateway knows it owned."""
+    under which its gateway knows it owned; `version`: how many turns it knows its owners
+    finished."""
 
     session_id: SessionId | None = None
     parent: SessionId | None = None
     group: str = ""
     epoch: Epoch | None = None
+    version: int = 0
 
 
 Request = AskLine | ListHeld | Status | Probe | Reserve | Commit | Release | ReleaseSession

@@ -10,7 +10,8 @@
 | final | true: the session ends with this turn |
 | epoch | [[ordinal, nonce], counter]: the highest under which the gateway knows it owned; an |
 | | owner under a lower one finds out by it, and serves the turn as a guest |
-| version | turns that the session's owners finished, by the last word that the gateway heard |
+| version | turns that the session's owners finished, by the last word that the gateway heard: |
+| | they count, also where the owner died before it told the directory |
 | target | [worker, rank, incarnation]: whom the turn was sent to; another life refuses it |
 | reservation | the place that the worker's admission holds for the turn |
 | judged | true: an append that was sent unasked; the worker refuses it before any work |
@@ -34,6 +35,7 @@ from ownerserve.kv.epoch import COUNTER_LIMIT, Epoch
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.status import Count
 
 HEADER = "x-ownerserve-session"
 ENGINE_HEADER = "x-session-id"
@@ -68,7 +70,7 @@ class _Checked(msgspec.Struct, frozen=True, gc=False):
     group: _Name | None = None
     final: bool = False
     epoch: Epoch | None = None
-    version: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    version: Count | None = None
     target: RoutingUnit | None = None
     reservation: Annotated[int, msgspec.Meta(ge=0)] | None = None
     judged: bool = False

@@ -150,7 +150,7 @@ class Admission:
         tokens = wanted.tokens + wanted.output_tokens
         self._places[self._numbers] = _Place(turn_id, order, tokens, now + RESERVED_FOR_S)
         self.counts["reserved"] += 1
-        return Reserved(self._numbers, RESERVED_FOR_S)
+        return Reserved(self._numbers)
 
     def commit(self, reservation: int, now: float) -> Committed | Reject:
         """The turn will come. Saying so twice is harmless."""
@@ -160,7 +160,7 @@ class Admission:
             return self._refuse(WorkerRefusal.UNKNOWN_RESERVATION)
         if not place.is_committed:
             place.is_committed, place.until_s = True, now + RESERVED_FOR_S
-        return Committed(place.until_s - now)
+        return Committed()
 
     def release(self, reservation: int) -> Released | Reject:
         """The turn won't come."""

@@ -79,12 +79,14 @@ class Came(msgspec.Struct, frozen=True, gc=False):
 
 class Left(msgspec.Struct, frozen=True, gc=False):
     """A turn of the session has ended and left it at the last whole block of `tokens`. `group`: of
-    prefixes that share a repository or document; `tenant`: the salt of whom its state is."""
+    prefixes that share a repository or document; `tenant`: the salt of whom its state is; `before`:
+    how many turns its owners are known to have finished before it."""
 
     session: SessionId
     tokens: Packed
     group: str = ""
     tenant: bytes = b""
+    before: int = 0
 
 
 class Over(msgspec.Struct, frozen=True, gc=False):
@@ -339,7 +341,7 @@ class Ownership:
         self.publishing.belongs(left.session, group=left.group, tenant=left.tenant)
         name = self.publishing.name(hashed[-1], left.session)
         tokens = len(hashed) * self._block_tokens
-        return Tip(name, tokens, TierCode.DEVICE, self._kinds, left.group)
+        return Tip(name, tokens, TierCode.DEVICE, self._kinds, left.group, left.before)
 
     def _digest_at(self, session: SessionId, tokens: int) -> PrefixHash | None:
         """Of a session's first so many tokens, as its last turn here left them."""
