@@ -27,17 +27,23 @@ from ownerserve.cache.effects import Effect
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.table import Table
 from ownerserve.engines.hf.build import WorkerOptions, build_node
-from ownerserve.engines.hf.checkpoint import load_checkpoint
-from ownerserve.engines.hf.inbox import Stop, Submit
-from ownerserve.engines.hf.loop import StepLoop
-from ownerserve.engines.hf.metrics import WorkerMetrics
-from ownerserve.engines.hf.requests import Finished, Request, Sampling, Stopping, StreamEvent
-from ownerserve.engines.hf.restore_metrics import RestoreMetrics
-from ownerserve.engines.hf.restoring import WithNode
-from ownerserve.engines.hf.runner import DecodeRow, Runner
-from ownerserve.engines.hf.scheduler import Scheduler
-from ownerserve.engines.hf.status import Identity
-from ownerserve.engines.hf.step import Limits
+from ownerserve.engines.hf.engine.inbox import Stop, Submit
+from ownerserve.engines.hf.engine.loop import StepLoop
+from ownerserve.engines.hf.metrics.restores import RestoreMetrics
+from ownerserve.engines.hf.metrics.status import Identity
+from ownerserve.engines.hf.metrics.worker import WorkerMetrics
+from ownerserve.engines.hf.model.checkpoint import load_checkpoint
+from ownerserve.engines.hf.model.runner import DecodeRow, Runner
+from ownerserve.engines.hf.node.restoring import WithNode
+from ownerserve.engines.hf.scheduling.requests import (
+    Finished,
+    Request,
+    Sampling,
+    Stopping,
+    StreamEvent,
+)
+from ownerserve.engines.hf.scheduling.scheduler import Scheduler
+from ownerserve.engines.hf.scheduling.step import Limits
 from ownerserve.kv.prefix import unpack
 from ownerserve.node.vocabulary.chains import PromptPrefixes
 from ownerserve.node.vocabulary.settings import NodeSettings

@@ -46,7 +46,7 @@ ORACLE = "tests and benchmarks compare against it"
 FITTING = "tools/fit_*.py make the shipped paces with it"
 
 OUTSIDE: dict[str, str] = {
-    "ownerserve.engines.hf.checkpoint.save_tiny": "tests make checkpoints with it",
+    "ownerserve.engines.hf.model.checkpoint.save_tiny": "tests make checkpoints with it",
     "ownerserve.engines.vllm.connector.OwnerServeConnector": VLLM,
     "ownerserve.engines.vllm.offload_policy.SessionPolicy": VLLM,
     "ownerserve.engines.vllm.offload_tier.OwnerServeTier": VLLM,

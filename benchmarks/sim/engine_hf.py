@@ -11,10 +11,10 @@ from lockstep import Asked, Case, Replayed, replay
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.policies.lru import Lru
-from ownerserve.engines.hf.checkpoint import load_checkpoint
-from ownerserve.engines.hf.runner import DecodeRow, Runner
-from ownerserve.engines.hf.scheduler import Scheduler
-from ownerserve.engines.hf.step import Arrival, Limits, Queued
+from ownerserve.engines.hf.model.checkpoint import load_checkpoint
+from ownerserve.engines.hf.model.runner import DecodeRow, Runner
+from ownerserve.engines.hf.scheduling.scheduler import Scheduler
+from ownerserve.engines.hf.scheduling.step import Arrival, Limits, Queued
 from ownerserve.kv.ids import TurnId
 from ownerserve.node.vocabulary.chains import prefix_of
 

@@ -21,7 +21,7 @@ from fleet import ROOT, vllm_python
 from pages import assert_same_pages, byte_runs
 from rig import Rig, next_turn, settle
 
-from ownerserve.engines.hf.tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, byte_tokenizer
+from ownerserve.engines.hf.model.tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, byte_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.gpu]
 

@@ -19,7 +19,7 @@ import torch
 from rig import Rig, next_turn, settle
 
 from ownerserve.engines.hf.build import WorkerOptions, build_worker
-from ownerserve.engines.hf.requests import Admitted, Delta, Request, Sampling, Stopping
+from ownerserve.engines.hf.scheduling.requests import Admitted, Delta, Request, Sampling, Stopping
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.store.snapshot import StoreSnapshot
 

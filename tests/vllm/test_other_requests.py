@@ -15,7 +15,7 @@ from fleet import vllm_version
 from rig import Rig, settle
 from safetensors.torch import save_file
 
-from ownerserve.engines.hf.tiny import random_model
+from ownerserve.engines.hf.model.tiny import random_model
 from ownerserve.store.snapshot import StoreSnapshot
 
 pytestmark = pytest.mark.vllm

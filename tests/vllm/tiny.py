@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ownerserve.engines.hf.tiny import random_model
-from ownerserve.engines.hf.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, byte_tokenizer
+from ownerserve.engines.hf.model.tiny import random_model
+from ownerserve.engines.hf.model.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, byte_tokenizer
 
 WINDOW_TOKENS = 64
 

@@ -226,7 +226,13 @@ def _serve(
     closing: ExitStack,
 ) -> None:
     """Serve until told to stop. `closing` gets what is open, however this ends."""
-    from ownerserve.engines.hf.serve import listen, serve, url_of, worker_id_of, write_ready_file
+    from ownerserve.engines.hf.http.serve import (
+        listen,
+        serve,
+        url_of,
+        worker_id_of,
+        write_ready_file,
+    )
     from ownerserve.node.rpc.server import RpcServer
 
     # First: a taken port is known before anything is loaded.
@@ -238,8 +244,8 @@ def _serve(
     import torch
 
     from ownerserve.engines.hf.build import build_worker
-    from ownerserve.engines.hf.rpc_metrics import RpcCollector
-    from ownerserve.engines.hf.server import make_app
+    from ownerserve.engines.hf.http.server import make_app
+    from ownerserve.engines.hf.metrics.rpc import RpcCollector
 
     torch.set_num_threads(int(str(flags["threads"])))
     worker_id = str(flags["worker_id"] or worker_id_of(bound))

@@ -10,7 +10,7 @@ A stored record is one unit of bytes for each slot of one component:
     mla        latent         [layers, B, rank + rope dim]
     conv       columns        [layers, channels, kernel - 1]   oldest first
     recurrent  state          [layers, heads, key dim, value dim]
-    csa_main, csa_index, csa_overlap, hca: DeepSeek-V4's, as engines.hf.states shapes them
+    csa_main, csa_index, csa_overlap, hca: DeepSeek-V4's, as engines.hf.state shapes them
     pages, window_pages            [rows, blocks, bytes]   one engine's own bytes, for it alone
 
 Rows that no token has reached are zero. Engines translate between this and their own pages; two

@@ -19,14 +19,19 @@ import torch
 from ownerserve.cache.effects import ResetState
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.table import Table
-from ownerserve.engines.hf import loop, restoring
 from ownerserve.engines.hf.build import WorkerOptions, build_node
-from ownerserve.engines.hf.checkpoint import Checkpoint, load_checkpoint
-from ownerserve.engines.hf.codec import Codec
-from ownerserve.engines.hf.engine import Engine
-from ownerserve.engines.hf.loop import StepLoop
-from ownerserve.engines.hf.metrics import WorkerMetrics
-from ownerserve.engines.hf.requests import (
+from ownerserve.engines.hf.engine import loop
+from ownerserve.engines.hf.engine.async_engine import Engine
+from ownerserve.engines.hf.engine.loop import StepLoop
+from ownerserve.engines.hf.metrics.restores import RestoreMetrics
+from ownerserve.engines.hf.metrics.status import Identity
+from ownerserve.engines.hf.metrics.worker import WorkerMetrics
+from ownerserve.engines.hf.model.chat_codec import Codec
+from ownerserve.engines.hf.model.checkpoint import Checkpoint, load_checkpoint
+from ownerserve.engines.hf.model.runner import DecodeRow, Runner
+from ownerserve.engines.hf.node import restoring
+from ownerserve.engines.hf.node.restoring import WithNode
+from ownerserve.engines.hf.scheduling.requests import (
     Admitted,
     Delta,
     Failed,
@@ -35,12 +40,8 @@ from ownerserve.engines.hf.requests import (
     Sampling,
     Stopping,
 )
-from ownerserve.engines.hf.restore_metrics import RestoreMetrics
-from ownerserve.engines.hf.restoring import WithNode
-from ownerserve.engines.hf.runner import DecodeRow, Runner
-from ownerserve.engines.hf.scheduler import Scheduler
-from ownerserve.engines.hf.status import Identity
-from ownerserve.engines.hf.step import Limits
+from ownerserve.engines.hf.scheduling.scheduler import Scheduler
+from ownerserve.engines.hf.scheduling.step import Limits
 from ownerserve.kv.descriptor import TailForm
 
 TOLERANCE = 1e-4

@@ -15,9 +15,9 @@ import uvicorn
 
 from ownerserve.directory.opening import opener_of
 from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker
-from ownerserve.engines.hf.rpc_metrics import RpcCollector
-from ownerserve.engines.hf.serve import listen, url_of
-from ownerserve.engines.hf.server import make_app
+from ownerserve.engines.hf.http.serve import listen, url_of
+from ownerserve.engines.hf.http.server import make_app
+from ownerserve.engines.hf.metrics.rpc import RpcCollector
 from ownerserve.gateway.config import Config, parse_worker
 from ownerserve.gateway.metrics import GatewayCollector
 from ownerserve.gateway.service import Gateway

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from ownerserve.engines.hf.build import WorkerOptions, build_worker
-from ownerserve.engines.hf.serve import listen, serve, url_of, write_ready_file
-from ownerserve.engines.hf.server import make_app
+from ownerserve.engines.hf.http.serve import listen, serve, url_of, write_ready_file
+from ownerserve.engines.hf.http.server import make_app
 from ownerserve.node.vocabulary.settings import NodeSettings
 
 

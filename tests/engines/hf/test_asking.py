@@ -20,9 +20,9 @@ pytest.importorskip("transformers")
 import zmq
 from fleet_rig import WAIT_S, ServedGateway, ServedWorker, until
 
-from ownerserve.engines.hf import server
 from ownerserve.engines.hf.build import WorkerOptions
-from ownerserve.engines.hf.desk import Desk
+from ownerserve.engines.hf.engine.turn_admission import Desk
+from ownerserve.engines.hf.http import server
 from ownerserve.gateway import service
 from ownerserve.gateway.workers.lines import REPEAT_S
 from ownerserve.gateway.workers.places import ASK_S, Places

@@ -20,8 +20,8 @@ from engine_rig import (  # noqa: E402
     worst_error,
 )
 
-from ownerserve.engines.hf.inbox import EngineDead  # noqa: E402
-from ownerserve.engines.hf.requests import (  # noqa: E402
+from ownerserve.engines.hf.engine.inbox import EngineDead  # noqa: E402
+from ownerserve.engines.hf.scheduling.requests import (  # noqa: E402
     Admitted,
     Sampling,
     WorkerRefusal,

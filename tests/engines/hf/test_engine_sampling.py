@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ownerserve.engines.hf.requests import Request, Sampling, Stopping  # noqa: E402
-from ownerserve.engines.hf.sampling import Sampler, sample, truncate  # noqa: E402
+from ownerserve.engines.hf.model.sampling import Sampler, sample, truncate  # noqa: E402
+from ownerserve.engines.hf.scheduling.requests import Request, Sampling, Stopping  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ownerserve.engines.hf.requests import Delta, FinishReason, Sampled, Stopping
-from ownerserve.engines.hf.text import BROKEN, Choice, Detokenizer, StopStrings
+from ownerserve.engines.hf.model.text import BROKEN, Choice, Detokenizer, StopStrings
+from ownerserve.engines.hf.scheduling.requests import Delta, FinishReason, Sampled, Stopping
 
 EOS = 256
 

@@ -12,14 +12,14 @@ pytest.importorskip("transformers")
 import msgspec
 from msgspec.structs import replace
 
-from ownerserve.engines.hf.answering import (
+from ownerserve.engines.hf.http.answering import (
     ApiError,
     check_target,
     error_response,
     load_headers,
     turn_headers,
 )
-from ownerserve.engines.hf.requests import Admitted, Request, Stopping
+from ownerserve.engines.hf.scheduling.requests import Admitted, Request, Stopping
 from ownerserve.gateway.stamps import (
     PREFIX,
     Stamp,

@@ -15,11 +15,11 @@ from engine_rig import TOLERANCE, Answer, Rig, assert_right, request, text, wors
 
 from ownerserve.cache.metrics import snapshot  # noqa: E402
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
-from ownerserve.engines.hf.cache_metrics import render  # noqa: E402
-from ownerserve.engines.hf.node_port import identity_of  # noqa: E402
-from ownerserve.engines.hf.requests import Sampling  # noqa: E402
-from ownerserve.engines.hf.states import HCA_TAIL  # noqa: E402
-from ownerserve.engines.hf.waiting import OnlineTail  # noqa: E402
+from ownerserve.engines.hf.metrics.cache import render  # noqa: E402
+from ownerserve.engines.hf.node.port import identity_of  # noqa: E402
+from ownerserve.engines.hf.scheduling.requests import Sampling  # noqa: E402
+from ownerserve.engines.hf.state.compressed_tails import OnlineTail  # noqa: E402
+from ownerserve.engines.hf.state.states import HCA_TAIL  # noqa: E402
 from ownerserve.kv.descriptor import TailForm  # noqa: E402
 from ownerserve.kv.messages import ExecutionMode  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402

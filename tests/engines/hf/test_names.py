@@ -22,10 +22,10 @@ from engine_rig import Rig, checkpoint
 from ownerserve.cache.budget import PoolSizes
 from ownerserve.cache.session import Session
 from ownerserve.engines.hf.build import Worker, WorkerOptions
-from ownerserve.engines.hf.codec import Codec
-from ownerserve.engines.hf.openai_api import Facts
-from ownerserve.engines.hf.serve import listen, url_of
-from ownerserve.engines.hf.server import make_app
+from ownerserve.engines.hf.http.openai_api import Facts
+from ownerserve.engines.hf.http.serve import listen, url_of
+from ownerserve.engines.hf.http.server import make_app
+from ownerserve.engines.hf.model.chat_codec import Codec
 from ownerserve.gateway.config import Config, parse_worker
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.ids import SessionId

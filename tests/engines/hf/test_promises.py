@@ -10,11 +10,11 @@ import pytest
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Component, Layout
-from ownerserve.engines.hf.desk import Desk
-from ownerserve.engines.hf.requests import Request, Stopping
-from ownerserve.engines.hf.scheduler import Scheduler
-from ownerserve.engines.hf.status import Identity
-from ownerserve.engines.hf.step import Arrival, Limits, Rejected, StepPlan
+from ownerserve.engines.hf.engine.turn_admission import Desk
+from ownerserve.engines.hf.metrics.status import Identity
+from ownerserve.engines.hf.scheduling.requests import Request, Stopping
+from ownerserve.engines.hf.scheduling.scheduler import Scheduler
+from ownerserve.engines.hf.scheduling.step import Arrival, Limits, Rejected, StepPlan
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.refusals import WorkerRefusal

@@ -27,8 +27,8 @@ import uvicorn  # noqa: E402
 from engine_rig import text  # noqa: E402
 
 from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker  # noqa: E402
-from ownerserve.engines.hf.serve import listen, url_of  # noqa: E402
-from ownerserve.engines.hf.server import make_app  # noqa: E402
+from ownerserve.engines.hf.http.serve import listen, url_of  # noqa: E402
+from ownerserve.engines.hf.http.server import make_app  # noqa: E402
 from ownerserve.gateway.config import Config, parse_worker  # noqa: E402
 from ownerserve.gateway.service import Gateway  # noqa: E402
 from ownerserve.kv.messages import Tier  # noqa: E402

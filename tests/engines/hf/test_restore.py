@@ -28,8 +28,8 @@ from engine_rig import (  # noqa: E402
 )
 
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
-from ownerserve.engines.hf.requests import Admitted  # noqa: E402
-from ownerserve.engines.hf.tiny import TINY_MODELS  # noqa: E402
+from ownerserve.engines.hf.model.tiny import TINY_MODELS  # noqa: E402
+from ownerserve.engines.hf.scheduling.requests import Admitted  # noqa: E402
 from ownerserve.kv.ids import SessionId, TurnId  # noqa: E402
 from ownerserve.kv.messages import ExecutionMode  # noqa: E402
 from ownerserve.kv.wire.refusals import WorkerRefusal  # noqa: E402

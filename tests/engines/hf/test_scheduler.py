@@ -8,9 +8,9 @@ from ownerserve.cache.effects import CopyState, LoadPoint, ResetState, SavePoint
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Append, Begun, Replay, Turn
-from ownerserve.engines.hf.requests import WorkerRefusal
-from ownerserve.engines.hf.scheduler import Scheduler
-from ownerserve.engines.hf.step import (
+from ownerserve.engines.hf.scheduling.requests import WorkerRefusal
+from ownerserve.engines.hf.scheduling.scheduler import Scheduler
+from ownerserve.engines.hf.scheduling.step import (
     Arrival,
     CheckpointsOf,
     Intake,

@@ -14,8 +14,8 @@ from ownerserve.cache.effects import Effect, LoadPoint, ResetState, SavePoint
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, NoRoom, Reason, Refused, Turn
 from ownerserve.cache.table import Table
-from ownerserve.engines.hf.scheduler import Scheduler
-from ownerserve.engines.hf.step import Arrival, Limits, Rejected, StepPlan
+from ownerserve.engines.hf.scheduling.scheduler import Scheduler
+from ownerserve.engines.hf.scheduling.step import Arrival, Limits, Rejected, StepPlan
 from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.kv.specs import Coverage

@@ -23,11 +23,11 @@ pytest.importorskip("transformers")
 
 import uvicorn  # noqa: E402
 
-from ownerserve.engines.hf import server  # noqa: E402
 from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker  # noqa: E402
-from ownerserve.engines.hf.desk import Desk  # noqa: E402
-from ownerserve.engines.hf.serve import listen, url_of  # noqa: E402
-from ownerserve.engines.hf.server import make_app  # noqa: E402
+from ownerserve.engines.hf.engine.turn_admission import Desk  # noqa: E402
+from ownerserve.engines.hf.http import server  # noqa: E402
+from ownerserve.engines.hf.http.serve import listen, url_of  # noqa: E402
+from ownerserve.engines.hf.http.server import make_app  # noqa: E402
 from ownerserve.kv.ids import TurnId  # noqa: E402
 from ownerserve.kv.wire.refusals import WorkerRefusal  # noqa: E402
 from ownerserve.kv.wire.rpc import Reject, Release, Reserve, Reserved, Seed  # noqa: E402

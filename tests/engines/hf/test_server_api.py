@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ownerserve.engines.hf.openai_api import (
+from ownerserve.engines.hf.http.openai_api import (
     ChatBody,
     CompletionBody,
     Facts,
@@ -16,7 +16,7 @@ from ownerserve.engines.hf.openai_api import (
     make_request,
     parse_body,
 )
-from ownerserve.engines.hf.requests import Request
+from ownerserve.engines.hf.scheduling.requests import Request
 from ownerserve.kv.errors import InvalidInput
 
 FACTS = Facts(

@@ -10,8 +10,8 @@ import pytest
 import specs
 import torch
 
-from ownerserve.engines.hf.pools import Pool
-from ownerserve.engines.hf.states import describe as hf_describe
+from ownerserve.engines.hf.state.pools import Pool
+from ownerserve.engines.hf.state.states import describe as hf_describe
 from ownerserve.engines.vllm import shape as vllm_shape
 from ownerserve.engines.vllm.codec import Codec
 from ownerserve.engines.vllm.orders import Place

@@ -55,8 +55,14 @@ def write_model(folder: Path) -> Path:
     from transformers import Qwen3Config
     from transformers.utils import logging
 
-    from ownerserve.engines.hf.tiny import random_model
-    from ownerserve.engines.hf.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, byte_tokenizer
+    from ownerserve.engines.hf.model.tiny import random_model
+    from ownerserve.engines.hf.model.tokenizer import (
+        BOS_ID,
+        EOS_ID,
+        PAD_ID,
+        VOCAB_SIZE,
+        byte_tokenizer,
+    )
 
     logging.disable_progress_bar()
     config = Qwen3Config(

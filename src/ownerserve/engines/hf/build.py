@@ -12,20 +12,20 @@ from ownerserve.cache.budget import PoolSizes, share_memory
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.directory.opening import opener_of
-from ownerserve.engines.hf.checkpoint import Checkpoint, load_checkpoint
-from ownerserve.engines.hf.codec import Codec
-from ownerserve.engines.hf.engine import Engine
-from ownerserve.engines.hf.loop import StepLoop
-from ownerserve.engines.hf.metrics import WorkerMetrics
-from ownerserve.engines.hf.node_port import SLOT_FORMAT, HfPort, identity_of
-from ownerserve.engines.hf.openai_api import Facts
-from ownerserve.engines.hf.ownership_metrics import OwnershipCollector
-from ownerserve.engines.hf.restore_metrics import RestoreMetrics
-from ownerserve.engines.hf.restoring import WithNode
-from ownerserve.engines.hf.runner import Runner
-from ownerserve.engines.hf.scheduler import Scheduler
-from ownerserve.engines.hf.status import Identity
-from ownerserve.engines.hf.step import Limits
+from ownerserve.engines.hf.engine.async_engine import Engine
+from ownerserve.engines.hf.engine.loop import StepLoop
+from ownerserve.engines.hf.http.openai_api import Facts
+from ownerserve.engines.hf.metrics.ownership import OwnershipCollector
+from ownerserve.engines.hf.metrics.restores import RestoreMetrics
+from ownerserve.engines.hf.metrics.status import Identity
+from ownerserve.engines.hf.metrics.worker import WorkerMetrics
+from ownerserve.engines.hf.model.chat_codec import Codec
+from ownerserve.engines.hf.model.checkpoint import Checkpoint, load_checkpoint
+from ownerserve.engines.hf.model.runner import Runner
+from ownerserve.engines.hf.node.port import SLOT_FORMAT, HfPort, identity_of
+from ownerserve.engines.hf.node.restoring import WithNode
+from ownerserve.engines.hf.scheduling.scheduler import Scheduler
+from ownerserve.engines.hf.scheduling.step import Limits
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import WorkerId

@@ -20,9 +20,9 @@ from ownerserve.cache.effects import (  # noqa: E402
     SavePoint,
 )
 from ownerserve.cache.table import Table  # noqa: E402
-from ownerserve.engines.hf.checkpoint import load_checkpoint  # noqa: E402
-from ownerserve.engines.hf.runner import ALL_LOGITS, DecodeRow, Runner  # noqa: E402
-from ownerserve.engines.hf.tiny import TINY_MODELS, random_model  # noqa: E402
+from ownerserve.engines.hf.model.checkpoint import load_checkpoint  # noqa: E402
+from ownerserve.engines.hf.model.runner import ALL_LOGITS, DecodeRow, Runner  # noqa: E402
+from ownerserve.engines.hf.model.tiny import TINY_MODELS, random_model  # noqa: E402
 from ownerserve.kv.descriptor import TailForm  # noqa: E402
 
 ONLINE_V4 = "tiny-v4 online"

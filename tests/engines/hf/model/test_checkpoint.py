@@ -12,10 +12,10 @@ import torch
 
 from ownerserve.cache.effects import ResetState
 from ownerserve.cache.table import Table
-from ownerserve.engines.hf.checkpoint import load_checkpoint, save_tiny
-from ownerserve.engines.hf.runner import ALL_LOGITS, DecodeRow, Runner
-from ownerserve.engines.hf.tiny import TINY_MODELS
-from ownerserve.engines.hf.tokenizer import EOS_ID, PRINTABLE_IDS, VOCAB_SIZE
+from ownerserve.engines.hf.model.checkpoint import load_checkpoint, save_tiny
+from ownerserve.engines.hf.model.runner import ALL_LOGITS, DecodeRow, Runner
+from ownerserve.engines.hf.model.tiny import TINY_MODELS
+from ownerserve.engines.hf.model.tokenizer import EOS_ID, PRINTABLE_IDS, VOCAB_SIZE
 from ownerserve.kv.errors import InvalidInput
 
 pytestmark = pytest.mark.engine

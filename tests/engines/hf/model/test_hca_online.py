@@ -15,9 +15,9 @@ import torch
 
 from ownerserve.cache.effects import LoadPoint
 from ownerserve.cache.tails import TailBook
-from ownerserve.engines.hf.states import HCA, HCA_TAIL, LayerKind, describe
-from ownerserve.engines.hf.tiny import tiny_config, v4_config
-from ownerserve.engines.hf.waiting import OnlineTail
+from ownerserve.engines.hf.model.tiny import tiny_config, v4_config
+from ownerserve.engines.hf.state.compressed_tails import OnlineTail
+from ownerserve.engines.hf.state.states import HCA, HCA_TAIL, LayerKind, describe
 from ownerserve.kv.descriptor import IndexFormat, KvDescriptor, KvFormat, TailForm
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.geometry import Geometry

@@ -13,8 +13,8 @@ from ownerserve.cache.effects import (  # noqa: E402
     ResetState,
     SavePoint,
 )
-from ownerserve.engines.hf.pools import Pool, Pools  # noqa: E402
-from ownerserve.engines.hf.states import ModelStates, Part, Section  # noqa: E402
+from ownerserve.engines.hf.state.pools import Pool, Pools  # noqa: E402
+from ownerserve.engines.hf.state.states import ModelStates, Part, Section  # noqa: E402
 from ownerserve.kv.errors import InvalidInput, SpecMismatch  # noqa: E402
 from ownerserve.kv.specs import Coverage  # noqa: E402
 

@@ -9,7 +9,7 @@ pytest.importorskip("transformers", reason="the hf engine needs the [engine] ext
 import torch
 
 from ownerserve.cache.effects import LoadPoint, ResetState
-from ownerserve.engines.hf.tiny import v4_config
+from ownerserve.engines.hf.model.tiny import v4_config
 from ownerserve.kv.descriptor import TailForm
 
 pytestmark = pytest.mark.engine

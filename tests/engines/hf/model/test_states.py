@@ -10,8 +10,8 @@ pytest.importorskip("transformers", reason="the hf engine needs the [engine] ext
 
 import torch
 
-from ownerserve.engines.hf.states import describe
-from ownerserve.engines.hf.tiny import TINY_MODELS, tiny_config, v4_config
+from ownerserve.engines.hf.model.tiny import TINY_MODELS, tiny_config, v4_config
+from ownerserve.engines.hf.state.states import describe
 from ownerserve.kv.descriptor import IndexFormat, KvDescriptor, KvFormat
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry, pool_plans

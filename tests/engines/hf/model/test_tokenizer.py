@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="the hf engine needs the [engine] extra")
 
-from ownerserve.engines.hf.tokenizer import BOS_ID, byte_tokenizer
+from ownerserve.engines.hf.model.tokenizer import BOS_ID, byte_tokenizer
 
 pytestmark = pytest.mark.engine
 

@@ -1,0 +1,1 @@
+"""The engine's thread and the asyncio side that submits to it and hears from it."""

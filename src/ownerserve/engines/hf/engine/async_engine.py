@@ -1,0 +1,177 @@
+"""The asyncio side of the engine: submit a request, read its events, ask how it is.
+
+Owns the engine thread and the open streams. Never touches the runner, the scheduler or the cache:
+commands go in through the loop's inbox, events come back in one call per step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+
+from ownerserve.cache.metrics import Snapshot
+from ownerserve.engines.hf.engine.inbox import (
+    Abort,
+    Ask,
+    AskCache,
+    AskInventory,
+    Call,
+    EngineDead,
+    Stop,
+    Submit,
+)
+from ownerserve.engines.hf.engine.loop import StepLoop
+from ownerserve.engines.hf.metrics.status import HfStatus
+from ownerserve.engines.hf.scheduling.requests import Failed, Finished, Request, StreamEvent
+from ownerserve.kv.wire.inventory import Page
+from ownerserve.kv.wire.rpc import Answer as RpcAnswer
+from ownerserve.kv.wire.rpc import Probe
+from ownerserve.kv.wire.rpc import Request as RpcRequest
+from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.node.admission.reservations import Standing, probe_seed
+
+logger = logging.getLogger(__name__)
+
+JOIN_S = 30.0
+"""How long a stop waits for the step in progress."""
+
+
+class Stream:
+    """Events of one request, in order. Ends after Finished or Failed."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
+
+    def push(self, event: StreamEvent) -> None:
+        self._events.put_nowait(event)
+
+    async def next(self) -> StreamEvent:
+        """The next event; not to be called again after the last."""
+        return await self._events.get()
+
+    async def __aiter__(self) -> AsyncIterator[StreamEvent]:
+        while True:
+            event = await self.next()
+            yield event
+            if isinstance(event, Finished | Failed):
+                return
+
+
+class Engine:
+    """Start and stop it on the event loop that uses it."""
+
+    def __init__(self, loop: StepLoop) -> None:
+        self._steps = loop
+        self._streams: dict[str, Stream] = {}
+        self._thread: threading.Thread | None = None
+        self._asyncio: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def latest(self) -> WorkerLoad:
+        """The load after the last step: dated, but at once."""
+        return self._steps.latest
+
+    @property
+    def dead_because(self) -> str | None:
+        """Why the engine thread ended; None while it runs."""
+        return self._steps.inbox.closed_because
+
+    def start(self) -> None:
+        """Start the engine thread."""
+        self._asyncio = asyncio.get_running_loop()
+        # Daemon: a second Ctrl-C must end the process even in the middle of a long step.
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End the engine thread after its present step; open streams get a last event."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        with suppress(EngineDead):  # it has ended by itself
+            self._steps.inbox.put(Stop())
+        await asyncio.to_thread(thread.join, JOIN_S)
+
+    def submit(self, request: Request) -> Stream:
+        """Enter a request. Raises EngineDead."""
+        stream = Stream(request.request_id)
+        self._streams[request.request_id] = stream
+        try:
+            self._steps.inbox.put(Submit(request, time.monotonic()))
+        except EngineDead:
+            del self._streams[request.request_id]
+            raise
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up; its stream gets no more events. One that has ended is no error."""
+        if self._streams.pop(request_id, None) is None:
+            return
+        with suppress(EngineDead):  # and with it the request
+            self._steps.inbox.put(Abort(request_id))
+
+    async def status(self, timeout_s: float) -> HfStatus:
+        """The engine thread's own answer. Raises EngineDead, or TimeoutError when it is stuck."""
+        answer: Future[HfStatus] = Future()
+        self._steps.inbox.put(Ask(answer))
+        return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
+
+    async def cache(self, timeout_s: float) -> Snapshot:
+        """What the cache counts, as `status`."""
+        answer: Future[Snapshot] = Future()
+        self._steps.inbox.put(AskCache(answer))
+        return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
+
+    @property
+    def standing(self) -> Standing:
+        """What seeds are judged by, after the last step: dated, but at once."""
+        return self._steps.standing
+
+    def step_s(self) -> float:
+        """What the last step took."""
+        return self._steps.step_s
+
+    async def inventory(self, after: int, timeout_s: float) -> Page:
+        """What is held here and was said after word `after`, as `status`."""
+        answer: Future[Page] = Future()
+        self._steps.inbox.put(AskInventory(after, answer))
+        return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
+
+    def call(self, request: RpcRequest) -> Future[RpcAnswer]:
+        """A request of the node's RPC port; from any thread. Raises EngineDead.
+
+        A probe is answered at once, by what the last step left.
+        """
+        answer: Future[RpcAnswer] = Future()
+        if isinstance(request, Probe):
+            answer.set_result(probe_seed(request.wanted, self.standing))
+            return answer
+        self._steps.inbox.put(Call(request, answer))
+        return answer
+
+    def _run(self) -> None:
+        assert self._asyncio is not None
+        loop = self._asyncio
+
+        def outbox(events: Sequence[tuple[str, StreamEvent]]) -> None:
+            try:
+                loop.call_soon_threadsafe(self._deliver, events)
+            except RuntimeError:
+                logger.warning("the event loop closed before the engine was stopped")
+
+        self._steps.run(outbox)
+
+    def _deliver(self, events: Sequence[tuple[str, StreamEvent]]) -> None:
+        for request_id, event in events:
+            stream = self._streams.get(request_id)
+            if stream is None:
+                continue  # given up meanwhile
+            stream.push(event)
+            if isinstance(event, Finished | Failed):
+                del self._streams[request_id]

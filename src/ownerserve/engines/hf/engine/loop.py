@@ -1,0 +1,492 @@
+"""The engine thread: takes commands, runs steps, hands out events.
+
+Owns the runner, the scheduler and the cache from the moment it starts; nobody else may touch them.
+It never decides what a step holds (the scheduler does) and never waits for a reader (events go to
+an outbox that must not block).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ownerserve.cache.effects import Effect
+from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.metrics import snapshot
+from ownerserve.cache.table import Table
+from ownerserve.engines.hf.engine.inbox import (
+    Abort,
+    Ask,
+    AskCache,
+    AskInventory,
+    Call,
+    EngineDead,
+    Inbox,
+    Stop,
+    Submit,
+)
+from ownerserve.engines.hf.engine.intake import IntakeClock, take_over
+from ownerserve.engines.hf.engine.turn_admission import Desk, LetIn
+from ownerserve.engines.hf.metrics.status import (
+    HfStatus,
+    Identity,
+    worker_load,
+    worker_profile,
+    worker_status,
+)
+from ownerserve.engines.hf.metrics.worker import WorkerMetrics
+from ownerserve.engines.hf.model.runner import DecodeRow
+from ownerserve.engines.hf.model.sampling import Sampler, sample
+from ownerserve.engines.hf.model.text import Choice, Decoder
+from ownerserve.engines.hf.node.measuring import Measuring
+from ownerserve.engines.hf.node.restoring import STOP_WITHIN_S, Restoring, WithoutNode
+from ownerserve.engines.hf.scheduling.requests import (
+    Admitted,
+    Delta,
+    Failed,
+    Finished,
+    Request,
+    Sampled,
+    StreamEvent,
+)
+from ownerserve.engines.hf.scheduling.scheduler import Scheduler
+from ownerserve.engines.hf.scheduling.step import Admission, Arrival, Queued, Rejected, StepPlan
+from ownerserve.kv.execution import execution_mode, lost_tokens
+from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.prefix import pack
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import Answer as RpcAnswer
+from ownerserve.kv.wire.rpc import ListHeld, PageIs, Reject, ReleaseSession, Reserve
+from ownerserve.kv.wire.rpc import Request as RpcRequest
+from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.ownership.known import KnownSessions
+from ownerserve.node.ownership.ownership import Came, Left, Over, Owning, Unowned
+from ownerserve.node.vocabulary.chains import PromptPrefix, prefix_of
+
+logger = logging.getLogger(__name__)
+
+Outbox = Callable[[Sequence[tuple[str, StreamEvent]]], None]
+"""Takes (request id, event) pairs; called on the engine thread."""
+
+
+class RunnerPort(Protocol):
+    """What a step needs of `runner.Runner`."""
+
+    device: torch.device
+
+    def apply(self, effects: Sequence[Effect]) -> None: ...
+    def prefill(
+        self, table: Table, tokens: Sequence[int], start: int, *, write_floor: int = 0
+    ) -> Tensor: ...
+    def decode(self, rows: Sequence[DecodeRow]) -> Tensor: ...
+
+
+class _Live(msgspec.Struct, eq=False):
+    """A request on its way; `open` counts its choices that have not ended. `first_choice` are the
+    tokens of the first, which a session goes on from."""
+
+    request: Request
+    prompt: PromptPrefix
+    arrived_s: float
+    open: int
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    first_choice: list[int] = []
+
+
+class _Voice(msgspec.Struct, eq=False):
+    """One choice of a live request: what draws its tokens and what turns them into text."""
+
+    live: _Live
+    choice: Choice
+    sampler: Sampler
+
+
+class StepLoop:
+    """`run` is the engine thread. `inbox` is the way in, the outbox the way out.
+
+    `latest` is the load after the last step, replaced whole: any thread may read it.
+    """
+
+    def __init__(
+        self,
+        runner: RunnerPort,
+        scheduler: Scheduler,
+        *,
+        cache: HeteroCache,
+        decoder: Decoder,
+        identity: Identity,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self.inbox = Inbox()
+        self._runner = runner
+        self._scheduler = scheduler
+        self._cache = cache
+        self._decoder = decoder
+        self._identity = identity
+        self._metrics = metrics
+        self._restoring: Restoring = WithoutNode(cache, scheduler)
+        self._measuring = Measuring(self._restoring.calibration)
+        self._intake = IntakeClock(metrics.taken_in)
+        self._desk = Desk(cache, scheduler, identity)
+        self.ownership: Owning = Unowned()
+        self._known = KnownSessions(cache.layout.block_tokens)
+        self._live: dict[str, _Live] = {}
+        self._voices: dict[TurnId, _Voice] = {}
+        self._events: list[tuple[str, StreamEvent]] = []
+        self._over: list[SessionId] = []
+        """Sessions whose last turn ends with the present step."""
+        self._steps = 0
+        self.latest = self._load()
+        self.step_s = 0.0
+        """What the last step took."""
+        self.standing = self._desk.standing()
+        """What seeds are judged by, as of the last step; replaced whole, as `latest`."""
+
+    def attach(self, restoring: Restoring) -> None:
+        """Serve with a node beside the engine; before `run`."""
+        self._restoring = restoring
+        self._measuring = Measuring(restoring.calibration)
+
+    @property
+    def inventory(self) -> Inventory:
+        """What is held here."""
+        return self._restoring.inventory
+
+    def own(self, ownership: Owning) -> None:
+        """Serve with a directory that knows whose the sessions are; before `run`."""
+        self.ownership = ownership
+
+    def run(self, outbox: Outbox) -> None:
+        """Serve until told to stop. However it ends, every stream gets its last event."""
+        because, within_s = "the engine has stopped", STOP_WITHIN_S
+        self.ownership.start()
+        try:
+            while self._drain():
+                self._restoring.poll()
+                if self._scheduler.has_work:
+                    self._step(outbox)
+                self._hand_out(outbox)
+        except Exception as error:  # a thread's root: the reason must reach the callers
+            within_s = 0.0
+            because = f"the engine has crashed: {type(error).__name__}: {error}"
+            logger.exception("the engine thread ends")
+        finally:
+            self._die(because, outbox)
+            self._restoring.close(within_s=within_s)
+            self.ownership.close(within_s=within_s)
+
+    # ---- commands
+
+    def _drain(self) -> bool:
+        """Handle what has come in, waiting when there is nothing else to do; False: stop."""
+        if self._scheduler.has_work:
+            command = self.inbox.take_ready()
+        else:
+            waits = (self._restoring.wait_s(), self._desk.wait_s())
+            command = self.inbox.take(min((s for s in waits if s is not None), default=None))
+        while command is not None:
+            match command:
+                case Stop():
+                    return False
+                case Submit():
+                    self._submit(command)
+                case Abort(request_id):
+                    self._abort(request_id)
+                case Ask(answer):
+                    if answer.set_running_or_notify_cancel():
+                        answer.set_result(self._status())
+                case Call(request, called):
+                    if called.set_running_or_notify_cancel():
+                        called.set_result(self._answer(request))
+                case AskCache(asked):
+                    if asked.set_running_or_notify_cancel():
+                        asked.set_result(snapshot(self._cache, time.time()))
+                case AskInventory(after, wanted):
+                    if wanted.set_running_or_notify_cancel():
+                        life = self._identity.incarnation
+                        wanted.set_result(self._restoring.inventory.page(after, incarnation=life))
+            command = self.inbox.take_ready()
+        self.standing = self._desk.standing()
+        return True
+
+    def _answer(self, request: RpcRequest) -> RpcAnswer:
+        if isinstance(request, ReleaseSession):
+            return self._release(request)
+        if isinstance(request, ListHeld):
+            life = self._identity.incarnation
+            return PageIs(self._restoring.inventory.page(request.after, incarnation=life))
+        answer = self._desk.answer(request)
+        if isinstance(request, Reserve):
+            self._metrics.reserved(answer)
+        return answer
+
+    def _release(self, asked: ReleaseSession) -> RpcAnswer:
+        """The session is another's from now on: its state here is ordinary cached state. A turn of
+        it that is here, if only in the queue, is in the way of its owner."""
+        session_id = asked.session_id
+        if self.ownership.standing(session_id) is not None and any(
+            live.request.session_id == session_id for live in self._live.values()
+        ):
+            return Reject(WorkerRefusal.SESSION_IS_RUNNING)
+        given_up = self.ownership.release(asked)
+        if isinstance(given_up, Reject):
+            return given_up
+        self._known.forget(session_id)
+        let_go = self._desk.answer(asked)
+        return let_go if asked.epoch is None else given_up
+
+    def _submit(self, submit: Submit) -> None:
+        self._intake.start()
+        request = submit.request
+        turn_ids = _turn_ids(request)
+        block = self._cache.layout.block_tokens
+        prompt = request.prefix or prefix_of(request.prompt, block)
+        answer: LetIn | Queued | Rejected = self._desk.let_in(request)
+        if isinstance(answer, LetIn):
+            answer = self._scheduler.arrive(
+                Arrival(
+                    request_id=request.request_id,
+                    turn_ids=turn_ids,
+                    prompt=prompt,
+                    max_new_tokens=request.stopping.max_tokens,
+                    session_id=request.session_id,
+                    order=answer.order,
+                    is_promised=answer.is_promised,
+                )
+            )
+        if isinstance(answer, Rejected):
+            self._emit(request.request_id, Failed(answer.reason, answer.message))
+            self._metrics.refused(answer.reason)
+            return
+        self._restoring.arrived(turn_ids[0], request, prompt)
+        if request.is_named and request.session_id is not None:
+            name = SessionId(request.session_id)
+            now = time.monotonic()
+            if take_over(self._cache, name, self.ownership, prompt=prompt, now=now):
+                self._metrics.took_over()
+            self.ownership.tell(Came(name, request.parent, request.epoch))
+        live = _Live(request, prompt, submit.arrived_s, request.choices)
+        self._live[request.request_id] = live
+        for i, turn_id in enumerate(turn_ids):
+            self._voices[turn_id] = _Voice(
+                live,
+                Choice(i, request.stopping, self._decoder),
+                Sampler(request, i, self._runner.device),
+            )
+        self._intake.submitted(request.request_id)
+
+    def _abort(self, request_id: str) -> None:
+        self._scheduler.abort(request_id, time.monotonic())
+        self._restoring.gone(TurnId(f"{request_id}.0"))
+        if self._forget(request_id):
+            self._metrics.finished("aborted")
+            self.latest = self._load()
+
+    def _load(self) -> WorkerLoad:
+        return worker_load(
+            self._identity, self._cache, load=self._scheduler.load(), as_of_s=time.time()
+        )
+
+    def _status(self) -> HfStatus:
+        profile = worker_profile(
+            self._identity,
+            self._cache.layout,
+            costs=self._measuring.costs,
+            tiers=self._restoring.tiers,
+        )
+        return worker_status(self._load(), profile, self._cache, steps=self._steps)
+
+    # ---- one step
+
+    def _step(self, outbox: Outbox) -> None:
+        started_s = time.monotonic()
+        self._intake.start()
+        plan = self._scheduler.plan(started_s)
+        self._announce(plan)
+        self._intake.planned(plan)
+        self._hand_out(outbox)
+        self._runner.apply(plan.effects)
+        sampled = self._compute(plan)
+        now = time.monotonic()
+        self._restoring.computed(plan)
+        ended = [turn_id for turn_id, token in sampled.items() if self._speak(turn_id, token, now)]
+        tokens = {turn_id: token.token for turn_id, token in sampled.items()}
+        self._runner.apply(self._scheduler.step_done(tokens, ended, now=now))
+        self._end_sessions()
+        self._restoring.ended(ended)
+        self._steps += 1
+        self.step_s = time.monotonic() - started_s
+        self.latest = self._load()
+        took_s = time.monotonic() - started_s
+        self._measuring.stepped(plan, took_s * 1e3)
+        self._metrics.generated(len(sampled))
+        self._metrics.step(
+            _kind(plan),
+            took_s=took_s,
+            load=self._scheduler.load(),
+            cache=self._cache,
+        )
+
+    def _announce(self, plan: StepPlan) -> None:
+        for admission in plan.admitted:
+            self._measuring.admitted(admission)
+            if not admission.again and admission.request_id in self._live:
+                self._admitted(admission)
+        for request_id in plan.failed:
+            reason = WorkerRefusal.NO_ROOM
+            message = "the request needs more KV memory than there is, even alone"
+            self._emit(request_id, Failed(reason, message))
+            self._forget(request_id)
+            self._restoring.gone(TurnId(f"{request_id}.0"))
+            self._metrics.refused(reason)
+        self._metrics.preempted(len(plan.preempted))
+
+    def _admitted(self, admission: Admission) -> None:
+        live = self._live[admission.request_id]
+        request, restored = live.request, admission.restored
+        if admission.turn_id != _turn_ids(request)[0]:
+            return  # another choice of the same prompt, which found no room to fork
+        live.cached_tokens = restored
+        kept, session_id = max(restored, admission.floor), request.session_id
+        known = self._known.tokens_of(SessionId(session_id), live.prompt) if session_id else 0
+        brought = self._restoring.began(admission)
+        admitted = Admitted(
+            restored,
+            execution_mode(known, kept, brought.tokens),
+            kept - restored,
+            restore=brought.restore,
+            plan=brought.plan,
+            lost_tokens=lost_tokens(known, kept),
+        )
+        self._emit(request.request_id, admitted)
+        layout = self._cache.layout
+        self._metrics.admitted(
+            admitted,
+            prompt_tokens=len(request.prompt),
+            cached=dict.fromkeys(layout.range_names, kept)
+            | dict.fromkeys(layout.point_names, restored),
+        )
+
+    def _compute(self, plan: StepPlan) -> dict[TurnId, Sampled]:
+        """Run the plan's forwards and draw a token for every turn that has new logits."""
+        turns: list[TurnId] = []
+        logits: list[Tensor] = []
+        if plan.rows:
+            rows = [DecodeRow(row.table, row.token, row.position) for row in plan.rows]
+            logits += self._runner.decode(rows).unbind(0)
+            turns += [row.turn_id for row in plan.rows]
+        for chunk in plan.chunks:
+            last = self._runner.prefill(
+                chunk.table, chunk.tokens, chunk.start, write_floor=chunk.write_floor
+            )[-1]
+            logits += [last] * len(chunk.sample_for)
+            turns += chunk.sample_for
+        samplers = [self._voices[turn_id].sampler for turn_id in turns]
+        with torch.inference_mode():
+            return dict(zip(turns, sample(logits, samplers), strict=True))
+
+    def _speak(self, turn_id: TurnId, sampled: Sampled, now: float) -> bool:
+        """Tell the caller about a new token; whether it was the choice's last."""
+        voice = self._voices[turn_id]
+        live = voice.live
+        request_id = live.request.request_id
+        if not live.completion_tokens:
+            self._metrics.first_token(now - live.arrived_s)
+        live.completion_tokens += 1
+        delta: Delta = voice.choice.push(sampled)
+        if delta.index == 0:
+            live.first_choice.append(sampled.token)
+        self._emit(request_id, delta)
+        if delta.finish is None:
+            return False
+        live.open -= 1
+        if not live.open:
+            self._emit(
+                request_id,
+                Finished(len(live.request.prompt), live.completion_tokens, live.cached_tokens),
+            )
+            self._left(live)
+            self._forget(request_id)
+            self._metrics.finished(delta.finish.value)
+            if live.request.is_final and live.request.session_id:
+                self._over.append(SessionId(live.request.session_id))
+        return True
+
+    def _left(self, live: _Live) -> None:
+        """A turn is complete: its session's next one can be told from a new prompt."""
+        request = live.request
+        if request.session_id is not None:
+            # The last sampled token is never computed.
+            said = pack(live.first_choice[:-1])
+            name = SessionId(request.session_id)
+            self._known.left(name, live.prompt.answered(said), prompt_tokens=live.prompt.count)
+            if request.is_named:
+                tokens = live.prompt.tokens + said
+                self.ownership.tell(Left(name, tokens, request.group, before=request.version))
+
+    def _end_sessions(self) -> None:
+        """What these sessions have here is ordinary cached state from now on. One that another
+        turn still runs in goes on: whoever said that it ends was wrong."""
+        sessions = self._cache.sessions
+        while self._over:
+            session = sessions.get(self._over.pop())
+            if session is not None and not session.running:
+                sessions.release(session.session_id)
+                self._known.forget(session.session_id)
+                self._restoring.over(session.session_id)
+                self.ownership.tell(Over(session.session_id))
+
+    # ---- events out
+
+    def _emit(self, request_id: str, event: StreamEvent) -> None:
+        self._events.append((request_id, event))
+
+    def _hand_out(self, outbox: Outbox) -> None:
+        if self._events:
+            events, self._events = self._events, []
+            outbox(events)
+
+    def _forget(self, request_id: str) -> bool:
+        """Drop what is known of a request; whether it was live."""
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return False
+        self._intake.forget(request_id)
+        turn_ids = _turn_ids(live.request)
+        for turn_id in turn_ids:
+            self._voices.pop(turn_id, None)
+        self._measuring.forget(turn_ids)
+        return True
+
+    def _die(self, because: str, outbox: Outbox) -> None:
+        """Nobody will answer any more: say so to all who wait, and to all who come."""
+        left = self.inbox.close(because)
+        waiting = [*self._live, *(c.request.request_id for c in left if isinstance(c, Submit))]
+        for request_id in waiting:
+            self._emit(request_id, Failed(WorkerRefusal.ENGINE_DEAD, because))
+        for command in left:
+            if (
+                isinstance(command, Ask | AskCache | AskInventory | Call)
+                and command.answer.set_running_or_notify_cancel()
+            ):
+                command.answer.set_exception(EngineDead(because))
+        self._hand_out(outbox)
+
+
+def _turn_ids(request: Request) -> tuple[TurnId, ...]:
+    """One for each choice; the first one runs the prompt."""
+    return tuple(TurnId(f"{request.request_id}.{i}") for i in range(request.choices))
+
+
+def _kind(plan: StepPlan) -> str:
+    if plan.chunks:
+        return "mixed" if plan.rows else "prefill"
+    return "decode"

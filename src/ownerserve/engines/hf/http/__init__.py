@@ -1,0 +1,1 @@
+"""The worker's OpenAI-compatible HTTP server over one engine."""

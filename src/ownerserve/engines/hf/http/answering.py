@@ -1,0 +1,231 @@
+"""Events of a request to HTTP: errors in OpenAI's form, server-sent events, hang-ups.
+
+Owns no state but the stream it is handed, and gives that up however the answer ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ownerserve.engines.hf.engine.async_engine import Stream
+from ownerserve.engines.hf.http.openai_format import Format
+from ownerserve.engines.hf.scheduling.requests import (
+    Admitted,
+    Delta,
+    Failed,
+    Finished,
+    Request,
+)
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire import answer_line, turn_line
+from ownerserve.kv.wire.answer_line import AnswerLine
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.status import WorkerLoad, load_statement
+from ownerserve.node.ownership.ownership import OwnerIs
+
+STATUS_OF_REASON = {
+    WorkerRefusal.CONTEXT_LENGTH: 400,
+    WorkerRefusal.QUEUE_FULL: 429,
+    WorkerRefusal.NO_ROOM: 503,
+    WorkerRefusal.DRAINING: 503,
+    WorkerRefusal.ENGINE_DEAD: 503,
+    WorkerRefusal.UNKNOWN_RESERVATION: 409,
+}
+
+REFUSING = (409, 429, 503)
+"""With these the worker would not take the turn: another one may."""
+
+T = TypeVar("T")
+
+
+class ApiError(Exception):
+    """An error in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, *, code: str | None, param: str | None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 429 else "server_error"
+        fields = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+
+class ClientGone(Exception):
+    """The client hung up before its answer was ready."""
+
+
+def json_response(
+    body: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    data = msgspec.json.encode(body)
+    return Response(data, status, headers=headers, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    headers = {"retry-after": "1"} if error.status in (429, 503) else {}
+    if error.code is not None and error.status in REFUSING:
+        headers["x-ownerserve-refusal"] = error.code
+    return json_response(error.body(), error.status, headers)
+
+
+def failure(event: Failed) -> ApiError:
+    return ApiError(
+        STATUS_OF_REASON[event.reason], event.message, code=event.reason.value, param=None
+    )
+
+
+def turn_headers(
+    request: Request, admitted: Admitted, load: WorkerLoad, owner: OwnerIs | None
+) -> dict[str, str]:
+    """What came of the prompt, for people; and the line for gateways. `owner`: of its session."""
+    return {
+        "x-request-id": request.request_id,
+        "x-ownerserve-mode": admitted.mode.value,
+        "x-ownerserve-cached-tokens": str(admitted.cached_tokens),
+        **({"x-ownerserve-restore": admitted.restore} if admitted.restore else {}),
+        **({"x-ownerserve-plan": admitted.plan} if admitted.plan else {}),
+        **({"x-ownerserve-lost-tokens": str(admitted.lost_tokens)} if admitted.lost_tokens else {}),
+        "x-ownerserve-prompt-tokens": str(len(request.prompt)),
+        **(_owner_headers(owner) if owner is not None and owner.version is not None else {}),
+        answer_line.HEADER: answer_line.encode(_line_of(request, admitted, load, owner)).decode(),
+    }
+
+
+def load_headers(load: WorkerLoad) -> dict[str, str]:
+    """Who speaks, in which life, and its load: for gateways that ask /health."""
+    line = AnswerLine(unit=load.unit, load=load_statement(load))
+    return {answer_line.HEADER: answer_line.encode(line).decode()}
+
+
+def _line_of(
+    request: Request, admitted: Admitted, load: WorkerLoad, owner: OwnerIs | None
+) -> AnswerLine:
+    """What gateways are told. Once it is computed the device holds the prompt's full blocks."""
+    prefix = request.prefix
+    tip = None if prefix is None else prefix.tip
+    return AnswerLine(
+        unit=load.unit,
+        load=load_statement(load),
+        owner=None if owner is None else owner.unit,
+        epoch=None if owner is None else owner.epoch,
+        version=None if owner is None else owner.version,
+        tip=None if tip is None else tip.hex(),
+        tokens=0 if prefix is None or tip is None else prefix.blocks * prefix.block_tokens,
+        mode=admitted.mode,
+        lost_tokens=admitted.lost_tokens,
+    )
+
+
+def _owner_headers(owner: OwnerIs) -> dict[str, str]:
+    """Under which epoch and at which version this worker owns the session, for people."""
+    epoch = owner.epoch
+    told = f"{epoch.term.ordinal}.{epoch.term.nonce}.{epoch.counter}"
+    return {"x-ownerserve-epoch": told, "x-ownerserve-version": str(owner.version)}
+
+
+def check_target(target: RoutingUnit | None, incarnation: int) -> None:
+    """Raise ApiError for a turn that is meant for another worker, or another life of this one.
+
+    Two that count on their own part ways sooner or later (seed 003, v2): the one who is named
+    checks. The life tells workers apart too: it is the nanosecond in which one was built. The
+    worker's id is not compared, since a gateway names a worker by the address at which it reaches
+    it, and no worker knows all of its own (localhost, 0.0.0.0, a mapped port): a wrong refusal
+    would cost more than the check can find.
+    """
+    if target is None or (target.dp_rank, target.incarnation) == (0, incarnation):
+        return
+    message = (
+        f"{turn_line.HEADER}.target: {target.worker}, rank {target.dp_rank} in life "
+        f"{target.incarnation} is not this worker, rank 0 in life {incarnation}"
+    )
+    raise ApiError(409, message, code="wrong_target", param=None)
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled with ClientGone when the client hangs up."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events from a request's stream. Gives the request up however it ends."""
+
+    def __init__(
+        self, stream: Stream, form: Format, *, give_up: Callable[[], None], headers: dict[str, str]
+    ) -> None:
+        super().__init__(headers=headers, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self._stream = stream
+        self._form = form
+        self._give_up = give_up
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._relay(send))
+        except ClientGone:
+            pass
+        finally:
+            self._give_up()
+
+    async def _relay(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        async for line in self._lines():
+            await send({"type": "http.response.body", "body": line, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _lines(self) -> AsyncIterator[bytes]:
+        for chunk in self._form.opening():
+            yield _event(chunk)
+        async for event in self._stream:
+            match event:
+                case Delta():
+                    if (shown := self._form.chunk(event)) is not None:
+                        yield _event(shown)
+                case Finished():
+                    if (closing := self._form.closing(event)) is not None:
+                        yield _event(closing)
+                    yield b"data: [DONE]\n\n"
+                case Failed():  # no [DONE]: the answer is not complete
+                    yield _event(failure(event).body())
+
+
+def _event(body: object) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+async def collect(stream: Stream) -> tuple[list[Delta], Finished]:
+    deltas: list[Delta] = []
+    async for event in stream:
+        match event:
+            case Delta():
+                deltas.append(event)
+            case Finished():
+                return deltas, event
+            case Failed():
+                raise failure(event)
+    raise AssertionError("a stream ends with Finished or Failed")

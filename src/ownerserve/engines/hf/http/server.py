@@ -1,0 +1,289 @@
+"""The worker's HTTP side: OpenAI-compatible endpoints over one Engine.
+
+Owns no state: it parses, submits, relays events, and gives a request up when its client is gone.
+It never computes, and never answers /health by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ownerserve.engines.hf.build import Worker
+from ownerserve.engines.hf.engine.inbox import EngineDead
+from ownerserve.engines.hf.http.answering import (
+    ApiError,
+    ClientGone,
+    EventStream,
+    check_target,
+    collect,
+    error_response,
+    failure,
+    json_response,
+    load_headers,
+    turn_headers,
+    while_connected,
+)
+from ownerserve.engines.hf.http.openai_api import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    ModelNotFound,
+    chat_prompt,
+    completion_prompt,
+    make_request,
+    parse_body,
+    told_of,
+)
+from ownerserve.engines.hf.http.openai_format import (
+    ChatFormat,
+    CompletionFormat,
+    Envelope,
+    Format,
+    Wishes,
+)
+from ownerserve.engines.hf.metrics.cache import render
+from ownerserve.engines.hf.metrics.status import HfStatus
+from ownerserve.engines.hf.scheduling.requests import (
+    Admitted,
+    Failed,
+    Request,
+)
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.prefix import unpack
+from ownerserve.kv.wire import turn_line
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.node.ownership.ownership import OwnerIs
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 64 << 20
+HEALTH_TIMEOUT_S = 10.0
+"""Longer than any step: an engine thread that takes no command for so long is stuck."""
+CLIENT_GONE = 499
+"""nginx's word for a client that hung up; nobody reads it but the log."""
+
+
+# ---- endpoints
+
+
+class Endpoints:
+    """The routes, over one worker."""
+
+    def __init__(self, worker: Worker, rpc: str | None) -> None:
+        self._worker = worker
+        self._rpc = rpc
+        self._started_s = int(time.time())
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/ownerserve/status", self.status, methods=["GET"]),
+            Route("/ownerserve/cache", self.cache, methods=["GET"]),
+            Route("/ownerserve/inventory", self.inventory, methods=["GET"]),
+        ]
+
+    async def models(self, http: HttpRequest) -> Response:
+        facts = self._worker.facts
+        model = {
+            "id": facts.model,
+            "object": "model",
+            "created": self._started_s,
+            "owned_by": "ownerserve",
+            "max_model_len": facts.sequence_tokens,
+        }
+        return json_response({"object": "list", "data": [model]})
+
+    async def health(self, http: HttpRequest) -> Response:
+        """200 only if the engine thread itself answers."""
+        status = await self._status()
+        load = self._worker.engine.latest
+        headers = {**load_headers(load), "x-ownerserve-model": self._worker.facts.model}
+        return json_response({"status": "ok", "as_of_s": status.load.as_of_s}, headers=headers)
+
+    async def status(self, http: HttpRequest) -> Response:
+        """The engine thread's record (kv.wire.status), with where the node's RPC port is."""
+        status = await self._status()
+        profile = msgspec.structs.replace(status.profile, rpc=self._rpc)
+        return json_response(msgspec.structs.replace(status, profile=profile))
+
+    async def cache(self, http: HttpRequest) -> Response:
+        return json_response(await self._in_time(self._worker.engine.cache(HEALTH_TIMEOUT_S)))
+
+    async def inventory(self, http: HttpRequest) -> Response:
+        """What is held here, as far as it was said after word `after`."""
+        after = http.query_params.get("after", "0")
+        if not (after.isascii() and after.isdigit() and len(after) < 19):
+            raise InvalidInput("after", f"{after!r} is no number", "send a page's last, or 0")
+        page = self._worker.engine.inventory(int(after), HEALTH_TIMEOUT_S)
+        return json_response(await self._in_time(page))
+
+    async def metrics(self, http: HttpRequest) -> Response:
+        content = self._worker.metrics.render()
+        with suppress(EngineDead, TimeoutError):  # the rest is still worth a scrape
+            content += render(await self._worker.engine.cache(HEALTH_TIMEOUT_S))
+        return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def chat(self, http: HttpRequest) -> Response:
+        body = parse_body(await _read_body(http), ChatBody)
+        prompt = await asyncio.to_thread(chat_prompt, body, self._worker.codec)
+        request = await self._request(http, body, prompt)
+        return await self._answer(http, body, ChatFormat(*self._form("chatcmpl", body, request)))
+
+    async def completions(self, http: HttpRequest) -> Response:
+        body = parse_body(await _read_body(http), CompletionBody)
+        prompt = await asyncio.to_thread(completion_prompt, body, self._worker.codec)
+        request = await self._request(http, body, prompt)
+        return await self._answer(http, body, CompletionFormat(*self._form("cmpl", body, request)))
+
+    # ---- parts
+
+    async def _status(self) -> HfStatus:
+        return await self._in_time(self._worker.engine.status(HEALTH_TIMEOUT_S))
+
+    async def _in_time(self, answer: Awaitable[T]) -> T:
+        try:
+            return await answer
+        except TimeoutError as error:
+            message = f"the engine thread has taken no command for {HEALTH_TIMEOUT_S:g} s"
+            raise ApiError(503, message, code="engine_stuck", param=None) from error
+
+    async def _request(
+        self, http: HttpRequest, body: ChatBody | CompletionBody, prompt: list[int]
+    ) -> Request:
+        line = turn_line.received(http.headers)
+        if line is not None:
+            check_target(line.target, self._worker.engine.latest.unit.incarnation)
+        request = make_request(
+            body,
+            prompt,
+            facts=self._worker.facts,
+            request_id=uuid.uuid4().hex,
+            turn=told_of(http.headers, body, line),
+            fresh_seed=secrets.randbits(63),
+        )
+        prefix = await asyncio.to_thread(self._worker.prefixes.of, prompt, request.session_id)
+        # One piece of memory: to free a million integers would take the engine's thread 20 ms.
+        tokens = unpack(prefix.tokens)
+        return msgspec.structs.replace(request, prefix=prefix, prompt=tokens)
+
+    def _owner_of(self, request: Request) -> OwnerIs | None:
+        """Who owns the turn's session, as far as is known here."""
+        if not request.is_named or request.session_id is None:
+            return None
+        return self._worker.ownership.owner_of(SessionId(request.session_id))
+
+    def _form(
+        self, prefix: str, body: Body, request: Request
+    ) -> tuple[Envelope, Request, Any, Wishes]:
+        envelope = Envelope(
+            f"{prefix}-{request.request_id}", int(time.time()), self._worker.facts.model
+        )
+        options = body.stream_options
+        wishes = Wishes(
+            token_ids=bool(body.return_token_ids),
+            stream_usage=bool(body.stream and options and options.include_usage),
+        )
+        return envelope, request, self._worker.codec, wishes
+
+    async def _answer(self, http: HttpRequest, body: Body, form: Format) -> Response:
+        """Submit, wait for admission (headers carry what came of it), then stream or collect."""
+        engine, request = self._worker.engine, form.request
+        stream = engine.submit(request)
+
+        def give_up() -> None:
+            engine.abort(request.request_id)
+
+        is_handed_on = False
+        try:
+            first = await while_connected(http.receive, stream.next())
+            if isinstance(first, Failed):
+                raise failure(first)
+            assert isinstance(first, Admitted)
+            headers = turn_headers(request, first, engine.latest, self._owner_of(request))
+            if body.stream:
+                is_handed_on = True
+                return EventStream(stream, form, give_up=give_up, headers=headers)
+            deltas, finished = await while_connected(http.receive, collect(stream))
+            return json_response(form.whole(deltas, finished), headers=headers)
+        finally:
+            if not is_handed_on:
+                give_up()
+
+
+async def _read_body(http: HttpRequest) -> bytes:
+    parts, size = [], 0
+    async for part in http.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            message = f"the body is longer than {MAX_BODY_BYTES} bytes"
+            raise ApiError(413, message, code="body_too_long", param=None)
+        parts.append(part)
+    return b"".join(parts)
+
+
+# ---- the application
+
+
+async def _on_error(http: HttpRequest, error: Exception) -> Response:
+    match error:
+        case ApiError():
+            return error_response(error)
+        case ModelNotFound():
+            return _error(404, error, code="model_not_found", param=error.field)
+        case InvalidInput():
+            return _error(400, error, param=error.field)
+        case EngineDead():
+            return _error(503, error, code=WorkerRefusal.ENGINE_DEAD.value)
+        case HTTPException():
+            return _error(error.status_code, error.detail)
+        case ClientGone() | ClientDisconnect():
+            return Response(status_code=CLIENT_GONE)
+        case _:  # our bug: the middleware that called this raises it again, into the log
+            return _error(500, "internal error; the worker's log has it")
+
+
+def _error(
+    status: int, problem: object, *, code: str | None = None, param: str | None = None
+) -> Response:
+    return error_response(ApiError(status, str(problem), code=code, param=param))
+
+
+def make_app(worker: Worker, *, rpc: str | None = None) -> Starlette:
+    """The ASGI application; its lifespan is the engine thread's. `rpc`: the node's RPC address."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        worker.engine.start()
+        try:
+            yield
+        finally:
+            await worker.engine.stop()
+
+    handled: tuple[type[Exception], ...] = (
+        *(ApiError, InvalidInput, EngineDead, HTTPException),
+        *(ClientGone, ClientDisconnect, Exception),
+    )
+    return Starlette(
+        routes=Endpoints(worker, rpc).routes(),
+        lifespan=lifespan,
+        exception_handlers=dict.fromkeys(handled, _on_error),
+    )

@@ -1,0 +1,1 @@
+"""What a worker tells of itself: dated status, and its Prometheus metrics. Decides nothing."""

@@ -1,0 +1,141 @@
+"""What a worker says about itself, dated. Read from the cache and the scheduler; owns nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.layout import Layout
+from ownerserve.engines.hf.scheduling.step import Load
+from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.kv.messages import RoutingUnit, Tier
+from ownerserve.kv.specs import Coverage
+from ownerserve.kv.wire.status import (
+    ProfileStatement,
+    WorkerLoad,
+    WorkerStatus,
+    load_statement,
+    unit_statement,
+)
+from ownerserve.node.runtime.stating import actions_of, speed_statement, tier_statements
+from ownerserve.plan.cost.model import CostModel
+
+
+class PoolUse(msgspec.Struct, frozen=True):
+    """Slots of one pool. `free` ones are unused now; more can be evicted."""
+
+    capacity: int
+    free: int
+
+
+class DeviceStatement(msgspec.Struct, frozen=True, kw_only=True):
+    """The reference engine's pools, for people: slots by component, sessions, steps so far."""
+
+    block_tokens: int
+    sessions: int
+    slots: dict[str, int]
+    free_slots: dict[str, int]
+    slot_bytes: dict[str, int]
+    evictable_blocks: int
+    steps: int
+
+
+class HfStatus(WorkerStatus, frozen=True, kw_only=True):
+    """A worker's record, with what only this engine tells."""
+
+    device: DeviceStatement
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What of the status does not change in a worker's life."""
+
+    model: str
+    incarnation: int
+    sequence_tokens: int
+    spec_digest: str = ""
+    worker: WorkerId = WorkerId("")
+    owns_sessions: bool = False
+
+    @property
+    def unit(self) -> RoutingUnit:
+        return RoutingUnit(self.worker, 0, Incarnation(self.incarnation))
+
+
+def pool_uses(cache: HeteroCache) -> dict[str, PoolUse]:
+    """Every pool by component name, and the state blocks. O(components)."""
+    rooms = cache.rooms
+    blocks = PoolUse(rooms.blocks.capacity, rooms.blocks.free)
+    uses = dict.fromkeys(cache.layout.range_names, blocks)
+    for pool in (*rooms.points, rooms.states):
+        uses[pool.name] = PoolUse(pool.capacity, pool.free)
+    return uses
+
+
+def slot_bytes(cache: HeteroCache) -> dict[str, int]:
+    """What one slot of each pool occupies."""
+    sizes = {component.name: component.slot_bytes for component in cache.layout.components}
+    return {**sizes, cache.rooms.states.name: cache.layout.state_bytes}
+
+
+def worker_load(
+    identity: Identity, cache: HeteroCache, *, load: Load, as_of_s: float
+) -> WorkerLoad:
+    """The stamp on answers. Bytes are those of range blocks: they are what runs short."""
+    blocks = cache.rooms.blocks
+    block_bytes = _slot_bytes(cache.layout, Coverage.RANGE)
+    return WorkerLoad(
+        unit=identity.unit,
+        as_of=as_of_s,
+        pending_prefill_tokens=load.pending_prefill_tokens,
+        running_sequences=load.running,
+        waiting_sequences=load.waiting,
+        kv_bytes_free=blocks.free * block_bytes,
+        kv_bytes_total=blocks.capacity * block_bytes,
+        kv_bytes_evictable=cache.rooms.evictable_blocks() * block_bytes,
+    )
+
+
+def worker_profile(
+    identity: Identity, layout: Layout, *, costs: CostModel, tiers: Mapping[Tier, int | None]
+) -> ProfileStatement:
+    """What the worker is, at the speed that was measured until now. State from a tier comes with
+    its points, so nothing is replayed after a load."""
+    return ProfileStatement(
+        models=(identity.model,),
+        actions=actions_of(tiers),
+        spec_digest=identity.spec_digest,
+        kv_bytes_per_token=_slot_bytes(layout, Coverage.RANGE) / layout.block_tokens,
+        kv_bytes_per_sequence=float(_slot_bytes(layout, Coverage.POINT)),
+        speed=speed_statement(costs, replay_tokens=0),
+        tiers=tuple(tier_statements(costs, tiers)),
+        sequence_tokens=identity.sequence_tokens,
+        owns_sessions=identity.owns_sessions,
+    )
+
+
+def worker_status(
+    load: WorkerLoad, profile: ProfileStatement, cache: HeteroCache, *, steps: int
+) -> HfStatus:
+    """The whole record."""
+    uses = pool_uses(cache)
+    return HfStatus(
+        unit=unit_statement(load.unit),
+        load=load_statement(load),
+        profile=profile,
+        device=DeviceStatement(
+            block_tokens=cache.layout.block_tokens,
+            sessions=len(cache.sessions),
+            slots={name: use.capacity for name, use in uses.items()},
+            free_slots={name: use.free for name, use in uses.items()},
+            slot_bytes=slot_bytes(cache),
+            evictable_blocks=cache.rooms.evictable_blocks(),
+            steps=steps,
+        ),
+    )
+
+
+def _slot_bytes(layout: Layout, coverage: Coverage) -> int:
+    """What one slot of every component of this coverage occupies together."""
+    return sum(one.slot_bytes for one in layout.components if one.coverage is coverage)

@@ -1,0 +1,1 @@
+"""The engine's side of a node: its slots as bytes, who waits for state, what steps cost."""

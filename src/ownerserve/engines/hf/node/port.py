@@ -1,0 +1,86 @@
+"""The reference engine as a node sees it: what it can do, and its slots as bytes.
+
+Also what its state is called: the identity that stored artifacts bear. A model's weights are
+named by a digest of what was loaded, never by a path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from xxhash import xxh3_128_digest
+
+from ownerserve.engines.hf.model.checkpoint import Checkpoint
+from ownerserve.engines.hf.model.runner import Runner
+from ownerserve.kv.artifacts import SALT_BYTES, Identity, Numerics
+from ownerserve.kv.payload import FORMAT
+from ownerserve.node.storage.weights import weight_files_digest
+from ownerserve.plan.abilities import HF
+from ownerserve.plan.inputs import Abilities
+
+SLOT_FORMAT = FORMAT
+"""How a slot's bytes lie (engines.hf.pools): as the canonical payload does."""
+
+
+class HfPort:
+    """A Runner as an EnginePort."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    @property
+    def abilities(self) -> Abilities:
+        return HF
+
+    def read_slots(self, component: str, slots: Sequence[int]) -> memoryview:
+        return self._runner.read_slots(component, slots)
+
+    def write_slots(self, component: str, slots: Sequence[int], data: memoryview) -> None:
+        self._runner.write_slots(component, slots, data)
+
+
+def identity_of(checkpoint: Checkpoint, runner: Runner) -> Identity:
+    """What a worker's state is called. Reads every weight once: as long as loading took.
+
+    Weights that were read from files are named by them, as other engines name them too.
+    """
+    config, folder = checkpoint.model.config, checkpoint.folder
+    rope = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None)
+    quantization = getattr(config, "quantization_config", None)
+    return Identity(
+        model_id=str(config.model_type),
+        weights=weight_files_digest(folder) if folder else weights_digest(checkpoint.model),
+        tokenizer=tokenizer_digest(checkpoint.tokenizer),
+        spec_digest=runner.spec_digest(),
+        numerics=Numerics(
+            dtype=str(checkpoint.model.dtype).removeprefix("torch."),
+            quantization=_canonical(quantization) if quantization else "",
+            rope_scaling=_canonical(rope) if rope else "",
+        ),
+        tenant_salt=bytes(SALT_BYTES),
+    )
+
+
+def weights_digest(model: Any) -> str:
+    """SHA-256 over every parameter and buffer: name, shape, dtype, and XXH3-128 of its bytes."""
+    digest = hashlib.sha256(b"ownerserve/weights/1")
+    for name, tensor in sorted(model.state_dict().items()):
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(xxh3_128_digest(data))
+    return digest.hexdigest()
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 over the vocabulary and the special tokens."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    special = sorted(map(str, tokenizer.all_special_tokens))
+    return hashlib.sha256(msgspec.json.encode([vocabulary, special])).hexdigest()
+
+
+def _canonical(value: object) -> str:
+    return msgspec.json.encode(value, order="sorted", enc_hook=str).decode()

@@ -1,0 +1,271 @@
+"""The engine loop's side of a node: who waits for state, what was done, what it took.
+
+Translates between the loop's words and the node's; decides nothing. Lives on the engine thread.
+A loop without a node has `WithoutNode`, and behaves as if there were none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.pressure import Checkpoint
+from ownerserve.engines.hf.metrics.restores import RestoreMetrics
+from ownerserve.engines.hf.scheduling.requests import Request
+from ownerserve.engines.hf.scheduling.scheduler import Scheduler
+from ownerserve.engines.hf.scheduling.step import Admission, StepPlan
+from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import RestoreAction, Tier
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.ownership.on_device import OnDevice
+from ownerserve.node.restore.survey import LOADS
+from ownerserve.node.runtime.calibration import Calibration
+from ownerserve.node.runtime.node_runtime import NodeRuntime
+from ownerserve.node.vocabulary.chains import PromptPrefix
+from ownerserve.node.vocabulary.events import (
+    Arrived,
+    Ended,
+    Gone,
+    RestoreOutcome,
+    RestoreReport,
+    SessionOver,
+)
+from ownerserve.plan.cost.events import Waited
+from ownerserve.plan.explain import summary
+from ownerserve.plan.inputs import Backlog
+
+STOP_WITHIN_S = 5.0
+"""How long a stopping worker may go on copying idle sessions to the store."""
+
+
+class Brought(msgspec.Struct, frozen=True):
+    """What brought a turn's state: how much of it, the actions taken, the price that was asked."""
+
+    tokens: int = 0
+    restore: str = ""
+    plan: str = ""
+
+
+class Restoring(Protocol):
+    """What the loop tells, and asks."""
+
+    calibration: Calibration
+    """Where what is measured goes."""
+
+    @property
+    def tiers(self) -> Mapping[Tier, int | None]: ...
+
+    @property
+    def inventory(self) -> Inventory: ...
+
+    def arrived(self, turn_id: TurnId, request: Request, prompt: PromptPrefix) -> None: ...
+    def poll(self) -> None: ...
+    def wait_s(self) -> float | None: ...
+    def began(self, admission: Admission) -> Brought: ...
+    def computed(self, plan: StepPlan) -> None: ...
+    def ended(self, turn_ids: Iterable[TurnId]) -> None: ...
+    def gone(self, turn_id: TurnId) -> None: ...
+    def over(self, session_id: SessionId) -> None: ...
+    def close(self, *, within_s: float) -> None: ...
+
+
+class WithoutNode:
+    """No store, no node: every turn runs with what the device has; short room is evicted."""
+
+    def __init__(self, cache: HeteroCache, scheduler: Scheduler) -> None:
+        self.inventory = Inventory()
+        self._on_device = OnDevice(cache, self.inventory)
+        self._pressure = cache.pressure
+        self._sessions = cache.sessions
+        self._scheduler = scheduler
+        self._session_of: dict[TurnId, SessionId] = {}
+        self.calibration = Calibration(None)
+
+    @property
+    def tiers(self) -> Mapping[Tier, int | None]:
+        """None: state is kept on the device only."""
+        return {}
+
+    def arrived(self, turn_id: TurnId, request: Request, prompt: PromptPrefix) -> None:
+        """Its session is what is told of."""
+        if request.session_id:
+            self._session_of[turn_id] = SessionId(request.session_id)
+
+    def poll(self) -> None:
+        """Between two steps: soft references end, room is made where little is left."""
+        now = time.monotonic()
+        self._sessions.expire(now)
+        if self._pressure.is_due:
+            for directive in self._pressure.relieve(now):
+                if isinstance(directive, Checkpoint):
+                    self._scheduler.checkpoint(directive.turns)
+        self._on_device.tick()
+
+    def wait_s(self) -> float | None:
+        due = self._sessions.next_due()
+        return None if due is None else max(0.0, due - time.monotonic())
+
+    def began(self, admission: Admission) -> Brought:
+        return Brought()
+
+    def computed(self, plan: StepPlan) -> None: ...
+
+    def ended(self, turn_ids: Iterable[TurnId]) -> None:
+        """Their sessions' state is on the device."""
+        for turn_id in turn_ids:
+            session_id = self._session_of.pop(turn_id, None)
+            if session_id is not None:
+                self._on_device.ended(session_id)
+
+    def gone(self, turn_id: TurnId) -> None:
+        """The turn's request was given up or has failed."""
+        self._session_of.pop(turn_id, None)
+
+    def over(self, session_id: SessionId) -> None:
+        """The session is over: nobody will ask for it."""
+        self.inventory.forget(session_id)
+
+    def close(self, *, within_s: float) -> None: ...
+
+
+class _Turn(msgspec.Struct, eq=False):
+    """A turn's times, each on the loop's clock, and what was restored."""
+
+    prompt: int
+    backlog: Backlog
+    arrived_s: float
+    started_s: float = 0.0
+    began_s: float = 0.0
+    restored: int = 0
+    sampled: int = 0
+    report: RestoreReport | None = None
+
+
+class WithNode:
+    """A loop with a node: turns are held until their state is there."""
+
+    def __init__(self, node: NodeRuntime, scheduler: Scheduler, metrics: RestoreMetrics) -> None:
+        self._node = node
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._turns: dict[TurnId, _Turn] = {}
+        self.calibration = node.calibration
+
+    @property
+    def tiers(self) -> Mapping[Tier, int | None]:
+        """Where the node keeps state, and how many bytes fit; None: not known."""
+        return self._node.tiers
+
+    @property
+    def inventory(self) -> Inventory:
+        """What the node tells that it holds."""
+        return self._node.state.inventory
+
+    def arrived(self, turn_id: TurnId, request: Request, prompt: PromptPrefix) -> None:
+        """A queued turn keeps its place and waits for the node's word."""
+        now, load = time.monotonic(), self._scheduler.load()
+        count = prompt.count
+        backlog = Backlog(load.pending_prefill_tokens - count, load.waiting - 1)
+        session = SessionId(request.session_id) if request.session_id else None
+        self._turns[turn_id] = _Turn(count, backlog, now)
+        self._scheduler.hold(turn_id)
+        event = Arrived(
+            turn_id, session, prompt.tokens, backlog, hashed=prompt.hashed, parent=request.parent
+        )
+        self._start(self._node.handle(event, now))
+
+    def poll(self) -> None:
+        """Between two steps: take what the store has answered, copy what is idle."""
+        self._start(self._node.poll(time.monotonic()))
+        self._scheduler.checkpoint(self._node.checkpoints())
+        state = self._node.state
+        self._metrics.stored(state.spills.counts, self._node.stored_bytes)
+        self._metrics.store.wrote(state.checkpoints.account)
+        self._metrics.store.spilled(state.checkpoints.spilled_slots)
+        self._metrics.store.tidied(self._node.upkeep_counts)
+
+    def wait_s(self) -> float | None:
+        return self._node.wait_s(time.monotonic())
+
+    def _start(self, turn_ids: Iterable[TurnId]) -> None:
+        for turn_id in turn_ids:
+            turn = self._turns.get(turn_id)
+            report = self._node.report(turn_id)
+            self._scheduler.release(turn_id)
+            if turn is not None and report is not None:
+                turn.started_s, turn.report = time.monotonic(), report
+                self._metrics.decided(report)
+
+    def began(self, admission: Admission) -> Brought:
+        """What was brought for the turn, and by which actions."""
+        turn = self._turns.get(admission.turn_id)
+        if turn is None:
+            return Brought()
+        turn.began_s = time.monotonic()
+        turn.restored = admission.restored
+        actions, plan, tokens = list[RestoreAction](), "", 0
+        kept = max(admission.restored, admission.floor)
+        if kept and turn.report is not None and turn.report.outcome is RestoreOutcome.LOADED:
+            tokens = turn.report.brought_tokens
+            assert turn.report.plan is not None
+            plan = summary(turn.report.plan)
+            actions += [s.action for s in turn.report.plan.chosen.steps if s.action in LOADS]
+        else:
+            waited_ms = (turn.began_s - turn.started_s) * 1e3
+            self._node.observe(Waited(turn.backlog, waited_ms))
+        if admission.floor > admission.restored:
+            actions.append(RestoreAction.REPLAY)
+        actions.append(RestoreAction.PREFILL)
+        self._metrics.acted(actions)
+        return Brought(tokens, " + ".join(dict.fromkeys(actions)), plan)
+
+    def computed(self, plan: StepPlan) -> None:
+        """A step's forwards are done."""
+        for chunk in plan.chunks:
+            turn = self._turns.get(chunk.turn_id)
+            if turn is None:
+                continue
+            if chunk.sample_for and not turn.sampled:
+                self._first_token(turn)
+        for turn_id in (
+            *(row.turn_id for row in plan.rows),
+            *(turn_id for chunk in plan.chunks for turn_id in chunk.sample_for),
+        ):
+            if turn_id in self._turns:
+                self._turns[turn_id].sampled += 1
+
+    def _first_token(self, turn: _Turn) -> None:
+        """A prompt is computed."""
+        self._metrics.recomputed(
+            load_s=turn.report.waited_s if turn.report else 0.0,
+            queue_s=turn.began_s - turn.started_s,
+            recompute_s=time.monotonic() - turn.began_s,
+        )
+
+    def ended(self, turn_ids: Iterable[TurnId]) -> None:
+        """These turns are over: their sessions are idle from now on."""
+        for turn_id in turn_ids:
+            turn = self._turns.pop(turn_id, None)
+            if turn is not None:
+                # The last sampled token is never computed.
+                tokens = turn.prompt + max(0, turn.sampled - 1)
+                event = Ended(turn_id, turn.restored, turn.prompt, tokens)
+                self._node.handle(event, time.monotonic())
+
+    def gone(self, turn_id: TurnId) -> None:
+        """The turn's request was given up or has failed."""
+        if self._turns.pop(turn_id, None) is not None:
+            self._node.handle(Gone(turn_id), time.monotonic())
+            self._node.report(turn_id)
+
+    def over(self, session_id: SessionId) -> None:
+        """The session is over: nobody will ask for it."""
+        self._node.handle(SessionOver(session_id), time.monotonic())
+
+    def close(self, *, within_s: float) -> None:
+        """The engine stops: what is idle goes to the store, as far as there is time."""
+        self._node.close(time.monotonic(), within_s=within_s)

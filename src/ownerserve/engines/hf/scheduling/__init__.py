@@ -1,0 +1,1 @@
+"""Which sequences compute which tokens in the next step, and the requests they come from. Pure."""

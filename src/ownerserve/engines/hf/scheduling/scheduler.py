@@ -1,0 +1,485 @@
+"""Which sequences compute which tokens in the next step. Iteration-level, a pure state machine.
+
+Owns the queue, the running set and each sequence's progress; drives the cache (which owns slots
+and residency). It never touches a tensor, a clock, text or randomness: `now` is an argument,
+which token was sampled and whether it ended a choice are told.
+
+    phase      leaves by                                        holds in the cache
+    WAITING    plan: begin + room for the first chunk           nothing
+               plan: can never fit                              -> failed
+    PREFILL    step_done of the chunk that ends the prompt      path lock, slots, state block
+               plan: no room and it is the youngest             -> WAITING (preempted)
+    DECODE     step_done with an ended choice                   the same
+               plan: no room and it is the youngest             -> WAITING (preempted)
+
+A preempted sequence comes back with prompt + generated tokens as its prompt; what it sealed is
+still in the cache. Sequences are ordered by arrival everywhere: the oldest is planned first and
+preempted last, so the oldest always advances and nothing starves. Each step runs every decode
+beside a bounded amount of prefill, so neither waits for more than one step's share of the other.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection, Iterable, Mapping
+
+from ownerserve.cache.effects import Effect
+from ownerserve.cache.outcomes import NoRoom, Refused
+from ownerserve.engines.hf.scheduling.grid import chunk_end, resume_points
+from ownerserve.engines.hf.scheduling.opening import open_turn
+from ownerserve.engines.hf.scheduling.sequence import Phase, Sequence, age_of, blocks_to_come
+from ownerserve.engines.hf.scheduling.step import (
+    Admission,
+    Arrival,
+    CachePort,
+    CheckpointsOf,
+    Chunk,
+    Counts,
+    Limits,
+    Load,
+    NoPromises,
+    Promises,
+    Queued,
+    Rejected,
+    ResumeOf,
+    Row,
+    StepPlan,
+)
+from ownerserve.kv.errors import InvalidInput, InvariantViolated
+from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.prefix import pack
+from ownerserve.kv.wire.refusals import WorkerRefusal
+
+
+class Scheduler:
+    """See the module. Calls alternate: `plan`, then `step_done`; `arrive` and `abort` between."""
+
+    def __init__(
+        self,
+        cache: CachePort,
+        limits: Limits,
+        *,
+        resume_of: ResumeOf | None = None,
+        checkpoints_of: CheckpointsOf | None = None,
+    ) -> None:
+        block = cache.layout.block_tokens
+        if limits.chunk_tokens < block or limits.chunk_tokens % block:
+            raise InvalidInput(
+                "chunk", f"{limits.chunk_tokens} tokens", f"use a multiple of the block, {block}"
+            )
+        self.counts = Counts()
+        self.promises: Promises = NoPromises()
+        """Keeps room for turns that are not here yet; set by the desk that answers for it."""
+        self._cache = cache
+        self._limits = limits
+        self._resume_of = resume_of or (lambda _: None)
+        self._checkpoints_of = checkpoints_of or (lambda start, end: ())
+        self._block = block
+        self._running: list[Sequence] = []
+        self._waiting: list[Sequence] = []
+        self._requests: dict[str, dict[TurnId, Sequence]] = {}
+        self._sequences: dict[TurnId, Sequence] = {}
+        # The head of the queue found no room; nothing will change that until slots are released.
+        self._starved = False
+        self._in_flight: StepPlan | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something; else only an event can bring work."""
+        if self._running:
+            return True
+        head = self._next_in_line()
+        return head is not None and not self._starved and not self._is_withheld(head)
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    def load(self) -> Load:
+        """A dated copy of what is queued and running."""
+        pending = sum(s.length for s in self._waiting)
+        pending += sum(s.length - s.computed for s in self._running if s.phase is Phase.PREFILL)
+        growth = sum(blocks_to_come(s, self._block) for s in self._running)
+        queued = sum(blocks_to_come(s, self._block) for s in self._waiting)
+        return Load(len(self._waiting), len(self._running), pending, growth, queued)
+
+    # ---- events
+
+    def arrive(self, arrival: Arrival) -> Queued | Rejected:
+        """Take a request into the queue, or say why it can't ever be served here."""
+        self.counts.arrived += 1
+        # The last sampled token is never computed, so it needs no slot.
+        longest = arrival.prompt.count + arrival.max_new_tokens - 1
+        if longest > self._limits.sequence_tokens:
+            return self._reject(
+                WorkerRefusal.CONTEXT_LENGTH,
+                f"{arrival.prompt.count} prompt tokens and {arrival.max_new_tokens} new ones "
+                f"need {longest} places; a sequence here has {self._limits.sequence_tokens}",
+            )
+        is_full = len(self._waiting) >= self._limits.max_waiting
+        if is_full and not arrival.is_promised:
+            return self._reject(
+                WorkerRefusal.QUEUE_FULL, f"{len(self._waiting)} requests wait already"
+            )
+        first, *siblings = arrival.turn_ids
+        self._enqueue(
+            Sequence(
+                turn_id=first,
+                request_id=arrival.request_id,
+                age=(self.counts.arrived if arrival.order is None else arrival.order, 0),
+                prompt=arrival.prompt,
+                session_id=None if arrival.session_id is None else SessionId(arrival.session_id),
+                siblings=tuple(siblings),
+                most_tokens=longest,
+                is_promised=arrival.is_promised,
+            )
+        )
+        return Queued()
+
+    def hold(self, turn_id: TurnId) -> None:
+        """State is being brought for a queued turn: it keeps its place and is not admitted."""
+        self._sequences[turn_id].is_held = True
+
+    def release(self, turn_id: TurnId) -> None:
+        """A held turn may run. One that was aborted meanwhile is no error."""
+        sequence = self._sequences.get(turn_id)
+        if sequence is not None:
+            sequence.is_held = False
+        self._starved = False  # what was reserved for it can be had, or evicted, again
+
+    def checkpoint(self, turn_ids: Iterable[TurnId]) -> None:
+        """Keep the state of these turns at their next boundary: room is short, and they are the
+        first to be preempted. Those that have ended are no error. Decoding turns do so anyway."""
+        for turn_id in turn_ids:
+            sequence = self._sequences.get(turn_id)
+            if sequence is not None and sequence.phase is Phase.PREFILL:
+                sequence.is_at_risk = True
+
+    def abort(self, request_id: str, now: float) -> None:
+        """Drop a request with all its choices. One that has ended already is no error."""
+        self._between_steps()
+        if request_id in self._requests:
+            self.counts.aborted += 1
+            self._drop(request_id, now)
+
+    def plan(self, now: float) -> StepPlan:
+        """Decide the next step."""
+        self._between_steps()
+        plan = StepPlan()
+        self._give_way(plan, now)
+        for sequence in tuple(self._running):
+            if sequence.phase is Phase.DECODE:
+                self._plan_row(sequence, plan, now)
+            elif sequence.phase is Phase.PREFILL:
+                self._plan_chunk(sequence, plan, now)
+            # WAITING: an older one has preempted it in this pass
+        if not plan.preempted:
+            self._admit(plan, now)
+        self._in_flight = plan
+        return plan
+
+    def step_done(
+        self, tokens: Mapping[TurnId, int], ended: Collection[TurnId], *, now: float
+    ) -> tuple[Effect, ...]:
+        """The planned step ran: `tokens` were sampled, and those of `ended` were a choice's last.
+
+        The effects (snapshots, forks) are to be applied before anything else runs.
+        """
+        plan, self._in_flight = self._in_flight, None
+        assert plan is not None, "step_done without a plan"
+        effects: list[Effect] = []
+        for chunk in plan.chunks:
+            sequence = self._sequences[chunk.turn_id]
+            self._cache.advance(sequence.turn_id, pack(chunk.tokens), now)
+            sequence.computed += len(chunk.tokens)
+            if self._keeps(sequence):
+                sequence.is_at_risk = False
+                effects += self._cache.snapshot(sequence.turn_id, now)
+            if chunk.sample_for:
+                effects += self._fork_siblings(sequence, tokens, ended, now=now)
+                self._take(sequence, tokens[sequence.turn_id], ended, now=now)
+        for row in plan.rows:
+            sequence = self._sequences[row.turn_id]
+            self._cache.advance(sequence.turn_id, pack((row.token,)), now)
+            sequence.computed += 1
+            if sequence.computed % self._block == 0:
+                effects += self._cache.snapshot(sequence.turn_id, now)
+            self._take(sequence, tokens[sequence.turn_id], ended, now=now)
+        return tuple(effects)
+
+    def _keeps(self, sequence: Sequence) -> bool:
+        """Whether the state that a chunk has just reached is to be kept."""
+        at = sequence.computed
+        if at < sequence.write_floor or at % self._block:
+            return False  # in a replay, or beyond the last boundary
+        wanted = resume_points(sequence.length, self._block)
+        return at in wanted or at in sequence.checkpoints or sequence.is_at_risk
+
+    # ---- planning one sequence
+
+    def _give_way(self, plan: StepPlan, now: float) -> None:
+        """A promised one waits for room: the youngest of those behind it goes, one a step."""
+        if not self._starved or not self._running:
+            return
+        victim = self._running[-1]
+        waiting = (s for s in self._waiting if s.is_promised and not s.is_held)
+        if any(promised.age < victim.age for promised in waiting):
+            self._preempt(victim, plan, now)
+
+    def _is_withheld(self, sequence: Sequence) -> bool:
+        """Whether its prompt would take room that is kept for others which stand before it."""
+        blocks = -(-sequence.length // self._block)
+        return not sequence.is_promised and self.promises.withholds(blocks, sequence.age[0])
+
+    def _plan_row(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
+        if self._make_room(sequence, sequence.computed + 1, plan=plan, now=now):
+            table = self._cache.table(sequence.turn_id)
+            plan.rows.append(Row(sequence.turn_id, table, sequence.said[-1], sequence.computed))
+
+    def _plan_chunk(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
+        end = self._next_end(sequence)
+        if self._affords(plan, end - sequence.computed) and self._make_room(
+            sequence, end, plan=plan, now=now
+        ):
+            self._add_chunk(sequence, end, plan)
+
+    def _add_chunk(self, sequence: Sequence, end: int, plan: StepPlan) -> None:
+        last = end == sequence.length
+        plan.chunks.append(
+            Chunk(
+                turn_id=sequence.turn_id,
+                table=self._cache.table(sequence.turn_id),
+                tokens=sequence.span(sequence.computed, end),
+                start=sequence.computed,
+                sample_for=(sequence.turn_id, *sequence.siblings) if last else (),
+                write_floor=sequence.write_floor,
+            )
+        )
+
+    def _next_end(self, sequence: Sequence) -> int:
+        return chunk_end(
+            sequence.computed,
+            sequence.length,
+            block=self._block,
+            chunk=self._limits.chunk_tokens,
+        )
+
+    def _affords(self, plan: StepPlan, tokens: int) -> bool:
+        """Chunks are never cut to fit: the grid is what makes re-use exact."""
+        spent = plan.prefill_tokens
+        return spent == 0 or spent + tokens <= self._limits.prefill_tokens_a_step
+
+    def _make_room(self, sequence: Sequence, upto: int, *, plan: StepPlan, now: float) -> bool:
+        """Reserve slots for [0, upto), preempting from the youngest; False: it left the plan."""
+        while upto > sequence.reserved:
+            got = self._cache.reserve(sequence.turn_id, upto, now)
+            if not isinstance(got, NoRoom):
+                plan.effects += got
+                sequence.reserved = -(-upto // self._block) * self._block
+                continue
+            victim = self._running[-1]
+            if victim is not sequence:
+                self._preempt(victim, plan, now)
+            elif len(self._running) > 1 or self._reserves_elsewhere:
+                self._preempt(sequence, plan, now)
+                self._starved = len(self._running) == 0
+                return False
+            elif not self.promises.revoke():
+                self._fail(sequence, plan, now)
+                return False
+        return True
+
+    def _admit(self, plan: StepPlan, now: float) -> None:
+        """Let sequences in from the queue's head while there is prefill budget and room.
+
+        `begin` comes as late as possible, so that a prompt meets what earlier ones have sealed.
+        """
+        budget = self._limits.prefill_tokens_a_step
+        while (
+            (sequence := self._next_in_line()) is not None
+            and not self._starved
+            and len(self._running) < self._limits.max_running
+            and plan.prefill_tokens < budget
+            and not self._is_withheld(sequence)
+        ):
+            begun = self._begin(sequence, now)
+            if begun is None:
+                if self._running or self._reserves_elsewhere:
+                    self._starved = True
+                elif not self.promises.revoke():
+                    self._fail(sequence, plan, now)
+                continue
+            restored, effects = begun
+            plan.effects += effects
+            self._waiting.remove(sequence)
+            insort(self._running, sequence, key=age_of)
+            sequence.phase, sequence.computed = Phase.PREFILL, restored
+            plan.admitted.append(
+                Admission(
+                    sequence.request_id,
+                    sequence.turn_id,
+                    restored,
+                    sequence.preempted,
+                    sequence.write_floor,
+                    sequence.intake,
+                )
+            )
+            end = self._next_end(sequence)
+            if not self._affords(plan, end - restored):
+                return
+            self._add_chunk(sequence, end, plan)
+
+    def _next_in_line(self) -> Sequence | None:
+        return next((s for s in self._waiting if not s.is_held), None)
+
+    @property
+    def _reserves_elsewhere(self) -> bool:
+        """Slots may be reserved for held turns: no room now does not mean never."""
+        return any(s.is_held for s in self._waiting)
+
+    def _begin(self, sequence: Sequence, now: float) -> tuple[int, tuple[Effect, ...]] | None:
+        """Open the turn and take the first chunk's slots, all or nothing (None)."""
+        begun = open_turn(self._cache, sequence, self._resume_of, now=now)
+        if isinstance(begun, Refused):
+            return None
+        sequence.write_floor = begun.write_floor
+        sequence.checkpoints = self._checkpoints_of(begun.restored, sequence.length)
+        sequence.computed = begun.restored
+        end = self._next_end(sequence)
+        sequence.computed = 0
+        got = self._cache.reserve(sequence.turn_id, end, now)
+        if isinstance(got, NoRoom):
+            self._cache.abort(sequence.turn_id, now)
+            return None
+        sequence.reserved = -(-end // self._block) * self._block
+        return begun.restored, (*begun.effects, *got)
+
+    # ---- transitions
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        insort(self._waiting, sequence, key=age_of)
+        self._sequences[sequence.turn_id] = sequence
+        self._requests.setdefault(sequence.request_id, {})[sequence.turn_id] = sequence
+
+    def _preempt(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
+        """Free what is the sequence's alone and queue it again."""
+        at_boundary = sequence.computed and sequence.computed % self._block == 0
+        if at_boundary and sequence.computed >= sequence.write_floor:
+            # Mid-prefill the state is at a boundary: keep it, so the prefill can go on from here.
+            # Not in mid-replay: there the windows are not right yet.
+            plan.effects += self._cache.snapshot(sequence.turn_id, now)
+        self._cache.abort(sequence.turn_id, now)
+        self._running.remove(sequence)
+        sequence.phase, sequence.computed, sequence.reserved = Phase.WAITING, 0, 0
+        sequence.write_floor, sequence.is_at_risk = 0, False
+        sequence.preempted += 1
+        insort(self._waiting, sequence, key=age_of)
+        plan.preempted.append(sequence.turn_id)
+        self.counts.preemptions += 1
+        self._starved = False
+
+    def _fork_siblings(
+        self,
+        parent: Sequence,
+        tokens: Mapping[TurnId, int],
+        ended: Collection[TurnId],
+        *,
+        now: float,
+    ) -> list[Effect]:
+        """Each other choice goes on from the prompt with its own first token.
+
+        One that finds no room waits as a sequence of its own, and then re-uses the prompt.
+        """
+        effects: list[Effect] = []
+        for choice, turn_id in enumerate(parent.siblings, start=1):
+            if turn_id in ended:
+                continue
+            child = Sequence(
+                turn_id=turn_id,
+                request_id=parent.request_id,
+                age=(parent.age[0], choice),
+                prompt=parent.prompt,
+                said=[*parent.said, tokens[turn_id]],
+                most_tokens=parent.most_tokens,
+                is_promised=parent.is_promised,
+            )
+            self._enqueue(child)
+            if len(self._running) >= self._limits.max_running:
+                continue
+            forked = self._cache.fork(parent.turn_id, turn_id, now)
+            if isinstance(forked, NoRoom | Refused):
+                continue
+            effects += forked
+            self._waiting.remove(child)
+            insort(self._running, child, key=age_of)
+            child.phase = Phase.DECODE
+            child.computed, child.reserved = parent.computed, parent.reserved
+        parent.siblings = ()
+        return effects
+
+    def _take(
+        self, sequence: Sequence, token: int, ended: Collection[TurnId], *, now: float
+    ) -> None:
+        """A sequence has its next token: it decodes on, or its choice is over."""
+        sequence.said.append(token)
+        sequence.phase = Phase.DECODE
+        if sequence.turn_id not in ended:
+            return
+        self._cache.finish(sequence.turn_id, now, tip=sequence.tip())
+        self._running.remove(sequence)
+        self._starved = False
+        del self._sequences[sequence.turn_id]
+        live = self._requests[sequence.request_id]
+        del live[sequence.turn_id]
+        if not live:
+            del self._requests[sequence.request_id]
+            self.counts.done += 1
+
+    def _reject(self, reason: WorkerRefusal, message: str) -> Rejected:
+        self.counts.rejected += 1
+        return Rejected(reason, message)
+
+    def _fail(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
+        """Alone in the pools and still no room: its request ends here."""
+        self.counts.failed += 1
+        plan.failed.append(sequence.request_id)
+        self._drop(sequence.request_id, now)
+
+    def _drop(self, request_id: str, now: float) -> None:
+        for sequence in self._requests.pop(request_id).values():
+            if sequence.phase is Phase.WAITING:
+                self._waiting.remove(sequence)
+            else:
+                self._cache.abort(sequence.turn_id, now)
+                self._running.remove(sequence)
+            del self._sequences[sequence.turn_id]
+        self.counts.done += 1
+        self._starved = False
+
+    # ---- self-checks
+
+    def _between_steps(self) -> None:
+        assert self._in_flight is None, "a step is in flight"
+
+    def check(self) -> None:
+        """Raise InvariantViolated unless the queue, the running set and the counts agree."""
+        self._cache.check()
+        counts = self.counts
+        problems = {
+            "invariant 3: arrived = done + rejected + live": counts.arrived
+            == counts.done + counts.rejected + len(self._requests),
+            "every sequence is either waiting or running": sorted(self._sequences)
+            == sorted(s.turn_id for s in (*self._waiting, *self._running)),
+            "oldest first": self._waiting == sorted(self._waiting, key=age_of)
+            and self._running == sorted(self._running, key=age_of),
+            "at most max_running": len(self._running) <= self._limits.max_running,
+            "waiting ones hold nothing": all(
+                s.phase is Phase.WAITING and s.computed == s.reserved == 0 for s in self._waiting
+            ),
+            "a decode has one token to compute": all(
+                s.computed == s.length - 1 for s in self._running if s.phase is Phase.DECODE
+            ),
+        }
+        for statement, holds in problems.items():
+            if not holds:
+                raise InvariantViolated(statement)
