@@ -35,8 +35,8 @@ from pathlib import Path
 from statistics import median
 
 from ownerserve.kv.units import KIB, MIB, parse_bytes
-from ownerserve.store.measure import GROUP_BYTES, DiskBench, measure_index
-from ownerserve.store.segment import sync_directory
+from ownerserve.store.format.segment import sync_directory
+from ownerserve.store.service.measure import GROUP_BYTES, DiskBench, measure_index
 from result import Row, larger_is_better, report, smaller_is_better
 
 GOALS = {

@@ -31,15 +31,15 @@ from statistics import median
 import msgspec
 
 from ownerserve.kv.units import KIB
-from ownerserve.store.disk import DiskTier
-from ownerserve.store.header import BLOCK
-from ownerserve.store.index import Change, Entry
-from ownerserve.store.index_writer import IndexWriter
-from ownerserve.store.measure import OPTIONS, bench_entry, bench_meta
-from ownerserve.store.recover import discard_index
-from ownerserve.store.segment import segment_path
-from ownerserve.store.tier import Reservation
-from ownerserve.store.wallclock import WallClock
+from ownerserve.store.disk.recover import discard_index
+from ownerserve.store.disk.tier import DiskTier
+from ownerserve.store.format.header import BLOCK
+from ownerserve.store.format.segment import segment_path
+from ownerserve.store.index.reader import Change, Entry
+from ownerserve.store.index.writer import IndexWriter
+from ownerserve.store.service.measure import OPTIONS, bench_entry, bench_meta
+from ownerserve.store.service.wallclock import WallClock
+from ownerserve.store.tiers.backend import Reservation
 from result import Row, larger_is_better, report, smaller_is_better
 
 GROUP = 10_000

@@ -69,8 +69,8 @@ DEAD: dict[str, str] = {
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
     "ownerserve.router.messages.Migrated": "W15: owners move",
     "ownerserve.router.messages.Noted": ACKNOWLEDGED,
-    "ownerserve.store.mooncake.MooncakeBlobs": "W14: a worker's remote tier",
-    "ownerserve.store.tiered.spill": "W14: a worker's remote tier",
+    "ownerserve.store.tiers.mooncake.MooncakeBlobs": "W14: a worker's remote tier",
+    "ownerserve.store.tiers.tiered.spill": "W14: a worker's remote tier",
 }
 
 STATED = "a gateway's /status shows the whole of what a worker states, for people"

@@ -28,8 +28,8 @@ from contenders import Contender
 from fleet import VllmWorker
 
 from ownerserve.node.storage.backing import open_backing
-from ownerserve.store.model import Hit, Want
-from ownerserve.store.snapshot import StoreSnapshot
+from ownerserve.store.disk.snapshot import StoreSnapshot
+from ownerserve.store.format.model import Hit, Want
 
 SETTLE_S = 60.0
 BITE_BYTES, READERS = 16 << 20, 2

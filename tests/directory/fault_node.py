@@ -40,7 +40,7 @@ from ownerserve.node.admission.reservations import Arrived as Came
 from ownerserve.node.vocabulary.events import Arrived, Copy, Ended, Event, Fetch, Find, Gone, Tick
 from ownerserve.node.vocabulary.records import Inside
 from ownerserve.node.vocabulary.settings import NodeSettings
-from ownerserve.store.model import Meta
+from ownerserve.store.format.model import Meta
 
 TICK_S = 0.3
 ROOM_WAIT_S, DEADLINE_S = 0.5, 0.6

@@ -59,7 +59,7 @@ from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.inputs import FULL_ABILITIES, ModelState
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.base import CheckpointPolicy
-from ownerserve.store.model import Meta, MissReason, Want
+from ownerserve.store.format.model import Meta, MissReason, Want
 
 B = 16
 REPLAY_TOKENS = 24

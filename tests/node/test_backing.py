@@ -19,11 +19,11 @@ from ownerserve.node.storage.backing import Backing, ListedPart, NodeTiers, open
 from ownerserve.node.storage.media import open_remote, write_policy
 from ownerserve.node.storage.upkeep import MORE_AFTER_S, Upkeep
 from ownerserve.node.vocabulary.records import Cell, Inside, RecordNames
-from ownerserve.store.disk import DiskOptions, DiskTier
-from ownerserve.store.memory import MemoryTier
-from ownerserve.store.model import Hit, Meta, Stored, Want
-from ownerserve.store.policy import KindLimits, Limits, by_utility, split
-from ownerserve.store.tier import Reservation, put
+from ownerserve.store.disk.tier import DiskOptions, DiskTier
+from ownerserve.store.format.model import Hit, Meta, Stored, Want
+from ownerserve.store.tiers.backend import Reservation, put
+from ownerserve.store.tiers.memory import MemoryTier
+from ownerserve.store.tiers.policy import KindLimits, Limits, by_utility, split
 
 NAMES = RecordNames(IDENTITY, LAYOUT, engine="toy/1", blocks=4)
 DIGESTS = hash_prefix(pack(range(16 * B)), B)

@@ -50,7 +50,7 @@ from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.inputs import Abilities, ModelState, Overlap
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.turn_end import TurnEnd
-from ownerserve.store.model import MissReason
+from ownerserve.store.format.model import MissReason
 
 B = 16
 CELL = 4

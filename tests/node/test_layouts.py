@@ -19,11 +19,11 @@ from ownerserve.kv.specs import Coverage
 from ownerserve.node.storage.backing import NodeTiers
 from ownerserve.node.vocabulary.layouts import Parts
 from ownerserve.node.vocabulary.records import Cell, RecordNames
-from ownerserve.store.convert import ByteOrder, Unconvertible, decode, obstacle
-from ownerserve.store.convert import Layout as Description
-from ownerserve.store.disk import DiskTier
-from ownerserve.store.model import Hit, Meta, Miss, MissReason, Stored, Want
-from ownerserve.store.tier import Reservation
+from ownerserve.store.disk.tier import DiskTier
+from ownerserve.store.format.convert import ByteOrder, Unconvertible, decode, obstacle
+from ownerserve.store.format.convert import Layout as Description
+from ownerserve.store.format.model import Hit, Meta, Miss, MissReason, Stored, Want
+from ownerserve.store.tiers.backend import Reservation
 
 LAYERS, WIDTH, UNITS = 3, 8, 4
 ROW = (LAYERS, B, WIDTH)

@@ -25,7 +25,7 @@ from ownerserve.node.vocabulary.events import (
     Tick,
 )
 from ownerserve.node.vocabulary.settings import NodeSettings
-from ownerserve.store.model import MissReason
+from ownerserve.store.format.model import MissReason
 
 SETTINGS = NodeSettings(
     record_blocks=2,

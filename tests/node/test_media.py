@@ -11,7 +11,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import MIB
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.storage.media import open_remote, write_policy
-from ownerserve.store.placement import OnEviction, WriteBack, WriteThrough
+from ownerserve.store.tiers.placement import OnEviction, WriteBack, WriteThrough
 
 ALL = ("memory", "disk", "remote")
 

@@ -18,7 +18,7 @@ from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.swa.adaptive import Adaptive
 from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan
-from ownerserve.store.model import meta_of
+from ownerserve.store.format.model import meta_of
 
 LONG = list(range(10 * B + 5))
 COSTS = CostModel(PRICES)

@@ -37,11 +37,11 @@ from ownerserve.plan.cost.events import Waited
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.inputs import FULL_ABILITIES, Abilities, Backlog
 from ownerserve.plan.restore import Planner
-from ownerserve.store import service
-from ownerserve.store.disk import DiskTier
-from ownerserve.store.model import Listed, Meta, ReadOutcome, Want
-from ownerserve.store.tier import Reservation
-from ownerserve.store.wallclock import WallClock
+from ownerserve.store.disk.tier import DiskTier
+from ownerserve.store.format.model import Listed, Meta, ReadOutcome, Want
+from ownerserve.store.service import runtime as store_runtime
+from ownerserve.store.service.wallclock import WallClock
+from ownerserve.store.tiers.backend import Reservation
 
 WAIT_S = 60.0
 
@@ -204,7 +204,7 @@ def test_the_engines_thread_never_asks_a_medium(node: Node) -> None:
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
-        *((service, "DRAIN_S"), (service, "JOIN_S"), (backing, "CLOSE_S")),
+        *((store_runtime, "DRAIN_S"), (store_runtime, "JOIN_S"), (backing, "CLOSE_S")),
         *((journal, "JOIN_S"), (calibration, "SAVE_WITHIN_S")),
     ):
         monkeypatch.setattr(module, name, 0.1)

@@ -26,8 +26,8 @@ from ownerserve.sim.media import duplex
 from ownerserve.sim.nodeport import SimNode, make_node, unit_settings
 from ownerserve.sim.store import SimStore
 from ownerserve.sim.tier import SimTier, TierPlan
-from ownerserve.store.placement import Placement
-from ownerserve.store.policy import split
+from ownerserve.store.tiers.placement import Placement
+from ownerserve.store.tiers.policy import split
 
 U = 64
 PREFILL = Coefficients(10.0, 0.05, 2e-7)

@@ -22,7 +22,7 @@ from ownerserve.sim.heap import Heap
 from ownerserve.sim.layout import slots_for, unit_model
 from ownerserve.sim.media import duplex
 from ownerserve.sim.nodeport import make_node, unit_settings
-from ownerserve.store.placement import OnEviction, Placement, WriteBack
+from ownerserve.store.tiers.placement import OnEviction, Placement, WriteBack
 
 LONG = 512
 

@@ -12,8 +12,8 @@ from ownerserve.kv.units import MIB
 from ownerserve.plan.cost.load import Medium
 from ownerserve.sim.segments import Segments
 from ownerserve.sim.tier import UPKEEP_S, SimTier, TierPlan
-from ownerserve.store.model import Kind, Listed, Meta, RefusalReason
-from ownerserve.store.policy import KindLimits, Limits, split
+from ownerserve.store.format.model import Kind, Listed, Meta, RefusalReason
+from ownerserve.store.tiers.policy import KindLimits, Limits, split
 
 SEGMENT = 1000
 

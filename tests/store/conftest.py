@@ -11,10 +11,10 @@ import pytest
 
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.units import MIB
-from ownerserve.store.disk import DiskOptions, DiskTier
-from ownerserve.store.model import Hit, Kind, Meta, Want
-from ownerserve.store.policy import KindLimits, Limits
-from ownerserve.store.tier import TierBackend
+from ownerserve.store.disk.tier import DiskOptions, DiskTier
+from ownerserve.store.format.model import Hit, Kind, Meta, Want
+from ownerserve.store.tiers.backend import TierBackend
+from ownerserve.store.tiers.policy import KindLimits, Limits
 
 from .servers import MooncakeCluster, s3_server
 

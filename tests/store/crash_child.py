@@ -14,12 +14,12 @@ from pathlib import Path
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.units import MIB
-from ownerserve.store.buffers import BufferPool
-from ownerserve.store.disk import DiskOptions, DiskTier
-from ownerserve.store.maintain import collect
-from ownerserve.store.model import Kind, Meta, Stored, Want
-from ownerserve.store.policy import KindLimits, Limits
-from ownerserve.store.tier import Reservation
+from ownerserve.store.disk.maintain import collect
+from ownerserve.store.disk.tier import DiskOptions, DiskTier
+from ownerserve.store.format.model import Kind, Meta, Stored, Want
+from ownerserve.store.tiers.backend import Reservation
+from ownerserve.store.tiers.buffers import BufferPool
+from ownerserve.store.tiers.policy import KindLimits, Limits
 
 RECORDS = 8
 PAYLOAD = 20_000

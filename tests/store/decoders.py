@@ -17,15 +17,16 @@ from ownerserve.directory.rpc import frames
 from ownerserve.kv.errors import Corrupt, InvalidInput
 from ownerserve.kv.wire import rpc as messages
 from ownerserve.plan.cost.model import CostModel
-from ownerserve.store import convert, index
-from ownerserve.store.catalogue import catalogue_key, parse
-from ownerserve.store.header import BLOCK, CHUNK, Header, Place, decode, encode
-from ownerserve.store.home import Home
-from ownerserve.store.model import Kind, Meta
-from ownerserve.store.scan import records
-from ownerserve.store.seal import Keys
-from ownerserve.store.segment import Segment, SegmentHeader, decode_segment_header
-from ownerserve.store.verify import open_header
+from ownerserve.store.disk.home import Home
+from ownerserve.store.disk.scan import records
+from ownerserve.store.format import convert
+from ownerserve.store.format.header import BLOCK, CHUNK, Header, Place, decode, encode
+from ownerserve.store.format.model import Kind, Meta
+from ownerserve.store.format.seal import Keys
+from ownerserve.store.format.segment import Segment, SegmentHeader, decode_segment_header
+from ownerserve.store.format.verify import open_header
+from ownerserve.store.index import reader
+from ownerserve.store.tiers.catalogue import catalogue_key, parse
 
 KEYS = Keys(b"k" * 32)
 META = Meta(b"i" * 32, Kind.RANGE, "csa_main", b"p" * 32, 0, 128, descriptor=b"{}", units=2)
@@ -100,8 +101,8 @@ def catalogue_entry(data: bytes) -> None:
 
 
 def index_row(data: bytes) -> None:
-    with suppress(index.IndexFailed), index.mapped():
-        index._decode_meta(data)
+    with suppress(reader.IndexFailed), reader.mapped():
+        reader._decode_meta(data)
 
 
 def layout(data: bytes) -> None:

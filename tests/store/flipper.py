@@ -21,17 +21,17 @@ from pathlib import Path
 
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.units import GIB, MIB
-from ownerserve.store.blobs import DirectoryBlobs
-from ownerserve.store.buffers import BufferPool
-from ownerserve.store.disk import DiskOptions, DiskTier
-from ownerserve.store.maintain import collect
-from ownerserve.store.memory import MemoryTier
-from ownerserve.store.model import Hit, Kind, Meta, MissReason, Want
-from ownerserve.store.policy import KindLimits, Limits
-from ownerserve.store.remote import RemoteTier, record_key
-from ownerserve.store.seal import Keys
-from ownerserve.store.segment import segment_path
-from ownerserve.store.tier import TierBackend, put
+from ownerserve.store.disk.maintain import collect
+from ownerserve.store.disk.tier import DiskOptions, DiskTier
+from ownerserve.store.format.model import Hit, Kind, Meta, MissReason, Want
+from ownerserve.store.format.seal import Keys
+from ownerserve.store.format.segment import segment_path
+from ownerserve.store.tiers.backend import TierBackend, put
+from ownerserve.store.tiers.blobs import DirectoryBlobs
+from ownerserve.store.tiers.buffers import BufferPool
+from ownerserve.store.tiers.memory import MemoryTier
+from ownerserve.store.tiers.policy import KindLimits, Limits
+from ownerserve.store.tiers.remote import RemoteTier, record_key
 
 RECORDS = 64
 UNITS = 4

@@ -11,13 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from ownerserve.store import aio
-from ownerserve.store.aio import DEPTH, Load, ReadQueue
-from ownerserve.store.gather import BUFFER_BYTES, CUT_BYTES, JOIN_BYTES, buffers, items_of, spans
-from ownerserve.store.header import BLOCK
-from ownerserve.store.index import Entry
-from ownerserve.store.model import MissReason, Want
-from ownerserve.store.tier import put
+from ownerserve.store.disk import aio
+from ownerserve.store.disk.aio import DEPTH, ReadQueue
+from ownerserve.store.disk.gather import (
+    BUFFER_BYTES,
+    CUT_BYTES,
+    JOIN_BYTES,
+    buffers,
+    items_of,
+    spans,
+)
+from ownerserve.store.format.header import BLOCK
+from ownerserve.store.format.model import MissReason, Want
+from ownerserve.store.format.segment import DirectRead
+from ownerserve.store.index.reader import Entry
+from ownerserve.store.tiers.backend import put
 
 BLOCKS = 400
 
@@ -36,10 +44,10 @@ def room(count: int) -> memoryview:
     return memoryview(mmap.mmap(-1, count))
 
 
-def some(fd: int, count: int) -> list[Load]:
+def some(fd: int, count: int) -> list[DirectRead]:
     dice = random.Random(1)
     sizes = [dice.randrange(1, 9) * BLOCK for _ in range(count)]
-    return [Load(fd, dice.randrange(BLOCKS - 8) * BLOCK, room(size)) for size in sizes]
+    return [DirectRead(fd, dice.randrange(BLOCKS - 8) * BLOCK, room(size)) for size in sizes]
 
 
 @pytest.mark.parametrize("count", [1, 2, DEPTH, 5 * DEPTH + 3])
@@ -56,10 +64,10 @@ def test_each_load_gets_its_bytes(file, count):
 def test_the_end_of_the_file_and_a_bad_file_are_told(file):
     fd, data = file
     loads = [
-        Load(fd, 0, room(BLOCK)),
-        Load(fd, BLOCKS * BLOCK, room(BLOCK)),
-        Load(9999, 0, room(BLOCK)),
-        Load(fd, BLOCK, room(BLOCK)),
+        DirectRead(fd, 0, room(BLOCK)),
+        DirectRead(fd, BLOCKS * BLOCK, room(BLOCK)),
+        DirectRead(9999, 0, room(BLOCK)),
+        DirectRead(fd, BLOCK, room(BLOCK)),
     ]
     results = dict(ReadQueue().run(loads))
     assert results == {0: BLOCK, 1: 100, 2: -errno.EBADF, 3: BLOCK}
@@ -85,7 +93,7 @@ def test_stopping_early_waits_for_the_kernel(file, monkeypatch, taken):
     queue, air = ReadQueue(), set[int]()
     send, reap = aio._Context.send, aio._Context.reap
 
-    def sent(self: aio._Context, loads: list[tuple[int, Load]]) -> int:
+    def sent(self: aio._Context, loads: list[tuple[int, DirectRead]]) -> int:
         count = send(self, loads)
         air.update(tag for tag, _ in loads[:count])
         return count

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from ownerserve.cli.store import command
 from ownerserve.kv.artifacts import tenant_salt
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.store.model import Kind
-from ownerserve.store.segment import segment_path
-from ownerserve.store.tier import put
+from ownerserve.store.format.model import Kind
+from ownerserve.store.format.segment import segment_path
+from ownerserve.store.tiers.backend import put
 
 
 def run(*arguments: str, status: int = 0) -> str:

@@ -8,9 +8,9 @@ from threading import Event, Thread
 import pytest
 
 from ownerserve.kv.units import MIB
-from ownerserve.store.model import RefusalReason, Refused, Stored
-from ownerserve.store.policy import KindLimits, Limits
-from ownerserve.store.tier import Reservation, put
+from ownerserve.store.format.model import RefusalReason, Refused, Stored
+from ownerserve.store.tiers.backend import Reservation, put
+from ownerserve.store.tiers.policy import KindLimits, Limits
 
 ROOMY = Limits(KindLimits(64 * MIB), KindLimits(MIB))
 

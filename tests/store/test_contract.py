@@ -12,10 +12,8 @@ import pytest
 
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.units import MIB
-from ownerserve.store.blobs import Backpressure, DirectoryBlobs
-from ownerserve.store.disk import DiskOptions, DiskTier
-from ownerserve.store.memory import MemoryTier
-from ownerserve.store.model import (
+from ownerserve.store.disk.tier import DiskOptions, DiskTier
+from ownerserve.store.format.model import (
     Hit,
     Kind,
     Miss,
@@ -26,13 +24,15 @@ from ownerserve.store.model import (
     Stored,
     Want,
 )
-from ownerserve.store.mooncake import MooncakeBlobs
-from ownerserve.store.placement import OnEviction, Placement, WriteBack, WriteThrough
-from ownerserve.store.policy import KindLimits, Limits
-from ownerserve.store.remote import RemoteTier, record_key
-from ownerserve.store.seal import Keys, SealKind
-from ownerserve.store.tier import Reservation, TierBackend, put
-from ownerserve.store.tiered import TieredStore, spill
+from ownerserve.store.format.seal import Keys, SealKind
+from ownerserve.store.tiers.backend import Reservation, TierBackend, put
+from ownerserve.store.tiers.blobs import Backpressure, DirectoryBlobs
+from ownerserve.store.tiers.memory import MemoryTier
+from ownerserve.store.tiers.mooncake import MooncakeBlobs
+from ownerserve.store.tiers.placement import OnEviction, Placement, WriteBack, WriteThrough
+from ownerserve.store.tiers.policy import KindLimits, Limits
+from ownerserve.store.tiers.remote import RemoteTier, record_key
+from ownerserve.store.tiers.tiered import TieredStore, spill
 
 LIMITS = Limits(KindLimits(4 * MIB, 3600.0), KindLimits(2 * MIB, 60.0))
 TENANT = b"t" * 32
@@ -65,7 +65,7 @@ class FakeMooncake:
 def s3(endpoint: str, prefix: str) -> Any:
     import boto3
 
-    from ownerserve.store.s3 import S3Blobs
+    from ownerserve.store.tiers.s3 import S3Blobs
 
     boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="artifacts")
     return S3Blobs("artifacts", prefix, endpoint_url=endpoint)

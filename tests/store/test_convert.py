@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ownerserve.store.convert import (
+from ownerserve.store.format.convert import (
     ByteOrder,
     Layout,
     Span,
@@ -20,11 +20,11 @@ from ownerserve.store.convert import (
     obstacle,
     source_span,
 )
-from ownerserve.store.memory import MemoryTier
-from ownerserve.store.model import Hit, Kind, Meta, Miss, MissReason, Stored, Want
-from ownerserve.store.policy import split
-from ownerserve.store.tier import put
-from ownerserve.store.tiered import TieredStore
+from ownerserve.store.format.model import Hit, Kind, Meta, Miss, MissReason, Stored, Want
+from ownerserve.store.tiers.backend import put
+from ownerserve.store.tiers.memory import MemoryTier
+from ownerserve.store.tiers.policy import split
+from ownerserve.store.tiers.tiered import TieredStore
 
 LAYOUT = Layout(
     engine="vllm",

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from ownerserve.kv.clock import ManualClock
-from ownerserve.store.disk import DiskTier
-from ownerserve.store.header import BLOCK
-from ownerserve.store.model import Hit, Miss, MissReason, Want
-from ownerserve.store.scan import records
-from ownerserve.store.segment import Segment, segment_path
+from ownerserve.store.disk.scan import records
+from ownerserve.store.disk.tier import DiskTier
+from ownerserve.store.format.header import BLOCK
+from ownerserve.store.format.model import Hit, Miss, MissReason, Want
+from ownerserve.store.format.segment import Segment, segment_path
 
 from . import crash_child
 

@@ -11,9 +11,9 @@ import pytest
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import MIB
-from ownerserve.store.disk import DiskTier
-from ownerserve.store.maintain import collect
-from ownerserve.store.model import (
+from ownerserve.store.disk.maintain import collect
+from ownerserve.store.disk.tier import DiskTier
+from ownerserve.store.format.model import (
     Hit,
     Kind,
     Miss,
@@ -24,9 +24,9 @@ from ownerserve.store.model import (
     Stored,
     Want,
 )
-from ownerserve.store.policy import KindLimits, Limits, WriteBudget
-from ownerserve.store.segment import segment_path
-from ownerserve.store.tier import Reservation, put
+from ownerserve.store.format.segment import segment_path
+from ownerserve.store.tiers.backend import Reservation, put
+from ownerserve.store.tiers.policy import KindLimits, Limits, WriteBudget
 
 
 def damage(tier: DiskTier, id_: bytes, at: int, flip: int = 0xFF) -> None:
@@ -130,7 +130,7 @@ def test_forged_record_without_the_key_is_refused(open_disk, samples, tmp_path):
     target = tier.core.index.get(samples.meta(1).id)
     forged = segment_path(other.core.home.directory, entry.segment).read_bytes()
     record = forged[entry.offset : entry.offset + entry.stored_bytes]
-    from ownerserve.store.header import Place, moved
+    from ownerserve.store.format.header import Place, moved
 
     place = Place(tier.core.home.store_id, target.segment, target.offset, target.sequence)
     record = moved(record[:4096], place) + record[4096:]
@@ -400,7 +400,7 @@ def test_a_large_restore_reads_side_by_side(open_disk, samples):
 
 def test_import_pulls_in_no_engine(tmp_path: Path):
     code = (
-        "import sys, ownerserve.store.disk, ownerserve.store.policy\n"
+        "import sys, ownerserve.store.disk.tier, ownerserve.store.tiers.policy\n"
         "bad = {'torch', 'vllm', 'asyncio', 'transformers'} & set(sys.modules)\n"
         "sys.exit(repr(bad) if bad else 0)"
     )

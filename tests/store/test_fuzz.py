@@ -18,10 +18,10 @@ from ownerserve.directory.rpc import frames
 from ownerserve.kv.errors import Corrupt, InvalidInput
 from ownerserve.kv.wire import rpc as messages
 from ownerserve.plan.cost.model import CostModel
-from ownerserve.store.header import BLOCK, decode
-from ownerserve.store.home import Home
-from ownerserve.store.scan import records
-from ownerserve.store.segment import Segment
+from ownerserve.store.disk.home import Home
+from ownerserve.store.disk.scan import records
+from ownerserve.store.format.header import BLOCK, decode
+from ownerserve.store.format.segment import Segment
 
 from .decoders import DECODERS, HEADER, header
 

@@ -15,8 +15,8 @@ from ownerserve.kv.artifacts import (
     tenant_salt,
 )
 from ownerserve.kv.ids import PrefixHash
-from ownerserve.store.model import Hit, Kind, Miss, MissReason, Want, meta_of
-from ownerserve.store.tier import put
+from ownerserve.store.format.model import Hit, Kind, Miss, MissReason, Want, meta_of
+from ownerserve.store.tiers.backend import put
 
 SECRET = b"s" * 32
 PREFIX = PrefixHash(b"p" * 32)

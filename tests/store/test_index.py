@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ownerserve.store.index import SCHEMA_VERSION, IndexReader
-from ownerserve.store.model import Kind, Present
-from ownerserve.store.tier import put
+from ownerserve.store.format.model import Kind, Present
+from ownerserve.store.index.reader import SCHEMA_VERSION, IndexReader
+from ownerserve.store.tiers.backend import put
 
 GOLDEN = Path(__file__).parent / "golden" / "with_epochs.zip"
 """A store as the code before schema 3 left it: records 1, 2 (a point) and 3, the first two written

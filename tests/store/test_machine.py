@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ownerserve.kv.clock import ManualClock
-from ownerserve.store.buffers import BufferPool
-from ownerserve.store.disk import DiskOptions, DiskTier
-from ownerserve.store.header import BLOCK
-from ownerserve.store.maintain import collect
-from ownerserve.store.model import Hit, Kind, Meta, Present, Stored, Want
-from ownerserve.store.policy import KindLimits, Limits
-from ownerserve.store.recover import discard_index
-from ownerserve.store.scan import records
-from ownerserve.store.segment import Segment, segment_path
-from ownerserve.store.tier import Reservation, put
+from ownerserve.store.disk.maintain import collect
+from ownerserve.store.disk.recover import discard_index
+from ownerserve.store.disk.scan import records
+from ownerserve.store.disk.tier import DiskOptions, DiskTier
+from ownerserve.store.format.header import BLOCK
+from ownerserve.store.format.model import Hit, Kind, Meta, Present, Stored, Want
+from ownerserve.store.format.segment import Segment, segment_path
+from ownerserve.store.tiers.backend import Reservation, put
+from ownerserve.store.tiers.buffers import BufferPool
+from ownerserve.store.tiers.policy import KindLimits, Limits
 
 from .flipper import scratch
 

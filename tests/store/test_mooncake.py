@@ -1,7 +1,7 @@
 """The remote tier over a real Mooncake Store: a master in a process, a client here, TCP.
 
 Optional: needs the extra [mooncake] (no torch, no GPU, no RDMA card). Its behaviour is what
-`store/mooncake.py` says; `FakeMooncake` in test_contract.py stands in for it elsewhere.
+`store/tiers/mooncake.py` says; `FakeMooncake` in test_contract.py stands in for it elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ownerserve.kv.units import MIB
-from ownerserve.store.model import (
+from ownerserve.store.format.model import (
     Hit,
     Miss,
     MissReason,
@@ -25,10 +25,10 @@ from ownerserve.store.model import (
     Stored,
     Want,
 )
-from ownerserve.store.mooncake import MooncakeBlobs
-from ownerserve.store.remote import RemoteTier, record_key
-from ownerserve.store.seal import Keys
-from ownerserve.store.tier import put
+from ownerserve.store.format.seal import Keys
+from ownerserve.store.tiers.backend import put
+from ownerserve.store.tiers.mooncake import MooncakeBlobs
+from ownerserve.store.tiers.remote import RemoteTier, record_key
 
 from .servers import MooncakeCluster
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ownerserve.store.buffers import BufferPool
-from ownerserve.store.memory import MemoryTier
-from ownerserve.store.model import Hit, Stored, Want
-from ownerserve.store.pinned import PinnedMemory
-from ownerserve.store.policy import split
-from ownerserve.store.tier import put
+from ownerserve.store.format.model import Hit, Stored, Want
+from ownerserve.store.tiers.backend import put
+from ownerserve.store.tiers.buffers import BufferPool
+from ownerserve.store.tiers.memory import MemoryTier
+from ownerserve.store.tiers.pinned import PinnedMemory
+from ownerserve.store.tiers.policy import split
 
 
 class FakeCuda:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ownerserve.store import header as header_module
-from ownerserve.store.disk import DiskTier
-from ownerserve.store.header import BLOCK, decode
-from ownerserve.store.index import Change
-from ownerserve.store.model import RefusalReason, Refused, Stored
-from ownerserve.store.reclaim import span
-from ownerserve.store.scan import records
-from ownerserve.store.segment import Segment, segment_path
-from ownerserve.store.tier import put
+from ownerserve.store.disk.reclaim import span
+from ownerserve.store.disk.scan import records
+from ownerserve.store.disk.tier import DiskTier
+from ownerserve.store.format import header as header_module
+from ownerserve.store.format.header import BLOCK, decode
+from ownerserve.store.format.model import RefusalReason, Refused, Stored
+from ownerserve.store.format.segment import Segment, segment_path
+from ownerserve.store.index.reader import Change
+from ownerserve.store.tiers.backend import put
 
 
 def crash(tier: DiskTier, into: Path) -> Path:

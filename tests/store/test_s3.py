@@ -13,13 +13,13 @@ import pytest
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import MIB
-from ownerserve.store.catalogue import catalogue_key
-from ownerserve.store.model import Hit, Kind, Present, RefusalReason, Refused, Stored, Want
-from ownerserve.store.policy import KindLimits, Limits
-from ownerserve.store.remote import UNFINISHED_S, RemoteTier, record_key
-from ownerserve.store.s3 import S3Blobs, S3Options
-from ownerserve.store.seal import Keys
-from ownerserve.store.tier import Reservation, put
+from ownerserve.store.format.model import Hit, Kind, Present, RefusalReason, Refused, Stored, Want
+from ownerserve.store.format.seal import Keys
+from ownerserve.store.tiers.backend import Reservation, put
+from ownerserve.store.tiers.catalogue import catalogue_key
+from ownerserve.store.tiers.policy import KindLimits, Limits
+from ownerserve.store.tiers.remote import UNFINISHED_S, RemoteTier, record_key
+from ownerserve.store.tiers.s3 import S3Blobs, S3Options
 
 from .servers import SLOW_S, Fault, FaultProxy, fault_proxy
 
@@ -211,6 +211,6 @@ def test_without_boto3_the_error_names_the_extra(monkeypatch):
     def none(name: str) -> Any:
         raise ImportError(name)
 
-    monkeypatch.setattr("ownerserve.store.s3.import_module", none)
+    monkeypatch.setattr("ownerserve.store.tiers.s3.import_module", none)
     with pytest.raises(InvalidInput, match=r"ownerserve\[s3\]"):
         S3Blobs("bucket")

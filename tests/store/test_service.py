@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.units import MIB
-from ownerserve.store.flights import Abandoned, Flights, Joined, Start
-from ownerserve.store.memory import MemoryTier
-from ownerserve.store.model import Hit, Miss, MissReason, Present, Stored, Want
-from ownerserve.store.policy import KindLimits, Limits
-from ownerserve.store.service import Pending, StoreService
-from ownerserve.store.tier import Reservation, put
+from ownerserve.store.format.model import Hit, Miss, MissReason, Present, Stored, Want
+from ownerserve.store.service.flights import Abandoned, Flights, Joined, Start
+from ownerserve.store.service.runtime import Pending, StoreService
+from ownerserve.store.tiers.backend import Reservation, put
+from ownerserve.store.tiers.memory import MemoryTier
+from ownerserve.store.tiers.policy import KindLimits, Limits
 
 
 class SlowTier(MemoryTier):

@@ -14,17 +14,32 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.units import MIB
-from ownerserve.store.blobs import DirectoryBlobs
-from ownerserve.store.disk import DiskOptions, DiskTier
-from ownerserve.store.memory import MemoryTier
-from ownerserve.store.model import Hit, Kind, Meta, Present, RefusalReason, Refused, Stored, Want
-from ownerserve.store.moves import Move, MoveQueue
-from ownerserve.store.placement import OnEviction, Placement, WriteBack, WritePolicy, WriteThrough
-from ownerserve.store.policy import ExpectedUse, KindLimits, Limits, WriteBudget, by_utility
-from ownerserve.store.remote import RemoteTier
-from ownerserve.store.seal import Keys
-from ownerserve.store.tier import Reservation, put
-from ownerserve.store.tiered import TieredStore
+from ownerserve.store.disk.tier import DiskOptions, DiskTier
+from ownerserve.store.format.model import (
+    Hit,
+    Kind,
+    Meta,
+    Present,
+    RefusalReason,
+    Refused,
+    Stored,
+    Want,
+)
+from ownerserve.store.format.seal import Keys
+from ownerserve.store.tiers.backend import Reservation, put
+from ownerserve.store.tiers.blobs import DirectoryBlobs
+from ownerserve.store.tiers.memory import MemoryTier
+from ownerserve.store.tiers.moves import Move, MoveQueue
+from ownerserve.store.tiers.placement import (
+    OnEviction,
+    Placement,
+    WriteBack,
+    WritePolicy,
+    WriteThrough,
+)
+from ownerserve.store.tiers.policy import ExpectedUse, KindLimits, Limits, WriteBudget, by_utility
+from ownerserve.store.tiers.remote import RemoteTier
+from ownerserve.store.tiers.tiered import TieredStore
 
 from .conftest import Samples
 

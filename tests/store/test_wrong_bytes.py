@@ -7,11 +7,12 @@ import shutil
 
 import pytest
 
-from ownerserve.store import disk_read, memory, remote
-from ownerserve.store.blobs import DirectoryBlobs
-from ownerserve.store.memory import MemoryTier
-from ownerserve.store.remote import RemoteTier
-from ownerserve.store.seal import Keys
+from ownerserve.store.disk import read
+from ownerserve.store.format.seal import Keys
+from ownerserve.store.tiers import memory, remote
+from ownerserve.store.tiers.blobs import DirectoryBlobs
+from ownerserve.store.tiers.memory import MemoryTier
+from ownerserve.store.tiers.remote import RemoteTier
 
 from . import flipper
 
@@ -33,7 +34,7 @@ def test_no_wrong_bytes_in_any_tier(scratch):
         assert tally["right"] > tally["reads"] * 0.6, (name, tally)
 
 
-@pytest.mark.parametrize("checked", [disk_read, memory, remote])
+@pytest.mark.parametrize("checked", [read, memory, remote])
 def test_without_the_check_wrong_bytes_are_served(scratch, clock, monkeypatch, checked):
     """Take the digest check out and the same run must fail: a guard that is never seen to work
     proves nothing."""

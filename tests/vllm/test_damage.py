@@ -13,8 +13,8 @@ import pytest
 import tiny
 from rig import Rig, settle
 
-from ownerserve.store.segment import segment_path
-from ownerserve.store.snapshot import StoreSnapshot
+from ownerserve.store.disk.snapshot import StoreSnapshot
+from ownerserve.store.format.segment import segment_path
 
 pytestmark = pytest.mark.vllm
 

@@ -21,7 +21,7 @@ from rig import Rig, next_turn, settle
 from ownerserve.engines.hf.build import WorkerOptions, build_worker
 from ownerserve.engines.hf.scheduling.requests import Admitted, Delta, Request, Sampling, Stopping
 from ownerserve.node.vocabulary.settings import NodeSettings
-from ownerserve.store.snapshot import StoreSnapshot
+from ownerserve.store.disk.snapshot import StoreSnapshot
 
 pytestmark = pytest.mark.vllm
 

@@ -14,8 +14,8 @@ import tiny
 from fleet import ROOT, vllm_version
 from rig import Rig, settle
 
-from ownerserve.store.disk import DiskTier
-from ownerserve.store.wallclock import WallClock
+from ownerserve.store.disk.tier import DiskTier
+from ownerserve.store.service.wallclock import WallClock
 
 pytestmark = [
     pytest.mark.vllm,

@@ -16,7 +16,7 @@ from rig import Rig, settle
 from safetensors.torch import save_file
 
 from ownerserve.engines.hf.model.tiny import random_model
-from ownerserve.store.snapshot import StoreSnapshot
+from ownerserve.store.disk.snapshot import StoreSnapshot
 
 pytestmark = pytest.mark.vllm
 

@@ -20,8 +20,8 @@ from ownerserve.kv.artifacts import tenant_salt
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Admit, Probe, Reject, Seed, Status, StatusIs
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.store.model import Want
-from ownerserve.store.snapshot import StoreSnapshot
+from ownerserve.store.disk.snapshot import StoreSnapshot
+from ownerserve.store.format.model import Want
 
 pytestmark = pytest.mark.vllm
 

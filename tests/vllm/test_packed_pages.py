@@ -17,7 +17,7 @@ from fleet import VllmWorker
 from pages import assert_same_pages, byte_runs
 from rig import Rig, next_turn, settle
 
-from ownerserve.store.snapshot import StoreSnapshot
+from ownerserve.store.disk.snapshot import StoreSnapshot
 
 pytestmark = pytest.mark.vllm
 

@@ -13,8 +13,8 @@ from waits import until
 from ownerserve.engines.vllm.plugin import ask
 from ownerserve.kv.wire.inventory import Has, Page
 from ownerserve.kv.wire.rpc import ListHeld, PageIs
-from ownerserve.store.disk import DiskTier
-from ownerserve.store.wallclock import WallClock
+from ownerserve.store.disk.tier import DiskTier
+from ownerserve.store.service.wallclock import WallClock
 
 pytestmark = pytest.mark.vllm
 

@@ -25,7 +25,7 @@ from ownerserve.directory.rules import Kind
 from ownerserve.kv.errors import InvalidInput, PeerLost
 from ownerserve.kv.ids import PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.store.model import ID_BYTES
+from ownerserve.store.format.model import ID_BYTES
 
 RANK_DIGITS = 6
 Body: TypeAlias = dict[str, Any]

@@ -18,15 +18,15 @@ from ownerserve.cli.output import OutputFolder, console_for, json_option, write_
 from ownerserve.kv.artifacts import tenant_salt
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import KIB, MIB, format_bytes, parse_bytes
-from ownerserve.store.buffers import BufferPool
-from ownerserve.store.disk import DiskOptions, DiskTier, Index
-from ownerserve.store.home import Home
-from ownerserve.store.index import Entry
-from ownerserve.store.maintain import QUARANTINE_KEPT_S, collect, verify_all
-from ownerserve.store.measure import DiskBench, Measured, measure_index
-from ownerserve.store.policy import KindLimits, Limits, split
-from ownerserve.store.snapshot import StoreSnapshot
-from ownerserve.store.wallclock import WallClock
+from ownerserve.store.disk.home import Home
+from ownerserve.store.disk.maintain import QUARANTINE_KEPT_S, collect, verify_all
+from ownerserve.store.disk.snapshot import StoreSnapshot
+from ownerserve.store.disk.tier import DiskOptions, DiskTier, Index
+from ownerserve.store.index.reader import Entry
+from ownerserve.store.service.measure import DiskBench, Measured, measure_index
+from ownerserve.store.service.wallclock import WallClock
+from ownerserve.store.tiers.buffers import BufferPool
+from ownerserve.store.tiers.policy import KindLimits, Limits, split
 
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)

@@ -64,7 +64,7 @@ from ownerserve.sim.layout import UnitModel, unit_defaults, unit_policy
 from ownerserve.sim.media import Duplex, in_series
 from ownerserve.sim.store import Move, Present, Reading, Room, SimStore
 from ownerserve.sim.stored import Losses, held_units, located
-from ownerserve.store.model import MissReason
+from ownerserve.store.format.model import MissReason
 
 TICK_S = 0.01
 """A worker looks at its node between two engine steps: about so often."""

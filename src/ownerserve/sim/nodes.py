@@ -20,7 +20,7 @@ from ownerserve.sim.setup import Setup
 from ownerserve.sim.store import SimStore
 from ownerserve.sim.tier import SimTier, TierPlan
 from ownerserve.sim.worker import Worker
-from ownerserve.store.policy import split
+from ownerserve.store.tiers.policy import split
 
 BURST_S = 3600.0
 """An SSD's write budget may be spent up to an hour ahead."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ownerserve.store.home import DEFAULT_SEGMENT_BYTES
-from ownerserve.store.reclaim import SPARSE_SHARE
+from ownerserve.store.disk.home import DEFAULT_SEGMENT_BYTES
+from ownerserve.store.disk.reclaim import SPARSE_SHARE
 
 
 class Segment(msgspec.Struct, eq=False):

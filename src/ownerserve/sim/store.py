@@ -21,8 +21,8 @@ from ownerserve.kv.messages import Tier
 from ownerserve.node.vocabulary.records import Inside
 from ownerserve.sim.media import Duplex, through
 from ownerserve.sim.tier import SimTier
-from ownerserve.store.model import Listed, Meta, MissReason, RefusalReason, Want
-from ownerserve.store.placement import HAS_NO_ROOM, Placement, WriteThrough
+from ownerserve.store.format.model import Listed, Meta, MissReason, RefusalReason, Want
+from ownerserve.store.tiers.placement import HAS_NO_ROOM, Placement, WriteThrough
 
 LOOKUP_S = 0.2e-3
 """What the catalogue takes to answer: some thousand ids of an index in memory, and a hand-over."""

@@ -18,12 +18,12 @@ from ownerserve.kv.messages import Tier
 from ownerserve.plan.cost.load import Medium
 from ownerserve.sim.media import Pipe
 from ownerserve.sim.segments import Segments
-from ownerserve.store.home import DEFAULT_SEGMENT_BYTES
-from ownerserve.store.ledger import Ledger
-from ownerserve.store.model import ID_BYTES, Kind, Listed, Meta, RefusalReason, Usage
-from ownerserve.store.policy import Limits, WriteBudget, by_utility
-from ownerserve.store.seal import Blake3Seal
-from ownerserve.store.verify import record_room
+from ownerserve.store.disk.home import DEFAULT_SEGMENT_BYTES
+from ownerserve.store.format.model import ID_BYTES, Kind, Listed, Meta, RefusalReason, Usage
+from ownerserve.store.format.seal import Blake3Seal
+from ownerserve.store.format.verify import record_room
+from ownerserve.store.tiers.ledger import Ledger
+from ownerserve.store.tiers.policy import Limits, WriteBudget, by_utility
 
 UPKEEP_S = 60.0
 """How often TTLs are looked at and a drive is tidied, as a worker's store does."""

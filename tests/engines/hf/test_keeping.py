@@ -28,10 +28,10 @@ from ownerserve.kv.units import MIB  # noqa: E402
 from ownerserve.node.retention.record_value import Valued  # noqa: E402
 from ownerserve.node.storage import backing  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
-from ownerserve.store.disk import DiskOptions, DiskTier  # noqa: E402
-from ownerserve.store.index import Entry  # noqa: E402
-from ownerserve.store.model import Kind  # noqa: E402
-from ownerserve.store.policy import KindLimits, Limits  # noqa: E402
+from ownerserve.store.disk.tier import DiskOptions, DiskTier  # noqa: E402
+from ownerserve.store.format.model import Kind  # noqa: E402
+from ownerserve.store.index.reader import Entry  # noqa: E402
+from ownerserve.store.tiers.policy import KindLimits, Limits  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

@@ -35,8 +35,8 @@ from ownerserve.kv.messages import Tier  # noqa: E402
 from ownerserve.node.runtime.calibration import Calibration  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 from ownerserve.router.settings import DEFAULTS  # noqa: E402
-from ownerserve.store.segment import segment_path  # noqa: E402
-from ownerserve.store.snapshot import StoreSnapshot  # noqa: E402
+from ownerserve.store.disk.snapshot import StoreSnapshot  # noqa: E402
+from ownerserve.store.format.segment import segment_path  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

@@ -46,8 +46,8 @@ from ownerserve.kv.wire.rpc import (  # noqa: E402  # noqa: E402
     StatusIs,
 )
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
-from ownerserve.store.aio import Load, ReadQueue  # noqa: E402
-from ownerserve.store.segment import Segment  # noqa: E402
+from ownerserve.store.disk.aio import ReadQueue  # noqa: E402
+from ownerserve.store.format.segment import DirectRead, Segment  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -266,7 +266,7 @@ def test_a_failing_medium_does_not_hurt_the_engine(
     def broken(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    def unreadable(_: ReadQueue, loads: Sequence[Load]) -> Iterator[tuple[int, int]]:
+    def unreadable(_: ReadQueue, loads: Sequence[DirectRead]) -> Iterator[tuple[int, int]]:
         yield from ((index, -errno.EIO) for index in range(len(loads)))
 
     monkeypatch.setattr(Segment, call, broken)

@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 
 from engine_rig import TOLERANCE, reference, text  # noqa: E402
 
-from ownerserve.store.snapshot import StoreSnapshot  # noqa: E402
+from ownerserve.store.disk.snapshot import StoreSnapshot  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash]
 

@@ -26,7 +26,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from ownerserve.engines.vllm.shape import describe
+from ownerserve.engines.vllm.layout.shape import describe
 
 HEAD, INDEX_HEAD = 512, 128
 RATIOS = (1, 4, 128, 4, 128, 1)

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from ownerserve.engines.vllm import compat
-from ownerserve.engines.vllm.codec import Codec
-from ownerserve.engines.vllm.orders import Load, Orders, Place, Save
-from ownerserve.engines.vllm.places import Places
-from ownerserve.engines.vllm.shape import StateShape, describe
-from ownerserve.engines.vllm.streams import host_runtime, stream_of
-from ownerserve.engines.vllm.worker import WorkerSide
+from ownerserve.engines.vllm.layout.codec import Codec
+from ownerserve.engines.vllm.layout.places import Places
+from ownerserve.engines.vllm.layout.shape import StateShape, describe
+from ownerserve.engines.vllm.worker_commands import Load, Orders, Place, Save
+from ownerserve.engines.vllm.worker_side.streams import host_runtime, stream_of
+from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.vocabulary.events import Filling
-from ownerserve.store.model import Kind, Meta, Want
+from ownerserve.store.format.model import Kind, Meta, Want
 
 WAIT_S = 30.0
 HOST_BYTES = {"cpu": 0, "cuda": 64 << 20}

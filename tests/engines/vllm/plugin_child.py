@@ -54,7 +54,7 @@ class Listening:
 
 
 def make_desk(sessions: Listening) -> Any:
-    from ownerserve.engines.vllm.desk import Desk, Limits
+    from ownerserve.engines.vllm.scheduler_side.node_rpc import Desk, Limits
     from ownerserve.kv.ids import Incarnation, WorkerId
     from ownerserve.kv.messages import RoutingUnit
 

@@ -14,8 +14,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ownerserve.engines.vllm.scheduler_side.soft_references import (
+    MOVES_PER_BLOCK,
+    SoftReferences,
+    free_blocks,
+)
 from ownerserve.engines.vllm.settings import SoftReference
-from ownerserve.engines.vllm.soft import MOVES_PER_BLOCK, SoftReferences, free_blocks
 from ownerserve.node.retention.soft_references import SoftBlock
 
 TTL_S = 50.0

@@ -12,10 +12,10 @@ import torch
 
 from ownerserve.engines.hf.state.pools import Pool
 from ownerserve.engines.hf.state.states import describe as hf_describe
-from ownerserve.engines.vllm import shape as vllm_shape
-from ownerserve.engines.vllm.codec import Codec
-from ownerserve.engines.vllm.orders import Place
-from ownerserve.engines.vllm.shape import StateShape
+from ownerserve.engines.vllm.layout import shape as vllm_shape
+from ownerserve.engines.vllm.layout.codec import Codec
+from ownerserve.engines.vllm.layout.shape import StateShape
+from ownerserve.engines.vllm.worker_commands import Place
 from ownerserve.kv.errors import InvalidInput, SpecMismatch
 from ownerserve.kv.payload import DENSE, WINDOW
 

@@ -21,7 +21,7 @@ import json
 from types import SimpleNamespace
 import msgspec
 from vllm.distributed.kv_events import KVEventBatch
-from ownerserve.engines.vllm.events import Residency, span_of
+from ownerserve.engines.vllm.scheduler_side.events import Residency, span_of
 
 request = SimpleNamespace(
     block_hashes=[bytes([n]) * 32 for n in range(4)],

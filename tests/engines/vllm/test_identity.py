@@ -10,8 +10,8 @@ import pytest
 import specs
 import torch
 
-from ownerserve.engines.vllm import shape
 from ownerserve.engines.vllm.identity import why_bypassed, why_not
+from ownerserve.engines.vllm.layout import shape
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.node.storage.weights import weight_files_digest
 

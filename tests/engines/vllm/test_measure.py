@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ownerserve.engines.vllm.compat import evictable_blocks
-from ownerserve.engines.vllm.measure import Measuring
+from ownerserve.engines.vllm.scheduler_side.measure import Measuring
 from ownerserve.kv.ids import TurnId
 from ownerserve.node.runtime.calibration import Calibration
 from ownerserve.plan.cost.model import CostModel

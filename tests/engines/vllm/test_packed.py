@@ -20,12 +20,12 @@ import torch
 from packed_play import Pool
 from specs import Cached
 
-from ownerserve.engines.vllm.codec import Codec
-from ownerserve.engines.vllm.shape import StateShape, describe
+from ownerserve.engines.vllm.layout.codec import Codec
+from ownerserve.engines.vllm.layout.shape import StateShape, describe
 from ownerserve.kv.artifacts import Identity, Numerics, PointKey
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash
-from ownerserve.store.model import meta_of
+from ownerserve.store.format.model import meta_of
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / os.environ.get("OWNERSERVE_VLLM_VENV", ".venv-vllm") / "bin/python"

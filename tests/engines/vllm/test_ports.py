@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ownerserve.engines.vllm.desk import ADDRESS_FILE, Desk, Limits
-from ownerserve.engines.vllm.holding import Holding
-from ownerserve.engines.vllm.owning import SessionsHere
-from ownerserve.engines.vllm.ports import gateway_port
+from ownerserve.engines.vllm.scheduler_side.holding import Holding
+from ownerserve.engines.vllm.scheduler_side.node_rpc import ADDRESS_FILE, Desk, Limits
+from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
+from ownerserve.engines.vllm.scheduler_side.ports import gateway_port
 from ownerserve.engines.vllm.settings import decode
 from ownerserve.kv.addresses import is_loopback
 from ownerserve.kv.errors import InvalidInput

@@ -14,7 +14,7 @@ from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile
-from ownerserve.engines.vllm.owning import SessionsHere
+from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import pack

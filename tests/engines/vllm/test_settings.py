@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ownerserve.engines.vllm.owning import opener
+from ownerserve.engines.vllm.scheduler_side.owning import opener
 from ownerserve.engines.vllm.settings import decode
 from ownerserve.kv.errors import InvalidInput
 

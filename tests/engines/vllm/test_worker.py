@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from ownerserve.engines.vllm.orders import Load, Orders, Place, Report, Save
-from ownerserve.engines.vllm.streams import HostStream
-from ownerserve.engines.vllm.worker import WorkerSide
+from ownerserve.engines.vllm.worker_commands import Load, Orders, Place, Report, Save
+from ownerserve.engines.vllm.worker_side.streams import HostStream
+from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.errors import SpecMismatch
 from ownerserve.node.storage.backing import open_backing
-from ownerserve.store.model import Kind, Meta, Want
+from ownerserve.store.format.model import Kind, Meta, Want
 
 pytestmark = pytest.mark.engine
 

@@ -11,24 +11,25 @@ from uuid import uuid4
 
 import msgspec
 
-from ownerserve.engines.vllm import compat, identity, shape
-from ownerserve.engines.vllm.around import Around
-from ownerserve.engines.vllm.codec import Codec
-from ownerserve.engines.vllm.desk import Desk, Limits, limits_of
-from ownerserve.engines.vllm.device import EngineDevice
-from ownerserve.engines.vllm.events import Residency
-from ownerserve.engines.vllm.holding import Holding
-from ownerserve.engines.vllm.lookup import Lookup
-from ownerserve.engines.vllm.measure import Measuring
-from ownerserve.engines.vllm.outside import Outside
-from ownerserve.engines.vllm.owning import SessionsHere, opener
-from ownerserve.engines.vllm.ports import gateway_port
-from ownerserve.engines.vllm.scheduler import SchedulerSide
+from ownerserve.engines.vllm import compat, identity
+from ownerserve.engines.vllm.layout import shape
+from ownerserve.engines.vllm.layout.codec import Codec
+from ownerserve.engines.vllm.scheduler_side.device import EngineDevice
+from ownerserve.engines.vllm.scheduler_side.events import Residency
+from ownerserve.engines.vllm.scheduler_side.holding import Holding
+from ownerserve.engines.vllm.scheduler_side.lookup import Lookup
+from ownerserve.engines.vllm.scheduler_side.measure import Measuring
+from ownerserve.engines.vllm.scheduler_side.node_rpc import Desk, Limits, limits_of
+from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere, opener
+from ownerserve.engines.vllm.scheduler_side.ports import gateway_port
+from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerSide
+from ownerserve.engines.vllm.scheduler_side.scheduler_parts import Around
+from ownerserve.engines.vllm.scheduler_side.soft_references import SoftReferences
+from ownerserve.engines.vllm.scheduler_side.tenants import Tenants
+from ownerserve.engines.vllm.scheduler_side.worker_reports import Outside
 from ownerserve.engines.vllm.settings import Settings, decode
-from ownerserve.engines.vllm.soft import SoftReferences
-from ownerserve.engines.vllm.streams import host_runtime, stream_of
-from ownerserve.engines.vllm.tenants import Tenants
-from ownerserve.engines.vllm.worker import WorkerSide
+from ownerserve.engines.vllm.worker_side.streams import host_runtime, stream_of
+from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.artifacts import Identity
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, WorkerId
@@ -55,7 +56,7 @@ from ownerserve.plan.swa.base import CheckpointPolicy
 from ownerserve.plan.swa.full import Full
 from ownerserve.plan.swa.turn_end import TurnEnd
 from ownerserve.plan.swa.zero import Zero
-from ownerserve.store.disk import DiskOptions
+from ownerserve.store.disk.tier import DiskOptions
 
 log = logging.getLogger("vllm.ownerserve")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ownerserve.engines.vllm.orders import Tables
+from ownerserve.engines.vllm.worker_commands import Tables
 from ownerserve.kv.errors import InvalidInput
 
 MAMBA_PROBE = (3, 5)

@@ -24,9 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ownerserve.engines.vllm.build import Parts, scheduler_side, worker_side
-from ownerserve.engines.vllm.orders import Orders, Report
-from ownerserve.engines.vllm.scheduler import SchedulerSide
-from ownerserve.engines.vllm.stats import OwnerServeProm, OwnerServeStats
+from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerSide
+from ownerserve.engines.vllm.scheduler_side.stats import OwnerServeProm, OwnerServeStats
+from ownerserve.engines.vllm.worker_commands import Orders, Report
 
 log = logging.getLogger("vllm.ownerserve")
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import zmq
 
-from ownerserve.engines.vllm.desk import ADDRESS_FILE
+from ownerserve.engines.vllm.scheduler_side.node_rpc import ADDRESS_FILE
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.wire import answer_line, turn_line
 from ownerserve.kv.wire.rpc import AskLine, LineIs, Said

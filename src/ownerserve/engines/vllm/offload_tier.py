@@ -33,10 +33,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from ownerserve.engines.vllm.identity import weights_of
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.store.disk import DiskTier
-from ownerserve.store.model import Hit, Kind, Meta, Present, Refused, Want
-from ownerserve.store.tier import Reservation, TierBackend
-from ownerserve.store.wallclock import WallClock
+from ownerserve.store.disk.tier import DiskTier
+from ownerserve.store.format.model import Hit, Kind, Meta, Present, Refused, Want
+from ownerserve.store.service.wallclock import WallClock
+from ownerserve.store.tiers.backend import Reservation, TierBackend
 
 DOMAIN = b"ownerserve/offload/1"
 COMPONENT = "vllm-offload"

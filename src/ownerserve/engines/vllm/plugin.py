@@ -23,8 +23,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ownerserve.engines.vllm.desk import ADDRESS_FILE
 from ownerserve.engines.vllm.lines import AnswerLines, CoreLine
+from ownerserve.engines.vllm.scheduler_side.node_rpc import ADDRESS_FILE
 from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.rpc import (

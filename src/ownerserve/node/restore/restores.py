@@ -68,7 +68,7 @@ from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.inputs import Backlog
 from ownerserve.plan.outcome import Priced, RestorePlan
 from ownerserve.plan.restore import Planner
-from ownerserve.store.model import MissReason
+from ownerserve.store.format.model import MissReason
 
 FIRST_CELLS = 4
 """Cells that a restore asks for at first."""

@@ -16,7 +16,7 @@ from ownerserve.node.vocabulary.records import Cell, Digests, Inside, RecordName
 from ownerserve.plan.inputs import Backlog, RestoreQuery
 from ownerserve.plan.outcome import Priced
 from ownerserve.plan.residency import NEAREST_FIRST, PointRow, RangeRow, points_of, spans_of
-from ownerserve.store.model import Want
+from ownerserve.store.format.model import Want
 
 LOADS = (RestoreAction.LOAD_GLOBAL, RestoreAction.LOAD_POINT)
 

@@ -21,7 +21,7 @@ from ownerserve.plan.swa.full import Full
 from ownerserve.plan.swa.periodic import Periodic
 from ownerserve.plan.swa.turn_end import TurnEnd
 from ownerserve.plan.swa.zero import Zero
-from ownerserve.store.model import Kind, Meta
+from ownerserve.store.format.model import Kind, Meta
 
 SIMPLE: dict[str, Callable[[], CheckpointPolicy]] = {
     "full": Full,

@@ -52,10 +52,10 @@ from ownerserve.node.vocabulary.records import Inside
 from ownerserve.node.vocabulary.tips import Tip
 from ownerserve.plan.cost.events import Loaded, Observation
 from ownerserve.plan.explain import summary
-from ownerserve.store.flights import Ticket
-from ownerserve.store.model import Hit, Meta, Miss, MissReason, Part, Present, Stored
-from ownerserve.store.service import Pending
-from ownerserve.store.tier import Reservation
+from ownerserve.store.format.model import Hit, Meta, Miss, MissReason, Part, Present, Stored
+from ownerserve.store.service.flights import Ticket
+from ownerserve.store.service.runtime import Pending
+from ownerserve.store.tiers.backend import Reservation
 
 log = logging.getLogger("ownerserve.node")
 

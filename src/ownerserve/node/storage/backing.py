@@ -22,21 +22,21 @@ from ownerserve.node.storage.losses import Losses
 from ownerserve.node.storage.media import DEFAULT_WRITE, open_remote, write_policy
 from ownerserve.node.storage.upkeep import Upkeep
 from ownerserve.plan.cost.events import Loaded
-from ownerserve.store.buffers import BufferPool, Landing
-from ownerserve.store.disk import DiskOptions, DiskTier, StoreUnavailable
-from ownerserve.store.disk_core import listed
-from ownerserve.store.header import CHUNK
-from ownerserve.store.index import IndexFailed
-from ownerserve.store.memory import MemoryTier
-from ownerserve.store.model import SHARED, Hit, Listed, ReadOutcome, Want
-from ownerserve.store.model import WriteOutcome as Outcome
-from ownerserve.store.pinned import CudaHost, PinnedMemory
-from ownerserve.store.placement import Placement, WritePolicy, WriteThrough
-from ownerserve.store.policy import by_utility, split
-from ownerserve.store.service import StoreService
-from ownerserve.store.tier import Reservation, Telling, TierBackend
-from ownerserve.store.tiered import TieredStore
-from ownerserve.store.wallclock import WallClock
+from ownerserve.store.disk.core import listed
+from ownerserve.store.disk.tier import DiskOptions, DiskTier, StoreUnavailable
+from ownerserve.store.format.header import CHUNK
+from ownerserve.store.format.model import SHARED, Hit, Listed, ReadOutcome, Want
+from ownerserve.store.format.model import WriteOutcome as Outcome
+from ownerserve.store.index.reader import IndexFailed
+from ownerserve.store.service.runtime import StoreService
+from ownerserve.store.service.wallclock import WallClock
+from ownerserve.store.tiers.backend import Reservation, Telling, TierBackend
+from ownerserve.store.tiers.buffers import BufferPool, Landing
+from ownerserve.store.tiers.memory import MemoryTier
+from ownerserve.store.tiers.pinned import CudaHost, PinnedMemory
+from ownerserve.store.tiers.placement import Placement, WritePolicy, WriteThrough
+from ownerserve.store.tiers.policy import by_utility, split
+from ownerserve.store.tiers.tiered import TieredStore
 
 log = logging.getLogger("ownerserve.node")
 

@@ -8,7 +8,7 @@ from threading import Lock
 
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.node.vocabulary.events import RecordsLost
-from ownerserve.store.model import Meta
+from ownerserve.store.format.model import Meta
 
 LISTED = 4096
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from ownerserve.kv.clock import Clock
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.store.blobs import Blobs, DirectoryBlobs
-from ownerserve.store.placement import OnEviction, WriteBack, WritePolicy, WriteThrough
-from ownerserve.store.remote import RemoteTier
-from ownerserve.store.s3 import S3Blobs
-from ownerserve.store.seal import Keys
+from ownerserve.store.format.seal import Keys
+from ownerserve.store.tiers.blobs import Blobs, DirectoryBlobs
+from ownerserve.store.tiers.placement import OnEviction, WriteBack, WritePolicy, WriteThrough
+from ownerserve.store.tiers.remote import RemoteTier
+from ownerserve.store.tiers.s3 import S3Blobs
 
 TIERS = ("memory", "disk", "remote")
 """Fastest first."""

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from threading import Event, Thread
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.store.buffers import BufferPool
-from ownerserve.store.disk import DiskTier
-from ownerserve.store.maintain import collect
-from ownerserve.store.tier import TierBackend
+from ownerserve.store.disk.maintain import collect
+from ownerserve.store.disk.tier import DiskTier
+from ownerserve.store.tiers.backend import TierBackend
+from ownerserve.store.tiers.buffers import BufferPool
 
 log = logging.getLogger("ownerserve.node")
 

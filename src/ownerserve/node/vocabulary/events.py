@@ -19,7 +19,7 @@ from ownerserve.node.vocabulary.records import Inside
 from ownerserve.node.vocabulary.tips import Tip
 from ownerserve.plan.inputs import Backlog
 from ownerserve.plan.outcome import RestorePlan
-from ownerserve.store.model import SHARED, Meta, MissReason, Want
+from ownerserve.store.format.model import SHARED, Meta, MissReason, Want
 
 Errand = int
 

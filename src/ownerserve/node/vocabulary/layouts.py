@@ -19,8 +19,8 @@ from ownerserve.cache.layout import Component, Layout
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.payload import ITEM_BYTES, PayloadPart
 from ownerserve.kv.specs import Coverage
-from ownerserve.store.convert import ByteOrder
-from ownerserve.store.convert import Layout as Description
+from ownerserve.store.format.convert import ByteOrder
+from ownerserve.store.format.convert import Layout as Description
 
 Parts = Mapping[str, Sequence[PayloadPart]]
 """The arrays of a unit, by component."""

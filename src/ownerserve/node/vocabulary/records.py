@@ -23,7 +23,7 @@ from ownerserve.kv.artifacts import ArtifactIds, ArtifactKey, Identity, PointKey
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.vocabulary.layouts import Parts, descriptors
-from ownerserve.store.model import ID_BYTES, SHARED, Kind, Meta, meta_of
+from ownerserve.store.format.model import ID_BYTES, SHARED, Kind, Meta, meta_of
 
 Digests = Sequence[PrefixHash]
 """Chain digests of a prefix: `digests[i]` stands for its first i + 1 blocks."""

@@ -1,0 +1,1 @@
+"""What vLLM keeps for a model and where it lies: components, pages, blocks, a payload's bytes."""

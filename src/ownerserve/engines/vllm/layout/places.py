@@ -1,0 +1,76 @@
+"""Where what the node speaks of lies in vLLM's blocks. Pure: block tables in, places out.
+
+A node's slot is a unit's number in the prefix, or a point's position; a place is blocks and tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ownerserve.engines.vllm.layout.shape import StateShape
+from ownerserve.engines.vllm.worker_commands import Place, Tables
+from ownerserve.kv.payload import WINDOW, WINDOW_PAGES
+from ownerserve.node.vocabulary.events import Copy, Filling
+
+NOT_OURS = -1
+
+
+class Places:
+    """One model's. Holds no state."""
+
+    def __init__(self, shape: StateShape) -> None:
+        self._shape = shape
+        self._block = shape.payload.block_tokens
+        self._points = shape.layout().point_names
+
+    def source(self, tables: Tables, copy: Copy) -> Place:
+        """What is copied."""
+        name = copy.component
+        if name in self._points:
+            return self._shape.place(name, tables, *self._shape.span(name, copy.slots[0]))
+        return self._range(name, tables, copy.slots)
+
+    def point(self, tables: Tables, position: int) -> dict[str, Place]:
+        """Everything of the point at `position`; empty when some block of it is gone."""
+        places = {
+            name: self._shape.place(name, tables, *self._shape.span(name, position))
+            for name in self._points
+        }
+        return places if all(map(self._shape.is_there, places.values())) else {}
+
+    def goal(self, tables: Tables, filling: Filling, *, hit: int) -> Place:
+        """Where state from outside goes. What the engine had itself, up to `hit`, is shared with
+        others that may be reading it: it is left as it is."""
+        name = filling.component
+        if name in self._points:
+            start, end = self._shape.span(name, filling.slots[0])
+            start = max(start, hit) if name in (WINDOW, WINDOW_PAGES) else start
+            return self._shape.place(name, tables, start, end)
+        place = self._range(name, tables, filling.slots)
+        sizes = self._shape.components[name].block_tokens
+        blocks = tuple(
+            tuple(
+                NOT_OURS if place.start + (at + 1) * size <= hit else block
+                for at, block in enumerate(ids)
+            )
+            for ids, size in zip(place.blocks, sizes, strict=True)
+        )
+        return msgspec.structs.replace(place, blocks=blocks)
+
+    def in_part(self, place: Place) -> set[int]:
+        """Blocks that a window begins inside of. What stands before it is not its tokens' state,
+        so nobody may take such a block for a whole one."""
+        if place.component != WINDOW:
+            return set()
+        sizes = self._shape.components[WINDOW].block_tokens
+        return {ids[0] for ids, size in zip(place.blocks, sizes, strict=True) if place.start % size}
+
+    def is_there(self, place: Place) -> bool:
+        """Whether no block of it is the null block."""
+        return self._shape.is_there(place)
+
+    def _range(self, name: str, tables: Tables, units: Sequence[int]) -> Place:
+        start, end = units[0] * self._block, (units[-1] + 1) * self._block
+        return self._shape.place(name, tables, start, end)

@@ -1,0 +1,367 @@
+"""What vLLM keeps for a model, as components: from its KV cache groups to the canonical payload.
+
+    component   kv.payload's sections: dense, swa, mla, conv, recurrent; pages, window_pages
+    group       vLLM's: layers that share a block table. One component may be in several of them
+
+Owns the translation. Attention whose pages have no canonical payload is kept as bytes (`packed`);
+kinds of state that can't be restored are refused by name. Torch-free: reads specs by attribute,
+and of a group only what scheduler and workers both have, so that both come to the same shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ownerserve.cache.layout import Component, Layout
+from ownerserve.engines.vllm import compat
+from ownerserve.engines.vllm.layout import packed
+from ownerserve.engines.vllm.layout.packed import Page, Row
+from ownerserve.engines.vllm.worker_commands import Place
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.payload import (
+    CONV,
+    DENSE,
+    MLA,
+    PAGES,
+    RECURRENT,
+    WINDOW,
+    WINDOW_PAGES,
+    Payload,
+    PayloadPart,
+    PayloadSection,
+)
+from ownerserve.kv.specs import Coverage
+from ownerserve.plan.inputs import ModelState
+
+LEAST_BLOCK_TOKENS = 32
+"""Below that, hashing costs more than the tokens that a finer boundary saves."""
+KIND_OF = {
+    "FullAttentionSpec": "full_attention",
+    "SlidingWindowSpec": "sliding_attention",
+    "MLAAttentionSpec": "mla_attention",
+    "SlidingWindowMLASpec": "sliding_mla",
+    "MambaSpec": "linear_attention",
+}
+SECTIONS_OF = {
+    "full_attention": (DENSE,),
+    "sliding_attention": (WINDOW,),
+    "mla_attention": (MLA,),
+    "linear_attention": (CONV, RECURRENT),
+}
+PAGES_OF = {
+    "full_attention": PAGES,
+    "mla_attention": PAGES,
+    "sliding_attention": WINDOW_PAGES,
+    "sliding_mla": WINDOW_PAGES,
+}
+"""Where the bytes of pages go that have no canonical payload."""
+DELTA_STATES = 2
+"""A gated delta net keeps a convolution state and a recurrent one."""
+
+
+class LayerAt(msgspec.Struct, frozen=True):
+    """One layer of a component: vLLM's name for it, and which of the component's groups has it."""
+
+    name: str
+    group: int
+
+
+class ComponentMap(msgspec.Struct, frozen=True):
+    """A component's layers in model order. `groups` are vLLM's group ids, `block_tokens` theirs.
+
+    Of pages kept as bytes: `rows`, for each part of the section; `reaches`: tokens before a
+    boundary that each group's blocks are kept of.
+    """
+
+    section: PayloadSection
+    groups: tuple[int, ...]
+    block_tokens: tuple[int, ...]
+    layers: tuple[LayerAt, ...] = ()
+    rows: tuple[tuple[Row, ...], ...] = ()
+    reaches: tuple[int, ...] = ()
+
+    def firsts(self, start: int, end: int) -> list[int]:
+        """For each group: its first block with something of [start, end)."""
+        starts = [max(start, end - reach) for reach in self.reaches] or [start] * len(self.groups)
+        return [at // size for at, size in zip(starts, self.block_tokens, strict=True)]
+
+
+class StateShape(msgspec.Struct, frozen=True):
+    """A model on this engine: its payload, and where each component of it lies."""
+
+    payload: Payload
+    components: dict[str, ComponentMap]
+    group_tokens: tuple[int, ...]
+    """Tokens that a block of each KV group spans."""
+    group_windows: tuple[int, ...]
+    """Tokens back that each KV group is read; 0: all of them."""
+
+    def layout(self) -> Layout:
+        """As cache and node need it."""
+        components = tuple(
+            Component(
+                name=section.name,
+                coverage=section.coverage,
+                slot_bytes=section.unit_bytes,
+                payload_bytes=section.payload_bytes,
+            )
+            for section in self.payload.sections
+        )
+        return Layout(self.payload.block_tokens, components)
+
+    def model_state(self) -> ModelState:
+        """As the planner needs it. No replay: an engine that owns its blocks offers none."""
+        sections, block = self.payload.sections, self.payload.block_tokens
+        ranges = [s.unit_bytes for s in sections if s.coverage is Coverage.RANGE]
+        points = [s.unit_bytes for s in sections if s.coverage is Coverage.POINT]
+        return ModelState(
+            layers=len(self.payload.kinds),
+            block_tokens=block,
+            range_bytes_per_token=sum(ranges) / block,
+            point_bytes=sum(points),
+        )
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some state is overwritten by the next token."""
+        return RECURRENT in self.components
+
+    def blocks_for(self, tokens: int, *, step_tokens: int) -> int:
+        """Blocks that so many more tokens of a request take at most, in steps of `step_tokens`:
+        what a window has passed is freed between them."""
+        return sum(
+            -(-(min(tokens, window + step_tokens) if window else tokens) // size) + 1
+            for size, window in zip(self.group_tokens, self.group_windows, strict=True)
+        )
+
+    def span(self, component: str, position: int) -> tuple[int, int]:
+        """Tokens that a point at `position` keeps rows of."""
+        if component == WINDOW:
+            return max(0, position - self.payload.window_tokens + 1), position
+        if component == WINDOW_PAGES:
+            return max(0, position - max(self.components[component].reaches)), position
+        return position - 1, position
+
+    def place(self, component: str, tables: Sequence[Sequence[int]], start: int, end: int) -> Place:
+        """Where tokens [start, end) lie, given a request's block tables."""
+        at = self.components[component]
+        blocks = tuple(
+            tuple(tables[group][first : -(-end // size)])
+            for group, size, first in zip(
+                at.groups, at.block_tokens, at.firsts(start, end), strict=True
+            )
+        )
+        return Place(component, blocks, start, end)
+
+    def is_there(self, place: Place) -> bool:
+        """Whether every block of a place is there: 0 is vLLM's null block."""
+        at = self.components[place.component]
+        firsts = at.firsts(place.start, place.end)
+        return all(
+            0 not in ids and len(ids) == -(-place.end // size) - first
+            for ids, size, first in zip(place.blocks, at.block_tokens, firsts, strict=True)
+        )
+
+
+class _Layer(msgspec.Struct, frozen=True):
+    index: int
+    name: str
+    group: int
+    kind: str
+    spec: Any
+
+
+class _Group(msgspec.Struct, frozen=True):
+    index: int
+    kind: str
+    spec: Any
+    names: tuple[str, ...]
+    is_packed: bool
+
+    @property
+    def block_tokens(self) -> int:
+        return int(self.spec.block_size)
+
+    def layers(self) -> list[_Layer]:
+        return [
+            _Layer(compat.layer_index(name), name, self.index, self.kind, self.spec)
+            for name in self.names
+        ]
+
+
+def describe(kv_cache_config: Any, *, block_tokens: int = 0, packed_by: str = "") -> StateShape:
+    """The state of the model that vLLM's KV cache groups describe.
+
+    `packed_by` names whose bytes are in pages without a canonical payload (compat.packed_by).
+    """
+    pages = packed.pages_of(kv_cache_config)
+    groups = _groups(kv_cache_config, pages)
+    if not groups:
+        raise InvalidInput("model", "keeps no KV", "serve it without a KV connector")
+    block = _block_tokens(groups, block_tokens)
+    plain = [layer for group in groups if not group.is_packed for layer in group.layers()]
+    layers = sorted(plain, key=lambda layer: layer.index)
+    components = _canonical(layers, block)
+    opaque = [group for group in groups if group.is_packed]
+    for name in dict.fromkeys(PAGES_OF[group.kind] for group in opaque):
+        own = [group for group in opaque if PAGES_OF[group.kind] == name]
+        components[name] = _packed(name, own, pages, block)
+    windows = {int(layer.spec.sliding_window) for layer in layers if layer.kind[:7] == "sliding"}
+    if len(windows) > 1:
+        raise InvalidInput("sliding_window", f"{sorted(windows)}", "one length is supported")
+    meanings = [packed.meaning(g.spec, g.names, packed_by=packed_by) for g in opaque]
+    payload = Payload(
+        block_tokens=block,
+        kinds=(*(layer.kind for layer in layers), *meanings),
+        sections=tuple(at.section for at in components.values()),
+        window_tokens=max(windows, default=0),
+    )
+    return StateShape(
+        payload,
+        components,
+        group_tokens=tuple(group.block_tokens for group in groups),
+        group_windows=tuple(int(getattr(g.spec, "sliding_window", 0) or 0) for g in groups),
+    )
+
+
+def _canonical(layers: Sequence[_Layer], block: int) -> dict[str, ComponentMap]:
+    names = dict.fromkeys(name for layer in layers for name in SECTIONS_OF[layer.kind])
+    components = {}
+    for name in names:
+        own = [layer for layer in layers if name in SECTIONS_OF[layer.kind]]
+        groups = tuple(sorted({layer.group for layer in own}))
+        sizes = {layer.group: int(layer.spec.block_size) for layer in own}
+        components[name] = ComponentMap(
+            section=PayloadSection(name, _parts(name, own, block)),
+            groups=groups,
+            block_tokens=tuple(sizes[group] for group in groups),
+            layers=tuple(LayerAt(layer.name, groups.index(layer.group)) for layer in own),
+        )
+    return components
+
+
+def _packed(
+    name: str, groups: Sequence[_Group], pages: dict[str, Page], block: int
+) -> ComponentMap:
+    """Rows of equal shape are one part. Whole blocks: those of a unit, or a window's last ones."""
+    reaches = []
+    by_shape: dict[tuple[int, int], list[Row]] = {}
+    for index, group in enumerate(groups):
+        size, reach = group.block_tokens, block
+        if name == WINDOW_PAGES:
+            reach = -(-(int(group.spec.sliding_window) - 1) // size) * size
+            reaches.append(reach)
+        for row in packed.rows_of(pages, group.names, group=index, blocks=reach // size):
+            by_shape.setdefault((row.blocks, row.bytes), []).append(row)
+    parts = tuple(
+        PayloadPart(f"rows{number}", (len(rows), *shape), "uint8")
+        for number, (shape, rows) in enumerate(by_shape.items())
+    )
+    return ComponentMap(
+        section=PayloadSection(name, parts),
+        groups=tuple(group.index for group in groups),
+        block_tokens=tuple(group.block_tokens for group in groups),
+        rows=tuple(map(tuple, by_shape.values())),
+        reaches=tuple(reaches),
+    )
+
+
+def _groups(kv_cache_config: Any, pages: dict[str, Page]) -> list[_Group]:
+    found = []
+    for index, at in enumerate(kv_cache_config.kv_cache_groups):
+        if not at.layer_names:
+            continue
+        spec, names = compat.group_spec(at), tuple(at.layer_names)
+        kind = KIND_OF.get(type(spec).__name__)
+        reason = f"{type(spec).__name__} of {names[0]} has no canonical payload"
+        if getattr(spec, "bounded_replay", False):
+            reason, kind = f"{names[0]} is rebuilt by computing its window again", None
+        elif getattr(at, "host_resident", False):
+            reason, kind = f"{names[0]} is in host memory (HiSparse)", None
+        if kind is None:
+            raise InvalidInput("kv cache", reason, "serve this model without this connector")
+        mixed = packed.is_mixed(pages, names)
+        is_packed = kind in PAGES_OF and (mixed or not _is_plain(kind, spec))
+        found.append(_Group(index, kind, spec, names, is_packed))
+    return found
+
+
+def _block_tokens(groups: Sequence[_Group], asked: int) -> int:
+    """B: what vLLM can resume at, and no shorter than pays for its hash."""
+    least = math.lcm(*(group.block_tokens for group in groups))
+    recurrent = any(group.kind == "linear_attention" for group in groups)
+    if asked % least or (recurrent and asked not in (0, least)):
+        raise InvalidInput(
+            "block_tokens",
+            f"{asked}",
+            f"use {least}" if recurrent else f"use a multiple of {least}",
+        )
+    if asked:
+        return asked
+    # vLLM leaves recurrent state at multiples of its own block and nowhere else.
+    return least if recurrent else -(-LEAST_BLOCK_TOKENS // least) * least
+
+
+def _parts(name: str, layers: Sequence[_Layer], block: int) -> tuple[PayloadPart, ...]:
+    shapes = {_shapes(name, layer.spec, block) for layer in layers}
+    if len(shapes) > 1:
+        raise InvalidInput(
+            "kv cache", f"layers of {name} differ in shape or dtype", "one shape is supported"
+        )
+    return tuple(
+        PayloadPart(part, (len(layers), *shape), dtype) for part, shape, dtype in shapes.pop()
+    )
+
+
+def _shapes(name: str, spec: Any, block: int) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    if name in (CONV, RECURRENT):
+        return _delta_shapes(name, spec)
+    dtype = _dtype(spec.dtype)
+    if name == MLA:
+        return (("latent", (block, int(spec.head_size)), dtype),)
+    rows = block if name == DENSE else int(spec.sliding_window) - 1
+    shape = (rows, int(spec.num_kv_heads), int(spec.head_size))
+    return (("keys", shape, dtype), ("values", shape, dtype))
+
+
+def _is_plain(kind: str, spec: Any) -> bool:
+    """Whether a page holds one row a token of plain numbers, and nothing else: no scales beside
+    quantised values, several tokens in one state (DeepSeek-V4), an indexer's keys (V3.2), or keys
+    and values of two lengths."""
+    value_size = getattr(spec, "head_size_v", spec.head_size) or spec.head_size
+    return (
+        kind != "sliding_mla"
+        and not getattr(getattr(spec, "kv_quant_mode", None), "value", 0)
+        and getattr(spec, "state_content_bytes", None) is None
+        and not getattr(spec, "model_version", None)
+        and "ds_mla" not in str(getattr(spec, "cache_dtype_str", ""))
+        and getattr(spec, "tokens_per_state", 1) == 1
+        and getattr(getattr(spec, "cache_role", None), "name", "SPARSE") == "SPARSE"
+        and _dtype(spec.dtype) not in ("uint8", "int8")
+        and value_size == spec.head_size
+    )
+
+
+def _delta_shapes(name: str, spec: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    kind = getattr(spec.mamba_type, "name", str(spec.mamba_type))
+    if "GDN" not in kind.upper() or len(spec.shapes) != DELTA_STATES:
+        raise InvalidInput("kv cache", f"{kind} state has no canonical payload", "serve without")
+    if spec.mamba_cache_mode != "align":
+        raise InvalidInput(
+            "mamba_cache_mode", f"{spec.mamba_cache_mode!r}", "use --enable-prefix-caching (align)"
+        )
+    conv, state = (tuple(int(n) for n in shape) for shape in spec.shapes)
+    if name == CONV:
+        shape = conv[::-1] if compat.conv_columns_first() else conv
+        return (("columns", shape, _dtype(spec.dtypes[0])),)
+    heads, first, second = state
+    shape = (heads, second, first) if compat.delta_state_is_transposed() else state
+    return (("state", shape, _dtype(spec.dtypes[1])),)
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

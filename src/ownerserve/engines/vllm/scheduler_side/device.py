@@ -1,0 +1,173 @@
+"""vLLM's blocks as a node's Device, and what of them is held until it is copied.
+
+Owns references that were taken from the block pool, and nothing else of it. What a request has is
+told by the scheduler's hooks; before that every question is answered `Later`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from ownerserve.cache.layout import Layout
+from ownerserve.cache.outcomes import (
+    Arrival,
+    Inserted,
+    Match,
+    Point,
+    Reason,
+    Refused,
+    Reserved,
+)
+from ownerserve.engines.vllm.worker_commands import Place
+from ownerserve.kv.ids import TurnId
+from ownerserve.kv.prefix import TOKEN_BYTES, Packed
+from ownerserve.node.restore.device import Later
+from ownerserve.node.vocabulary.events import Errand
+
+STUCK_S = 1.0
+"""Holds older than this are no reason to wait for before a preemption."""
+
+
+class EngineDevice:
+    """A Device whose answers come from the engine's scheduler."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._hits: dict[TurnId, int] = {}
+        self._taken: set[TurnId] = set()
+        self._open: dict[int, Arrival] = {}
+        self._tickets = count(1)
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    def heard(self, turn_id: TurnId, hit: int) -> None:
+        """The engine goes on from `hit` by itself: `Asked` may follow."""
+        self._hits[turn_id] = hit
+
+    def took(self, turn_id: TurnId) -> None:
+        """The engine gave the turn blocks for what was offered: `Placed` may follow."""
+        self._taken.add(turn_id)
+
+    def forget(self, turn_id: TurnId) -> None:
+        """The turn has nothing here any more."""
+        self._hits.pop(turn_id, None)
+        self._taken.discard(turn_id)
+
+    def match(self, turn_id: TurnId, tokens: Packed) -> Match | Later:
+        """The engine's own hit is whole: what it can't go on from it does not count."""
+        hit = self._hits.get(turn_id)
+        if hit is None:
+            return Later()
+        depth = self._layout.boundary_at_or_before(hit)
+        return Match(depth, (Point(depth),) if depth else ())
+
+    def shortage(self, blocks: int) -> None:
+        """vLLM's pool has an order of its own, and says nothing of what goes next is worth."""
+
+    def reserve(self, turn_id: TurnId, arrival: Arrival, now: float) -> Reserved | Later:
+        """A slot is a unit's place in the prefix, a point's its position; `Place`s follow."""
+        if turn_id not in self._taken:
+            return Later()
+        self._taken.remove(turn_id)
+        ticket, block = next(self._tickets), self._layout.block_tokens
+        start = self._layout.boundary_at_or_before(self._hits.pop(turn_id, 0))
+        end = len(arrival.tokens) // TOKEN_BYTES
+        self._open[ticket] = arrival
+        names = self._layout.point_names
+        points = {at: dict.fromkeys(names, at) for at in arrival.points}
+        return Reserved(ticket, start, tuple(range(start // block, end // block)), points)
+
+    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | Refused:
+        """The request goes on with what was written; the engine's cache takes it from there."""
+        arrival = self._open.pop(ticket)
+        if digest != arrival.digest:
+            return Refused(Reason.DIGEST_MISMATCH)
+        return Inserted(len(arrival.tokens) // TOKEN_BYTES, 0)
+
+    def abort(self, ticket: int) -> None:
+        self._open.pop(ticket, None)
+
+
+class Pinned(msgspec.Struct):
+    """A point that a running turn may end at, with a reference on every block of it."""
+
+    position: int
+    places: dict[str, Place]
+    blocks: list[Any]
+
+
+class Holds:
+    """References on blocks whose bytes are still to be copied."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._held: dict[Errand, tuple[float, list[Any]]] = {}
+        self._pinned: dict[TurnId, Pinned] = {}
+
+    def bind(self, pool: Any) -> None:
+        """The pool that the references are on."""
+        self._pool = pool
+
+    def hold(self, errand: Errand, places: Sequence[Place]) -> None:
+        """Keep the blocks of `places` until `release`."""
+        self._held[errand] = (time.monotonic(), self._touch(places))
+
+    def release(self, errand: Errand) -> None:
+        """The copy is made."""
+        held = self._held.pop(errand, None)
+        if held is not None:
+            self._free(held[1])
+
+    def pin(self, turn_id: TurnId, position: int, places: dict[str, Place]) -> None:
+        """Keep a point's blocks until the turn ends, or a later point is pinned."""
+        blocks = self._touch(list(places.values()))
+        self.unpin(turn_id)
+        self._pinned[turn_id] = Pinned(position, places, blocks)
+
+    def pinned(self, turn_id: TurnId, position: int) -> dict[str, Place]:
+        """The places of the pinned point at `position`; none when it was given up."""
+        pinned = self._pinned.get(turn_id)
+        return pinned.places if pinned is not None and pinned.position == position else {}
+
+    def unpin(self, turn_id: TurnId) -> None:
+        """The point is copied (and held for that), or nobody wants it."""
+        pinned = self._pinned.pop(turn_id, None)
+        if pinned is not None:
+            self._free(pinned.blocks)
+
+    def unpin_all(self) -> int:
+        """The pool is short: points that turns may end at go first. How many there were."""
+        turns = list(self._pinned)
+        for turn_id in turns:
+            self.unpin(turn_id)
+        return len(turns)
+
+    def release_all(self) -> None:
+        """The engine stops."""
+        self.unpin_all()
+        for errand in list(self._held):
+            self.release(errand)
+
+    def is_releasing(self) -> bool:
+        """Whether copies are about to give blocks back."""
+        now = time.monotonic()
+        return any(now - since_s < STUCK_S for since_s, _ in self._held.values())
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def _touch(self, places: Sequence[Place]) -> list[Any]:
+        ids = [block for place in places for group in place.blocks for block in group]
+        blocks = [self._pool.blocks[block] for block in ids]
+        self._pool.touch(blocks)
+        return blocks
+
+    def _free(self, blocks: list[Any]) -> None:
+        self._pool.free_blocks(reversed(blocks))

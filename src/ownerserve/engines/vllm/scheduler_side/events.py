@@ -1,0 +1,118 @@
+"""What vLLM's KV event stream says of our store: BlockStored when a record is READY, BlockRemoved
+when it turned out to be gone. Blocks carry vLLM's own hashes, so that whoever follows its events
+needs nothing of ours; the medium is STORAGE, the `ownership` (an identifier of the tier) ours.
+
+Owns what was told and not yet taken. Says nothing of GPU blocks: vLLM does, and is right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ownerserve.engines.vllm.scheduler_side.turn import session_of
+
+OWNERSHIP = "ownerserve"
+MOST_FOLLOWED = 10_000
+"""Most records whose removal can be told. Older ones are forgotten: a listener keeps them."""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Blocks [first, last) of a request, as vLLM's events name them."""
+
+    block_hashes: tuple[bytes, ...]
+    parent: bytes | None
+    tokens: tuple[int, ...]
+    block_tokens: int
+    session_id: str | None
+
+
+def span_of(request: Any, start: int, end: int, *, hash_block_tokens: int) -> Span | None:
+    """Tokens [start, end) of a vLLM request; None: they hold no whole block."""
+    first, last = -(-start // hash_block_tokens), end // hash_block_tokens
+    last = min(last, len(request.block_hashes))
+    if first >= last:
+        return None
+    return Span(
+        block_hashes=tuple(request.block_hashes[first:last]),
+        parent=request.block_hashes[first - 1] if first else None,
+        tokens=tuple(request.all_token_ids[first * hash_block_tokens : last * hash_block_tokens]),
+        block_tokens=hash_block_tokens,
+        session_id=session_of(request),
+    )
+
+
+class Residency:
+    """Events of one engine core; on the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, Span] = {}
+        self._stored: dict[bytes, Span] = {}
+        self._events: list[Any] = []
+
+    def ordered(self, errand: int, span: Span | None) -> None:
+        """A record of this span is being written."""
+        if span is not None:
+            self._pending[errand] = span
+
+    def kept(self, errand: int) -> None:
+        """It is READY."""
+        from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
+
+        span = self._pending.pop(errand, None)
+        if span is None:
+            return
+        self._stored[span.block_hashes[-1]] = span
+        if len(self._stored) > MOST_FOLLOWED:
+            del self._stored[next(iter(self._stored))]
+        event = BlockStored(
+            block_hashes=[_external(block) for block in span.block_hashes],
+            parent_block_hash=None if span.parent is None else _external(span.parent),
+            token_ids=list(span.tokens),
+            block_size=span.block_tokens,
+            lora_id=None,
+            medium=MEDIUM_STORAGE,
+            lora_name=None,
+        )
+        _tell(event, ownership=OWNERSHIP, session_id=span.session_id)
+        self._events.append(event)
+
+    def not_kept(self, errand: int) -> None:
+        """It was given up."""
+        self._pending.pop(errand, None)
+
+    def lost(self, span: Span) -> None:
+        """Of the request that could not be served from the store: what was told of it is void."""
+        from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved
+
+        for block in span.block_hashes:
+            gone = self._stored.pop(block, None)
+            if gone is not None:
+                hashes = [_external(each) for each in gone.block_hashes]
+                event = BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE)
+                _tell(event, ownership=OWNERSHIP)
+                self._events.append(event)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a record is being written."""
+        return bool(self._pending)
+
+    def take(self) -> list[Any]:
+        """Events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+
+def _external(block_hash: bytes) -> Any:
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    return maybe_convert_block_hash(block_hash)
+
+
+def _tell(event: Any, **fields: Any) -> None:
+    """Set those fields that this version's events have."""
+    for name, value in fields.items():
+        if hasattr(event, name):
+            setattr(event, name, value)

@@ -1,0 +1,214 @@
+"""What this engine's store holds, session by session: a thread that looks and answers.
+
+    scheduler's thread ── left, lost, missed, over ──> inbox ──> Residency ──> the store's index
+    RPC's thread ────────────── page(after) ─────────> inbox ──> Inventory ──> PageIs
+
+vLLM's scheduler sleeps while it has no request, so this is a thread of its own. Owns the node's
+inventory, a read-only view of each rank's index, and the file that a later life begins with. What
+is on the device is vLLM's, which tells it in its KV events; it is not in this inventory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import count
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+
+import msgspec
+
+from ownerserve.kv.errors import OwnerServeError
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import RoutingUnit, Tier
+from ownerserve.kv.wire.rpc import Answer, PageIs
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.ownership.residency import Residency
+from ownerserve.node.storage.journal import Journal
+from ownerserve.node.vocabulary.events import Forget, Locate, Located, RecordsLost, Remember
+from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.tips import Tip
+from ownerserve.store.disk.snapshot import StoreSnapshot
+
+log = logging.getLogger("vllm.ownerserve")
+
+PAUSE_S = 1.0
+"""After a mistake of ours, and between two tries to open an index that is not there yet."""
+JOIN_S = 5.0
+
+Chore = Callable[[], None]
+
+
+class Holding:
+    """One engine's. What is told never waits; `page` gives a future."""
+
+    def __init__(
+        self, names: RecordNames, directories: Sequence[Path], journal: Path, *, can_replay: bool
+    ) -> None:
+        """`directories`: the store of each rank, whose shards count together; `journal`: the file
+        for a later life."""
+        self._can_replay = can_replay
+        self.inventory = Inventory()
+        """Written by the thread alone."""
+        self._residency = Residency(names, self.inventory, can_replay=can_replay)
+        self._shards = Shards(directories)
+        self._journal: Journal | None = Journal(journal)
+        self._errands = count(1)
+        self._inbox: SimpleQueue[Chore | None] = SimpleQueue()
+        found = self._journal.found
+        self._tell(lambda: self._residency.remembered(found, _now()))
+        self._thread = Thread(target=self._run, name="ownerserve-holding", daemon=True)
+        self._thread.start()
+
+    # -- told by the scheduler's thread --------------------------------------------------------
+
+    def left(self, tips: Iterable[Tip]) -> None:
+        """Sessions were left there by a turn, and all copies of it are answered for."""
+        for tip in tips:
+            self._tell(partial(self._left, tip))
+
+    def lost(self, lost: RecordsLost) -> None:
+        """Records went from a rank's store."""
+        self._tell(lambda: self._lost(lost))
+
+    def missed(self, session_id: SessionId) -> None:
+        """A restore of the session found less than was there."""
+        self._tell(lambda: self._residency.missed(session_id, _now()))
+
+    def over(self, session_id: SessionId) -> None:
+        """The session has ended."""
+        self._tell(lambda: self._forget(session_id))
+
+    def renamed(self, names: RecordNames) -> None:
+        """Nothing from before is found under these names; no later life will know them."""
+        self._tell(lambda: self._rename(names))
+
+    def close(self) -> None:
+        """Stop the thread; what is to be written down is written."""
+        self._inbox.put(None)
+        self._thread.join(JOIN_S)
+
+    # -- asked by the RPC's thread -------------------------------------------------------------
+
+    def page(self, after: int, unit: RoutingUnit) -> Future[Answer]:
+        """What was said after the word number `after`, as `unit`'s."""
+        answer: Future[Answer] = Future()
+        self._tell(lambda: self._say(after, unit, answer))
+        return answer
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _tell(self, chore: Chore) -> None:
+        self._inbox.put(chore)
+
+    def _run(self) -> None:
+        goes_on = True
+        while goes_on:
+            try:
+                goes_on = self._round()
+            except Exception:  # the root of this thread: who asks hears nothing of this once
+                log.exception("what the store holds is not told; please report this")
+                time.sleep(PAUSE_S)
+        if self._journal is not None:
+            self._journal.close()
+        self._shards.close()
+
+    def _round(self) -> bool:
+        """Do what is due, then the next thing that was told; False: it is time to go."""
+        self._look()
+        due_s = self._residency.next_due()
+        try:
+            chore = self._inbox.get(timeout=None if due_s is None else max(0.0, due_s - _now()))
+        except Empty:
+            return True
+        if chore is not None:
+            chore()
+            self._write_down()
+        return chore is not None
+
+    def _look(self) -> None:
+        now = _now()
+        for effect in self._residency.tick(now, lambda: next(self._errands)):
+            assert isinstance(effect, Locate)
+            held = self._shards.held(effect.ids)
+            located = {} if held is None else {Tier.DISK: held}
+            self._residency.located(Located(effect.errand, located), now)
+        self._write_down()
+
+    def _write_down(self) -> None:
+        for effect in self._residency.to_file():
+            match effect:
+                case Remember(tip) if self._journal is not None:
+                    self._journal.write(tip)
+                case Forget(session_id) if self._journal is not None:
+                    self._journal.write(Tip(session_id, 0))
+
+    def _left(self, tip: Tip) -> None:
+        self._residency.copied(tip, _now())
+
+    def _lost(self, lost: RecordsLost) -> None:
+        self._residency.lost(lost.ends, _now())
+        if lost.unnoted:
+            self._residency.all_lost(_now())
+
+    def _forget(self, session_id: SessionId) -> None:
+        self._residency.forget(session_id)
+        self.inventory.forget(session_id)
+
+    def _rename(self, names: RecordNames) -> None:
+        for session_id in {word.session for word in self.inventory}:
+            self.inventory.forget(SessionId(session_id))
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+        self._residency = Residency(names, self.inventory, can_replay=self._can_replay)
+
+    def _say(self, after: int, unit: RoutingUnit, answer: Future[Answer]) -> None:
+        if answer.set_running_or_notify_cancel():
+            page = self.inventory.page(after, incarnation=unit.incarnation)
+            answer.set_result(PageIs(msgspec.structs.replace(page, rank=unit.dp_rank)))
+
+
+class Shards:
+    """The indexes of all ranks' stores, read as their writers last committed them."""
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self._directories = directories
+        self._snapshots: list[StoreSnapshot] = []
+        self._tried_s = -PAUSE_S
+
+    def held(self, ids: Sequence[bytes]) -> frozenset[bytes] | None:
+        """Which of `ids` every rank has; None: one of them does not answer now."""
+        if not self._open():
+            return None
+        held = frozenset(ids)
+        for snapshot in self._snapshots:
+            here = snapshot.standing(ids)
+            if here is None:
+                return None
+            held &= here
+        return held
+
+    def close(self) -> None:
+        for snapshot in self._snapshots:
+            snapshot.close()
+
+    def _open(self) -> bool:
+        """A store may not be there yet: its writer makes it."""
+        missing = self._directories[len(self._snapshots) :]
+        if missing and _now() - self._tried_s >= PAUSE_S:
+            self._tried_s = _now()
+            try:
+                for directory in missing:
+                    self._snapshots.append(StoreSnapshot(directory))
+            except (OwnerServeError, OSError) as error:
+                log.info("no store to look in yet: %s", error)
+        return len(self._snapshots) == len(self._directories)
+
+
+def _now() -> float:
+    return time.monotonic()

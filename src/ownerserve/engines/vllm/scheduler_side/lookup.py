@@ -1,0 +1,104 @@
+"""Which records stand in the store: asked by the scheduler, answered by a thread.
+
+Owns the thread and a read-only view of the store's index. The worker side is the store's one
+writer, perhaps in another process; what it has committed is seen here. Never blocks the caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from threading import Thread
+from typing import TypeAlias
+
+from ownerserve.kv.errors import OwnerServeError
+from ownerserve.kv.messages import Tier
+from ownerserve.node.vocabulary.events import Find, Found
+from ownerserve.node.vocabulary.records import Inside
+from ownerserve.store.disk.snapshot import StoreSnapshot
+
+log = logging.getLogger("vllm.ownerserve")
+
+OPEN_AGAIN_S = 1.0
+
+Chore: TypeAlias = Callable[[], None]
+
+
+class Lookup:
+    """One thread; `submit` and `poll` return at once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._snapshot: StoreSnapshot | None = None
+        self._tried_s = -OPEN_AGAIN_S
+        self._asked: queue.SimpleQueue[Find | Chore | None] = queue.SimpleQueue()
+        self._found: deque[Found] = deque()
+        self._thread = Thread(target=self._run, name="ownerserve-lookup", daemon=True)
+        self._thread.start()
+
+    def submit(self, find: Find) -> None:
+        """Every `find` gets one answer."""
+        self._asked.put(find)
+
+    def later(self, chore: Chore) -> None:
+        """Do this on the thread, after what was asked: a scheduler's hook writes no file."""
+        self._asked.put(chore)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether `poll` has any."""
+        return bool(self._found)
+
+    def poll(self) -> Iterable[Found]:
+        """The answers since the last call."""
+        while self._found:
+            yield self._found.popleft()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._asked.put(None)
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            try:
+                answer = self._answer(asked) if isinstance(asked, Find) else asked()
+            except Exception:  # the root of this thread; a turn that is not answered would wait
+                log.exception("%s failed", asked)
+                answer = Found(asked.errand, {}) if isinstance(asked, Find) else None
+            if answer is not None:
+                self._found.append(answer)
+        if self._snapshot is not None:
+            self._snapshot.close()
+
+    def _answer(self, find: Find) -> Found:
+        snapshot = self._open()
+        if snapshot is None:
+            return Found(find.errand, {})
+        inside = _inside(snapshot, find)
+        ids = [*snapshot.find(find.ids), *(item.meta.id for item in inside)]
+        return Found(find.errand, dict.fromkeys(ids, Tier.DISK), inside)
+
+    def _open(self) -> StoreSnapshot | None:
+        """The store may not be there yet: its writer makes it."""
+        if self._snapshot is None and time.monotonic() - self._tried_s >= OPEN_AGAIN_S:
+            self._tried_s = time.monotonic()
+            try:
+                self._snapshot = StoreSnapshot(self._directory)
+            except OwnerServeError as error:
+                log.info("no store to look in yet: %s", error)
+        return self._snapshot
+
+
+def _inside(snapshot: StoreSnapshot, find: Find) -> tuple[Inside, ...]:
+    """The tenant's records that hold the first boundary that any of them holds: a branch shares
+    their front."""
+    for digest in find.boundaries:
+        at = snapshot.at_boundary(digest)
+        if own := [(meta, units) for meta, units in at if meta.tenant == find.tenant]:
+            return tuple(Inside(meta, units, digest) for meta, units in own)
+    return ()

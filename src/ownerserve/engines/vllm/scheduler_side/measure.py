@@ -1,0 +1,124 @@
+"""What prompts and loads cost here, from when things happened. Feeds the node's cost model.
+
+A prompt is measured whole, and only when nothing ran beside any of its steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeAlias
+
+import msgspec
+
+from ownerserve.engines.vllm.worker_commands import Brought
+from ownerserve.kv.ids import TurnId
+from ownerserve.kv.messages import Tier
+from ownerserve.node.runtime.calibration import Calibration
+from ownerserve.plan.cost.events import Loaded, Prefilled, Stepped
+from ownerserve.plan.cost.model import CostModel
+
+IN_FLIGHT = 4
+"""Steps whose answer is awaited, at most; of more, an answer can't be told apart."""
+TELL_S = 1.0
+
+Later: TypeAlias = Callable[[Callable[[], None]], None]
+
+
+class Prompt(msgspec.Struct, eq=False):
+    """One that is being computed from `start` on; `tokens` long."""
+
+    start: int
+    tokens: int
+    began_s: float
+    end: int = 0
+    is_alone: bool = True
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One that was scheduled. `batch`: how many decode in it; 0 when one does anything else."""
+
+    batch: int
+    at_s: float
+
+
+class Measuring:
+    """Told of every step, prompt and load."""
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        later: Later,
+        *,
+        tell: Callable[[CostModel], None],
+        least_tokens: int = 1,
+    ) -> None:
+        """Prompts of which fewer than `least_tokens` are computed decide nothing: not measured.
+
+        `later` does something on another thread: what was learnt is written there. `tell` hears
+        of what was learnt, at most once in TELL_S.
+        """
+        self._calibration = calibration
+        self._later = later
+        self._tell = tell
+        self._least_tokens = least_tokens
+        self._prompts: dict[TurnId, Prompt] = {}
+        self._steps: deque[Step] = deque(maxlen=IN_FLIGHT)
+        self._stepped_s = self._told_s = 0.0
+        tell(calibration.model)
+
+    def scheduled(self, tokens: Mapping[str, int], now: float) -> None:
+        """A step is about to run, with so many tokens of each request."""
+        if tokens:
+            decodes_only = max(tokens.values()) == 1
+            self._steps.append(Step(len(tokens) if decodes_only else 0, now))
+
+    def computing(
+        self, turn_id: TurnId, start: int, end: int, *, prompt: int, others: int, now: float
+    ) -> None:
+        """A step computes [start, end) of a turn, beside `others`."""
+        if prompt - start >= self._least_tokens and turn_id not in self._prompts:
+            self._prompts[turn_id] = Prompt(start, prompt, now)
+        running = self._prompts.get(turn_id)
+        if running is not None:
+            running.end = end
+            running.is_alone = running.is_alone and not others
+
+    def reported(self, now: float) -> None:
+        """A step's answer is here: it took from when it was scheduled, or from the answer before,
+        if steps overlap."""
+        if self._steps:
+            step = self._steps.popleft()
+            if step.batch:
+                took_ms = (now - max(step.at_s, self._stepped_s)) * 1e3
+                self._calibration.observe((Stepped(step.batch, took_ms),))
+        self._stepped_s = now
+        self.stepped(now)
+
+    def stepped(self, now: float) -> None:
+        """Prompts may be done."""
+        done = [turn_id for turn_id, at in self._prompts.items() if at.end >= at.tokens]
+        for turn_id in done:
+            at = self._prompts.pop(turn_id)
+            if at.is_alone:
+                took_ms = (now - at.began_s) * 1e3
+                self._calibration.observe((Prefilled(at.tokens - at.start, at.start, took_ms),))
+        if now - self._told_s >= TELL_S:
+            self._told_s = now
+            self._tell(self._calibration.model)
+        if (data := self._calibration.due(now)) is not None:
+            self._later(partial(self._calibration.write, data))
+
+    def loaded(self, brought: Brought) -> None:
+        """A load is done. The planner is told of one store, so this is one tier's time."""
+        self._calibration.observe((Loaded(Tier.DISK, brought.bytes, brought.ms),))
+
+    def forget(self, turn_id: TurnId) -> None:
+        """The turn is over, or lost its blocks. What it taught is told: no step may follow."""
+        self._prompts.pop(turn_id, None)
+        self._tell(self._calibration.model)
+
+    def close(self) -> None:
+        """Keep what was learnt."""
+        self._calibration.save()

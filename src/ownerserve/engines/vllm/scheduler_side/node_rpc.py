@@ -1,0 +1,282 @@
+"""The engine core's desk: what the worker says of itself, on the node's RPC port (loopback).
+
+vLLM's scheduler thread sleeps while there is no request, so nothing is asked of it: the desk keeps
+what the hooks told last, and answers from that on its own thread. What must happen on the
+scheduler's thread (a session's release) waits for the next hook; nothing is taken before that.
+
+The address is written to STORE/rpc.address, where the API server's process looks (plugin.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from ownerserve.engines.vllm.scheduler_side.holding import Holding
+from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import RoutingUnit, Tier
+from ownerserve.kv.wire.answer_line import AnswerLine
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import (
+    Admit,
+    Answer,
+    AskLine,
+    LineIs,
+    ListHeld,
+    Probe,
+    Reject,
+    Released,
+    ReleaseSession,
+    Request,
+    Seed,
+    Status,
+    StatusIs,
+)
+from ownerserve.kv.wire.status import (
+    ProfileStatement,
+    SpeedStatement,
+    TierStatement,
+    WorkerLoad,
+    load_statement,
+)
+from ownerserve.node.rpc.server import RpcServer
+from ownerserve.node.runtime.stating import actions_of
+
+ADDRESS_FILE = "rpc.address"
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What does not change in the engine's life."""
+
+    unit: RoutingUnit
+    model: str
+    sequence_tokens: int
+    max_waiting: int
+    token_bytes: int
+    """KV bytes of one more token, over all groups."""
+    sequence_bytes: int = 0
+    """KV bytes that a sequence keeps beside those of its tokens."""
+    spec_digest: str = ""
+
+
+class Told(msgspec.Struct, frozen=True, gc=False):
+    """What the hooks told last; `as_of` in seconds since 1970."""
+
+    as_of: float
+    pending_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    free_tokens: int = 0
+    total_tokens: int = 0
+    evictable_tokens: int = 0
+
+
+class Desk:
+    """`arrived`, `stepped`, `gone` on the scheduler's thread; the rest on any."""
+
+    def __init__(self, limits: Limits, holding: Holding, sessions: SessionsHere) -> None:
+        self._limits = limits
+        self._holding = holding
+        self._sessions = sessions
+        self._unit = limits.unit
+        self._waiting: dict[str, int] = {}
+        self._running: dict[str, int] = {}
+        self._pending_tokens = 0
+        self._told = Told(time.time())
+        self._speed: SpeedStatement | None = None
+        self._tiers: tuple[TierStatement, ...] = ()
+        self._released: SimpleQueue[SessionId] = SimpleQueue()
+        self._servers: list[RpcServer] = []
+        self._address_file: Path | None = None
+
+    def open(self, store: Path, outside: RpcServer | None = None) -> None:
+        """Answer from now on: the API server's process and this host's gateways on loopback, those
+        of other hosts at `outside`. Raises OSError where the address can't be left in the store."""
+        here = RpcServer()
+        self._servers = [here] if outside is None else [here, outside]
+        try:
+            store.mkdir(parents=True, exist_ok=True)
+            (store / ADDRESS_FILE).write_text(here.address)
+        except OSError:
+            self.close()
+            raise
+        self._address_file = store / ADDRESS_FILE
+        for server in self._servers:
+            server.start(self.answer)
+
+    def close(self) -> None:
+        """Stop answering."""
+        if self._address_file is not None:
+            self._address_file.unlink(missing_ok=True)
+        for server in self._servers:
+            server.stop()
+        self._servers, self._address_file = [], None
+
+    # -- told by the hooks ---------------------------------------------------------------------
+
+    def arrived(self, request_id: str, tokens: int) -> None:
+        """A request is here and waits."""
+        self.gone(request_id)
+        self._waiting[request_id] = tokens
+        self._pending_tokens += tokens
+
+    def stepped(
+        self,
+        left: dict[str, int],
+        *,
+        free_tokens: int,
+        total_tokens: int,
+        evictable_tokens: int = 0,
+    ) -> None:
+        """A step runs these requests, and leaves so many prompt tokens of each to compute; of the
+        pool so much is unused, and so much held by what nobody uses."""
+        running, waiting = self._running, self._waiting
+        for request_id, tokens in left.items():
+            before = running.get(request_id)
+            if before is None:
+                before = waiting.pop(request_id, 0)
+            running[request_id] = tokens
+            self._pending_tokens += tokens - before
+        self._told = Told(
+            time.time(),
+            self._pending_tokens,
+            len(running),
+            len(waiting),
+            free_tokens,
+            total_tokens,
+            evictable_tokens,
+        )
+
+    def measured(self, speed: SpeedStatement, tiers: Sequence[TierStatement]) -> None:
+        """What prompts, steps and loads take now."""
+        self._speed, self._tiers = speed, tuple(tiers)
+
+    def gone(self, request_id: str) -> None:
+        """A request ended, however. After the last one no step follows that would tell so."""
+        self._pending_tokens -= self._waiting.pop(request_id, 0) + self._running.pop(request_id, 0)
+        if not self._running and not self._waiting:
+            told = self._told
+            self._told = Told(
+                time.time(),
+                free_tokens=told.free_tokens,
+                total_tokens=told.total_tokens,
+                evictable_tokens=told.evictable_tokens,
+            )
+
+    def released(self) -> list[SessionId]:
+        """Sessions that went elsewhere since the last call."""
+        sessions: list[SessionId] = []
+        while not self._released.empty():  # nobody else takes from it
+            sessions.append(self._released.get_nowait())
+        return sessions
+
+    # -- asked from outside --------------------------------------------------------------------
+
+    def answer(self, request: Request) -> Future[Answer]:
+        """At once, but for what the store holds: there is nobody to wait for."""
+        if isinstance(request, ListHeld):
+            return self._holding.page(request.after, self._unit)
+        future: Future[Answer] = Future()
+        future.set_result(self._answer(request))
+        return future
+
+    def _answer(self, request: Request) -> Answer:
+        match request:
+            case Status():
+                return StatusIs(self._status(), self._profile())
+            case Probe(wanted):
+                return self._probe(wanted)
+            case ReleaseSession(session_id=session_id):
+                answer = self._sessions.release(request)
+                if isinstance(answer, Released):
+                    self._released.put(session_id)
+                return answer
+            case AskLine():
+                return LineIs(self._line(request))
+            case _:  # vLLM holds no places: its own queue does
+                return Reject(WorkerRefusal.UNKNOWN_RESERVATION)
+
+    def _probe(self, wanted: Seed) -> Admit | Reject:
+        """vLLM's queue takes what fits its length."""
+        status, limits = self._status(), self._limits
+        if wanted.tokens > limits.sequence_tokens:
+            return Reject(WorkerRefusal.TOO_LONG)
+        if status.waiting_sequences >= limits.max_waiting:
+            return Reject(WorkerRefusal.QUEUE_FULL)
+        if wanted.tokens * limits.token_bytes > status.kv_bytes_total > 0:
+            return Reject(WorkerRefusal.NO_ROOM)
+        return Admit(ahead_prefill_tokens=status.pending_prefill_tokens)
+
+    def _line(self, asked: AskLine) -> AnswerLine:
+        """Who speaks, under what load, and whose the session is."""
+        owner = self._sessions.heard(asked)
+        return AnswerLine(
+            unit=self._unit,
+            load=load_statement(self._status()),
+            owner=None if owner is None else owner.unit,
+            epoch=None if owner is None else owner.epoch,
+            version=None if owner is None else owner.version,
+        )
+
+    def _status(self) -> WorkerLoad:
+        """The load after the last step. Made here and not in it: steps are many, questions few.
+
+        Where nothing runs or waits, what was in use is cached now, or held for a last copy.
+        """
+        told, limits = self._told, self._limits
+        is_idle = not told.running and not told.waiting
+        evictable = told.total_tokens - told.free_tokens if is_idle else told.evictable_tokens
+        return WorkerLoad(
+            unit=self._unit,
+            as_of=told.as_of,
+            pending_prefill_tokens=told.pending_tokens,
+            running_sequences=told.running,
+            waiting_sequences=told.waiting,
+            kv_bytes_free=told.free_tokens * limits.token_bytes,
+            kv_bytes_total=told.total_tokens * limits.token_bytes,
+            kv_bytes_evictable=evictable * limits.token_bytes,
+        )
+
+    def _profile(self) -> ProfileStatement:
+        """A desk is only there beside a store."""
+        limits, servers = self._limits, self._servers
+        return ProfileStatement(
+            models=(limits.model,),
+            actions=actions_of((Tier.DISK,)),
+            spec_digest=limits.spec_digest,
+            kv_bytes_per_token=float(limits.token_bytes),
+            kv_bytes_per_sequence=float(limits.sequence_bytes),
+            speed=self._speed,
+            tiers=self._tiers,
+            rpc=servers[-1].address if servers else None,
+            sequence_tokens=limits.sequence_tokens,
+            owns_sessions=self._sessions.owns,
+        )
+
+
+def limits_of(
+    vllm_config: Any,
+    *,
+    unit: RoutingUnit,
+    token_bytes: int,
+    sequence_bytes: int,
+    spec_digest: str,
+) -> Limits:
+    """From vLLM's configuration."""
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    return Limits(
+        unit=unit,
+        model=str(model.served_model_name or model.model),
+        sequence_tokens=int(model.max_model_len),
+        max_waiting=4 * int(scheduler.max_num_seqs),
+        token_bytes=token_bytes,
+        sequence_bytes=sequence_bytes,
+        spec_digest=spec_digest,
+    )

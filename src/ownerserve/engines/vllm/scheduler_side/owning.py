@@ -1,0 +1,142 @@
+"""Whose the sessions are that have turns here: what the scheduler tells, and what is asked of it.
+
+Owns which sessions have a turn here now; `Ownership` owns the grants, on a thread of its own. Told
+on the scheduler's thread, asked on the RPC's. Without a directory nothing is owned: gateways keep
+the sessions in their own tables.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+from ownerserve.directory.opening import opener_of
+from ownerserve.directory.port import Directory
+from ownerserve.engines.vllm.scheduler_side.ports import fleet_key
+from ownerserve.engines.vllm.scheduler_side.turn import is_final, session_of
+from ownerserve.kv.addresses import KEYED
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.prefix import Packed
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import AskLine, Reject, Released, ReleaseSession
+from ownerserve.kv.wire.turn_line import is_name
+from ownerserve.node.ownership.ownership import Came, Left, Over, OwnerIs, Ownership, Told
+
+FIELD = "kv_connector_extra_config.directory"
+HEARD_KEPT = 4096
+CLOSE_S = 2.0
+"""How long a stopping engine waits for the directory to take its sessions back."""
+
+
+def opener(url: str, key_file: str = "") -> Callable[[], Directory]:
+    """What makes a client of the directory at `url`, with the fleet's keys in `key_file` (empty:
+    none). Raises InvalidInput for what names none, or one whose client is not installed beside
+    vLLM."""
+    key = fleet_key(key_file)
+    if url.startswith(KEYED) and key is None:
+        raise InvalidInput(FIELD, f"{url[:80]} wants the fleet's keys", "set curve_key_file too")
+    try:
+        return opener_of(url, key, field=FIELD)
+    except ImportError as error:
+        mend = "install ownerserve[valkey] beside vLLM"
+        raise InvalidInput(FIELD, f"{url[:80]!r} needs {error.name}", mend) from error
+
+
+_NOTHING = AskLine()
+
+
+class SessionsHere:
+    """One engine's. `ownership` None: there is no directory."""
+
+    def __init__(self, ownership: Ownership | None) -> None:
+        self._ownership = ownership
+        self._turns: Counter[str] = Counter()
+        self._heard: dict[str, AskLine] = {}
+        """What gateways said of the turns that are here, until they end."""
+        self._lock = Lock()
+
+    @property
+    def owns(self) -> bool:
+        """Whether sessions are owned here at all."""
+        return self._ownership is not None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Frames, what the directory answered, and what was refused here, so far."""
+        if self._ownership is None:
+            return {}
+        refused = list(self._ownership.owner.refused.items())
+        return {
+            "frames": self._ownership.frames,
+            **{str(answer): n for answer, n in list(self._ownership.answers.items())},
+            **{f"refused_{verb}_{reason}": n for (verb, reason), n in refused},
+        }
+
+    # -- told by the scheduler's thread --------------------------------------------------------
+
+    def came(self, request: Any) -> None:
+        """A turn is here."""
+        session = session_of(request)
+        if session is None:
+            return
+        with self._lock:
+            self._turns[session] += 1
+        if is_name(session):
+            self._tell(Came(SessionId(session)))
+
+    def ended(self, request: Any, tokens: Packed, tenant: bytes = b"") -> None:
+        """A turn is here no more. Unless it was given up it leaves `tokens` computed, or was the
+        session's last."""
+        session = session_of(request)
+        if session is None:
+            return
+        with self._lock:
+            self._turns -= Counter((session,))
+            is_alone = session not in self._turns
+            heard = self._heard.get(session, _NOTHING)
+            if is_alone:
+                self._heard.pop(session, None)
+        if request.status.name == "FINISHED_ABORTED" or not is_name(session):
+            return
+        if not is_final(request):
+            name, before = SessionId(session), heard.version
+            self._tell(Left(name, tokens, heard.group, tenant=tenant, before=before))
+        elif is_alone:  # else whoever said that it ends was wrong
+            self._tell(Over(SessionId(session)))
+
+    def close(self) -> None:
+        """Give all back, if the directory answers in time."""
+        if self._ownership is not None:
+            self._ownership.close(within_s=CLOSE_S)
+
+    def _tell(self, told: Told) -> None:
+        if self._ownership is not None:
+            self._ownership.tell(told)
+
+    # -- asked by the RPC's thread -------------------------------------------------------------
+
+    def release(self, asked: ReleaseSession) -> Released | Reject:
+        """The session goes elsewhere, unless a turn of it is here."""
+        with self._lock:
+            if asked.session_id in self._turns:
+                return Reject(WorkerRefusal.SESSION_IS_RUNNING)
+            if self._ownership is None:
+                return Released()
+            return self._ownership.release(asked)
+
+    def heard(self, asked: AskLine) -> OwnerIs | None:
+        """What a gateway says of a turn that comes; who owns its session, as far as is known."""
+        session = asked.session_id
+        if self._ownership is None or session is None or not is_name(session):
+            return None
+        if asked.group or asked.version:
+            with self._lock:
+                self._heard[session] = asked
+                if len(self._heard) > HEARD_KEPT:
+                    del self._heard[next(iter(self._heard))]
+        if asked.parent is not None or asked.epoch is not None:
+            self._tell(Came(session, asked.parent, asked.epoch))
+        return self._ownership.owner_of(session)

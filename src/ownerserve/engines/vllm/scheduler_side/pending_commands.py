@@ -1,0 +1,79 @@
+"""What a step is to carry to the workers, and which of their answers are complete. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from ownerserve.engines.vllm.worker_commands import Brought, Load, Orders, Save
+
+NOTHING, NOTHING_YET = Orders(), Orders(is_idle=True)
+
+
+class Outbox:
+    """The orders of the step being built, and the loads that are not answered."""
+
+    def __init__(self) -> None:
+        self.bringing: set[int] = set()
+        self._loads: list[Load] = []
+        self._saves: list[Save] = []
+        self._drops: list[int] = []
+        self._failures: list[str] = []
+
+    def load(self, load: Load) -> None:
+        self._loads.append(load)
+        self.bringing.add(load.errand)
+
+    def save(self, save: Save) -> None:
+        self._saves.append(save)
+
+    def drop(self, errand: int) -> None:
+        """Nobody waits for this load; it still has to end."""
+        self._drops.append(errand)
+
+    def fail(self, request_id: str) -> None:
+        """The engine waits for a load that was never ordered."""
+        self._failures.append(request_id)
+
+    def give_up_loads(self) -> None:
+        """All loads, begun or not, end as failures."""
+        self._drops += self.bringing
+
+    def take(self, *, is_idle: bool) -> Orders:
+        """What was ordered since the last call."""
+        if not (self._loads or self._saves or self._drops or self._failures):
+            return NOTHING_YET if is_idle else NOTHING
+        orders = Orders(
+            loads=tuple(self._loads),
+            saves=tuple(self._saves),
+            drops=tuple(self._drops),
+            failures=tuple(self._failures),
+            is_idle=is_idle,
+        )
+        self._loads, self._saves, self._drops, self._failures = [], [], [], []
+        return orders
+
+
+class Tally:
+    """Answers by errand; one counts when every worker has given it."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._said: Counter[tuple[str, int]] = Counter()
+        self._failed: dict[int, Brought] = {}
+
+    def complete(self, what: str, errands: Iterable[int]) -> Iterator[int]:
+        """Of `errands`, those that the last of the workers has now reported."""
+        for errand in errands:
+            self._said[what, errand] += 1
+            if self._said[what, errand] >= self._workers:
+                del self._said[what, errand]
+                yield errand
+
+    def over(self, brought: Brought) -> Brought | None:
+        """A load when every worker has answered: failed when one of them failed; else None."""
+        if brought.reason:
+            self._failed[brought.errand] = brought
+        if not any(self.complete("brought", (brought.errand,))):
+            return None
+        return self._failed.pop(brought.errand, brought)

@@ -1,0 +1,457 @@
+"""The scheduler's side: vLLM's hooks to a node's events, effects to orders for the workers.
+
+Owns which requests are turns of ours and the orders of the step being built. Decides nothing
+(GuestState does) and waits for nothing: lookups run on a thread, bytes move in the workers.
+
+    on_new_request                Arrived -> Find
+    get_num_new_matched_tokens    Asked -> Offer, nothing, or wait
+    update_state_after_alloc      Placed -> Bring
+    build_connector_meta          Computing -> Copy, Pin
+    update_connector_output       Filled | NotFetched | Kept | NotKept
+    request_finished_all_groups   Ended | Gone -> Copy
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from ownerserve.engines.vllm import compat
+from ownerserve.engines.vllm.identity import why_bypassed
+from ownerserve.engines.vllm.layout.places import Places
+from ownerserve.engines.vllm.layout.shape import StateShape
+from ownerserve.engines.vllm.scheduler_side.counting import Counting
+from ownerserve.engines.vllm.scheduler_side.device import EngineDevice, Holds
+from ownerserve.engines.vllm.scheduler_side.pending_commands import Outbox, Tally
+from ownerserve.engines.vllm.scheduler_side.scheduler_parts import Around
+from ownerserve.engines.vllm.scheduler_side.turn import MAX_IN_FLIGHT, Turn, is_final, session_of
+from ownerserve.engines.vllm.worker_commands import Brought, Load, Orders, Report, Save, Tables
+from ownerserve.kv.execution import execution_mode, lost_tokens
+from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.prefix import pack
+from ownerserve.kv.wire.turn_line import is_name
+from ownerserve.node.hosted_state import GuestState
+from ownerserve.node.ownership.known import KnownSessions, Plain
+from ownerserve.node.ownership.residency import FOUND_LESS
+from ownerserve.node.vocabulary.events import (
+    Arrived,
+    Asked,
+    Bring,
+    Computing,
+    Copy,
+    Drop,
+    Effect,
+    Ended,
+    Filled,
+    Find,
+    Gone,
+    Kept,
+    NotFetched,
+    NotKept,
+    Offer,
+    Pin,
+    Placed,
+    SessionOver,
+    Start,
+    Tick,
+)
+from ownerserve.plan.explain import summary
+from ownerserve.store.format.model import MissReason
+
+log = logging.getLogger("vllm.ownerserve")
+
+
+class SchedulerSide:
+    """One for each engine core; called on its thread."""
+
+    def __init__(
+        self, state: GuestState, device: EngineDevice, shape: StateShape, around: Around
+    ) -> None:
+        self.state = state
+        self.holds = Holds()
+        self.outbox = Outbox()
+        self.outside = around.outside
+        self._counts: Counter[str] = Counter()
+        self.counting = Counting(
+            {
+                "": lambda: self._counts,
+                "save_": lambda: self.state.saves.counts,
+                "soft_": lambda: around.soft.counts,
+                "owner_": lambda: around.sessions.counts,
+            }
+        )
+        self._device = device
+        self._places = Places(shape)
+        self._block = shape.payload.block_tokens
+        self._shape, self._step_tokens = shape, around.step_tokens
+        self._lookup, self._holding = around.lookup, around.holding
+        self._sessions = around.sessions
+        self._soft = around.soft
+        self._measuring = around.measuring
+        self._tenants = around.tenants
+        self._bypassed = around.bypassed
+        self._known = KnownSessions(max(self._block, *shape.group_tokens))
+        self._tally = Tally(around.workers)
+        self._turns: dict[TurnId, Turn] = {}
+        self._manager: Any = None
+        self._pool: Any = None
+
+    def bind(self, pool: Any, manager: Any) -> None:
+        """vLLM's block pool, and the manager of its block tables where it has one to give."""
+        self._pool, self._manager = pool, manager
+        self.holds.bind(pool)
+        self._soft.bind(pool, self._shape.group_tokens)
+        self.outside.bind(pool)
+
+    # -- hooks ---------------------------------------------------------------------------------
+
+    def arrived(self, request: Any) -> None:
+        """A new request: look for its state."""
+        self.counting.stir()
+        self._soft.resumed(session_of(request), _now())
+        self.outside.arrived(request)
+        self._sessions.came(request)
+        reason = self._bypassed or why_bypassed(request)
+        tenant = self._tenants.salt(request.cache_salt)
+        if reason is not None or tenant is None:
+            self._counts[f"bypassed_{reason or 'cache_salt'}"] += 1
+            return
+        self._turns[TurnId(request.request_id)] = Turn(request, tenant)
+        self._look(request)
+
+    def matched(self, request: Any, hit: int) -> tuple[int | None, bool]:
+        """How much beyond `hit` will be brought; None: not known yet."""
+        turn_id = TurnId(request.request_id)
+        turn = self._turns.get(turn_id)
+        self._make_room(request.num_tokens - hit, asking=session_of(request))
+        if turn is None:
+            return 0, False
+        self._poll()
+        if request.num_preemptions != turn.preemptions:
+            turn.preemptions = request.num_preemptions
+            self.outside.arrived(request)
+            self._look(request)
+        turn.hit, turn.offer, turn.partial = hit, 0, set()
+        self._device.heard(turn_id, hit)
+        self._perform(self.state.handle(Asked(turn_id), _now()))
+        if turn.offer > hit:
+            return turn.offer - hit, True
+        return (None, False) if self.state.is_waiting(turn_id) else (0, False)
+
+    def placed(self, request: Any, tables: Tables, tokens: int) -> None:
+        """The request has blocks; `tokens` beyond the hit are to be brought into them."""
+        self.counting.stir()
+        turn_id = TurnId(request.request_id)
+        turn = self._turns.get(turn_id)
+        if turn is None:
+            return
+        turn.tables = tables
+        if tokens == 0:
+            self._discredit(turn)
+            self._perform(self.state.handle(Gone(turn_id), _now()))
+            return
+        before = len(self.outbox.bringing)
+        if turn.hit + tokens == turn.offer:
+            self._device.took(turn_id)
+            self._perform(self.state.handle(Placed(turn_id), _now()))
+        if len(self.outbox.bringing) == before:  # vLLM waits for a word on this load
+            self._counts["misplaced"] += 1
+            self._perform(self.state.handle(Gone(turn_id), _now()))
+            self.outbox.fail(request.request_id)
+
+    def build(self, output: Any) -> Orders:
+        """What the step saves and loads."""
+        self._poll()
+        for loaded in self._turns.values():
+            self._discredit(loaded)
+        scheduled = output.num_scheduled_tokens
+        self._measuring.scheduled(scheduled, _now())
+        for request_id, count in scheduled.items():
+            turn = self._turns.get(TurnId(request_id))
+            if turn is not None:
+                self._computing(turn, count, output)
+        for session in self.outside.stepped(scheduled):
+            self._soft.released(session)
+        if scheduled:  # the next step takes about as much
+            self._make_room(sum(scheduled.values()), asking=None)
+        return self.outbox.take(is_idle=not scheduled)
+
+    def reported(self, report: Report | None) -> None:
+        """What the workers did."""
+        now = _now()
+        if report is not None and not report.is_empty:
+            self.counting.stir()
+            for errand in self._tally.complete("copied", report.copied):
+                self.holds.release(errand)
+            for errand in self._tally.complete("kept", report.kept):
+                self._perform(self.state.handle(Kept(errand), now))
+                self.outside.kept(errand)
+            for errand in self._tally.complete("not_kept", report.not_kept):
+                self.holds.release(errand)
+                self.outside.not_kept(errand)
+                self._perform(self.state.handle(NotKept(errand), now))
+            for brought in report.brought:
+                self._brought(brought, now)
+            for lost in report.lost:
+                self._holding.lost(lost)
+            self._tell_left()
+            self._counts["stored_bytes"] += report.stored_bytes
+        self._measuring.reported(now)
+
+    def finished(self, request: Any, tables: Tables) -> None:
+        """A request is over, or was given up: keep what is computed beyond doubt."""
+        self.counting.stir()
+        self.outside.gone(request.request_id)
+        if request.status.name != "FINISHED_ABORTED":
+            self._measuring.stepped(_now())  # its last step may have ended the prompt
+            self._turn_ended(request, tables)
+        turn_id = TurnId(request.request_id)
+        turn = self._turns.pop(turn_id, None)
+        if turn is None:
+            self._sessions.ended(request, b"")
+            return
+        now = _now()
+        is_loading = self.state.is_waiting(turn_id)
+        self._perform(self.state.handle(Gone(turn_id), now))
+        turn.tables = tables
+        computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        known = 0 if is_loading else min(turn.end, computed, request.num_tokens)
+        added = self._added(turn, known)
+        effects = self.state.handle(Computing(turn_id, known, known, added), now)
+        session = session_of(request)
+        tokens = pack(request.all_token_ids[:known]) if session is not None else b""
+        if session is not None and known and not is_final(request):
+            prompt = min(known, request.num_prompt_tokens)
+            self._known.left(SessionId(session), Plain(tokens), prompt_tokens=prompt)
+        restored = max(turn.hit, turn.offer)
+        ended = Ended(turn_id, restored, request.num_prompt_tokens, known)
+        self._perform(effects + self.state.handle(ended, now), turn)
+        self._tell_left()
+        self._sessions.ended(request, tokens, turn.tenant)
+        self.holds.unpin(turn_id)
+        self._device.forget(turn_id)
+        self._measuring.forget(turn_id)
+        self._discredit(turn)
+
+    def status(self) -> dict[str, int]:
+        """What is under way, and the totals."""
+        return {
+            "turns": len(self._turns),
+            "holds": len(self.holds),
+            "loads": len(self.outbox.bringing),
+            "wished_blocks": len(self._soft),
+            **self.counting.totals(),
+        }
+
+    def frees_soon(self) -> bool:
+        """Asked when a running request finds no block: whether one is about to come back."""
+        return self.holds.unpin_all() > 0 or self.holds.is_releasing()
+
+    def switch_off(self) -> None:
+        """No request is ours any more; what is being loaded fails, what is held is released when
+        it is copied."""
+        self._counts["switched_off"] += 1
+        self.counting.stir()
+        self._bypassed = "switched_off"
+        self.outbox.give_up_loads()
+        self._turns.clear()
+        self.holds.unpin_all()
+        self.state.saves.give_up()
+
+    def reset(self, state: GuestState) -> None:
+        """Nothing from before counts any more: `state` knows it under another name."""
+        self.outbox.give_up_loads()
+        self._turns.clear()
+        self.holds.unpin_all()
+        self._soft.clear()
+        state.take_over(self.state)
+        self.state = state
+        self._holding.renamed(state.names)
+
+    def close(self) -> None:
+        """The engine stops."""
+        self._soft.clear()
+        self.holds.release_all()
+        self._measuring.close()
+        self._lookup.close()
+        self._holding.close()
+        self._sessions.close()
+        self.outside.close()
+
+    # -- events --------------------------------------------------------------------------------
+
+    def _look(self, request: Any) -> None:
+        session, tokens = session_of(request), pack(request.all_token_ids)
+        turn_id = TurnId(request.request_id)
+        turn = self._turns[turn_id]
+        event = Arrived(
+            turn_id, SessionId(session) if session else None, tokens, tenant=turn.tenant
+        )
+        self._device.forget(turn_id)
+        self._measuring.forget(turn_id)
+        turn.end = 0
+        self._perform(self.state.handle(event, _now()))
+
+    def _turn_ended(self, request: Any, tables: Tables) -> None:
+        """The session of a finished request idles from now on, or is over."""
+        session = session_of(request)
+        if session is not None and is_final(request):
+            self._soft.released(session)
+            self._known.forget(SessionId(session))
+            self._perform(self.state.handle(SessionOver(SessionId(session)), _now()))
+            self._holding.over(SessionId(session))
+        else:
+            self._soft.finished(session, tuple(map(list, tables)), _now())
+
+    def _tell_left(self) -> None:
+        """Where a gateway's sessions were left, now that the store has all that will be of it."""
+        if self.state.saves.left:
+            left, self.state.saves.left = self.state.saves.left, []
+            self._holding.left([tip for tip in left if is_name(tip.session_id)])
+
+    def _make_room(self, tokens: int, *, asking: str | None) -> None:
+        """So many tokens are about to get blocks: idle sessions' go last."""
+        if len(self._soft):
+            self.counting.stir()
+            blocks = self._shape.blocks_for(tokens, step_tokens=self._step_tokens)
+            self._soft.make_room(blocks, _now(), asking=asking)
+
+    def _poll(self) -> None:
+        if self._lookup.has_answers or len(self.state.restores):
+            now = _now()
+            for found in self._lookup.poll():
+                self._perform(self.state.handle(found, now))
+            self._perform(self.state.handle(Tick(), now))
+
+    def _computing(self, turn: Turn, count: int, output: Any) -> None:
+        request, block = turn.request, self._block
+        start = request.num_computed_tokens
+        if not turn.is_told:
+            self._begun(turn, start)
+        # With steps in flight a token is computed before it is known: it counts once it is.
+        if turn.end and start < turn.end + MAX_IN_FLIGHT:
+            start = min(start, turn.end)
+        # A drafted token may be rejected: what the sequence holds already is computed for good.
+        end = min(start + count, request.num_tokens)
+        prompt = request.num_prompt_tokens
+        turn_id = TurnId(request.request_id)
+        if start < prompt:
+            others = len(output.num_scheduled_tokens) - 1
+            self._measuring.computing(turn_id, start, end, prompt=prompt, others=others, now=_now())
+        turn.end = end
+        turn.partial = set()
+        if end // block == start // block and not start < prompt <= end:
+            return
+        turn.tables = compat.block_tables(output, self._manager, request.request_id)
+        self.counting.stir()
+        event = Computing(turn_id, start, end, self._added(turn, end))
+        self._perform(self.state.handle(event, _now()), turn)
+
+    def _begun(self, turn: Turn, cached: int) -> None:
+        """A prompt's first step: what came of it. vLLM's hits end at whole blocks of all groups."""
+        turn.is_told = True
+        prompt, session = pack(turn.request.prompt_token_ids or ()), session_of(turn.request)
+        known = self._known.tokens_of(SessionId(session), Plain(prompt)) if session else 0
+        brought = max(0, cached - turn.hit) if turn.offer else 0
+        self._counts[f"mode_{execution_mode(known, cached, brought)}"] += 1
+        self._counts["lost_tokens"] += lost_tokens(known, cached)
+
+    def _added(self, turn: Turn, end: int) -> bytes:
+        known = self.state.saves.tokens(TurnId(turn.request.request_id))
+        if known is None or known >= end:
+            return b""
+        return pack(turn.request.all_token_ids[known:end])
+
+    def _brought(self, brought: Brought, now: float) -> None:
+        over = self._tally.over(brought)
+        if over is None:
+            return
+        errand = over.errand
+        self.outbox.bringing.discard(errand)
+        if over.reason:
+            reason = MissReason(over.reason)
+            event: NotFetched | Filled = NotFetched(errand, reason, over.failed_id)
+            if (turn := self._turns.get(TurnId(over.request_id))) is not None:
+                self.outside.missed(turn.request, turn.offer)
+        else:
+            event = Filled(errand, over.ids)
+            self._measuring.loaded(over)
+        self._perform(self.state.handle(event, now))
+
+    # -- effects -------------------------------------------------------------------------------
+
+    def _perform(self, effects: Iterable[Effect], turn: Turn | None = None) -> None:
+        """Do what the node wants; `turn` is the one whose step or end it is about."""
+        for effect in effects:
+            self.counting.stir()
+            match effect:
+                case Find():
+                    self._lookup.submit(effect)
+                case Offer(turn_id, position):
+                    self._turns[turn_id].offer = position
+                case Bring():
+                    self._bring(effect)
+                case Copy():
+                    assert turn is not None
+                    self._copy(turn, effect)
+                case Pin(position=position):
+                    assert turn is not None
+                    self._pin(turn, position)
+                case Drop(errand):
+                    self.outbox.drop(errand)
+                case Start(turn_id):
+                    self._started(turn_id)
+                case _:
+                    raise AssertionError(f"a guest has no {type(effect).__name__}")
+
+    def _started(self, turn_id: TurnId) -> None:
+        report = self.state.report(turn_id)
+        if report is not None:
+            if report.plan is not None and log.isEnabledFor(logging.DEBUG):
+                log.debug("%s: %s: %s", turn_id, report.outcome, summary(report.plan))
+            self._counts[f"restore_{report.outcome}"] += 1
+            self._counts["loaded_bytes"] += report.loaded_bytes
+            turn = self._turns.get(turn_id)
+            session = session_of(turn.request) if turn is not None else None
+            if session is not None and report.outcome in FOUND_LESS:
+                self._holding.missed(SessionId(session))
+
+    def _bring(self, bring: Bring) -> None:
+        turn = self._turns[bring.turn_id]
+        places = tuple(
+            self._places.goal(turn.tables, filling, hit=turn.hit) for filling in bring.fillings
+        )
+        if not all(map(self._places.is_there, places)):
+            return  # `placed` sees that there is no load
+        turn.partial = set().union(*map(self._places.in_part, places))
+        until_s = bring.deadline_s - _now()
+        request_id = turn.request.request_id
+        self.outbox.load(Load(request_id, bring.errand, bring.wants, places, until_s))
+
+    def _copy(self, turn: Turn, copy: Copy) -> None:
+        pinned = self.holds.pinned(TurnId(turn.request.request_id), copy.slots[0])
+        place = pinned.get(copy.component) or self._places.source(turn.tables, copy)
+        if not self._places.is_there(place):
+            self._counts["gone_first"] += 1
+            self.state.handle(NotKept(copy.errand), _now())
+            return
+        self.holds.hold(copy.errand, (place,))
+        self.outside.ordered(copy.errand, turn.request, copy.meta)
+        self.outbox.save(Save(copy.errand, copy.meta, place))
+
+    def _pin(self, turn: Turn, position: int) -> None:
+        places = self._places.point(turn.tables, position)
+        if places:
+            self.holds.pin(TurnId(turn.request.request_id), position, places)
+
+    def _discredit(self, turn: Turn) -> None:
+        """Blocks that were filled in part lose their hash: they may not serve another hit."""
+        if turn.partial:
+            self._pool.evict_blocks(turn.partial)
+
+
+def _now() -> float:
+    return time.monotonic()

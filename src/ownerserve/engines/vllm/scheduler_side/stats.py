@@ -1,0 +1,74 @@
+"""Counters to vLLM's own log line and /metrics, by its hooks for connectors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+if TYPE_CHECKING:
+    from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerSide
+
+
+class OwnerServeStats(KVConnectorStats):  # type: ignore[misc]
+    """What was counted since the last step that asked. Numbers by name; they add up."""
+
+    @classmethod
+    def taken(cls, side: SchedulerSide) -> OwnerServeStats | None:
+        counts = side.counting.take()
+        return cls(data=counts) if counts else None
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> OwnerServeStats:
+        self.data = dict(Counter(self.data) + Counter(other.data))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(sorted(self.data.items()))
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class OwnerServeProm(KVConnectorPromMetrics):  # type: ignore[misc]
+    """ownerserve_vllm_*: one labelled counter for outcomes, one for bytes."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._events = self._counter_cls(
+            name="ownerserve_vllm_events",
+            documentation="Restores, saves and bypassed requests by what came of them",
+            labelnames=[*labelnames, "event"],
+        )
+        self._bytes = self._counter_cls(
+            name="ownerserve_vllm_bytes",
+            documentation="Bytes of KV loaded from the store and stored",
+            labelnames=[*labelnames, "direction"],
+        )
+        self._tokens = self._counter_cls(
+            name="ownerserve_vllm_tokens",
+            documentation="Prompt tokens that sessions had computed and had lost",
+            labelnames=[*labelnames, "kind"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, number in transfer_stats_data.items():
+            if name.endswith("_tokens"):
+                self._tokens.labels(*labels, name.removesuffix("_tokens")).inc(number)
+            elif name.endswith("_bytes"):
+                self._bytes.labels(*labels, name.removesuffix("_bytes")).inc(number)
+            else:
+                self._events.labels(*labels, name).inc(number)

@@ -1,0 +1,46 @@
+"""A request as the scheduler's side knows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ownerserve.engines.vllm.worker_commands import Tables
+from ownerserve.kv.wire.turn_line import NOTHING, TurnLine, read_session_id
+
+MAX_IN_FLIGHT = 64
+"""Tokens that steps under way may be ahead of what the sequence holds: far fewer than a block."""
+
+
+class Turn(msgspec.Struct, eq=False):
+    """A request whose state has an identity here.
+
+    `tenant` is empty for state that all may share. `partial` are blocks that hold a window only in
+    part: vLLM must not take them for whole ones. `is_told`: what came of its prompt is counted.
+    """
+
+    request: Any
+    tenant: bytes
+    preemptions: int = 0
+    hit: int = 0
+    offer: int = 0
+    end: int = 0
+    is_told: bool = False
+    tables: Tables = ()
+    partial: set[int] = msgspec.field(default_factory=set)
+
+
+def session_of(request: Any) -> str | None:
+    """The session's name: a gateway's, or a client's own where no gateway stands in front."""
+    return _told(request).name
+
+
+def is_final(request: Any) -> bool:
+    """Whether the session ends with this turn."""
+    return _told(request).final
+
+
+def _told(request: Any) -> TurnLine:
+    session_id = getattr(request, "session_id", None)
+    return read_session_id(session_id) if session_id else NOTHING

@@ -1,0 +1,96 @@
+"""What the scheduler side asks of the worker side in a step, and what comes back. Data only.
+
+vLLM carries both (as metadata of a step and of its output), also between processes. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ownerserve.node.vocabulary.events import RecordsLost
+from ownerserve.store.format.model import Meta, Want
+
+Tables = Sequence[Sequence[int]]
+"""A request's block ids, one list a KV group; 0 is vLLM's null block."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where tokens [start, end) of one component lie: for each KV group that holds layers of it,
+    the ids of the blocks from the one with token `start` on; -1: not to be written."""
+
+    component: str
+    blocks: tuple[tuple[int, ...], ...]
+    start: int
+    end: int
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Read and verify every want, and write it to the place beside it."""
+
+    request_id: str
+    errand: int
+    wants: tuple[Want, ...]
+    places: tuple[Place, ...]
+    deadline_s: float
+    """Seconds from now."""
+
+
+class Save(msgspec.Struct, frozen=True):
+    """Copy this place, as it is after the step, and store it as `meta`."""
+
+    errand: int
+    meta: Meta
+    place: Place
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """One step's. `is_idle`: the step computes nothing, so waiting a moment delays nobody."""
+
+    loads: tuple[Load, ...] = ()
+    saves: tuple[Save, ...] = ()
+    drops: tuple[int, ...] = ()
+    failures: tuple[str, ...] = ()
+    """Requests whose load can't be begun; they are reported as failed."""
+    is_idle: bool = False
+
+
+class Brought(msgspec.Struct, frozen=True):
+    """A load is over. `ids` are the records written, in order; none when it failed by `reason`."""
+
+    errand: int
+    request_id: str
+    ids: tuple[bytes, ...] = ()
+    reason: str = ""
+    failed_id: bytes = b""
+    bytes: int = 0
+    ms: float = 0.0
+
+
+class Report(msgspec.Struct, frozen=True):
+    """One worker's, of one step. `copied` errands need their blocks no more; `kept` are durable;
+    `lost`: what each worker's store gave up."""
+
+    brought: tuple[Brought, ...] = ()
+    copied: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    not_kept: tuple[int, ...] = ()
+    stored_bytes: int = 0
+    lost: tuple[RecordsLost, ...] = ()
+
+    def joined(self, other: Report) -> Report:
+        """Two workers' reports as one: an errand stands in it once for each."""
+        return Report(
+            brought=self.brought + other.brought,
+            copied=self.copied + other.copied,
+            kept=self.kept + other.kept,
+            not_kept=self.not_kept + other.not_kept,
+            stored_bytes=self.stored_bytes + other.stored_bytes,
+            lost=self.lost + other.lost,
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        told = (self.brought, self.copied, self.kept, self.not_kept, self.lost)
+        return not any(told)

@@ -1,0 +1,1 @@
+"""The half of the connector that runs in each of vLLM's workers: it reads, copies and stores."""

@@ -1,0 +1,320 @@
+"""The worker's side: performs orders. Reads, verifies and writes; copies and stores.
+
+Owns the store (this rank's shard of it) and the threads that touch it. The engine's thread only
+hands over orders and collects what is done.
+
+    readers   one batch of a load after another: read, verify, write into blocks
+    saver     reserve, copy out of blocks, commit what has gathered with one sync
+
+Bytes are written into blocks only after their digest was checked. A load that fails in any part
+is reported as failed when its last write is done, never before: then nobody writes there any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Condition, Thread
+from typing import Any
+
+import msgspec
+
+from ownerserve.engines.vllm.layout.codec import Codec
+from ownerserve.engines.vllm.worker_commands import Brought, Load, Orders, Report, Save
+from ownerserve.engines.vllm.worker_side.streams import Stream
+from ownerserve.kv.errors import OwnerServeError
+from ownerserve.node.storage.backing import Backing
+from ownerserve.store.format.model import Hit, MissReason, Present, Stored
+from ownerserve.store.tiers.backend import Reservation
+
+log = logging.getLogger("vllm.ownerserve")
+
+BATCH_BYTES = 16 << 20
+"""A reader's bite: what of a load is in host memory at once, for each reader."""
+COMMIT_RECORDS = 64
+IDLE_WAIT_S = 0.001
+"""How long a step that computes nothing waits for a completion, instead of spinning."""
+
+
+NO_REPORT = Report()
+
+
+class Loading(msgspec.Struct, eq=False):
+    """A load under way; `left` batches are not done. Guarded by the worker's condition."""
+
+    load: Load
+    until_s: float
+    began_s: float
+    left: int
+    reason: str = ""
+    failed_id: bytes = b""
+
+
+class WorkerSide:
+    """One rank's."""
+
+    def __init__(
+        self, backing: Backing | None, codec: Codec, stream: Stream, *, readers: int
+    ) -> None:
+        """`backing` None: the medium is not to be had, and everything is a miss."""
+        self._backing = backing
+        self._tiers = backing.tiers if backing is not None else None
+        self._codec = codec
+        self._stream = stream
+        self._changed = Condition()
+        self._loading: dict[int, Loading] = {}
+        self._uncopied: set[int] = set()
+        self._unsaved: set[int] = set()
+        self._saver_is_over = False
+        self._done: list[Brought] = []
+        self._copied: list[int] = []
+        self._kept: list[int] = []
+        self._not_kept: list[int] = []
+        self._stored_bytes = 0
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="ownerserve-read")
+        self._saves: queue.SimpleQueue[tuple[Save, Any] | None] = queue.SimpleQueue()
+        self._saver = Thread(target=self._save_all, name="ownerserve-save", daemon=True)
+        self._saver.start()
+
+    # -- the engine's thread -------------------------------------------------------------------
+
+    def load(self, orders: Orders) -> None:
+        """Begin the step's loads; give up those that nobody waits for."""
+        if not (orders.loads or orders.drops or orders.failures):
+            return
+        for load in orders.loads:
+            self._begin(load)
+        with self._changed:
+            for errand in orders.drops:
+                loading = self._loading.get(errand)
+                if loading is not None and not loading.reason:
+                    loading.reason = MissReason.CANCELLED
+            self._received.update(orders.failures)
+            self._failed.update(orders.failures)
+
+    def save(self, orders: Orders) -> None:
+        """Hand over the step's saves: its forward is queued, so its blocks are as they will be."""
+        if not orders.saves:
+            return
+        ready = self._stream.mark()
+        with self._changed:
+            errands = [save.errand for save in orders.saves]
+            self._uncopied.update(errands)
+            self._unsaved.update(errands)
+            if self._saver_is_over:
+                self._give_up_saves()
+                return
+        for save in orders.saves:
+            self._saves.put((save, ready))
+
+    def results(self, orders: Orders | None) -> tuple[set[str], set[str]]:
+        """Requests whose load is over, and those of them whose load has failed."""
+        if not (self._loading or self._unsaved or self._received):
+            return set(), set()
+        with self._changed:
+            busy = self._loading or self._unsaved
+            if orders is not None and orders.is_idle and busy and not self._has_news():
+                self._changed.wait(IDLE_WAIT_S)
+            received, self._received = self._received, set()
+            failed, self._failed = self._failed, set()
+        return received, failed
+
+    def report(self) -> Report:
+        """What was done since the last report."""
+        lost = self._tiers.losses.take() if self._tiers is not None else None
+        if not (lost or self._done or self._copied or self._kept or self._not_kept):
+            return NO_REPORT
+        with self._changed:
+            report = Report(
+                brought=tuple(self._done),
+                copied=tuple(self._copied),
+                kept=tuple(self._kept),
+                not_kept=tuple(self._not_kept),
+                stored_bytes=self._stored_bytes,
+                lost=() if lost is None else (lost,),
+            )
+            self._done, self._copied, self._kept, self._not_kept = [], [], [], []
+            self._stored_bytes = 0
+        return report
+
+    def close(self) -> None:
+        """Finish what is under way and let another writer in."""
+        self._saves.put(None)
+        self._saver.join(timeout=30)
+        with self._changed:
+            for loading in self._loading.values():
+                loading.reason = loading.reason or MissReason.CANCELLED
+        self._readers.shutdown(wait=True)
+        if self._backing is not None:
+            self._backing.close()
+
+    def _has_news(self) -> bool:
+        return bool(self._received or self._done or self._copied or self._kept or self._not_kept)
+
+    # -- loads ---------------------------------------------------------------------------------
+
+    def _begin(self, load: Load) -> None:
+        now = time.monotonic()
+        batches = list(_batches([self._codec.size(place) for place in load.places]))
+        loading = Loading(load, now + load.deadline_s, now, len(batches))
+        with self._changed:
+            self._loading[load.errand] = loading
+        ready = self._stream.mark()  # zeroing of these blocks may be queued
+        for first, end in batches:
+            self._readers.submit(self._bring, loading, first, end, ready)
+
+    def _bring(self, loading: Loading, first: int, end: int, ready: Any) -> None:
+        """One batch."""
+        reason: str = ""
+        failed_id = b""
+        try:
+            reason, failed_id = self._read(loading, first, end, ready)
+        except Exception as error:  # the root of a reader's work: it is this load's failure
+            if not isinstance(error, OwnerServeError):
+                log.exception("load %s failed", loading.load.request_id)
+            reason = MissReason.IO_ERROR
+        with self._changed:
+            if reason and not loading.reason:
+                loading.reason, loading.failed_id = reason, failed_id
+            loading.left -= 1
+            if not loading.left:
+                self._over(loading)
+                self._changed.notify_all()
+
+    def _read(self, loading: Loading, first: int, end: int, ready: Any) -> tuple[str, bytes]:
+        if loading.reason:
+            return loading.reason, b""
+        if time.monotonic() > loading.until_s:
+            return MissReason.DEADLINE, b""
+        if self._tiers is None:
+            return MissReason.ABSENT, b""
+        outcome = self._tiers.read(loading.load.wants[first:end])
+        if not isinstance(outcome, Hit):
+            return outcome.reason, outcome.id
+        with self._stream.after(ready):
+            for place, part in zip(loading.load.places[first:end], outcome.parts, strict=True):
+                self._codec.write(place, part.data)
+        return "", b""
+
+    def _over(self, loading: Loading) -> None:
+        load = loading.load
+        self._received.add(load.request_id)
+        del self._loading[load.errand]
+        if loading.reason:
+            self._failed.add(load.request_id)
+            brought = Brought(
+                load.errand, load.request_id, reason=loading.reason, failed_id=loading.failed_id
+            )
+        else:
+            brought = Brought(
+                load.errand,
+                load.request_id,
+                ids=tuple(want.id for want in load.wants),
+                bytes=sum(self._codec.size(place) for place in load.places),
+                ms=(time.monotonic() - loading.began_s) * 1e3,
+            )
+        self._done.append(brought)
+
+    # -- saves ---------------------------------------------------------------------------------
+
+    def _save_all(self) -> None:
+        try:
+            self._save_until_closed()
+        except Exception:  # the root of this thread: the engine goes on, and stores nothing more
+            log.exception("OwnerServe saves nothing any more; please report this")
+            with self._changed:
+                self._saver_is_over = True
+                self._give_up_saves()
+
+    def _give_up_saves(self) -> None:
+        """Blocks go back to the engine. The caller has the condition."""
+        self._copied += self._uncopied
+        self._not_kept += self._unsaved
+        self._uncopied.clear()
+        self._unsaved.clear()
+        self._changed.notify_all()
+
+    def _save_until_closed(self) -> None:
+        while (item := self._saves.get()) is not None:
+            filled: list[tuple[Save, Reservation]] = []
+            while True:
+                self._fill(*item, filled)
+                if len(filled) >= COMMIT_RECORDS or self._saves.empty():
+                    break
+                following = self._saves.get()
+                if following is None:
+                    self._saves.put(None)
+                    break
+                item = following
+            self._commit(filled)
+
+    def _fill(self, save: Save, ready: Any, filled: list[tuple[Save, Reservation]]) -> None:
+        kept = False
+        try:
+            kept = self._reserve(save, ready, filled)
+        except (OwnerServeError, OSError, RuntimeError) as error:  # torch raises RuntimeError
+            log.warning("save of %s failed: %s", save.meta.component, error)
+        waits = bool(filled) and filled[-1][0] is save
+        with self._changed:
+            self._uncopied.discard(save.errand)
+            self._copied.append(save.errand)
+            if not waits:
+                self._unsaved.discard(save.errand)
+                (self._kept if kept else self._not_kept).append(save.errand)
+            self._changed.notify_all()
+
+    def _reserve(self, save: Save, ready: Any, filled: list[tuple[Save, Reservation]]) -> bool:
+        """Copy the place into the store's own buffer; True: it stands there already."""
+        if self._tiers is None:
+            return False
+        reserved = self._tiers.reserve(save.meta, self._codec.size(save.place))
+        if not isinstance(reserved, Reservation):
+            return isinstance(reserved, Present)
+        try:
+            with self._stream.after(ready):
+                self._codec.read(save.place, reserved.payload)
+        except BaseException:
+            self._tiers.abort(reserved)
+            raise
+        filled.append((save, reserved))
+        return False
+
+    def _commit(self, filled: list[tuple[Save, Reservation]]) -> None:
+        if not filled or self._tiers is None:
+            return
+        kept, not_kept, count = list[int](), list[int](), 0
+        try:
+            outcomes = self._tiers.commit([reserved for _, reserved in filled])
+            self._tiers.settle()
+        except (OwnerServeError, OSError) as error:
+            log.warning("commit of %d records failed: %s", len(filled), error)
+            not_kept = [save.errand for save, _ in filled]
+        else:
+            for (save, _), outcome in zip(filled, outcomes, strict=True):
+                stands = isinstance(outcome, Stored | Present)
+                (kept if stands else not_kept).append(save.errand)
+                count += outcome.stored_bytes if isinstance(outcome, Stored) else 0
+        with self._changed:
+            self._unsaved.difference_update(kept, not_kept)
+            self._kept += kept
+            self._not_kept += not_kept
+            self._stored_bytes += count
+            self._changed.notify_all()
+
+
+def _batches(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Index ranges of about BATCH_BYTES each."""
+    ranges, first, held = [], 0, 0
+    for index, size in enumerate(sizes):
+        if held and held + size > BATCH_BYTES:
+            ranges.append((first, index))
+            first, held = index, 0
+        held += size
+    if held:
+        ranges.append((first, len(sizes)))
+    return ranges

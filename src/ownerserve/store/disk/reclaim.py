@@ -1,0 +1,146 @@
+"""Taking records out of segments: erase, drop empty segments, compact sparse ones.
+
+Each step leaves the index true if the process dies after it:
+
+    remove   index: row gone, span doomed -> hole punched -> index: span no longer doomed
+    drop     index: segment DROPPED -> file unlinked -> index: segment forgotten
+    compact  copies durable -> index: rows point to the copies -> drop
+
+What dies in between is finished at the next open (`recover`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from ownerserve.kv.errors import Corrupt
+from ownerserve.kv.units import MIB
+from ownerserve.store.disk.append import Appender, Draft, record
+from ownerserve.store.disk.home import Home
+from ownerserve.store.disk.read import OnBad, OpenSegments, read_all
+from ownerserve.store.format.header import decode
+from ownerserve.store.format.seal import Keys
+from ownerserve.store.format.segment import Segment, segment_path, sync_directory
+from ownerserve.store.format.verify import NoKey, check_meta, check_place, open_chunks, open_header
+from ownerserve.store.index.reader import Change, Entry, SegmentRow, SegmentState, Span
+from ownerserve.store.index.writer import IndexWriter
+from ownerserve.store.tiers.buffers import Landing
+
+SPARSE_SHARE = 0.25
+_COPY_BYTES = 32 * MIB
+
+
+def sparse(rows: Iterable[SegmentRow], share: float = SPARSE_SHARE) -> list[SegmentRow]:
+    """Full segments of which less than `share` is alive, emptiest first. Pure."""
+    found = [
+        row
+        for row in rows
+        if row.state is SegmentState.FULL and row.live_bytes < share * row.size_bytes
+    ]
+    return sorted(found, key=lambda row: row.live_bytes)
+
+
+def span(entry: Entry) -> Span:
+    """The bytes an entry occupies."""
+    return Span(entry.segment, entry.offset, entry.stored_bytes)
+
+
+class Reclaimer:
+    """Removes what the index no longer wants. Called under the writer's lock only."""
+
+    def __init__(
+        self, home: Home, index: IndexWriter, *, appender: Appender, segments: OpenSegments
+    ) -> None:
+        self._home = home
+        self._index = index
+        self._appender = appender
+        self._segments = segments
+
+    def remove(self, entries: Sequence[Entry]) -> None:
+        """Unreadable at once; the space is given back, and is gone after `drop_empty` at latest."""
+        spans = [span(entry) for entry in entries]
+        self._index.apply(Change(remove=entries, doom=spans))
+        self.erase(spans)
+
+    def erase(self, spans: Sequence[Span]) -> None:
+        """Punch the holes of doomed spans and note that it is done."""
+        by_segment: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for item in spans:
+            by_segment[item.segment].append((item.offset, item.length))
+        for number, holes in by_segment.items():
+            try:
+                segment = Segment(segment_path(self._home.directory, number), os.O_RDWR)
+            except FileNotFoundError:
+                continue
+            segment.erase(holes)
+            segment.sync()
+        self._index.apply(Change(erased=spans))
+
+    def drop_empty(self) -> int:
+        """Unlink full segments without a live record; how many."""
+        busy = self._appender.busy
+        rows = [
+            row
+            for row in self._index.segments()
+            if row.number not in busy and (row.live_bytes == 0 or row.state is SegmentState.DROPPED)
+        ]
+        for row in rows:
+            self._index.apply(
+                Change(segments=[msgspec.structs.replace(row, state=SegmentState.DROPPED)])
+            )
+            self._segments.drop(row.number)
+            segment_path(self._home.directory, row.number).unlink(missing_ok=True)
+        if rows:
+            sync_directory(self._home.directory / "segments")
+            self._index.apply(Change(forget_segments=[row.number for row in rows]))
+        return len(rows)
+
+    def compact(
+        self, row: SegmentRow, keys: Keys, *, landing: Landing, now_ms: int, on_bad: OnBad
+    ) -> int:
+        """Copy what is alive in a segment to the open one and drop it; bytes copied."""
+        copied = 0
+        batch: list[tuple[Entry, Draft]] = []
+        size = 0
+        for entry in list(self._index.walk(segment=row.number)):
+            try:
+                draft = self._copy(entry, keys, landing)
+            except Corrupt as error:
+                on_bad(entry, str(error))
+                continue
+            batch.append((entry, draft))
+            size += entry.stored_bytes
+            if size >= _COPY_BYTES:
+                copied += self._move(batch, now_ms)
+                batch, size = [], 0
+        copied += self._move(batch, now_ms)
+        self.drop_empty()
+        return copied
+
+    def _copy(self, entry: Entry, keys: Keys, landing: Landing) -> Draft:
+        copy = landing.take(entry.stored_bytes)
+        segment = self._segments.get(entry.segment)
+        read_all(segment, entry.offset, copy)
+        try:
+            header, seal = open_header(copy[: entry.header_bytes], keys)
+            end = entry.header_bytes + entry.payload_bytes
+            # A cipher opens in place; what is moved must stay as it was.
+            trial = memoryview(bytearray(copy[entry.header_bytes : end]))
+            open_chunks(trial, header, seal)
+        except NoKey:
+            header = decode(copy[: entry.header_bytes])  # moved unseen; the reader will verify
+        check_place(header, self._home.store_id, entry.segment, entry.offset)
+        check_meta(header, entry.meta, entry.payload_bytes)
+        return Draft(header, copy, entry.touched_ms, entry.reuse_count, entry.restore_cost_ms)
+
+    def _move(self, batch: Sequence[tuple[Entry, Draft]], now_ms: int) -> int:
+        if not batch:
+            return 0
+        old = [entry for entry, _ in batch]
+        drafts = [draft for _, draft in batch]
+        record(self._appender, self._index, drafts, now_ms=now_ms, instead_of=old)
+        return sum(entry.stored_bytes for entry in old)

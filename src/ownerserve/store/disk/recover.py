@@ -1,0 +1,258 @@
+"""Opening a store: make index and segments agree again, whatever the last writer was doing.
+
+    1. segment rows without a file, and files marked DROPPED: forgotten, unlinked
+    2. what lies beyond the end that the index knows of each segment: adopted if it verifies whole
+       (an acknowledged record whose index row was lost), erased if not (a torn write)
+    3. two copies of one record (a compaction cut short): the younger stays, the older is erased
+    4. doomed spans are erased, empty segments dropped, the last open segment is gone on with
+
+With the index lost, all headers of all segments are read, and the payloads of the last one; every
+read verifies payloads anyway.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+
+import msgspec
+
+from ownerserve.kv.errors import Corrupt
+from ownerserve.store.disk.aio import ReadQueue
+from ownerserve.store.disk.append import Appender
+from ownerserve.store.disk.gather import BUFFER_BYTES
+from ownerserve.store.disk.home import Home
+from ownerserve.store.disk.read import OpenSegments
+from ownerserve.store.disk.reclaim import Reclaimer, span
+from ownerserve.store.disk.scan import Ahead, records
+from ownerserve.store.format.header import BLOCK, Header, OtherFormat
+from ownerserve.store.format.seal import Keys
+from ownerserve.store.format.segment import Segment, segment_path
+from ownerserve.store.format.verify import NoKey, open_chunks, open_header
+from ownerserve.store.index.reader import Change, Entry, IndexFailed, SegmentRow, SegmentState, Span
+from ownerserve.store.index.writer import IndexWriter
+from ownerserve.store.tiers.buffers import Landing
+
+_BATCH = 1024
+
+
+class Report(msgspec.Struct):
+    """What opening found."""
+
+    index_rebuilt: bool = False
+    adopted: int = 0
+    torn: int = 0
+    duplicates: int = 0
+    lost: int = 0
+    segments_dropped: int = 0
+    temporary_files: int = 0
+
+
+class Recovered(msgspec.Struct):
+    """An open store's parts."""
+
+    index: IndexWriter
+    appender: Appender
+    reclaimer: Reclaimer
+    report: Report
+
+
+def open_index(home: Home, report: Report) -> IndexWriter:
+    """The index, or a new one where it is missing, damaged or another store's."""
+    try:
+        index = IndexWriter(home.index_path, home.store_id)
+    except IndexFailed:
+        discard_index(home)
+        index = IndexWriter(home.index_path, home.store_id)
+    report.index_rebuilt = index.is_new and bool(home.segment_numbers())
+    return index
+
+
+def discard_index(home: Home) -> None:
+    """Remove the index; the next open makes it again from the segments."""
+    for suffix in ("", "-wal", "-shm"):
+        home.index_path.with_name(home.index_path.name + suffix).unlink(missing_ok=True)
+
+
+def recover(home: Home, keys: Keys, *, segments: OpenSegments, landing: Landing) -> Recovered:
+    """Open the store for writing."""
+    report = Report(temporary_files=home.sweep())
+    index = open_index(home, report)
+    try:
+        return _Recovery(home, index, keys, report=report, landing=landing).run(segments)
+    except BaseException:
+        index.close()
+        raise
+
+
+class _Recovery:
+    """One opening. Lives only as long as it takes."""
+
+    def __init__(
+        self, home: Home, index: IndexWriter, keys: Keys, *, report: Report, landing: Landing
+    ) -> None:
+        self._home = home
+        self._index = index
+        self._keys = keys
+        self._report = report
+        self._landing = landing
+        self._next_sequence = 1
+        self._queue = ReadQueue()
+
+    def run(self, segments: OpenSegments) -> Recovered:
+        index = self._index
+        numbers = self._home.segment_numbers()
+        rows = {row.number: row for row in index.segments()}
+        self._forget_lost(set(rows) - set(numbers))
+        last: tuple[Segment, SegmentRow] | None = None
+        self._ahead = Ahead(
+            self._home.directory, numbers[:-1] if index.is_new else (), self._home.store_id
+        )
+        with closing(self._ahead), closing(self._queue):
+            for number in numbers:
+                row = rows.get(number)
+                if row is not None and row.state is SegmentState.DROPPED:
+                    continue
+                last = self._adopt_segment(number, row, is_last=number == numbers[-1])
+        next_number = max([0, *numbers, *rows]) + 1
+        next_sequence = max(index.highest_sequence() + 1, self._next_sequence)
+        appender = Appender(self._home, next_number, next_sequence)
+        if last is not None and last[1].state is SegmentState.OPEN:
+            appender.resume(last[0], last[1].end)
+        reclaimer = Reclaimer(self._home, index, appender=appender, segments=segments)
+        reclaimer.erase(index.doomed())
+        self._report.segments_dropped += reclaimer.drop_empty()
+        return Recovered(index, appender, reclaimer, self._report)
+
+    def _forget_lost(self, numbers: set[int]) -> None:
+        for number in numbers:
+            entries = list(self._index.walk(segment=number))
+            self._report.lost += len(entries)
+            self._index.apply(Change(remove=entries, forget_segments=[number]))
+
+    def _adopt_segment(
+        self, number: int, row: SegmentRow | None, *, is_last: bool
+    ) -> tuple[Segment, SegmentRow] | None:
+        segment = Segment(segment_path(self._home.directory, number), os.O_RDWR)
+        if row is not None and row.state is SegmentState.FULL and segment.size() <= row.end:
+            return segment, row  # closed in order: nothing can lie beyond its end
+        try:
+            size = segment.read_header().size_bytes
+        except OtherFormat:
+            return None  # a newer release's: neither read nor touched
+        except Corrupt:
+            size = segment.size()  # records know where they lie: the header is not needed
+        end = row.end if row else BLOCK
+        deep = is_last or not self._index.is_new
+        batch: list[Entry] = []
+        state = SegmentState.OPEN if is_last and size else SegmentState.FULL
+        if row is not None and row.state is SegmentState.FULL:
+            state = SegmentState.FULL
+        fresh = SegmentRow(number, end, size, 0, state)
+        self._index.apply(Change(segments=[fresh]))
+        for header in self._whole(segment, end, deep=deep):
+            end = header.place.offset + header.record_bytes
+            self._next_sequence = max(self._next_sequence, header.place.sequence + 1)
+            batch.append(_entry(header))
+            if len(batch) >= _BATCH:
+                self._adopt(batch)
+                batch = []
+        self._adopt(batch)
+        fresh = msgspec.structs.replace(fresh, end=end)
+        self._index.apply(Change(segments=[fresh]))
+        if state is SegmentState.FULL and segment.size() > end:
+            segment.resize(end, 0)
+        return segment, fresh
+
+    def _whole(self, segment: Segment, start: int, *, deep: bool) -> Iterator[Header]:
+        """Records from `start`; with `deep`, only those whose payload verifies too."""
+        if not deep:
+            yield from self._ahead.take(segment.number)
+            return
+        for group in _groups(records(segment, start, self._home.store_id)):
+            good = self._verified(segment, group)
+            for header in group:
+                if header.place.offset in good:
+                    yield header
+                else:
+                    self._report.torn += 1
+                    segment.erase([(header.place.offset, header.record_bytes)])
+
+    def _verified(self, segment: Segment, group: list[Header]) -> set[int]:
+        """Offsets of the records whose header and payload are right."""
+        rooms = [self._landing.take(header.record_bytes) for header in group]
+        loads = [
+            segment.load(header.place.offset, room)
+            for header, room in zip(group, rooms, strict=True)
+        ]
+        good = set()
+        with closing(self._queue.run(loads)) as arrivals:
+            for index, count in arrivals:
+                if count < 0:
+                    raise OSError(-count, os.strerror(-count), str(segment.path))
+                if count == len(rooms[index]) and self._is_right(rooms[index], group[index]):
+                    good.add(group[index].place.offset)
+        return good
+
+    def _is_right(self, record: memoryview, header: Header) -> bool:
+        try:
+            _, seal = open_header(record[: header.header_bytes], self._keys)
+            end = header.header_bytes + header.payload_bytes
+            open_chunks(record[header.header_bytes : end], header, seal)
+        except NoKey:
+            return True
+        except Corrupt:
+            return False
+        return True
+
+    def _adopt(self, batch: list[Entry]) -> None:
+        """Add scanned records; of two copies the one with the higher sequence stays."""
+        standing = self._index.get_many([entry.meta.id for entry in batch])
+        winners: dict[bytes, Entry] = {}
+        losers: list[Span] = []
+        replaced: list[Entry] = []
+        for entry in batch:
+            rival = winners.get(entry.meta.id) or standing.get(entry.meta.id)
+            if rival is not None and span(rival) == span(entry):
+                continue  # the index knew it after all
+            if rival is None or entry.sequence > rival.sequence:
+                winners[entry.meta.id] = entry
+                loser = rival
+            else:
+                loser = entry
+            if loser is None:
+                continue
+            self._report.duplicates += 1
+            losers.append(span(loser))
+            if standing.get(loser.meta.id) is loser:
+                replaced.append(loser)
+        self._report.adopted += len(winners)
+        self._index.apply(Change(add=list(winners.values()), remove=replaced, doom=losers))
+
+
+def _groups(headers: Iterator[Header]) -> Iterator[list[Header]]:
+    """In order, each of at most 8 MiB, or one record."""
+    group, size = list[Header](), 0
+    for header in headers:
+        if group and size + header.record_bytes > BUFFER_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(header)
+        size += header.record_bytes
+    if group:
+        yield group
+
+
+def _entry(header: Header) -> Entry:
+    place = header.place
+    return Entry(
+        meta=header.meta,
+        sequence=place.sequence,
+        segment=place.segment,
+        offset=place.offset,
+        header_bytes=header.header_bytes,
+        stored_bytes=header.record_bytes,
+        payload_bytes=header.payload_bytes,
+        touched_ms=header.created_ms,
+    )

@@ -1,0 +1,90 @@
+"""Reading a store that another process may be writing: no lock, nothing changed on disk.
+
+What it sees is the index's last committed state. A record that the writer moves or removes in the
+meantime is looked up again, and is then found or an honest miss.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.store.disk.core import listed
+from ownerserve.store.disk.home import Home
+from ownerserve.store.disk.read import DiskReader, OpenSegments
+from ownerserve.store.format.model import Kind, Listed, Meta, ReadOutcome, Usage, Want
+from ownerserve.store.format.seal import Keys
+from ownerserve.store.index.reader import Entry, IndexFailed, IndexReader, Quarantined, SegmentRow
+from ownerserve.store.tiers.buffers import BufferPool, Landing
+
+
+class StoreSnapshot:
+    """The reading half of a store on disk, for any process."""
+
+    def __init__(self, directory: Path, *, key_file: Path | None = None) -> None:
+        home = Home.open(directory)
+        key_path = key_file or directory / "KEY"
+        keys = Keys(home.master_key(key_file) if key_path.exists() or key_file else None)
+        if not home.index_path.exists():
+            raise InvalidInput("store", f"{directory} has no index", "open it once for writing")
+        self.home = home
+        self.bad: Counter[str] = Counter()
+        self._index = IndexReader(home.index_path)
+        self._reader = DiskReader(
+            home,
+            self._index,
+            keys,
+            segments=OpenSegments(home),
+            landing=BufferPool(),
+            listeners=(lambda _: None, lambda _, reason: self.bad.update((reason,))),
+        )
+
+    def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
+        """All wants verified, or a miss. Bad records are counted; quarantine is the writer's."""
+        return self._reader.read(wants, landing)
+
+    def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]:
+        """What the index has of `ids`."""
+        try:
+            return {id_: listed(entry) for id_, entry in self._index.get_many(ids).items()}
+        except IndexFailed:
+            return {}
+
+    def standing(self, ids: Sequence[bytes]) -> frozenset[bytes] | None:
+        """Which of `ids` the index has now, whatever was known of them; None: it can't be read."""
+        for id_ in ids:
+            self._index.forget(id_)
+        try:
+            return frozenset(self._index.get_many(ids))
+        except IndexFailed:
+            return None
+
+    def at_boundary(self, prefix_hash: bytes) -> list[tuple[Meta, int]]:
+        """Records that hold this prefix at the end of one of their units, and of which."""
+        try:
+            return [(entry.meta, units) for entry, units in self._index.at_boundary(prefix_hash)]
+        except IndexFailed:
+            return []
+
+    def entries(self, tenant: bytes | None = None) -> Iterator[Entry]:
+        """Every record, in order of writing."""
+        return self._index.walk(tenant=tenant)
+
+    def usage(self) -> Mapping[tuple[bytes, Kind], Usage]:
+        """Bytes and records by tenant and kind."""
+        return self._index.usage()
+
+    def segments(self) -> list[SegmentRow]:
+        """The segments and how much of each is alive."""
+        return self._index.segments()
+
+    def quarantined(self) -> list[Quarantined]:
+        """Records that the writer found bad."""
+        return self._index.quarantined()
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+        self._reader.close()
+        self._index.close()

@@ -1,0 +1,310 @@
+"""The disk tier: one writer, any number of reading threads.
+
+Owns the store's directory while open. Composes what does the work: `append` writes, `read`
+reads, the index remembers, `reclaim` gives back, `policy` chooses. Nothing here raises for
+what the medium does; see `tiers.backend`.
+
+    reserve   room by policy (evicting if need be) and a buffer; nothing on disk yet
+    commit    seal -> append all -> one fdatasync -> one index transaction -> acknowledged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from ownerserve.kv.clock import Clock
+from ownerserve.kv.errors import CapacityExceeded, OwnerServeError
+from ownerserve.store.disk.append import Draft, tell
+from ownerserve.store.disk.core import DiskCore
+from ownerserve.store.disk.home import DEFAULT_SEGMENT_BYTES, Home
+from ownerserve.store.disk.maintain import purge_tenant
+from ownerserve.store.disk.read import DiskReader, OpenSegments
+from ownerserve.store.disk.recover import Recovered, discard_index, recover
+from ownerserve.store.format.header import MAX_PAYLOAD
+from ownerserve.store.format.model import (
+    Hit,
+    Kind,
+    Listed,
+    Meta,
+    Miss,
+    Present,
+    ReadOutcome,
+    RefusalReason,
+    Refused,
+    Stored,
+    Usage,
+    Want,
+    WriteOutcome,
+)
+from ownerserve.store.format.seal import Keys, SealKind
+from ownerserve.store.format.verify import draft, record_room
+from ownerserve.store.index.reader import Entry, IndexFailed
+from ownerserve.store.tiers.backend import (
+    EVERY_RECORD,
+    OnEvict,
+    OnRemoved,
+    Reservation,
+    nobody_listens,
+)
+from ownerserve.store.tiers.buffers import BufferPool, Landing
+from ownerserve.store.tiers.ledger import Ledger
+from ownerserve.store.tiers.policy import Limits, Order, WriteBudget, by_utility, choose
+
+
+class StoreUnavailable(OwnerServeError):
+    """The operator must act: the medium does not let the store be opened. Serve without it."""
+
+
+class Index(Enum):
+    """What becomes of the index when a store is opened."""
+
+    KEPT = "kept"
+    MADE_ANEW = "made anew"
+    """Dropped once the store is ours alone, and made from the segments."""
+
+
+class DiskOptions(msgspec.Struct, frozen=True):
+    """How a store on disk is opened. `key_file` None: the store's own KEY file."""
+
+    limits: Limits = Limits()
+    segment_bytes: int = DEFAULT_SEGMENT_BYTES
+    key_file: Path | None = None
+    at_rest: SealKind = SealKind.BLAKE3
+    write_budget: WriteBudget | None = None
+    order: Order = by_utility
+    index: Index = Index.KEPT
+
+
+class DiskTier:
+    """Artifacts in segments under one directory. Implements `tier.TierBackend`."""
+
+    name = "disk"
+
+    def __init__(
+        self,
+        directory: Path,
+        clock: Clock,
+        *,
+        options: DiskOptions | None = None,
+        landing: Landing | None = None,
+    ) -> None:
+        self._options = options or DiskOptions()
+        self.limits = self._options.limits
+        self._landing = landing or BufferPool()
+        segments, parts, keys, home = self._open(directory)
+        self.recovery = parts.report
+        self.on_evict: OnEvict | None = None
+        self.on_removed: OnRemoved = nobody_listens
+        parts.index.on_removed = lambda metas: self.on_removed(metas)
+        self.core = DiskCore(home, keys, clock, parts=parts)
+        self._ledger = Ledger(self._options.limits, parts.index.standing)
+        self._reader = DiskReader(
+            home,
+            parts.index,
+            keys,
+            segments=segments,
+            landing=self._landing,
+            listeners=(self.core.touch, self.core.quarantine),
+        )
+
+    def _open(self, directory: Path) -> tuple[OpenSegments, Recovered, Keys, Home]:
+        options = self._options
+        try:
+            home = Home.create_or_open(directory, options.segment_bytes)
+            try:
+                keys = Keys(home.master_key(options.key_file), options.at_rest)
+                if options.index is Index.MADE_ANEW:
+                    discard_index(home)
+                segments = OpenSegments(home)
+                parts = recover(home, keys, segments=segments, landing=self._landing)
+            except BaseException:
+                home.unlock()
+                raise
+        except OSError as error:
+            raise StoreUnavailable(f"store {directory}: {error}") from error
+        return segments, parts, keys, home
+
+    def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]:
+        """What the index has of `ids`."""
+        try:
+            return self.core.find(ids)
+        except IndexFailed:
+            self.core.counters["io_errors"] += 1
+            return {}
+
+    def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
+        """All wants verified, or a miss."""
+        outcome = self._reader.read(wants, landing)
+        if isinstance(outcome, Miss):
+            self.core.counters[f"miss_{outcome.reason}"] += 1
+        else:
+            self.core.counters["hit"] += 1
+        return outcome
+
+    def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | Present | Refused:
+        """Room for one record. Evicts by policy; raises InvalidInput for an impossible meta."""
+        meta.check()
+        reason = RefusalReason.IO_ERROR
+        if not 0 < payload_bytes <= MAX_PAYLOAD or payload_bytes % meta.units:
+            return self._refuse(RefusalReason.TOO_LARGE, meta.id)
+        with self.core.shielded():
+            try:
+                outcome = self._reserve(meta, payload_bytes)
+                if not isinstance(outcome, RefusalReason):
+                    return outcome
+                reason = outcome
+            except CapacityExceeded:
+                reason = RefusalReason.BUSY
+        return self._refuse(reason, meta.id)
+
+    def _refuse(self, reason: RefusalReason, id_: bytes) -> Refused:
+        self.core.counters[f"refused_{reason}"] += 1
+        return Refused(reason, id_)
+
+    def _reserve(self, meta: Meta, payload_bytes: int) -> Reservation | Present | RefusalReason:
+        core, now_s = self.core, self.core.clock.now()
+        if core.index.get(meta.id) is not None:
+            return Present(meta.id)
+        if self._ledger.is_held(meta.id):
+            return RefusalReason.BUSY
+        if not core.health.writable(now_s):
+            return RefusalReason.IO_ERROR
+        seal = core.keys.for_write(meta.tenant)
+        if seal is None:
+            return RefusalReason.NO_KEY
+        head, total = record_room(meta, payload_bytes, seal)
+        budget = self._options.write_budget
+        if budget is not None and not budget.admit(total, now_s):
+            return RefusalReason.WRITE_BUDGET
+        core.flush()  # eviction goes by true ages
+        victims = self._ledger.make_room(meta, total, oldest=core.oldest, order=self._options.order)
+        if isinstance(victims, RefusalReason):
+            return victims
+        room = self._landing.take(total)
+        self._tell(victims)
+        core.evict([victim.meta.id for victim in victims])
+        reservation = Reservation(meta, room, (head, payload_bytes))
+        self._ledger.hold(reservation)
+        return reservation
+
+    def _tell(self, victims: Sequence[Listed]) -> None:
+        """Of what is about to go, while its bytes still stand."""
+        for victim in victims if self.on_evict is not None else ():
+            assert self.on_evict is not None
+            self.on_evict(victim, partial(self._whole, victim.meta.id))
+
+    def _whole(self, id_: bytes) -> memoryview | None:
+        outcome = self._reader.read([Want(id_)], None)
+        return outcome.parts[0].data if isinstance(outcome, Hit) else None
+
+    def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]:
+        """All durable with one sync, or each refused."""
+        core = self.core
+        now_ms = core.now_ms()
+        rooms = [(reserved, reserved.take()) for reserved in reservations]
+        with core.appending:
+            try:
+                sealed = (self._seal(reserved, room, now_ms) for reserved, room in rooms)
+                done = core.appender.append(sealed, now_ms)
+                with core.lock:
+                    tell(core.appender, core.index, done)
+                    self._account(done.entries)
+                return tuple(Stored(entry.meta.id, entry.stored_bytes) for entry in done.entries)
+            except (OSError, IndexFailed) as error:
+                with core.lock:
+                    core.trouble(error)
+                ids = [reserved.meta.id for reserved in reservations]
+                return tuple(self._refuse(RefusalReason.IO_ERROR, id_) for id_ in ids)
+            finally:
+                with core.lock:
+                    for reserved in reservations:  # held until the index says it instead
+                        self._ledger.release(reserved)
+
+    def _account(self, stored: Sequence[Entry]) -> None:
+        core = self.core
+        core.health.worked()
+        written = sum(entry.stored_bytes for entry in stored)
+        core.counters["stored"] += len(stored)
+        core.counters["stored_bytes"] += written
+        if self._options.write_budget is not None:
+            self._options.write_budget.spend(written, core.clock.now())
+
+    def _seal(self, reserved: Reservation, room: memoryview, now_ms: int) -> Draft:
+        meta, payload_bytes = reserved.meta, reserved.payload_bytes
+        seal = self.core.keys.for_write(meta.tenant)
+        assert seal is not None  # reserve saw it
+        return Draft(draft(room, meta, payload_bytes, seal=seal, now_ms=now_ms), room, now_ms)
+
+    def abort(self, reservation: Reservation) -> None:
+        """Nothing was written; the room is free again."""
+        with self.core.lock:
+            reservation.take()
+            self._ledger.release(reservation)
+
+    def remove(self, ids: Sequence[bytes]) -> int:
+        """Records gone, of those that were there."""
+        return self.core.attempt(lambda: self.core.evict(ids), 0)
+
+    def expire(self, most: int = EVERY_RECORD) -> int:
+        """Remove what has not been touched for its kind's TTL, at most so many records."""
+        gone = 0
+        for kind in Kind:
+            ttl_s = self._options.limits.of(kind).ttl_s
+            while ttl_s is not None and gone < most:
+                before_s = self.core.clock.now() - ttl_s
+                late = [
+                    r.meta.id
+                    for r in self.core.oldest_flushed(kind, min(1024, most - gone))
+                    if r.touched_s < before_s
+                ]
+                removed = self.remove(late)
+                gone += removed
+                if not removed:
+                    break
+        return gone
+
+    def price(self, costs_ms: Mapping[bytes, float]) -> None:
+        """What it costs to make these artifacts again; eviction gives up the cheapest."""
+        self.core.price(costs_ms)
+
+    def shrink(self) -> int:
+        """Evict what stands beyond the limits, as after they were lowered."""
+        gone = 0
+        for kind in Kind:
+            standing = sum(used.stored_bytes for (_, k), used in self.usage().items() if k is kind)
+            excess = standing - self._options.limits.of(kind).capacity_bytes
+            while excess > 0:
+                oldest = self.core.oldest_flushed(kind, 1024)
+                within = min(excess, sum(record.stored_bytes for record in oldest))
+                victims = choose(oldest, within, order=self._options.order)
+                removed = self.remove([record.meta.id for record in victims])
+                if not removed:
+                    break
+                gone += removed
+                excess -= sum(record.stored_bytes for record in victims)
+        return gone
+
+    def purge(self, tenant: bytes) -> int:
+        """Every record of a tenant gone from the disk, also what the index forgot."""
+        with self.core.exclusive():
+            return purge_tenant(self.core, tenant)
+        return 0  # type: ignore[unreachable]  # mypy: a context manager may swallow
+
+    def usage(self) -> Mapping[tuple[bytes, Kind], Usage]:
+        """Bytes and records that stand, by tenant and kind."""
+        with self.core.lock:
+            return {key: used for key, used in self.core.index.standing.items() if used.records}
+
+    def close(self) -> None:
+        """Flush and let another writer in. Closing twice is harmless."""
+        with self.core.exclusive():
+            self.core.flush()
+            self.core.appender.close()
+        self._reader.close()
+        self.core.index.close()
+        self.core.home.unlock()

@@ -1,0 +1,195 @@
+"""Seals: how a record's chunks are protected, and by which key.
+
+    XXH3     xxh3-128 of each chunk: finds accidents. Shared artifacts.
+    BLAKE3   keyed blake3 of each chunk and of the header: finds forgery too. Tenants' artifacts.
+    AES_GCM  AES-256-GCM of each chunk (the tag takes the digest's place), keyed blake3 of the
+             header. Tenants' artifacts at rest in a store opened with encryption.
+
+Keys are never written; a tenant's are derived from the store's master key and the tenant's tag.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from enum import IntEnum
+from importlib import import_module
+from typing import Protocol
+
+from blake3 import blake3
+from xxhash import xxh3_128_digest
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.store.format.header import CHUNK, chunks_of
+
+KEY_BYTES = 32
+SALT_BYTES = 16
+NO_MAC = bytes(32)
+
+
+class SealKind(IntEnum):
+    """The header's seal field."""
+
+    XXH3 = 1
+    BLAKE3 = 2
+    AES_GCM = 3
+
+
+class Seal(Protocol):
+    """One way to protect a payload, bound to its key."""
+
+    kind: SealKind
+    tag_bytes: int
+
+    def close(self, payload: memoryview, salt: bytes) -> bytes:
+        """The payload's tags; a cipher encrypts `payload` in place."""
+        ...
+
+    def open(self, chunk: memoryview, tag: bytes, nonce: tuple[bytes, int]) -> bool:
+        """Is `chunk` what was written? A cipher decrypts it in place. `nonce`: (salt, index)."""
+        ...
+
+    def header_mac(self, covered: bytes) -> bytes:
+        """The MAC of a header's covered bytes; 32 zeros where there is no key."""
+        ...
+
+
+class Xxh3Seal:
+    """Against accidents; needs no key."""
+
+    kind = SealKind.XXH3
+    tag_bytes = 16
+
+    def close(self, payload: memoryview, salt: bytes) -> bytes:
+        return b"".join(
+            xxh3_128_digest(payload[at : at + CHUNK]) for at in range(0, len(payload), CHUNK)
+        )
+
+    def open(self, chunk: memoryview, tag: bytes, nonce: tuple[bytes, int]) -> bool:
+        return bool(xxh3_128_digest(chunk) == tag)
+
+    def header_mac(self, covered: bytes) -> bytes:
+        return NO_MAC
+
+
+class Blake3Seal:
+    """Against forgery by whoever can write the medium but has no key."""
+
+    kind = SealKind.BLAKE3
+    tag_bytes = 32
+
+    def __init__(self, tenant_key: bytes) -> None:
+        self._chunk_key = _derive(tenant_key, "ownerserve store chunk mac 1")
+        self._header_key = _derive(tenant_key, "ownerserve store header mac 1")
+
+    def close(self, payload: memoryview, salt: bytes) -> bytes:
+        return b"".join(
+            blake3(payload[at : at + CHUNK], key=self._chunk_key).digest()
+            for at in range(0, len(payload), CHUNK)
+        )
+
+    def open(self, chunk: memoryview, tag: bytes, nonce: tuple[bytes, int]) -> bool:
+        return hmac.compare_digest(blake3(chunk, key=self._chunk_key).digest(), tag)
+
+    def header_mac(self, covered: bytes) -> bytes:
+        return blake3(covered, key=self._header_key).digest()
+
+
+class AesGcmSeal(Blake3Seal):
+    """Encryption at rest. A record's key comes from its random salt, so nonces can count chunks."""
+
+    kind = SealKind.AES_GCM
+    tag_bytes = 16
+
+    def __init__(self, tenant_key: bytes) -> None:
+        super().__init__(tenant_key)
+        self._root = _derive(tenant_key, "ownerserve store aes-256-gcm 1")
+
+    def close(self, payload: memoryview, salt: bytes) -> bytes:
+        aead, tags = _aesgcm(_record_key(self._root, salt)), []
+        for index in range(chunks_of(len(payload))):
+            chunk = payload[index * CHUNK : (index + 1) * CHUNK]
+            sealed = aead.encrypt(index.to_bytes(12, "little"), chunk, salt)
+            chunk[:] = sealed[: len(chunk)]
+            tags.append(sealed[len(chunk) :])
+        return b"".join(tags)
+
+    def open(self, chunk: memoryview, tag: bytes, nonce: tuple[bytes, int]) -> bool:
+        salt, index = nonce
+        aead = _aesgcm(_record_key(self._root, salt))
+        try:
+            chunk[:] = aead.decrypt(index.to_bytes(12, "little"), bytes(chunk) + tag, salt)
+        except import_module("cryptography.exceptions").InvalidTag:
+            return False
+        return True
+
+
+class Aead(Protocol):
+    """What we use of cryptography's AESGCM."""
+
+    def encrypt(self, nonce: bytes, data: memoryview, aad: bytes) -> bytes: ...
+    def decrypt(self, nonce: bytes, data: bytes, aad: bytes) -> bytes: ...
+
+
+def _aesgcm(key: bytes) -> Aead:
+    try:
+        module = import_module("cryptography.hazmat.primitives.ciphers.aead")
+    except ImportError as error:
+        raise InvalidInput(
+            "encryption", "needs the cryptography library", "pip install 'ownerserve[encryption]'"
+        ) from error
+    aead: Aead = module.AESGCM(key)
+    return aead
+
+
+def _derive(key: bytes, context: str) -> bytes:
+    return blake3(key, derive_key_context=context).digest()
+
+
+def _record_key(root: bytes, salt: bytes) -> bytes:
+    return blake3(salt, key=root).digest()
+
+
+class Keys:
+    """Seals by tenant, from one master key. Without one, tenants' artifacts can't be kept."""
+
+    def __init__(self, master: bytes | None = None, at_rest: SealKind = SealKind.BLAKE3) -> None:
+        if master is not None and len(master) != KEY_BYTES:
+            raise InvalidInput("key", f"{len(master)} bytes", f"give {KEY_BYTES} random bytes")
+        if at_rest is SealKind.AES_GCM:
+            _aesgcm(bytes(KEY_BYTES))
+        self._master = master
+        self._at_rest = at_rest
+        self._seals: dict[tuple[bytes, int], Seal] = {}
+
+    def for_write(self, tenant: bytes) -> Seal | None:
+        """The seal for a new record; None when the tenant's key is not at hand."""
+        return self.for_read(tenant, self._at_rest if tenant else SealKind.XXH3)
+
+    def for_read(self, tenant: bytes, kind: int) -> Seal | None:
+        """The seal that a record of `tenant` must bear.
+
+        None when the key is missing, the kind unknown, or a tenant's record bears no MAC: that
+        is what a forger without a key would write.
+        """
+        cached = self._seals.get((tenant, kind))
+        if cached is None:
+            cached = self._make(tenant, kind)
+            if cached is not None:
+                self._seals[tenant, kind] = cached
+        return cached
+
+    def _make(self, tenant: bytes, kind: int) -> Seal | None:
+        if not tenant:
+            return Xxh3Seal() if kind == SealKind.XXH3 else None
+        if self._master is None:
+            return None
+        tenant_key = blake3(tenant, key=self._master).digest()
+        if kind == SealKind.BLAKE3:
+            return Blake3Seal(tenant_key)
+        return AesGcmSeal(tenant_key) if kind == SealKind.AES_GCM else None
+
+
+def new_salt(seal: Seal) -> bytes:
+    """Fresh for every encrypted record; zeros where none is needed."""
+    return os.urandom(SALT_BYTES) if seal.kind is SealKind.AES_GCM else bytes(SALT_BYTES)

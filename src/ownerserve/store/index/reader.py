@@ -1,0 +1,338 @@
+"""The index: where each record lies. SQLite in WAL mode; made again from the segments if lost.
+
+Owns the tables and a bounded map of hot entries. All writes of one step go through `apply`, one
+transaction, so that the index moves from one true state to the next. Never the only place of
+anything but recency, reuse counts and prices, which a cache may lose.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from itertools import islice
+from pathlib import Path
+from threading import Lock, local
+from typing import Any
+
+import msgspec
+
+from ownerserve.kv.errors import UNREADABLE, OwnerServeError
+from ownerserve.store.format.model import Kind, Meta, Usage, unit_ends
+
+SCHEMA_VERSION = 3
+HOT_ENTRIES = 1 << 17
+_BATCH = 256
+_WALK = 1024
+
+SCHEMA = """
+CREATE TABLE about (key TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
+CREATE TABLE records (
+  sequence INTEGER PRIMARY KEY, mark INTEGER NOT NULL, kind INTEGER NOT NULL, tenant BLOB NOT NULL,
+  segment INTEGER NOT NULL, offset INTEGER NOT NULL, header INTEGER NOT NULL,
+  stored INTEGER NOT NULL, payload INTEGER NOT NULL, touched_ms INTEGER NOT NULL,
+  reuse INTEGER NOT NULL, cost_ms REAL NOT NULL, meta BLOB NOT NULL);
+CREATE INDEX records_by_mark ON records (mark);
+CREATE INDEX records_by_segment ON records (segment);
+CREATE INDEX records_by_age ON records (kind, touched_ms);
+CREATE INDEX records_by_tenant ON records (tenant) WHERE tenant != x'';
+CREATE TABLE boundary (
+  hash BLOB, sequence INTEGER, unit INTEGER, PRIMARY KEY (hash, sequence)) WITHOUT ROWID;
+CREATE INDEX boundary_by_record ON boundary (sequence);
+CREATE TABLE usage (
+  tenant BLOB, kind INTEGER, bytes INTEGER, records INTEGER, PRIMARY KEY (tenant, kind)
+) WITHOUT ROWID;
+CREATE TABLE segments (
+  number INTEGER PRIMARY KEY, end INTEGER, size INTEGER, live INTEGER, state INTEGER);
+CREATE TABLE doomed (segment INTEGER, offset INTEGER, length INTEGER);
+CREATE TABLE quarantine (
+  id BLOB, tenant BLOB, segment INTEGER, offset INTEGER, length INTEGER, reason TEXT,
+  at_ms INTEGER);
+"""
+_COLUMNS = "meta, sequence, segment, offset, header, stored, payload, touched_ms, reuse, cost_ms"
+
+
+MIGRATE = {
+    1: """
+    ALTER TABLE records ADD COLUMN mark INTEGER NOT NULL DEFAULT 0;
+    UPDATE records SET mark = mark_of(id);
+    DROP INDEX records_by_id;
+    ALTER TABLE records DROP COLUMN id;
+    CREATE INDEX records_by_mark ON records (mark);
+    """,
+    2: "UPDATE records SET meta = without_epoch(meta);",
+}
+"""What takes an index of this schema to the next one."""
+
+
+def mark_of(id_: bytes) -> int:
+    """The first 8 bytes of an id as SQLite's integer: a key of 8 bytes, not 32 kept twice.
+
+    Two ids may share a mark (about 3 in a million stores of 10^7 records hold such a pair); the
+    whole id stands in the row's meta and decides.
+    """
+    return int.from_bytes(id_[:8], "little", signed=True)
+
+
+def without_epoch(meta: bytes) -> bytes:
+    """A row's meta as schema 3 has it: up to schema 2 its eighth field was an owner's epoch."""
+    fields = msgspec.msgpack.decode(meta)
+    return msgspec.msgpack.encode([*fields[:7], *fields[8:]])
+
+
+class IndexFailed(OwnerServeError):
+    """SQLite could not do it. The segments still hold the truth."""
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """Where a record lies and what it is."""
+
+    meta: Meta
+    sequence: int
+    segment: int
+    offset: int
+    header_bytes: int
+    stored_bytes: int
+    payload_bytes: int
+    touched_ms: int
+    reuse_count: int = 0
+    restore_cost_ms: float = 0.0
+
+
+class SegmentState(IntEnum):
+    """OPEN takes records; FULL takes none; DROPPED is empty and about to be unlinked."""
+
+    OPEN = 0
+    FULL = 1
+    DROPPED = 2
+
+
+class SegmentRow(msgspec.Struct, frozen=True):
+    """What the index knows of a segment: records end at `end`; `live_bytes` of them are alive."""
+
+    number: int
+    end: int
+    size_bytes: int
+    live_bytes: int
+    state: SegmentState
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Dead bytes of a segment that are still to be erased."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+class Quarantined(msgspec.Struct, frozen=True):
+    """A record that failed verification: not served, kept for inspection until gc."""
+
+    id: bytes
+    tenant: bytes
+    span: Span
+    reason: str
+    at_ms: int
+
+
+class Touch(msgspec.Struct, gc=False):
+    """Reads of a record that the index has not heard of yet."""
+
+    entry: Entry
+    at_ms: int
+    times: int = 1
+
+    def applied(self) -> Entry:
+        """The entry as it is once they count."""
+        return msgspec.structs.replace(
+            self.entry,
+            touched_ms=max(self.entry.touched_ms, self.at_ms),
+            reuse_count=self.entry.reuse_count + self.times,
+        )
+
+
+class Change(msgspec.Struct):
+    """One step from one true state to the next."""
+
+    add: Sequence[Entry] = ()
+    remove: Sequence[Entry] = ()
+    doom: Sequence[Span] = ()
+    erased: Sequence[Span] = ()
+    segments: Sequence[SegmentRow] = ()
+    forget_segments: Sequence[int] = ()
+    quarantine: Sequence[Quarantined] = ()
+    touched: Sequence[Touch] = ()
+    priced: Mapping[int, float] = {}
+
+
+class IndexReader:
+    """Queries. Any number of processes and threads; each sees the last committed state."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._local = local()
+        self._open: list[sqlite3.Connection] = []
+        self._hot: dict[bytes, Entry] = {}
+        self._generation = 0
+        self._lock = Lock()
+
+    def _connect(self) -> sqlite3.Connection:
+        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = sqlite3.connect(
+                self.path, isolation_level=None, check_same_thread=False, timeout=10
+            )
+            self._open.append(connection)  # first: a damaged file fails at the next statement
+            self._prepare(connection)
+            self._local.connection = connection
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        """Settings that each thread's connection needs."""
+        connection.execute("PRAGMA cache_size = -16384")
+        connection.execute("PRAGMA mmap_size = 268435456")
+
+    def _rows(self, sql: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        with mapped():
+            return self._connect().execute(sql, values).fetchall()
+
+    def get(self, id_: bytes) -> Entry | None:
+        """The entry of `id_`."""
+        entry = self._hot.get(id_)
+        if entry is not None:
+            return entry
+        generation = self._generation
+        for entry in self._select("WHERE mark = ?", (mark_of(id_),)):
+            if entry.meta.id == id_:
+                self._remember((entry,), generation)
+                return entry
+        return None
+
+    def get_many(self, ids: Sequence[bytes]) -> dict[bytes, Entry]:
+        """Entries of those that are there; one query for each 256 not in memory."""
+        hot = self._hot
+        found = {id_: entry for id_ in ids if (entry := hot.get(id_)) is not None}
+        cold = [id_ for id_ in ids if id_ not in found] if len(found) < len(ids) else []
+        if not cold:
+            return found
+        generation = self._generation
+        fresh = []
+        for at in range(0, len(cold), _BATCH):
+            part = cold[at : at + _BATCH]
+            places = ",".join("?" * len(part))
+            fresh += self._select(f"WHERE mark IN ({places})", [mark_of(id_) for id_ in part])
+        wanted = set(cold)
+        fresh = [entry for entry in fresh if entry.meta.id in wanted]
+        self._remember(fresh, generation)
+        for entry in fresh:
+            found[entry.meta.id] = entry
+        return found
+
+    def _select(self, where: str, values: Sequence[object] = ()) -> list[Entry]:
+        return [
+            _entry(row) for row in self._rows(f"SELECT {_COLUMNS} FROM records {where}", values)
+        ]
+
+    def _remember(self, entries: Iterable[Entry], generation: int) -> None:
+        with self._lock:
+            if generation != self._generation:
+                return  # a write came in between: what was read may be gone
+            hot = self._hot
+            for entry in entries:
+                hot[entry.meta.id] = entry
+            if len(hot) > HOT_ENTRIES:
+                # An eighth at once: each look for the oldest key passes all that were deleted.
+                for id_ in list(islice(hot, HOT_ENTRIES // 8)):
+                    del hot[id_]
+
+    def forget(self, id_: bytes) -> None:
+        """Ask SQLite next time: another process may have moved it."""
+        self._hot.pop(id_, None)
+
+    def oldest(self, kind: Kind, limit: int, *, tenant: bytes | None = None) -> list[Entry]:
+        """Least recently touched first."""
+        if tenant is None:
+            return self._select("WHERE kind = ? ORDER BY touched_ms LIMIT ?", (kind, limit))
+        where = "WHERE kind = ? AND tenant = ? ORDER BY touched_ms LIMIT ?"
+        return self._select(where, (kind, tenant, limit))
+
+    def walk(self, *, tenant: bytes | None = None, segment: int | None = None) -> Iterator[Entry]:
+        """Every entry (of a tenant, of a segment), in order of writing."""
+        conditions, after = ["sequence > ?"], -1
+        more: list[object] = []
+        if segment is not None:
+            conditions.append("segment = ?")
+            more.append(segment)
+        if tenant:
+            conditions.append("tenant = ? AND tenant != x''")  # as the partial index says it
+            more.append(tenant)
+        elif tenant is not None:
+            conditions.append("tenant = x''")
+        where = f"WHERE {' AND '.join(conditions)} ORDER BY sequence LIMIT {_WALK}"
+        while True:
+            rows = self._select(where, [after, *more])
+            yield from rows
+            if len(rows) < _WALK:
+                return
+            after = rows[-1].sequence
+
+    def at_boundary(self, prefix_hash: bytes) -> list[tuple[Entry, int]]:
+        """Records that have `prefix_hash` at a unit's end: (entry, units up to there)."""
+        rows = self._rows("SELECT sequence, unit FROM boundary WHERE hash = ?", (prefix_hash,))
+        found = []
+        for sequence, unit in rows:
+            found += [(e, unit) for e in self._select("WHERE sequence = ?", (sequence,))]
+        return found
+
+    def usage(self) -> dict[tuple[bytes, Kind], Usage]:
+        """Bytes and records by (tenant, kind)."""
+        rows = self._rows("SELECT tenant, kind, bytes, records FROM usage WHERE records > 0")
+        return {(t, Kind(k)): Usage(b, n) for t, k, b, n in rows}
+
+    def segments(self) -> list[SegmentRow]:
+        """All segment rows, by number."""
+        rows = self._rows("SELECT number, end, size, live, state FROM segments ORDER BY number")
+        return [SegmentRow(n, e, s, v, SegmentState(t)) for n, e, s, v, t in rows]
+
+    def doomed(self) -> list[Span]:
+        """Spans to erase."""
+        return [Span(*row) for row in self._rows("SELECT * FROM doomed")]
+
+    def quarantined(self) -> list[Quarantined]:
+        """Records that failed verification, oldest first."""
+        rows = self._rows("SELECT * FROM quarantine ORDER BY at_ms")
+        return [Quarantined(i, w, Span(s, o, n), r, t) for i, w, s, o, n, r, t in rows]
+
+    def highest_sequence(self) -> int:
+        """Of all records; 0 when there are none."""
+        ((highest,),) = self._rows("SELECT coalesce(max(sequence), 0) FROM records")
+        return int(highest)
+
+    def close(self) -> None:
+        """Close every thread's connection."""
+        for connection in self._open:
+            connection.close()
+        self._open.clear()
+        self._local = local()
+
+
+_decode_meta = msgspec.msgpack.Decoder(Meta).decode
+
+
+def _entry(row: tuple[Any, ...]) -> Entry:
+    return Entry(_decode_meta(row[0]), *row[1:])
+
+
+@contextmanager
+def mapped() -> Iterator[None]:
+    """SQLite's errors, and those of rows that make no sense, as ours."""
+    try:
+        yield
+    except (sqlite3.Error, *UNREADABLE) as error:
+        raise IndexFailed(f"index: {error}") from error
+
+
+def boundary_rows(entry: Entry) -> Iterator[tuple[bytes, int, int]]:
+    """(hash, sequence, unit) of each unit end that costs a row here."""
+    return ((digest, entry.sequence, unit) for digest, unit in unit_ends(entry.meta))

@@ -1,0 +1,222 @@
+"""The one writer of the index: schema, and `apply`, one transaction a step."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from ownerserve.store.format.model import Kind, Usage
+from ownerserve.store.index.reader import (
+    MIGRATE,
+    SCHEMA,
+    SCHEMA_VERSION,
+    Change,
+    Entry,
+    IndexFailed,
+    IndexReader,
+    Quarantined,
+    boundary_rows,
+    mapped,
+    mark_of,
+    without_epoch,
+)
+from ownerserve.store.tiers.backend import OnRemoved, nobody_listens
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class IndexWriter(IndexReader):
+    """Exactly one a store; the store's lock sees to that."""
+
+    def __init__(self, path: Path, store_id: bytes) -> None:
+        super().__init__(path)
+        self.is_new = False
+        self.on_removed: OnRemoved = nobody_listens
+        self.standing: dict[tuple[bytes, Kind], Usage] = {}
+        try:
+            self._open_or_create(store_id)
+        except IndexFailed:
+            self.close()
+            raise
+
+    def _open_or_create(self, store_id: bytes) -> None:
+        with mapped():
+            connection = self._connect()
+            connection.execute("PRAGMA journal_mode = WAL")
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                with self._transaction() as cursor:
+                    for statement in SCHEMA.split(";"):
+                        cursor.execute(statement)
+                    cursor.execute("INSERT INTO about VALUES ('store_id', ?)", (store_id,))
+                    cursor.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                self.is_new = True
+            elif version in MIGRATE:
+                self._migrate(version)
+            elif version != SCHEMA_VERSION:
+                raise IndexFailed(f"index schema {version}, expected {SCHEMA_VERSION}")
+            found = connection.execute("SELECT value FROM about WHERE key = 'store_id'").fetchone()
+            if found is None or found[0] != store_id:
+                raise IndexFailed("the index belongs to another store")
+        self.standing = self.usage()
+
+    def _migrate(self, version: int) -> None:
+        """All steps from `version` on, in one transaction."""
+        for function in (mark_of, without_epoch):
+            self._connect().create_function(function.__name__, 1, function, deterministic=True)
+        with self._transaction() as cursor:
+            for step in range(version, SCHEMA_VERSION):
+                for statement in MIGRATE[step].split(";"):
+                    cursor.execute(statement)
+            cursor.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        super()._prepare(connection)
+        # A lost transaction is found again in the segments, so no fsync at each commit.
+        connection.execute("PRAGMA synchronous = NORMAL")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Cursor]:
+        cursor = self._connect().cursor()
+        cursor.execute("BEGIN IMMEDIATE")
+        try:
+            yield cursor
+            cursor.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                cursor.execute("ROLLBACK")
+            raise
+
+    def apply(self, change: Change) -> None:
+        """All of `change`, or IndexFailed and none of it."""
+        with mapped(), self._transaction() as cursor:
+            _remove(cursor, change.remove)
+            for row in change.segments:
+                cursor.execute(
+                    "INSERT INTO segments VALUES (?,?,?,?,?) ON CONFLICT (number) DO UPDATE SET"
+                    " end = max(end, excluded.end), size = excluded.size, state = excluded.state",
+                    (row.number, row.end, row.size_bytes, row.live_bytes, row.state),
+                )
+            _add(cursor, change.add)
+            grown = _account(cursor, change)
+            cursor.executemany(
+                "INSERT INTO doomed VALUES (?,?,?)",
+                [(s.segment, s.offset, s.length) for s in change.doom],
+            )
+            cursor.executemany(
+                "DELETE FROM doomed WHERE segment = ? AND offset = ?",
+                [(s.segment, s.offset) for s in change.erased],
+            )
+            for number in change.forget_segments:
+                for table, column in (("segments", "number"), ("doomed", "segment")):
+                    cursor.execute(f"DELETE FROM {table} WHERE {column} = ?", (number,))
+                cursor.execute("DELETE FROM quarantine WHERE segment = ?", (number,))
+            _annotate(cursor, change)
+        with self._lock:
+            self._generation += 1
+            for entry in change.remove:
+                self._hot.pop(entry.meta.id, None)
+            for entry in change.add:
+                self._hot[entry.meta.id] = entry
+            for touch in change.touched:
+                hot = self._hot.get(touch.entry.meta.id)
+                if hot is not None and hot.sequence == touch.entry.sequence:
+                    self._hot[touch.entry.meta.id] = touch.applied()
+            for key, growth in grown.items():
+                before = self.standing.get(key, Usage())
+                self.standing[key] = Usage(*(a + b for a, b in zip(before, growth, strict=True)))
+        self._remember((), self._generation)
+        if change.remove:
+            moved = {entry.meta.id for entry in change.add}
+            self.on_removed([e.meta for e in change.remove if e.meta.id not in moved])
+
+    def release(self, quarantined: Sequence[Quarantined]) -> None:
+        """Quarantined records become doomed spans."""
+        with mapped(), self._transaction() as cursor:
+            spans = [(q.span.segment, q.span.offset, q.span.length) for q in quarantined]
+            where = [span[:2] for span in spans]
+            cursor.executemany("DELETE FROM quarantine WHERE segment = ? AND offset = ?", where)
+            cursor.executemany("INSERT INTO doomed VALUES (?,?,?)", spans)
+
+
+def _remove(cursor: sqlite3.Cursor, entries: Iterable[Entry]) -> None:
+    keys = [(entry.sequence,) for entry in entries]
+    cursor.executemany("DELETE FROM records WHERE sequence = ?", keys)
+    cursor.executemany("DELETE FROM boundary WHERE sequence = ?", keys)
+
+
+def _add(cursor: sqlite3.Cursor, entries: Iterable[Entry]) -> None:
+    cursor.executemany(
+        "INSERT INTO records (sequence, mark, kind, tenant, segment, offset, header, stored,"
+        " payload, touched_ms, reuse, cost_ms, meta) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
+        [_row(entry) for entry in entries],
+    )
+    cursor.executemany(
+        "INSERT OR IGNORE INTO boundary VALUES (?,?,?)",
+        [row for entry in entries for row in boundary_rows(entry)],
+    )
+
+
+def _row(entry: Entry) -> tuple[object, ...]:
+    meta = entry.meta
+    lean = msgspec.structs.replace(meta, boundaries=b"") if meta.boundaries else meta
+    return (
+        entry.sequence,
+        mark_of(meta.id),
+        meta.kind,
+        meta.tenant,
+        entry.segment,
+        entry.offset,
+        entry.header_bytes,
+        entry.stored_bytes,
+        entry.payload_bytes,
+        entry.touched_ms,
+        entry.reuse_count,
+        entry.restore_cost_ms,
+        _encode(lean),
+    )
+
+
+def _account(cursor: sqlite3.Cursor, change: Change) -> dict[tuple[bytes, Kind], Usage]:
+    size: Counter[tuple[bytes, Kind]] = Counter()
+    count: Counter[tuple[bytes, Kind]] = Counter()
+    live: Counter[int] = Counter()
+    for sign, entries in ((1, change.add), (-1, change.remove)):
+        for entry in entries:
+            key = (entry.meta.tenant, entry.meta.kind)
+            size[key] += sign * entry.stored_bytes
+            count[key] += sign
+            live[entry.segment] += sign * entry.stored_bytes
+    cursor.executemany(
+        "INSERT INTO usage VALUES (?,?,?,?) ON CONFLICT (tenant, kind) DO UPDATE SET"
+        " bytes = bytes + excluded.bytes, records = records + excluded.records",
+        [(*key, size[key], count[key]) for key in size],
+    )
+    cursor.executemany(
+        "UPDATE segments SET live = live + ? WHERE number = ?",
+        [(amount, number) for number, amount in live.items()],
+    )
+    return {key: Usage(size[key], count[key]) for key in size}
+
+
+def _annotate(cursor: sqlite3.Cursor, change: Change) -> None:
+    cursor.executemany(
+        "UPDATE records SET touched_ms = max(touched_ms, ?), reuse = reuse + ? WHERE sequence = ?",
+        [(touch.at_ms, touch.times, touch.entry.sequence) for touch in change.touched],
+    )
+    cursor.executemany(
+        "UPDATE records SET cost_ms = ? WHERE sequence = ?",
+        [(cost, sequence) for sequence, cost in change.priced.items()],
+    )
+    cursor.executemany(
+        "INSERT INTO quarantine VALUES (?,?,?,?,?,?,?)",
+        [
+            (q.id, q.tenant, q.span.segment, q.span.offset, q.span.length, q.reason, q.at_ms)
+            for q in change.quarantine
+        ],
+    )

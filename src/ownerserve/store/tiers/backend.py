@@ -1,0 +1,130 @@
+"""The port every tier implements: host memory, disk, remote, peer. One contract suite over all.
+
+    find      what is there; a hint, the read decides
+    read      all wants, verified, or a miss; never a part, never an exception for bad bytes
+    reserve   room and a buffer, before anything is written; an open reservation is the pin
+    commit    durable (as durable as the tier is) and readable, many at once
+    abort     the room is free again
+    price     what an artifact costs to make again: what eviction and demotion go by
+    remove    records gone (evicted, demoted, purged)
+
+A tier never raises for what a medium does: EIO, a full disk or a lost peer is a refusal or a miss,
+counted, warned about once. Calls may block: the runtime makes them on its threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from ownerserve.store.format.model import (
+    Kind,
+    Listed,
+    Meta,
+    Present,
+    ReadOutcome,
+    Refused,
+    Usage,
+    Want,
+    WriteOutcome,
+)
+from ownerserve.store.tiers.buffers import Landing
+
+
+class Reservation:
+    """Room for one record. Fill `payload`, then commit or abort, once.
+
+    After either, the buffer is the tier's: `payload` is released and a later write to it raises.
+    `level` is that of the tier that made it, where tiers are composed.
+    """
+
+    __slots__ = ("level", "meta", "open", "payload", "payload_bytes", "record", "stored_bytes")
+
+    def __init__(self, meta: Meta, record: memoryview, at: tuple[int, int]) -> None:
+        head, payload_bytes = at
+        self.meta = meta
+        self.record = record
+        self.payload_bytes = payload_bytes
+        self.stored_bytes = len(record)
+        self.payload = record[head : head + payload_bytes]
+        self.open = True
+        self.level = 0
+
+    def take(self) -> memoryview:
+        """The record's buffer; the reservation is spent."""
+        if not self.open:
+            raise ValueError("a reservation is committed or aborted once")
+        self.open = False
+        self.payload.release()
+        record, self.record = self.record, memoryview(b"")
+        return record
+
+
+EVERY_RECORD = 1 << 62
+"""How many records a call may take that is to take all of them."""
+
+
+class TierBackend(Protocol):
+    """One place where artifacts are kept."""
+
+    @property
+    def name(self) -> str: ...
+
+    def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]: ...
+
+    def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome: ...
+
+    def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | Present | Refused: ...
+
+    def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]: ...
+
+    def abort(self, reservation: Reservation) -> None: ...
+
+    def remove(self, ids: Sequence[bytes]) -> int: ...
+
+    def expire(self, most: int = EVERY_RECORD) -> int: ...
+
+    def purge(self, tenant: bytes) -> int: ...
+
+    def price(self, costs_ms: Mapping[bytes, float]) -> None: ...
+
+    def usage(self) -> Mapping[tuple[bytes, Kind], Usage]: ...
+
+    def close(self) -> None: ...
+
+
+OnEvict = Callable[[Listed, Callable[[], memoryview | None]], None]
+"""Called with each record that must make room, before it goes, and a way to get its bytes, which
+may read the medium: verified, or None when they are bad."""
+
+
+OnRemoved = Callable[[Sequence[Meta]], None]
+"""Called with what was evicted, expired, purged or quarantined, after it went; on the thread that
+did it, under the tier's lock: it must be short."""
+
+
+def nobody_listens(metas: Sequence[Meta]) -> None:
+    """The OnRemoved of a tier that nobody asks."""
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """A tier that tells what it holds no more, whatever the reason."""
+
+    on_removed: OnRemoved
+
+
+@runtime_checkable
+class Evicting(Protocol):
+    """A tier that tells what it evicts. None: nobody listens."""
+
+    on_evict: OnEvict | None
+
+
+def put(tier: TierBackend, meta: Meta, payload: bytes | memoryview) -> WriteOutcome:
+    """Reserve, fill and commit one artifact."""
+    reserved = tier.reserve(meta, len(payload))
+    if not isinstance(reserved, Reservation):
+        return reserved
+    reserved.payload[:] = payload
+    return tier.commit([reserved])[0]

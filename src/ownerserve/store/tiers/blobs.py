@@ -1,0 +1,139 @@
+"""The port of a remote tier's medium, named blobs, and the embedded one: a shared directory.
+
+A medium raises OSError (a missing blob: FileNotFoundError, one that `put_new` found there:
+FileExistsError) and Backpressure, nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from ownerserve.kv.errors import CapacityExceeded
+from ownerserve.store.format.segment import sync_directory
+
+_UNFINISHED = ".tmp"
+
+
+class Backpressure(CapacityExceeded):
+    """The medium is full or busy now; the same call may work later."""
+
+
+class BlobInfo(NamedTuple):
+    """One listed blob."""
+
+    key: str
+    modified_s: float
+
+
+class Blobs(Protocol):
+    """Blobs by name, each written whole or not at all."""
+
+    def put(self, key: str, data: memoryview) -> None: ...
+
+    def put_new(self, key: str, data: memoryview) -> None:
+        """Only if there is none: of several writers one wins, the others get FileExistsError."""
+        ...
+
+    def get_into(self, key: str, offset: int, into: memoryview) -> int:
+        """Bytes read from `offset`, fewer than asked at the blob's end."""
+        ...
+
+    def delete(self, key: str) -> None: ...
+
+    def move(self, key: str, to: str) -> None: ...
+
+    def list(self, prefix: str) -> Iterator[BlobInfo]: ...
+
+    def tidy(self, before_s: float) -> int:
+        """Give up what writers that died left half-written before then; how many."""
+        ...
+
+
+class DirectoryBlobs:
+    """Blobs as files of a directory that several machines may share (NFS, CephFS, Lustre)."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        root.mkdir(parents=True, exist_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self._root / key
+
+    def put(self, key: str, data: memoryview) -> None:
+        self._write(key, data, Path.rename)
+
+    def put_new(self, key: str, data: memoryview) -> None:
+        self._write(key, data, _link)
+
+    def _write(self, key: str, data: memoryview, publish: Callable[[Path, Path], object]) -> None:
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
+        try:
+            with temporary.open("xb", buffering=0) as file:
+                done = 0
+                while done < len(data):
+                    count = file.write(data[done:])
+                    if not count:
+                        raise OSError(errno.EIO, "short write", str(temporary))
+                    done += count
+                os.fdatasync(file.fileno())
+            publish(temporary, path)
+            sync_directory(path.parent)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def get_into(self, key: str, offset: int, into: memoryview) -> int:
+        fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            done = 0
+            while done < len(into):
+                count = os.preadv(fd, [into[done:]], offset + done)
+                if count == 0:
+                    break
+                done += count
+            return done
+        finally:
+            os.close(fd)
+
+    def delete(self, key: str) -> None:
+        self._path(key).unlink(missing_ok=True)
+
+    def move(self, key: str, to: str) -> None:
+        target = self._path(to)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._path(key).rename(target)
+
+    def list(self, prefix: str) -> Iterator[BlobInfo]:
+        for path in self._files(prefix):
+            if not path.name.endswith(_UNFINISHED):
+                with suppress(FileNotFoundError):
+                    modified_s = path.stat().st_mtime
+                    yield BlobInfo(path.relative_to(self._root).as_posix(), modified_s)
+
+    def _files(self, prefix: str) -> Iterator[Path]:
+        for folder, _, names in os.walk(self._root / prefix):
+            yield from (Path(folder, name) for name in names)
+
+    def tidy(self, before_s: float) -> int:
+        gone = 0
+        for path in self._files(""):
+            with suppress(FileNotFoundError):
+                if path.name.endswith(_UNFINISHED) and path.stat().st_mtime < before_s:
+                    path.unlink()
+                    gone += 1
+        return gone
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Atomic where rename would replace; a shared file system decides who was first."""
+    path.hardlink_to(temporary)
+    temporary.unlink()

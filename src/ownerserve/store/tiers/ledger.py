@@ -1,0 +1,103 @@
+"""Who holds how much, open reservations included, and what must go for more. No I/O of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ownerserve.store.format.model import Kind, Listed, Meta, RefusalReason, Usage
+from ownerserve.store.tiers.backend import Reservation
+from ownerserve.store.tiers.policy import Limits, Need, Order, Taken, choose, shortfall
+
+Oldest = Callable[[Kind, int, bytes | None], Sequence[Listed]]
+"""(kind, limit, tenant or None) -> least recently touched records."""
+
+_FIRST_WINDOW, _LAST_WINDOW = 64, 1 << 20
+
+
+class Ledger:
+    """Open reservations of one tier, and room by its limits.
+
+    `standing` is read, not owned: what the tier's own catalogue says is there.
+    """
+
+    def __init__(self, limits: Limits, standing: Mapping[tuple[bytes, Kind], Usage]) -> None:
+        self.limits = limits
+        self._standing = standing
+        self._open: dict[bytes, Reservation] = {}
+        self._reserved: Counter[tuple[bytes, Kind]] = Counter()
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._reserved.total()
+
+    def is_held(self, id_: bytes) -> bool:
+        """Someone else is about to write this artifact."""
+        return id_ in self._open
+
+    def hold(self, reservation: Reservation) -> None:
+        """Count a reservation until `release`."""
+        meta = reservation.meta
+        self._open[meta.id] = reservation
+        self._reserved[meta.tenant, meta.kind] += reservation.stored_bytes
+
+    def release(self, reservation: Reservation) -> None:
+        """It was committed or aborted."""
+        meta = reservation.meta
+        if self._open.pop(meta.id, None) is not None:
+            self._reserved[meta.tenant, meta.kind] -= reservation.stored_bytes
+
+    def _taken(self, tenant: bytes, kind: Kind) -> Taken:
+        """Standing and reserved, as a need of `tenant` and `kind` sees it."""
+        own_kind = own = of_kind = 0
+        for amounts in (self._standing_bytes(), self._reserved.items()):
+            for (owner, its_kind), count in amounts:
+                same_kind, same_owner = its_kind is kind, owner == tenant
+                of_kind += count if same_kind else 0
+                own += count if same_owner else 0
+                own_kind += count if same_kind and same_owner else 0
+        return Taken(of_kind, own, own_kind)
+
+    def _standing_bytes(self) -> Iterator[tuple[tuple[bytes, Kind], int]]:
+        return ((key, used.stored_bytes) for key, used in self._standing.items())
+
+    def make_room(
+        self, meta: Meta, stored_bytes: int, *, oldest: Oldest, order: Order
+    ) -> Sequence[Listed] | RefusalReason:
+        """Records to evict so that `stored_bytes` fit; a refusal when nothing can be done."""
+        need = Need(meta.tenant, meta.kind, stored_bytes)
+        short = shortfall(need, self._taken(meta.tenant, meta.kind), self.limits)
+        if isinstance(short, RefusalReason):
+            return short
+        victims: list[Listed] = []
+        if short.tenant_bytes:
+            own = self._choose(need, short.tenant_bytes, meta.tenant, oldest=oldest, order=order)
+            if not own:
+                return RefusalReason.QUOTA
+            victims += own
+        rest = short.kind_bytes - sum(victim.stored_bytes for victim in victims)
+        if rest > 0:
+            gone = frozenset(victim.meta.id for victim in victims)
+            others = self._choose(need, rest, None, oldest=oldest, order=order, pinned=gone)
+            if not others:
+                return RefusalReason.NO_SPACE
+            victims += others
+        return victims
+
+    def _choose(
+        self,
+        need: Need,
+        need_bytes: int,
+        tenant: bytes | None,
+        *,
+        oldest: Oldest,
+        order: Order,
+        pinned: frozenset[bytes] = frozenset(),
+    ) -> Sequence[Listed]:
+        window = _FIRST_WINDOW
+        while True:
+            candidates = oldest(need.kind, window, tenant)
+            victims = choose(candidates, need_bytes, order=order, pinned=pinned)
+            if victims or len(candidates) < window or window >= _LAST_WINDOW:
+                return victims
+            window *= 4

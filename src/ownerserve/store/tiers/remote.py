@@ -1,0 +1,314 @@
+"""The remote tier: one blob a record, in the very format that disk records have.
+
+    records/ab/abcd...               header and payload; store id, segment and offset are zero
+    catalogue/TENANT/KIND/ID-BYTES   what there is and what it is worth (see `catalogue`)
+    quarantine/ID                    what failed verification
+
+Many nodes share it and none owns it: what is found is a hint and the read verifies. It may lose
+everything at any time (Mooncake Store does at a restart of its master): a miss. With `limits`, the
+least useful records make room: restore cost x expected uses, for each byte. Several nodes that
+write at once may go over them by what they write between two listings. Without, a full medium
+refuses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from ownerserve.kv.clock import Clock
+from ownerserve.kv.errors import CapacityExceeded, Corrupt
+from ownerserve.store.format.header import (
+    BLOCK,
+    CHUNK,
+    MAX_PAYLOAD,
+    OtherFormat,
+    decode,
+    peek_bytes,
+)
+from ownerserve.store.format.model import (
+    Hit,
+    Kind,
+    Listed,
+    Meta,
+    Miss,
+    MissReason,
+    Part,
+    Present,
+    ReadOutcome,
+    RefusalReason,
+    Refused,
+    Stored,
+    Usage,
+    Want,
+    WriteOutcome,
+)
+from ownerserve.store.format.seal import Keys
+from ownerserve.store.format.verify import (
+    BadRange,
+    NoKey,
+    check_place,
+    chunk_span,
+    draft,
+    open_chunks,
+    open_header,
+    record_room,
+    span_of,
+)
+from ownerserve.store.tiers.backend import EVERY_RECORD, Reservation
+from ownerserve.store.tiers.blobs import Backpressure, Blobs
+from ownerserve.store.tiers.buffers import BufferPool, Landing
+from ownerserve.store.tiers.catalogue import Catalogue, Row, catalogue_key, parse, under_tenant
+from ownerserve.store.tiers.health import Health
+from ownerserve.store.tiers.policy import ExpectedUse, Limits
+
+NOWHERE = bytes(16)
+UNFINISHED_S = 24 * 3600.0
+"""No writer needs longer for one record."""
+
+
+def record_key(id_: bytes) -> str:
+    """Where a record lies."""
+    name = id_.hex()
+    return f"records/{name[:2]}/{name}"
+
+
+class RemoteTier:
+    """Artifacts in a shared medium. Implements `tier.TierBackend`."""
+
+    def __init__(
+        self,
+        name: str,
+        blobs: Blobs,
+        *,
+        clock: Clock,
+        keys: Keys,
+        limits: Limits | None = None,
+        expected: ExpectedUse | None = None,
+    ) -> None:
+        """`limits` None: TTLs as everywhere, room as the medium has it."""
+        self.name = name
+        self._blobs = blobs
+        self._clock = clock
+        self._keys = keys
+        self._ttls = limits or Limits()
+        self._catalogue = Catalogue(blobs, clock, limits, expected or ExpectedUse())
+        self._landing = BufferPool()
+        self.health = Health(f"remote store {name}")
+        self.counters: Counter[str] = Counter()
+
+    def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]:
+        """Reads headers: one round trip for each id."""
+        found = {}
+        for id_ in ids:
+            with suppress(OSError, Corrupt, CapacityExceeded):
+                header = decode(self._header(record_key(id_)))
+                meta, size = header.meta, header.payload_bytes
+                stored = header.header_bytes + size  # a blob is not padded
+                found[id_] = Listed(meta, size, stored, header.created_ms / 1000)
+        return found
+
+    def _header(self, key: str) -> memoryview:
+        first = self._landing.take(BLOCK)
+        first = first[: self._blobs.get_into(key, 0, first)]
+        length = peek_bytes(first)
+        if length == BLOCK:
+            return first
+        whole = self._landing.take(length)
+        return whole[: self._blobs.get_into(key, 0, whole)]
+
+    def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
+        """All wants verified, or a miss."""
+        parts = []
+        for want in wants:
+            outcome = self._read_shielded(want, landing or self._landing)
+            if isinstance(outcome, MissReason):
+                self.counters[f"miss_{outcome}"] += 1
+                return Miss(outcome, want.id)
+            parts.append(outcome)
+        for want in wants:
+            self._catalogue.used(want.id)
+        self.counters["hit"] += 1
+        return Hit(tuple(parts), self.name)
+
+    def _read_shielded(self, want: Want, landing: Landing) -> Part | MissReason:
+        try:
+            return self._read(want, landing)
+        except FileNotFoundError:
+            return MissReason.ABSENT
+        except OSError:
+            return MissReason.IO_ERROR
+        except CapacityExceeded:
+            return MissReason.BUSY
+        except BadRange:
+            return MissReason.BAD_RANGE
+        except NoKey:
+            return MissReason.NO_KEY
+        except OtherFormat:
+            return MissReason.OTHER_FORMAT
+        except Corrupt:
+            self._quarantine(want.id)
+            return MissReason.CORRUPT
+
+    def _read(self, want: Want, landing: Landing) -> Part | MissReason:
+        key = record_key(want.id)
+        header, seal = open_header(self._header(key), self._keys)
+        check_place(header, NOWHERE, 0, 0)
+        if header.meta.id != want.id:
+            raise Corrupt("another artifact's record")
+        if want.descriptor is not None and want.descriptor != header.meta.descriptor:
+            return MissReason.FOREIGN_LAYOUT
+        low, high = span_of(want, header.meta.units, header.payload_bytes)
+        first, end = chunk_span(low, high, header.payload_bytes)
+        chunks = landing.take(end - first)
+        if self._blobs.get_into(key, header.header_bytes + first, chunks) < len(chunks):
+            raise Corrupt("the blob ends within the record")
+        open_chunks(chunks, header, seal, first // CHUNK)
+        return Part(header.meta, chunks[low - first : high - first])
+
+    def _quarantine(self, id_: bytes) -> None:
+        self.counters["quarantined"] += 1
+        with suppress(OSError, Backpressure):
+            self._blobs.move(record_key(id_), f"quarantine/{id_.hex()}")
+
+    def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | Present | Refused:
+        """A buffer; what the medium has no room for is refused at commit."""
+        meta.check()
+        reason = self._why_not(meta, payload_bytes)
+        if reason is not None:
+            return self._refuse(reason, meta.id)
+        if self.find([meta.id]):
+            return Present(meta.id)
+        seal = self._keys.for_write(meta.tenant)
+        assert seal is not None
+        head, total = record_room(meta, payload_bytes, seal)
+        refused = self._make_room(meta, head + payload_bytes)
+        if refused is not None:
+            return self._refuse(refused, meta.id)
+        try:
+            return Reservation(meta, self._landing.take(total), (head, payload_bytes))
+        except CapacityExceeded:
+            return self._refuse(RefusalReason.BUSY, meta.id)
+
+    def _make_room(self, meta: Meta, stored_bytes: int) -> RefusalReason | None:
+        try:
+            victims = self._catalogue.make_room(meta, stored_bytes)
+        except (OSError, Backpressure):
+            self.counters["io_errors"] += 1
+            return RefusalReason.IO_ERROR
+        if isinstance(victims, RefusalReason):
+            return victims
+        gone = sum(self._delete(row) for row in victims)
+        self.counters["evicted"] += gone
+        return None if gone == len(victims) else RefusalReason.IO_ERROR
+
+    def _why_not(self, meta: Meta, payload_bytes: int) -> RefusalReason | None:
+        if not 0 < payload_bytes <= MAX_PAYLOAD or payload_bytes % meta.units:
+            return RefusalReason.TOO_LARGE
+        if not self.health.writable(self._clock.now()):
+            return RefusalReason.IO_ERROR
+        return RefusalReason.NO_KEY if self._keys.for_write(meta.tenant) is None else None
+
+    def _refuse(self, reason: RefusalReason, id_: bytes) -> Refused:
+        self.counters[f"refused_{reason}"] += 1
+        return Refused(reason, id_)
+
+    def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]:
+        """Each on its own: the medium has no group commit."""
+        return tuple(self._commit(reserved) for reserved in reservations)
+
+    def _commit(self, reserved: Reservation) -> WriteOutcome:
+        meta, seal = reserved.meta, self._keys.for_write(reserved.meta.tenant)
+        assert seal is not None
+        record = reserved.take()
+        now_ms = int(self._clock.now() * 1000)
+        header = draft(record, meta, reserved.payload_bytes, seal=seal, now_ms=now_ms)
+        record = record[: header.header_bytes + header.payload_bytes]
+        try:
+            # The entry first: a record that nobody lists could not be purged. After a failure both
+            # are left: another node may have written them, and an entry without a record expires.
+            self._catalogue.write(meta, len(record))
+            self._blobs.put_new(record_key(meta.id), record)
+        except FileExistsError:
+            return Present(meta.id)  # another node was first; its catalogue entry is as long
+        except Backpressure:
+            return self._refuse(RefusalReason.BUSY, meta.id)
+        except OSError as error:
+            self.counters["io_errors"] += 1
+            self.health.failed(error, self._clock.now())
+            return self._refuse(RefusalReason.IO_ERROR, meta.id)
+        self.health.worked()
+        self.counters["stored"] += 1
+        return Stored(meta.id, len(record))
+
+    def abort(self, reservation: Reservation) -> None:
+        """Nothing was written."""
+        reservation.take()
+
+    def remove(self, ids: Sequence[bytes]) -> int:
+        """Records gone, of those that were there."""
+        found = self.find(ids)
+        for record in found.values():
+            self._delete(parse(catalogue_key(record.meta, record.stored_bytes), 0.0))
+        return len(found)
+
+    def _delete(self, row: Row) -> int:
+        try:
+            self._blobs.delete(record_key(row.record.meta.id))
+            self._catalogue.delete(row)
+        except (OSError, Backpressure):
+            self.counters["io_errors"] += 1
+            return 0
+        return 1
+
+    def _rows(self, under: str = "catalogue/") -> list[Row]:
+        try:
+            return list(self._catalogue.rows(under))
+        except (OSError, Backpressure):
+            self.counters["io_errors"] += 1
+            return []
+
+    def expire(self, most: int = EVERY_RECORD) -> int:
+        """Remove what was not used for its kind's TTL, at most so many records, and what dead
+        writers left."""
+        now_s = self._clock.now()
+        with suppress(OSError, Backpressure):
+            self._catalogue.note_uses()
+            self.counters["tidied"] += self._blobs.tidy(now_s - UNFINISHED_S)
+        gone = 0
+        for row in self._rows():
+            if gone >= most:
+                break
+            ttl_s = self._ttls.of(row.record.meta.kind).ttl_s
+            if ttl_s is not None and row.record.touched_s < now_s - ttl_s:
+                gone += self._delete(row)
+        return gone
+
+    def purge(self, tenant: bytes) -> int:
+        """Every record of a tenant gone, quarantined ones too."""
+        gone = 0
+        for row in self._rows(under_tenant(tenant)):
+            with suppress(OSError, Backpressure):
+                self._blobs.delete(f"quarantine/{row.record.meta.id.hex()}")
+            gone += self._delete(row)
+        return gone
+
+    def price(self, costs_ms: Mapping[bytes, float]) -> None:
+        """Into the catalogue, where all nodes see it; only when room is managed."""
+        with suppress(OSError, Backpressure):
+            self._catalogue.price(costs_ms)
+
+    def usage(self) -> Mapping[tuple[bytes, Kind], Usage]:
+        """What the catalogue lists, by tenant and kind; one listing."""
+        total: dict[tuple[bytes, Kind], Usage] = {}
+        for row in self._rows():
+            meta, size = row.record.meta, row.record.stored_bytes
+            used = total.get((meta.tenant, meta.kind), Usage())
+            total[meta.tenant, meta.kind] = Usage(used.stored_bytes + size, used.records + 1)
+        return total
+
+    def close(self) -> None:
+        """Write down what was used; nothing is held open."""
+        with suppress(OSError, Backpressure):
+            self._catalogue.note_uses()
