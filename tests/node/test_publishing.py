@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from enum import Enum, auto
 
 import pytest
 
@@ -26,6 +27,14 @@ OTHER = RoutingUnit(WorkerId("x"), 0, Incarnation(1))
 S, F = SessionId("s"), SessionId("fork")
 ALL = MAIN_KINDS | int(Kind.CHECKPOINT)
 TIERS = {Tier.DEVICE: TierCode.DEVICE, Tier.HOST: TierCode.HOST, Tier.DISK: TierCode.DISK}
+
+
+class Answer(Enum):
+    """What comes of a frame."""
+
+    HEARD = auto()
+    LOST = auto()  # the directory did it
+    NONE = auto()  # the directory never had it
 
 
 class Worker:
@@ -58,12 +67,16 @@ class Worker:
         digests = self.chains.digests(text(blocks, branch), session)
         self.inventory.has(session, place, blocks * BLOCK, digest=digests[-1], kinds=kinds)
 
-    def tell(self, busy: tuple[SessionId, ...] = ()) -> ask.Publish | None:
+    def tell(
+        self, busy: tuple[SessionId, ...] = (), answer: Answer = Answer.HEARD
+    ) -> ask.Publish | None:
         """What goes with one frame."""
         told = self.publishing.next(seen=None, ours=self.ours, busy=busy)
         if told is not None:
             self.sent.append(told)
-            self.publishing.answered(self.ask(told))
+            nothing = ask.Refused(ask.Refusal.UNREACHABLE)
+            outcome = nothing if answer is Answer.NONE else self.ask(told)
+            self.publishing.answered(outcome if answer is Answer.HEARD else nothing)
         return told
 
     def tell_all(self) -> None:
@@ -199,6 +212,24 @@ def test_a_directory_that_forgot_is_told_all_with_duties_and_groups() -> None:
     assert worker.ask(ask.FindGroup("repo")) == ask.GroupIs(((worker.name(3), 0),))
 
 
+def test_what_went_before_it_was_known_that_the_directory_had_forgotten_is_told_as_gone() -> None:
+    """A `Register` that was stuck on its way makes the unit known to the new memory at once."""
+    worker = Worker()
+    worker.directory.forget()
+    worker.ask(ask.Register(UNIT))
+    worker.has(S, Tier.DISK, 2)
+    worker.has(F, Tier.DISK, 3)
+    worker.tell_all()
+    worker.inventory.gone(S, Tier.DISK)
+    assert worker.publishing.next(seen=None, ours=(), busy=()) is not None
+    worker.publishing.answered(ask.Refused(ask.Refusal.UNREACHABLE))
+    worker.has(F, Tier.DISK, 4)
+    worker.publishing.forgotten()
+    worker.tell_all()
+    known = [worker.copies(worker.name(blocks)) for blocks in (2, 3, 4)]
+    assert known == [{}, {}, {TierCode.DISK: ALL}]
+
+
 def test_what_the_directory_did_not_take_goes_again_with_a_later_frame() -> None:
     worker = Worker()
     worker.has(S, Tier.DISK, 2)
@@ -283,7 +314,11 @@ def test_the_directory_knows_what_the_inventory_says(seed: int) -> None:
         elif roll < 0.95:
             worker.directory.forget()
             worker.ask(ask.Register(UNIT))
+            if rng.random() < 0.5:
+                worker.tell(answer=rng.choice(list(Answer)))
             worker.publishing.forgotten()
+        elif roll < 0.98:
+            worker.tell(answer=rng.choice(list(Answer)))
     worker.tell_all()
     said = {(word.session, word.tier) for word in worker.inventory}
     expected: dict[PrefixHash, set[TierCode]] = {}

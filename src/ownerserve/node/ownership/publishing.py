@@ -152,10 +152,14 @@ class Publishing:
             self._give(key, former, goes_on=self._goes_on(key, former, tokens))
 
     def forgotten(self) -> None:
-        """The directory knows nothing of this unit: all is told again."""
+        """The directory has lost its memory: all is told again. What is gone is told too, for the
+        new memory may have been told that it is here before that was known: a `Register` that was
+        stuck on its way is enough for it to take reports."""
+        gone = () if self._under_way is None else self._under_way.gone
+        self._gone = {copy: None for copy in (*gone, *self._gone) if copy not in self._copies}
+        left = self._asked_to_leave | self._left
+        self._left = {copy: whose for copy, whose in left.items() if copy not in self._copies}
         self._new = dict.fromkeys(self._copies)
-        self._gone.clear()
-        self._left.clear()
         self._under_way = None
         self._asked_to_leave = {}
         self._is_refilling, self._is_refused = bool(self._new), False
