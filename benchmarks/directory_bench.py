@@ -35,7 +35,7 @@ from ownerserve.kv.messages import RoutingUnit
 from result import Row, larger_is_better, report
 
 # Real servers, as the tests start them.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "directory"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 WORKERS = 8
 PART = 1000
@@ -244,7 +244,7 @@ def main() -> None:
     extents = parser.parse_args().extents
     rows = embedded_rows(extents) + service_rows()
     others = {}
-    from servers import Server, find_binary
+    from tests.support.directory.servers import Server, find_binary
 
     if find_binary() is None:
         print("no valkey-server or redis-server on PATH: rows of a shared backend are left out")

@@ -29,7 +29,7 @@ from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.node.ownership.ownership import Came, Left, Ownership
 from result import Row, report
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "directory"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 BLOCK = 16
 LEASE_S = 30.0
@@ -179,7 +179,7 @@ def main() -> None:
     size = {"workers": told.workers, "extents": told.extents, "sessions": told.sessions}
     rows: list[Row] = []
     others = {}
-    from servers import Server, find_binary
+    from tests.support.directory.servers import Server, find_binary
 
     with tempfile.TemporaryDirectory() as home:
         fleet = Fleet(Path(home), **size)

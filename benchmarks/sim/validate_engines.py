@@ -29,7 +29,7 @@ import msgspec
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT / "tests" / "vllm")]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 
 from lockstep import Case, Replayed, scaled  # noqa: E402
 from untouched import Untouched  # noqa: E402
@@ -190,9 +190,9 @@ def hf_rows(folder: Path) -> list[Row]:
 
 
 def vllm_rows(folder: Path, scratch: Path) -> list[Row]:
-    import tiny
-    from fleet import Zygote
-    from wire import Boot
+    from tests.support.vllm import tiny
+    from tests.support.vllm.fleet import Zygote
+    from tests.support.vllm.wire import Boot
 
     model = tiny.write_checkpoint("qwen3", scratch / "model")
 

@@ -26,12 +26,11 @@ from typing import Any
 import msgspec
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "vllm"))
+sys.path.insert(0, str(ROOT))
 
-import connectors  # noqa: E402
-import tiny  # noqa: E402
-from fleet import VllmWorker, Zygote  # noqa: E402
-from wire import Boot  # noqa: E402
+from tests.support.vllm import connectors, tiny  # noqa: E402
+from tests.support.vllm.fleet import VllmWorker, Zygote  # noqa: E402
+from tests.support.vllm.wire import Boot  # noqa: E402
 
 GIB = 1 << 30
 HOST_BYTES = GIB

@@ -1,7 +1,7 @@
 """Inside a vLLM worker: a case of benchmarks/sim/lockstep.py, a step of the engine at a time.
 
-Importing this gives tests/vllm/hooks.py the question `replay_case`. Counts what vLLM does by
-wrapping three of its methods; changes nothing of it.
+Importing this gives tests/support/vllm/hooks.py the question `replay_case`. Counts what vLLM
+does by wrapping three of its methods; changes nothing of it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import hooks
 import msgspec
 from vllm import SamplingParams
+
+from tests.support.vllm import hooks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sim"))
 

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from statistics import median
 
 import msgspec
-import tiny
-from fleet import VllmWorker
+
+from tests.support.vllm import tiny
+from tests.support.vllm.fleet import VllmWorker
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 24, 6
 BATCH = 40

@@ -23,13 +23,13 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-import tiny
 from contenders import Contender
-from fleet import VllmWorker
 
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.store.disk.snapshot import StoreSnapshot
 from ownerserve.store.format.model import Hit, Want
+from tests.support.vllm import tiny
+from tests.support.vllm.fleet import VllmWorker
 
 SETTLE_S = 60.0
 BITE_BYTES, READERS = 16 << 20, 2

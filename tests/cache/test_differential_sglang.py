@@ -38,6 +38,7 @@ from ownerserve.kv.prefix import pack
 from ownerserve.kv.specs import Coverage
 
 ROOT = Path(__file__).resolve().parents[2]
+ORACLE = ROOT / "tests" / "support" / "cache" / "sglang_oracle.py"
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 PAGE = 16
 SEEDS = range(12)
@@ -54,7 +55,7 @@ class Sglang:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [str(PYTHON), "-W", "ignore", str(Path(__file__).with_name("sglang_oracle.py"))],
+            [str(PYTHON), "-W", "ignore", str(ORACLE)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -71,7 +72,7 @@ class Sglang:
         self._process.stdin.write(json.dumps([operation, arguments]) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
-        assert line, "the oracle ended; run tests/cache/sglang_oracle.py by hand"
+        assert line, "the oracle ended; run tests/support/cache/sglang_oracle.py by hand"
         return json.loads(line)
 
     def close(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from cache_driver import HYBRID, B, Driver, blocks_of
 
 from ownerserve.cache.metrics import Lost, snapshot
 from ownerserve.cache.outcomes import (
@@ -21,6 +20,7 @@ from ownerserve.cache.pressure import Checkpoint, Dropped, Spill, Watermarks
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.prefix import HashedPrefix, hash_prefix
+from tests.support.cache.cache_driver import HYBRID, B, Driver, blocks_of
 
 
 def arrive(driver: Driver, tokens: bytes, points: tuple[int, ...] = ()) -> Reserved:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from cache_play import Pick, Play
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from tests.support.cache.cache_play import Pick, Play
 
 
 def drawn(data: st.DataObject) -> Pick:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from cache_driver import DENSE, B, Driver, blocks_of
 
 from ownerserve.cache.outcomes import Begun, NoRoom
 from ownerserve.cache.policies import POLICIES
@@ -17,6 +16,7 @@ from ownerserve.cache.policies.priority import Priority
 from ownerserve.cache.policies.slru import Slru
 from ownerserve.cache.policies.tail_latency import TailLatency
 from ownerserve.kv.ids import SessionId, TurnId
+from tests.support.cache.cache_driver import DENSE, B, Driver, blocks_of
 
 ALL = sorted(POLICIES)
 

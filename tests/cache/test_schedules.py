@@ -2,20 +2,17 @@
 
 A few hundred here; ten thousand with `-m slow`, or any range by hand:
 
-    python tests/cache/test_schedules.py 0 10000
+    python -m tests.cache.test_schedules 0 10000
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cache_play import Play
+from tests.support.cache.cache_play import Play
 
 STEPS = 40
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from cache_driver import DENSE, B, Driver, blocks_of
 
 from ownerserve.cache.outcomes import DEFAULT_TTL_S, Append, Begun, Install, Reason, Refused
 from ownerserve.cache.policies.session_reference import SessionReference
 from ownerserve.cache.sessions import FORGET_CHECK_S
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
+from tests.support.cache.cache_driver import DENSE, B, Driver, blocks_of
 
 A, NOBODY = SessionId("a"), SessionId("nobody")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from cache_driver import DENSE, HYBRID, B, Driver, blocks_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import pack
+from tests.support.cache.cache_driver import DENSE, HYBRID, B, Driver, blocks_of
 
 CSA = Tail("csa_tail", 4, overlap=4)
 HCA = Tail("hca_tail", 128)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from cache_driver import BLOCK_BYTES, DENSE, HYBRID, B, Driver, blocks_of
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.metrics import snapshot
@@ -21,6 +20,7 @@ from ownerserve.cache.policies.lru import Lru
 from ownerserve.cache.tree import Freed
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
+from tests.support.cache.cache_driver import BLOCK_BYTES, DENSE, HYBRID, B, Driver, blocks_of
 
 A = SessionId("a")
 

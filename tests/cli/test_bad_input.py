@@ -29,6 +29,7 @@ from ownerserve.store.service.wallclock import WallClock
 from ownerserve.trace.synth.generate import generate
 from ownerserve.trace.synth.options import Options
 from ownerserve.trace.write import write_trace
+from tests.support.children import importing
 
 SECONDS = 60.0
 NOBODY = 65534
@@ -118,11 +119,11 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     for name in ("locked", "sealed"):
         (folder / name).chmod(0o500)
     modules = [f"ownerserve.cli.{module}" for module, _ in COMMANDS.values()]
-    script = Path(__file__).with_name("fork_commands.py")
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         subprocess.Popen(
-            [sys.executable, str(script), *modules],
+            [sys.executable, "-m", "tests.support.cli.fork_commands", *modules],
+            env=importing(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,24 +1,19 @@
-"""A real server for those tests that want one, and this folder's helpers on the path."""
+"""A real server for those tests that want one."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from contract import LEASE_S, World
-from servers import Server, find_binary
 
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.terms import TermFile
 from ownerserve.directory.valkey.directory import ValkeyDirectory, ValkeyOptions
 from ownerserve.directory.valkey.primary import parse_source
 from ownerserve.kv.clock import ManualClock
+from tests.support.directory.contract import LEASE_S, World
+from tests.support.directory.servers import Server, find_binary
 
 
 @pytest.fixture(scope="session")

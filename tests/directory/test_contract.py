@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from contract import (
+from ownerserve.directory import messages as ask
+from ownerserve.directory.messages import Refusal
+from ownerserve.directory.rules import TierCode
+from ownerserve.kv.epoch import Epoch, Term
+from ownerserve.kv.ids import PrefixHash
+from tests.support.directory.contract import (
     LEASE_S,
     MAIN,
     P1,
@@ -18,12 +23,6 @@ from contract import (
     refused,
     unit,
 )
-
-from ownerserve.directory import messages as ask
-from ownerserve.directory.messages import Refusal
-from ownerserve.directory.rules import TierCode
-from ownerserve.kv.epoch import Epoch, Term
-from ownerserve.kv.ids import PrefixHash
 
 # ---- sessions
 

@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 import msgspec
-from contract import (
+
+from ownerserve.directory import messages as ask
+from ownerserve.directory.messages import Refusal
+from ownerserve.directory.records import (
+    WISH_LIMIT,
+    Location,
+    Prefix,
+    decode_record,
+    encode_record,
+)
+from ownerserve.directory.rules import Kind, TierCode
+from ownerserve.kv.epoch import Epoch, Term
+from ownerserve.kv.ids import PrefixHash
+from ownerserve.kv.messages import RoutingUnit
+from tests.support.directory.contract import (
     MAIN,
     P1,
     P2,
@@ -20,20 +34,6 @@ from contract import (
     refused,
     unit,
 )
-
-from ownerserve.directory import messages as ask
-from ownerserve.directory.messages import Refusal
-from ownerserve.directory.records import (
-    WISH_LIMIT,
-    Location,
-    Prefix,
-    decode_record,
-    encode_record,
-)
-from ownerserve.directory.rules import Kind, TierCode
-from ownerserve.kv.epoch import Epoch, Term
-from ownerserve.kv.ids import PrefixHash
-from ownerserve.kv.messages import RoutingUnit
 
 
 def test_lookup_gives_the_longest_that_someone_alive_holds(world: World) -> None:

@@ -1,10 +1,14 @@
-"""A few rounds of each fault on real servers; a hundred by `python tests/directory/failover.py`."""
+"""A few rounds of each fault on real servers.
+
+A hundred by `python -m tests.support.directory.failover`.
+"""
 
 from __future__ import annotations
 
 import pytest
-from failover import Sites, play
-from servers import find_binary
+
+from tests.support.directory.failover import Sites, play
+from tests.support.directory.servers import find_binary
 
 pytestmark = [
     pytest.mark.crash,

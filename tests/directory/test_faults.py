@@ -2,22 +2,19 @@
 
 Two hundred in CI. More, or a range, by hand:
 
-    python tests/directory/test_faults.py 0 100000 --processes 2
+    python -m tests.directory.test_faults 0 100000 --processes 2
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fault_run import main, run
-from fault_world import World, play
-from mutations import MUTATIONS, Mutation, first_caught
+from tests.support.directory.fault_run import main, run
+from tests.support.directory.fault_world import World, play
+from tests.support.directory.mutations import MUTATIONS, Mutation, first_caught
 
 CAUGHT_WITHIN = 2000
 ONCE_VIOLATED = {

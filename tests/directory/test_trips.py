@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from servers import Server
-
 from ownerserve.directory import messages as ask
 from ownerserve.directory.rules import MAIN_KINDS, TierCode
 from ownerserve.directory.valkey.directory import ValkeyDirectory, ValkeyOptions
@@ -11,6 +9,7 @@ from ownerserve.directory.valkey.primary import parse_source
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
+from tests.support.directory.servers import Server
 
 A = RoutingUnit(WorkerId("a"), 0, Incarnation(1))
 COUNT = 300

@@ -14,16 +14,13 @@ from typing import get_args
 import httpx
 import msgspec
 import pytest
-from processes import SESSION_HEADER, Fleet, until
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.router.naming import Scope
-from wires import WAIT_S
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "directory"))
-
-from servers import Server, find_binary
+from tests.support.directory.servers import Server, find_binary
+from tests.support.kills.processes import SESSION_HEADER, Fleet, until
+from tests.support.kills.wires import WAIT_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash, pytest.mark.slow]
 

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import SESSION_HEADER, Fleet, until
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.router.naming import Scope
+from tests.support.kills.processes import SESSION_HEADER, Fleet, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash, pytest.mark.slow]
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import httpx
 import msgspec
 import pytest
-from processes import SESSION_HEADER, Fleet, Member, Worker, until
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.rpc.client import DirectoryClient
@@ -25,7 +24,8 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire import turn_line
 from ownerserve.kv.wire.turn_line import TurnLine
 from ownerserve.router.naming import Scope
-from wires import WAIT_S, At, Trap
+from tests.support.kills.processes import SESSION_HEADER, Fleet, Member, Worker, until
+from tests.support.kills.wires import WAIT_S, At, Trap
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash, pytest.mark.slow]
 

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 import msgspec
 import pytest
 import zmq
-from node_driver import B, NodeDriver
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
@@ -43,6 +42,7 @@ from ownerserve.node.admission.reservations import (
     probe_seed,
 )
 from ownerserve.node.rpc.server import RpcClient, RpcServer
+from tests.support.node.node_driver import B, NodeDriver
 
 LEVELS = Levels(0, 2, 100, 50 * B, 40 * B)
 SESSION = SessionId("s")

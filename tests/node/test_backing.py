@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from node_driver import IDENTITY, LAYOUT, B
 
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.messages import Tier
@@ -24,6 +23,7 @@ from ownerserve.store.format.model import Hit, Meta, Stored, Want
 from ownerserve.store.tiers.backend import Reservation, put
 from ownerserve.store.tiers.memory import MemoryTier
 from ownerserve.store.tiers.policy import KindLimits, Limits, by_utility, split
+from tests.support.node.node_driver import IDENTITY, LAYOUT, B
 
 NAMES = RecordNames(IDENTITY, LAYOUT, engine="toy/1", blocks=4)
 DIGESTS = hash_prefix(pack(range(16 * B)), B)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 import pytest
-from node_driver import B, NodeDriver
 
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import TurnId
@@ -15,6 +14,7 @@ from ownerserve.node.storage import upkeep
 from ownerserve.node.storage.upkeep import Upkeep
 from ownerserve.node.vocabulary.events import Copy, Fetch, Find, Kept, NotKept, RestoreOutcome, Tick
 from ownerserve.node.vocabulary.settings import NodeSettings
+from tests.support.node.node_driver import B, NodeDriver
 
 LATER = NodeSettings(record_blocks=4, spill_after_s=1000.0)
 

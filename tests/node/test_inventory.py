@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from node_driver import B, NodeDriver
 
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.wire.inventory import Has, Lost, Page
 from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.node.vocabulary.events import RecordsLost, Remembered, SessionOver, Tick
+from tests.support.node.node_driver import B, NodeDriver
 
 TOKENS = list(range(1000, 1000 + 10 * B))
 S = SessionId("s")

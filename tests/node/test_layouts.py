@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from node_driver import IDENTITY, B
 
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.kv.clock import ManualClock
@@ -24,6 +23,7 @@ from ownerserve.store.format.convert import ByteOrder, Unconvertible, decode, ob
 from ownerserve.store.format.convert import Layout as Description
 from ownerserve.store.format.model import Hit, Meta, Miss, MissReason, Stored, Want
 from ownerserve.store.tiers.backend import Reservation
+from tests.support.node.node_driver import IDENTITY, B
 
 LAYERS, WIDTH, UNITS = 3, 8, 4
 ROW = (LAYERS, B, WIDTH)

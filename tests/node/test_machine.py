@@ -9,7 +9,6 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from node_driver import B, NodeDriver
 
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.pressure import Watermarks
@@ -26,6 +25,7 @@ from ownerserve.node.vocabulary.events import (
 )
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.store.format.model import MissReason
+from tests.support.node.node_driver import B, NodeDriver
 
 SETTINGS = NodeSettings(
     record_blocks=2,

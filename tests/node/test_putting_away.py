@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from node_driver import LAYOUT, MODEL, PRICES, B, NodeDriver
 
 from ownerserve.kv.artifacts import PointKey, RangeKey, artifact_id
 from ownerserve.kv.errors import InvalidInput
@@ -19,6 +18,7 @@ from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.swa.adaptive import Adaptive
 from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan
 from ownerserve.store.format.model import meta_of
+from tests.support.node.node_driver import LAYOUT, MODEL, PRICES, B, NodeDriver
 
 LONG = list(range(10 * B + 5))
 COSTS = CostModel(PRICES)

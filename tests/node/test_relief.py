@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from node_driver import LAYOUT, PRICES, B, NodeDriver
 
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import Begun, Turn
@@ -14,6 +13,7 @@ from ownerserve.kv.prefix import pack
 from ownerserve.node.vocabulary.events import Copy, Find, RestoreOutcome, Tick
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
+from tests.support.node.node_driver import LAYOUT, PRICES, B, NodeDriver
 
 LATER = NodeSettings(record_blocks=4, spill_after_s=1000.0)
 """Sessions are put away only when room is short."""

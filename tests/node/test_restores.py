@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from node_driver import B, NodeDriver
 
 from ownerserve.cache.outcomes import Begun, Replay, Restore, Resume, Shortage, Turn, Victim
 from ownerserve.cache.pressure import Watermarks
@@ -22,6 +21,7 @@ from ownerserve.node.vocabulary.events import (
     Tick,
 )
 from ownerserve.node.vocabulary.settings import NodeSettings
+from tests.support.node.node_driver import B, NodeDriver
 
 LONG = list(range(10 * B + 5))
 SHORT_WAIT = NodeSettings(record_blocks=4, spill_after_s=1.0, room_wait_s=20.0)

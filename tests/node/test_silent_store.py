@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_driver import IDENTITY, LAYOUT, MODEL, PRICES, B
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import Begun, Turn
@@ -42,6 +41,7 @@ from ownerserve.store.format.model import Listed, Meta, ReadOutcome, Want
 from ownerserve.store.service import runtime as store_runtime
 from ownerserve.store.service.wallclock import WallClock
 from ownerserve.store.tiers.backend import Reservation
+from tests.support.node.node_driver import IDENTITY, LAYOUT, MODEL, PRICES, B
 
 WAIT_S = 60.0
 

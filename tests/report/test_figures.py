@@ -14,7 +14,6 @@ import matplotlib as mpl
 import msgspec
 import numpy as np
 import pytest
-from figure_examples import EXAMPLES
 from PIL import Image
 
 from ownerserve.report.figures.amplification import Amplification, amplification
@@ -23,6 +22,8 @@ from ownerserve.report.figures.panels import Panel, Panels, panels
 from ownerserve.report.figures.state import StateBreakdown, state_breakdown
 from ownerserve.report.figures.style import CYCLE, VERMILLION, Written, looks, write
 from ownerserve.report.figures.sweeps import Sweep, Sweeps, sweeps
+from tests.support.children import importing
+from tests.support.report.figure_examples import EXAMPLES
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -45,17 +46,18 @@ def test_a_second_run_writes_the_same_bytes(
     """In a process of its own: with another hash seed and another matplotlibrc."""
     names = ("f02_reuse", "f10_heat")
     (tmp_path / "matplotlibrc").write_text("axes.facecolor: pink\nfont.size: 30\n")
+    path = importing()["PYTHONPATH"]
     program = (
-        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
-        "from figure_examples import EXAMPLES\n"
+        "import sys; from pathlib import Path\n"
+        "from tests.support.report.figure_examples import EXAMPLES\n"
         "from ownerserve.report.figures.style import write\n"
-        "for name in sys.argv[2:]: write(name, *EXAMPLES[name], Path('again'))\n"
+        "for name in sys.argv[1:]: write(name, *EXAMPLES[name], Path('again'))\n"
     )
     subprocess.run(
-        [sys.executable, "-c", program, str(Path(__file__).parent), *names],
+        [sys.executable, "-c", program, *names],
         check=True,
         cwd=tmp_path,
-        env={"PYTHONHASHSEED": "7", "HOME": str(Path.home()), "PATH": ""},
+        env={"PYTHONHASHSEED": "7", "HOME": str(Path.home()), "PATH": "", "PYTHONPATH": path},
     )
     for name in names:
         first = written(name)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +13,6 @@ import uvloop
 
 from ownerserve.gateway.config import Address, Config
 from ownerserve.gateway.service import Gateway
-
-sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside the tests
 
 EVENTS = 5
 

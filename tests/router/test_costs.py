@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from fleets import ABLE, GIB, SPEED, fleet_of, load, on, owned, request, status
 
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.router.costs import Pricer
@@ -11,6 +10,7 @@ from ownerserve.router.derive import CLAUDE_CODE, derive
 from ownerserve.router.profile import DEFAULT_SPEED, Profile
 from ownerserve.router.settings import Settings
 from ownerserve.router.worker import Worker
+from tests.support.router.fleets import ABLE, GIB, SPEED, fleet_of, load, on, owned, request, status
 
 FREE = Settings(memory_ms_per_gib=0.0, duplicate_ms_per_gib=0.0, interference=0.0)
 WEIGHED = Settings(memory_ms_per_gib=100.0, duplicate_ms_per_gib=10.0, interference=0.5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from fleets import ABLE, dispatched, raise_up, served, unit
 
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash, SessionId, WorkerId
@@ -28,6 +27,7 @@ from ownerserve.router.policies import make_policy
 from ownerserve.router.profile import Profile
 from ownerserve.router.state import RouterState
 from ownerserve.router.usage import Usage
+from tests.support.router.fleets import ABLE, dispatched, raise_up, served, unit
 
 HASH = PrefixHash(b"h" * 32)
 PARENT = SessionId("parent")
@@ -41,7 +41,7 @@ def state(request: pytest.FixtureRequest) -> RouterState:
 
 
 def busy(state: RouterState, name: str, now: float, *, pending: int = 10**6, life: int = 1) -> None:
-    from fleets import status
+    from tests.support.router.fleets import status
 
     state.handle(Stamped(status(name, now, pending=pending, incarnation=life)), now)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
-from answer_lines import LIFE, said
 
 from ownerserve.gateway.admin import admin_app
 from ownerserve.kv.ids import INCARNATION_MAX
+from tests.support.router.answer_lines import LIFE, said
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 import zmq
-from answer_lines import LIFE, said
 
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.messages import (
@@ -34,6 +33,7 @@ from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire import turn_line
+from tests.support.router.answer_lines import LIFE, said
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest

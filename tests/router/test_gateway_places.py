@@ -12,7 +12,6 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from answer_lines import said
 
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.terms import TermFile
@@ -42,6 +41,7 @@ from ownerserve.kv.wire.status import (
     unit_statement,
 )
 from ownerserve.router.messages import Reason, Refuse
+from tests.support.router.answer_lines import said
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest

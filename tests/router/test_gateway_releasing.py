@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from answer_lines import LIFE, said
 
 from ownerserve.gateway.workers import releasing
 from ownerserve.kv.epoch import Epoch, Term
@@ -36,6 +35,7 @@ from ownerserve.kv.wire.status import (
     WorkerStatus,
     unit_statement,
 )
+from tests.support.router.answer_lines import LIFE, said
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from fleets import unit
-from test_homes import Fleet, S, epoch, stamp
 
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.router.handovers import IN_FLIGHT_MAX
@@ -28,6 +26,8 @@ from ownerserve.router.messages import (
     WorkerUp,
 )
 from ownerserve.router.usage import Usage
+from tests.support.router.fleets import unit
+from tests.support.router.homes import Fleet, S, epoch, stamp
 
 OWNED = epoch(5)
 ASKED = AskRelease(S, unit("w0"), OWNED, unit("w1"))

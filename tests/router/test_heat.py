@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from fleets import (
+
+from ownerserve.kv.messages import PlacementAction, Tier
+from ownerserve.router.decision import Decision
+from ownerserve.router.fleet import Fleet
+from ownerserve.router.messages import Reason, Stamped
+from ownerserve.router.policies import make_policy
+from ownerserve.router.profile import Profile
+from ownerserve.router.request import Request
+from ownerserve.router.settings import Settings
+from ownerserve.router.state import RouterState
+from ownerserve.router.worker import Worker
+from tests.support.router.fleets import (
     ABLE,
     GIB,
     PLAIN,
@@ -19,17 +30,6 @@ from fleets import (
     status,
     stored,
 )  # fmt: skip
-
-from ownerserve.kv.messages import PlacementAction, Tier
-from ownerserve.router.decision import Decision
-from ownerserve.router.fleet import Fleet
-from ownerserve.router.messages import Reason, Stamped
-from ownerserve.router.policies import make_policy
-from ownerserve.router.profile import Profile
-from ownerserve.router.request import Request
-from ownerserve.router.settings import Settings
-from ownerserve.router.state import RouterState
-from ownerserve.router.worker import Worker
 
 SETTINGS = Settings(hot_ms=100.0, hot_ratio=2.0, cool_s=30.0)
 HOT = 20_000  # 200 ms at 100 tokens a ms

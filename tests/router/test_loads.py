@@ -7,8 +7,6 @@ from collections import Counter
 from statistics import mean
 
 import pytest
-from closed_loop import Engine, play
-from fleets import ABLE, GIB, dispatched, fleet_of, load, raise_up, status
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import WorkerId
@@ -16,6 +14,8 @@ from ownerserve.router.messages import Broken, Done, FirstByte, Stamped
 from ownerserve.router.policies import make_policy
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Worker
+from tests.support.router.closed_loop import Engine, play
+from tests.support.router.fleets import ABLE, GIB, dispatched, fleet_of, load, raise_up, status
 
 W0 = WorkerId("w0")
 

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import uvloop
 from click.testing import CliRunner
-from fleets import ABLE, PLAIN, dispatched, fleet_of
 
 from ownerserve.cli.gateway import command
 from ownerserve.gateway.config import Address, Config
@@ -30,6 +29,7 @@ from ownerserve.router.offers import unmet
 from ownerserve.router.policies import POLICIES, make_policy
 from ownerserve.router.profile import EVERY_ACTION, Profile, Role
 from ownerserve.router.state import RouterState
+from tests.support.router.fleets import ABLE, PLAIN, dispatched, fleet_of
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest

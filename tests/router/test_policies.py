@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from fleets import ABLE, PLAIN, SPEED, fleet_of, load, on, owned, request
 
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.router.fleet import Fleet
@@ -11,6 +10,7 @@ from ownerserve.router.messages import Reason
 from ownerserve.router.policies import make_policy
 from ownerserve.router.profile import Profile, Role
 from ownerserve.router.request import Request
+from tests.support.router.fleets import ABLE, PLAIN, SPEED, fleet_of, load, on, owned, request
 
 PD = [
     Profile(speed=SPEED, actions=ABLE.actions, role=role)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from fleets import ABLE, PLAIN, dispatched, fleet_of, load, on, owned, raise_up, request, stored
 
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import PlacementAction, Tier
@@ -20,6 +19,18 @@ from ownerserve.router.settings import Settings
 from ownerserve.router.state import RouterState
 from ownerserve.router.turns import TurnClass
 from ownerserve.router.usage import Usage
+from tests.support.router.fleets import (
+    ABLE,
+    PLAIN,
+    dispatched,
+    fleet_of,
+    load,
+    on,
+    owned,
+    raise_up,
+    request,
+    stored,
+)
 
 SOURCED = {
     PlacementAction.ARTIFACT_FETCH,

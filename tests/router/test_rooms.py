@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from fleets import ABLE, GIB, fleet_of, load, owned, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -12,6 +11,7 @@ from ownerserve.router.messages import Reason
 from ownerserve.router.policies import make_policy
 from ownerserve.router.rooms import room_tokens
 from ownerserve.router.settings import Settings
+from tests.support.router.fleets import ABLE, GIB, fleet_of, load, owned, status
 
 PROFILE = replace(ABLE, kv_bytes_total=50 * GIB)
 HOT = 2_000_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from fleets import PLAIN, fleet_of, load
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -18,6 +17,7 @@ from ownerserve.router.profile import Profile
 from ownerserve.router.rooms import room_tokens
 from ownerserve.router.seats import ENTER, Enter, Seats, SeatSettings, Ticket, Wait
 from ownerserve.router.worker import Load, Worker
+from tests.support.router.fleets import PLAIN, fleet_of, load
 
 KNOWN = Profile(speed=PLAIN.speed, kv_bytes_total=100_000_000)
 """100,000 tokens of 1,000 bytes."""

@@ -7,9 +7,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import answer_lines
-
 from ownerserve.kv.wire.turn_line import TurnLine, read_session_id, received
+from tests.support.router import answer_lines
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest

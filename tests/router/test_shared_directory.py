@@ -16,9 +16,8 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-sys.path.append(str(Path(__file__).parent.parent / "directory"))
 
-from servers import Server, find_binary
+from tests.support.directory.servers import Server, find_binary
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -11,10 +11,10 @@ from itertools import pairwise
 from statistics import mean, median
 
 import pytest
-from closed_loop import Engine, Outcome, play
 
 from ownerserve.router.policies import Policy, make_policy
 from ownerserve.router.state import RouterState
+from tests.support.router.closed_loop import Engine, Outcome, play
 
 SESSIONS, TURNS = 52, 40
 

@@ -1,16 +1,12 @@
-"""Makes the drivers of this folder importable, and the shared traces a fixture."""
+"""The shared traces as a fixture."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-SHARED = HERE.parents[2] / "shared" / "traces"
-
-sys.path.insert(0, str(HERE))
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from fleet_driver import agents, setup
 
 from ownerserve.cli import simulate
 from ownerserve.kv.errors import InvalidInput
@@ -27,10 +26,11 @@ from ownerserve.sim.metrics.summary import digest
 from ownerserve.sim.pool import PARTS, Told, run_tasks
 from ownerserve.sim.run import Result
 from ownerserve.sim.sweep import Jobs, run_all
+from tests.support.children import importing
+from tests.support.sim.fleet_driver import agents, setup
 
 ray = pytest.importorskip("ray")
-HERE = str(Path(__file__).parent)
-IMPORTED = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
+IMPORTED = importing()["PYTHONPATH"]
 pytestmark = [
     pytest.mark.slow,
     # Ray's own start leaves files to the collector.
@@ -236,7 +236,7 @@ def test_rays_client_gives_what_this_machine_gives(head: Head) -> None:
 
 FAILING = """
 import sys
-from test_cluster import RayRunner, fails, seven
+from tests.sim.test_cluster import RayRunner, fails, seven
 ends = {one.name: one for one in RayRunner(sys.argv[1])({"good": seven, "bad": fails})}
 print(ends["good"].answer, repr(ends["bad"].error))
 """

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from engine_driver import HYBRID, EngineDriver, U, make_engine, own_ids, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ownerserve.sim.batch import Limits
+from tests.support.sim.engine_driver import HYBRID, EngineDriver, U, make_engine, own_ids, turn
 
 
 def test_a_prefill_samples_the_first_token_and_decodes_are_one_event() -> None:

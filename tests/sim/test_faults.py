@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from fleet_driver import MIB, agents, ready, run, setup
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ from ownerserve.sim.metrics.rows import MODES, NO_WORKER, SERVED
 from ownerserve.sim.run import simulate
 from ownerserve.sim.setup import Links, Setup, Tiers
 from ownerserve.sim.workload import Capped, Shape
+from tests.support.sim.fleet_driver import MIB, agents, ready, run, setup
 
 TRACE = agents(10, 6, seed=5, most_output=200)
 

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from fleet_driver import MIB, agents, ready, run, setup
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import ExecutionMode
@@ -14,6 +13,7 @@ from ownerserve.router.policies import POLICIES
 from ownerserve.sim.metrics.rows import MODES, SERVED
 from ownerserve.sim.setup import Links, Tiers
 from ownerserve.sim.workload import Capped, Shape
+from tests.support.sim.fleet_driver import MIB, agents, ready, run, setup
 
 TRACE = agents()
 

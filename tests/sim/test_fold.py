@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet_driver import MIB, agents, setup
 
 from ownerserve.router.policies import POLICIES
 from ownerserve.sim.run import Result, simulate
 from ownerserve.sim.setup import Setup, Tiers
 from ownerserve.sim.workload import Capped, Shape
 from ownerserve.trace.model import Trace
+from tests.support.sim.fleet_driver import MIB, agents, setup
 
 WITHIN = 0.005
 MEASURES = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from fleet_driver import agents, ready, run, setup
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import PlacementAction
@@ -16,6 +15,7 @@ from ownerserve.sim.setup import Setup, Tiers
 from ownerserve.sim.workload import Capped, Shape
 from ownerserve.trace.synth.generate import generate
 from ownerserve.trace.synth.options import Options
+from tests.support.sim.fleet_driver import agents, ready, run, setup
 
 TRACE = agents()
 MOVES = {"hot_ms": 0.0, "cool_s": 0.0}

@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterable, Iterator
 
 import pytest
-from sim_node_driver import SimNodeDriver, U, disk, geometry_of, host, remote
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.pressure import Watermarks
@@ -23,6 +22,7 @@ from ownerserve.sim.layout import slots_for, unit_model
 from ownerserve.sim.media import duplex
 from ownerserve.sim.nodeport import make_node, unit_settings
 from ownerserve.store.tiers.placement import OnEviction, Placement, WriteBack
+from tests.support.sim.sim_node_driver import SimNodeDriver, U, disk, geometry_of, host, remote
 
 LONG = 512
 

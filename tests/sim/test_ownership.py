@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from fleet_driver import agents, ready, setup
 
 from ownerserve.directory.messages import FindSession, SessionIs
 from ownerserve.directory.owner import Grant, Tip
@@ -20,6 +19,7 @@ from ownerserve.sim.heap import Heap
 from ownerserve.sim.ownership import LEASE_S, Ownership
 from ownerserve.sim.turns import prefix_name
 from ownerserve.sim.workload import Capped, Shape
+from tests.support.sim.fleet_driver import agents, ready, setup
 
 DELAY_S = 0.002
 ASKED_S = FLUSH_S + DELAY_S

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
-from fleet_driver import agents, setup
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.sim.metrics.summary import digest
@@ -17,13 +14,14 @@ from ownerserve.sim.pool import PARTS, run_tasks
 from ownerserve.sim.run import Result, simulate
 from ownerserve.sim.setup import Setup
 from ownerserve.sim.sweep import Jobs, run_all
+from tests.support.children import importing
+from tests.support.sim.fleet_driver import agents, setup
 
 TRACE = agents()
 TWO = partial(run_tasks, processes=2)
 TELL = """
-import sys; sys.path.insert(0, sys.argv[1])
 from hashlib import sha256
-from fleet_driver import agents, setup
+from tests.support.sim.fleet_driver import agents, setup
 from ownerserve.sim.metrics.summary import digest
 from ownerserve.sim.run import simulate
 from ownerserve.sim.setup import Tiers
@@ -37,9 +35,8 @@ for policy in ("ownerserve", "static_pd_delta"):
 def test_processes_with_other_hash_seeds_say_the_same() -> None:
     told = []
     for seed in ("1", "4242"):
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        here = str(Path(__file__).parent)
-        command = [sys.executable, "-c", TELL, here]
+        env = importing(PYTHONHASHSEED=seed)
+        command = [sys.executable, "-c", TELL]
         told.append(subprocess.run(command, env=env, capture_output=True, text=True, check=True))
     assert told[0].stdout == told[1].stdout and len(told[0].stdout.split()) == 4
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from sim_node_driver import SimNodeDriver, disk, host
 
 from ownerserve.kv.prefix import pack
+from tests.support.sim.sim_node_driver import SimNodeDriver, disk, host
 
 LONG = 500
 

@@ -7,7 +7,6 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 import pytest
-from fleet_driver import MIB, agents, ready, run, setup
 
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.units import GIB
@@ -15,6 +14,7 @@ from ownerserve.sim.fleet import Fleet
 from ownerserve.sim.metrics.rows import ACTIONS, SERVED
 from ownerserve.sim.setup import Links, Setup, Tiers
 from ownerserve.sim.told import Told
+from tests.support.sim.fleet_driver import MIB, agents, ready, run, setup
 
 DISKS = Tiers(disk_bytes=256 * GIB)
 FAST_DISK = Links(disk_gb_s=40.0)

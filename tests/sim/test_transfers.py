@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from engine_driver import U, bare_node, make_engine, own_ids, turn
 
 from ownerserve.kv.prefix import pack
 from ownerserve.plan.cost.load import Medium
@@ -12,6 +11,7 @@ from ownerserve.sim.media import duplex
 from ownerserve.sim.sequence import Sequence, sequence_of
 from ownerserve.sim.transfers import Brought, Landing, Transfers
 from ownerserve.sim.worker import Machine, Worker
+from tests.support.sim.engine_driver import U, bare_node, make_engine, own_ids, turn
 
 MS = 0.001
 

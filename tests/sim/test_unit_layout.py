@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from sim_node_driver import geometry_of
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.kv.errors import InvalidInput
@@ -21,6 +20,7 @@ from ownerserve.sim.layout import (
     unit_model,
     unit_policy,
 )
+from tests.support.sim.sim_node_driver import geometry_of
 
 CONFIGS = (
     "qwen3-30b-a3b",

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from engine_driver import HYBRID, PLAIN, U, WorkerDriver, make_engine, own_ids, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ownerserve.cache.layout import Layout
 from ownerserve.sim import gauge
 from ownerserve.sim.batch import FOLD_MAX, Limits
+from tests.support.sim.engine_driver import (
+    HYBRID,
+    PLAIN,
+    U,
+    WorkerDriver,
+    make_engine,
+    own_ids,
+    turn,
+)
 
 
 def test_an_arrival_waits_for_the_step_under_way_and_no_longer() -> None:

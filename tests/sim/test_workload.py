@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workload_walk import Walk, at_once, of_one, request, traces, uneven
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.sim.turns import Turn
@@ -27,6 +26,7 @@ from ownerserve.sim.workload import (
 from ownerserve.trace.model import Trace, release_delay_s, waits_for
 from ownerserve.trace.synth.generate import generate
 from ownerserve.trace.synth.options import Options
+from tests.support.sim.workload_walk import Walk, at_once, of_one, request, traces, uneven
 
 replace = msgspec.structs.replace
 

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workload_walk import Walk, of_one, traces
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.sim.turns import Turn
@@ -21,6 +20,7 @@ from ownerserve.trace.runs import common_prefix
 from ownerserve.trace.synth.generate import generate
 from ownerserve.trace.synth.options import Options
 from ownerserve.trace.transform import share_heads
+from tests.support.sim.workload_walk import Walk, of_one, traces
 
 replace = msgspec.structs.replace
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,49 +11,11 @@ import pytest
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.units import MIB
 from ownerserve.store.disk.tier import DiskOptions, DiskTier
-from ownerserve.store.format.model import Hit, Kind, Meta, Want
-from ownerserve.store.tiers.backend import TierBackend
 from ownerserve.store.tiers.policy import KindLimits, Limits
-
-from .servers import MooncakeCluster, s3_server
+from tests.support.store.samples import Samples
+from tests.support.store.servers import MooncakeCluster, s3_server
 
 LIMITS = Limits(KindLimits(8 * MIB, 3600.0), KindLimits(2 * MIB, 60.0))
-
-
-def digest(name: object) -> bytes:
-    return hashlib.sha256(repr(name).encode()).digest()
-
-
-class Samples:
-    """Artifacts by a number: same number, same meta, same bytes."""
-
-    @staticmethod
-    def meta(number: object, kind: Kind = Kind.RANGE, **changes: Any) -> Meta:
-        fields: dict[str, Any] = {
-            "id": digest(("id", number)),
-            "kind": kind,
-            "component": "csa_main",
-            "prefix_hash": digest(("prefix", number)),
-            "first_token": 0 if kind is Kind.RANGE else 1024,
-            "end_token": 1024,
-            "end_layer": 61,
-            "precision": "fp8",
-            "descriptor": b'{"block":128}',
-        }
-        return Meta(**fields | changes)
-
-    @staticmethod
-    def payload(number: object, count: int = 10_000) -> bytes:
-        seed = digest(("payload", number))
-        return (seed * (count // 32 + 1))[:count]
-
-    @staticmethod
-    def read(tier: TierBackend, *numbers: object) -> list[bytes] | str:
-        """The bytes of these artifacts, or the reason of the miss."""
-        outcome = tier.read([Want(digest(("id", number))) for number in numbers])
-        if isinstance(outcome, Hit):
-            return [bytes(part.data) for part in outcome.parts]
-        return str(outcome.reason)
 
 
 @pytest.fixture

@@ -23,8 +23,7 @@ from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.format.header import BLOCK
 from ownerserve.store.format.model import Hit, Miss, MissReason, Want
 from ownerserve.store.format.segment import Segment, segment_path
-
-from . import crash_child
+from tests.support.store import crash_child
 
 pytestmark = [
     pytest.mark.crash,

@@ -22,8 +22,7 @@ from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.scan import records
 from ownerserve.store.format.header import BLOCK, decode
 from ownerserve.store.format.segment import Segment
-
-from .decoders import DECODERS, HEADER, header
+from tests.support.store.decoders import DECODERS, HEADER, header
 
 quick = settings(
     max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None

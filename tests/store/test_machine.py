@@ -20,8 +20,7 @@ from ownerserve.store.format.segment import Segment, segment_path
 from ownerserve.store.tiers.backend import Reservation, put
 from ownerserve.store.tiers.buffers import BufferPool
 from ownerserve.store.tiers.policy import KindLimits, Limits
-
-from .flipper import scratch
+from tests.support.store.flipper import scratch
 
 TTL_S = {Kind.RANGE: 1000.0, Kind.POINT: 100.0}
 OPTIONS = DiskOptions(

@@ -29,8 +29,7 @@ from ownerserve.store.format.seal import Keys
 from ownerserve.store.tiers.backend import put
 from ownerserve.store.tiers.mooncake import MooncakeBlobs
 from ownerserve.store.tiers.remote import RemoteTier, record_key
-
-from .servers import MooncakeCluster
+from tests.support.store.servers import MooncakeCluster
 
 pytestmark = [
     pytest.mark.slow,

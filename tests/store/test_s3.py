@@ -20,8 +20,7 @@ from ownerserve.store.tiers.catalogue import catalogue_key
 from ownerserve.store.tiers.policy import KindLimits, Limits
 from ownerserve.store.tiers.remote import UNFINISHED_S, RemoteTier, record_key
 from ownerserve.store.tiers.s3 import S3Blobs, S3Options
-
-from .servers import SLOW_S, Fault, FaultProxy, fault_proxy
+from tests.support.store.servers import SLOW_S, Fault, FaultProxy, fault_proxy
 
 pytestmark = [
     pytest.mark.slow,

@@ -40,8 +40,7 @@ from ownerserve.store.tiers.placement import (
 from ownerserve.store.tiers.policy import ExpectedUse, KindLimits, Limits, WriteBudget, by_utility
 from ownerserve.store.tiers.remote import RemoteTier
 from ownerserve.store.tiers.tiered import TieredStore
-
-from .conftest import Samples
+from tests.support.store.samples import Samples
 
 SMALL = Limits(KindLimits(MIB), KindLimits(MIB))
 LARGE = Limits(KindLimits(64 * MIB), KindLimits(64 * MIB))

@@ -13,8 +13,7 @@ from ownerserve.store.tiers import memory, remote
 from ownerserve.store.tiers.blobs import DirectoryBlobs
 from ownerserve.store.tiers.memory import MemoryTier
 from ownerserve.store.tiers.remote import RemoteTier
-
-from . import flipper
+from tests.support.store import flipper
 
 
 @pytest.fixture

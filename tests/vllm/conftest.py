@@ -1,17 +1,14 @@
-"""Makes the harness importable, and owns the one zygote of a test run."""
+"""The one zygote of a test run, and rigs of its workers."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fleet import Zygote, vllm_python
-from rig import Rig
+from tests.support.vllm.fleet import Zygote, vllm_python
+from tests.support.vllm.rig import Rig
 
 
 @pytest.fixture(scope="session")

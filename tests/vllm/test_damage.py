@@ -7,14 +7,12 @@ import random
 import time
 from pathlib import Path
 
-import connectors
-import oracle
 import pytest
-import tiny
-from rig import Rig, settle
 
 from ownerserve.store.disk.snapshot import StoreSnapshot
 from ownerserve.store.format.segment import segment_path
+from tests.support.vllm import connectors, oracle, tiny
+from tests.support.vllm.rig import Rig, settle
 
 pytestmark = pytest.mark.vllm
 

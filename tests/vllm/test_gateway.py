@@ -6,15 +6,16 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import connectors
 import httpx
 import msgspec
 import openai
 import pytest
-from rig import Rig
-from serving import SERVE_S, distribution, gateway, serve
 
 from ownerserve.kv.wire.status import read_status
+from tests.support.vllm import connectors
+from tests.support.vllm.installed import distribution
+from tests.support.vllm.rig import Rig
+from tests.support.vllm.serving import SERVE_S, gateway, serve
 
 pytestmark = pytest.mark.vllm
 

@@ -13,15 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import connectors
-import oracle
 import pytest
-import tiny
-from fleet import ROOT, vllm_python
-from pages import assert_same_pages, byte_runs
-from rig import Rig, next_turn, settle
 
 from ownerserve.engines.hf.model.tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, byte_tokenizer
+from tests.support.children import importing
+from tests.support.vllm import connectors, oracle, tiny
+from tests.support.vllm.fleet import vllm_python
+from tests.support.vllm.pages import assert_same_pages, byte_runs
+from tests.support.vllm.rig import Rig, next_turn, settle
 
 pytestmark = [pytest.mark.vllm, pytest.mark.gpu]
 
@@ -215,11 +214,9 @@ def test_quantised_pages_are_restored_as_they_lie(rig: Rig, store: Path) -> None
 
 def play_packed(folder: Path, *models: str) -> dict[str, Any]:
     """The scenarios of packed blocks and of streams, without an engine."""
-    plays = ROOT / "tests" / "engines" / "vllm"
-    path = os.pathsep.join((str(ROOT / "src"), str(plays)))
     run = subprocess.run(
-        [str(vllm_python()), str(plays / "packed_child.py"), str(folder), *models],
-        env={**os.environ, "PYTHONPATH": path, "PACKED_DEVICE": "cuda"},
+        [str(vllm_python()), "-m", "tests.support.vllm_parts.packed_child", str(folder), *models],
+        env=importing(PACKED_DEVICE="cuda"),
         capture_output=True,
         text=True,
         timeout=540,

@@ -7,15 +7,16 @@ from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 
-import connectors
 import httpx
 import pytest
-from ownerships import directory_process
-from rig import Rig
-from serving import Agent, distribution, gateway, serve
-from waits import until
 
 from ownerserve.kv.ids import SessionId
+from tests.support.vllm import connectors
+from tests.support.vllm.installed import distribution
+from tests.support.vllm.ownerships import directory_process
+from tests.support.vllm.rig import Rig
+from tests.support.vllm.serving import Agent, gateway, serve
+from tests.support.vllm.waits import until
 
 pytestmark = pytest.mark.vllm
 

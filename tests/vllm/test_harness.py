@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import connectors
-import oracle
 import pytest
-import tiny
-from fleet import WorkerFailed
-from rig import Rig, settle
+
+from tests.support.vllm import connectors, oracle, tiny
+from tests.support.vllm.fleet import WorkerFailed
+from tests.support.vllm.rig import Rig, settle
 
 pytestmark = pytest.mark.vllm
 

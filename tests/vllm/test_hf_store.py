@@ -11,17 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import connectors
-import oracle
 import pytest
-import tiny
 import torch
-from rig import Rig, next_turn, settle
 
 from ownerserve.engines.hf.build import WorkerOptions, build_worker
 from ownerserve.engines.hf.scheduling.requests import Admitted, Delta, Request, Sampling, Stopping
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.store.disk.snapshot import StoreSnapshot
+from tests.support.vllm import connectors, oracle, tiny
+from tests.support.vllm.rig import Rig, next_turn, settle
 
 pytestmark = pytest.mark.vllm
 

@@ -8,19 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import connectors
 import httpx
 import msgspec
 import pytest
-import tiny
 import zmq
-from rig import Rig, next_turn, settle
-from serving import gateway, serve
 
 from ownerserve.engines.vllm.plugin import ask
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.rpc import Status, StatusIs
 from ownerserve.kv.wire.turn_line import TurnLine, session_id_of
+from tests.support.vllm import connectors, tiny
+from tests.support.vllm.rig import Rig, next_turn, settle
+from tests.support.vllm.serving import gateway, serve
 
 pytestmark = pytest.mark.vllm
 

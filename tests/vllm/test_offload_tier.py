@@ -6,16 +6,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-import connectors
 import msgspec
-import oracle
 import pytest
-import tiny
-from fleet import ROOT, vllm_version
-from rig import Rig, settle
 
 from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.service.wallclock import WallClock
+from tests.support.children import ROOT
+from tests.support.vllm import connectors, oracle, tiny
+from tests.support.vllm.fleet import vllm_version
+from tests.support.vllm.rig import Rig, settle
 
 pytestmark = [
     pytest.mark.vllm,

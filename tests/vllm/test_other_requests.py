@@ -6,17 +6,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import connectors
-import oracle
 import pytest
-import tiny
 import torch
-from fleet import vllm_version
-from rig import Rig, settle
 from safetensors.torch import save_file
 
 from ownerserve.engines.hf.model.tiny import random_model
 from ownerserve.store.disk.snapshot import StoreSnapshot
+from tests.support.vllm import connectors, oracle, tiny
+from tests.support.vllm.fleet import vllm_version
+from tests.support.vllm.rig import Rig, settle
 
 pytestmark = pytest.mark.vllm
 

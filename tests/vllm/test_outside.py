@@ -7,13 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import connectors
 import msgspec
-import oracle
 import pytest
-import tiny
 import zmq
-from rig import Rig, settle
 
 from ownerserve.engines.vllm.plugin import ask
 from ownerserve.kv.artifacts import tenant_salt
@@ -22,6 +18,8 @@ from ownerserve.kv.wire.rpc import Admit, Probe, Reject, Seed, Status, StatusIs
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.store.disk.snapshot import StoreSnapshot
 from ownerserve.store.format.model import Want
+from tests.support.vllm import connectors, oracle, tiny
+from tests.support.vllm.rig import Rig, settle
 
 pytestmark = pytest.mark.vllm
 

@@ -6,14 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import connectors
 import pytest
-import tiny
-from fleet import VllmWorker
-from ownerships import Directory, directory_process
-from rig import Rig, next_turn
-from waits import until
-from wire import Answer
 
 from ownerserve.directory.rules import TierCode
 from ownerserve.engines.vllm.plugin import ask as ask_worker
@@ -24,6 +17,12 @@ from ownerserve.kv.wire.curve import read_fleet_key, write_fleet_key
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession, Status, StatusIs
 from ownerserve.node.rpc.server import RpcClient
+from tests.support.vllm import connectors, tiny
+from tests.support.vllm.fleet import VllmWorker
+from tests.support.vllm.ownerships import Directory, directory_process
+from tests.support.vllm.rig import Rig, next_turn
+from tests.support.vllm.waits import until
+from tests.support.vllm.wire import Answer
 
 pytestmark = pytest.mark.vllm
 

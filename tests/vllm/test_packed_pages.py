@@ -9,15 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import connectors
-import oracle
 import pytest
-import tiny
-from fleet import VllmWorker
-from pages import assert_same_pages, byte_runs
-from rig import Rig, next_turn, settle
 
 from ownerserve.store.disk.snapshot import StoreSnapshot
+from tests.support.vllm import connectors, oracle, tiny
+from tests.support.vllm.fleet import VllmWorker
+from tests.support.vllm.pages import assert_same_pages, byte_runs
+from tests.support.vllm.rig import Rig, next_turn, settle
 
 pytestmark = pytest.mark.vllm
 

@@ -7,11 +7,10 @@ import random
 import time
 from pathlib import Path
 
-import connectors
-import oracle
 import pytest
-import tiny
-from rig import Rig, next_turn, settle
+
+from tests.support.vllm import connectors, oracle, tiny
+from tests.support.vllm.rig import Rig, next_turn, settle
 
 pytestmark = pytest.mark.vllm
 

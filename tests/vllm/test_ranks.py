@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import connectors
-import oracle
 import pytest
-import tiny
-from rig import Rig, settle
+
+from tests.support.vllm import connectors, oracle, tiny
+from tests.support.vllm.rig import Rig, settle
 
 pytestmark = pytest.mark.vllm
 

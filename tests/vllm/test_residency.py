@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import connectors
 import pytest
-import tiny
-from rig import Rig, next_turn, settle
-from waits import until
 
 from ownerserve.engines.vllm.plugin import ask
 from ownerserve.kv.wire.inventory import Has, Page
 from ownerserve.kv.wire.rpc import ListHeld, PageIs
 from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.service.wallclock import WallClock
+from tests.support.vllm import connectors, tiny
+from tests.support.vllm.rig import Rig, next_turn, settle
+from tests.support.vllm.waits import until
 
 pytestmark = pytest.mark.vllm
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import connectors
-import oracle
 import pytest
-import tiny
-from fleet import VllmWorker
-from rig import Rig, next_turn, settle
-from wire import Answer
+
+from tests.support.vllm import connectors, oracle, tiny
+from tests.support.vllm.fleet import VllmWorker
+from tests.support.vllm.rig import Rig, next_turn, settle
+from tests.support.vllm.wire import Answer
 
 pytestmark = pytest.mark.vllm
 

@@ -6,12 +6,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import connectors
 import httpx
 import pytest
-from rig import Rig
-from serving import PROMPT_TOKENS, Agent, distribution, free_port, gateway, serve
-from waits import until
+
+from tests.support.vllm import connectors
+from tests.support.vllm.installed import distribution
+from tests.support.vllm.rig import Rig
+from tests.support.vllm.serving import PROMPT_TOKENS, Agent, free_port, gateway, serve
+from tests.support.vllm.waits import until
 
 pytestmark = pytest.mark.vllm
 

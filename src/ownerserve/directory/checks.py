@@ -1,7 +1,7 @@
 """Every safety check of the directory's decisions, each a function of its own.
 
 Apart from the rest so that tests can take one out and see that it is missed
-(tests/directory/mutations.py); decisions call them through this module.
+(tests/support/directory/mutations.py); decisions call them through this module.
 """
 
 from __future__ import annotations

@@ -16,9 +16,6 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from engine_rig import TOLERANCE, reference, text
-from fleet_rig import WAIT_S, ServedGateway, ServedWorker, until
-
 from ownerserve.cache.tree import PrefixTree
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.rpc.server import DirectoryServer
@@ -27,6 +24,8 @@ from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.wire import answer_line, turn_line
 from ownerserve.node.ownership.ownership import boot_time_s
 from ownerserve.node.vocabulary.settings import NodeSettings
+from tests.support.hf.engine_rig import TOLERANCE, reference, text
+from tests.support.hf.fleet_rig import WAIT_S, ServedGateway, ServedWorker, until
 
 pytestmark = pytest.mark.engine
 

@@ -18,7 +18,6 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import zmq
-from fleet_rig import WAIT_S, ServedGateway, ServedWorker, until
 
 from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.engines.hf.engine.turn_admission import Desk
@@ -42,6 +41,7 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.node.admission import reservations
 from ownerserve.node.rpc.server import RpcClient
+from tests.support.hf.fleet_rig import WAIT_S, ServedGateway, ServedWorker, until
 
 
 def text(tokens: int, seed: int) -> list[int]:

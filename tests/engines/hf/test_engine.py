@@ -9,7 +9,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from engine_rig import (  # noqa: E402
+from ownerserve.engines.hf.engine.inbox import EngineDead  # noqa: E402
+from ownerserve.engines.hf.scheduling.requests import (  # noqa: E402
+    Admitted,
+    Sampling,
+    WorkerRefusal,
+)
+from ownerserve.kv.messages import ExecutionMode  # noqa: E402
+from tests.support.hf.engine_rig import (  # noqa: E402
     TOLERANCE,
     Answer,
     Rig,
@@ -19,14 +26,6 @@ from engine_rig import (  # noqa: E402
     text,
     worst_error,
 )
-
-from ownerserve.engines.hf.engine.inbox import EngineDead  # noqa: E402
-from ownerserve.engines.hf.scheduling.requests import (  # noqa: E402
-    Admitted,
-    Sampling,
-    WorkerRefusal,
-)
-from ownerserve.kv.messages import ExecutionMode  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

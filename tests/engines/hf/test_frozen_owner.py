@@ -9,8 +9,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fleet_rig import WAIT_S, ServedGateway, until
-from worker_process import Wire, WorkerProcess
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.embedded import EmbeddedDirectory
@@ -21,6 +19,8 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession
 from ownerserve.node.ownership.ownership import boot_time_s
+from tests.support.hf.fleet_rig import WAIT_S, ServedGateway, until
+from tests.support.hf.worker_process import Wire, WorkerProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fleet_rig import until
-from test_owning import Fleet, name_of
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.rpc.client import DirectoryClient
+from tests.support.hf.fleet_rig import until
+from tests.support.hf.owning_fleet import Fleet, name_of
 
 pytestmark = pytest.mark.engine
 

@@ -11,8 +11,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from engine_rig import TOLERANCE, Answer, Rig, assert_right, request, text, worst_error  # noqa: E402
-
 from ownerserve.cache.metrics import snapshot  # noqa: E402
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
 from ownerserve.engines.hf.metrics.cache import render  # noqa: E402
@@ -23,6 +21,15 @@ from ownerserve.engines.hf.state.states import HCA_TAIL  # noqa: E402
 from ownerserve.kv.descriptor import TailForm  # noqa: E402
 from ownerserve.kv.messages import ExecutionMode  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
+from tests.support.hf.engine_rig import (  # noqa: E402
+    TOLERANCE,
+    Answer,
+    Rig,
+    assert_right,
+    request,
+    text,
+    worst_error,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -126,7 +133,7 @@ def test_stored_state_is_restored_by_a_worker_of_the_other_form(
 
 
 def test_identity_is_one_and_state_blocks_are_two() -> None:
-    from engine_rig import checkpoint
+    from tests.support.hf.engine_rig import checkpoint
 
     raw, online = Rig(), Rig(hca_tail=ONLINE)
     loaded = checkpoint("tiny-v4")

@@ -15,8 +15,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from click.testing import CliRunner  # noqa: E402
-from engine_rig import Later, Rig, request, text  # noqa: E402
-from fleet_rig import ServedWorker, until  # noqa: E402
 
 from ownerserve.cli.main import cli  # noqa: E402
 from ownerserve.engines.hf import build  # noqa: E402
@@ -32,6 +30,8 @@ from ownerserve.store.disk.tier import DiskOptions, DiskTier  # noqa: E402
 from ownerserve.store.format.model import Kind  # noqa: E402
 from ownerserve.store.index.reader import Entry  # noqa: E402
 from ownerserve.store.tiers.policy import KindLimits, Limits  # noqa: E402
+from tests.support.hf.engine_rig import Later, Rig, request, text  # noqa: E402
+from tests.support.hf.fleet_rig import ServedWorker, until  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

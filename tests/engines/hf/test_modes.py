@@ -9,9 +9,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from fleet_rig import ServedGateway, ServedWorker
-
 from ownerserve.engines.hf.build import WorkerOptions
+from tests.support.hf.fleet_rig import ServedGateway, ServedWorker
 
 SYSTEM = [7 + i % 50 for i in range(96)]
 """What every agent's prompt begins with."""

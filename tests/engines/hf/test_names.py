@@ -17,7 +17,6 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import uvicorn
-from engine_rig import Rig, checkpoint
 
 from ownerserve.cache.budget import PoolSizes
 from ownerserve.cache.session import Session
@@ -31,6 +30,7 @@ from ownerserve.gateway.service import Gateway
 from ownerserve.kv.ids import SessionId
 from ownerserve.node.vocabulary.chains import PromptPrefixes
 from ownerserve.node.vocabulary.settings import NodeSettings
+from tests.support.hf.engine_rig import Rig, checkpoint
 
 pytestmark = pytest.mark.engine
 

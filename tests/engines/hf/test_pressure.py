@@ -11,14 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from engine_rig import Answer, Rig, assert_right, request, text  # noqa: E402
-
 from ownerserve.cache.metrics import Lost  # noqa: E402
 from ownerserve.cache.pressure import Watermarks  # noqa: E402
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
 from ownerserve.kv.messages import ExecutionMode  # noqa: E402
 from ownerserve.kv.units import MIB  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
+from tests.support.hf.engine_rig import Answer, Rig, assert_right, request, text  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

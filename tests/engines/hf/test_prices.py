@@ -15,14 +15,13 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from fleet_rig import ServedGateway, ServedWorker, until
-
 from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.wire.status import ProfileStatement, read_status
 from ownerserve.router.messages import Dispatch
 from ownerserve.router.seats import SeatSettings
 from ownerserve.router.worker import Worker
+from tests.support.hf.fleet_rig import ServedGateway, ServedWorker, until
 
 pytestmark = pytest.mark.engine
 

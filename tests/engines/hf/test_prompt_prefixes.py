@@ -13,14 +13,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from engine_rig import text  # noqa: E402
-from fleet_rig import ServedWorker, until  # noqa: E402
-
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
 from ownerserve.kv.ids import PrefixHash, SessionId  # noqa: E402
 from ownerserve.kv.prefix import Packed, PrefixChain, hash_prefix, pack  # noqa: E402
 from ownerserve.node.vocabulary.chains import Chains, PromptPrefixes  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
+from tests.support.hf.engine_rig import text  # noqa: E402
+from tests.support.hf.fleet_rig import ServedWorker, until  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fleet_rig import ServedWorker, until
-from test_owning import NAME, PROMPT, BootClock, serve_at
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.embedded import EmbeddedDirectory
@@ -19,6 +17,8 @@ from ownerserve.directory.terms import TermFile
 from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.node.vocabulary.settings import NodeSettings
+from tests.support.hf.fleet_rig import ServedWorker, until
+from tests.support.hf.owning_fleet import NAME, PROMPT, BootClock, serve_at
 
 pytestmark = pytest.mark.engine
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fleet_rig import ServedGateway, until
-from test_owning import PROMPT, Fleet, name_of
 
 from ownerserve.directory import messages as ask
+from tests.support.hf.fleet_rig import ServedGateway, until
+from tests.support.hf.owning_fleet import PROMPT, Fleet, name_of
 
 pytestmark = pytest.mark.engine
 

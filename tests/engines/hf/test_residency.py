@@ -24,7 +24,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import uvicorn  # noqa: E402
-from engine_rig import text  # noqa: E402
 
 from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker  # noqa: E402
 from ownerserve.engines.hf.http.serve import listen, url_of  # noqa: E402
@@ -37,6 +36,7 @@ from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 from ownerserve.router.settings import DEFAULTS  # noqa: E402
 from ownerserve.store.disk.snapshot import StoreSnapshot  # noqa: E402
 from ownerserve.store.format.segment import segment_path  # noqa: E402
+from tests.support.hf.engine_rig import text  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

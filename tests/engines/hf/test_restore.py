@@ -17,23 +17,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from engine_rig import (  # noqa: E402
-    TOLERANCE,
-    Answer,
-    Rig,
-    assert_right,
-    request,
-    text,
-    worst_error,
-)
-
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
 from ownerserve.engines.hf.model.tiny import TINY_MODELS  # noqa: E402
 from ownerserve.engines.hf.scheduling.requests import Admitted  # noqa: E402
 from ownerserve.kv.ids import SessionId, TurnId  # noqa: E402
 from ownerserve.kv.messages import ExecutionMode  # noqa: E402
 from ownerserve.kv.wire.refusals import WorkerRefusal  # noqa: E402
-from ownerserve.kv.wire.rpc import (  # noqa: E402  # noqa: E402
+from ownerserve.kv.wire.rpc import (  # noqa: E402
     Admit,
     Probe,
     Reject,
@@ -48,6 +38,15 @@ from ownerserve.kv.wire.rpc import (  # noqa: E402  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 from ownerserve.store.disk.aio import ReadQueue  # noqa: E402
 from ownerserve.store.format.segment import DirectRead, Segment  # noqa: E402
+from tests.support.hf.engine_rig import (  # noqa: E402
+    TOLERANCE,
+    Answer,
+    Rig,
+    assert_right,
+    request,
+    text,
+    worst_error,
+)
 
 pytestmark = pytest.mark.engine
 

@@ -5,7 +5,6 @@ Real processes. Slow for what they prove, so marked; run with `pytest -m crash`.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -17,12 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.children import importing
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from engine_rig import TOLERANCE, reference, text  # noqa: E402
-
 from ownerserve.store.disk.snapshot import StoreSnapshot  # noqa: E402
+from tests.support.hf.engine_rig import TOLERANCE, reference, text  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash]
 
@@ -37,8 +37,8 @@ class Life:
         ready = store.with_suffix(".url")
         ready.unlink(missing_ok=True)
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("slow_worker.py")), store, ready],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [sys.executable, "-m", "tests.support.hf.slow_worker", store, ready],
+            env=importing(OMP_NUM_THREADS="1"),
             stdout=subprocess.DEVNULL,
         )
         until = time.monotonic() + WAIT_S

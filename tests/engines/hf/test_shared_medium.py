@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from engine_rig import TOLERANCE, reference, text  # noqa: E402
+from tests.support.hf.engine_rig import TOLERANCE, reference, text  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -11,14 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from engine_rig import Later, Rig, request, text  # noqa: E402
-
 from ownerserve.cache.outcomes import DEFAULT_TTL_S  # noqa: E402
 from ownerserve.cache.session import Session  # noqa: E402
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
 from ownerserve.engines.hf.scheduling.requests import Delta  # noqa: E402
 from ownerserve.kv.ids import SessionId  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
+from tests.support.hf.engine_rig import Later, Rig, request, text  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import specs
 import torch
 
 from ownerserve.engines.hf.state.pools import Pool
@@ -18,6 +17,7 @@ from ownerserve.engines.vllm.layout.shape import StateShape
 from ownerserve.engines.vllm.worker_commands import Place
 from ownerserve.kv.errors import InvalidInput, SpecMismatch
 from ownerserve.kv.payload import DENSE, WINDOW
+from tests.support.vllm_parts import specs
 
 pytestmark = pytest.mark.engine
 

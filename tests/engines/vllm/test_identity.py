@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import specs
 import torch
 
 from ownerserve.engines.vllm.identity import why_bypassed, why_not
 from ownerserve.engines.vllm.layout import shape
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.node.storage.weights import weight_files_digest
+from tests.support.vllm_parts import specs
 
 pytestmark = pytest.mark.engine
 

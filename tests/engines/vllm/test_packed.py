@@ -13,12 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import packed_play
 import pytest
-import specs
 import torch
-from packed_play import Pool
-from specs import Cached
 
 from ownerserve.engines.vllm.layout.codec import Codec
 from ownerserve.engines.vllm.layout.shape import StateShape, describe
@@ -26,6 +22,10 @@ from ownerserve.kv.artifacts import Identity, Numerics, PointKey
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.store.format.model import meta_of
+from tests.support.children import importing
+from tests.support.vllm_parts import packed_play, specs
+from tests.support.vllm_parts.packed_play import Pool
+from tests.support.vllm_parts.specs import Cached
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / os.environ.get("OWNERSERVE_VLLM_VENV", ".venv-vllm") / "bin/python"
@@ -241,10 +241,9 @@ def test_vllms_own_packing_of_its_own_specs(tmp_path: Path) -> None:
     """Groups, tensors and views by vLLM's functions from the specs that its layers give."""
     if not PYTHON.exists():
         pytest.skip("no vLLM: make bench-envs")
-    path = os.pathsep.join((str(ROOT / "src"), str(Path(__file__).parent)))
     run = subprocess.run(
-        [PYTHON, Path(__file__).parent / "packed_child.py", tmp_path, *MODELS],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        [PYTHON, "-m", "tests.support.vllm_parts.packed_child", tmp_path, *MODELS],
+        env=importing(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=300,

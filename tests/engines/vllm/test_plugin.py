@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ownerserve.kv.wire.status import read_status
+from tests.support.children import importing
+from tests.support.vllm.installed import distribution
 
 pytestmark = pytest.mark.vllm
 
@@ -22,20 +23,12 @@ PYTHON = ROOT / os.environ.get("OWNERSERVE_VLLM_VENV", ".venv-vllm") / "bin/pyth
 def child(folder: Path, allowed: str | None) -> dict[str, Any]:
     if not PYTHON.exists():
         pytest.skip("no vLLM: make bench-envs")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    groups = project["entry-points"]["vllm.endpoint_plugins"]
-    lines = "\n".join(f"{name} = {value}" for name, value in groups.items())
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT / "src"),
-        "OMP_NUM_THREADS": "1",
-        "ENTRY_POINTS": f"[vllm.endpoint_plugins]\n{lines}\n",
-    }
+    environment = importing(distribution(folder), OMP_NUM_THREADS="1")
     environment.pop("VLLM_PLUGINS", None)
     if allowed is not None:
         environment["VLLM_PLUGINS"] = allowed
     run = subprocess.run(
-        [PYTHON, Path(__file__).parent / "plugin_child.py", folder],
+        [PYTHON, "-m", "tests.support.vllm_parts.plugin_child", folder],
         env=environment,
         capture_output=True,
         text=True,

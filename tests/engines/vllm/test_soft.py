@@ -10,7 +10,16 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from soft_play import TTL_S, ModelPool, Play, play_at_random, resume_under_noise, tokens_of
+
+from tests.support.children import importing
+from tests.support.vllm_parts.soft_play import (
+    TTL_S,
+    ModelPool,
+    Play,
+    play_at_random,
+    resume_under_noise,
+    tokens_of,
+)
 
 ROOT = Path(__file__).parents[3]
 VLLM_PYTHON = ROOT / os.environ.get("OWNERSERVE_VLLM_VENV", ".venv-vllm") / "bin/python"
@@ -138,8 +147,8 @@ def test_vllms_own_pool_at_random() -> None:
     if not VLLM_PYTHON.exists():
         pytest.skip("no vLLM: make bench-envs")
     played = subprocess.run(
-        [VLLM_PYTHON, Path(__file__).parent / "soft_play.py", "20"],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        [VLLM_PYTHON, "-m", "tests.support.vllm_parts.soft_play", "20"],
+        env=importing(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=300,

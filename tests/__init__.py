@@ -1,0 +1,1 @@
+"""The tests, by package of the source; `support` holds what several of them use."""

@@ -1,0 +1,1 @@
+"""What tests share, one package for each area; nothing here is collected by pytest."""

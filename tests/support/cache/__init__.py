@@ -1,0 +1,1 @@
+"""Drivers and plays of the cache's tests, and SGLang's cache in a process beside."""

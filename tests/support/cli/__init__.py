@@ -1,0 +1,1 @@
+"""Commands run in forks of one warm process."""

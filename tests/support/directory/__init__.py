@@ -1,0 +1,1 @@
+"""The directory's contract, real servers, and worlds of faults with their mutations."""

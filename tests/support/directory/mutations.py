@@ -1,0 +1,239 @@
+"""Each safety check, taken out: what stands there instead when it is missing.
+
+python -m tests.support.directory.mutations [SEEDS]     which seed first misses each check
+
+Not in the list is `is_same_memory`, the check that schedule 141 once asked for: since owners ask as
+soon as they are told to, no schedule of 4,000 is slow enough to need it. The contract suite notices
+it (`test_a_memory_that_knows_a_unit_by_a_late_message_renews_nothing`).
+
+Nor is `version_matches`: an owner hands over what it has advanced itself, so that only who is no
+owner names another version (`test_transfer_is_compare_and_set`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from ownerserve.directory import checks
+from ownerserve.directory.doors import Doors, GuardedOwner
+from ownerserve.directory.guests import Guests
+from ownerserve.directory.messages import Outcome
+from ownerserve.directory.owner import Ask, OwnerState
+from ownerserve.kv.epoch import Term
+from ownerserve.kv.errors import OwnerServeError
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.prefix import HashedPrefix, Packed
+from ownerserve.node.ownership.publishing import Publishing
+from ownerserve.node.restore import survey
+from ownerserve.node.restore.device import OwnDevice
+from ownerserve.node.restore.restores import Phase, Restores, Wish
+from ownerserve.node.vocabulary.chains import Chains
+from ownerserve.router import fleet, knowledge
+from ownerserve.router.candidates import Candidates
+from ownerserve.router.fleet import Fleet
+from ownerserve.router.worker import Worker
+from tests.support.directory import fault_world
+from tests.support.directory.fault_world import World, play
+
+
+def yes(*_: object) -> bool:
+    return True
+
+
+def no(*_: object) -> bool:
+    return False
+
+
+def from_receipt(owner: OwnerState, _ask: Ask, lease_s: float, now_s: float) -> float:
+    return now_s + lease_s
+
+
+def nothing(*_: object) -> None:
+    return None
+
+
+def any_life(known: Fleet, unit: RoutingUnit) -> Worker | None:
+    return known._workers.get((unit.worker, unit.dp_rank))
+
+
+def every_answer(owner: OwnerState, number: int) -> Ask | None:
+    """Answers to attempts that were given up count too."""
+    owner._asks.pop(number, None)
+    known: dict[int, Ask] = owner.__dict__.setdefault("_ever_asked", {})
+    return known.get(number)
+
+
+def remembered(original: Callable[..., Ask]) -> Callable[..., Ask]:
+    def ask(owner: OwnerState, request: Any, now_s: float) -> Ask:
+        one = original(owner, request, now_s)
+        owner.__dict__.setdefault("_ever_asked", {})[one.number] = one
+        return one
+
+    return ask
+
+
+def still_served(owner: OwnerState) -> None:
+    until_s = owner._lease_until_s
+    owner._carried.update({name: (one, until_s) for name, one in owner.grants.items()})
+
+
+def same_term(_world: World, above: Term | None) -> Term:
+    """A directory that lost its memory goes on as if it were the first."""
+    return Term(above.ordinal + 1 if above else 1, 1)
+
+
+def never_due(*_: object) -> list[object]:
+    return []
+
+
+def any_answer(restores: Restores, errand: int, *_: Phase) -> Wish | None:
+    """Also one that came twice, or for what was done since."""
+    return restores._by_errand.get(errand)
+
+
+def session_goes_on(
+    chains: Chains,
+    tokens: Packed,
+    session_id: SessionId | None,
+    made: HashedPrefix | None = None,
+) -> HashedPrefix:
+    """Without a look whether the prompt begins with what the session had before."""
+    known = chains._known.get(session_id) if session_id is not None else None
+    if known is None:
+        return hashed(chains, tokens, session_id, made)
+    count = len(known.tokens)
+    known.grow(known.tokens + tokens[count:])
+    return known
+
+
+def taken_unheard(publishing: Publishing, _outcome: Outcome) -> None:
+    """Whatever the directory answers, or if it does not."""
+    publishing._under_way = None
+
+
+def abort_only(device: OwnDevice, ticket: int) -> None:
+    device._cache.ingest.abort(ticket)
+
+
+def parts_of_sets(names: Any, asked: Any, found: Any, *, without: Any = frozenset()) -> survey.Held:
+    """Cells of which one component is there count as if all were."""
+    whole = held(names, asked, found, without=without)
+    ranges: dict[Any, dict[str, survey.Stored]] = {}
+    for id_, tier in found.items():
+        what = asked.get(id_)
+        if what is not None and id_ not in without and what.cell.first != what.cell.end:
+            ranges.setdefault(what.cell, {})[what.component] = survey.Stored(id_, tier)
+    longest = {cell.first: cell for cell in sorted(ranges, key=lambda cell: cell.end)}
+    cells = tuple((cell, ranges[cell]) for _, cell in sorted(longest.items()))
+    return survey.Held(cells, whole.points)
+
+
+hashed, held = Chains.hashed, survey.held
+
+
+class Instead(NamedTuple):
+    """Check `name` of `where`, replaced."""
+
+    where: Any
+    name: str
+    by: Callable[..., Any]
+
+
+class Mutation(NamedTuple):
+    """What is missing at the same time: one check, or all that back one another up."""
+
+    name: str
+    missing: tuple[Instead, ...]
+
+
+def without(*missing: Instead) -> Mutation:
+    return Mutation(" + ".join(one.name for one in missing), missing)
+
+
+MUTATIONS = (
+    without(Instead(checks, "incarnation_advances", yes)),
+    without(Instead(checks, "is_current", yes)),
+    without(Instead(checks, "owner_lives", no)),
+    without(Instead(checks, "copy_counts", yes)),
+    without(Instead(checks, "may_issue", yes)),
+    without(Instead(checks, "may_adopt", yes)),
+    without(Instead(checks, "owns", yes)),
+    without(Instead(checks, "is_news", yes)),
+    without(Instead(checks, "is_advance", yes)),
+    without(Instead(checks, "may_drop", yes)),
+    without(Instead(checks, "is_behind", no)),
+    without(Instead(OwnerState, "_lease_covers", yes)),
+    without(Instead(OwnerState, "_lease_end", from_receipt)),
+    without(Instead(OwnerState, "_stop_serving", nothing)),
+    without(Instead(OwnerState, "_take", every_answer)),
+    without(Instead(OwnerState, "_carry", still_served)),
+    # A lapsed owner forgets by itself, and is refused by the directory when it does not.
+    without(
+        Instead(OwnerState, "_void_if_over", nothing),
+        Instead(OwnerState, "_is_still_ours", yes),
+        Instead(checks, "lease_runs", yes),
+    ),
+    # Nobody reports what it may not claim; if someone did, the later epoch would have it.
+    without(
+        Instead(checks, "report_is_later", yes),
+        Instead(OwnerState, "_is_still_ours", yes),
+        Instead(OwnerState, "_void_if_over", nothing),
+    ),
+    without(Instead(checks, "target_lives", yes)),
+    # The router's
+    without(Instead(fleet, "_is_former_life", no)),
+    without(Instead(knowledge, "_is_earlier", no)),
+    without(Instead(Fleet, "find", any_life)),
+    without(Instead(Candidates, "without", lambda candidates, tried: candidates)),
+    without(Instead(Worker, "take", nothing)),
+    # The door's
+    without(Instead(Doors, "above", nothing)),
+    without(Instead(Doors, "hear", nothing)),
+    without(Instead(GuardedOwner, "_is_stale", no)),
+    without(Instead(GuardedOwner, "_void_below", nothing)),
+    without(Instead(Guests, "due", never_due)),
+    without(Instead(fault_world.World, "new_term", same_term)),
+    # The node's
+    without(Instead(Restores, "overdue", never_due)),
+    without(Instead(Restores, "gone", never_due)),
+    without(Instead(Restores, "_give_up_slots", nothing)),
+    without(Instead(Restores, "_answered", any_answer)),
+    without(Instead(Chains, "hashed", session_goes_on)),
+    without(Instead(OwnDevice, "abort", abort_only)),
+    without(Instead(survey, "held", parts_of_sets)),
+    without(Instead(Publishing, "forgotten", nothing)),
+    without(Instead(Publishing, "answered", taken_unheard)),
+)
+
+
+class Caught(NamedTuple):
+    """The schedule that missed the check, and what went wrong in it."""
+
+    seed: int
+    problem: str
+
+
+def first_caught(mutation: Mutation, seeds: int) -> Caught | None:
+    """The first seed on which the missing check shows; None when it never does."""
+    with ExitStack() as patched:
+        for where, name, by in mutation.missing:
+            patched.enter_context(patch.object(where, name, by))
+        ask = remembered(OwnerState._ask)
+        patched.enter_context(patch.object(OwnerState, "_ask", ask))
+        for seed in range(seeds):
+            try:
+                play(seed)
+            except (AssertionError, OwnerServeError, LookupError) as error:
+                return Caught(seed, str(error))
+    return None
+
+
+if __name__ == "__main__":
+    limit = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    for one in MUTATIONS:
+        print(f"{one.name}: {first_caught(one, limit)}", flush=True)

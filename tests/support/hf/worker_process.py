@@ -1,0 +1,157 @@
+"""`ownerserve worker` in a process of its own, and a wire to its directory that can be held."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.rpc import Answer, Request
+from ownerserve.kv.wire.status import WorkerStatus
+from ownerserve.kv.wire.turn_line import HEADER, TurnLine, encode
+from ownerserve.node.rpc.server import RpcClient
+from tests.support.hf.fleet_rig import WAIT_S, until
+
+Send = Callable[[socket.socket, bytes], None]
+
+
+class WorkerProcess:
+    """Started and ready when made."""
+
+    def __init__(self, folder: Path, name: str, directory: str | None, *flags: str) -> None:
+        ready = folder / f"{name}.ready"
+        owning = () if directory is None else ("--directory", directory)
+        self.process = subprocess.Popen([
+            sys.executable, "-m", "ownerserve.cli.main", "worker", "--model", "tiny-qwen3",
+            "--kv-memory", "8MiB", "--port", "0", "--rpc-port", "0", "--worker-id", name,
+            *owning, *flags, "--threads", "1", "--ready-file", str(ready),
+        ])  # fmt: skip
+        try:
+            self._meet(ready)
+        except BaseException:
+            self.process.kill()
+            self.process.wait(WAIT_S)
+            raise
+
+    def _meet(self, ready: Path) -> None:
+        until(ready.exists)
+        self.url = ready.read_text().strip()
+        self.name = self.url.removeprefix("http://")
+        self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
+        status = msgspec.json.decode(self.http.get("/ownerserve/status").content, type=WorkerStatus)
+        unit = status.unit
+        self.unit = RoutingUnit(WorkerId(unit.worker), unit.rank, Incarnation(unit.incarnation))
+        self._rpc = str(status.profile.rpc)
+
+    def metric(self, start: str) -> float:
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+
+    def serve(self, prompt: list[int], name: SessionId | None, **line: Any) -> dict[str, Any]:
+        """A turn that a gateway sends here, whoever owns its session."""
+        told = encode(TurnLine(name=name, target=self.unit, **line)).decode()
+        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "logprobs": 1}
+        body |= {"return_token_ids": True}
+        answer = self.http.post("/v1/completions", json=body, headers={HEADER: told})
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        return {"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}
+
+    def asked(self, request: Request) -> Answer:
+        client = RpcClient(self._rpc)
+        try:
+            return client.ask(request)
+        finally:
+            client.close()
+
+    def freeze(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        self.thaw()
+        self.http.close()
+        self.process.terminate()
+        self.process.wait(WAIT_S)
+
+
+class Wire:
+    """Between a worker and its directory: what the worker sends is held, or goes on."""
+
+    def __init__(self, directory: str) -> None:
+        host, port = directory.removeprefix("tcp://").rsplit(":", 1)
+        self._directory = (host, int(port))
+        self._lock = threading.Lock()
+        self._holds = False
+        self._held: list[tuple[socket.socket, bytes]] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def hold(self) -> None:
+        """From now on nothing that the worker sends arrives."""
+        with self._lock:
+            self._holds = True
+
+    @property
+    def held(self) -> bytes:
+        """What is held."""
+        with self._lock:
+            return b"".join(data for _, data in self._held)
+
+    def let_go(self) -> None:
+        """All that was held arrives, and what comes after it."""
+        with self._lock:
+            self._holds = False
+            held, self._held = self._held, []
+            for sink, data in held:
+                with suppress(OSError):
+                    sink.sendall(data)
+
+    def close(self) -> None:
+        self.let_go()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(self._directory)
+            for source, sink, send in ((near, far, self._pass), (far, near, socket.socket.sendall)):
+                threading.Thread(target=self._pump, args=(source, sink, send), daemon=True).start()
+
+    def _pass(self, sink: socket.socket, data: bytes) -> None:
+        with self._lock:
+            if self._holds:
+                self._held.append((sink, data))
+            else:
+                sink.sendall(data)
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket, send: Send) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                send(sink, data)
+        except OSError:
+            pass
+        finally:
+            for end in (source, sink):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+                end.close()

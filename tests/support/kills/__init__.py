@@ -1,0 +1,1 @@
+"""Fleets of processes behind wires that lose a message when somebody is killed."""

@@ -1,0 +1,1 @@
+"""Data of every figure."""

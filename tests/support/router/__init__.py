@@ -1,0 +1,1 @@
+"""Fleets and answers as the router's tests make them."""

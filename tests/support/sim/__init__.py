@@ -1,0 +1,1 @@
+"""The simulator's parts driven alone, and small fleets on generated agents."""

@@ -1,0 +1,1 @@
+"""The store's tests: servers, crashes, damaged records and what decoders are fed."""

@@ -1,0 +1,1 @@
+"""Real vLLM engines: workers forked from a warm process, and what is asked of them."""

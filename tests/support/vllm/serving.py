@@ -1,0 +1,147 @@
+"""A real `vllm serve` and a real gateway in front of it, as an operator starts them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import msgspec
+import pytest
+
+from ownerserve.cli.demo.processes import Child
+from tests.support.children import ROOT
+from tests.support.vllm import tiny
+from tests.support.vllm.fleet import vllm_python
+
+SERVE_S = 240.0
+PROMPT_TOKENS = 1200
+"""Those of an agent's first turn."""
+FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--block-size", "32"]
+FLAGS += ["--num-gpu-blocks-override", "300", "--kv-cache-memory-bytes", str(1 << 30)]
+FLAGS += ["--generation-config", "vllm", "--served-model-name", "tiny"]
+FLAGS += ["--enable-prompt-tokens-details"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def serve(
+    model: Path,
+    connector: dict[str, Any],
+    log: Path,
+    *more: str,
+    installed: Path | None = None,
+    port: int = 0,
+) -> Iterator[Server]:
+    """The real OpenAI server as an operator starts it, with `more` flags. `installed`: a folder
+    with our distribution, whose plug-ins are allowed."""
+    port = port or free_port()
+    url = f"http://127.0.0.1:{port}"
+    config = msgspec.json.encode(connector["kv_transfer_config"]).decode()
+    # `vllm serve` of the CPU wheel asks for a package called vllm and dies; this is its server.
+    command = [str(vllm_python()), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--host", "127.0.0.1", "--port", str(port), *FLAGS]
+    command += ["--kv-transfer-config", config, *more]
+    path = [ROOT / "src", *([installed] if installed else [])]
+    settings = {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        **({"VLLM_PLUGINS": "ownerserve"} if installed else {}),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env={**os.environ, **settings}, start_new_session=True
+        )
+        try:
+            _wait_healthy(url, process, log)
+            yield Server(url, process.pid)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+class Server(NamedTuple):
+    """A server that answers; it leads its own process group."""
+
+    url: str
+    pid: int
+
+    def kill(self) -> None:
+        """kill -9 to all of it."""
+        os.killpg(self.pid, signal.SIGKILL)
+
+
+def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + SERVE_S
+    while True:
+        try:
+            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        if process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"vllm serve did not come up\n{log.read_text()[-4000:]}")
+        time.sleep(0.2)
+
+
+@contextmanager
+def gateway(workers: Sequence[str], folder: Path, *more: str) -> Iterator[tuple[str, str]]:
+    """One in front of `workers`: its URL and its admin port's."""
+    folder.mkdir()
+    over = [word for url in workers for word in ("--worker", url)]
+    child = Child("gateway", ["gateway", *over, *more], folder)
+    try:
+        url, admin = child.wait_ready(60)
+        yield url, admin
+    finally:
+        child.stop()
+
+
+class Agent:
+    """A session that goes on from its own answers."""
+
+    def __init__(self, url: str, name: str, seed: int) -> None:
+        self.url = url
+        self.name = name
+        self.tokens = tiny.prompt(PROMPT_TOKENS, seed=seed)
+
+    def turn(self, **more: str) -> dict[str, str]:
+        """The answer's header lines, and `cached`."""
+        body = {
+            "model": "tiny", "prompt": self.tokens, "max_tokens": 4, "temperature": 0,
+            "return_token_ids": True,
+        }  # fmt: skip
+        headers = {"x-session-id": self.name, **more}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=120)
+        assert answer.status_code == 200, answer.text
+        read = answer.json()
+        self.tokens += read["choices"][0]["token_ids"] + tiny.prompt(40, seed=len(self.tokens))
+        details = read["usage"]["prompt_tokens_details"] or {}
+        prefix = "x-ownerserve-"
+        told = {
+            key.removeprefix(prefix): value
+            for key, value in answer.headers.items()
+            if key.startswith(prefix)
+        }
+        return {**told, "cached": str(details.get("cached_tokens") or 0)}
