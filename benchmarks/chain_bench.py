@@ -23,10 +23,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from ownerserve.kv.units import KIB
-from ownerserve.router.content_chain import Content, ContentChain, chunk_hashes
-from ownerserve.router.identity import content_of
-from ownerserve.router.naming import Scope
-from ownerserve.router.scan import scan
+from ownerserve.router.requests.body import scan
+from ownerserve.router.requests.content_chain import Content, ContentChain, chunk_hashes, content_of
+from ownerserve.router.requests.identity import Scope
 from result import Row, report, smaller_is_better
 
 SCOPE = Scope("t", "m")

@@ -31,11 +31,10 @@ from ownerserve.router.messages import (
     WorkerUp,
 )
 from ownerserve.router.policies import POLICIES, make_policy
-from ownerserve.router.profile import EVERY_ACTION, Profile
-from ownerserve.router.questions import ask
+from ownerserve.router.requests.body import Usage
 from ownerserve.router.settings import DEFAULTS
-from ownerserve.router.state import RouterState
-from ownerserve.router.usage import Usage
+from ownerserve.router.state import RouterState, ask
+from ownerserve.router.worker import EVERY_ACTION, Profile
 from result import Row, report
 
 BATCH, ROUNDS = 32, 60

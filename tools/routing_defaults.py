@@ -15,8 +15,8 @@ from rich.table import Table
 
 from ownerserve.cli.placement import speed_of
 from ownerserve.kv.messages import Tier
-from ownerserve.router.derive import CLAUDE_CODE, derive
-from ownerserve.router.profile import DEFAULT_SPEED, Speed
+from ownerserve.router.settings import CLAUDE_CODE, derive
+from ownerserve.router.worker import DEFAULT_SPEED, Speed
 
 MODELS = (
     "qwen3-30b-a3b@H200",

@@ -17,7 +17,7 @@ import pytest
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.rpc.client import DirectoryClient
-from ownerserve.router.naming import Scope
+from ownerserve.router.requests.identity import Scope
 from tests.support.directory.servers import Server, find_binary
 from tests.support.kills.processes import SESSION_HEADER, Fleet, until
 from tests.support.kills.wires import WAIT_S

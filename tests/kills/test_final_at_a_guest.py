@@ -9,7 +9,7 @@ import pytest
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.rpc.client import DirectoryClient
-from ownerserve.router.naming import Scope
+from ownerserve.router.requests.identity import Scope
 from tests.support.kills.processes import SESSION_HEADER, Fleet, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash, pytest.mark.slow]

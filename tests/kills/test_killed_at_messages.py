@@ -23,7 +23,7 @@ from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire import turn_line
 from ownerserve.kv.wire.turn_line import TurnLine
-from ownerserve.router.naming import Scope
+from ownerserve.router.requests.identity import Scope
 from tests.support.kills.processes import SESSION_HEADER, Fleet, Member, Worker, until
 from tests.support.kills.wires import WAIT_S, At, Trap
 

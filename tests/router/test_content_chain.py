@@ -9,10 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ownerserve.router.content_chain import TIPS_KEPT, Content, ContentChain, Place
-from ownerserve.router.identity import content_of
-from ownerserve.router.naming import Scope
-from ownerserve.router.scan import scan
+from ownerserve.router.requests.body import scan
+from ownerserve.router.requests.content_chain import (
+    TIPS_KEPT,
+    Content,
+    ContentChain,
+    Place,
+    content_of,
+)
+from ownerserve.router.requests.identity import Scope
 
 SCOPE = Scope("t")
 Message = dict[str, Any]

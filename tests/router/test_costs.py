@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ownerserve.kv.messages import PlacementAction, Tier
-from ownerserve.router.costs import Pricer
-from ownerserve.router.derive import CLAUDE_CODE, derive
-from ownerserve.router.profile import DEFAULT_SPEED, Profile
-from ownerserve.router.settings import Settings
-from ownerserve.router.worker import Worker
+from ownerserve.router.pricing import Pricer
+from ownerserve.router.settings import CLAUDE_CODE, Settings, derive
+from ownerserve.router.worker import DEFAULT_SPEED, Profile, Worker
 from tests.support.router.fleets import ABLE, GIB, SPEED, fleet_of, load, on, owned, request, status
 
 FREE = Settings(memory_ms_per_gib=0.0, duplicate_ms_per_gib=0.0, interference=0.0)

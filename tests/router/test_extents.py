@@ -7,6 +7,7 @@ import pytest
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import PlacementAction, Tier
+from ownerserve.router.decision import Reason
 from ownerserve.router.extents import CLEAN_MIN, Prefix, PrefixIndex
 from ownerserve.router.messages import (
     Arrive,
@@ -15,7 +16,6 @@ from ownerserve.router.messages import (
     Down,
     Gone,
     Migrated,
-    Reason,
     Refusal,
     Refuse,
     Reported,
@@ -24,9 +24,9 @@ from ownerserve.router.messages import (
     WorkerDown,
 )
 from ownerserve.router.policies import make_policy
-from ownerserve.router.profile import Profile
+from ownerserve.router.requests.body import Usage
 from ownerserve.router.state import RouterState
-from ownerserve.router.usage import Usage
+from ownerserve.router.worker import Profile
 from tests.support.router.fleets import ABLE, dispatched, raise_up, served, unit
 
 HASH = PrefixHash(b"h" * 32)

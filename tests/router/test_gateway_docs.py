@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ownerserve.router.messages import Reason
+from ownerserve.router.decision import Reason
 
 DOCS = Path(__file__).parents[2] / "docs" / "gateway.md"
 

@@ -40,7 +40,8 @@ from ownerserve.kv.wire.status import (
     WorkerStatus,
     unit_statement,
 )
-from ownerserve.router.messages import Reason, Refuse
+from ownerserve.router.decision import Reason
+from ownerserve.router.messages import Refuse
 from tests.support.router.answer_lines import said
 
 Play = Callable[..., None]

@@ -11,8 +11,8 @@ import pytest
 
 from ownerserve.gateway import service
 from ownerserve.router.messages import Down, WorkerDown, WorkerUp
-from ownerserve.router.profile import Profile
 from ownerserve.router.seats import SeatSettings
+from ownerserve.router.worker import Profile
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest

@@ -25,7 +25,7 @@ from ownerserve.router.messages import (
     WorkerDown,
     WorkerUp,
 )
-from ownerserve.router.usage import Usage
+from ownerserve.router.requests.body import Usage
 from tests.support.router.fleets import unit
 from tests.support.router.homes import Fleet, S, epoch, stamp
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ownerserve.kv.messages import PlacementAction, Tier
-from ownerserve.router.decision import Decision
+from ownerserve.router.decision import Decision, Reason, Request
 from ownerserve.router.fleet import Fleet
-from ownerserve.router.messages import Reason, Stamped
+from ownerserve.router.messages import Stamped
 from ownerserve.router.policies import make_policy
-from ownerserve.router.profile import Profile
-from ownerserve.router.request import Request
 from ownerserve.router.settings import Settings
 from ownerserve.router.state import RouterState
-from ownerserve.router.worker import Worker
+from ownerserve.router.worker import Profile, Worker
 from tests.support.router.fleets import (
     ABLE,
     GIB,

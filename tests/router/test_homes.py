@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.router.decision import Reason
 from ownerserve.router.messages import (
     Aborted,
     Answer,
@@ -29,7 +30,6 @@ from ownerserve.router.messages import (
     FirstByte,
     Gone,
     Migrated,
-    Reason,
     Receipt,
     Refuse,
     Reported,
@@ -39,9 +39,9 @@ from ownerserve.router.messages import (
     WorkerUp,
 )
 from ownerserve.router.policies import make_policy
+from ownerserve.router.requests.body import Usage
 from ownerserve.router.settings import Settings
 from ownerserve.router.state import RouterState
-from ownerserve.router.usage import Usage
 from tests.support.router.fleets import ABLE, unit
 from tests.support.router.homes import FORK, NAMES, TIP, Fleet, S, epoch, stamp
 

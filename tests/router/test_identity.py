@@ -7,9 +7,8 @@ import json
 import pytest
 
 from ownerserve.kv.wire.turn_line import NAME_DIGITS
-from ownerserve.router.identity import Source, identify, response_alias, tenant_of
-from ownerserve.router.naming import Scope
-from ownerserve.router.scan import NO_FIELDS, scan
+from ownerserve.router.requests.body import NO_FIELDS, scan
+from ownerserve.router.requests.identity import Scope, Source, identify, response_alias, tenant_of
 
 SCOPE = Scope("t", "m")
 

@@ -24,11 +24,12 @@ from ownerserve.kv.wire.status import (
     WorkerStatus,
     unit_statement,
 )
-from ownerserve.router.messages import Down, Reason, WorkerDown, WorkerUp
-from ownerserve.router.offers import unmet
+from ownerserve.router.decision import Reason
+from ownerserve.router.messages import Down, WorkerDown, WorkerUp
 from ownerserve.router.policies import POLICIES, make_policy
-from ownerserve.router.profile import EVERY_ACTION, Profile, Role
+from ownerserve.router.policies.apart import unmet
 from ownerserve.router.state import RouterState
+from ownerserve.router.worker import EVERY_ACTION, Profile, Role
 from tests.support.router.fleets import ABLE, PLAIN, dispatched, fleet_of
 
 Play = Callable[..., None]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ownerserve.kv.messages import PlacementAction, Tier
+from ownerserve.router.decision import Reason, Request
 from ownerserve.router.fleet import Fleet
-from ownerserve.router.messages import Reason
 from ownerserve.router.policies import make_policy
-from ownerserve.router.profile import Profile, Role
-from ownerserve.router.request import Request
+from ownerserve.router.worker import Profile, Role
 from tests.support.router.fleets import ABLE, PLAIN, SPEED, fleet_of, load, on, owned, request
 
 PD = [

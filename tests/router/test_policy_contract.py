@@ -9,16 +9,14 @@ import pytest
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision
+from ownerserve.router.decision import Decision, Reason, Request, TurnClass
 from ownerserve.router.fleet import Fleet
-from ownerserve.router.messages import Aborted, Done, Failed, Failure, FirstByte, Reason, Refuse
+from ownerserve.router.messages import Aborted, Done, Failed, Failure, FirstByte, Refuse
 from ownerserve.router.policies import POLICIES, Policy, make_policy
-from ownerserve.router.profile import Profile, Role
-from ownerserve.router.request import Request
+from ownerserve.router.requests.body import Usage
 from ownerserve.router.settings import Settings
 from ownerserve.router.state import RouterState
-from ownerserve.router.turns import TurnClass
-from ownerserve.router.usage import Usage
+from ownerserve.router.worker import Profile, Role
 from tests.support.router.fleets import (
     ABLE,
     PLAIN,

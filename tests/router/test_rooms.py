@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ownerserve.router.messages import Reason
+from ownerserve.router.candidates import room_tokens
+from ownerserve.router.decision import Reason
 from ownerserve.router.policies import make_policy
-from ownerserve.router.rooms import room_tokens
 from ownerserve.router.settings import Settings
 from tests.support.router.fleets import ABLE, GIB, fleet_of, load, owned, status
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.router.scan import CONTROL_KEYS, scan
-from ownerserve.router.usage import Usage, scan_response_id, scan_usage
+from ownerserve.router.requests.body import CONTROL_KEYS, Usage, scan, scan_response_id, scan_usage
 
 
 def test_fields_are_sliced_at_their_offsets() -> None:

@@ -12,11 +12,10 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.router.candidates import room_tokens
 from ownerserve.router.messages import WorkerUp
-from ownerserve.router.profile import Profile
-from ownerserve.router.rooms import room_tokens
 from ownerserve.router.seats import ENTER, Enter, Seats, SeatSettings, Ticket, Wait
-from ownerserve.router.worker import Load, Worker
+from ownerserve.router.worker import Load, Profile, Worker
 from tests.support.router.fleets import PLAIN, fleet_of, load
 
 KNOWN = Profile(speed=PLAIN.speed, kv_bytes_total=100_000_000)

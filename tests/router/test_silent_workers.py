@@ -17,7 +17,7 @@ from ownerserve.gateway.workers.inventory import InventoryReader
 from ownerserve.kv.ids import Incarnation
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import Down, Failure, WorkerDown, WorkerUp
-from ownerserve.router.profile import Profile
+from ownerserve.router.worker import Profile
 
 World = Any  # conftest.World; a test module can't import its conftest
 

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
+from ownerserve.router.decision import Reason
 from ownerserve.router.messages import (
     Aborted,
     Arrive,
@@ -20,7 +21,6 @@ from ownerserve.router.messages import (
     Failed,
     Failure,
     FirstByte,
-    Reason,
     Receipt,
     Refusal,
     Refuse,
@@ -30,9 +30,8 @@ from ownerserve.router.messages import (
     WorkerUp,
 )
 from ownerserve.router.policies import make_policy
-from ownerserve.router.retries import RetryBudget
-from ownerserve.router.state import RouterState
-from ownerserve.router.usage import Usage
+from ownerserve.router.requests.body import Usage
+from ownerserve.router.state import RetryBudget, RouterState
 
 W = [WorkerId(f"w{number}") for number in range(3)]
 S, T = SessionId("s"), SessionId("t")

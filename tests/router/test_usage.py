@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.router.messages import Arrive, Dispatch, Done, FirstByte, WorkerUp
 from ownerserve.router.policies import make_policy
-from ownerserve.router.profile import Profile
-from ownerserve.router.scan import scan
-from ownerserve.router.state import RouterState
-from ownerserve.router.usage import (
+from ownerserve.router.requests.body import (
     BYTES_PER_TOKEN_MAX,
     BYTES_PER_TOKEN_MIN,
     TOKENS_MAX,
@@ -24,8 +21,11 @@ from ownerserve.router.usage import (
     Usage,
     believed,
     place_of_prompt,
+    scan,
     scan_usage,
 )
+from ownerserve.router.state import RouterState
+from ownerserve.router.worker import Profile
 
 Play = Callable[..., None]
 World = Any

@@ -25,8 +25,8 @@ from ownerserve.kv.wire.status import (
     unit_statement,
 )
 from ownerserve.router.messages import Down
-from ownerserve.router.profile import DEFAULT_SPEED, Role
 from ownerserve.router.seats import SeatSettings
+from ownerserve.router.worker import DEFAULT_SPEED, Role
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest

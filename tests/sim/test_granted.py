@@ -8,7 +8,7 @@ import pytest
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.plan.abilities import ENGINES
-from ownerserve.router.profile import EVERY_ENGINE
+from ownerserve.router.worker import EVERY_ENGINE
 from ownerserve.sim.granted import granted
 from ownerserve.sim.run import simulate
 from ownerserve.sim.setup import Setup, Tiers

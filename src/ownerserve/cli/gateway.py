@@ -20,9 +20,9 @@ from ownerserve.gateway.config import Config, parse_worker
 from ownerserve.gateway.http.access import read_key
 from ownerserve.gateway.service import Gateway
 from ownerserve.router.policies import POLICIES, make_policy
-from ownerserve.router.profile import DEFAULT_SPEED, Speed
 from ownerserve.router.seats import SeatSettings
 from ownerserve.router.settings import DEFAULTS
+from ownerserve.router.worker import DEFAULT_SPEED, Speed
 
 
 def _policies() -> str:

@@ -23,19 +23,14 @@ from ownerserve.kv.units import GIB, parse_bytes
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.shape import shape_of
 from ownerserve.plan.question import model_state
-from ownerserve.router.costs import Pricer
-from ownerserve.router.decision import TERMS, Decision, Option
-from ownerserve.router.derive import derive
+from ownerserve.router.decision import TERMS, Decision, Option, Request, classify
 from ownerserve.router.extents import Copy
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import WorkerUp
 from ownerserve.router.policies import POLICIES, make_policy
-from ownerserve.router.profile import EVERY_ACTION, LOADED_TIERS, Profile, Role, Speed
-from ownerserve.router.request import Request
-from ownerserve.router.settings import Settings
-from ownerserve.router.starts import rank
-from ownerserve.router.turns import classify
-from ownerserve.router.worker import Load, Worker
+from ownerserve.router.pricing import Pricer, rank
+from ownerserve.router.settings import Settings, derive
+from ownerserve.router.worker import EVERY_ACTION, LOADED_TIERS, Load, Profile, Role, Speed, Worker
 
 STEP_CONTEXT_TOKENS = 50_000
 """A decode step reads so much state of each sequence, where nothing was measured."""

@@ -19,19 +19,18 @@ from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.http.requests import Request
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
-from ownerserve.router.content_chain import ContentChain
-from ownerserve.router.identity import (
+from ownerserve.router.messages import Arrive
+from ownerserve.router.requests.body import NO_FIELDS, BodyFields, Span, may_say_session, scan
+from ownerserve.router.requests.content_chain import ContentChain, content_of
+from ownerserve.router.requests.identity import (
     ANONYMOUS,
     Identity,
+    Scope,
     Source,
-    content_of,
     identify,
     response_alias,
     says_final,
 )
-from ownerserve.router.messages import Arrive
-from ownerserve.router.naming import Scope
-from ownerserve.router.scan import NO_FIELDS, BodyFields, Span, may_say_session, scan
 
 
 class Asked(msgspec.Struct, frozen=True, gc=False):

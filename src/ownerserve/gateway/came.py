@@ -10,7 +10,7 @@ import msgspec
 from ownerserve.gateway.stamps import Stamp
 from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.messages import ExecutionMode
-from ownerserve.router.usage import Usage
+from ownerserve.router.requests.body import Usage
 
 BLOCK_TOKENS_MAX = 528
 """A plain engine does not tell its blocks. Most of vLLM's have 16 tokens, those of hybrids with

@@ -12,9 +12,9 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import WorkerId
 from ownerserve.kv.units import KIB, MIB
 from ownerserve.kv.wire.curve import FleetKey
-from ownerserve.router.profile import DEFAULT_SPEED, Speed
 from ownerserve.router.seats import SeatSettings
 from ownerserve.router.settings import DEFAULTS, Settings
+from ownerserve.router.worker import DEFAULT_SPEED, Speed
 
 
 class Address(msgspec.Struct, frozen=True):

@@ -35,6 +35,7 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject
 from ownerserve.kv.wire.turn_line import session_id_of
+from ownerserve.router.decision import Reason
 from ownerserve.router.messages import (
     Aborted,
     AskRelease,
@@ -45,7 +46,6 @@ from ownerserve.router.messages import (
     Failed,
     Failure,
     FirstByte,
-    Reason,
     Receipt,
     Refuse,
     Reported,
@@ -53,16 +53,16 @@ from ownerserve.router.messages import (
     Stamped,
     Unpromised,
 )
-from ownerserve.router.scan import with_text
-from ownerserve.router.seats import Ticket
-from ownerserve.router.sessions import Session
-from ownerserve.router.usage import (
+from ownerserve.router.requests.body import (
     TAIL_BYTES,
     believed,
     place_of_prompt,
     scan_response_id,
     scan_usage,
+    with_text,
 )
+from ownerserve.router.seats import Ticket
+from ownerserve.router.sessions import Session
 
 if TYPE_CHECKING:
     from ownerserve.gateway.http.client import ClientConnection

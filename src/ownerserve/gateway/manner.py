@@ -12,9 +12,9 @@ from enum import StrEnum
 from ownerserve.gateway.http.heads import RequestHead
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.kv.wire.rpc import Seed
+from ownerserve.router.decision import TurnClass
 from ownerserve.router.messages import Dispatch
 from ownerserve.router.sessions import SessionTable
-from ownerserve.router.turns import TurnClass
 
 TURNS = (b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages")
 MARGIN = 1.25

@@ -14,9 +14,10 @@ from typing import TypeAlias
 from ownerserve.gateway.came import Came
 from ownerserve.gateway.http.replies import Rejected
 from ownerserve.kv.messages import ExecutionMode
-from ownerserve.router.identity import Identity
-from ownerserve.router.messages import Dispatch, Reason, Refuse
-from ownerserve.router.usage import Usage
+from ownerserve.router.decision import Reason
+from ownerserve.router.messages import Dispatch, Refuse
+from ownerserve.router.requests.body import Usage
+from ownerserve.router.requests.identity import Identity
 
 TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)

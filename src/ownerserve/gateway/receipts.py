@@ -6,10 +6,9 @@ from ownerserve.gateway.asking import Asked
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.kv.wire import turn_line
 from ownerserve.kv.wire.turn_line import NOTHING, TurnLine
-from ownerserve.router.decision import Option
-from ownerserve.router.messages import Dispatch, Reason
+from ownerserve.router.decision import Option, Reason, TurnClass
+from ownerserve.router.messages import Dispatch
 from ownerserve.router.sessions import Session
-from ownerserve.router.turns import TurnClass
 
 PRICED_MAX = 4
 """Alternatives in the header; the admin port has all of them, with their terms."""

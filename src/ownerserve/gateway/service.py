@@ -42,8 +42,8 @@ from ownerserve.router.messages import (
     WorkerDown,
     WorkerUp,
 )
-from ownerserve.router.offers import lacking, unmet
 from ownerserve.router.policies import POLICIES, make_policy
+from ownerserve.router.policies.apart import lacking, unmet
 from ownerserve.router.seats import Seats
 from ownerserve.router.state import RouterState
 

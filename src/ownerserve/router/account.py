@@ -1,13 +1,24 @@
 """The account of all requests so far: what came in, how it ended, and why.
 
 Owns the counts; they only grow. Invariant 3: received = done + rejected + live.
+
+`audit` compares the router's books with what they were made from (invariant 5): for tests and
+`check()`, never on a request's path.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 
-from ownerserve.router.messages import Down, Failure, Reason, Refusal
+import msgspec
+
+from ownerserve.kv.errors import InvariantViolated
+from ownerserve.router.decision import Reason
+from ownerserve.router.fleet import Fleet
+from ownerserve.router.messages import Down, Failure, Receipt, Refusal
+from ownerserve.router.sessions import SessionTable
+from ownerserve.router.worker import Load, Worker
 
 
 class Account:
@@ -46,3 +57,61 @@ class Account:
     def rejected(self) -> int:
         """Requests that were refused, at arrival or after failed attempts."""
         return self.refusals.total()
+
+
+class Books(msgspec.Struct, frozen=True):
+    """What the state counts of its live dispatches: their loads, and who was not answered yet."""
+
+    loads: Sequence[tuple[Worker, Load]]
+    unanswered: Collection[Receipt]
+
+
+def audit(fleet: Fleet, sessions: SessionTable, books: Books) -> None:
+    """Raise InvariantViolated unless ledgers, bindings, references and orders agree."""
+    bound = Counter(
+        session.home
+        for _, session in sessions.items()
+        if session.home is not None and session.home.life == session.home_life
+    )
+    for worker in fleet:
+        own = [load for where, load in books.loads if where is worker]
+        expected = (
+            len(own),
+            sum(load.prefill_tokens for load in own),
+            sum(load.held_tokens for load in own),
+            bound[worker],
+        )
+        counted = (
+            worker.requests,
+            worker.pending_prefill_tokens,
+            worker.held_tokens,
+            worker.bound_sessions,
+        )
+        if counted != expected:
+            raise InvariantViolated(f"invariant 5: {worker.id} has {counted}, not {expected}")
+    _check_homes(sessions, books)
+    _check_references(sessions)
+    fleet.check()
+
+
+def _check_homes(sessions: SessionTable, books: Books) -> None:
+    """A session's home is its owner, but for a dispatch that nobody has begun to answer."""
+    for name, session in sessions.items():
+        if session.heading is None:
+            if (session.home, session.home_life) != (session.owner, session.owner_life):
+                raise InvariantViolated(f"invariant 5: {name} has a home that nothing leads to")
+        elif session.heading not in books.unanswered:
+            raise InvariantViolated(f"invariant 5: {name} waits for a dispatch that is over")
+
+
+def _check_references(sessions: SessionTable) -> None:
+    """Copy-on-write rests on knowing how many stand on a prefix."""
+    standing = [prefix for _, session in sessions.items()
+                for prefix in (session.prefix, session.stem) if prefix is not None]  # fmt: skip
+    counted = Counter(map(id, standing))
+    for prefix in standing:
+        if prefix.refs != counted[id(prefix)]:
+            raise InvariantViolated(
+                f"invariant 5: {counted[id(prefix)]} sessions stand on a prefix that counts "
+                f"{prefix.refs}"
+            )

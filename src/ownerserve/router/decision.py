@@ -1,20 +1,198 @@
-"""What a policy answers: where a turn runs, by which action, why, and what else it would have cost.
+"""What a policy is asked about a turn, and what it answers.
 
-Plain data. The state counts load by it, the gateway carries it out, receipts and metrics show it.
+A request as a policy sees it is plain facts; every token count is the router's estimate. The answer
+says where the turn runs, by which action, why, and what else it would have cost: the state counts
+load by it, the gateway carries it out, receipts and metrics show it. Plain data, and the makers of
+the decisions that policies share.
+
+Turns have classes, each with a default (seed 000 §3.6.4):
+
+| class | is | by default |
+|---|---|---|
+| new_long_prefix | nothing is known of it, and it is long | prefill apart, else on the spot |
+| small_increment | a short addition, or a short new prompt | prefill at the owner |
+| long_tool_output | a long addition to a known context | prefill apart, else at the owner |
+| decode_continuation | next to nothing to compute | stay with the owner |
+| forked_rollout | a first turn on another session's prefix | where that is held, or fetch it |
+| cold_resume | back after a long gap, or its owner was lost | load what is kept, compute the rest |
 """
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Sequence
+
 import msgspec
 
-from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import PlacementAction, Tier
+from ownerserve.router.candidates import Candidates
 from ownerserve.router.extents import Copy
-from ownerserve.router.messages import Reason
+from ownerserve.router.settings import Settings
 from ownerserve.router.worker import Worker
 
 
+class Label(enum.StrEnum):
+    """An enum of metric labels. Hashes as the text it equals, and as fast (Enum's own does not)."""
+
+    __hash__ = str.__hash__
+
+
+class Reason(Label):
+    """Why a worker was chosen. A label of metrics and the x-ownerserve-reason header."""
+
+    ROUND_ROBIN = "round_robin"
+    LEAST_LOAD = "least_load"
+    SCORE = "score"
+    """The best by the policy's own formula."""
+    OWNER = "owner"
+    NEW_SESSION = "new_session"
+    OWNER_LOST = "owner_lost"
+    """The owner is gone and nothing of the session is left: a cold start from the token log."""
+    RECOVERED = "recovered"
+    """The owner is gone, but a copy in a store or at another worker outlived it."""
+    NO_SESSION = "no_session"
+    FORK = "fork"
+    """The session's first turn, where its parent's prefix lies."""
+    REPLICA = "replica"
+    """A fork, away from its prefix's busy holders: one more read-only copy is made."""
+    CACHED = "cached"
+    """Enough of the prompt is held there."""
+    CHEAPEST = "cheapest"
+    """The lowest cost of all ways that were priced."""
+    HOT_OWNER = "hot_owner"
+    """The owner is too busy: the session moves."""
+    HOT_COOLING = "hot_cooling"
+    """The owner is too busy, but the session moved a short time ago: it stays."""
+    HOT_NO_TARGET = "hot_no_target"
+    """The owner is too busy, but nobody else has room for the context: it stays."""
+    HOT_TOO_DEAR = "hot_too_dear"
+    """The owner is too busy and another has room, but the turn there, its state brought or computed
+    anew, would cost more than the wait that it spares: it stays."""
+    EXPIRED = "expired"
+    """The session was away for longer than it is kept a place for: it starts anew."""
+    NOT_OFFERED = "not_offered"
+    """No worker offers the action that the policy needs (any more): the turn runs on the spot."""
+    SPLIT = "split"
+    """Prefill and decode on different workers, as the policy always does."""
+    RETRY_NEW_CONNECTION = "retry_new_connection"
+    RETRY_OTHER_WORKER = "retry_other_worker"
+    RETRY_UNASKED = "retry_unasked"
+    """Nobody has room: the best of all, whose queue it waits in without a promise."""
+
+
+class TurnClass(Label):
+    """Kinds of turns; a metric label."""
+
+    NEW_LONG_PREFIX = "new_long_prefix"
+    SMALL_INCREMENT = "small_increment"
+    LONG_TOOL_OUTPUT = "long_tool_output"
+    DECODE_CONTINUATION = "decode_continuation"
+    FORKED_ROLLOUT = "forked_rollout"
+    COLD_RESUME = "cold_resume"
+
+
+_A = PlacementAction
+
+STRATEGIES: dict[TurnClass, tuple[PlacementAction, ...]] = {
+    TurnClass.NEW_LONG_PREFIX: (_A.REMOTE_PREFILL, _A.COLOCATED_PREFILL),
+    TurnClass.SMALL_INCREMENT: (_A.COLOCATED_PREFILL, _A.STATE_MIGRATION, _A.ARTIFACT_FETCH,
+                                _A.TAIL_RECOMPUTE),
+    TurnClass.LONG_TOOL_OUTPUT: (_A.REMOTE_PREFILL, _A.COLOCATED_PREFILL, _A.STATE_MIGRATION,
+                                 _A.ARTIFACT_FETCH, _A.TAIL_RECOMPUTE),
+    TurnClass.DECODE_CONTINUATION: (_A.DECODE_CONTINUATION, _A.COLOCATED_PREFILL,
+                                    _A.STATE_MIGRATION, _A.ARTIFACT_FETCH, _A.TAIL_RECOMPUTE),
+    TurnClass.FORKED_ROLLOUT: (_A.COLOCATED_PREFILL, _A.ARTIFACT_FETCH, _A.TAIL_RECOMPUTE),
+    TurnClass.COLD_RESUME: (_A.TAIL_RECOMPUTE, _A.COLOCATED_PREFILL, _A.ARTIFACT_FETCH,
+                            _A.STATE_MIGRATION),
+}  # fmt: skip
+"""What is offered for each class, the default first; of equal prices the earlier one is taken."""
+
+
+def classify(
+    *, turns: int, known_tokens: int, new_tokens: int, is_cold: bool, limits: Settings
+) -> TurnClass:
+    """The class of a turn that adds `new_tokens` to `known_tokens` known ones.
+
+    `is_cold`: the session was away for long, or its owner is gone.
+    """
+    if known_tokens == 0:
+        return _NEW_LONG if new_tokens >= limits.long_tokens else _SMALL
+    if turns == 0:
+        return _FORKED
+    if is_cold:
+        return _COLD
+    if new_tokens >= limits.long_tokens:
+        return _LONG_OUTPUT
+    return _CONTINUATION if new_tokens <= limits.continuation_tokens else _SMALL
+
+
+# Looked up once: an enum's member takes as long to find as the rest of `classify`.
+_NEW_LONG, _SMALL = TurnClass.NEW_LONG_PREFIX, TurnClass.SMALL_INCREMENT
+_LONG_OUTPUT, _CONTINUATION = TurnClass.LONG_TOOL_OUTPUT, TurnClass.DECODE_CONTINUATION
+_FORKED, _COLD = TurnClass.FORKED_ROLLOUT, TurnClass.COLD_RESUME
+
+
+_DEVICE = Tier.DEVICE
+"""An enum's member costs a look-up in its class each time: not on this path."""
+
+
+class Request(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """A request as a policy sees it. Every token count is the router's estimate."""
+
+    prompt_tokens: int
+    session: SessionId | None = None
+    turn: TurnClass = TurnClass.SMALL_INCREMENT
+    turns: int = 0
+    """Earlier requests of the session that were dispatched."""
+    home: Worker | None = None
+    """Where the session's next turn goes unless there is a better place; None when it is new, or
+    that worker is gone or no candidate."""
+    owner: Worker | None = None
+    """The worker that has the session, and alone can hand it over: its home, but while a turn
+    that was sent elsewhere is not answered. None as for `home`."""
+    copies: tuple[Copy, ...] = ()
+    """Copies of the beginning of the prompt. Only copies that can be used now; the owner's too."""
+    spec_digest: str = ""
+    """The spec under which the state was computed: only workers of this digest can use `copies`."""
+    known_tokens: int = 0
+    """How much of the prompt was computed once, wherever it lies now."""
+    output_tokens: int = 0
+    own_pending_tokens: int = 0
+    """Prefill of the session's own other requests that its home has not begun to answer."""
+    idle_s: float = 0.0
+    """Since the session's last turn ended."""
+    since_move_s: float = float("inf")
+    """Since the session last changed its owner for load's sake."""
+    now_s: float = 0.0
+
+    def cached_on(self, worker: Worker) -> int:
+        """Tokens of the prompt that lie on `worker`'s device, so that they cost it nothing."""
+        tokens = 0
+        for copy in self.copies:
+            if copy.worker is worker and copy.tier is _DEVICE and copy.tokens > tokens:
+                tokens = copy.tokens
+        return tokens if tokens < self.known_tokens else self.known_tokens if tokens else 0
+
+    def holders(self, fleet: Candidates) -> list[Worker]:
+        """Candidates that hold the beginning of the prompt, in whatever tier."""
+        copies = self.copies
+        if len(copies) == 1:  # as for most turns
+            worker = copies[0].worker
+            return [] if worker is None or worker not in fleet else [worker]
+        return [worker for worker in self._holding() if worker in fleet]
+
+    def prefill_holders(self, fleet: Candidates) -> list[Worker]:
+        """Those that hold it among the workers that prefill for others."""
+        return [worker for worker in self._holding() if fleet.can_prefill(worker)]
+
+    def _holding(self) -> list[Worker]:
+        workers = dict.fromkeys(copy.worker for copy in self.copies)
+        return [worker for worker in workers if worker is not None]
+
+
 class Option(msgspec.Struct, frozen=True, gc=False):
-    """One way to place a turn, priced (costs.py). All `_ms` terms add up to `total_ms`.
+    """One way to place a turn, priced (pricing.py). All `_ms` terms add up to `total_ms`.
 
     `cached_tokens` of the prompt need no prefill this way; the state of `moved_tokens` is brought.
     """
@@ -70,3 +248,69 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     moved_tokens: int = 0
     wanted: Move | None = None
     alternatives: tuple[Option, ...] = ()
+
+
+def run_at(
+    request: Request, worker: Worker, reason: Reason, *, wanted: Move | None = None
+) -> Decision:
+    """Run the turn at `worker` on what its device holds; nothing is brought from elsewhere."""
+    cached = request.cached_on(worker)
+    is_going_on = cached > 0 and request.turn is TurnClass.DECODE_CONTINUATION
+    action = _DECODE_CONTINUATION if is_going_on else _COLOCATED_PREFILL
+    return Decision(worker, action, reason, cached, wanted=wanted)
+
+
+def bring_to(
+    request: Request,
+    worker: Worker,
+    reason: Reason,
+    *,
+    action: PlacementAction,
+    source: Copy,
+    wanted: Move | None = None,
+) -> Decision:
+    """Run it at `worker`, with the state that it lacks brought from `source` by `action`."""
+    cached = min(source.tokens, request.known_tokens)
+    moved = cached - request.cached_on(worker)
+    return Decision(
+        worker, action, reason, cached, source=source, moved_tokens=moved, wanted=wanted
+    )
+
+
+def start_at(request: Request, worker: Worker) -> Decision:
+    """Run it at `worker` because it has no owner: a first turn, a lost owner, no session."""
+    if request.session is None:
+        reason = Reason.NO_SESSION
+    else:
+        reason = Reason.OWNER_LOST if request.turns else Reason.NEW_SESSION
+    return run_at(request, worker, reason)
+
+
+def split_over(request: Request, worker: Worker, prefill: Worker, *, moved_tokens: int) -> Decision:
+    """Prefill at `prefill`, send the state of `moved_tokens`, decode at `worker`."""
+    return Decision(
+        worker,
+        PlacementAction.REMOTE_PREFILL,
+        Reason.SPLIT,
+        request.cached_on(prefill),
+        prefill=prefill,
+        moved_tokens=moved_tokens,
+    )
+
+
+def take(
+    option: Option,
+    reason: Reason,
+    *,
+    ranked: Sequence[Option],
+    wanted: Move | None = None,
+) -> Decision:
+    """The decision for `option`, the best of `ranked`, for `reason`."""
+    return Decision(
+        option.worker, option.action, reason, option.cached_tokens, option.prefill, option.source,
+        option.moved_tokens, wanted, tuple(ranked),
+    )  # fmt: skip
+
+
+_COLOCATED_PREFILL = PlacementAction.COLOCATED_PREFILL
+_DECODE_CONTINUATION = PlacementAction.DECODE_CONTINUATION

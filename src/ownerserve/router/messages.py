@@ -10,8 +10,7 @@ A request in events and outcomes:
 
 from __future__ import annotations
 
-import enum
-from typing import TYPE_CHECKING, NewType
+from typing import NewType
 
 import msgspec
 
@@ -19,64 +18,12 @@ from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.router.profile import Profile
-from ownerserve.router.usage import Prompt, Usage
-
-if TYPE_CHECKING:
-    from ownerserve.router.decision import Decision
-    from ownerserve.router.turns import TurnClass
+from ownerserve.router.decision import Decision, Label, Reason, TurnClass
+from ownerserve.router.requests.body import Prompt, Usage
+from ownerserve.router.worker import Profile
 
 Receipt = NewType("Receipt", int)
 """Stands for one counted dispatch. Single-use: it is given back exactly once (invariant 5)."""
-
-
-class Label(enum.StrEnum):
-    """An enum of metric labels. Hashes as the text it equals, and as fast (Enum's own does not)."""
-
-    __hash__ = str.__hash__
-
-
-class Reason(Label):
-    """Why a worker was chosen. A label of metrics and the x-ownerserve-reason header."""
-
-    ROUND_ROBIN = "round_robin"
-    LEAST_LOAD = "least_load"
-    SCORE = "score"
-    """The best by the policy's own formula."""
-    OWNER = "owner"
-    NEW_SESSION = "new_session"
-    OWNER_LOST = "owner_lost"
-    """The owner is gone and nothing of the session is left: a cold start from the token log."""
-    RECOVERED = "recovered"
-    """The owner is gone, but a copy in a store or at another worker outlived it."""
-    NO_SESSION = "no_session"
-    FORK = "fork"
-    """The session's first turn, where its parent's prefix lies."""
-    REPLICA = "replica"
-    """A fork, away from its prefix's busy holders: one more read-only copy is made."""
-    CACHED = "cached"
-    """Enough of the prompt is held there."""
-    CHEAPEST = "cheapest"
-    """The lowest cost of all ways that were priced."""
-    HOT_OWNER = "hot_owner"
-    """The owner is too busy: the session moves."""
-    HOT_COOLING = "hot_cooling"
-    """The owner is too busy, but the session moved a short time ago: it stays."""
-    HOT_NO_TARGET = "hot_no_target"
-    """The owner is too busy, but nobody else has room for the context: it stays."""
-    HOT_TOO_DEAR = "hot_too_dear"
-    """The owner is too busy and another has room, but the turn there, its state brought or computed
-    anew, would cost more than the wait that it spares: it stays."""
-    EXPIRED = "expired"
-    """The session was away for longer than it is kept a place for: it starts anew."""
-    NOT_OFFERED = "not_offered"
-    """No worker offers the action that the policy needs (any more): the turn runs on the spot."""
-    SPLIT = "split"
-    """Prefill and decode on different workers, as the policy always does."""
-    RETRY_NEW_CONNECTION = "retry_new_connection"
-    RETRY_OTHER_WORKER = "retry_other_worker"
-    RETRY_UNASKED = "retry_unasked"
-    """Nobody has room: the best of all, whose queue it waits in without a promise."""
 
 
 class Refusal(Label):
@@ -218,9 +165,9 @@ class ReleaseEnded(msgspec.Struct, frozen=True, gc=False):
 class Arrive(msgspec.Struct, frozen=True, gc=False):
     """A request; `prompt_bytes` is the size of its body.
 
-    `session` is its name (naming.py), or another's that is an alias of it. `model`: only workers
-    that serve it may take the turn, as the client named it; None: not looked for.
-    `parent`: for a session's first turn, another session that begins in the same way; the first
+    `session` is its name (requests/identity.py), or another's that is an alias of it. `model`: only
+    workers that serve it may take the turn, as the client named it; None: not looked for. `parent`:
+    for a session's first turn, another session that begins in the same way; the first
     `shared_bytes` of the bodies are equal (None: all that the parent ever had).
     """
 

@@ -33,10 +33,9 @@ import msgspec
 
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import SessionId
+from ownerserve.router.candidates import room_tokens
 from ownerserve.router.fleet import Fleet
-from ownerserve.router.profile import Role
-from ownerserve.router.rooms import room_tokens
-from ownerserve.router.worker import Worker
+from ownerserve.router.worker import Role, Worker
 
 Ticket = NewType("Ticket", int)
 

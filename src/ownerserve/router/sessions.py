@@ -30,7 +30,7 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Tier
 from ownerserve.router.extents import Copy, Prefix
 from ownerserve.router.messages import Receipt
-from ownerserve.router.usage import Usage, bytes_per_token
+from ownerserve.router.requests.body import Usage, bytes_per_token
 from ownerserve.router.worker import Load, Worker
 
 DEFAULT_BYTES_PER_TOKEN = 4.0

@@ -24,6 +24,8 @@ stamp) and that it serves the turn (status, mode). Of two answers that of the la
 Owns the live dispatches and their receipts. A dispatch is live from Dispatch until its receipt is
 given back by Done, Failed, Unpromised, Broken or Aborted; giving back twice raises. A worker that
 goes down keeps the load of its live dispatches until each is reported: their fate is not yet known.
+Retries are a share of all requests (RetryBudget), so that a dying fleet is not stormed by its own
+router.
 
 `check()` verifies invariants 3 and 5 of docs/invariants.md and that sums agree.
 """
@@ -38,10 +40,9 @@ import msgspec
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import PlacementAction
-from ownerserve.router.account import Account
-from ownerserve.router.audit import Books, audit
+from ownerserve.router.account import Account, Books, audit
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision
+from ownerserve.router.decision import Decision, Reason, Request, classify
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.handovers import Handovers
 from ownerserve.router.knowledge import Knowledge
@@ -65,7 +66,6 @@ from ownerserve.router.messages import (
     Migrated,
     Noted,
     Outcome,
-    Reason,
     Receipt,
     Refusal,
     Refuse,
@@ -79,13 +79,90 @@ from ownerserve.router.messages import (
     WorkerUp,
 )
 from ownerserve.router.policies.base import Policy
-from ownerserve.router.questions import ask
-from ownerserve.router.request import Request
-from ownerserve.router.retries import RetryBudget
-from ownerserve.router.sessions import Session, SessionTable
+from ownerserve.router.requests.body import Prompt, believed
+from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, Session, SessionTable
 from ownerserve.router.settings import DEFAULTS, Settings
-from ownerserve.router.usage import Prompt, believed
 from ownerserve.router.worker import Load, Worker
+
+
+def ask(
+    arrive: Arrive,
+    session: Session | None,
+    candidates: Candidates,
+    *,
+    limits: Settings,
+    now_s: float,
+) -> Request:
+    """The question that `arrive` is, for those who may answer it."""
+    if session is None:
+        prompt_tokens = max(int(arrive.prompt_bytes / DEFAULT_BYTES_PER_TOKEN), 1)
+        return Request(
+            prompt_tokens=prompt_tokens,
+            turn=classify(
+                turns=0, known_tokens=0, new_tokens=prompt_tokens, is_cold=False, limits=limits
+            ),
+            output_tokens=limits.output_tokens,
+            now_s=now_s,
+        )
+    prompt_tokens = int(arrive.prompt_bytes / session.bytes_per_token) or 1
+    prefix = session.prefix
+    if prefix is not None:
+        known_tokens = prefix.tokens
+    else:
+        prefix, known_tokens = session.stem, session.stem_tokens
+    if known_tokens >= prompt_tokens:
+        known_tokens = prompt_tokens - 1  # the last one is always computed
+    home, owner = session.live_home, session.live_owner
+    serving = candidates.serving
+    if owner is not None and owner not in serving:
+        owner = None
+    if home is not None and home not in serving:
+        home = owner
+    turns, idle_s = session.turns, now_s - session.idle_since_s
+    return Request(
+        prompt_tokens=prompt_tokens,
+        session=arrive.session,
+        turn=classify(
+            turns=turns,
+            known_tokens=known_tokens,
+            new_tokens=prompt_tokens - known_tokens,
+            is_cold=home is None or idle_s > limits.cold_after_s,
+            limits=limits,
+        ),
+        turns=turns,
+        home=home,
+        owner=owner,
+        copies=session.copies(),
+        spec_digest="" if prefix is None else prefix.spec_digest,
+        known_tokens=known_tokens,
+        output_tokens=int(session.output_tokens) or limits.output_tokens,
+        own_pending_tokens=0 if home is None else session.pending_at(home),
+        idle_s=idle_s,
+        since_move_s=now_s - session.last_move_s,
+        now_s=now_s,
+    )
+
+
+class RetryBudget:
+    """A purse: each arrival puts `share` in, each retry takes 1 out; at most `attempts` tries."""
+
+    def __init__(self, *, share: float = 0.2, purse_max: float = 64.0, attempts: int = 3) -> None:
+        self._share = share
+        self._purse_max = purse_max
+        self._attempts = attempts
+        self._purse = purse_max
+
+    def earn(self) -> None:
+        """A request has arrived."""
+        purse = self._purse + self._share
+        self._purse = purse if purse < self._purse_max else self._purse_max
+
+    def spend(self, failed_attempts: int) -> bool:
+        """Whether a request that failed `failed_attempts` times may be tried again."""
+        if failed_attempts >= self._attempts or self._purse < 1:
+            return False
+        self._purse -= 1
+        return True
 
 
 class _Live(msgspec.Struct, gc=False):

@@ -18,13 +18,12 @@ from ownerserve.kv.registry import build as spec_of
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.specs import ModelSpec
 from ownerserve.plan.cost.load import Medium
-from ownerserve.router.derive import derive
-from ownerserve.router.offers import lacking, unmet
 from ownerserve.router.policies import Policy, make_policy
-from ownerserve.router.profile import Profile, Role, Speed
+from ownerserve.router.policies.apart import lacking, unmet
 from ownerserve.router.seats import Seats
-from ownerserve.router.settings import Settings
+from ownerserve.router.settings import Settings, derive
 from ownerserve.router.state import RouterState
+from ownerserve.router.worker import Profile, Role, Speed
 from ownerserve.sim.batch import Limits, NodeHooks
 from ownerserve.sim.engine import Engine
 from ownerserve.sim.fleet import Fleet

@@ -37,9 +37,9 @@ from ownerserve.router.messages import (
     WorkerDown,
     WorkerUp,
 )
-from ownerserve.router.profile import Profile
+from ownerserve.router.requests.body import Usage
 from ownerserve.router.state import RouterState
-from ownerserve.router.usage import Usage
+from ownerserve.router.worker import Profile
 from ownerserve.router.worker import Worker as Unit
 from ownerserve.sim import gauge
 from ownerserve.sim.accounts import Accounts, Live

@@ -15,7 +15,7 @@ import msgspec
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.plan.abilities import ENGINES
 from ownerserve.plan.inputs import Abilities
-from ownerserve.router.profile import EVERY_ACTION, EVERY_ENGINE
+from ownerserve.router.worker import EVERY_ACTION, EVERY_ENGINE
 
 EngineAbilities: TypeAlias = Literal["ideal", "hf", "vllm"]
 FROM_TIERS = frozenset({PlacementAction.TAIL_RECOMPUTE})

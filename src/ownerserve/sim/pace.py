@@ -30,7 +30,7 @@ from ownerserve.kv.messages import Tier
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.roofline import LINK_EFFICIENCY, SURROUNDINGS, find_gpu
-from ownerserve.router.profile import Speed
+from ownerserve.router.worker import Speed
 
 SCHEMA = "ownerserve.pace/1"
 FOLDER = Path(__file__).resolve().parent / "paces"

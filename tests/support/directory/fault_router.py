@@ -46,8 +46,8 @@ from ownerserve.router.messages import (
     WorkerUp,
 )
 from ownerserve.router.policies import make_policy
+from ownerserve.router.requests.body import Usage
 from ownerserve.router.state import RouterState
-from ownerserve.router.usage import Usage
 from tests.support.directory.fault_net import Violation
 
 if TYPE_CHECKING:

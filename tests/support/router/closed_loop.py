@@ -17,9 +17,9 @@ from ownerserve.kv.messages import PlacementAction
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.router.messages import Arrive, Dispatch, Done, FirstByte, WorkerUp
-from ownerserve.router.profile import EVERY_ACTION, LOADED_TIERS, Profile, Speed
+from ownerserve.router.requests.body import Usage
 from ownerserve.router.state import RouterState
-from ownerserve.router.usage import Usage
+from ownerserve.router.worker import EVERY_ACTION, LOADED_TIERS, Profile, Speed
 from tests.support.router.fleets import status
 
 TOKENS_PER_S = 10_000.0

@@ -9,14 +9,13 @@ from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
+from ownerserve.router.decision import Request
 from ownerserve.router.extents import Copy
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import Arrive, Dispatch, Done, FirstByte, WorkerUp
-from ownerserve.router.profile import EVERY_ACTION, Profile, Speed
-from ownerserve.router.request import Request
+from ownerserve.router.requests.body import Usage
 from ownerserve.router.state import RouterState
-from ownerserve.router.usage import Usage
-from ownerserve.router.worker import Load, Worker
+from ownerserve.router.worker import EVERY_ACTION, Load, Profile, Speed, Worker
 
 GIB = 1 << 30
 

@@ -10,7 +10,7 @@ import httptools
 
 from ownerserve.gateway.http.heads import Header, ResponseHead, read_response_head
 from ownerserve.kv.units import KIB
-from ownerserve.router.usage import TAIL_BYTES
+from ownerserve.router.requests.body import TAIL_BYTES
 
 _HEAD_END = b"\r\n\r\n"
 _INTERIM = b"HTTP/1.1 1"

@@ -15,7 +15,7 @@ import msgspec
 
 from ownerserve.gateway.http.replies import Rejected
 from ownerserve.kv.wire import answer_line, turn_line
-from ownerserve.router.identity import IDENTITY_HEADERS, tenant_of
+from ownerserve.router.requests.identity import IDENTITY_HEADERS, tenant_of
 
 PREFIX = b"x-ownerserve-"
 Header = tuple[bytes, bytes]

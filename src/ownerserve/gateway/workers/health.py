@@ -36,7 +36,7 @@ from ownerserve.kv.wire.status import (
     read_status,
 )
 from ownerserve.router.messages import Down, Stamped, WorkerDown, WorkerUp
-from ownerserve.router.profile import Profile
+from ownerserve.router.worker import Profile
 
 log = logging.getLogger("ownerserve.gateway")
 

@@ -18,7 +18,7 @@ from ownerserve.kv.wire.status import (
 )
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
-from ownerserve.router.profile import EVERY_ENGINE, Profile, Role, Speed
+from ownerserve.router.worker import EVERY_ENGINE, Profile, Role, Speed
 
 
 def profile_of(status: WorkerStatus, *, default: Speed) -> tuple[Profile, tuple[str, ...]]:

@@ -4,7 +4,7 @@
 
 | field | is |
 |---|---|
-| name | the session's only name (router/naming.py); without it the turn belongs to no session |
+| name | the session's only name (router/requests/); without it the turn belongs to no session |
 | parent | the session that this one was forked from, by the client's word or by its bytes |
 | group | of sessions that share a head, by what they begin with or by the client's word |
 | final | true: the session ends with this turn |

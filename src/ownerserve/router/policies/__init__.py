@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ownerserve.router.decision import Request
 from ownerserve.router.policies.base import Policy
 from ownerserve.router.policies.dynamo import Dynamo
 from ownerserve.router.policies.ear import Ear
 from ownerserve.router.policies.kv_aware import KvAware
 from ownerserve.router.policies.least_load import LeastLoad
-from ownerserve.router.policies.lmetric import LMetric
-from ownerserve.router.policies.lmetric_gate import LMetricGate
+from ownerserve.router.policies.lmetric import LMetric, LMetricGate
 from ownerserve.router.policies.multi_owner import MultiOwner
 from ownerserve.router.policies.ownerserve import OwnerServe
 from ownerserve.router.policies.program_ttl import ProgramTtl
 from ownerserve.router.policies.round_robin import RoundRobin
 from ownerserve.router.policies.round_robin_pd import RoundRobinPd
-from ownerserve.router.policies.static_pd import StaticPd
-from ownerserve.router.policies.static_pd_delta import StaticPdDelta
+from ownerserve.router.policies.static_pd import StaticPd, StaticPdDelta
 from ownerserve.router.policies.sticky import Sticky
 from ownerserve.router.policies.ttft_gate import TtftGate
-from ownerserve.router.request import Request
 from ownerserve.router.settings import DEFAULTS, Settings
 
 TUNED: dict[str, Callable[[Settings], Policy]] = {"ear": Ear, "ownerserve": OwnerServe}

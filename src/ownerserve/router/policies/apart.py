@@ -1,16 +1,20 @@
-"""Prefill and decode on different workers: what the PD policies share."""
+"""What policies need and fleets offer: above all, prefill apart from decode.
+
+A policy names the placement actions without which it is another policy (`needs`). Where nobody
+offers one, the gateway and the simulator refuse to start; a fleet that loses the last worker that
+offers it falls back to running turns on the spot, turn by turn, for the reason `not_offered`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.deciding import run_at
-from ownerserve.router.decision import Decision
-from ownerserve.router.messages import Reason
-from ownerserve.router.request import Request
-from ownerserve.router.ways import shares_state
+from ownerserve.router.decision import Decision, Reason, Request, run_at
+from ownerserve.router.policies.base import Policy
+from ownerserve.router.pricing import shares_state
 from ownerserve.router.worker import Worker
 
 NEEDS = frozenset({PlacementAction.REMOTE_PREFILL})
@@ -35,3 +39,27 @@ def pair(workers: Iterable[Worker], fleet: Candidates) -> tuple[Worker, Worker] 
 def on_the_spot(request: Request, worker: Worker) -> Decision:
     """Nobody can be sent state: the turn runs where it is, and its reason says so."""
     return run_at(request, worker, Reason.NOT_OFFERED)
+
+
+def unmet(policy: Policy, fleet: Candidates) -> PlacementAction | None:
+    """An action that `policy` needs and that no worker of `fleet` can carry out."""
+    for action in sorted(policy.needs):
+        if not any(_offers(worker, action, fleet) for worker in fleet):
+            return action
+    return None
+
+
+def lacking(name: str, action: PlacementAction, workers: int) -> InvalidInput:
+    """The error for an operator who asks for the policy `name` over so many workers."""
+    return InvalidInput(
+        "policy",
+        f"{name} needs {action.value}, which none of {workers} workers offers",
+        f"start workers that offer {action.value}, or use another policy (ownerserve)",
+    )
+
+
+def _offers(worker: Worker, action: PlacementAction, fleet: Candidates) -> bool:
+    """What is computed apart needs somebody else who computes it."""
+    if action is PlacementAction.REMOTE_PREFILL:
+        return bool(prefillers(worker, fleet.prefilling()))
+    return action in worker.profile.actions

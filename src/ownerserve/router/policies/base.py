@@ -11,8 +11,7 @@ from typing import Protocol
 
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision
-from ownerserve.router.request import Request
+from ownerserve.router.decision import Decision, Request
 
 ANY_WORKER: frozenset[PlacementAction] = frozenset()
 """What a policy needs that makes do with what any engine can."""
@@ -23,7 +22,7 @@ class Policy(Protocol):
 
     @property
     def needs(self) -> frozenset[PlacementAction]:
-        """Placement actions without which it is another policy (offers.py)."""
+        """Placement actions without which it is another policy (apart.py)."""
         ...
 
     def decide(self, request: Request, fleet: Candidates) -> Decision: ...

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 from ownerserve.kv.messages import Tier
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.deciding import run_at
-from ownerserve.router.decision import Decision
-from ownerserve.router.messages import Reason
+from ownerserve.router.decision import Decision, Reason, Request, run_at
 from ownerserve.router.policies.base import ANY_WORKER
-from ownerserve.router.request import Request
 from ownerserve.router.worker import Worker
 
 BLOCK_TOKENS = 64

@@ -2,23 +2,26 @@
 
 Source: seed 002 §4. A cold start goes where least is pending; every later turn to the session's
 owner; when others' work there passes T_hot, the session moves to the least loaded worker with room
-(heat.py). Decided by observable load, never by predicted transfer times (seed 002 §4.3.2).
+(pricing.py). Decided by observable load, never by predicted transfer times (seed 002 §4.3.2).
 """
 
 from __future__ import annotations
 
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.costs import Pricer
-from ownerserve.router.deciding import bring_to, run_at, start_at
-from ownerserve.router.decision import Decision, Move
-from ownerserve.router.heat import STAYS_CALM, Heat, heat, wait_ms
-from ownerserve.router.messages import Reason
+from ownerserve.router.decision import Decision, Move, Reason, Request, bring_to, run_at, start_at
 from ownerserve.router.policies.base import ANY_WORKER
-from ownerserve.router.request import Request
+from ownerserve.router.pricing import (
+    STAYS_CALM,
+    Heat,
+    Pricer,
+    heat,
+    peer_copy,
+    start,
+    stored_copy,
+    wait_ms,
+)
 from ownerserve.router.settings import DEFAULTS, Settings
-from ownerserve.router.starts import start
-from ownerserve.router.ways import peer_copy, stored_copy
 from ownerserve.router.worker import Worker
 
 _STAYS = {

@@ -8,11 +8,8 @@ Looks at every worker.
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.deciding import run_at
-from ownerserve.router.decision import Decision
-from ownerserve.router.messages import Reason
+from ownerserve.router.decision import Decision, Reason, Request, run_at
 from ownerserve.router.policies.base import ANY_WORKER
-from ownerserve.router.request import Request
 from ownerserve.router.worker import Worker
 
 LOAD_WEIGHT = 1.0

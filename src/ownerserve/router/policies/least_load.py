@@ -7,11 +7,8 @@ power of two); here over all workers, by queue time.
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.deciding import run_at
-from ownerserve.router.decision import Decision
-from ownerserve.router.messages import Reason
+from ownerserve.router.decision import Decision, Reason, Request, run_at
 from ownerserve.router.policies.base import ANY_WORKER
-from ownerserve.router.request import Request
 
 
 class LeastLoad:

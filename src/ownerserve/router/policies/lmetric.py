@@ -2,16 +2,17 @@
 
 Source: arXiv 2603.15202 (OSDI'26), seed 002 §5.1. New prefill tokens are those pending at the
 worker and those that this request would add there. Looks at every worker.
+
+LMetricGate is the same behind a gate: whoever holds more than half of the prompt gets it. Source:
+the seed authors' own later notes (agentic-kvc, research_findings, 05/2026; quoted in
+research/routers.md §1): "LMetric base + cache_ratio > 0.5 affinity gate".
 """
 
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.deciding import run_at
-from ownerserve.router.decision import Decision
-from ownerserve.router.messages import Reason
+from ownerserve.router.decision import Decision, Reason, Request, run_at
 from ownerserve.router.policies.base import ANY_WORKER
-from ownerserve.router.request import Request
 from ownerserve.router.worker import Worker
 
 
@@ -30,3 +31,22 @@ def lmetric(request: Request, worker: Worker) -> tuple[int, int, int]:
     new_tokens, load = request.prompt_tokens - request.cached_on(worker), worker.load
     product = (load.pending_tokens + new_tokens) * (worker.batch + 1)
     return product, worker.bound_sessions, worker.order
+
+
+GATE_SHARE = 0.5
+
+
+class LMetricGate:
+    """Keeps no state."""
+
+    needs = ANY_WORKER
+
+    def __init__(self) -> None:
+        self._base = LMetric()
+
+    def decide(self, request: Request, fleet: Candidates) -> Decision:
+        needed = GATE_SHARE * request.prompt_tokens
+        holders = [w for w in request.holders(fleet) if request.cached_on(w) > needed]
+        if not holders:
+            return self._base.decide(request, fleet)
+        return run_at(request, min(holders, key=lambda w: lmetric(request, w)), Reason.CACHED)

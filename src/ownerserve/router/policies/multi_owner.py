@@ -8,11 +8,8 @@ lie apart by an absolute and a relative amount, the least loaded gets it, cold i
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.deciding import run_at, start_at
-from ownerserve.router.decision import Decision
-from ownerserve.router.messages import Reason
+from ownerserve.router.decision import Decision, Reason, Request, run_at, start_at
 from ownerserve.router.policies.base import ANY_WORKER
-from ownerserve.router.request import Request
 
 APART_REQUESTS = 32
 APART_RATIO = 1.5

@@ -1,9 +1,9 @@
 """OwnerServe: one owner for each session, and the cheapest way to run each turn (PD-hybrid).
 
 Source: seed 000 §3.5-3.6. A short turn at a calm owner runs there: all that a move could save is
-less than T_hot, which is what a move costs (derive.py). Any other turn is priced over all placement
-actions that its class is offered (costs.py, turns.py), at the owner and, when the session may leave
-(heat.py: EAR's states and brakes), at those who hold its prefix and at the target; the least total
+less than T_hot, which is what a move costs (settings.py). Any other turn is priced over all
+placement actions that its class is offered (pricing.py), at the owner and, when the session may
+leave (EAR's states and brakes), at those who hold its prefix and at the target; the least total
 wins. Without an owner, the holders and the k least loaded are priced.
 """
 
@@ -13,17 +13,21 @@ from collections.abc import Iterable
 
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.costs import Pricer
-from ownerserve.router.deciding import take
-from ownerserve.router.decision import Decision, Move, Option
-from ownerserve.router.heat import STAYS_CALM, Heat, heat, wait_ms
-from ownerserve.router.messages import Reason
+from ownerserve.router.decision import Decision, Move, Option, Reason, Request, TurnClass, take
 from ownerserve.router.policies.base import ANY_WORKER
-from ownerserve.router.request import Request
+from ownerserve.router.pricing import (
+    STAYS_CALM,
+    Heat,
+    Pricer,
+    few,
+    has_more_stored,
+    heat,
+    peer_copy,
+    rank,
+    start,
+    wait_ms,
+)
 from ownerserve.router.settings import DEFAULTS, Settings
-from ownerserve.router.starts import few, rank, start
-from ownerserve.router.turns import TurnClass
-from ownerserve.router.ways import has_more_stored, peer_copy
 from ownerserve.router.worker import Worker
 
 _CALM, _COLD = Heat.CALM, TurnClass.COLD_RESUME

@@ -7,11 +7,8 @@ calls); its request pool is the worker's admission here.
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.deciding import run_at, start_at
-from ownerserve.router.decision import Decision
-from ownerserve.router.messages import Reason
+from ownerserve.router.decision import Decision, Reason, Request, run_at, start_at
 from ownerserve.router.policies.base import ANY_WORKER
-from ownerserve.router.request import Request
 
 TTL_S = 120.0
 

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.deciding import run_at
-from ownerserve.router.decision import Decision
-from ownerserve.router.messages import Reason
+from ownerserve.router.decision import Decision, Reason, Request, run_at
 from ownerserve.router.policies.base import ANY_WORKER
-from ownerserve.router.policies.rotation import Rotation
-from ownerserve.router.request import Request
+from ownerserve.router.worker import Worker
+
+
+class Rotation:
+    """Remembers who was last, by stable order, so that workers may come and go."""
+
+    def __init__(self) -> None:
+        self._last_order = -1
+
+    def next(self, workers: Iterable[Worker]) -> Worker:
+        """The one after the last; `workers` are in stable order and not none."""
+        first = None
+        for worker in workers:
+            if worker.order > self._last_order:
+                break
+            first = first or worker
+        else:
+            assert first is not None
+            worker = first
+        self._last_order = worker.order
+        return worker
 
 
 class RoundRobin:

@@ -6,11 +6,9 @@ Source: seed 000 §3.8. All of the state is sent each time.
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.deciding import split_over
-from ownerserve.router.decision import Decision
+from ownerserve.router.decision import Decision, Request, split_over
 from ownerserve.router.policies.apart import NEEDS, on_the_spot, prefillers
-from ownerserve.router.policies.rotation import Rotation
-from ownerserve.router.request import Request
+from ownerserve.router.policies.round_robin import Rotation
 
 
 class RoundRobinPd:

@@ -8,11 +8,8 @@ routers, 100 % of 64 sessions on one of four engines: research/routers.md §4).
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.deciding import run_at, start_at
-from ownerserve.router.decision import Decision
-from ownerserve.router.messages import Reason
+from ownerserve.router.decision import Decision, Reason, Request, run_at, start_at
 from ownerserve.router.policies.base import ANY_WORKER
-from ownerserve.router.request import Request
 
 
 class Sticky:

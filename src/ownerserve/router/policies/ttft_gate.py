@@ -7,11 +7,8 @@ penalty for staying passes the limit, stickiness is broken and the prefix is com
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.deciding import run_at, start_at
-from ownerserve.router.decision import Decision
-from ownerserve.router.messages import Reason
+from ownerserve.router.decision import Decision, Reason, Request, run_at, start_at
 from ownerserve.router.policies.base import ANY_WORKER
-from ownerserve.router.request import Request
 from ownerserve.router.worker import Worker
 
 PENALTY_MS_MAX = 5000.0

@@ -13,12 +13,9 @@ import msgspec
 
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.deciding import start_at
-from ownerserve.router.decision import Decision
-from ownerserve.router.messages import Reason
+from ownerserve.router.decision import Decision, Reason, Request, start_at
 from ownerserve.router.policies.base import ANY_WORKER
-from ownerserve.router.request import Request
-from ownerserve.router.ways import peer_copy
+from ownerserve.router.pricing import peer_copy
 from ownerserve.sim.setup import Setup
 
 KV_BYTES = 1 << 52

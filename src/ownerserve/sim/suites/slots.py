@@ -23,11 +23,8 @@ from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.node.state import NodeState
 from ownerserve.node.vocabulary.events import Arrived, Ended, Event, Gone
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.deciding import run_at, split_over, start_at
-from ownerserve.router.decision import Decision
-from ownerserve.router.messages import Reason
+from ownerserve.router.decision import Decision, Reason, Request, run_at, split_over, start_at
 from ownerserve.router.policies.apart import NEEDS, prefillers
-from ownerserve.router.request import Request
 from ownerserve.router.worker import Worker as Unit
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.media import Duplex

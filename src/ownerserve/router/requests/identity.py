@@ -2,9 +2,8 @@
 
 Owns the list of headers and body fields that name a session, and their order. The first that is
 present wins; ids are compared whole, never by prefix ("session-1" and "session-12" are two), and
-each is scoped to its tenant, its model and the field that named it (naming.py). Where nothing names
-a session its content does (content_chain.py): `content_of` says which bytes count, and never looks
-into them.
+each is scoped to its tenant, its model and the field that named it. Where nothing names
+a session its content does (content_chain.py).
 
 | order | field | sent by |
 |---|---|---|
@@ -21,6 +20,18 @@ into them.
 | 10 | what the body begins with | agents that send no key |
 
 A session ends with the turn that says so: x-ownerserve-session-final or x-dynamo-session-final.
+
+**Names**: a digest of tenant, model, field and the client's own word is the session's name. A name
+is the session's only one, for router, workers, peers and directory: 32 hex digits, whatever the
+client wrote. Nobody finds another tenant's session by guessing its id, an id of any length costs
+the same, and nothing of a client's text leaves the gateway.
+
+**The model is in the name from the first turn on**, so that a fleet that learns of a second model
+renames nobody. Where all workers serve one model it is that one, without a look at the body; where
+they serve several, or it is not known what one of them serves, it is the one that the body names.
+Both are equal for whoever is served: a worker that serves one model answers no other name. One
+exception costs a session its cached state once: a body that names no model, on the day when the
+fleet learns of a second one.
 """
 
 from __future__ import annotations
@@ -36,9 +47,35 @@ import msgspec
 
 from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import SessionId
-from ownerserve.router.content_chain import Content, root_of
-from ownerserve.router.naming import Scope
-from ownerserve.router.scan import BodyFields
+from ownerserve.kv.wire.turn_line import NAME_DIGITS
+from ownerserve.router.requests.body import BodyFields
+
+NAMES_KEPT = 16_384
+KEPT_ID_MAX = 128
+"""Characters. Names of sessions that come again are kept, so long as their ids are short."""
+
+
+class Scope(msgspec.Struct, frozen=True, gc=False):
+    """The tenant and the model of a session: ids are compared within one scope only."""
+
+    tenant: str
+    model: str = ""
+
+    def name(self, field: str, *values: str) -> SessionId:
+        """The session that a client means by `field` = `values`."""
+        make = _kept if sum(map(len, values)) <= KEPT_ID_MAX else _name
+        return make(self.tenant, self.model, field, *values)
+
+
+def _name(*parts: str) -> SessionId:
+    text = "".join([f"{len(part)}:{part}" for part in parts])
+    data = text.encode("utf-8", "surrogatepass")
+    digest = blake2b(data, digest_size=NAME_DIGITS // 2, person=b"ownerserve-name")
+    return SessionId(digest.hexdigest())
+
+
+_kept = lru_cache(NAMES_KEPT)(_name)
+
 
 _SESSION_HEADERS = (
     b"x-session-id",
@@ -67,13 +104,6 @@ IDENTITY_HEADERS = frozenset(
     {*_SESSION_HEADERS, *_PARENT_HEADERS.values(), _CLAUDE_AGENT, _CLAUDE_PARENT, *_FINAL}
 )
 """Every header `identify` reads, in lower case. A request that gives one twice is refused."""
-
-_BEFORE_MESSAGES = ("tools", "system", "instructions")
-"""In the order in which chat templates show them."""
-
-_CACHE_MARKER = b'"cache_control"'
-_CACHE_MARKERS = re.compile(rb',\s*"cache_control"\s*:\s*(?:null|\{[^{}]*\})')
-"""Anthropic's: a client moves them on with every turn, so they can't count as content."""
 
 _METADATA_SESSION = re.compile(r"_session_([0-9A-Za-z-]+)$")
 
@@ -130,30 +160,6 @@ def identify(headers: Mapping[bytes, bytes], body: BodyFields, *, scope: Scope) 
 def says_final(headers: Mapping[bytes, bytes]) -> bool:
     """Whether the client says that its session ends with this turn."""
     return any(headers.get(name, b"").lower() in (b"true", b"1") for name in _FINAL)
-
-
-def content_of(body: BodyFields, *, tenant: str) -> Content | None:
-    """The conversation in a body: what comes before the messages, and their bytes.
-
-    The bytes end where the next turn's go on: before the bracket, or the quote of one long text.
-    """
-    for key in ("messages", "input", "prompt"):
-        span = body.content.get(key)
-        if span is not None:
-            break
-    else:
-        return None
-    data, start, end = body.body, span.start + 1, span.end - 1
-    if data[start - 1] not in b'["':
-        return None
-    before = {name: body.slice(name) for name in _BEFORE_MESSAGES if name in body.content}
-    root, root_bytes = root_of(f"{tenant}/{body.text('model')}", before)
-    if data.find(_CACHE_MARKER, start, end) >= 0:
-        data = _CACHE_MARKERS.sub(b"", data[start:end])
-        start, end = 0, len(data)
-    while end > start and data[end - 1] in b" \t\r\n":
-        end -= 1
-    return Content(data, start, end, root, root_bytes)
 
 
 def _from_header(

@@ -30,6 +30,7 @@ joins, also when it shares more.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -39,7 +40,16 @@ from xxhash import xxh3_64_intdigest
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.units import KIB
-from ownerserve.router.naming import Scope
+from ownerserve.router.requests.body import BodyFields
+from ownerserve.router.requests.identity import Scope
+
+_BEFORE_MESSAGES = ("tools", "system", "instructions")
+"""In the order in which chat templates show them."""
+
+_CACHE_MARKER = b'"cache_control"'
+_CACHE_MARKERS = re.compile(rb',\s*"cache_control"\s*:\s*(?:null|\{[^{}]*\})')
+"""Anthropic's: a client moves them on with every turn, so they can't count as content."""
+
 
 CHUNK_BYTES = KIB
 FINE_CHUNKS = 4
@@ -345,3 +355,27 @@ def _kept_chunks(last: int) -> list[int]:
         kept.append(chunk)
         chunk += max(1, chunk // 4)
     return [*kept, last]
+
+
+def content_of(body: BodyFields, *, tenant: str) -> Content | None:
+    """The conversation in a body: what comes before the messages, and their bytes.
+
+    The bytes end where the next turn's go on: before the bracket, or the quote of one long text.
+    """
+    for key in ("messages", "input", "prompt"):
+        span = body.content.get(key)
+        if span is not None:
+            break
+    else:
+        return None
+    data, start, end = body.body, span.start + 1, span.end - 1
+    if data[start - 1] not in b'["':
+        return None
+    before = {name: body.slice(name) for name in _BEFORE_MESSAGES if name in body.content}
+    root, root_bytes = root_of(f"{tenant}/{body.text('model')}", before)
+    if data.find(_CACHE_MARKER, start, end) >= 0:
+        data = _CACHE_MARKERS.sub(b"", data[start:end])
+        start, end = 0, len(data)
+    while end > start and data[end - 1] in b" \t\r\n":
+        end -= 1
+    return Content(data, start, end, root, root_bytes)

@@ -1,0 +1,367 @@
+"""What the pricing policies (ear, ownerserve) are made of: options, costs, the start, the heat.
+
+**Costs** (seed 000 §3.6.5): each term in ms, priced for one option at a time.
+
+    C(a) = T_queue + T_compute + T_network + T_restore + lambda M_HBM + delta D + mu I_decode
+
+| term | is |
+|---|---|
+| queue | until the prefilling worker begins: pending prefill tokens x its ms a token |
+| compute | prefill of what is not cached, then decode of the expected answer in that batch |
+| network | bytes that come from another worker's memory |
+| restore | bytes that come from a store tier, and the tokens computed again after a restore |
+| memory | lambda x GiB of device memory newly taken x how full that memory is |
+| duplicate | delta x GiB that lie on two devices from then on, x how full the other one is |
+| interference | mu x ms of prefill x sequences that decode there meanwhile |
+
+A sequence's bytes are those of its tokens and what it keeps beside: point state, which is taken,
+sent and held twice whole, however few tokens go with it.
+Network and restore are priced without overlap with compute: an upper bound, the same for all ways.
+Nothing is counted twice: what waits behind a queue is in `queue`, what runs is in the others.
+
+**Options**: a worker's abilities, the turn's class and the known copies say in which ways a turn
+can be placed there. Nothing else asks what a worker can do.
+
+**Start** of a turn without an owner: new, forked, its owner gone, or nobody's.
+
+held by nobody      the least loaded; prefilled apart where that is priced lower
+a fork              where the shared prefix lies, or one more read-only replica (rule 3)
+the owner is gone   from a copy that outlived it, else from the token log (rule 4)
+
+**Heat**: EAR's trigger, target and brakes decide when a session leaves a busy owner (seed 002 §4.3,
+§6). A session at its owner, when a turn of it arrives:
+
+| state | holds when | then |
+|---|---|---|
+| calm | the pressure there is <= T_hot, or <= hot_ratio x the target's | stays |
+| cooling | it is hot, and the session moved less than T_cool ago | stays |
+| stuck | it is hot, but nobody else has room for the context | stays |
+| leaving | otherwise | moves to the least busy worker with room |
+
+Pressure is measured by what is observable: for EAR pending prefill tokens, as time at the worker's
+own rate; for OwnerServe also the sequences that decode there (policies/ownerserve.py).
+What brakes: the session's own pending work does not make its owner hot for it (a giant session
+would flee from itself), the target must be less busy by the relative term too (a fleet that is hot
+everywhere keeps still), and after a move the session stays for T_cool (O(lifetime / T_cool) moves).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from functools import cache
+from operator import attrgetter
+from typing import NamedTuple, TypeAlias
+
+from ownerserve.kv.messages import PlacementAction, Tier
+from ownerserve.kv.units import GIB
+from ownerserve.router.candidates import Candidates, room_tokens
+from ownerserve.router.decision import (
+    STRATEGIES,
+    Decision,
+    Option,
+    Reason,
+    Request,
+    TurnClass,
+    take,
+)
+from ownerserve.router.extents import Copy
+from ownerserve.router.settings import Settings
+from ownerserve.router.worker import Worker
+
+
+class Pricer:
+    """Prices ways to place one request. Holds the weights, no state."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._lambda = settings.memory_ms_per_gib / GIB
+        self._delta = settings.duplicate_ms_per_gib / GIB
+        self._mu = settings.interference
+
+    def local(self, request: Request, worker: Worker) -> Option:
+        """Compute there whatever its device does not hold."""
+        cached = request.cached_on(worker)
+        is_going_on = cached > 0 and request.turn is _CONTINUATION
+        action = _DECODE if is_going_on else _COLOCATED
+        return self._price(request, worker, action, cached, cached, None)
+
+    def bring(
+        self, request: Request, worker: Worker, *, action: PlacementAction, source: Copy
+    ) -> Option:
+        """Bring the state from `source` to `worker`, compute the rest there."""
+        tokens, known_tokens = source.tokens, request.known_tokens
+        cached = tokens if tokens < known_tokens else known_tokens
+        return self._price(request, worker, action, cached, request.cached_on(worker), source)
+
+    def apart(self, request: Request, worker: Worker, prefill: Worker) -> Option:
+        """Prefill at `prefill`, send what `worker` lacks there, decode at `worker`."""
+        speed = prefill.speed
+        held, lent = request.cached_on(worker), request.cached_on(prefill)
+        prompt = request.prompt_tokens
+        prefill_ms = speed.prefill.ms(prompt - lent, lent)
+        queue_ms = prefill.queue_ms
+        there = worker.speed
+        step_ms = there.step_ms + there.step_ms_per_sequence * (worker.batch + 1)
+        compute_ms = prefill_ms + request.output_tokens * step_ms
+        network_ms = speed.media[_PEER].ms(speed.sequence_bytes(prompt - held))
+        taken_bytes = there.sequence_bytes(prompt - held + request.output_tokens)
+        memory_ms = self._lambda * taken_bytes * worker.occupancy
+        # The prefilling worker keeps what it computed until it needs the room.
+        duplicate_ms = self._held_twice_ms(prompt - lent, prefill)
+        interference_ms = self._mu * prefill_ms * prefill.batch
+        return Option(
+            _REMOTE, worker, lent, queue_ms, compute_ms, network_ms, 0.0, memory_ms, duplicate_ms,
+            interference_ms, queue_ms + compute_ms + network_ms + memory_ms + duplicate_ms
+            + interference_ms, prompt - held, None, prefill,
+        )  # fmt: skip
+
+    def _price(
+        self,
+        request: Request,
+        worker: Worker,
+        action: PlacementAction,
+        cached: int,
+        held: int,
+        source: Copy | None,
+    ) -> Option:
+        """`held` of the `cached` tokens are there, the others come from `source`."""
+        speed, load = worker.speed, worker.load
+        batch, queue_ms, occupancy = worker.batch, load.queue_ms, load.occupancy
+        answer_tokens = request.output_tokens
+        prompt_tokens = request.prompt_tokens
+        prefill_ms = speed.prefill.ms(prompt_tokens - cached, cached)
+        compute_ms = prefill_ms + answer_tokens * (
+            speed.step_ms + speed.step_ms_per_sequence * (batch + 1)
+        )
+        network_ms = restore_ms = memory_ms = duplicate_ms = 0.0
+        if source is not None:
+            moved_bytes = speed.sequence_bytes(cached - held)
+            if speed.replay_tokens:
+                restore_ms = speed.prefill.ms(min(speed.replay_tokens, cached), cached)
+                prefill_ms += restore_ms
+            holder = source.worker or worker
+            if source.tier is not _DEVICE:
+                restore_ms += holder.speed.media[source.tier].ms(moved_bytes)
+            if holder is not worker:
+                network_ms = speed.media[_PEER].ms(moved_bytes)
+        if occupancy:
+            taken_tokens = prompt_tokens - held + answer_tokens
+            memory_ms = self._lambda * speed.sequence_bytes(taken_tokens) * occupancy
+        if action is not _MIGRATION:
+            known_tokens = request.known_tokens
+            for copy in request.copies:
+                if copy.worker is not worker:
+                    tokens = copy.tokens if copy.tokens < known_tokens else known_tokens
+                    twice_ms = self._duplicate_ms(tokens - held, copy)
+                    if twice_ms > duplicate_ms:
+                        duplicate_ms = twice_ms
+        interference_ms = self._mu * prefill_ms * batch
+        total_ms = queue_ms + compute_ms + network_ms + restore_ms
+        total_ms += memory_ms + duplicate_ms + interference_ms
+        return Option(
+            action, worker, cached, queue_ms, compute_ms, network_ms, restore_ms, memory_ms,
+            duplicate_ms, interference_ms, total_ms, cached - held, source,
+        )  # fmt: skip
+
+    def _duplicate_ms(self, tokens: int, copy: Copy) -> float:
+        """Of so many tokens that `copy` holds too."""
+        holder = copy.worker
+        if tokens <= 0 or holder is None or copy.tier is not _DEVICE:
+            return 0.0
+        return self._held_twice_ms(tokens, holder)
+
+    def _held_twice_ms(self, tokens: int, holder: Worker) -> float:
+        return self._delta * holder.speed.sequence_bytes(tokens) * holder.occupancy
+
+
+_CONTINUATION = TurnClass.DECODE_CONTINUATION
+_DEVICE, _PEER = Tier.DEVICE, Tier.PEER
+_DECODE = PlacementAction.DECODE_CONTINUATION
+_COLOCATED = PlacementAction.COLOCATED_PREFILL
+_REMOTE = PlacementAction.REMOTE_PREFILL
+_MIGRATION = PlacementAction.STATE_MIGRATION
+
+
+_APART = PlacementAction.REMOTE_PREFILL
+_RESTORE = PlacementAction.TAIL_RECOMPUTE
+_BRINGING = (_MIGRATION, PlacementAction.ARTIFACT_FETCH)
+_DISK = Tier.DISK
+
+
+class _Offer(NamedTuple):
+    """What a worker can do for a class of turns. `brings`: the ways from a peer, the first best."""
+
+    apart: bool
+    restores: bool
+    brings: tuple[PlacementAction, ...]
+
+
+@cache
+def _offer(turn: TurnClass, actions: frozenset[PlacementAction]) -> _Offer:
+    """One for each class of turns and kind of worker: both are few."""
+    able = actions.intersection(STRATEGIES[turn])
+    return _Offer(_APART in able, _RESTORE in able, tuple(one for one in _BRINGING if one in able))
+
+
+def ways_at(request: Request, worker: Worker, *, pricer: Pricer, fleet: Candidates) -> list[Option]:
+    """Every way to run the turn at `worker`: on the spot always, the others where they apply."""
+    ways = [pricer.local(request, worker)]
+    profile = worker.profile
+    offer = _offer(request.turn, profile.actions)
+    if offer.apart:
+        prefill = next(iter(fleet.least_prefill(1)), worker)
+        if prefill is not worker and shares_state(prefill, worker):
+            ways.append(pricer.apart(request, worker, prefill))
+    if not request.copies or request.spec_digest != profile.spec_digest:
+        return ways
+    held = request.cached_on(worker)
+    if offer.restores:
+        stored = stored_copy(request, worker)
+        if stored is not None and stored.tokens > held:
+            ways.append(pricer.bring(request, worker, action=_RESTORE, source=stored))
+    if offer.brings:
+        peer = peer_copy(request, worker)
+        if peer is not None and peer.tokens > held:
+            for action in offer.brings:
+                if _may(action, request, peer):
+                    ways.append(pricer.bring(request, worker, action=action, source=peer))
+                    break  # a migration costs what a fetch costs, and leaves no second copy
+    return ways
+
+
+def stored_copy(request: Request, worker: Worker) -> Copy | None:
+    """The longest copy that `worker` can load by itself: its own tiers, or the shared store."""
+    found = None
+    for copy in request.copies:
+        is_own = copy.worker is worker and copy.tier is not _DEVICE
+        if (is_own or copy.worker is None) and (found is None or copy.tokens > found.tokens):
+            found = copy
+    return found
+
+
+def has_more_stored(request: Request, worker: Worker) -> bool:
+    """Whether `worker` can load more of the prompt than its device has: not for most turns."""
+    if len(request.copies) < 2 and (not request.copies or request.copies[0].tier is _DEVICE):
+        return False
+    stored = stored_copy(request, worker)
+    return stored is not None and stored.tokens > request.cached_on(worker)
+
+
+def peer_copy(request: Request, worker: Worker) -> Copy | None:
+    """The longest copy that another worker can send, the least busy one's of equals: nobody sends
+    from a disk."""
+    found = None
+    for copy in request.copies:
+        other = copy.worker
+        if other is None or other is worker or copy.tier is _DISK:
+            continue
+        if not shares_state(other, worker):
+            continue
+        if found is None or found.worker is None or (copy.tokens, -other.queue_ms) > (
+            found.tokens, -found.worker.queue_ms
+        ):  # fmt: skip
+            found = copy
+    return found
+
+
+def shares_state(one: Worker, other: Worker) -> bool:
+    """Whether state computed by one can be used by the other."""
+    return one.profile.spec_digest == other.profile.spec_digest
+
+
+def _may(action: PlacementAction, request: Request, peer: Copy) -> bool:
+    """Only its owner's state migrates: what others hold read-only is fetched."""
+    return action is not _MIGRATION or peer.worker is request.owner
+
+
+def few(request: Request, fleet: Candidates, *, count: int) -> list[Worker]:
+    """The small set that is priced: the home, the holders and the `count` least loaded."""
+    home = () if request.home is None else (request.home,)
+    return [*home, *request.holders(fleet), *fleet.least(count)]
+
+
+def rank(
+    request: Request, workers: Iterable[Worker], *, pricer: Pricer, fleet: Candidates
+) -> list[Option]:
+    """All ways at `workers`, the cheapest first; of equal ones, the earlier worker's."""
+    options: list[Option] = []
+    for worker in dict.fromkeys(workers):
+        options += ways_at(request, worker, pricer=pricer, fleet=fleet)
+    options.sort(key=_BY_TOTAL)
+    return options
+
+
+def start(request: Request, fleet: Candidates, *, pricer: Pricer, settings: Settings) -> Decision:
+    """The cheapest way to start."""
+    workers = few(request, fleet, count=settings.candidates)
+    ranked = rank(request, workers, pricer=pricer, fleet=fleet)
+    best = ranked[0]
+    return take(best, _why(request, best), ranked=ranked)
+
+
+_BY_TOTAL = attrgetter("total_ms")
+
+
+def _why(request: Request, best: Option) -> Reason:
+    if request.session is None:
+        return Reason.NO_SESSION
+    if request.turns:
+        return Reason.RECOVERED if best.cached_tokens else Reason.OWNER_LOST
+    if not request.copies:
+        return Reason.NEW_SESSION
+    is_on_the_spot = best.action is PlacementAction.COLOCATED_PREFILL and best.cached_tokens > 0
+    return Reason.FORK if is_on_the_spot else Reason.REPLICA
+
+
+class Heat(Enum):
+    """A session's state at its home."""
+
+    CALM = "calm"
+    COOLING = "cooling"
+    STUCK = "stuck"
+    LEAVING = "leaving"
+
+
+_CALM, _COOLING, _STUCK, _LEAVING = Heat
+STAYS_CALM: tuple[Heat, Worker | None] = (_CALM, None)
+"""What holds up to T_hot: `heat` need not be asked."""
+
+Pressure: TypeAlias = Callable[[Request, Worker, Candidates], float]
+"""What leaving the worker could spare a turn, in ms."""
+
+
+def wait_ms(request: Request, worker: Worker, fleet: Candidates) -> float:
+    """EAR's pressure: how long others' pending prefill keeps the turn waiting there."""
+    load, own = worker.load, request.own_pending_tokens
+    if not own or worker is not request.home or load.pending_tokens <= 0:
+        return load.queue_ms
+    return load.queue_ms * max(load.pending_tokens - own, 0) / load.pending_tokens
+
+
+def heat(
+    request: Request,
+    pressure_ms: float,
+    home: Worker,
+    *,
+    fleet: Candidates,
+    settings: Settings,
+    pressure: Pressure,
+) -> tuple[Heat, Worker | None]:
+    """Under a pressure over T_hot at its home: the session's state, and where it leaves for."""
+    target = least_with_room(request, home, fleet)
+    if target is None:
+        return _STUCK, None
+    if pressure_ms <= settings.hot_ratio * pressure(request, target, fleet):
+        return STAYS_CALM
+    if request.since_move_s < settings.cool_s:
+        return _COOLING, None
+    return _LEAVING, target
+
+
+def least_with_room(request: Request, home: Worker | None, fleet: Candidates) -> Worker | None:
+    """The least loaded worker but `home` whose free memory takes the whole context, of all."""
+    tokens = request.prompt_tokens + request.output_tokens
+    least = fleet.least_one()
+    if least is not home and room_tokens(least) >= tokens:
+        return least  # as a rule: the others need not be looked at
+    return fleet.least_with_room(tokens, but=home)
