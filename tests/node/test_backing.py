@@ -13,10 +13,16 @@ from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.kv.units import MIB
-from ownerserve.node.storage import upkeep as upkeep_module
-from ownerserve.node.storage.backing import Backing, ListedPart, NodeTiers, open_backing
+from ownerserve.node.storage import backing as storage_backing
+from ownerserve.node.storage.backing import (
+    MORE_AFTER_S,
+    Backing,
+    ListedPart,
+    NodeTiers,
+    Upkeep,
+    open_backing,
+)
 from ownerserve.node.storage.media import open_remote, write_policy
-from ownerserve.node.storage.upkeep import MORE_AFTER_S, Upkeep
 from ownerserve.node.vocabulary.records import Cell, Inside, RecordNames
 from ownerserve.store.disk.tier import DiskOptions, DiskTier
 from ownerserve.store.format.model import Hit, Meta, Stored, Want
@@ -194,7 +200,7 @@ def test_a_pass_is_bounded_and_the_next_one_comes_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, medium: str
 ) -> None:
     """Five records are past their time and a pass takes two: the worker stops behind a pass."""
-    monkeypatch.setattr(upkeep_module, "EXPIRE_AT_ONCE", 2)
+    monkeypatch.setattr(storage_backing, "EXPIRE_AT_ONCE", 2)
     clock = ManualClock(1000.0)
     tier: DiskTier | MemoryTier = (
         DiskTier(tmp_path, clock, options=DiskOptions(limits=KEPT))

@@ -8,10 +8,9 @@ import pytest
 
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import TurnId
-from ownerserve.node.retention.idle_spills import COPY_DEADLINE_S, ECHO_S, FIND_DEADLINE_S
-from ownerserve.node.retention.pressure_relief import PRESS_WAIT_S
-from ownerserve.node.storage import upkeep
-from ownerserve.node.storage.upkeep import Upkeep
+from ownerserve.node.retention.spills import COPY_DEADLINE_S, ECHO_S, FIND_DEADLINE_S, PRESS_WAIT_S
+from ownerserve.node.storage import backing
+from ownerserve.node.storage.backing import Upkeep
 from ownerserve.node.vocabulary.events import Copy, Fetch, Find, Kept, NotKept, RestoreOutcome, Tick
 from ownerserve.node.vocabulary.settings import NodeSettings
 from tests.support.node.node_driver import B, NodeDriver
@@ -213,7 +212,7 @@ class _SilentTier:
 
 
 def test_a_silent_upkeep_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "STOP_S", 0.1)
+    monkeypatch.setattr(backing, "STOP_S", 0.1)
     tier = _SilentTier()
     keeper = Upkeep([tier], 0.01)  # type: ignore[list-item]
     keeper.start()

@@ -15,7 +15,7 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed, pack
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.hosted_state import GuestState
-from ownerserve.node.restore.device import Later
+from ownerserve.node.restore.sources import Later
 from ownerserve.node.retention.saves import Capture, Saves
 from ownerserve.node.vocabulary.events import (
     Arrived,
@@ -41,9 +41,8 @@ from ownerserve.node.vocabulary.events import (
     Start,
     Tick,
 )
-from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.records import RecordNames, Tip, ids_of, standing
 from ownerserve.node.vocabulary.settings import NodeSettings
-from ownerserve.node.vocabulary.tips import Tip, ids_of, standing
 from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults

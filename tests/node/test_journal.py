@@ -11,7 +11,7 @@ import pytest
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.node.storage import journal as module
 from ownerserve.node.storage.journal import Journal
-from ownerserve.node.vocabulary.tips import Tip
+from ownerserve.node.vocabulary.records import Tip
 
 END = PrefixHash(bytes(range(32)))
 

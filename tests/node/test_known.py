@@ -12,7 +12,7 @@ from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import ExecutionMode
 from ownerserve.kv.prefix import pack
-from ownerserve.node.ownership.known import MARKS_KEPT, SESSIONS_KEPT, KnownSessions, Plain
+from ownerserve.node.vocabulary.chains import MARKED_SESSIONS, MARKS_KEPT, KnownSessions, Plain
 
 A, B = SessionId("a"), SessionId("b")
 M = ExecutionMode
@@ -75,6 +75,6 @@ def test_a_bounded_number_of_sessions_and_marks_is_kept() -> None:
     for turn in range(1, 3 * MARKS_KEPT):
         known.left(A, plain(range(2 * turn)), prompt_tokens=2 * turn - 1)
     assert known.tokens_of(A, plain(range(2))) == 0
-    for number in range(SESSIONS_KEPT):
+    for number in range(MARKED_SESSIONS):
         known.left(SessionId(str(number)), plain([1, 2]), prompt_tokens=1)
     assert known.tokens_of(A, plain(range(1000))) == 0

@@ -16,8 +16,7 @@ from ownerserve.kv.payload import PayloadPart
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.storage.backing import NodeTiers
-from ownerserve.node.vocabulary.layouts import Parts
-from ownerserve.node.vocabulary.records import Cell, RecordNames
+from ownerserve.node.vocabulary.records import Cell, Parts, RecordNames
 from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.format.convert import ByteOrder, Unconvertible, decode, obstacle
 from ownerserve.store.format.convert import Layout as Description

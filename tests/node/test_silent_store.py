@@ -19,7 +19,7 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import Begun, Turn
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, pack
-from ownerserve.node.retention import idle_spills
+from ownerserve.node.retention import spills
 from ownerserve.node.runtime import calibration
 from ownerserve.node.runtime.calibration import Calibration
 from ownerserve.node.runtime.node_runtime import NodeRuntime
@@ -29,9 +29,8 @@ from ownerserve.node.storage.backing import Backing
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.storage.media import open_remote
 from ownerserve.node.vocabulary.events import Arrived, Ended, RestoreOutcome
-from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.records import RecordNames, Tip
 from ownerserve.node.vocabulary.settings import NodeSettings
-from ownerserve.node.vocabulary.tips import Tip
 from ownerserve.plan.cost.events import Waited
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.inputs import FULL_ABILITIES, Abilities, Backlog
@@ -231,8 +230,8 @@ def test_a_silent_look_up_is_not_taken_for_an_empty_store(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the store did not answer in its time was copied, to the store that did not answer."""
-    monkeypatch.setattr(idle_spills, "FIND_DEADLINE_S", 0.2)
-    monkeypatch.setattr(idle_spills, "ECHO_S", 0.2)
+    monkeypatch.setattr(spills, "FIND_DEADLINE_S", 0.2)
+    monkeypatch.setattr(spills, "ECHO_S", 0.2)
 
     def scenario() -> None:
         node.disk.fall_silent()

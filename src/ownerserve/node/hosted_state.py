@@ -15,8 +15,8 @@ from itertools import count
 
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
-from ownerserve.node.restore.device import Device
 from ownerserve.node.restore.restores import Restores
+from ownerserve.node.restore.sources import Device
 from ownerserve.node.retention.saves import Saves
 from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.node.vocabulary.events import (

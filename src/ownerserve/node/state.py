@@ -23,18 +23,13 @@ from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Packed
 from ownerserve.node.admission.room_queue import Line
-from ownerserve.node.ownership.inventory import Inventory
-from ownerserve.node.ownership.on_device import OnDevice
-from ownerserve.node.ownership.residency import FOUND_LESS, Residency
-from ownerserve.node.restore.device import OwnDevice
-from ownerserve.node.restore.prefetches import Prefetches
+from ownerserve.node.ownership.inventory import FOUND_LESS, Inventory, OnDevice, Residency
 from ownerserve.node.restore.restores import Restores
-from ownerserve.node.restore.walks import Walks
+from ownerserve.node.restore.sources import OwnDevice, Walks
 from ownerserve.node.retention.checkpoints import Checkpoints
-from ownerserve.node.retention.gaps import Gaps
-from ownerserve.node.retention.idle_spills import Spills
-from ownerserve.node.retention.pressure_relief import Relief
+from ownerserve.node.retention.gaps import Gaps, Prefetches
 from ownerserve.node.retention.record_value import KEPT_IN, Worth
+from ownerserve.node.retention.spills import Relief, Spills
 from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.node.vocabulary.events import (
     Arrived,
@@ -58,9 +53,8 @@ from ownerserve.node.vocabulary.events import (
     Start,
     Tick,
 )
-from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.records import RecordNames, tip_of
 from ownerserve.node.vocabulary.settings import NodeSettings
-from ownerserve.node.vocabulary.tips import tip_of
 from ownerserve.plan.benefit import eviction_weights
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.restore import Planner

@@ -14,7 +14,7 @@ import msgspec
 from ownerserve.kv.execution import execution_mode
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import ExecutionMode, RoutingUnit
-from ownerserve.node.ownership.known import KnownSessions, Plain
+from ownerserve.node.vocabulary.chains import KnownSessions, Plain
 from ownerserve.router.messages import Dispatch
 from ownerserve.sim.metrics.counters import Counters, Migration
 from ownerserve.sim.metrics.rows import NO_WORKER, Finished

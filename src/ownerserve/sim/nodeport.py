@@ -52,9 +52,8 @@ from ownerserve.node.vocabulary.events import (
     Start,
     Tick,
 )
-from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.records import RecordNames, Tip
 from ownerserve.node.vocabulary.settings import NodeSettings
-from ownerserve.node.vocabulary.tips import Tip
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.plan.cost.model import CostModel

@@ -9,7 +9,7 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Tier
-from ownerserve.node.vocabulary.tips import Tip
+from ownerserve.node.vocabulary.records import Tip
 from ownerserve.plan.cost.load import Medium
 from ownerserve.sim.layout import UnitModel
 from ownerserve.sim.media import duplex

@@ -29,9 +29,9 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import HashedPrefix, Packed
 from ownerserve.node.ownership.publishing import Publishing
-from ownerserve.node.restore import survey
-from ownerserve.node.restore.device import OwnDevice
+from ownerserve.node.restore import sources
 from ownerserve.node.restore.restores import Phase, Restores, Wish
+from ownerserve.node.restore.sources import OwnDevice
 from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.router import fleet, knowledge
 from ownerserve.router.candidates import Candidates
@@ -120,20 +120,22 @@ def abort_only(device: OwnDevice, ticket: int) -> None:
     device._cache.ingest.abort(ticket)
 
 
-def parts_of_sets(names: Any, asked: Any, found: Any, *, without: Any = frozenset()) -> survey.Held:
+def parts_of_sets(
+    names: Any, asked: Any, found: Any, *, without: Any = frozenset()
+) -> sources.Held:
     """Cells of which one component is there count as if all were."""
     whole = held(names, asked, found, without=without)
-    ranges: dict[Any, dict[str, survey.Stored]] = {}
+    ranges: dict[Any, dict[str, sources.Stored]] = {}
     for id_, tier in found.items():
         what = asked.get(id_)
         if what is not None and id_ not in without and what.cell.first != what.cell.end:
-            ranges.setdefault(what.cell, {})[what.component] = survey.Stored(id_, tier)
+            ranges.setdefault(what.cell, {})[what.component] = sources.Stored(id_, tier)
     longest = {cell.first: cell for cell in sorted(ranges, key=lambda cell: cell.end)}
     cells = tuple((cell, ranges[cell]) for _, cell in sorted(longest.items()))
-    return survey.Held(cells, whole.points)
+    return sources.Held(cells, whole.points)
 
 
-hashed, held = Chains.hashed, survey.held
+hashed, held = Chains.hashed, sources.held
 
 
 class Instead(NamedTuple):
@@ -205,7 +207,7 @@ MUTATIONS = (
     without(Instead(Restores, "_answered", any_answer)),
     without(Instead(Chains, "hashed", session_goes_on)),
     without(Instead(OwnDevice, "abort", abort_only)),
-    without(Instead(survey, "held", parts_of_sets)),
+    without(Instead(sources, "held", parts_of_sets)),
     without(Instead(Publishing, "forgotten", nothing)),
     without(Instead(Publishing, "answered", taken_unheard)),
 )

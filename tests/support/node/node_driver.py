@@ -50,9 +50,8 @@ from ownerserve.node.vocabulary.events import (
     Start,
     Tick,
 )
-from ownerserve.node.vocabulary.records import Inside, RecordNames
+from ownerserve.node.vocabulary.records import Inside, RecordNames, Tip
 from ownerserve.node.vocabulary.settings import NodeSettings
-from ownerserve.node.vocabulary.tips import Tip
 from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults

@@ -31,7 +31,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import WorkerId
 from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.curve import FleetKey
-from ownerserve.node.ownership.kinds import kinds_of
+from ownerserve.node.ownership.inventory import kinds_of
 from ownerserve.node.ownership.ownership import Ownership, Owning, Unowned
 from ownerserve.node.retention.checkpoints import policy_of
 from ownerserve.node.runtime.calibration import Calibration

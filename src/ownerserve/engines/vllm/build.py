@@ -37,8 +37,7 @@ from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.payload import CONV, DENSE, FORMAT, RECURRENT, WINDOW
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.hosted_state import GuestState
-from ownerserve.node.ownership.inventory import Inventory
-from ownerserve.node.ownership.kinds import kinds_of
+from ownerserve.node.ownership.inventory import Inventory, kinds_of
 from ownerserve.node.ownership.ownership import Ownership
 from ownerserve.node.retention.saves import Capture, Saves
 from ownerserve.node.runtime.calibration import Calibration

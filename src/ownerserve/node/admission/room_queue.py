@@ -24,7 +24,7 @@ from ownerserve.cache import paths
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Packed
-from ownerserve.node.restore.walks import Walks
+from ownerserve.node.restore.sources import Walks
 from ownerserve.node.vocabulary.events import Arrived
 
 

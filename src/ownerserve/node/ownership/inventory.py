@@ -1,15 +1,15 @@
-"""Inventory: what a node holds, session by session and tier by tier, in numbered words. Pure.
+"""What a node holds of each session, tier by tier: on the device, and looked for below it. Pure.
 
-The one owner of that fact. `residency` and `on_device` say what is there; whoever wants to know
-(gateways, and `publishing` for the directory) asks for the words above a number. One word for each
-(session, tier), the last one said: a reader that was away catches up with the present, not with
-history. Any thread may read.
+OnDevice      says what the cache could go on from; the tree says which frontiers slid
+Residency     says what could come back from below, after it was looked for
+Inventory     the one owner of what was said, in numbered words; gateways and `publishing` for
+              the directory ask it for the words above a number
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Reversible
+from collections.abc import Callable, Iterable, Iterator, Mapping, Reversible
 from heapq import merge
 from itertools import islice
 from operator import attrgetter
@@ -17,10 +17,24 @@ from threading import RLock
 
 from msgspec.structs import replace
 
+from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.layout import Layout
+from ownerserve.directory.rules import Kind, Kinds, kind_of
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import Tier
+from ownerserve.kv.specs import Coverage, Role
 from ownerserve.kv.wire.inventory import Has, Lost, Page, Word
+from ownerserve.node.vocabulary.events import (
+    Effect,
+    Errand,
+    Forget,
+    Locate,
+    Located,
+    Remember,
+    RestoreOutcome,
+)
+from ownerserve.node.vocabulary.records import NOTHING, RecordNames, Tip, ids_of, is_sound, standing
 
 HAS_KEPT = 16_384
 """Extents that are told; beyond, the one said longest ago is told as gone."""
@@ -139,3 +153,267 @@ class Inventory:
     def __iter__(self) -> Iterator[Has]:
         """What is held, the oldest word first."""
         return iter(self._has.values())
+
+
+_ROLES = {role.value: role for role in Role}
+
+
+def kinds_of(layout: Layout, coverage: Coverage) -> Kinds:
+    """By which owner rules the components of a layout that have `coverage` go."""
+    kinds = 0
+    for component in layout.components:
+        if component.coverage is not coverage:
+            continue
+        if coverage is Coverage.POINT:
+            kinds |= Kind.CHECKPOINT
+        else:
+            role = _ROLES.get(component.name)
+            kinds |= Kind.DENSE if role is None else kind_of(role)
+    return int(kinds)
+
+
+# ---- below the device
+
+
+TIPS_KEPT = 4096
+LOOKS_IN_FLIGHT = 8
+LOOK_DEADLINE_S = 5.0
+CALM_S = 0.2
+"""After a loss, before a look: records go in rows."""
+FOUND_LESS = (RestoreOutcome.MISS, RestoreOutcome.NOTHING_STORED)
+"""Outcomes that are news of a session whose state was told to be in the store."""
+BELOW = (Tier.HOST, Tier.DISK, Tier.REMOTE)
+"""Fastest first."""
+
+
+class Residency:
+    """Which sessions could come back from below the device, and up to where.
+
+        copied (spills) ─┐
+        found in a file ─┼─> look (Locate) ─> the store answers (Located) ─> inventory: has | gone
+        a record is lost ┘        ^ never by listing: it is asked for the records of one tip
+
+    The class owns the tips: for each session the last that was copied, the longest unseen forgotten
+    first. What is told is what the store answered; who reads it is told less when a record went,
+    and nothing more than was looked for. A look that is never answered changes nothing and is made
+    again. `can_replay`: the engine goes on from range state alone.
+    """
+
+    def __init__(self, names: RecordNames, inventory: Inventory, *, can_replay: bool) -> None:
+        self._names = names
+        self._inventory = inventory
+        self._can_replay = can_replay
+        self._range_kinds = kinds_of(names.layout, Coverage.RANGE)
+        self._point_kinds = kinds_of(names.layout, Coverage.POINT)
+        self._tips: OrderedDict[SessionId, Tip] = OrderedDict()
+        self._by_end: dict[PrefixHash, set[SessionId]] = {}
+        self._due: OrderedDict[SessionId, float] = OrderedDict()  # in the order of their instants
+        self._looking: dict[Errand, tuple[Tip, float]] = {}
+        self._in_file: dict[SessionId, int] = {}
+        self._to_file: list[Effect] = []
+
+    def __len__(self) -> int:
+        return len(self._tips)
+
+    # -- events --------------------------------------------------------------------------------
+
+    def copied(self, tip: Tip, now: float) -> None:
+        """All of a tip was offered to the store, and answered for."""
+        self._keep(tip)
+        self._look_at(tip.session_id, now)
+        if len(self._tips) > TIPS_KEPT:
+            self.forget(next(iter(self._tips)))
+
+    def remembered(self, tips: Iterable[Tip], now: float) -> None:
+        """Tips that a former life of this worker left: looked for, each, before they are told."""
+        for tip in tips:
+            if tip.depth and is_sound(self._names, tip):
+                self._in_file[tip.session_id] = tip.depth
+                self.copied(tip, now)
+
+    def lost(self, ends: Iterable[PrefixHash], now: float) -> None:
+        """Records that end there are gone from a tier."""
+        for end in ends:
+            for session_id in self._by_end.get(end, ()):
+                self._look_at(session_id, now + CALM_S)
+
+    def all_lost(self, now: float) -> None:
+        """More went than was noted: any record may be gone."""
+        for session_id in self._tips:
+            self._look_at(session_id, now + CALM_S)
+
+    def missed(self, session_id: SessionId, now: float) -> None:
+        """A restore of the session found less than was there."""
+        self._inventory.gone(session_id, Tier.REMOTE)  # nobody tells what goes from a shared medium
+        if session_id in self._tips:
+            self._look_at(session_id, now)
+
+    def forget(self, session_id: SessionId) -> None:
+        """Nobody will ask for the session."""
+        tip = self._tips.pop(session_id, None)
+        if tip is not None:
+            self._unindex(tip)
+        self._due.pop(session_id, None)
+        for tier in BELOW:
+            self._inventory.gone(session_id, tier)
+        self._unfile(session_id)
+
+    def located(self, event: Located, now: float) -> bool:
+        """The store's answer; whether the errand was one of ours."""
+        looked = self._looking.pop(event.errand, None)
+        if looked is None:
+            return False
+        tip, _ = looked
+        if self._tips.get(tip.session_id) is not tip:
+            return True  # another one was copied meanwhile, and is looked for
+        if not event.held:
+            self._look_at(tip.session_id, now + LOOK_DEADLINE_S)  # it does not answer now
+        elif not self._tell(tip, event.held):
+            self.forget(tip.session_id)
+        return True
+
+    def tick(self, now: float, next_errand: Callable[[], Errand]) -> list[Effect]:
+        """What is to be looked for now."""
+        effects: list[Effect] = []
+        for errand, (tip, until_s) in list(self._looking.items()):
+            if until_s <= now:
+                del self._looking[errand]
+                self._look_at(tip.session_id, now)
+        while self._due and len(self._looking) < LOOKS_IN_FLIGHT:
+            session_id, at_s = next(iter(self._due.items()))
+            if at_s > now:
+                break
+            del self._due[session_id]
+            tip, errand = self._tips[session_id], next_errand()
+            deadline_s = now + LOOK_DEADLINE_S
+            self._looking[errand] = tip, deadline_s
+            effects.append(Locate(errand, ids_of(self._names, tip), deadline_s))
+        return effects
+
+    def to_file(self) -> list[Effect]:
+        """What is to be written down for the next life, once."""
+        effects, self._to_file = self._to_file, []
+        return effects
+
+    def next_due(self) -> float | None:
+        """When `tick` has something to do; 0: now."""
+        if self._due and len(self._looking) < LOOKS_IN_FLIGHT:
+            return next(iter(self._due.values()))
+        return min((until_s for _, until_s in self._looking.values()), default=None)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is looked for, or is to be."""
+        return bool(self._looking or self._due)
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _look_at(self, session_id: SessionId, at_s: float) -> None:
+        known = self._due.get(session_id)
+        if session_id not in self._tips or (known is not None and known <= at_s):
+            return
+        self._due[session_id] = at_s
+        last_s = next(reversed(self._due.values()))
+        self._due.move_to_end(session_id, last=at_s >= last_s)
+
+    def _tell(self, tip: Tip, held: Mapping[Tier, frozenset[bytes]]) -> bool:
+        """Say of each tier what can be had from it and those above; whether any has something."""
+        any_there, so_far = False, frozenset[bytes]()
+        for tier in BELOW:
+            here = held.get(tier, frozenset())
+            so_far |= here
+            there = NOTHING
+            if here:
+                there = standing(self._names, tip, so_far, can_replay=self._can_replay)
+            tokens = there.depth * self._names.layout.block_tokens
+            kinds = self._point_kinds if there.has_point else 0
+            self._inventory.has(
+                tip.session_id,
+                tier,
+                tokens,
+                digest=there.digest,
+                kinds=kinds | self._range_kinds,
+                tenant=tip.tenant,
+            )
+            any_there = any_there or there.depth > 0
+            if tier is Tier.DISK:
+                self._file(tip, there.depth)
+        return any_there
+
+    def _file(self, tip: Tip, depth: int) -> None:
+        """Have a tip that a drive holds written down, once; and struck out when it does not."""
+        if not depth:
+            self._unfile(tip.session_id)
+        elif self._in_file.get(tip.session_id) != tip.depth:
+            self._in_file[tip.session_id] = tip.depth
+            self._to_file.append(Remember(tip))
+
+    def _unfile(self, session_id: SessionId) -> None:
+        if self._in_file.pop(session_id, None) is not None:
+            self._to_file.append(Forget(session_id))
+
+    def _keep(self, tip: Tip) -> None:
+        former = self._tips.pop(tip.session_id, None)
+        if former is not None:
+            self._unindex(former)
+        self._tips[tip.session_id] = tip
+        for end in tip.ends.values():
+            self._by_end.setdefault(end, set()).add(tip.session_id)
+
+    def _unindex(self, tip: Tip) -> None:
+        for end in tip.ends.values():
+            sessions = self._by_end[end]
+            sessions.discard(tip.session_id)
+            if not sessions:
+                del self._by_end[end]
+
+
+# ---- on the device
+
+
+DigestAt = Callable[[SessionId, int], PrefixHash | None]
+"""The digest of a session's first n blocks, where it is known."""
+
+
+class OnDevice:
+    """What of each session one cache could go on from, told as it comes and goes.
+
+    The tree owns what is resident and says which frontiers slid; this class looks at those alone.
+    `digest_at` None: nobody hashes here.
+    """
+
+    def __init__(
+        self, cache: HeteroCache, inventory: Inventory, *, digest_at: DigestAt | None = None
+    ) -> None:
+        self._cache = cache
+        self._inventory = inventory
+        self._digest_at = digest_at
+        self._kinds = kinds_of(cache.layout, Coverage.RANGE) | kinds_of(
+            cache.layout, Coverage.POINT
+        )
+        cache.tree.slid = set()
+
+    def ended(self, session_id: SessionId) -> None:
+        """A turn of the session is over."""
+        status = self._cache.sessions.status(session_id)
+        tokens = 0 if status is None else status.restorable_tokens
+        digest = None
+        if tokens and self._digest_at is not None:
+            digest = self._digest_at(session_id, tokens // self._cache.layout.block_tokens)
+        self._inventory.has(session_id, Tier.DEVICE, tokens, digest=digest, kinds=self._kinds)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a frontier slid since the last `tick`."""
+        return bool(self._cache.tree.slid)
+
+    def tick(self) -> None:
+        """Some time has passed: blocks may have gone."""
+        slid = self._cache.tree.slid
+        if not slid:
+            return
+        stops, self._cache.tree.slid = slid, set()
+        for stop in stops:
+            for session in (stop.anchors or {}).values():
+                if self._inventory.tokens(session.session_id, Tier.DEVICE):
+                    self.ended(session.session_id)

@@ -39,8 +39,8 @@ from ownerserve.cache.outcomes import (
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
-from ownerserve.node.restore import survey
-from ownerserve.node.restore.device import Device, Later
+from ownerserve.node.restore import sources
+from ownerserve.node.restore.sources import Device, Later
 from ownerserve.node.retention.record_value import memory_price
 from ownerserve.node.vocabulary.chains import Hashes
 from ownerserve.node.vocabulary.events import (
@@ -125,13 +125,13 @@ class Wish(msgspec.Struct, eq=False):
     cap: int = 0
     upto: int = 0
     unasked: tuple[range, ...] = ()
-    asked: dict[bytes, survey.Sought] = {}
+    asked: dict[bytes, sources.Sought] = {}
     found: dict[bytes, Tier] = {}
     bad: set[bytes] = set()
     attempts: int = 0
     misses: int = 0
     plan: RestorePlan | None = None
-    readings: tuple[survey.Reading, ...] = ()
+    readings: tuple[sources.Reading, ...] = ()
     arrival: Arrival | None = None
     room: Reserved | None = None
 
@@ -184,9 +184,9 @@ class Restores:
             return None
         if not self._names.point_names or not match.points[0].lacks:
             return None  # nothing resident lies behind the deepest complete point
-        nothing = survey.NOTHING_HELD
+        nothing = sources.NOTHING_HELD
         way = self._plan(self._names, match, nothing, tokens=count, backlog=Backlog()).chosen
-        if way.position == 0 or survey.is_loading(way):
+        if way.position == 0 or sources.is_loading(way):
             return None
         if way.computed_from == way.position:
             return Restore(way.position)
@@ -197,7 +197,7 @@ class Restores:
         self,
         names: RecordNames,
         match: Match,
-        stored: survey.Held,
+        stored: sources.Held,
         *,
         tokens: int,
         backlog: Backlog,
@@ -205,7 +205,7 @@ class Restores:
         prices = self._costs.prices()
         short = self._device.shortage(-(-tokens // self._block) - match.range_tokens // self._block)
         rate = 0.0 if short is None else memory_price(short, prices)
-        question = survey.query(
+        question = sources.query(
             names, match, stored, tokens=tokens, backlog=backlog, hbm_ms_per_gib=rate
         )
         return self._planner.plan(question, prices)
@@ -258,7 +258,7 @@ class Restores:
         """Ask for range records that end behind each block of `ends`, or at a depth of `cells`, and
         for point state at the depths `points`."""
         depths = (*range(ends.start + 1, ends.stop + 1), *cells)
-        asked = survey.sought(wish.names, wish.digests, ranges=depths, points=points)
+        asked = sources.sought(wish.names, wish.digests, ranges=depths, points=points)
         wish.asked.update(asked)
         wish.errand = errand
         self._by_errand[errand] = wish
@@ -272,14 +272,14 @@ class Restores:
         if wish is None:
             return ()
         wish.found.update(event.held)
-        wish.asked.update(survey.sought_inside(wish.names, wish.digests, event.inside))
+        wish.asked.update(sources.sought_inside(wish.names, wish.digests, event.inside))
         find = self._look_on(wish, errand)
         return self._decide(wish, errand=errand, now=now) if find is None else [find]
 
     def _look_on(self, wish: Wish, errand: Errand) -> Find | None:
         """The next look, as far as one can still find anything; see `Look`."""
         grid = self._names.blocks
-        stored = survey.held(wish.names, wish.asked, wish.found)
+        stored = sources.held(wish.names, wish.asked, wish.found)
         ends = {cell.end for cell, _ in stored.cells}
         if wish.look is Look.NEAR:
             goes_on = wish.upto < wish.cap and wish.upto in ends
@@ -302,7 +302,7 @@ class Restores:
                 return self._ask(wish, errand, points=depths)
         return None
 
-    def _lacks_point(self, wish: Wish, stored: survey.Held) -> bool:
+    def _lacks_point(self, wish: Wish, stored: sources.Held) -> bool:
         """Whether there is range state to go on from, and no point of the store's to do it at."""
         wanted = len(self._names.point_names)
         if not wanted or any(len(parts) == wanted for parts in stored.points.values()):
@@ -397,7 +397,7 @@ class Restores:
 
     def _decide(self, wish: Wish, *, errand: Errand, now: float) -> Iterable[Effect]:
         event = wish.event
-        stored = survey.held(wish.names, wish.asked, wish.found, without=wish.bad)
+        stored = sources.held(wish.names, wish.asked, wish.found, without=wish.bad)
         if not stored.cells and not stored.points:
             missed = RestoreOutcome.MISS if wish.misses else RestoreOutcome.NOTHING_STORED
             return [self._start(wish, missed, now)]
@@ -408,7 +408,7 @@ class Restores:
             return ()
         wish.plan = self._plan(wish.names, match, stored, tokens=count, backlog=event.backlog)
         way = wish.plan.chosen
-        if not survey.is_loading(way):
+        if not sources.is_loading(way):
             missed = RestoreOutcome.MISS if wish.misses else RestoreOutcome.NOT_WORTH_IT
             return [self._start(wish, missed, now)]
         reserved = self._reserve(wish, match, way, stored=stored, now=now)
@@ -425,11 +425,11 @@ class Restores:
         return [Fetch(errand, wants, wish.deadline_s)]
 
     def _reserve(
-        self, wish: Wish, match: Match, way: Priced, *, stored: survey.Held, now: float
+        self, wish: Wish, match: Match, way: Priced, *, stored: sources.Held, now: float
     ) -> Reserved | NoRoom | Refused | Later:
         """Slots for the chosen way, and what to read into them."""
         start = min(match.range_tokens, way.position) // self._block
-        wish.readings = survey.readings(wish.names, stored, way=way, start=start)
+        wish.readings = sources.readings(wish.names, stored, way=way, start=start)
         wish.arrival = Arrival(
             tokens=wish.event.tokens[: way.position * TOKEN_BYTES],
             prefix_hash=wish.digests[way.position // self._block - 1],

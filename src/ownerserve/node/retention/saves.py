@@ -21,8 +21,7 @@ import msgspec
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import PrefixChain
 from ownerserve.node.vocabulary.events import Computing, Copy, Effect, Ended, Errand, Pin
-from ownerserve.node.vocabulary.records import Cell, RecordNames
-from ownerserve.node.vocabulary.tips import Tip, tip_of
+from ownerserve.node.vocabulary.records import Cell, RecordNames, Tip, tip_of
 from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan
 
 IN_FLIGHT_BYTES = 256 << 20

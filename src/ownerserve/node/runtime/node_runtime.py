@@ -1,7 +1,8 @@
 """NodeRuntime: performs a NodeState's effects with an engine and a store.
 
-Owns errands under way: which ticket of the store belongs to which, and the bytes between store
-and slots. Decides nothing. Called on the thread that owns the cache; never waits for a medium.
+The class owns operations under way: which ticket of the store belongs to which, and the bytes
+between store and slots. It decides nothing. It is called on the thread that owns the cache, and
+never waits for a medium. `EnginePort` is all that it knows of an engine.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -20,7 +22,6 @@ from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import Packed
 from ownerserve.node.runtime.calibration import Calibration
-from ownerserve.node.runtime.port import EnginePort
 from ownerserve.node.state import NodeState
 from ownerserve.node.storage.backing import MEDIUM_OF, Backing, ListedPart
 from ownerserve.node.storage.journal import Journal
@@ -48,14 +49,35 @@ from ownerserve.node.vocabulary.events import (
     Start,
     Tick,
 )
-from ownerserve.node.vocabulary.records import Inside
-from ownerserve.node.vocabulary.tips import Tip
+from ownerserve.node.vocabulary.records import Inside, Tip
 from ownerserve.plan.cost.events import Loaded, Observation
 from ownerserve.plan.explain import summary
+from ownerserve.plan.inputs import Abilities
 from ownerserve.store.format.model import Hit, Meta, Miss, MissReason, Part, Present, Stored
 from ownerserve.store.service.flights import Ticket
 from ownerserve.store.service.runtime import Pending
 from ownerserve.store.tiers.backend import Reservation
+
+
+class EnginePort(Protocol):
+    """What a node needs of an engine, and the only thing it knows about one.
+
+    Called between two steps, on the thread that owns the cache. `abilities` says what the engine
+    can do; the planner offers nothing else, and nothing in the node asks which engine it is. Slots
+    are indices into a component's pool, as the cache hands them out.
+    """
+
+    @property
+    def abilities(self) -> Abilities: ...
+
+    def read_slots(self, component: str, slots: Sequence[int]) -> memoryview:
+        """The bytes of `slots`, one after another: a copy that no later step changes."""
+        ...
+
+    def write_slots(self, component: str, slots: Sequence[int], data: memoryview) -> None:
+        """The inverse. Raises SpecMismatch when `data` has another length."""
+        ...
+
 
 log = logging.getLogger("ownerserve.node")
 

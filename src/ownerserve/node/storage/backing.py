@@ -2,30 +2,33 @@
 timing only.
 
 Unless told otherwise, what is written is durable below when it is "kept", and a copy stays in host
-memory, from where it comes back fastest: the store's placement does that.
+memory, from where it comes back fastest: the store's placement does that. `Upkeep` is the thread
+beside it that forgets what nobody asked for, `Losses` what the store's threads say is gone.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from threading import Thread
+from threading import Event, Lock, Thread
 
 import msgspec
 
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import GIB
-from ownerserve.node.storage.losses import Losses
 from ownerserve.node.storage.media import DEFAULT_WRITE, open_remote, write_policy
-from ownerserve.node.storage.upkeep import Upkeep
+from ownerserve.node.vocabulary.events import RecordsLost
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.store.disk.core import listed
+from ownerserve.store.disk.maintain import collect
 from ownerserve.store.disk.tier import DiskOptions, DiskTier, StoreUnavailable
 from ownerserve.store.format.header import CHUNK
-from ownerserve.store.format.model import SHARED, Hit, Listed, ReadOutcome, Want
+from ownerserve.store.format.model import SHARED, Hit, Listed, Meta, ReadOutcome, Want
 from ownerserve.store.format.model import WriteOutcome as Outcome
 from ownerserve.store.index.reader import IndexFailed
 from ownerserve.store.service.runtime import StoreService
@@ -251,3 +254,117 @@ def open_backing(
         return None
     policy = write_policy(write, [tier.name for tier in tiers])
     return Backing(tiers, write=policy, upkeep_s=upkeep_s)
+
+
+# ---- upkeep
+
+
+STOP_S = 10.0
+EXPIRE_AT_ONCE = 4096
+"""Records of each tier that one pass removes at most."""
+COMPACT_AT_ONCE = 2
+"""Segments that one pass compacts at most."""
+MORE_AFTER_S = 1.0
+"""How soon the next pass comes behind one that reached a bound."""
+
+
+class Upkeep:
+    """A thread on which the store forgets what nobody asked for, and gives its room back.
+
+    It runs a pass over `tiers` every `every_s` seconds between `start` and `stop`; 0: never. A pass
+    may wait for the medium, and holds the store's lock for one bounded step at a time; it is
+    bounded too, since the worker stops behind it: where it leaves something to do the next one
+    comes soon.
+    """
+
+    def __init__(self, tiers: Sequence[TierBackend], every_s: float) -> None:
+        if every_s < 0:
+            raise InvalidInput("store-upkeep", f"{every_s:g} s", "use 0 (never) or more")
+        self.counts: Counter[str] = Counter()  # replaced whole: any thread may read it
+        self._tiers = tiers
+        self._every_s = every_s
+        self._landing = BufferPool()
+        self._stopping = Event()
+        self._thread = Thread(target=self._serve, name="store-upkeep", daemon=True)
+
+    def start(self) -> None:
+        """Begin; the first pass comes after one interval."""
+        if self._every_s:
+            self._thread.start()
+
+    def stop(self) -> bool:
+        """End after the pass that is under way, within `STOP_S`. Before the tiers are closed.
+        False: a medium is silent, and the pass still uses a tier."""
+        self._stopping.set()
+        if self._thread.ident is None:
+            return True
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            log.warning("the store's upkeep does not end: its medium is silent")
+        return not self._thread.is_alive()
+
+    def run_once(self) -> float:
+        """One pass: TTLs, old quarantine, sparse and empty segments. How many seconds later the
+        next one is to come."""
+        total, has_more = self.counts.copy(), False
+        total["passes"] += 1
+        for tier in self._tiers:
+            expired = tier.expire(EXPIRE_AT_ONCE)
+            total["expired"] += expired
+            has_more = has_more or expired >= EXPIRE_AT_ONCE
+            if isinstance(tier, DiskTier):
+                done = collect(tier.core, self._landing, most=COMPACT_AT_ONCE)
+                has_more = has_more or done.segments_compacted >= COMPACT_AT_ONCE
+                total["segments_compacted"] += done.segments_compacted
+                total["segments_dropped"] += done.segments_dropped
+                total["compacted_bytes"] += done.bytes_copied
+                total["quarantine_released"] += done.quarantine_released
+        self.counts = total
+        return min(MORE_AFTER_S, self._every_s) if has_more else self._every_s
+
+    def _serve(self) -> None:
+        after_s = self._every_s
+        while not self._stopping.wait(after_s):
+            after_s = self._every_s
+            try:
+                after_s = self.run_once()
+            except Exception:  # a thread's root: a store that can't be tidied still serves
+                self.counts = self.counts + Counter(failed=1)
+                log.exception("the store's upkeep failed")
+
+
+# ---- losses
+
+
+LISTED = 4096
+
+
+class Losses:
+    """Records that went from a worker's tiers, as the store's threads tell it: a short list.
+
+    Any thread may add; the node's thread takes, and so empties it. What is too much to list is
+    counted.
+    """
+
+    def __init__(self) -> None:
+        self._ends: set[PrefixHash] = set()
+        self._unnoted = 0
+        self._lock = Lock()
+
+    def add(self, metas: Iterable[Meta]) -> None:
+        """Records of these are gone from the tier that tells it."""
+        with self._lock:
+            for meta in metas:
+                if len(self._ends) < LISTED:
+                    self._ends.add(PrefixHash(meta.prefix_hash))
+                else:
+                    self._unnoted += 1
+
+    def take(self) -> RecordsLost | None:
+        """What went since the last time; None: nothing."""
+        if not self._ends:
+            return None
+        with self._lock:
+            lost = RecordsLost(tuple(self._ends), self._unnoted)
+            self._ends, self._unnoted = set(), 0
+        return lost

@@ -18,8 +18,8 @@ import msgspec
 
 from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import SessionId
-from ownerserve.node.ownership.residency import TIPS_KEPT
-from ownerserve.node.vocabulary.tips import Tip
+from ownerserve.node.ownership.inventory import TIPS_KEPT
+from ownerserve.node.vocabulary.records import Tip
 
 log = logging.getLogger("ownerserve.node")
 

@@ -15,8 +15,7 @@ from ownerserve.cache.pressure import Checkpoint
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import HashedPrefix, Packed
-from ownerserve.node.vocabulary.records import Inside
-from ownerserve.node.vocabulary.tips import Tip
+from ownerserve.node.vocabulary.records import Inside, Tip
 from ownerserve.plan.inputs import Backlog
 from ownerserve.plan.outcome import RestorePlan
 from ownerserve.store.format.model import SHARED, Meta, MissReason, Want

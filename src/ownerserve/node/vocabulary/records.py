@@ -1,7 +1,7 @@
-"""How a prefix is cut into stored records, and what each is called.
+"""How a prefix is cut into stored records, what each is called, and how its bytes lie. Pure.
 
-Owns the names. A record's id follows from the tokens alone, so what a store holds of a prompt is
-found by asking for ids: no listing, nothing to rebuild after a restart.
+The module owns the names. A record's id follows from the tokens alone, so what a store holds of a
+prompt is found by asking for ids: no listing, nothing to rebuild after a restart.
 
     blocks   0 1 2 3 4 5 6 7 | 8 9 10 11 ...            record_blocks = 8
     range    [0, 8)            [8, 11) [8, 16)          begins on the grid, ends at any boundary
@@ -9,21 +9,106 @@ found by asking for ids: no listing, nothing to rebuild after a restart.
 
 A session that grows writes its last, unfinished cell again when it is longer: at most one cell
 twice a turn. Every component has its own record; the payload is a unit of bytes for each block.
+A session's `Tip` says which records to look for to know whether the session still stands there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.kv.artifacts import ArtifactIds, ArtifactKey, Identity, PointKey, RangeKey
-from ownerserve.kv.ids import PrefixHash
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import PrefixHash, SessionId
+from ownerserve.kv.payload import ITEM_BYTES, PayloadPart
 from ownerserve.kv.specs import Coverage
-from ownerserve.node.vocabulary.layouts import Parts, descriptors
+from ownerserve.store.format.convert import ByteOrder
+from ownerserve.store.format.convert import Layout as Description
 from ownerserve.store.format.model import ID_BYTES, SHARED, Kind, Meta, meta_of
+
+# ---- how a record's bytes lie, as the store's reader can convert them
+#
+#     kv.payload       | part 0, layer 0 | layer 1 | ... | part 1, layer 0 | ...
+#     store.convert    | page 0          | page 1  | ... | page L          | ...
+#
+# What is stored is the canonical payload: the engine named in a description is its format, and its
+# "layers" are the arrays of all parts, one for each layer. Only what is true of the bytes is said:
+# where parts differ in shape, or padding lies between them, a unit is one page with one entry,
+# which can be taken as it is, turned in byte order if its scalars are alike, and nothing else.
+
+
+Parts = Mapping[str, Sequence[PayloadPart]]
+"""The arrays of a unit, by component."""
+
+ANY_VERSION = ""
+"""The canonical payload does not depend on which version of an engine computed it."""
+MIXED = "mixed"
+
+
+def descriptors(layout: Layout, parts: Parts, *, form: str) -> dict[str, bytes]:
+    """Each component's descriptor. `form` is like "payload/1": a name, and a number that changes
+    when the layout does."""
+    name, _, version = form.rpartition("/")
+    if not name or not version.isdecimal():
+        raise InvalidInput("engine", f"{form!r}", 'name a layout and its version: "payload/1"')
+    return {
+        component.name: _describe(
+            _opaque(component, layout.block_tokens, name=name, version=int(version)),
+            tuple(parts.get(component.name, ())),
+            is_range=component.coverage is Coverage.RANGE,
+        ).encode()
+        for component in layout.components
+    }
+
+
+def _opaque(component: Component, block_tokens: int, *, name: str, version: int) -> Description:
+    """A unit as one page with one entry: true of whatever is in it."""
+    return Description(
+        engine=name,
+        engine_version=ANY_VERSION,
+        layout_version=version,
+        first_layer=0,
+        end_layer=1,
+        shard=0,
+        shards=1,
+        block_tokens=block_tokens,
+        entries=1,
+        entry_bytes=component.slot_bytes,
+        page_bytes=component.slot_bytes,
+        scalar=MIXED,
+        scalar_bytes=0,
+        byte_order=ByteOrder.LITTLE,
+    )
+
+
+def _describe(opaque: Description, parts: Sequence[PayloadPart], *, is_range: bool) -> Description:
+    """What more can be said, given the arrays."""
+    types = {part.dtype for part in parts}
+    if len(types) != 1:
+        return opaque
+    scalar, unit_bytes = types.pop(), opaque.page_bytes
+    typed = msgspec.structs.replace(opaque, scalar=scalar, scalar_bytes=ITEM_BYTES[scalar])
+    padding = unit_bytes - sum(part.payload_bytes for part in parts)
+    if padding and len(parts) == 1:  # at the end
+        return msgspec.structs.replace(typed, entry_bytes=unit_bytes - padding)
+    shapes = {part.shape for part in parts}
+    if padding or len(shapes) > 1:
+        return typed
+    layers, rows = shapes.pop()[:2]
+    pages = len(parts) * layers
+    entries = rows if is_range and opaque.block_tokens % rows == 0 else 1
+    page_bytes = unit_bytes // pages
+    return msgspec.structs.replace(
+        typed,
+        end_layer=pages,
+        entries=entries,
+        entry_bytes=page_bytes // entries,
+        page_bytes=page_bytes,
+    )
+
 
 Digests = Sequence[PrefixHash]
 """Chain digests of a prefix: `digests[i]` stands for its first i + 1 blocks."""
@@ -183,3 +268,95 @@ class RecordNames:
             key = RangeKey(nowhere, 0, 1, component.name)
         meta = meta_of(self.identity, key, tenant=self.tenant)
         return msgspec.structs.replace(meta, descriptor=self._descriptors[component.name])
+
+
+# ---- tips
+
+
+class Tip(msgspec.Struct, frozen=True):
+    """A session's blocks [0, depth), as they were last copied; depth 0: the session is forgotten.
+
+    A tip keeps the digests at the ends of its records instead of the tokens, so that a later life
+    of the worker can look for them too.
+
+    `ends` maps a block to the chain digest at its end: of each range record's last block, and of
+    the last block before each of `points`, the depths whose point state was copied too. `tenant` is
+    the salt in its records' names; empty: what all share.
+    """
+
+    session_id: SessionId
+    depth: int
+    ends: dict[int, PrefixHash] = {}
+    points: tuple[int, ...] = ()
+    tenant: bytes = b""
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """How much of a tip can be had from a tier: `depth` blocks, up to `digest`. `has_point`: with
+    the point state there, else up to it by a replay."""
+
+    depth: int
+    digest: PrefixHash | None = None
+    has_point: bool = False
+
+
+NOTHING = Standing(0)
+
+
+def tip_of(
+    names: RecordNames,
+    session_id: SessionId,
+    depth: int,
+    *,
+    digests: Digests,
+    points: Iterable[int],
+    tenant: bytes = b"",
+) -> Tip:
+    """The tip of a session of which blocks [0, depth) were copied."""
+    kept = tuple(sorted(at for at in points if 0 < at <= depth))
+    at = {cell.end - 1 for cell in names.cells(depth)} | {point - 1 for point in kept}
+    return Tip(session_id, depth, {block: digests[block] for block in sorted(at)}, kept, tenant)
+
+
+def ids_of(names: RecordNames, tip: Tip) -> tuple[bytes, ...]:
+    """The ids of all its records."""
+    names = names.of(tip.tenant)
+    return tuple(id_ for ids in (*_cells(names, tip), *_points(names, tip).values()) for id_ in ids)
+
+
+def standing(names: RecordNames, tip: Tip, held: frozenset[bytes], *, can_replay: bool) -> Standing:
+    """How much of the tip can be brought back from what is `held`.
+
+    Range state counts as far as no record lacks; a model with point state goes on at the deepest
+    point that is there too, or, by a replay, where range state ends.
+    """
+    depth, has_point, names = 0, False, names.of(tip.tenant)
+    for cell, ids in zip(names.cells(tip.depth), _cells(names, tip), strict=True):
+        if not held.issuperset(ids):
+            break
+        depth = cell.end
+    if names.point_names and depth:
+        points = _points(names, tip)
+        whole = [at for at, ids in points.items() if at <= depth and held.issuperset(ids)]
+        if whole or not can_replay:
+            depth, has_point = max(whole, default=0), True
+    return Standing(depth, tip.ends.get(depth - 1), has_point) if depth else NOTHING
+
+
+def _cells(names: RecordNames, tip: Tip) -> Iterator[tuple[bytes, ...]]:
+    """The ids of each range record's components, from the front."""
+    for cell in names.cells(tip.depth):
+        yield tuple(names.range_id(name, cell, tip.ends) for name in names.range_names)
+
+
+def _points(names: RecordNames, tip: Tip) -> Mapping[int, tuple[bytes, ...]]:
+    return {
+        depth: tuple(names.point_id(name, depth, tip.ends) for name in names.point_names)
+        for depth in tip.points
+    }
+
+
+def is_sound(names: RecordNames, tip: Tip) -> bool:
+    """Whether a tip that was read from a file names what its records need."""
+    needed = {cell.end - 1 for cell in names.cells(tip.depth)} | {at - 1 for at in tip.points}
+    return needed <= tip.ends.keys() and all(0 < at <= tip.depth for at in tip.points)

@@ -66,9 +66,8 @@ from ownerserve.kv.wire.rpc import ListHeld, PageIs, Reject, ReleaseSession, Res
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.ownership.inventory import Inventory
-from ownerserve.node.ownership.known import KnownSessions
 from ownerserve.node.ownership.ownership import Came, Left, Over, Owning, Unowned
-from ownerserve.node.vocabulary.chains import PromptPrefix, prefix_of
+from ownerserve.node.vocabulary.chains import KnownSessions, PromptPrefix, prefix_of
 
 logger = logging.getLogger(__name__)
 

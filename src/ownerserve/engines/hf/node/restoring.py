@@ -20,9 +20,8 @@ from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import Admission, StepPlan
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
-from ownerserve.node.ownership.inventory import Inventory
-from ownerserve.node.ownership.on_device import OnDevice
-from ownerserve.node.restore.survey import LOADS
+from ownerserve.node.ownership.inventory import Inventory, OnDevice
+from ownerserve.node.restore.sources import LOADS
 from ownerserve.node.runtime.calibration import Calibration
 from ownerserve.node.runtime.node_runtime import NodeRuntime
 from ownerserve.node.vocabulary.chains import PromptPrefix

@@ -26,7 +26,7 @@ from ownerserve.cache.outcomes import (
 from ownerserve.engines.vllm.worker_commands import Place
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
-from ownerserve.node.restore.device import Later
+from ownerserve.node.restore.sources import Later
 from ownerserve.node.vocabulary.events import Errand
 
 STUCK_S = 1.0

@@ -26,12 +26,10 @@ from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.rpc import Answer, PageIs
-from ownerserve.node.ownership.inventory import Inventory
-from ownerserve.node.ownership.residency import Residency
+from ownerserve.node.ownership.inventory import Inventory, Residency
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.vocabulary.events import Forget, Locate, Located, RecordsLost, Remember
-from ownerserve.node.vocabulary.records import RecordNames
-from ownerserve.node.vocabulary.tips import Tip
+from ownerserve.node.vocabulary.records import RecordNames, Tip
 from ownerserve.store.disk.snapshot import StoreSnapshot
 
 log = logging.getLogger("vllm.ownerserve")

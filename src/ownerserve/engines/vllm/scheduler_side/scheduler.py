@@ -34,8 +34,8 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.turn_line import is_name
 from ownerserve.node.hosted_state import GuestState
-from ownerserve.node.ownership.known import KnownSessions, Plain
-from ownerserve.node.ownership.residency import FOUND_LESS
+from ownerserve.node.ownership.inventory import FOUND_LESS
+from ownerserve.node.vocabulary.chains import KnownSessions, Plain
 from ownerserve.node.vocabulary.events import (
     Arrived,
     Asked,

@@ -1,22 +1,167 @@
-"""What there is of one prompt, on the device and in the store, as the planner's plain data.
+"""Where a prompt's state can come from: the device, and the store below it. Pure.
 
-Pure translation: cache.Match and the catalogue's answer in, spans and points out; and the chosen
-way back, as reads and slots. Owns nothing.
+    Device        what a node needs of the place where KV lives while a turn runs
+    OwnDevice     our HeteroCache: it answers at once, and takes state in before any turn runs
+    an engine's   its blocks belong to its requests: what it has, and where state may go, is known
+                  only when its scheduler asks. Until then it answers `Later`, and the node waits
+    Walks         where each prompt parts from what is resident in our HeteroCache
+    the rest      what the store was asked for and has, as the planner's plain data; and the chosen
+                  way back, as reads and slots
+
+Abilities (plan.inputs) say what may be planned for a device; nothing here asks which one it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
+from typing import Protocol
 
 import msgspec
 
-from ownerserve.cache.outcomes import Match
+from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.layout import Layout
+from ownerserve.cache.node import Node, Stop
+from ownerserve.cache.outcomes import (
+    Arrival,
+    Inserted,
+    Match,
+    NoRoom,
+    Refused,
+    Reserved,
+    Shortage,
+)
+from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
+from ownerserve.kv.prefix import HashedPrefix, Packed
+from ownerserve.node.vocabulary.events import Arrived
 from ownerserve.node.vocabulary.records import Cell, Digests, Inside, RecordNames
 from ownerserve.plan.inputs import Backlog, RestoreQuery
 from ownerserve.plan.outcome import Priced
 from ownerserve.plan.residency import NEAREST_FIRST, PointRow, RangeRow, points_of, spans_of
 from ownerserve.store.format.model import Want
+
+# ---- the device
+
+
+class _Prompt(msgspec.Struct, frozen=True):
+    session_id: SessionId
+    hashed: HashedPrefix
+    blocks: int
+
+
+class Walks:
+    """Walks of prompts along the tree of one cache, by turn.
+
+        session   |===== resident =====|-- gone --|          tip: the digest of all of it
+        prompt    |===============================|++++++|   its digest there is the tip: what of
+                                                             the session is resident need not be
+                                                             compared
+
+    A prompt whose digests say that it goes on from its session is followed from there on: what that
+    costs does not grow with the session. Any other one is compared from the root. The class owns
+    the digests of turns that are here; the cache owns what is resident.
+    """
+
+    def __init__(self, cache: HeteroCache) -> None:
+        self._cache = cache
+        self._prompts: dict[TurnId, _Prompt] = {}
+
+    def arrived(self, event: Arrived) -> None:
+        """A turn is here. One whose prompt comes without digests of its own is compared."""
+        session_id, hashed = event.session_id, event.hashed
+        if session_id is not None and hashed is not None and hashed.is_of(event.tokens):
+            blocks = len(event.tokens) // self._cache.tree.block_bytes
+            self._prompts[event.turn_id] = _Prompt(session_id, hashed, blocks)
+
+    def over(self, turn_id: TurnId) -> None:
+        """The turn has ended or is gone; one that never came is no error."""
+        self._prompts.pop(turn_id, None)
+
+    def behind(self, turn_id: TurnId) -> Stop | None:
+        """A place of the tree that the turn's prompt is known to reach; None: not beyond doubt."""
+        prompt = self._prompts.get(turn_id)
+        session = None if prompt is None else self._cache.sessions.get(prompt.session_id)
+        if prompt is None or session is None or session.stop is None or session.tip is None:
+            return None
+        sealed = session.sealed
+        if sealed > prompt.blocks or prompt.hashed.digests[sealed - 1] != session.tip:
+            return None
+        return session.stop
+
+    def walk(self, turn_id: TurnId, tokens: Packed) -> tuple[Node, int]:
+        """The place in the tree where the turn's `tokens` part from what is resident."""
+        tree, stop = self._cache.tree, self.behind(turn_id)
+        limit = len(tokens) // tree.block_bytes
+        if stop is None:
+            return tree.walk(tokens, limit)
+        return tree.walk(tokens, limit, node=stop.node, depth=stop.depth)
+
+
+class Later(msgspec.Struct, frozen=True):
+    """Not known before the engine asks: `Asked` for a match, `Placed` for room."""
+
+
+class Device(Protocol):
+    """Where turns find their state. Called with what the node decided; decides nothing itself."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def match(self, turn_id: TurnId, tokens: Packed) -> Match | Later:
+        """What of `tokens` is here."""
+        ...
+
+    def shortage(self, blocks: int) -> Shortage | None:
+        """What would have to go for so many range blocks; None: the device does not say."""
+        ...
+
+    def reserve(
+        self, turn_id: TurnId, arrival: Arrival, now: float
+    ) -> Reserved | NoRoom | Refused | Later:
+        """Slots for state from outside."""
+        ...
+
+    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | Refused:
+        """The slots are written with what `digest` stands for: all of it counts, or nothing."""
+        ...
+
+    def abort(self, ticket: int) -> None:
+        """Nobody writes into the slots any more, and nothing in them counts."""
+        ...
+
+
+class OwnDevice:
+    """A HeteroCache as a Device."""
+
+    def __init__(self, cache: HeteroCache, walks: Walks) -> None:
+        self._cache = cache
+        self._walks = walks
+
+    @property
+    def layout(self) -> Layout:
+        return self._cache.layout
+
+    def match(self, turn_id: TurnId, tokens: Packed) -> Match:
+        return self._cache.match(tokens, behind=self._walks.behind(turn_id))
+
+    def shortage(self, blocks: int) -> Shortage:
+        return self._cache.rooms.shortage(blocks)
+
+    def reserve(
+        self, turn_id: TurnId, arrival: Arrival, now: float
+    ) -> Reserved | NoRoom | Refused | Later:
+        return self._cache.ingest.reserve(arrival, now)
+
+    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | Refused:
+        return self._cache.ingest.commit(ticket, digest, now)
+
+    def abort(self, ticket: int) -> None:
+        self._cache.ingest.abort(ticket)
+        self._cache.ingest.quiet(ticket)
+
+
+# ---- the store, and both as the planner's question
+
 
 LOADS = (RestoreAction.LOAD_GLOBAL, RestoreAction.LOAD_POINT)
 
