@@ -51,7 +51,7 @@ def test_policies_agree_and_staying_re_uses_more(tmp_path: Path) -> None:
         assert policy["wall_clock_factor"] > 1
         assert sum(policy["reasons"].values()) >= policy["requests"]
         said = policy["directory_messages"]
-        for message in ("register", "bind", "advance", "publish", "renew_lease", "find_session"):
+        for message in ("register", "bind", "advance", "publish", "find_session"):
             assert said.get(message, 0) > 0, message
         assert 0 < policy["directory_frames"] <= sum(said.values())
         assert policy["node_requests"]["reserve"] > 0

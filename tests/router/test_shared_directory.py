@@ -150,11 +150,6 @@ def test_two_gateways_over_workers_that_own_nothing(tmp_path: Path) -> None:
         assert httpx.get(f"{admin}/status").json()["directory"] is None
 
 
-@pytest.mark.xfail(
-    reason="holds on a machine at rest; at load 4 and more the second gateway sends the session to"
-    " the other worker, with any policy, and it is not known why",
-    strict=False,
-)
 def test_what_one_gateway_did_the_other_hears_of_from_the_workers(tmp_path: Path) -> None:
     with ExitStack() as stack:
         _, [(one, _), (two, admin)] = fleet(stack, tmp_path)

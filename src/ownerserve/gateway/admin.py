@@ -94,7 +94,7 @@ def _probe(monitor: HealthMonitor) -> dict[str, Any]:
 def _profile(gateway: Gateway, worker: Worker) -> dict[str, Any]:
     """What the worker is priced by, and what it says of itself."""
     profile, monitor = worker.profile, gateway.monitors[worker.id]
-    speed, stated = profile.speed, monitor.stated
+    speed, stated = worker.speed, monitor.stated
     return {
         "models": sorted(profile.names - {""}),
         "role": profile.role,
@@ -106,6 +106,7 @@ def _profile(gateway: Gateway, worker: Worker) -> dict[str, Any]:
         "prefill_ms": msgspec.structs.astuple(speed.prefill),
         "step_ms": speed.step_ms,
         "step_ms_per_sequence": speed.step_ms_per_sequence,
+        "is_measured": profile.is_measured,
         "stated": None if stated is None else stated.profile,
         "problems": monitor.problems,
     }

@@ -14,7 +14,8 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.messages import WorkerUp
-from ownerserve.router.worker import Worker
+from ownerserve.router.presumed import PresumedSpeeds
+from ownerserve.router.worker import Profile, Worker
 
 
 class Fleet:
@@ -26,6 +27,7 @@ class Fleet:
         self._nameless = Candidates()
         """Those that name no model, and so may serve any."""
         self._by_model: dict[str, Candidates] = {}
+        self._presumed = PresumedSpeeds()
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -81,9 +83,11 @@ class Fleet:
             return
         self._leave(known)
         if event.profile is not None:
-            known.become(event.profile)
+            known.become(event.profile, self._presumed.speed_of(event.profile))
         known.up = True
         self._join(known)
+        if event.profile is not None and self._presumed.measured(known):
+            self._price_unmeasured(event.profile)
 
     def take_down(self, worker: WorkerId) -> list[Worker]:
         """The worker's units that were up; none when there is nothing to do."""
@@ -100,6 +104,18 @@ class Fleet:
         up = {worker for worker in self._workers.values() if worker.up}
         if self._all.everyone() != up:
             raise InvariantViolated("invariant 5: the candidates are not those that are up")
+
+    def _price_unmeasured(self, like: Profile) -> None:
+        """Those of its kind that have not measured themselves are priced anew."""
+        for worker in self._workers.values():
+            profile = worker.profile
+            if profile.is_measured or profile.spec_digest != like.spec_digest:
+                continue
+            if worker.up:
+                self._leave(worker)
+            worker.become(profile, self._presumed.speed_of(profile))
+            if worker.up:
+                self._join(worker)
 
     def _join(self, worker: Worker) -> None:
         self._all.add(worker)

@@ -116,6 +116,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Device memory for state; 0: unknown, taken as enough."""
     sequence_tokens: int = 0
     """The longest sequence it takes; 0: not said."""
+    is_measured: bool = True
+    """Whether its prefill and its steps were measured; else `speed` is assumed, and its like that
+    have measured theirs stand in for it (presumed.py)."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -241,9 +244,9 @@ class Worker:
             return None
         return RoutingUnit(self.id, self.dp_rank, self.incarnation)
 
-    def become(self, profile: Profile) -> None:
-        """What it says it is."""
-        self.profile, self.speed = profile, profile.speed
+    def become(self, profile: Profile, speed: Speed) -> None:
+        """What it says it is, and the speed that it is priced at (presumed.py)."""
+        self.profile, self.speed = profile, speed
         self.refresh()
 
     def begin_life(self, incarnation: Incarnation | None) -> None:

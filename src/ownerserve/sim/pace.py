@@ -37,7 +37,7 @@ FOLDER = Path(__file__).resolve().parent / "paces"
 CHUNK_TOKENS = 8192
 """What one step computes of a long prompt at most, where an engine is not told otherwise."""
 SEQUENCE_TOKENS = 50_000
-"""The length at which a Speed prices a decoding sequence, as router.profile.DEFAULT_SPEED does."""
+"""The length at which a Speed prices a decoding sequence, as router.worker.DEFAULT_SPEED does."""
 SPEED_BATCH = 16
 """A Speed knows one line for decode steps: the one through batches of 1 and of this many."""
 TIMES = ("a_ms", "b_ms", "c_ms", "d_ms", "e_ms", "experts_ms")

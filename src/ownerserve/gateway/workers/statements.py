@@ -33,6 +33,7 @@ def profile_of(status: WorkerStatus, *, default: Speed) -> tuple[Profile, tuple[
         actions=_actions(stated.actions),
         kv_bytes_total=status.load.kv_bytes_total,
         sequence_tokens=stated.sequence_tokens,
+        is_measured=_is_measured(stated.speed),
     )
     return profile, tuple(problems)
 
@@ -67,6 +68,11 @@ def _speed(stated: ProfileStatement, default: Speed) -> Speed:
         kv_bytes_per_sequence=stated.kv_bytes_per_sequence,
     )
     return speed if stated.speed is None else _at(speed, stated.speed)
+
+
+def _is_measured(stated: SpeedStatement | None) -> bool:
+    """Whether the worker has run both kinds of work; one that states no speed has measured none."""
+    return stated is not None and None not in (stated.prefill_measured_s, stated.step_measured_s)
 
 
 _TIERS = frozenset(tier.value for tier in Tier)

@@ -1,0 +1,65 @@
+"""A worker that has not measured itself yet is priced as its like that have."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.plan.cost.coefficients import Coefficients
+from ownerserve.router.fleet import Fleet
+from ownerserve.router.messages import WorkerUp
+from ownerserve.router.worker import DEFAULT_SPEED, Profile, Speed
+
+SLOW = replace(DEFAULT_SPEED, prefill=Coefficients(400.0, 8.0, 0.0), step_ms=200.0)
+ASSUMED = replace(DEFAULT_SPEED, kv_bytes_per_token=7.0, replay_tokens=3)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+def says(fleet: Fleet, name: str, speed: Speed, *, measured: bool, digest: str = "spec") -> None:
+    profile = Profile(spec_digest=digest, speed=speed, is_measured=measured)
+    fleet.raise_up(WorkerUp(WorkerId(name), 0, Incarnation(1), profile))
+    fleet.check()
+
+
+def step_ms(fleet: Fleet, name: str) -> float:
+    return fleet[WorkerId(name)].speed.step_ms
+
+
+def test_one_that_measured_itself_slow_is_no_worse_than_one_that_has_not(fleet: Fleet) -> None:
+    says(fleet, "one", DEFAULT_SPEED, measured=False)
+    says(fleet, "two", ASSUMED, measured=False)
+    assert step_ms(fleet, "one") == step_ms(fleet, "two") == DEFAULT_SPEED.step_ms
+    says(fleet, "one", SLOW, measured=True)
+    two = fleet[WorkerId("two")].speed
+    assert (two.prefill, two.step_ms) == (SLOW.prefill, SLOW.step_ms)
+    assert (two.kv_bytes_per_token, two.replay_tokens) == (7.0, 3), "those are facts of its own"
+    says(fleet, "late", ASSUMED, measured=False)
+    assert step_ms(fleet, "late") == SLOW.step_ms
+
+
+def test_one_that_measures_itself_is_believed_and_others_follow_one_only(fleet: Fleet) -> None:
+    says(fleet, "one", SLOW, measured=True)
+    says(fleet, "two", ASSUMED, measured=False)
+    says(fleet, "three", ASSUMED, measured=False)
+    says(fleet, "two", replace(SLOW, step_ms=50.0), measured=True)
+    assert step_ms(fleet, "two") == 50.0
+    assert step_ms(fleet, "three") == SLOW.step_ms
+    says(fleet, "one", replace(SLOW, step_ms=70.0), measured=True)
+    assert step_ms(fleet, "three") == 70.0
+    fleet.take_down(WorkerId("one"))
+    says(fleet, "two", replace(SLOW, step_ms=40.0), measured=True)
+    assert step_ms(fleet, "three") == 40.0, "the other stands in for one that is down"
+
+
+@pytest.mark.parametrize("digest", ["", "other"])
+def test_another_model_or_an_engine_that_states_none_lends_nothing(
+    fleet: Fleet, digest: str
+) -> None:
+    says(fleet, "one", SLOW, measured=True, digest=digest)
+    says(fleet, "two", ASSUMED, measured=False, digest="" if digest == "" else "spec")
+    assert step_ms(fleet, "two") == ASSUMED.step_ms
