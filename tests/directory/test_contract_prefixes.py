@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from ownerserve.directory import messages as ask
-from ownerserve.directory.messages import Refusal
-from ownerserve.directory.records import (
+from ownerserve.directory.decisions.records import (
     WISH_LIMIT,
     Location,
     Prefix,
     decode_record,
     encode_record,
 )
+from ownerserve.directory.messages import Refusal
 from ownerserve.directory.rules import Kind, TierCode
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash

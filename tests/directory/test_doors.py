@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ownerserve.directory import messages as ask
-from ownerserve.directory.doors import Doors, GuardedOwner
-from ownerserve.directory.idle import IDLE_S
-from ownerserve.directory.owner import Asks, OwnerState, Tip
-from ownerserve.directory.state import DirectoryState
+from ownerserve.directory.decisions.state import DirectoryState
+from ownerserve.directory.owner.doors import Doors, GuardedOwner
+from ownerserve.directory.owner.idle import IDLE_S
+from ownerserve.directory.owner.state import Asks, OwnerState, Tip
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit

@@ -10,7 +10,7 @@ import pytest
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.embedded import EmbeddedDirectory
-from ownerserve.directory.owner import Phase
+from ownerserve.directory.owner.state import Phase
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile

@@ -7,7 +7,7 @@ from functools import partial
 
 import zmq
 
-from ownerserve.directory.owner import Phase
+from ownerserve.directory.owner.state import Phase
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit

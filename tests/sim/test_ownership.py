@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from ownerserve.directory.messages import FindSession, SessionIs
-from ownerserve.directory.owner import Grant, Tip
+from ownerserve.directory.owner.state import Grant, Tip
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit

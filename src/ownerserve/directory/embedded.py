@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ownerserve.directory.decide import seen_of
+from ownerserve.directory.decisions.decide import seen_of
+from ownerserve.directory.decisions.records import Key
+from ownerserve.directory.decisions.state import DirectoryState
 from ownerserve.directory.messages import Outcome, Request
 from ownerserve.directory.port import LEASE_S, DirectoryStatus
-from ownerserve.directory.records import Key
-from ownerserve.directory.state import DirectoryState
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.clock import Clock
 from ownerserve.kv.epoch import Term

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import msgspec
 
+from ownerserve.directory.decisions.state import Counts
 from ownerserve.directory.messages import Outcome, Request
-from ownerserve.directory.state import Counts
 from ownerserve.kv.epoch import Term
 
 LEASE_S = 30.0

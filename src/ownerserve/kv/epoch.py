@@ -1,9 +1,9 @@
 """Epochs: who is the later owner, without asking a clock.
 
 An epoch is (term, counter). The directory issues it with every grant; a node keeps the highest one
-that it has heard of each session (directory/doors.py) and refuses what is asked under a lower one.
-A directory that lost its memory, or found itself promoted, starts a new *term*; two that do so at
-the same time draw different nonces, so no epoch is ever issued twice, and any two epochs compare
+that it has heard of each session (directory/owner/doors.py) and refuses what is asked under a lower
+one. A directory that lost its memory, or found itself promoted, starts a new *term*; two that do so
+at the same time draw different nonces, so no epoch is ever issued twice, and any two epochs compare
 the same everywhere.
 """
 

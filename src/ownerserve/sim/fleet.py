@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ownerserve.directory.owner import Tip
+from ownerserve.directory.owner.state import Tip
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import ExecutionMode, PlacementAction, Reason, Tier

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ownerserve.directory.doors import GuardedOwner
+from ownerserve.directory.decisions.records import Key
+from ownerserve.directory.decisions.state import DirectoryState
 from ownerserve.directory.messages import FindSession, Outcome, Refused, Request, SessionIs
-from ownerserve.directory.owner import Asks, Grant, OwnerState, Tip
-from ownerserve.directory.records import Key
-from ownerserve.directory.state import DirectoryState
+from ownerserve.directory.owner.doors import GuardedOwner
+from ownerserve.directory.owner.state import Asks, Grant, OwnerState, Tip
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId

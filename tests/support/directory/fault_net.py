@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple, TypeVar
 
-from ownerserve.directory.doors import Doors
+from ownerserve.directory.owner.doors import Doors
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ownerserve.directory import messages as ask
-from ownerserve.directory.records import Prefix, Session, prefix_of, session_of
-from ownerserve.directory.state import DirectoryState
+from ownerserve.directory.decisions.records import Prefix, Session, prefix_of, session_of
+from ownerserve.directory.decisions.state import DirectoryState
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import RoutingUnit

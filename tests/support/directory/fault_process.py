@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, ParamSpec, TypeAlias
 import msgspec
 
 from ownerserve.directory import messages as ask
-from ownerserve.directory.doors import GuardedOwner
-from ownerserve.directory.owner import Ask, Asks, Grant, OwnerState, Tip
+from ownerserve.directory.owner.doors import GuardedOwner
+from ownerserve.directory.owner.state import Ask, Asks, Grant, OwnerState, Tip
 from ownerserve.directory.rules import Kind, TierCode
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId

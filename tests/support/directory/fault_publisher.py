@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ownerserve.directory import messages as ask
+from ownerserve.directory.decisions.records import Prefix
 from ownerserve.directory.messages import Refusal
-from ownerserve.directory.owner import Phase
-from ownerserve.directory.records import Prefix
+from ownerserve.directory.owner.state import Phase
 from ownerserve.directory.rules import TierCode
 from ownerserve.kv.epoch import Term
 from ownerserve.kv.ids import PrefixHash, SessionId

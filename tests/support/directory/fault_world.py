@@ -21,9 +21,9 @@ from functools import partial
 from itertools import count
 
 from ownerserve.directory import messages as ask
-from ownerserve.directory.decide import seen_of
-from ownerserve.directory.owner import Ask, Grant
-from ownerserve.directory.state import DirectoryState
+from ownerserve.directory.decisions.decide import seen_of
+from ownerserve.directory.decisions.state import DirectoryState
+from ownerserve.directory.owner.state import Ask, Grant
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit

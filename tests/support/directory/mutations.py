@@ -18,11 +18,11 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from ownerserve.directory import checks
-from ownerserve.directory.doors import Doors, GuardedOwner
-from ownerserve.directory.guests import Guests
+from ownerserve.directory.decisions import checks
 from ownerserve.directory.messages import Outcome
-from ownerserve.directory.owner import Ask, OwnerState
+from ownerserve.directory.owner.doors import Doors, GuardedOwner
+from ownerserve.directory.owner.guests import Guests
+from ownerserve.directory.owner.state import Ask, OwnerState
 from ownerserve.kv.epoch import Term
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.ids import SessionId

@@ -8,9 +8,7 @@ from struct import Struct
 from msgspec.structs import replace
 
 from ownerserve.directory import messages as ask
-from ownerserve.directory.decision import Decision
-from ownerserve.directory.messages import Outcome
-from ownerserve.directory.records import (
+from ownerserve.directory.decisions.records import (
     Key,
     Prefix,
     Record,
@@ -23,6 +21,8 @@ from ownerserve.directory.records import (
     session_key,
     unit_key,
 )
+from ownerserve.directory.decisions.transaction import Decision
+from ownerserve.directory.messages import Outcome
 from ownerserve.kv.epoch import Epoch
 
 COUNTER_BYTES = 8

@@ -23,7 +23,6 @@ from typing import Protocol, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from ownerserve.directory.doors import GuardedOwner
 from ownerserve.directory.messages import (
     Advance,
     Advanced,
@@ -36,7 +35,8 @@ from ownerserve.directory.messages import (
     Request,
     Retired,
 )
-from ownerserve.directory.owner import Asks, Grant, OwnerState, Phase, Tip
+from ownerserve.directory.owner.doors import GuardedOwner
+from ownerserve.directory.owner.state import Asks, Grant, OwnerState, Phase, Tip
 from ownerserve.directory.port import Directory
 from ownerserve.directory.rules import MAIN_KINDS, Kinds, TierCode
 from ownerserve.kv.epoch import Epoch, Term

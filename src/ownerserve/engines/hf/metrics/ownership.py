@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ownerserve.directory.owner import Phase
+from ownerserve.directory.owner.state import Phase
 from ownerserve.node.ownership.ownership import Ownership
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ownerserve.directory.decisions.records import Holder, Location, Prefix, Session
 from ownerserve.directory.messages import Advance, HeldSession, Refusal
-from ownerserve.directory.records import Holder, Location, Prefix, Session
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.messages import RoutingUnit
 

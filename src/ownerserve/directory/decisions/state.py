@@ -14,11 +14,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ownerserve.directory import checks
-from ownerserve.directory.decide import decide
-from ownerserve.directory.decision import Decision, Moment
-from ownerserve.directory.messages import Outcome, Request
-from ownerserve.directory.records import (
+from ownerserve.directory.decisions import checks
+from ownerserve.directory.decisions.decide import decide
+from ownerserve.directory.decisions.records import (
     Group,
     Holder,
     Key,
@@ -27,7 +25,9 @@ from ownerserve.directory.records import (
     Session,
     prefix_key,
 )
-from ownerserve.directory.sweep import sweep
+from ownerserve.directory.decisions.sweep import sweep
+from ownerserve.directory.decisions.transaction import Decision, Moment
+from ownerserve.directory.messages import Outcome, Request
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.errors import InvariantViolated
 

@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from ownerserve.directory.decisions.records import Key, Record, Records
 from ownerserve.directory.messages import Outcome, Refusal, Refused
-from ownerserve.directory.records import Key, Record, Records
 from ownerserve.kv.epoch import Epoch
 
 Writes: TypeAlias = tuple[tuple[Key, Record | None], ...]

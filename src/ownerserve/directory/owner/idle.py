@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from ownerserve.directory.state import SWEEP_IDLE_S
+from ownerserve.directory.decisions.state import SWEEP_IDLE_S
 from ownerserve.kv.ids import SessionId
 
 IDLE_S = SWEEP_IDLE_S

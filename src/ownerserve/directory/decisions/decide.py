@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ownerserve.directory import holders, prefixes, sessions
 from ownerserve.directory import messages as ask
-from ownerserve.directory.decision import Decision, Moment
-from ownerserve.directory.records import Records
+from ownerserve.directory.decisions import holders, prefixes, sessions
+from ownerserve.directory.decisions.records import Records
+from ownerserve.directory.decisions.transaction import Decision, Moment
 from ownerserve.kv.epoch import Epoch
 
 Decider = Callable[[Records, Any, Moment], Decision]

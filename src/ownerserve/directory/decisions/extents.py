@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ownerserve.directory import checks
-from ownerserve.directory.decision import Draft
-from ownerserve.directory.records import (
+from ownerserve.directory.decisions import checks
+from ownerserve.directory.decisions.records import (
     GROUP_LIMIT,
     Group,
     Location,
@@ -19,6 +18,7 @@ from ownerserve.directory.records import (
     prefix_of,
     without_location,
 )
+from ownerserve.directory.decisions.transaction import Draft
 from ownerserve.directory.rules import TierCode
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.messages import RoutingUnit

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ownerserve.directory import checks
-from ownerserve.directory.decision import Decision, Draft, Moment
-from ownerserve.directory.extents import put_prefix
+from ownerserve.directory.decisions import checks
+from ownerserve.directory.decisions.extents import put_prefix
+from ownerserve.directory.decisions.records import (
+    Key,
+    Prefix,
+    Records,
+    Session,
+    holder_of,
+    prefix_named,
+)
+from ownerserve.directory.decisions.sessions import forget_session
+from ownerserve.directory.decisions.transaction import Decision, Draft, Moment
 from ownerserve.directory.messages import Ended, Miss
-from ownerserve.directory.records import Key, Prefix, Records, Session, holder_of, prefix_named
-from ownerserve.directory.sessions import forget_session
 
 
 def sweep(records: Records, key: Key, at: Moment, *, idle_s: float) -> Decision:

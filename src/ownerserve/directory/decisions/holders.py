@@ -7,22 +7,9 @@
 
 from __future__ import annotations
 
-from ownerserve.directory import checks
-from ownerserve.directory.decision import Decision, Draft, Moment, refuse
-from ownerserve.directory.extents import count_fork, live_copies, put_prefix, without_copy
-from ownerserve.directory.messages import (
-    HeldExtent,
-    HeldSession,
-    Leased,
-    Publish,
-    Published,
-    Refusal,
-    Register,
-    RenewLease,
-    Retire,
-    Retired,
-)
-from ownerserve.directory.records import (
+from ownerserve.directory.decisions import checks
+from ownerserve.directory.decisions.extents import count_fork, live_copies, put_prefix, without_copy
+from ownerserve.directory.decisions.records import (
     Holder,
     Key,
     Location,
@@ -39,6 +26,19 @@ from ownerserve.directory.records import (
     still_wanted,
     unit_key,
     with_location,
+)
+from ownerserve.directory.decisions.transaction import Decision, Draft, Moment, refuse
+from ownerserve.directory.messages import (
+    HeldExtent,
+    HeldSession,
+    Leased,
+    Publish,
+    Published,
+    Refusal,
+    Register,
+    RenewLease,
+    Retire,
+    Retired,
 )
 from ownerserve.directory.rules import Kind, Kinds, TierCode
 from ownerserve.kv.epoch import Term

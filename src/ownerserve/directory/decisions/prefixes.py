@@ -11,23 +11,9 @@ from __future__ import annotations
 import msgspec
 from msgspec.structs import replace
 
-from ownerserve.directory import checks
-from ownerserve.directory.decision import Decision, Draft, Moment, refuse
-from ownerserve.directory.extents import live_copies, put_prefix, without_copy
-from ownerserve.directory.messages import (
-    Advance,
-    Drop,
-    Dropped,
-    FindGroup,
-    Found,
-    GroupIs,
-    Lookup,
-    Miss,
-    Refusal,
-    ReplicateReadonly,
-    Wished,
-)
-from ownerserve.directory.records import (
+from ownerserve.directory.decisions import checks
+from ownerserve.directory.decisions.extents import live_copies, put_prefix, without_copy
+from ownerserve.directory.decisions.records import (
     WISH_LIMIT,
     Key,
     Location,
@@ -41,6 +27,20 @@ from ownerserve.directory.records import (
     still_wanted,
     unit_key,
     with_location,
+)
+from ownerserve.directory.decisions.transaction import Decision, Draft, Moment, refuse
+from ownerserve.directory.messages import (
+    Advance,
+    Drop,
+    Dropped,
+    FindGroup,
+    Found,
+    GroupIs,
+    Lookup,
+    Miss,
+    Refusal,
+    ReplicateReadonly,
+    Wished,
 )
 from ownerserve.directory.rules import Kind, TierCode
 from ownerserve.kv.messages import RoutingUnit

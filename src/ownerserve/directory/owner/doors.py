@@ -16,8 +16,6 @@ from typing import TypeAlias
 
 import msgspec
 
-from ownerserve.directory.guests import Guests
-from ownerserve.directory.idle import Idle
 from ownerserve.directory.messages import (
     Advance,
     Bind,
@@ -30,7 +28,9 @@ from ownerserve.directory.messages import (
     Request,
     Transfer,
 )
-from ownerserve.directory.owner import VERBS, Ask, Asks, OwnerState, Tip, is_for_later
+from ownerserve.directory.owner.guests import Guests
+from ownerserve.directory.owner.idle import Idle
+from ownerserve.directory.owner.state import VERBS, Ask, Asks, OwnerState, Tip, is_for_later
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit

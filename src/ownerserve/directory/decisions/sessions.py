@@ -12,8 +12,20 @@ it has given up or lost the former, and requests under it may still be in the ne
 
 from __future__ import annotations
 
-from ownerserve.directory import checks
-from ownerserve.directory.decision import (
+from ownerserve.directory.decisions import checks
+from ownerserve.directory.decisions.extents import count_fork, put_prefix
+from ownerserve.directory.decisions.prefixes import TAIL, claimed_tip
+from ownerserve.directory.decisions.records import (
+    Key,
+    Records,
+    Session,
+    holder_of,
+    session_at,
+    session_key,
+    session_of,
+    unit_key,
+)
+from ownerserve.directory.decisions.transaction import (
     Decision,
     Draft,
     Moment,
@@ -21,7 +33,6 @@ from ownerserve.directory.decision import (
     refuse,
     refuse_until_open,
 )
-from ownerserve.directory.extents import count_fork, put_prefix
 from ownerserve.directory.messages import (
     Advance,
     Advanced,
@@ -36,17 +47,6 @@ from ownerserve.directory.messages import (
     Refusal,
     SessionIs,
     Transfer,
-)
-from ownerserve.directory.prefixes import TAIL, claimed_tip
-from ownerserve.directory.records import (
-    Key,
-    Records,
-    Session,
-    holder_of,
-    session_at,
-    session_key,
-    session_of,
-    unit_key,
 )
 from ownerserve.kv.messages import RoutingUnit
 
