@@ -35,7 +35,7 @@ from ownerserve.store.disk.recover import discard_index
 from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.format.header import BLOCK
 from ownerserve.store.format.segment import segment_path
-from ownerserve.store.index.reader import Change, Entry
+from ownerserve.store.index.reader import Change, IndexEntry
 from ownerserve.store.index.writer import IndexWriter
 from ownerserve.store.service.measure import OPTIONS, bench_entry, bench_meta
 from ownerserve.store.service.wallclock import WallClock
@@ -51,7 +51,7 @@ def digest(number: int) -> bytes:
     return hashlib.sha256(number.to_bytes(8, "little")).digest()
 
 
-def entry(number: int) -> Entry:
+def entry(number: int) -> IndexEntry:
     """An index row as real artifacts make them."""
     plain = bench_entry(number)
     meta = msgspec.structs.replace(

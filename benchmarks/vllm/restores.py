@@ -27,7 +27,7 @@ from contenders import Contender
 
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.store.disk.snapshot import StoreSnapshot
-from ownerserve.store.format.model import Hit, Want
+from ownerserve.store.format.model import ReadHit, Want
 from tests.support.vllm import tiny
 from tests.support.vllm.fleet import VllmWorker
 
@@ -137,7 +137,7 @@ def store_alone_mb_s(store: Path, *, repeats: int = 3) -> float:
 
     def read(bite: tuple[list[Want], int]) -> None:
         outcome = backing.tiers.read(bite[0])
-        assert isinstance(outcome, Hit), outcome
+        assert isinstance(outcome, ReadHit), outcome
 
     rates = []
     with ThreadPoolExecutor(READERS) as readers:

@@ -25,15 +25,15 @@ from ownerserve.node.storage.backing import (
 from ownerserve.node.storage.media import open_remote, write_policy
 from ownerserve.node.vocabulary.records import Cell, Inside, RecordNames
 from ownerserve.store.disk.tier import DiskOptions, DiskTier
-from ownerserve.store.format.model import Hit, Meta, Stored, Want
+from ownerserve.store.format.model import Meta, ReadHit, Want, WriteDone
 from ownerserve.store.tiers.backend import Reservation, put
 from ownerserve.store.tiers.memory import MemoryTier
-from ownerserve.store.tiers.policy import KindLimits, Limits, by_utility, split
+from ownerserve.store.tiers.policy import KindLimits, TierLimits, by_utility, split
 from tests.support.node.node_driver import IDENTITY, LAYOUT, B
 
 NAMES = RecordNames(IDENTITY, LAYOUT, engine="toy/1", blocks=4)
 DIGESTS = hash_prefix(pack(range(16 * B)), B)
-KEPT = Limits(KindLimits(8 * MIB, 100.0), KindLimits(8 * MIB, 10.0))
+KEPT = TierLimits(KindLimits(8 * MIB, 100.0), KindLimits(8 * MIB, 10.0))
 
 
 def write(tiers: NodeTiers, meta: Meta, *, worth_ms: float | None = None) -> None:
@@ -43,7 +43,7 @@ def write(tiers: NodeTiers, meta: Meta, *, worth_ms: float | None = None) -> Non
     if worth_ms is not None:
         tiers.worth_ms[meta.id] = worth_ms
     [outcome] = tiers.commit([reserved])
-    assert isinstance(outcome, Stored)
+    assert isinstance(outcome, WriteDone)
 
 
 def test_a_record_is_priced_when_it_is_written(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_record_is_priced_when_it_is_written(tmp_path: Path) -> None:
 def test_what_is_worth_least_makes_room(tmp_path: Path) -> None:
     """Three records of 8 KiB, room for two on disk: the oldest stays, it is worth most."""
     clock = ManualClock(1000.0)
-    limits = Limits(KindLimits(20_000, None), KindLimits(20_000, None))
+    limits = TierLimits(KindLimits(20_000, None), KindLimits(20_000, None))
     tiers = NodeTiers([DiskTier(tmp_path, clock, options=DiskOptions(limits=limits))])
     metas = [NAMES.range_meta("main", Cell(4 * n, 4 * n + 4), DIGESTS) for n in range(3)]
     for meta, worth_ms in zip(metas, (90.0, 5.0, 40.0), strict=True):
@@ -106,7 +106,7 @@ def test_the_deepest_boundary_wins_in_whatever_tier_it_is(tmp_path: Path) -> Non
     memory, disk = MemoryTier(clock, split(MIB)), DiskTier(tmp_path, clock)
     short, long = (NAMES.range_meta("main", Cell(0, n), DIGESTS) for n in (3, 4))
     for tier, meta in ((memory, short), (disk, long)):
-        assert isinstance(put(tier, meta, bytes(32 * meta.units)), Stored)
+        assert isinstance(put(tier, meta, bytes(32 * meta.units)), WriteDone)
     tiers = NodeTiers([memory, disk])
     branch = hash_prefix(pack([*range(3 * B), *range(900, 900 + 3 * B)]), B)
     found = tiers.look([], tuple(reversed(branch)))
@@ -151,7 +151,7 @@ def test_what_one_node_keeps_in_a_shared_directory_another_finds_there(tmp_path:
     assert set(two.tiers.look([meta.id], ())) == {meta.id}
     assert two.tiers.nearest([meta.id]) == {meta.id: Tier.REMOTE}
     hit = two.tiers.read([Want(meta.id)])
-    assert isinstance(hit, Hit) and hit.parts[0].data == bytes(32 * meta.units)
+    assert isinstance(hit, ReadHit) and hit.parts[0].data == bytes(32 * meta.units)
     assert two.tiers.timings[0].tier is Tier.REMOTE
     two.close()
 
@@ -160,7 +160,7 @@ def test_written_through_to_disk_what_makes_room_goes_to_the_shared_directory(
     tmp_path: Path,
 ) -> None:
     clock = ManualClock(1000.0)
-    limits = Limits(KindLimits(20_000, None), KindLimits(20_000, None))
+    limits = TierLimits(KindLimits(20_000, None), KindLimits(20_000, None))
     disk = DiskTier(tmp_path / "own", clock, options=DiskOptions(limits=limits))
     remote = open_remote(str(tmp_path / "shared"), clock)
     tiers = NodeTiers([disk, remote], write_policy("write-through:disk", ("disk", "remote")))

@@ -18,9 +18,14 @@ from ownerserve.kv.specs import Coverage
 from ownerserve.node.storage.backing import NodeTiers
 from ownerserve.node.vocabulary.records import Cell, Parts, RecordNames
 from ownerserve.store.disk.tier import DiskTier
-from ownerserve.store.format.convert import ByteOrder, Unconvertible, decode, obstacle
-from ownerserve.store.format.convert import Layout as Description
-from ownerserve.store.format.model import Hit, Meta, Miss, MissReason, Stored, Want
+from ownerserve.store.format.convert import (
+    ByteOrder,
+    PayloadLayout,
+    Unconvertible,
+    decode,
+    obstacle,
+)
+from ownerserve.store.format.model import Meta, MissReason, ReadHit, ReadMiss, Want, WriteDone
 from ownerserve.store.tiers.backend import Reservation
 from tests.support.node.node_driver import IDENTITY, B
 
@@ -56,7 +61,7 @@ def canonical() -> bytes:
     )
 
 
-def otherwise(description: Description) -> bytes:
+def otherwise(description: PayloadLayout) -> bytes:
     """The same state as a worker of another `description` would write it."""
     order = ">f4" if description.byte_order is ByteOrder.BIG else "<f4"
     rows, out = description.entries, bytearray()
@@ -73,7 +78,7 @@ assert OURS is not None
 PAGE = OURS.page_bytes
 
 
-def but(**changes: object) -> Description:
+def but(**changes: object) -> PayloadLayout:
     return msgspec.structs.replace(OURS, **changes)
 
 
@@ -105,7 +110,7 @@ def write(tiers: NodeTiers, meta: Meta, payload: bytes) -> None:
     assert isinstance(reserved, Reservation), reserved
     reserved.payload[:] = payload
     [outcome] = tiers.commit([reserved])
-    assert isinstance(outcome, Stored)
+    assert isinstance(outcome, WriteDone)
 
 
 def written_as(description: bytes, units: int = UNITS) -> Meta:
@@ -128,7 +133,7 @@ def test_what_a_worker_writes_it_reads_back_as_it_lies(tiers: NodeTiers) -> None
     meta = written_as(NAMES.descriptor("dense"))
     write(tiers, meta, canonical())
     outcome = tiers.read([want(meta)])
-    assert isinstance(outcome, Hit)
+    assert isinstance(outcome, ReadHit)
     assert bytes(outcome.parts[0].data) == canonical()
     assert tiers.counters["converted"] == 0
 
@@ -140,7 +145,7 @@ def test_another_layout_of_the_same_state_is_read_right(tiers: NodeTiers, name: 
     write(tiers, meta, otherwise(other))
     for first, end in ((0, UNITS), (1, 3), (UNITS - 1, UNITS)):
         outcome = tiers.read([want(meta, first, end)])
-        assert isinstance(outcome, Hit), outcome
+        assert isinstance(outcome, ReadHit), outcome
         size = UNIT_BYTES
         assert bytes(outcome.parts[0].data) == canonical()[first * size : end * size]
     assert tiers.counters["converted"] == 3
@@ -154,7 +159,7 @@ def test_what_can_not_be_converted_is_a_counted_miss(
     assert obstacle(other, OURS) is reason
     meta = written_as(other.encode())
     write(tiers, meta, canonical())
-    assert tiers.read([want(meta)]) == Miss(MissReason.FOREIGN_LAYOUT, meta.id)
+    assert tiers.read([want(meta)]) == ReadMiss(MissReason.FOREIGN_LAYOUT, meta.id)
     assert tiers.counters["foreign"] == 1
 
 
@@ -162,7 +167,7 @@ def test_the_former_descriptor_is_refused(tiers: NodeTiers) -> None:
     former = msgspec.msgpack.encode(["payload/1", B, [["dense", UNIT_BYTES]]])
     meta = written_as(former)
     write(tiers, meta, canonical())
-    assert tiers.read([want(meta)]) == Miss(MissReason.FOREIGN_LAYOUT, meta.id)
+    assert tiers.read([want(meta)]) == ReadMiss(MissReason.FOREIGN_LAYOUT, meta.id)
     assert tiers.counters["foreign"] == 1
 
 
@@ -176,7 +181,7 @@ def test_padding_at_the_end_of_a_slot_is_no_part_of_the_state(tiers: NodeTiers) 
     meta = msgspec.structs.replace(NAMES.point_meta("swa", 4, DIGESTS), descriptor=wider)
     write(tiers, meta, state.ljust(64, b"\xee"))
     outcome = tiers.read([Want(meta.id, descriptor=NAMES.descriptor("swa"))])
-    assert isinstance(outcome, Hit)
+    assert isinstance(outcome, ReadHit)
     assert bytes(outcome.parts[0].data) == state.ljust(SWA_SLOT, b"\0")
 
 

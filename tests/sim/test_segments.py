@@ -12,8 +12,8 @@ from ownerserve.kv.units import MIB
 from ownerserve.plan.cost.load import Medium
 from ownerserve.sim.segments import Segments
 from ownerserve.sim.tier import UPKEEP_S, SimTier, TierPlan
-from ownerserve.store.format.model import Kind, Listed, Meta, RefusalReason
-from ownerserve.store.tiers.policy import KindLimits, Limits, split
+from ownerserve.store.format.model import ArtifactKind, Listed, Meta, RefusalReason
+from ownerserve.store.tiers.policy import KindLimits, TierLimits, split
 
 SEGMENT = 1000
 
@@ -22,11 +22,11 @@ def id_of(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
-def meta_of(number: int, *, kind: Kind = Kind.RANGE, tenant: bytes = b"") -> Meta:
+def meta_of(number: int, *, kind: ArtifactKind = ArtifactKind.RANGE, tenant: bytes = b"") -> Meta:
     return Meta(id_of(number), kind, "kv", id_of(number), 0, 8, tenant=tenant)
 
 
-def plan_of(limits: Limits, tier: Tier = Tier.DISK) -> TierPlan:
+def plan_of(limits: TierLimits, tier: Tier = Tier.DISK) -> TierPlan:
     medium = Medium(0.1, 1e6)
     return TierPlan(tier=tier, limits=limits, read=medium, write=medium, segment_bytes=4 * MIB)
 
@@ -100,7 +100,7 @@ def test_point_state_never_evicts_ranges() -> None:
     fill(tier, range(12), 0.0)
     before = tier.records
     for number in range(100, 110):
-        got = tier.reserve(meta_of(number, kind=Kind.POINT), MIB, 1.0)
+        got = tier.reserve(meta_of(number, kind=ArtifactKind.POINT), MIB, 1.0)
         assert not isinstance(got, RefusalReason)
         tier.commit(id_of(number), 1.0, 1.0)
     tier.check()
@@ -126,7 +126,7 @@ def test_what_is_being_written_takes_room_and_is_not_read() -> None:
 
 
 def test_what_nobody_reads_expires() -> None:
-    tier = SimTier(plan_of(Limits(KindLimits(64 * MIB, 100.0), KindLimits(MIB, 10.0))))
+    tier = SimTier(plan_of(TierLimits(KindLimits(64 * MIB, 100.0), KindLimits(MIB, 10.0))))
     fill(tier, range(4), 0.0)
     tier.touch(id_of(0), 90.0)
     fill(tier, range(4, 5), 101.0 + UPKEEP_S)

@@ -11,11 +11,11 @@ import pytest
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.units import MIB
 from ownerserve.store.disk.tier import DiskOptions, DiskTier
-from ownerserve.store.tiers.policy import KindLimits, Limits
+from ownerserve.store.tiers.policy import KindLimits, TierLimits
 from tests.support.store.samples import Samples
 from tests.support.store.servers import MooncakeCluster, s3_server
 
-LIMITS = Limits(KindLimits(8 * MIB, 3600.0), KindLimits(2 * MIB, 60.0))
+LIMITS = TierLimits(KindLimits(8 * MIB, 3600.0), KindLimits(2 * MIB, 60.0))
 
 
 @pytest.fixture

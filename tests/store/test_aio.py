@@ -24,7 +24,7 @@ from ownerserve.store.disk.gather import (
 from ownerserve.store.format.header import BLOCK
 from ownerserve.store.format.model import MissReason, Want
 from ownerserve.store.format.segment import DirectRead
-from ownerserve.store.index.reader import Entry
+from ownerserve.store.index.reader import IndexEntry
 from ownerserve.store.tiers.backend import put
 
 BLOCKS = 400
@@ -135,9 +135,9 @@ def test_a_read_error_among_many_is_a_miss_and_no_quarantine(open_disk, samples,
     assert samples.read(tier, *order) == [samples.payload(n, 100_000) for n in order]
 
 
-def entry(samples, number: int, offset: int, payload_bytes: int) -> Entry:
+def entry(samples, number: int, offset: int, payload_bytes: int) -> IndexEntry:
     stored = BLOCK - (-payload_bytes // BLOCK) * BLOCK
-    return Entry(
+    return IndexEntry(
         samples.meta(number, units=8), number, 1, offset, BLOCK, stored, payload_bytes, 0
     )  # fmt: skip
 

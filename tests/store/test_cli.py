@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from ownerserve.cli.store import command
 from ownerserve.kv.artifacts import tenant_salt
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.store.format.model import Kind
+from ownerserve.store.format.model import ArtifactKind
 from ownerserve.store.format.segment import segment_path
 from ownerserve.store.tiers.backend import put
 
@@ -27,7 +27,7 @@ def filled(open_disk, samples, tmp_path):
     tier = open_disk()
     for number in range(3):
         put(tier, samples.meta(number), samples.payload(number))
-    put(tier, samples.meta("point", Kind.POINT), samples.payload("point"))
+    put(tier, samples.meta("point", ArtifactKind.POINT), samples.payload("point"))
     acme = tenant_salt(b"s" * 32, "acme")
     for number in ("a", "b"):
         put(tier, samples.meta(number, tenant=acme), samples.payload(number))

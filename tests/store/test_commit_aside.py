@@ -8,11 +8,11 @@ from threading import Event, Thread
 import pytest
 
 from ownerserve.kv.units import MIB
-from ownerserve.store.format.model import RefusalReason, Refused, Stored
+from ownerserve.store.format.model import RefusalReason, WriteDone, WriteRefused
 from ownerserve.store.tiers.backend import Reservation, put
-from ownerserve.store.tiers.policy import KindLimits, Limits
+from ownerserve.store.tiers.policy import KindLimits, TierLimits
 
-ROOMY = Limits(KindLimits(64 * MIB), KindLimits(MIB))
+ROOMY = TierLimits(KindLimits(64 * MIB), KindLimits(MIB))
 
 
 class Commit:
@@ -58,10 +58,12 @@ def test_reserve_and_read_go_on_and_the_same_artifact_is_busy(open_disk, samples
     commit = Commit(tier, [reserve(tier, samples, 1)], monkeypatch)
     assert samples.read(tier, 0) == [samples.payload(0)]
     assert samples.read(tier, 1) == "absent"
-    assert tier.reserve(samples.meta(1), 10_000) == Refused(RefusalReason.BUSY, samples.meta(1).id)
+    assert tier.reserve(samples.meta(1), 10_000) == WriteRefused(
+        RefusalReason.BUSY, samples.meta(1).id
+    )
     following = reserve(tier, samples, 2)
     (outcome,) = commit.finish()
-    assert isinstance(outcome, Stored)
+    assert isinstance(outcome, WriteDone)
     tier.commit([following])
     assert samples.read(tier, 1, 2) == [samples.payload(1), samples.payload(2)]
 
@@ -81,7 +83,7 @@ def test_a_segment_that_is_being_written_is_not_dropped(open_disk, samples, monk
     evict.start()
     evict.join(20)
     assert not evict.is_alive()
-    assert all(isinstance(outcome, Stored) for outcome in commit.finish())
+    assert all(isinstance(outcome, WriteDone) for outcome in commit.finish())
     wanted = [samples.payload(n, 300_000) for n in range(10, 20)]
     assert samples.read(tier, *range(10, 20)) == wanted
     tier.close()
@@ -102,7 +104,7 @@ def test_a_purge_waits_for_the_commit(open_disk, samples, monkeypatch):
     assert purged == []
     (outcome,) = commit.finish()
     purge.join(20)
-    assert isinstance(outcome, Stored)
+    assert isinstance(outcome, WriteDone)
     assert purged == [1]
     assert samples.read(tier, 1) == "absent"
     assert tier.usage() == {}
@@ -113,7 +115,7 @@ def test_a_large_group_is_written_aside_and_reads_back(open_disk, samples, size)
     tier = open_disk(limits=ROOMY, segment_bytes=32 * MIB)
     count = 24 * MIB // size
     outcomes = tier.commit([reserve(tier, samples, number, size) for number in range(count)])
-    assert all(isinstance(outcome, Stored) for outcome in outcomes)
+    assert all(isinstance(outcome, WriteDone) for outcome in outcomes)
     for number in range(count):
         assert samples.read(tier, number) == [samples.payload(number, size)]
 
@@ -139,7 +141,7 @@ def test_a_large_group_that_fails_is_refused_and_leaves_nothing(
     assert {outcome.reason for outcome in outcomes} == {RefusalReason.IO_ERROR}
     clock.advance(100)
     again = [reserve(tier, samples, number, MIB) for number in range(1, 21)]
-    assert all(isinstance(outcome, Stored) for outcome in tier.commit(again))
+    assert all(isinstance(outcome, WriteDone) for outcome in tier.commit(again))
     tier.close()
     tier = open_disk(limits=ROOMY, segment_bytes=32 * MIB)
     assert samples.read(tier, 0, 20) == [samples.payload(0), samples.payload(20, MIB)]

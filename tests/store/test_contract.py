@@ -14,15 +14,15 @@ from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.units import MIB
 from ownerserve.store.disk.tier import DiskOptions, DiskTier
 from ownerserve.store.format.model import (
-    Hit,
-    Kind,
-    Miss,
+    AlreadyStored,
+    ArtifactKind,
     MissReason,
-    Present,
+    ReadHit,
+    ReadMiss,
     RefusalReason,
-    Refused,
-    Stored,
     Want,
+    WriteDone,
+    WriteRefused,
 )
 from ownerserve.store.format.seal import Keys, SealKind
 from ownerserve.store.tiers.backend import Reservation, TierBackend, put
@@ -30,11 +30,11 @@ from ownerserve.store.tiers.blobs import Backpressure, DirectoryBlobs
 from ownerserve.store.tiers.memory import MemoryTier
 from ownerserve.store.tiers.mooncake import MooncakeBlobs
 from ownerserve.store.tiers.placement import OnEviction, Placement, WriteBack, WriteThrough
-from ownerserve.store.tiers.policy import KindLimits, Limits
+from ownerserve.store.tiers.policy import KindLimits, TierLimits
 from ownerserve.store.tiers.remote import RemoteTier, record_key
 from ownerserve.store.tiers.tiered import TieredStore, spill
 
-LIMITS = Limits(KindLimits(4 * MIB, 3600.0), KindLimits(2 * MIB, 60.0))
+LIMITS = TierLimits(KindLimits(4 * MIB, 3600.0), KindLimits(2 * MIB, 60.0))
 TENANT = b"t" * 32
 POLICIES = {"tiered": OnEviction(), "write-back": WriteBack(), "write-through": WriteThrough()}
 
@@ -121,7 +121,7 @@ def make(request: pytest.FixtureRequest, root: Path, clock: ManualClock) -> Tier
             cluster = request.getfixturevalue("mooncake_cluster")
             return remote(MooncakeBlobs(cluster.client, root.name))
         case policy:
-            memory = MemoryTier(clock, Limits(KindLimits(MIB), KindLimits(MIB)))
+            memory = MemoryTier(clock, TierLimits(KindLimits(MIB), KindLimits(MIB)))
             disk = DiskTier(root / "disk", clock, options=options)
             return TieredStore([memory, disk], Placement(write=POLICIES[policy]))
 
@@ -129,9 +129,9 @@ def make(request: pytest.FixtureRequest, root: Path, clock: ManualClock) -> Tier
 def test_bytes_come_back(tier, samples):
     for number, size in enumerate((1, 4095, 4096, 4097, 1_000_000)):
         meta = samples.meta(number, tenant=TENANT if number % 2 else b"")
-        assert isinstance(put(tier, meta, samples.payload(number, size)), Stored)
+        assert isinstance(put(tier, meta, samples.payload(number, size)), WriteDone)
         outcome = tier.read([Want(meta.id)])
-        assert isinstance(outcome, Hit)
+        assert isinstance(outcome, ReadHit)
         assert outcome.parts[0].data == samples.payload(number, size)
         assert outcome.parts[0].meta == meta
     assert samples.read(tier, 4, 0, 2) == [samples.payload(n, (1, 0, 4096, 0, 10**6)[n])
@@ -141,18 +141,18 @@ def test_bytes_come_back(tier, samples):
 def test_part_of_a_record(tier, samples):
     meta = samples.meta("parts", units=7, tenant=TENANT)
     payload = os.urandom(7 * 200_001)
-    assert isinstance(put(tier, meta, payload), Stored)
+    assert isinstance(put(tier, meta, payload), WriteDone)
     for first, end in ((0, 1), (2, 6), (6, 7), (0, 7)):
         outcome = tier.read([Want(meta.id, first, end)])
-        assert isinstance(outcome, Hit)
+        assert isinstance(outcome, ReadHit)
         assert outcome.parts[0].data == payload[first * 200_001 : end * 200_001]
-    assert tier.read([Want(meta.id, 0, 8)]) == Miss(MissReason.BAD_RANGE, meta.id)
+    assert tier.read([Want(meta.id, 0, 8)]) == ReadMiss(MissReason.BAD_RANGE, meta.id)
 
 
 def test_all_or_none(tier, samples):
     put(tier, samples.meta(1), samples.payload(1))
     outcome = tier.read([Want(samples.meta(1).id), Want(samples.meta(2).id)])
-    assert outcome == Miss(MissReason.ABSENT, samples.meta(2).id)
+    assert outcome == ReadMiss(MissReason.ABSENT, samples.meta(2).id)
 
 
 def test_abort_before_commit(tier, samples):
@@ -161,21 +161,21 @@ def test_abort_before_commit(tier, samples):
     reserved.payload[:] = bytes(100)
     tier.abort(reserved)
     assert samples.read(tier, 1) == "absent"
-    assert isinstance(put(tier, samples.meta(1), samples.payload(1)), Stored)
+    assert isinstance(put(tier, samples.meta(1), samples.payload(1)), WriteDone)
 
 
 def test_sealed_stays(tier, samples):
     meta = samples.meta(1)
     put(tier, meta, samples.payload(1))
-    assert put(tier, meta, samples.payload(9)) == Present(meta.id)
+    assert put(tier, meta, samples.payload(9)) == AlreadyStored(meta.id)
     assert samples.read(tier, 1) == [samples.payload(1)]
 
 
 def test_layout_is_taken_or_refused(tier, samples):
     put(tier, samples.meta(1, descriptor=b"a"), samples.payload(1))
     id_ = samples.meta(1).id
-    assert tier.read([Want(id_, descriptor=b"b")]) == Miss(MissReason.FOREIGN_LAYOUT, id_)
-    assert isinstance(tier.read([Want(id_, descriptor=b"a")]), Hit)
+    assert tier.read([Want(id_, descriptor=b"b")]) == ReadMiss(MissReason.FOREIGN_LAYOUT, id_)
+    assert isinstance(tier.read([Want(id_, descriptor=b"a")]), ReadHit)
 
 
 def test_find_says_what_there_is(tier, samples):
@@ -210,18 +210,21 @@ def test_purge_takes_one_tenant(tier, samples):
 @pytest.mark.parametrize("tier", ONE_COPY, indirect=True)
 def test_usage_by_tenant_and_kind(tier, samples):
     put(tier, samples.meta(1), samples.payload(1))
-    put(tier, samples.meta(2, Kind.POINT), samples.payload(2))
-    put(tier, samples.meta(3, Kind.POINT), samples.payload(3))
+    put(tier, samples.meta(2, ArtifactKind.POINT), samples.payload(2))
+    put(tier, samples.meta(3, ArtifactKind.POINT), samples.payload(3))
     usage = tier.usage()
-    assert usage[b"", Kind.RANGE].records == 1
-    assert usage[b"", Kind.POINT].records == 2
-    assert usage[b"", Kind.POINT].stored_bytes == 2 * usage[b"", Kind.RANGE].stored_bytes
+    assert usage[b"", ArtifactKind.RANGE].records == 1
+    assert usage[b"", ArtifactKind.POINT].records == 2
+    assert (
+        usage[b"", ArtifactKind.POINT].stored_bytes
+        == 2 * usage[b"", ArtifactKind.RANGE].stored_bytes
+    )
 
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_no_record_without_bytes(tier, samples, size):
     outcome = tier.reserve(samples.meta(1), size)
-    assert outcome == Refused(RefusalReason.TOO_LARGE, samples.meta(1).id)
+    assert outcome == WriteRefused(RefusalReason.TOO_LARGE, samples.meta(1).id)
 
 
 @pytest.mark.parametrize("tier", OWN_ROOM, indirect=True)
@@ -230,7 +233,7 @@ def test_room_is_reserved_before_it_is_written(tier, samples):
     held = []
     for number in range(12):
         outcome = tier.reserve(samples.meta(number), 900_000)
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, WriteRefused):
             assert outcome.reason in (RefusalReason.NO_SPACE, RefusalReason.BUSY)
             break
         held.append(outcome)
@@ -243,7 +246,7 @@ def test_room_is_reserved_before_it_is_written(tier, samples):
 def test_memory_that_flips_a_bit_is_a_miss(clock, samples):
     tier = MemoryTier(clock, LIMITS)
     put(tier, samples.meta(1), samples.payload(1))
-    held = tier._held[Kind.RANGE][samples.meta(1).id]
+    held = tier._held[ArtifactKind.RANGE][samples.meta(1).id]
     memoryview(held.payload.obj).cast("B")[500] ^= 1
     assert samples.read(tier, 1) == "corrupt"
     assert samples.read(tier, 1) == "absent"
@@ -279,9 +282,9 @@ def test_mooncake_full_is_backpressure(clock, samples):
     tier = RemoteTier("mooncake", MooncakeBlobs(client, "ns"), clock=clock, keys=Keys())
     client.full = True
     refused = put(tier, samples.meta(1), samples.payload(1))
-    assert refused == Refused(RefusalReason.BUSY, samples.meta(1).id)
+    assert refused == WriteRefused(RefusalReason.BUSY, samples.meta(1).id)
     client.full = False
-    assert isinstance(put(tier, samples.meta(1), samples.payload(1)), Stored)
+    assert isinstance(put(tier, samples.meta(1), samples.payload(1)), WriteDone)
     client.held.clear()  # its master restarted
     assert samples.read(tier, 1) == "absent"
     assert Backpressure.__mro__[1].__name__ == "CapacityExceeded"
@@ -301,7 +304,7 @@ def test_encrypted_store_shows_no_plaintext(clock, samples, tmp_path):
 def test_evicted_from_memory_comes_back_from_disk(clock, samples, tmp_path):
     options = DiskOptions(limits=LIMITS, segment_bytes=MIB)
     disk = DiskTier(tmp_path / "disk", clock, options=options)
-    memory = MemoryTier(clock, Limits(KindLimits(MIB), KindLimits(MIB)))
+    memory = MemoryTier(clock, TierLimits(KindLimits(MIB), KindLimits(MIB)))
     store = TieredStore([memory, disk])
     for number in range(5):
         clock.advance(1)
@@ -324,10 +327,12 @@ def test_spilled_session_survives_the_process(clock, samples, tmp_path):
 
     first = store()
     put(first, samples.meta(1), samples.payload(1))
-    put(first, samples.meta(2, Kind.POINT), samples.payload(2))
+    put(first, samples.meta(2, ArtifactKind.POINT), samples.payload(2))
     assert all(
-        isinstance(outcome, Stored)
-        for outcome in spill(first, [samples.meta(1).id, samples.meta(2, Kind.POINT).id]).values()
+        isinstance(outcome, WriteDone)
+        for outcome in spill(
+            first, [samples.meta(1).id, samples.meta(2, ArtifactKind.POINT).id]
+        ).values()
     )
     first.close()
     again = store()
@@ -341,20 +346,20 @@ def test_what_is_cheap_to_make_again_is_not_written_down(clock, samples, tmp_pat
     disk = DiskTier(tmp_path / "disk", clock, options=options)
     store = TieredStore([memory, disk], Placement(range_ms_per_mib=100, point_ms_per_mib=1000))
     ids = []
-    for number, kind in enumerate((Kind.RANGE, Kind.RANGE, Kind.POINT)):
+    for number, kind in enumerate((ArtifactKind.RANGE, ArtifactKind.RANGE, ArtifactKind.POINT)):
         put(store, samples.meta(number, kind), samples.payload(number, 500_000))
         ids.append(samples.meta(number, kind).id)
     store.price({ids[0]: 10.0, ids[1]: 80.0, ids[2]: 80.0})
     outcomes = spill(store, ids)
-    assert outcomes[ids[0]] == Refused(RefusalReason.LOW_UTILITY, ids[0])
-    assert isinstance(outcomes[ids[1]], Stored)
-    assert outcomes[ids[2]] == Refused(RefusalReason.LOW_UTILITY, ids[2])
+    assert outcomes[ids[0]] == WriteRefused(RefusalReason.LOW_UTILITY, ids[0])
+    assert isinstance(outcomes[ids[1]], WriteDone)
+    assert outcomes[ids[2]] == WriteRefused(RefusalReason.LOW_UTILITY, ids[2])
     assert samples.read(disk, 1) == [samples.payload(1, 500_000)]
     store.close()
 
 
 def test_disk_gives_up_what_is_cheapest_to_make_again(clock, samples, tmp_path):
-    options = DiskOptions(limits=Limits(KindLimits(MIB), KindLimits(MIB)), segment_bytes=MIB)
+    options = DiskOptions(limits=TierLimits(KindLimits(MIB), KindLimits(MIB)), segment_bytes=MIB)
     disk = DiskTier(tmp_path / "disk", clock, options=options)
     for number in range(3):
         put(disk, samples.meta(number), samples.payload(number, 300_000))
@@ -371,7 +376,7 @@ def test_bad_copy_on_top_is_covered_by_the_one_below(clock, samples, tmp_path):
     store = TieredStore([memory, DiskTier(tmp_path / "disk", clock, options=options)])
     put(store, samples.meta(1), samples.payload(1))
     spill(store, [samples.meta(1).id])
-    held = memory._held[Kind.RANGE][samples.meta(1).id]
+    held = memory._held[ArtifactKind.RANGE][samples.meta(1).id]
     memoryview(held.payload.obj).cast("B")[500] ^= 1
     assert samples.read(store, 1) == [samples.payload(1)]
     assert store.counters["hit_disk"] == 1

@@ -12,21 +12,29 @@ from hypothesis import strategies as st
 
 from ownerserve.store.format.convert import (
     ByteOrder,
-    Layout,
-    Span,
+    PayloadLayout,
     Unconvertible,
+    UnitRange,
     convert,
     decode,
     obstacle,
     source_span,
 )
-from ownerserve.store.format.model import Hit, Kind, Meta, Miss, MissReason, Stored, Want
+from ownerserve.store.format.model import (
+    ArtifactKind,
+    Meta,
+    MissReason,
+    ReadHit,
+    ReadMiss,
+    Want,
+    WriteDone,
+)
 from ownerserve.store.tiers.backend import put
 from ownerserve.store.tiers.memory import MemoryTier
 from ownerserve.store.tiers.policy import split
 from ownerserve.store.tiers.tiered import TieredStore
 
-LAYOUT = Layout(
+LAYOUT = PayloadLayout(
     engine="vllm",
     engine_version="0.32.0",
     layout_version=3,
@@ -45,11 +53,11 @@ LAYOUT = Layout(
 TOKENS = 512
 
 
-def but(**changes: Any) -> Layout:
+def but(**changes: Any) -> PayloadLayout:
     return msgspec.structs.replace(LAYOUT, **changes)
 
 
-def lay_out(state: np.ndarray, layout: Layout) -> bytes:
+def lay_out(state: np.ndarray, layout: PayloadLayout) -> bytes:
     """The reference: every scalar of every entry is put where the layout's words say, one by one.
 
     `state[token entry, layer, scalar]`. Written from docs/format.md, sharing nothing with convert.
@@ -67,17 +75,17 @@ def lay_out(state: np.ndarray, layout: Layout) -> bytes:
     return bytes(out)
 
 
-def random_state(layout: Layout, tokens: int, seed: int = 1) -> np.ndarray:
+def random_state(layout: PayloadLayout, tokens: int, seed: int = 1) -> np.ndarray:
     rows = tokens * layout.entries // layout.block_tokens
     top = 1 << (8 * layout.scalar_bytes)
     shape = (rows, layout.layers, layout.entry_bytes // layout.scalar_bytes)
     return np.random.default_rng(seed).integers(0, top, shape, dtype=np.uint64)
 
 
-def meta(layout: Layout, tokens: int = TOKENS, **changes: Any) -> Meta:
+def meta(layout: PayloadLayout, tokens: int = TOKENS, **changes: Any) -> Meta:
     fields: dict[str, Any] = {
         "id": b"i" * 32,
-        "kind": Kind.RANGE,
+        "kind": ArtifactKind.RANGE,
         "component": "csa_main",
         "prefix_hash": b"p" * 32,
         "first_token": 1024,
@@ -116,9 +124,9 @@ REFUSED = {
 }
 
 
-def tier_of(clock: Any, layout: Layout, payload: bytes, **changes: Any) -> TieredStore:
+def tier_of(clock: Any, layout: PayloadLayout, payload: bytes, **changes: Any) -> TieredStore:
     store = TieredStore([MemoryTier(clock, split(1 << 24))])
-    assert isinstance(put(store, meta(layout, **changes), payload), Stored)
+    assert isinstance(put(store, meta(layout, **changes), payload), WriteDone)
     return store
 
 
@@ -127,7 +135,7 @@ def test_what_is_convertible_comes_back_right(clock, name):
     wanted, state = CONVERTIBLE[name], random_state(LAYOUT, TOKENS)
     store = tier_of(clock, LAYOUT, lay_out(state, LAYOUT))
     outcome = store.read([Want(b"i" * 32, descriptor=wanted.encode())])
-    assert isinstance(outcome, Hit)
+    assert isinstance(outcome, ReadHit)
     part = outcome.parts[0]
     assert bytes(part.data) == lay_out(state, wanted)
     assert part.meta.units == TOKENS // wanted.block_tokens
@@ -143,7 +151,7 @@ def test_part_of_a_record_is_converted(clock, name):
     size = len(whole) // units
     for first, end in ((0, 1), (units - 1, units), (units // 3, units // 3 + 1), (0, units)):
         outcome = store.read([Want(b"i" * 32, first, end, wanted.encode())])
-        assert isinstance(outcome, Hit)
+        assert isinstance(outcome, ReadHit)
         assert bytes(outcome.parts[0].data) == whole[first * size : end * size]
 
 
@@ -153,7 +161,7 @@ def test_all_else_is_refused(clock, reason):
     assert obstacle(LAYOUT, wanted) is reason
     store = tier_of(clock, LAYOUT, lay_out(random_state(LAYOUT, TOKENS), LAYOUT))
     outcome = store.read([Want(b"i" * 32, descriptor=wanted.encode())])
-    assert outcome == Miss(MissReason.FOREIGN_LAYOUT, b"i" * 32)
+    assert outcome == ReadMiss(MissReason.FOREIGN_LAYOUT, b"i" * 32)
     assert store.counters["foreign"] == 1
 
 
@@ -167,11 +175,11 @@ def test_byte_order_of_mixed_scalars_can_not_be_turned():
 @pytest.mark.parametrize(
     "span, units, reason",
     [
-        (Span(0, 1, 1024, True), 1, Unconvertible.POINT_BLOCK),
-        (Span(0, 1, 1024, False), 3, Unconvertible.UNALIGNED),  # 192 tokens are no 256s
-        (Span(0, 1, 64, False), 8, Unconvertible.UNALIGNED),  # begins within a block of 256
-        (Span(0, 3, 1024, False), 8, Unconvertible.UNALIGNED),  # there are but two of 256
-        (Span(1, 1, 1024, False), 8, Unconvertible.UNALIGNED),
+        (UnitRange(0, 1, 1024, True), 1, Unconvertible.POINT_BLOCK),
+        (UnitRange(0, 1, 1024, False), 3, Unconvertible.UNALIGNED),  # 192 tokens are no 256s
+        (UnitRange(0, 1, 64, False), 8, Unconvertible.UNALIGNED),  # begins within a block of 256
+        (UnitRange(0, 3, 1024, False), 8, Unconvertible.UNALIGNED),  # there are but two of 256
+        (UnitRange(1, 1, 1024, False), 8, Unconvertible.UNALIGNED),
     ],
 )
 def test_blocks_that_do_not_fit_are_refused(span, units, reason):
@@ -181,13 +189,13 @@ def test_blocks_that_do_not_fit_are_refused(span, units, reason):
 def test_a_point_is_padded_and_turned_but_not_cut(clock):
     wanted = but(page_bytes=600, byte_order=ByteOrder.BIG)
     state = random_state(LAYOUT, 64)
-    point = {"kind": Kind.POINT, "first_token": 1024, "end_token": 1024, "units": 1}
+    point = {"kind": ArtifactKind.POINT, "first_token": 1024, "end_token": 1024, "units": 1}
     store = tier_of(clock, LAYOUT, lay_out(state, LAYOUT), **point)
     outcome = store.read([Want(b"i" * 32, descriptor=wanted.encode())])
-    assert isinstance(outcome, Hit)
+    assert isinstance(outcome, ReadHit)
     assert bytes(outcome.parts[0].data) == lay_out(state, wanted)
     smaller = CONVERTIBLE["smaller blocks"].encode()
-    assert isinstance(store.read([Want(b"i" * 32, descriptor=smaller)]), Miss)
+    assert isinstance(store.read([Want(b"i" * 32, descriptor=smaller)]), ReadMiss)
 
 
 def test_a_descriptor_that_does_not_fit_the_record_is_refused(clock):
@@ -195,14 +203,14 @@ def test_a_descriptor_that_does_not_fit_the_record_is_refused(clock):
     lie = but(block_tokens=32, entries=32, page_bytes=576)
     payload = lay_out(random_state(LAYOUT, TOKENS), LAYOUT)
     store = TieredStore([MemoryTier(clock, split(1 << 24))])
-    assert isinstance(put(store, meta(lie, units=8), payload), Stored)
+    assert isinstance(put(store, meta(lie, units=8), payload), WriteDone)
     wanted = but(block_tokens=16, entries=16, page_bytes=144)
     outcome = store.read([Want(b"i" * 32, descriptor=wanted.encode())])
-    assert outcome == Miss(MissReason.FOREIGN_LAYOUT, b"i" * 32)
+    assert outcome == ReadMiss(MissReason.FOREIGN_LAYOUT, b"i" * 32)
 
 
 def test_a_payload_of_another_length_is_refused():
-    span = Span(0, 8, 1024, False)
+    span = UnitRange(0, 8, 1024, False)
     short = memoryview(bytes(8 * LAYOUT.unit_bytes - 1))
     assert convert(short, LAYOUT, LAYOUT, source=span, target=span) is Unconvertible.WRONG_LENGTH
 
@@ -211,7 +219,7 @@ def test_a_payload_of_another_length_is_refused():
 def test_an_unknown_form_is_no_layout(clock, text, samples):
     assert decode(text) is None
     store = tier_of(clock, LAYOUT, lay_out(random_state(LAYOUT, TOKENS), LAYOUT))
-    assert isinstance(store.read([Want(b"i" * 32, descriptor=text)]), Miss)
+    assert isinstance(store.read([Want(b"i" * 32, descriptor=text)]), ReadMiss)
 
 
 def test_every_field_changed_alone_is_the_same_state_or_refused():
@@ -229,7 +237,7 @@ def test_every_field_changed_alone_is_the_same_state_or_refused():
             case _:
                 new = changes.get(field, old * 2 or 1)
         wanted = but(**{field: new})
-        span = Span(0, 8, 1024, False)
+        span = UnitRange(0, 8, 1024, False)
         if decode(wanted.encode()) is None or obstacle(LAYOUT, wanted) is not None:
             continue
         assert field in ("engine_version", "page_bytes", "byte_order"), field
@@ -240,7 +248,7 @@ def test_every_field_changed_alone_is_the_same_state_or_refused():
 
 
 @st.composite
-def layouts(draw: st.DrawFn, ratio: int, width: int, entry_bytes: int) -> Layout:
+def layouts(draw: st.DrawFn, ratio: int, width: int, entry_bytes: int) -> PayloadLayout:
     entries = draw(st.sampled_from([1, 2, 3, 4, 8]))
     padding = draw(st.sampled_from([0, 1, 7, 64]))
     return but(
@@ -267,9 +275,9 @@ def test_any_two_layouts_agree_with_the_reference(data):
     units, available = rows // stored.entries, rows // wanted.entries
     first = data.draw(st.integers(0, available - 1))
     end = data.draw(st.integers(first + 1, available))
-    target = Span(first, end, 0, False)
+    target = UnitRange(first, end, 0, False)
     source = source_span(stored, wanted, target, units)
-    assert isinstance(source, Span)
+    assert isinstance(source, UnitRange)
     payload = lay_out(state, stored)[
         source.first * stored.unit_bytes : source.end * stored.unit_bytes
     ]

@@ -21,7 +21,7 @@ from ownerserve.kv.clock import ManualClock
 from ownerserve.store.disk.scan import records
 from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.format.header import BLOCK
-from ownerserve.store.format.model import Hit, Miss, MissReason, Want
+from ownerserve.store.format.model import MissReason, ReadHit, ReadMiss, Want
 from ownerserve.store.format.segment import Segment, segment_path
 from tests.support.store import crash_child
 
@@ -91,11 +91,11 @@ def check(directory: Path) -> None:
     try:
         for number in range(1, crash_child.RECORDS + 1):
             outcome = tier.read([Want(crash_child.meta(number).id)])
-            if isinstance(outcome, Hit):
+            if isinstance(outcome, ReadHit):
                 assert outcome.parts[0].data == crash_child.payload(number), "wrong bytes"
                 assert number not in gone, f"{number} came back after its removal"
             else:
-                assert isinstance(outcome, Miss)
+                assert isinstance(outcome, ReadMiss)
                 assert outcome.reason is MissReason.ABSENT, f"{number}: {outcome.reason}"
                 assert number not in put - removing, f"{number} was acknowledged and is lost"
         core = tier.core

@@ -14,19 +14,19 @@ from ownerserve.kv.units import MIB
 from ownerserve.store.disk.maintain import collect
 from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.format.model import (
-    Hit,
-    Kind,
-    Miss,
+    AlreadyStored,
+    ArtifactKind,
     MissReason,
-    Present,
+    ReadHit,
+    ReadMiss,
     RefusalReason,
-    Refused,
-    Stored,
     Want,
+    WriteDone,
+    WriteRefused,
 )
 from ownerserve.store.format.segment import segment_path
 from ownerserve.store.tiers.backend import Reservation, put
-from ownerserve.store.tiers.policy import KindLimits, Limits, WriteBudget
+from ownerserve.store.tiers.policy import KindLimits, TierLimits, WriteBudget
 
 
 def damage(tier: DiskTier, id_: bytes, at: int, flip: int = 0xFF) -> None:
@@ -46,7 +46,7 @@ def test_comes_back_after_reopen(open_disk, samples):
     tier = open_disk()
     for number in range(5):
         outcome = put(tier, samples.meta(number), samples.payload(number))
-        assert isinstance(outcome, Stored)
+        assert isinstance(outcome, WriteDone)
     assert samples.read(tier, 3, 1) == [samples.payload(3), samples.payload(1)]
     tier.close()
     again = open_disk()
@@ -57,33 +57,33 @@ def test_comes_back_after_reopen(open_disk, samples):
 def test_header_says_all_of_meta(open_disk, samples):
     tier = open_disk()
     meta = samples.meta(
-        "all", Kind.POINT, tenant=bytes(range(32)), first_layer=2,
+        "all", ArtifactKind.POINT, tenant=bytes(range(32)), first_layer=2,
         exactness="approximate/bounded_replay",
     )  # fmt: skip
     put(tier, meta, samples.payload(1))
     tier.close()
     outcome = open_disk().read([Want(meta.id)])
-    assert isinstance(outcome, Hit)
+    assert isinstance(outcome, ReadHit)
     assert outcome.parts[0].meta == meta
 
 
 def test_part_of_a_long_record(open_disk, samples):
     """A branch shares 5 of 24 blocks: only the chunks that hold them are read and verified."""
-    tier = open_disk(limits=Limits(KindLimits(64 * MIB), KindLimits(MIB)))
+    tier = open_disk(limits=TierLimits(KindLimits(64 * MIB), KindLimits(MIB)))
     unit = 300_000
     hashes = [bytes([n]) * 32 for n in range(23)]
     meta = samples.meta("long", units=24, end_token=24 * 128, boundaries=b"".join(hashes))
     payload = os.urandom(24 * unit)
-    assert isinstance(put(tier, meta, payload), Stored)
+    assert isinstance(put(tier, meta, payload), WriteDone)
     ((entry, units),) = tier.core.index.at_boundary(hashes[4])
     assert units == 5
     outcome = tier.read([Want(entry.meta.id, 2, units)])
-    assert isinstance(outcome, Hit)
+    assert isinstance(outcome, ReadHit)
     assert outcome.parts[0].data == payload[2 * unit : 5 * unit]
     assert outcome.parts[0].meta.boundaries == meta.boundaries
     damage(tier, meta.id, 4096 + 6 * MIB)  # a chunk that the branch does not need
-    assert isinstance(tier.read([Want(meta.id, 0, 5)]), Hit)
-    assert tier.read([Want(meta.id, 20, 24)]) == Miss(MissReason.CORRUPT, meta.id)
+    assert isinstance(tier.read([Want(meta.id, 0, 5)]), ReadHit)
+    assert tier.read([Want(meta.id, 20, 24)]) == ReadMiss(MissReason.CORRUPT, meta.id)
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 5), (2, 2), (3, 2), (-1, 1)])
@@ -91,7 +91,7 @@ def test_units_that_do_not_exist(open_disk, samples, first, end):
     tier = open_disk()
     meta = samples.meta(1, units=4)
     put(tier, meta, samples.payload(1))
-    assert tier.read([Want(meta.id, first, end)]) == Miss(MissReason.BAD_RANGE, meta.id)
+    assert tier.read([Want(meta.id, first, end)]) == ReadMiss(MissReason.BAD_RANGE, meta.id)
 
 
 def test_all_components_or_none(open_disk, samples):
@@ -115,7 +115,7 @@ def test_any_flipped_byte_is_a_miss_and_quarantined(open_disk, samples, at, tena
     if at != 9:  # a version of 65,281 may be a newer release's: left alone
         assert samples.read(tier, 1) == "absent"
         assert tier.core.counters["quarantined"] == 1
-        assert isinstance(put(tier, meta, samples.payload(1)), Stored)
+        assert isinstance(put(tier, meta, samples.payload(1)), WriteDone)
         assert samples.read(tier, 1) == [samples.payload(1)]
 
 
@@ -130,9 +130,9 @@ def test_forged_record_without_the_key_is_refused(open_disk, samples, tmp_path):
     target = tier.core.index.get(samples.meta(1).id)
     forged = segment_path(other.core.home.directory, entry.segment).read_bytes()
     record = forged[entry.offset : entry.offset + entry.stored_bytes]
-    from ownerserve.store.format.header import Place, moved
+    from ownerserve.store.format.header import RecordPlace, moved
 
-    place = Place(tier.core.home.store_id, target.segment, target.offset, target.sequence)
+    place = RecordPlace(tier.core.home.store_id, target.segment, target.offset, target.sequence)
     record = moved(record[:4096], place) + record[4096:]
     with segment_path(tier.core.home.directory, target.segment).open("r+b") as file:
         file.seek(target.offset)
@@ -191,7 +191,7 @@ def test_sealed_is_immutable(open_disk, samples):
     tier = open_disk()
     meta = samples.meta(1)
     put(tier, meta, samples.payload(1))
-    assert put(tier, meta, samples.payload("other")) == Present(meta.id)
+    assert put(tier, meta, samples.payload("other")) == AlreadyStored(meta.id)
     assert samples.read(tier, 1) == [samples.payload(1)]
 
 
@@ -200,20 +200,20 @@ def test_abort_leaves_nothing(open_disk, samples):
     reserved = tier.reserve(samples.meta(1), 10_000)
     assert isinstance(reserved, Reservation)
     again = tier.reserve(samples.meta(1), 10_000)
-    assert again == Refused(RefusalReason.BUSY, samples.meta(1).id)
+    assert again == WriteRefused(RefusalReason.BUSY, samples.meta(1).id)
     tier.abort(reserved)
     with pytest.raises(ValueError, match="committed or aborted once"):
         tier.commit([reserved])
     assert samples.read(tier, 1) == "absent"
-    assert isinstance(put(tier, samples.meta(1), samples.payload(1)), Stored)
+    assert isinstance(put(tier, samples.meta(1), samples.payload(1)), WriteDone)
 
 
 def test_foreign_layout_is_refused(open_disk, samples):
     tier = open_disk()
     put(tier, samples.meta(1, descriptor=b"tp=2"), samples.payload(1))
     want = Want(samples.meta(1).id, descriptor=b"tp=4")
-    assert tier.read([want]) == Miss(MissReason.FOREIGN_LAYOUT, samples.meta(1).id)
-    assert isinstance(tier.read([Want(samples.meta(1).id, descriptor=b"tp=2")]), Hit)
+    assert tier.read([want]) == ReadMiss(MissReason.FOREIGN_LAYOUT, samples.meta(1).id)
+    assert isinstance(tier.read([Want(samples.meta(1).id, descriptor=b"tp=2")]), ReadHit)
 
 
 def test_one_writer(open_disk, samples, tmp_path):
@@ -226,11 +226,11 @@ def test_kinds_evict_only_their_own(open_disk, samples, clock):
     tier = open_disk()
     for number in range(30):
         clock.advance(1)
-        kind = Kind.POINT if number % 2 else Kind.RANGE
+        kind = ArtifactKind.POINT if number % 2 else ArtifactKind.RANGE
         put(tier, samples.meta(number, kind), samples.payload(number, 400_000))
     used = tier.usage()
-    assert used[b"", Kind.POINT].stored_bytes <= 2 * MIB
-    assert used[b"", Kind.RANGE].records == 15
+    assert used[b"", ArtifactKind.POINT].stored_bytes <= 2 * MIB
+    assert used[b"", ArtifactKind.RANGE].records == 15
     assert samples.read(tier, 1) == "absent"
     assert samples.read(tier, 0, 28, 29) != "absent"
 
@@ -256,7 +256,7 @@ def test_recently_used_stays(open_disk, samples, clock):
 def test_point_artifacts_expire_first(open_disk, samples, clock):
     tier = open_disk()
     put(tier, samples.meta(1), samples.payload(1))
-    put(tier, samples.meta(2, Kind.POINT), samples.payload(2))
+    put(tier, samples.meta(2, ArtifactKind.POINT), samples.payload(2))
     clock.advance(61)
     assert tier.expire() == 1
     assert samples.read(tier, 2) == "absent"
@@ -264,7 +264,7 @@ def test_point_artifacts_expire_first(open_disk, samples, clock):
 
 
 def test_tenant_quota_evicts_the_tenants_own(open_disk, samples, clock):
-    limits = Limits(KindLimits(8 * MIB), KindLimits(MIB), tenant_quota_bytes=MIB)
+    limits = TierLimits(KindLimits(8 * MIB), KindLimits(MIB), tenant_quota_bytes=MIB)
     tier = open_disk(limits=limits)
     put(tier, samples.meta("mine", tenant=b"a" * 32), samples.payload("mine", 500_000))
     for number in range(3):
@@ -272,19 +272,19 @@ def test_tenant_quota_evicts_the_tenants_own(open_disk, samples, clock):
         put(tier, samples.meta(number, tenant=b"b" * 32), samples.payload(number, 500_000))
     assert samples.read(tier, "mine") == [samples.payload("mine", 500_000)]
     assert samples.read(tier, 0) == "absent"
-    assert tier.usage()[b"b" * 32, Kind.RANGE].stored_bytes <= MIB
+    assert tier.usage()[b"b" * 32, ArtifactKind.RANGE].stored_bytes <= MIB
     big = tier.reserve(samples.meta("big", tenant=b"b" * 32), 2 * MIB)
-    assert big == Refused(RefusalReason.QUOTA, samples.meta("big").id)
+    assert big == WriteRefused(RefusalReason.QUOTA, samples.meta("big").id)
 
 
 def test_write_budget(open_disk, samples, clock):
     tier = open_disk(write_budget=WriteBudget(86400.0 * 10_000, 30_000))
-    assert isinstance(put(tier, samples.meta(1), samples.payload(1)), Stored)
-    assert isinstance(put(tier, samples.meta(2), samples.payload(2, 2_000)), Stored)
+    assert isinstance(put(tier, samples.meta(1), samples.payload(1)), WriteDone)
+    assert isinstance(put(tier, samples.meta(2), samples.payload(2, 2_000)), WriteDone)
     refused = put(tier, samples.meta(3), samples.payload(3))
-    assert refused == Refused(RefusalReason.WRITE_BUDGET, samples.meta(3).id)
+    assert refused == WriteRefused(RefusalReason.WRITE_BUDGET, samples.meta(3).id)
     clock.advance(2)
-    assert isinstance(put(tier, samples.meta(3), samples.payload(3)), Stored)
+    assert isinstance(put(tier, samples.meta(3), samples.payload(3)), WriteDone)
 
 
 def test_purge_leaves_no_trace_on_disk(open_disk, samples):
@@ -322,7 +322,7 @@ def test_record_larger_than_a_segment(open_disk, samples):
     tier = open_disk()
     payload = samples.payload("big", 3 * MIB)
     put(tier, samples.meta(1), samples.payload(1))
-    assert isinstance(put(tier, samples.meta("big"), payload), Stored)
+    assert isinstance(put(tier, samples.meta("big"), payload), WriteDone)
     put(tier, samples.meta(2), samples.payload(2))
     assert samples.read(tier, 1, "big", 2) == [samples.payload(1), payload, samples.payload(2)]
 
@@ -333,7 +333,7 @@ def test_reader_keeps_a_buffer_that_the_pool_wants_back(open_disk, samples):
     for number in range(8):
         put(tier, samples.meta(number), samples.payload(number))
     outcome = tier.read([Want(samples.meta(0).id)])
-    assert isinstance(outcome, Hit)
+    assert isinstance(outcome, ReadHit)
     kept = outcome.parts[0].data[100:200]
     del outcome
     for number in range(1, 8):
@@ -358,7 +358,7 @@ def test_many_in_one_commit(open_disk, samples):
         item = tier.reserve(samples.meta(number), 50_000)
         item.payload[:] = samples.payload(number, 50_000)
         reserved.append(item)
-    assert all(isinstance(outcome, Stored) for outcome in tier.commit(reserved))
+    assert all(isinstance(outcome, WriteDone) for outcome in tier.commit(reserved))
     wanted = [samples.payload(n, 50_000) for n in range(50)]
     assert samples.read(tier, *range(50)) == wanted
     assert len(tier.core.home.segment_numbers()) == 3
@@ -384,7 +384,7 @@ def test_what_was_spilled_together_is_one_read(open_disk, samples, monkeypatch):
 
 
 def test_a_large_restore_reads_side_by_side(open_disk, samples):
-    tier = open_disk(limits=Limits(KindLimits(64 * MIB), KindLimits(MIB)))
+    tier = open_disk(limits=TierLimits(KindLimits(64 * MIB), KindLimits(MIB)))
     for number in range(12):
         put(tier, samples.meta(number), samples.payload(number, 700_000))
     order = [number for number in range(12) if number % 3]

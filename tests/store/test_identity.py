@@ -15,7 +15,7 @@ from ownerserve.kv.artifacts import (
     tenant_salt,
 )
 from ownerserve.kv.ids import PrefixHash
-from ownerserve.store.format.model import Hit, Kind, Miss, MissReason, Want, meta_of
+from ownerserve.store.format.model import ArtifactKind, MissReason, ReadHit, ReadMiss, Want, meta_of
 from ownerserve.store.tiers.backend import put
 
 SECRET = b"s" * 32
@@ -58,7 +58,7 @@ def stored(open_disk, samples):
     tier = open_disk()
     meta = meta_of(IDENTITY, KEY, tenant=IDENTITY.tenant_salt)
     put(tier, meta, samples.payload(1))
-    assert isinstance(tier.read([Want(meta.id)]), Hit)
+    assert isinstance(tier.read([Want(meta.id)]), ReadHit)
     return tier
 
 
@@ -68,13 +68,13 @@ def test_no_cross_hit(stored):
     ids += [meta_of(IDENTITY, key).id for key in KEYS.values()]
     assert len(set(ids)) == len(CHANGES) + len(KEYS)
     for id_ in ids:
-        assert stored.read([Want(id_)]) == Miss(MissReason.ABSENT, id_)
+        assert stored.read([Want(id_)]) == ReadMiss(MissReason.ABSENT, id_)
 
 
 def test_meta_says_what_it_is():
     approximate = msgspec.structs.replace(IDENTITY, **CHANGES["exactness"])
     meta = meta_of(approximate, PointKey(PREFIX, 4096, "swa"))
-    assert (meta.kind, meta.first_token, meta.end_token) == (Kind.POINT, 4096, 4096)
+    assert (meta.kind, meta.first_token, meta.end_token) == (ArtifactKind.POINT, 4096, 4096)
     assert meta.exactness == "approximate/bounded_replay"
     assert meta.precision == "fp8"
 
@@ -94,8 +94,8 @@ def test_layout_of_another_shape_is_refused(open_disk, samples, field):
     put(tier, samples.meta(1, descriptor=descriptor), samples.payload(1))
     id_ = samples.meta(1).id
     other = msgspec.json.encode(LAYOUT | {field: "changed"})
-    assert tier.read([Want(id_, descriptor=other)]) == Miss(MissReason.FOREIGN_LAYOUT, id_)
-    assert isinstance(tier.read([Want(id_, descriptor=descriptor)]), Hit)
+    assert tier.read([Want(id_, descriptor=other)]) == ReadMiss(MissReason.FOREIGN_LAYOUT, id_)
+    assert isinstance(tier.read([Want(id_, descriptor=descriptor)]), ReadHit)
     outcome = tier.read([Want(id_)])
-    assert isinstance(outcome, Hit)
+    assert isinstance(outcome, ReadHit)
     assert outcome.parts[0].meta.descriptor == descriptor

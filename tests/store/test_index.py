@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ownerserve.store.format.model import Kind, Present
+from ownerserve.store.format.model import AlreadyStored, ArtifactKind
 from ownerserve.store.index.reader import SCHEMA_VERSION, IndexReader
 from ownerserve.store.tiers.backend import put
 
@@ -77,14 +77,14 @@ def test_a_store_whose_records_bear_an_epoch_is_read_and_its_former_owner_s_spil
         (tmp_path / "store" / "index.sqlite").unlink()
     tier = open_disk()
     assert tier.recovery.index_rebuilt == (index == "made again")
-    kinds = {1: Kind.RANGE, 2: Kind.POINT, 3: Kind.RANGE}
+    kinds = {1: ArtifactKind.RANGE, 2: ArtifactKind.POINT, 3: ArtifactKind.RANGE}
     metas = {n: samples.meta(n, kind) for n, kind in kinds.items()}
     found = tier.find([meta.id for meta in metas.values()])
     assert {n: found[meta.id].meta for n, meta in metas.items()} == metas
     assert found[metas[1].id].restore_cost_ms == (0.0 if index == "made again" else 12.5)
     assert samples.read(tier, 1, 2, 3) == [samples.payload(n) for n in (1, 2, 3)]
     for n, meta in metas.items():
-        assert put(tier, meta, samples.payload(n)) == Present(meta.id)
+        assert put(tier, meta, samples.payload(n)) == AlreadyStored(meta.id)
     tier.close()
     again = open_disk()
     assert not again.recovery.index_rebuilt

@@ -15,16 +15,26 @@ from ownerserve.store.disk.recover import discard_index
 from ownerserve.store.disk.scan import records
 from ownerserve.store.disk.tier import DiskOptions, DiskTier
 from ownerserve.store.format.header import BLOCK
-from ownerserve.store.format.model import Hit, Kind, Meta, Present, Stored, Want
+from ownerserve.store.format.model import (
+    AlreadyStored,
+    ArtifactKind,
+    Meta,
+    ReadHit,
+    Want,
+    WriteDone,
+)
 from ownerserve.store.format.segment import Segment, segment_path
 from ownerserve.store.tiers.backend import Reservation, put
 from ownerserve.store.tiers.buffers import BufferPool
-from ownerserve.store.tiers.policy import KindLimits, Limits
+from ownerserve.store.tiers.policy import KindLimits, TierLimits
 from tests.support.store.flipper import scratch
 
-TTL_S = {Kind.RANGE: 1000.0, Kind.POINT: 100.0}
+TTL_S = {ArtifactKind.RANGE: 1000.0, ArtifactKind.POINT: 100.0}
 OPTIONS = DiskOptions(
-    limits=Limits(KindLimits(1 << 30, TTL_S[Kind.RANGE]), KindLimits(1 << 30, TTL_S[Kind.POINT])),
+    limits=TierLimits(
+        KindLimits(1 << 30, TTL_S[ArtifactKind.RANGE]),
+        KindLimits(1 << 30, TTL_S[ArtifactKind.POINT]),
+    ),
     segment_bytes=16 * BLOCK,
 )
 NUMBERS = st.integers(0, 15)
@@ -33,7 +43,7 @@ TENANTS = (b"", b"a" * 32, b"b" * 32)
 
 def meta(number: int) -> Meta:
     id_ = bytes([number]) * 32
-    kind = Kind.POINT if number % 2 else Kind.RANGE
+    kind = ArtifactKind.POINT if number % 2 else ArtifactKind.RANGE
     return Meta(id_, kind, "swa", id_, 0, 128, tenant=TENANTS[number % 3], units=2)
 
 
@@ -53,20 +63,20 @@ class Life(RuleBasedStateMachine):
 
     def read(self, number: int) -> bytes | None:
         outcome = self.tier.read([Want(meta(number).id)])
-        return bytes(outcome.parts[0].data) if isinstance(outcome, Hit) else None
+        return bytes(outcome.parts[0].data) if isinstance(outcome, ReadHit) else None
 
     @rule(numbers=st.lists(NUMBERS, unique=True, max_size=5), size=st.integers(1, 9000))
     def put(self, numbers: list[int], size: int) -> None:
         reserved = []
         for number in numbers:
             item = self.tier.reserve(meta(number), 2 * size)
-            assert isinstance(item, Present) == (number in self.truth)
+            assert isinstance(item, AlreadyStored) == (number in self.truth)
             if isinstance(item, Reservation):
                 item.payload[:] = os.urandom(2 * size)
                 reserved.append((number, item, bytes(item.payload)))
         outcomes = self.tier.commit([item for _, item, _ in reserved])
         for (number, _, payload), outcome in zip(reserved, outcomes, strict=True):
-            assert isinstance(outcome, Stored)
+            assert isinstance(outcome, WriteDone)
             self.truth[number] = payload
             self.touched[number] = self.clock.now()
 
@@ -79,12 +89,12 @@ class Life(RuleBasedStateMachine):
     def get_half(self, number: int) -> None:
         outcome = self.tier.read([Want(meta(number).id, 1, 2)])
         if number in self.truth:
-            assert isinstance(outcome, Hit)
+            assert isinstance(outcome, ReadHit)
             half = self.truth[number][len(self.truth[number]) // 2 :]
             assert outcome.parts[0].data == half
             self.touched[number] = self.clock.now()
         else:
-            assert not isinstance(outcome, Hit)
+            assert not isinstance(outcome, ReadHit)
 
     @rule(numbers=st.lists(NUMBERS, unique=True, max_size=6))
     def evict(self, numbers: list[int]) -> None:
@@ -161,7 +171,7 @@ class Life(RuleBasedStateMachine):
         assert self.read(number) is None
         assert self.tier.find([meta(number).id]) == {}
         del self.truth[number]
-        assert isinstance(put(self.tier, meta(number), b"again" * 2), Stored)
+        assert isinstance(put(self.tier, meta(number), b"again" * 2), WriteDone)
         self.truth[number] = b"again" * 2
         self.touched[number] = self.clock.now()
 

@@ -16,14 +16,14 @@ import pytest
 
 from ownerserve.kv.units import MIB
 from ownerserve.store.format.model import (
-    Hit,
-    Miss,
+    AlreadyStored,
     MissReason,
-    Present,
+    ReadHit,
+    ReadMiss,
     RefusalReason,
-    Refused,
-    Stored,
     Want,
+    WriteDone,
+    WriteRefused,
 )
 from ownerserve.store.format.seal import Keys
 from ownerserve.store.tiers.backend import put
@@ -64,7 +64,7 @@ def test_a_full_pool_is_backpressure_and_what_was_stored_is_right(tier, samples)
     stored, refused = [], []
     for number in range(24):  # 96 MiB into 64
         outcome = put(tier, samples.meta(number), samples.payload(number, 4 * MIB))
-        (stored if isinstance(outcome, Stored) else refused).append((number, outcome))
+        (stored if isinstance(outcome, WriteDone) else refused).append((number, outcome))
     assert refused, "the pool took more than it has"
     assert all(outcome.reason is RefusalReason.BUSY for _, outcome in refused)
     for number, _ in stored:  # the master may have evicted it: a miss, never other bytes
@@ -76,8 +76,8 @@ def test_put_of_a_standing_key_keeps_the_old_value(tier, cluster, samples):
     meta = samples.meta(1)
     first, second = tier.reserve(meta, 1000), tier.reserve(meta, 1000)
     first.payload[:], second.payload[:] = b"1" * 1000, b"2" * 1000
-    assert isinstance(tier.commit([first])[0], Stored)
-    assert tier.commit([second])[0] == Present(meta.id)
+    assert isinstance(tier.commit([first])[0], WriteDone)
+    assert tier.commit([second])[0] == AlreadyStored(meta.id)
     assert samples.read(tier, 1) == [b"1" * 1000]
     name = f"test/{record_key(meta.id)}"
     assert cluster.client.put(name, b"other") == 0  # it says yes, silently
@@ -97,12 +97,12 @@ def test_a_lost_master_is_misses_and_a_new_one_is_empty(tier, cluster, samples, 
     cluster.kill_master()
     assert samples.read(tier, 1) == "io_error"  # not known to be absent
     refused = put(tier, samples.meta(2), samples.payload(2))
-    assert refused == Refused(RefusalReason.IO_ERROR, samples.meta(2).id)
+    assert refused == WriteRefused(RefusalReason.IO_ERROR, samples.meta(2).id)
     cluster.start()
 
     def works() -> bool:
         clock.advance(3600)
-        return isinstance(put(tier, samples.meta(3), samples.payload(3)), Stored)
+        return isinstance(put(tier, samples.meta(3), samples.payload(3)), WriteDone)
 
     until(works)
     assert samples.read(tier, 1) == "absent"
@@ -113,7 +113,7 @@ def test_parts_and_all_or_none(tier, samples):
     meta = samples.meta(1, units=4)
     put(tier, meta, samples.payload(1, 4 * MIB))
     outcome = tier.read([Want(meta.id, 2, 3)])
-    assert isinstance(outcome, Hit)
+    assert isinstance(outcome, ReadHit)
     assert outcome.parts[0].data == samples.payload(1, 4 * MIB)[2 * MIB : 3 * MIB]
     both = tier.read([Want(meta.id), Want(samples.meta(2).id)])
-    assert both == Miss(MissReason.ABSENT, samples.meta(2).id)
+    assert both == ReadMiss(MissReason.ABSENT, samples.meta(2).id)

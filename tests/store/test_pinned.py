@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ownerserve.store.format.model import Hit, Stored, Want
+from ownerserve.store.format.model import ReadHit, Want, WriteDone
 from ownerserve.store.tiers.backend import put
 from ownerserve.store.tiers.buffers import BufferPool
 from ownerserve.store.tiers.memory import MemoryTier
@@ -64,10 +64,10 @@ def test_a_gpu_copies_straight_from_the_tier(clock, samples):
     pool = BufferPool(memory=memory)
     tier = MemoryTier(clock, split(1 << 24), landing=pool)
     payload = samples.payload(1, 4_000_000)
-    assert isinstance(put(tier, samples.meta(1), payload), Stored)
+    assert isinstance(put(tier, samples.meta(1), payload), WriteDone)
     assert memory.counters["unpinned_bytes"] == 0
     outcome = tier.read([Want(samples.meta(1).id)])
-    assert isinstance(outcome, Hit)
+    assert isinstance(outcome, ReadHit)
     room = tier.reserve(samples.meta(2), len(payload))
     back = torch.frombuffer(room.payload, dtype=torch.uint8)
     assert back.is_pinned()
@@ -75,5 +75,5 @@ def test_a_gpu_copies_straight_from_the_tier(clock, samples):
     back.copy_(there, non_blocking=True)
     torch.cuda.synchronize()
     del back  # a buffer that someone still sees can't be committed
-    assert isinstance(tier.commit([room])[0], Stored)
+    assert isinstance(tier.commit([room])[0], WriteDone)
     assert bytes(tier.read([Want(samples.meta(2).id)]).parts[0].data) == payload

@@ -14,7 +14,7 @@ from ownerserve.store.disk.scan import records
 from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.format import header as header_module
 from ownerserve.store.format.header import BLOCK, decode
-from ownerserve.store.format.model import RefusalReason, Refused, Stored
+from ownerserve.store.format.model import RefusalReason, WriteDone, WriteRefused
 from ownerserve.store.format.segment import Segment, segment_path
 from ownerserve.store.index.reader import Change
 from ownerserve.store.tiers.backend import put
@@ -130,7 +130,7 @@ def test_torn_tail_is_erased(open_disk, samples, tmp_path):
     assert samples.read(again, 2) == "absent"
     assert samples.read(again, 1, 3) == [samples.payload(1), samples.payload(3)]
     assert orphans(again) == set()
-    assert isinstance(put(again, samples.meta(2), samples.payload(2)), Stored)
+    assert isinstance(put(again, samples.meta(2), samples.payload(2)), WriteDone)
     assert samples.read(again, 2) == [samples.payload(2)]
 
 
@@ -164,7 +164,7 @@ def test_compaction_cut_short_leaves_one_copy(open_disk, samples, tmp_path):
 def test_reads_the_version_before(open_disk, samples, monkeypatch):
     """A decoder of an older version beside the present one: old records are read as they are."""
 
-    def old(data: memoryview) -> header_module.Header:
+    def old(data: memoryview) -> header_module.RecordHeader:
         header_module.checked_body(data)
         return header_module._decode_1(data)
 
@@ -196,8 +196,8 @@ def test_format_1_header_never_changes(samples):
     """Bytes written by the first release, field by field (docs/format.md)."""
     meta = samples.meta(1, tenant=b"t" * 32, first_layer=3, units=2,
                         boundaries=b"b" * 32)  # fmt: skip
-    made = header_module.Header(
-        meta, header_module.Place(b"s" * 16, 7, 8192, 42), 2, 10_000, 1_700_000_000_000,
+    made = header_module.RecordHeader(
+        meta, header_module.RecordPlace(b"s" * 16, 7, 8192, 42), 2, 10_000, 1_700_000_000_000,
         b"d" * 32, mac=b"m" * 32,
     )  # fmt: skip
     data = header_module.encode(made)
@@ -235,13 +235,13 @@ def test_failing_medium_refuses_and_comes_back(
             clock.advance(100)
             refused = put(tier, samples.meta(number), samples.payload(number, 400_000))
             if not (call == "posix_fallocate" and number < 3):  # the open segment has room
-                assert refused == Refused(RefusalReason.IO_ERROR, samples.meta(number).id)
+                assert refused == WriteRefused(RefusalReason.IO_ERROR, samples.meta(number).id)
         assert samples.read(tier, 0) == [samples.payload(0)]
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
     assert "writes stop" in warnings[0].message
     clock.advance(100)
-    assert isinstance(put(tier, samples.meta(9), samples.payload(9)), Stored)
+    assert isinstance(put(tier, samples.meta(9), samples.payload(9)), WriteDone)
     assert samples.read(tier, 0, 9) == [samples.payload(0), samples.payload(9)]
     tier.close()
     assert orphans(open_disk()) == set()
@@ -255,7 +255,7 @@ def test_short_write_is_finished(open_disk, samples, monkeypatch):
         return real(fd, [views[0][:8192]], offset)  # 8 KiB of what was asked
 
     monkeypatch.setattr(os, "pwritev", short)
-    assert isinstance(put(tier, samples.meta(1), samples.payload(1, 100_000)), Stored)
+    assert isinstance(put(tier, samples.meta(1), samples.payload(1, 100_000)), WriteDone)
     assert samples.read(tier, 1) == [samples.payload(1, 100_000)]
 
 

@@ -13,11 +13,19 @@ import pytest
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import MIB
-from ownerserve.store.format.model import Hit, Kind, Present, RefusalReason, Refused, Stored, Want
+from ownerserve.store.format.model import (
+    AlreadyStored,
+    ArtifactKind,
+    ReadHit,
+    RefusalReason,
+    Want,
+    WriteDone,
+    WriteRefused,
+)
 from ownerserve.store.format.seal import Keys
 from ownerserve.store.tiers.backend import Reservation, put
 from ownerserve.store.tiers.catalogue import catalogue_key
-from ownerserve.store.tiers.policy import KindLimits, Limits
+from ownerserve.store.tiers.policy import KindLimits, TierLimits
 from ownerserve.store.tiers.remote import UNFINISHED_S, RemoteTier, record_key
 from ownerserve.store.tiers.s3 import S3Blobs, S3Options
 from tests.support.store.servers import SLOW_S, Fault, FaultProxy, fault_proxy
@@ -65,12 +73,12 @@ def test_a_server_that_fails_refuses_writes_and_the_tier_recovers(
     proxy.fault, proxy.which = fault, records_only
     outcome = put(tier, samples.meta(1), samples.payload(1))
     reason = RefusalReason.BUSY if fault is Fault.BUSY else RefusalReason.IO_ERROR
-    assert outcome == Refused(reason, samples.meta(1).id)
+    assert outcome == WriteRefused(reason, samples.meta(1).id)
     assert samples.read(tier, 1) in ("io_error", "busy", "absent")
     proxy.fault = Fault.NONE
     clock.advance(3600)
     assert samples.read(tier, 1) == "absent"
-    assert isinstance(put(tier, samples.meta(1), samples.payload(1)), Stored)
+    assert isinstance(put(tier, samples.meta(1), samples.payload(1)), WriteDone)
     assert samples.read(tier, 1) == [samples.payload(1)]
 
 
@@ -89,10 +97,10 @@ def test_a_read_that_fails_is_a_miss_and_no_quarantine(tier, samples, proxy, fau
 
 def test_a_write_whose_answer_was_lost_is_there_the_next_time(tier, samples, clock, proxy):
     proxy.fault, proxy.which = Fault.LOST_ANSWER, records_only
-    assert isinstance(put(tier, samples.meta(1), samples.payload(1)), Refused)
+    assert isinstance(put(tier, samples.meta(1), samples.payload(1)), WriteRefused)
     proxy.fault = Fault.NONE
     clock.advance(3600)
-    assert put(tier, samples.meta(1), samples.payload(1)) == Present(samples.meta(1).id)
+    assert put(tier, samples.meta(1), samples.payload(1)) == AlreadyStored(samples.meta(1).id)
     assert samples.read(tier, 1) == [samples.payload(1)]
 
 
@@ -103,8 +111,8 @@ def test_of_two_writers_one_wins(tier, samples):
     assert isinstance(second, Reservation)
     first.payload[:] = b"1" * 1000
     second.payload[:] = b"2" * 1000
-    assert isinstance(tier.commit([first])[0], Stored)
-    assert tier.commit([second])[0] == Present(samples.meta(1).id)
+    assert isinstance(tier.commit([first])[0], WriteDone)
+    assert tier.commit([second])[0] == AlreadyStored(samples.meta(1).id)
     assert samples.read(tier, 1) == [b"1" * 1000]
 
 
@@ -123,7 +131,7 @@ def uploads(blobs: S3Blobs) -> int:
 
 def test_a_large_record_goes_in_parts_and_comes_back(tier, samples, blobs, proxy):
     payload = os.urandom(12 * MIB)
-    assert isinstance(put(tier, samples.meta(1), payload), Stored)
+    assert isinstance(put(tier, samples.meta(1), payload), WriteDone)
     assert sum("partNumber=" in line for line in proxy.seen) == 3
     assert samples.read(tier, 1) == [payload]
     assert uploads(blobs) == 0
@@ -133,7 +141,7 @@ def test_parts_that_fail_leave_nothing(tier, samples, blobs, proxy):
     proxy.fault = Fault.BROKEN
     proxy.which = lambda method, path: "partNumber=2" in path
     outcome = put(tier, samples.meta(1), bytes(12 * MIB))
-    assert outcome == Refused(RefusalReason.IO_ERROR, samples.meta(1).id)
+    assert outcome == WriteRefused(RefusalReason.IO_ERROR, samples.meta(1).id)
     assert uploads(blobs) == 0
     proxy.fault = Fault.NONE
     assert samples.read(tier, 1) == "absent"
@@ -153,14 +161,16 @@ def test_parts_of_a_killed_writer_are_tidied(tier, samples, blobs, clock, proxy)
 
 def test_least_useful_records_make_room(blobs, samples, clock):
     clock.advance(time.time() - clock.now())  # S3 keeps its own time
-    limits = Limits(KindLimits(110_000, 3600.0), KindLimits(110_000, 3600.0))
+    limits = TierLimits(KindLimits(110_000, 3600.0), KindLimits(110_000, 3600.0))
     tier = RemoteTier("s3", blobs, clock=clock, keys=Keys(), limits=limits)
     for number, cost_ms in enumerate((50.0, 5.0, 500.0)):
-        assert isinstance(put(tier, samples.meta(number), samples.payload(number, 30_000)), Stored)
+        assert isinstance(
+            put(tier, samples.meta(number), samples.payload(number, 30_000)), WriteDone
+        )
         tier.price({samples.meta(number).id: cost_ms})
     # Another node, which never saw these records, goes by what the catalogue says.
     other = RemoteTier("s3", blobs, clock=clock, keys=Keys(), limits=limits)
-    assert isinstance(put(other, samples.meta(9), samples.payload(9, 30_000)), Stored)
+    assert isinstance(put(other, samples.meta(9), samples.payload(9, 30_000)), WriteDone)
     assert samples.read(other, 1) == "absent"
     assert samples.read(other, 0, 2, 9) != "absent"
     assert sum(used.stored_bytes for used in other.usage().values()) <= 110_000
@@ -168,7 +178,7 @@ def test_least_useful_records_make_room(blobs, samples, clock):
 
 def test_what_is_used_stays(blobs, samples, clock):
     clock.advance(time.time() - clock.now())
-    limits = Limits(KindLimits(70_000), KindLimits(70_000))
+    limits = TierLimits(KindLimits(70_000), KindLimits(70_000))
     tier = RemoteTier("s3", blobs, clock=clock, keys=Keys(), limits=limits)
     for number in range(2):
         put(tier, samples.meta(number), samples.payload(number, 30_000))
@@ -183,10 +193,10 @@ def test_what_is_used_stays(blobs, samples, clock):
 
 def test_an_entry_of_the_old_form_counts(blobs, tier, samples):
     """Before there was a worth, entries were empty: they are read as unpriced."""
-    put(tier, samples.meta(1, Kind.POINT), samples.payload(1))
+    put(tier, samples.meta(1, ArtifactKind.POINT), samples.payload(1))
     size = tier.find([samples.meta(1).id])[samples.meta(1).id].stored_bytes
-    blobs.put(catalogue_key(samples.meta(1, Kind.POINT), size), memoryview(b""))
-    assert tier.usage()[b"", Kind.POINT].stored_bytes == size
+    blobs.put(catalogue_key(samples.meta(1, ArtifactKind.POINT), size), memoryview(b""))
+    assert tier.usage()[b"", ArtifactKind.POINT].stored_bytes == size
 
 
 def test_nothing_else_lies_in_the_bucket(tier, samples, blobs):
@@ -202,7 +212,7 @@ def test_one_unit_of_a_record_is_one_ranged_read(tier, samples, proxy):
     meta = samples.meta(1, units=4)
     put(tier, meta, os.urandom(8 * MIB))
     proxy.seen.clear()
-    assert isinstance(tier.read([Want(meta.id, 1, 2)]), Hit)
+    assert isinstance(tier.read([Want(meta.id, 1, 2)]), ReadHit)
     assert [line.split()[0] for line in proxy.seen] == ["GET", "GET"]  # header, chunks
 
 

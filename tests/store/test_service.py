@@ -11,19 +11,26 @@ from hypothesis import strategies as st
 
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.units import MIB
-from ownerserve.store.format.model import Hit, Miss, MissReason, Present, Stored, Want
-from ownerserve.store.service.flights import Abandoned, Flights, Joined, Start
-from ownerserve.store.service.runtime import Pending, StoreService
+from ownerserve.store.format.model import (
+    AlreadyStored,
+    MissReason,
+    ReadHit,
+    ReadMiss,
+    Want,
+    WriteDone,
+)
+from ownerserve.store.service.flights import Abandoned, JoinFlight, StartFlight, TicketFlights
+from ownerserve.store.service.runtime import NotYet, StoreService
 from ownerserve.store.tiers.backend import Reservation, put
 from ownerserve.store.tiers.memory import MemoryTier
-from ownerserve.store.tiers.policy import KindLimits, Limits
+from ownerserve.store.tiers.policy import KindLimits, TierLimits
 
 
 class SlowTier(MemoryTier):
     """Reads wait for a gate and are counted."""
 
     def __init__(self, clock: ManualClock) -> None:
-        super().__init__(clock, Limits(KindLimits(64 * MIB), KindLimits(MIB)))
+        super().__init__(clock, TierLimits(KindLimits(64 * MIB), KindLimits(MIB)))
         self.gate = threading.Event()
         self.reads = 0
         self.commits: list[int] = []
@@ -52,12 +59,12 @@ def test_poll_never_waits(slow, samples):
     put(tier, samples.meta(1), samples.payload(1))
     started = time.perf_counter()
     ticket = service.submit_read([Want(samples.meta(1).id)])
-    assert service.poll(ticket) == Pending()
+    assert service.poll(ticket) == NotYet()
     assert time.perf_counter() - started < 0.5
     tier.gate.set()
     service.drain()
     answer = service.poll(ticket)
-    assert isinstance(answer, Hit)
+    assert isinstance(answer, ReadHit)
     with pytest.raises(KeyError):
         service.poll(ticket)
 
@@ -68,7 +75,7 @@ def test_a_herd_reads_once(slow, samples):
     tickets = [service.submit_read([Want(samples.meta(1).id)]) for _ in range(500)]
     tier.gate.set()
     service.drain()
-    assert all(isinstance(service.poll(ticket), Hit) for ticket in tickets)
+    assert all(isinstance(service.poll(ticket), ReadHit) for ticket in tickets)
     assert tier.reads == 1
 
 
@@ -78,10 +85,10 @@ def test_late_is_a_miss_and_the_late_result_is_dropped(slow, samples, clock):
     ticket = service.submit_read([Want(samples.meta(1).id)], deadline_s=clock.now() + 1)
     patient = service.submit_read([Want(samples.meta(1).id)])
     clock.advance(2)
-    assert service.poll(ticket) == Miss(MissReason.DEADLINE, samples.meta(1).id)
+    assert service.poll(ticket) == ReadMiss(MissReason.DEADLINE, samples.meta(1).id)
     tier.gate.set()
     service.drain()
-    assert isinstance(service.poll(patient), Hit)
+    assert isinstance(service.poll(patient), ReadHit)
     with pytest.raises(KeyError):
         service.poll(ticket)
 
@@ -93,7 +100,7 @@ def test_work_nobody_waits_for_is_not_begun(slow, samples):
     service.cancel(queued)
     tier.gate.set()
     service.drain()
-    assert all(isinstance(service.poll(ticket), Miss) for ticket in busy)
+    assert all(isinstance(service.poll(ticket), ReadMiss) for ticket in busy)
     assert tier.reads == 4
 
 
@@ -107,11 +114,11 @@ def test_reserve_fill_commit(slow, samples):
     reserved.payload[:] = samples.payload(1)
     ticket = service.submit_commit(reserved)
     service.drain()
-    assert isinstance(service.poll(ticket), Stored)
+    assert isinstance(service.poll(ticket), WriteDone)
     assert samples.read(tier, 1) == [samples.payload(1)]
     again = service.submit_reserve(samples.meta(1), 10_000)
     service.drain()
-    assert service.poll(again) == Present(samples.meta(1).id)
+    assert service.poll(again) == AlreadyStored(samples.meta(1).id)
 
 
 def test_cancelled_reservation_gives_its_room_back(slow, samples):
@@ -136,7 +143,7 @@ def test_waiting_commits_go_together(slow, samples, clock):
     tickets = [service.submit_commit(item) for item in reserved]
     blocker.set()
     service.drain()
-    assert all(isinstance(service.poll(ticket), Stored) for ticket in tickets)
+    assert all(isinstance(service.poll(ticket), WriteDone) for ticket in tickets)
     assert max(tier.commits) >= 10
 
 
@@ -169,15 +176,15 @@ STEPS = st.lists(
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(STEPS)
 def test_every_ticket_is_answered_once(steps):
-    flights, now, answered, tickets, flying = Flights(), 0.0, set(), [], []
+    flights, now, answered, tickets, flying = TicketFlights(), 0.0, set(), [], []
     for step, first, second in steps:
         if step == "submit":
             ticket, effect = flights.submit(first, now + second if second else None)
             tickets.append(ticket)
-            if isinstance(effect, Start):
+            if isinstance(effect, StartFlight):
                 flying.append(effect.flight)
             else:
-                assert isinstance(effect, Joined)
+                assert isinstance(effect, JoinFlight)
                 assert effect.flight in flying
         elif step == "cancel" and tickets:
             ticket = tickets[first % len(tickets)]

@@ -16,20 +16,20 @@ from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.units import MIB
 from ownerserve.store.disk.tier import DiskOptions, DiskTier
 from ownerserve.store.format.model import (
-    Hit,
-    Kind,
+    AlreadyStored,
+    ArtifactKind,
     Meta,
-    Present,
+    ReadHit,
     RefusalReason,
-    Refused,
-    Stored,
     Want,
+    WriteDone,
+    WriteRefused,
 )
 from ownerserve.store.format.seal import Keys
 from ownerserve.store.tiers.backend import Reservation, put
 from ownerserve.store.tiers.blobs import DirectoryBlobs
 from ownerserve.store.tiers.memory import MemoryTier
-from ownerserve.store.tiers.moves import Move, MoveQueue
+from ownerserve.store.tiers.moves import MoveQueue, TierMove
 from ownerserve.store.tiers.placement import (
     OnEviction,
     Placement,
@@ -37,13 +37,19 @@ from ownerserve.store.tiers.placement import (
     WritePolicy,
     WriteThrough,
 )
-from ownerserve.store.tiers.policy import ExpectedUse, KindLimits, Limits, WriteBudget, by_utility
+from ownerserve.store.tiers.policy import (
+    ExpectedUse,
+    KindLimits,
+    TierLimits,
+    WriteBudget,
+    by_utility,
+)
 from ownerserve.store.tiers.remote import RemoteTier
 from ownerserve.store.tiers.tiered import TieredStore
 from tests.support.store.samples import Samples
 
-SMALL = Limits(KindLimits(MIB), KindLimits(MIB))
-LARGE = Limits(KindLimits(64 * MIB), KindLimits(64 * MIB))
+SMALL = TierLimits(KindLimits(MIB), KindLimits(MIB))
+LARGE = TierLimits(KindLimits(64 * MIB), KindLimits(64 * MIB))
 
 
 class Rig:
@@ -78,7 +84,7 @@ def size(number: int) -> bytes:
 
 def test_written_through_is_durable_and_on_top(rig, samples):
     r = rig(WriteThrough())
-    assert isinstance(put(r.store, samples.meta(1), size(1)), Stored)
+    assert isinstance(put(r.store, samples.meta(1), size(1)), WriteDone)
     assert samples.read(r.memory, 1) == [size(1)]
     assert samples.read(r.disk, 1) == [size(1)]
     assert r.store.settle() == 0
@@ -86,7 +92,7 @@ def test_written_through_is_durable_and_on_top(rig, samples):
 
 def test_written_through_is_refused_when_it_can_not_be_durable(rig, samples):
     r = rig(WriteThrough(), write_budget=WriteBudget(1.0, 1.0))
-    assert put(r.store, samples.meta(1), size(1)) == Refused(
+    assert put(r.store, samples.meta(1), size(1)) == WriteRefused(
         RefusalReason.WRITE_BUDGET, samples.meta(1).id
     )
     assert samples.read(r.store, 1) == "absent"  # nothing is shown as kept
@@ -95,7 +101,7 @@ def test_written_through_is_refused_when_it_can_not_be_durable(rig, samples):
 def test_a_top_without_room_does_not_harm_a_write_through(rig, samples):
     r = rig(WriteThrough())
     held = [r.memory.reserve(samples.meta(n), 300_000) for n in range(10, 13)]
-    assert isinstance(put(r.store, samples.meta(1), size(1)), Stored)
+    assert isinstance(put(r.store, samples.meta(1), size(1)), WriteDone)
     assert samples.read(r.memory, 1) == "absent"
     assert samples.read(r.store, 1) == [size(1)]
     assert r.store.counters["copies_refused"] == 1
@@ -193,12 +199,14 @@ def test_purged_while_its_copy_waits_stays_gone(rig, samples, clock):
 
 
 def test_quota_is_each_tenants_own(rig, samples, clock):
-    quota = Limits(KindLimits(64 * MIB), KindLimits(64 * MIB), tenant_quota_bytes=700_000)
+    quota = TierLimits(KindLimits(64 * MIB), KindLimits(64 * MIB), tenant_quota_bytes=700_000)
     r = rig(WriteThrough(), limits=quota)
     for number in range(4):
         clock.advance(1)
         tenant = (b"a" if number < 3 else b"b") * 32
-        assert isinstance(put(r.store, samples.meta(number, tenant=tenant), size(number)), Stored)
+        assert isinstance(
+            put(r.store, samples.meta(number, tenant=tenant), size(number)), WriteDone
+        )
     standing = {owner: used.stored_bytes for (owner, _), used in r.disk.usage().items()}
     assert standing[b"a" * 32] <= 700_000
     assert standing[b"b" * 32] >= 300_000
@@ -208,7 +216,7 @@ def test_quota_is_each_tenants_own(rig, samples, clock):
 def test_a_bad_copy_is_not_passed_down(rig, samples, clock):
     r = rig(OnEviction())
     put(r.store, samples.meta(0), size(0))
-    held = r.memory._held[Kind.RANGE][samples.meta(0).id]
+    held = r.memory._held[ArtifactKind.RANGE][samples.meta(0).id]
     memoryview(held.payload.obj).cast("B")[500] ^= 1
     for number in range(1, 4):
         clock.advance(1)
@@ -222,8 +230,8 @@ def test_promotions_are_shed_before_demotions(samples, clock):
     put(tier, samples.meta(1), bytes(60))
     record = tier.find([samples.meta(1).id])[samples.meta(1).id]
     queue = MoveQueue(limit_bytes=100)
-    queue.add(Move(record, memoryview(bytes(60)), 0))
-    queue.add(Move(record, memoryview(bytes(60)), 1))
+    queue.add(TierMove(record, memoryview(bytes(60)), 0))
+    queue.add(TierMove(record, memoryview(bytes(60)), 1))
     queue.check()
     move = queue.take()
     assert move is not None
@@ -250,7 +258,7 @@ POLICIES = (OnEviction(), WriteBack(), WriteThrough())
 
 def meta(number: int) -> Meta:
     id_ = bytes([number + 1]) * 32
-    kind = Kind.POINT if number % 3 == 0 else Kind.RANGE
+    kind = ArtifactKind.POINT if number % 3 == 0 else ArtifactKind.RANGE
     return Meta(id_, kind, "swa", id_, 0, 128, tenant=TENANTS[number % 2], units=2)
 
 
@@ -266,8 +274,8 @@ class Life(RuleBasedStateMachine):
         self.truth: dict[int, bytes] = {}
         self.gone: set[int] = set()
         self.policy = policy
-        tight = Limits(KindLimits(40_000), KindLimits(40_000))
-        top = Limits(KindLimits(12_000), KindLimits(12_000))
+        tight = TierLimits(KindLimits(40_000), KindLimits(40_000))
+        top = TierLimits(KindLimits(12_000), KindLimits(12_000))
         options = DiskOptions(limits=tight, segment_bytes=64 * 4096)
         blobs = DirectoryBlobs(self.root / "shared")
         self.limits = {"memory": top, "disk": tight}
@@ -282,14 +290,14 @@ class Life(RuleBasedStateMachine):
 
     def read(self, number: int) -> bytes | None:
         outcome = self.store.read([Want(meta(number).id)])
-        return bytes(outcome.parts[0].data) if isinstance(outcome, Hit) else None
+        return bytes(outcome.parts[0].data) if isinstance(outcome, ReadHit) else None
 
     @rule(number=NUMBERS, half=st.integers(1, 4000))
     def put(self, number: int, half: int) -> None:
         self.clock.advance(1)
         payload = os.urandom(2 * half)
         outcome = put(self.store, meta(number), payload)
-        if isinstance(outcome, Stored):
+        if isinstance(outcome, WriteDone):
             if number in self.truth:
                 # A copy stood further down than the level that answers: ids are sealed, and the
                 # first bytes may be served or these. A caller never has two for one id.
@@ -300,7 +308,7 @@ class Life(RuleBasedStateMachine):
                 self.truth[number] = payload
                 self.gone.discard(number)
         else:
-            assert isinstance(outcome, Present)
+            assert isinstance(outcome, AlreadyStored)
             assert number in self.truth or self.waits(number)
 
     def waits(self, number: int) -> bool:
@@ -352,7 +360,7 @@ class Life(RuleBasedStateMachine):
             return
         self.store.moves.check()
         for tier in self.store.tiers[:2]:
-            for kind in Kind:
+            for kind in ArtifactKind:
                 used = sum(u.stored_bytes for (_, k), u in tier.usage().items() if k is kind)
                 assert used <= self.limits[tier.name].of(kind).capacity_bytes
         top = self.store.tiers[0].find(list(self.store.moves.dirty))

@@ -22,11 +22,11 @@ from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.maintain import QUARANTINE_KEPT_S, collect, verify_all
 from ownerserve.store.disk.snapshot import StoreSnapshot
 from ownerserve.store.disk.tier import DiskOptions, DiskTier, Index
-from ownerserve.store.index.reader import Entry
+from ownerserve.store.index.reader import IndexEntry
 from ownerserve.store.service.measure import DiskBench, Measured, measure_index
 from ownerserve.store.service.wallclock import WallClock
 from ownerserve.store.tiers.buffers import BufferPool
-from ownerserve.store.tiers.policy import KindLimits, Limits, split
+from ownerserve.store.tiers.policy import KindLimits, TierLimits, split
 
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -110,7 +110,7 @@ def ls(directory: Path, limit: int, tenant: str | None, json_target: str | None)
     write_json(json_target, "store.ls", body)
 
 
-def _describe(entry: Entry) -> dict[str, object]:
+def _describe(entry: IndexEntry) -> dict[str, object]:
     meta = entry.meta
     return {
         "id": meta.id.hex(),
@@ -207,10 +207,10 @@ def gc(
     ownerserve store gc DIR --capacity 500GiB
     """
     home = Home.open(directory)
-    size = split(parse_bytes(capacity, field="--capacity")) if capacity is not None else Limits(
+    size = split(parse_bytes(capacity, field="--capacity")) if capacity is not None else TierLimits(
         KindLimits(1 << 62), KindLimits(1 << 62)
     )  # fmt: skip
-    limits = Limits(
+    limits = TierLimits(
         KindLimits(size.range.capacity_bytes, range_ttl * 3600 if range_ttl is not None else None),
         KindLimits(size.point.capacity_bytes, point_ttl * 3600 if point_ttl is not None else None),
     )

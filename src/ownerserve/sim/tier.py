@@ -19,11 +19,18 @@ from ownerserve.plan.cost.load import Medium
 from ownerserve.sim.media import Pipe
 from ownerserve.sim.segments import Segments
 from ownerserve.store.disk.home import DEFAULT_SEGMENT_BYTES
-from ownerserve.store.format.model import ID_BYTES, Kind, Listed, Meta, RefusalReason, Usage
+from ownerserve.store.format.model import (
+    ID_BYTES,
+    ArtifactKind,
+    Listed,
+    Meta,
+    RefusalReason,
+    TierUsage,
+)
 from ownerserve.store.format.seal import Blake3Seal
 from ownerserve.store.format.verify import record_room
 from ownerserve.store.tiers.ledger import Ledger
-from ownerserve.store.tiers.policy import Limits, WriteBudget, by_utility
+from ownerserve.store.tiers.policy import TierLimits, WriteBudget, by_utility
 
 UPKEEP_S = 60.0
 """How often TTLs are looked at and a drive is tidied, as a worker's store does."""
@@ -34,7 +41,7 @@ class TierPlan(msgspec.Struct, frozen=True, kw_only=True):
     medium's two directions; `budget` is (bytes a day, burst bytes) of what may be written."""
 
     tier: Tier
-    limits: Limits
+    limits: TierLimits
     read: Medium
     write: Medium
     budget: tuple[float, float] | None = None
@@ -53,10 +60,12 @@ class SimTier:
         self.counters: Counter[str] = Counter()
         self.segments = Segments(plan.segment_bytes) if plan.tier is Tier.DISK else None
         self.budget = None if plan.budget is None else WriteBudget(*plan.budget)
-        self._held: dict[Kind, OrderedDict[bytes, Listed]] = {kind: OrderedDict() for kind in Kind}
+        self._held: dict[ArtifactKind, OrderedDict[bytes, Listed]] = {
+            kind: OrderedDict() for kind in ArtifactKind
+        }
         self._coming: dict[bytes, Listed] = {}
         self._coming_bytes = 0
-        self._standing: dict[tuple[bytes, Kind], Usage] = {}
+        self._standing: dict[tuple[bytes, ArtifactKind], TierUsage] = {}
         self._ledger = Ledger(plan.limits, self._standing)
         self._ends: dict[int, list[bytes]] = {}
         self.lost: list[PrefixHash] | None = None
@@ -78,8 +87,8 @@ class SimTier:
 
     def get(self, id_: bytes) -> Listed | None:
         """The record, if it is here and whole."""
-        found = self._held[Kind.RANGE].get(id_)
-        return found if found is not None else self._held[Kind.POINT].get(id_)
+        found = self._held[ArtifactKind.RANGE].get(id_)
+        return found if found is not None else self._held[ArtifactKind.POINT].get(id_)
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -144,7 +153,7 @@ class SimTier:
         blocks, and n."""
         found = []
         for id_ in self._ends.get(_key(digest), ()):
-            meta = self._held[Kind.RANGE][id_].meta
+            meta = self._held[ArtifactKind.RANGE][id_].meta
             ends = meta.boundaries + meta.prefix_hash
             at = ends.find(digest)
             while at % ID_BYTES:
@@ -208,7 +217,7 @@ class SimTier:
 
     def check(self) -> None:
         """Raise InvariantViolated unless the books agree with what is here."""
-        total: Counter[tuple[bytes, Kind]] = Counter()
+        total: Counter[tuple[bytes, ArtifactKind]] = Counter()
         every = (*self._coming.values(), *(r for h in self._held.values() for r in h.values()))
         for record in every:
             total[record.meta.tenant, record.meta.kind] += record.stored_bytes
@@ -217,7 +226,7 @@ class SimTier:
             raise InvariantViolated(f"invariant 1: {self.tier} waits for other bytes than it says")
         if booked != dict(total):
             raise InvariantViolated(f"invariant 1: {self.tier} has {dict(total)}, books {booked}")
-        for kind in Kind:
+        for kind in ArtifactKind:
             held = sum(count for (_, its_kind), count in total.items() if its_kind is kind)
             if held > self.limits.of(kind).capacity_bytes:
                 raise InvariantViolated(
@@ -226,11 +235,11 @@ class SimTier:
 
     def _count(self, record: Listed, sign: int) -> None:
         key = (record.meta.tenant, record.meta.kind)
-        used = self._standing.get(key, Usage())
+        used = self._standing.get(key, TierUsage())
         size = used.stored_bytes + sign * record.stored_bytes
-        self._standing[key] = Usage(size, used.records + sign)
+        self._standing[key] = TierUsage(size, used.records + sign)
 
-    def _oldest(self, kind: Kind, limit: int, tenant: bytes | None) -> list[Listed]:
+    def _oldest(self, kind: ArtifactKind, limit: int, tenant: bytes | None) -> list[Listed]:
         found: list[Listed] = []
         for record in self._held[kind].values():
             if len(found) >= limit:

@@ -27,16 +27,16 @@ from ownerserve.node.retention.record_value import Valued  # noqa: E402
 from ownerserve.node.storage import backing  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 from ownerserve.store.disk.tier import DiskOptions, DiskTier  # noqa: E402
-from ownerserve.store.format.model import Kind  # noqa: E402
-from ownerserve.store.index.reader import Entry  # noqa: E402
-from ownerserve.store.tiers.policy import KindLimits, Limits  # noqa: E402
+from ownerserve.store.format.model import ArtifactKind  # noqa: E402
+from ownerserve.store.index.reader import IndexEntry  # noqa: E402
+from ownerserve.store.tiers.policy import KindLimits, TierLimits  # noqa: E402
 from tests.support.hf.engine_rig import Later, Rig, request, text  # noqa: E402
 from tests.support.hf.fleet_rig import ServedWorker, until  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
 
-def kept_by(store: Path, checkpoints: str, *, turns: int = 2) -> list[Entry]:
+def kept_by(store: Path, checkpoints: str, *, turns: int = 2) -> list[IndexEntry]:
     """What lies in the store after a session's turns on a worker with that policy."""
     node = NodeSettings(spill_after_s=0.0)
     options = WorkerOptions(model="tiny-v4", store=store, node=node, checkpoints=checkpoints)
@@ -55,8 +55,8 @@ def kept_by(store: Path, checkpoints: str, *, turns: int = 2) -> list[Entry]:
     return entries
 
 
-def points(entries: list[Entry]) -> set[int]:
-    return {entry.meta.end_token for entry in entries if entry.meta.kind is Kind.POINT}
+def points(entries: list[IndexEntry]) -> set[int]:
+    return {entry.meta.end_token for entry in entries if entry.meta.kind is ArtifactKind.POINT}
 
 
 def test_the_policy_that_is_asked_for_says_which_point_state_is_stored(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_the_policy_that_is_asked_for_says_which_point_state_is_stored(tmp_path:
     assert points(kept["full"]) >= points(kept["turn-end"]) | {64, 128, 192, 256}
     assert not points(kept["zero"])
     for entries in kept.values():
-        assert max(e.meta.end_token for e in entries if e.meta.kind is Kind.RANGE) >= 368
+        assert max(e.meta.end_token for e in entries if e.meta.kind is ArtifactKind.RANGE) >= 368
 
 
 @pytest.mark.parametrize("policy", ["periodic:512", "zero", "adaptive"])
@@ -95,7 +95,9 @@ def test_records_bear_what_a_hit_without_them_costs(tmp_path: Path) -> None:
     """The store keeps by it: range state the more, the more stands behind it; point state where
     the session ended, and nothing for that of a turn which another one followed."""
     entries = kept_by(tmp_path, "turn-end")
-    cells = [e for e in entries if e.meta.kind is Kind.RANGE and e.meta.component == "csa_main"]
+    cells = [
+        e for e in entries if e.meta.kind is ArtifactKind.RANGE and e.meta.component == "csa_main"
+    ]
     costs = [e.restore_cost_ms for e in sorted(cells, key=lambda e: e.meta.first_token)]
     assert len(costs) == 3 and costs == sorted(costs, reverse=True) and costs[0] > costs[-1]
     by_end = {e.meta.end_token: e.restore_cost_ms for e in entries if e.meta.component == "swa"}
@@ -164,7 +166,7 @@ def test_what_a_fork_stands_on_is_kept_although_a_load_saves_nothing(
 def test_what_is_past_its_time_goes_while_the_worker_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = Limits(KindLimits(64 * MIB, 0.3), KindLimits(64 * MIB, 0.3))
+    short = TierLimits(KindLimits(64 * MIB, 0.3), KindLimits(64 * MIB, 0.3))
     monkeypatch.setattr(backing, "DiskOptions", partial(DiskOptions, limits=short))
     options = WorkerOptions(
         model="tiny-v4",

@@ -15,7 +15,7 @@ from ownerserve.engines.vllm.worker_side.streams import HostStream
 from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.errors import SpecMismatch
 from ownerserve.node.storage.backing import open_backing
-from ownerserve.store.format.model import Kind, Meta, Want
+from ownerserve.store.format.model import ArtifactKind, Meta, Want
 
 pytestmark = pytest.mark.engine
 
@@ -53,7 +53,7 @@ def failing(error: Exception) -> Callable[[], None]:
 def meta(number: int) -> Meta:
     return Meta(
         id=number.to_bytes(32, "big"),
-        kind=Kind.RANGE,
+        kind=ArtifactKind.RANGE,
         component="dense",
         prefix_hash=number.to_bytes(32, "big"),
         first_token=0,

@@ -16,20 +16,20 @@ from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.units import MIB
 from ownerserve.store.disk.maintain import collect
 from ownerserve.store.disk.tier import DiskOptions, DiskTier
-from ownerserve.store.format.model import Kind, Meta, Stored, Want
+from ownerserve.store.format.model import ArtifactKind, Meta, Want, WriteDone
 from ownerserve.store.tiers.backend import Reservation
 from ownerserve.store.tiers.buffers import BufferPool
-from ownerserve.store.tiers.policy import KindLimits, Limits
+from ownerserve.store.tiers.policy import KindLimits, TierLimits
 
 RECORDS = 8
 PAYLOAD = 20_000
-OPTIONS = DiskOptions(limits=Limits(KindLimits(MIB), KindLimits(MIB)), segment_bytes=16 * 4096)
+OPTIONS = DiskOptions(limits=TierLimits(KindLimits(MIB), KindLimits(MIB)), segment_bytes=16 * 4096)
 
 
 def meta(number: int) -> Meta:
     return Meta(
         id=number.to_bytes(32, "little"),
-        kind=Kind.RANGE,
+        kind=ArtifactKind.RANGE,
         component="csa_main",
         prefix_hash=bytes(32),
         first_token=0,
@@ -51,7 +51,7 @@ def put(tier: DiskTier, numbers: list[int], tell: int) -> None:
             reserved.append((number, item))
     outcomes = tier.commit([item for _, item in reserved])
     for (number, _), outcome in zip(reserved, outcomes, strict=True):
-        if isinstance(outcome, Stored):
+        if isinstance(outcome, WriteDone):
             os.write(tell, f"put {number}\n".encode())
 
 

@@ -20,8 +20,8 @@ from ownerserve.plan.cost.model import CostModel
 from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.scan import records
 from ownerserve.store.format import convert
-from ownerserve.store.format.header import BLOCK, CHUNK, Header, Place, decode, encode
-from ownerserve.store.format.model import Kind, Meta
+from ownerserve.store.format.header import BLOCK, CHUNK, RecordHeader, RecordPlace, decode, encode
+from ownerserve.store.format.model import ArtifactKind, Meta
 from ownerserve.store.format.seal import Keys
 from ownerserve.store.format.segment import Segment, SegmentHeader, decode_segment_header
 from ownerserve.store.format.verify import open_header
@@ -29,9 +29,9 @@ from ownerserve.store.index import reader
 from ownerserve.store.tiers.catalogue import catalogue_key, parse
 
 KEYS = Keys(b"k" * 32)
-META = Meta(b"i" * 32, Kind.RANGE, "csa_main", b"p" * 32, 0, 128, descriptor=b"{}", units=2)
-HEADER = encode(Header(META, Place(b"s" * 16, 1, 4096, 1), 1, CHUNK + 2, 5, b"d" * 32))
-LAYOUT = convert.Layout(
+META = Meta(b"i" * 32, ArtifactKind.RANGE, "csa_main", b"p" * 32, 0, 128, descriptor=b"{}", units=2)
+HEADER = encode(RecordHeader(META, RecordPlace(b"s" * 16, 1, 4096, 1), 1, CHUNK + 2, 5, b"d" * 32))
+LAYOUT = convert.PayloadLayout(
     engine="vllm",
     engine_version="0.32.0",
     layout_version=3,

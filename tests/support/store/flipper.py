@@ -23,19 +23,19 @@ from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.units import GIB, MIB
 from ownerserve.store.disk.maintain import collect
 from ownerserve.store.disk.tier import DiskOptions, DiskTier
-from ownerserve.store.format.model import Hit, Kind, Meta, MissReason, Want
+from ownerserve.store.format.model import ArtifactKind, Meta, MissReason, ReadHit, Want
 from ownerserve.store.format.seal import Keys
 from ownerserve.store.format.segment import segment_path
 from ownerserve.store.tiers.backend import TierBackend, put
 from ownerserve.store.tiers.blobs import DirectoryBlobs
 from ownerserve.store.tiers.buffers import BufferPool
 from ownerserve.store.tiers.memory import MemoryTier
-from ownerserve.store.tiers.policy import KindLimits, Limits
+from ownerserve.store.tiers.policy import KindLimits, TierLimits
 from ownerserve.store.tiers.remote import RemoteTier, record_key
 
 RECORDS = 64
 UNITS = 4
-LIMITS = Limits(KindLimits(GIB), KindLimits(GIB))
+LIMITS = TierLimits(KindLimits(GIB), KindLimits(GIB))
 KEY = b"k" * 32
 
 Damage = Callable[[int, int, str], None]
@@ -43,7 +43,7 @@ Damage = Callable[[int, int, str], None]
 
 
 def meta(number: int) -> Meta:
-    kind = Kind.POINT if number % 3 == 0 else Kind.RANGE
+    kind = ArtifactKind.POINT if number % 3 == 0 else ArtifactKind.RANGE
     tenant = bytes([1 + number % 5]) * 32 if number % 2 else b""
     id_ = number.to_bytes(32, "little")
     return Meta(id_, kind, "csa_main", id_, 0, 512, tenant=tenant, units=UNITS)
@@ -143,7 +143,7 @@ def check(
         first, end = 0, UNITS
     outcome = tier.read([Want(meta(number).id, first, end)])
     tally["reads"] += 1
-    if isinstance(outcome, Hit):
+    if isinstance(outcome, ReadHit):
         unit = len(truth) // UNITS
         right = outcome.parts[0].data == truth[first * unit : end * unit]
         tally["right" if right else "WRONG"] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from ownerserve.store.format.model import Hit, Kind, Meta, Want
+from ownerserve.store.format.model import ArtifactKind, Meta, ReadHit, Want
 from ownerserve.store.tiers.backend import TierBackend
 
 
@@ -17,13 +17,13 @@ class Samples:
     """Artifacts by a number: same number, same meta, same bytes."""
 
     @staticmethod
-    def meta(number: object, kind: Kind = Kind.RANGE, **changes: Any) -> Meta:
+    def meta(number: object, kind: ArtifactKind = ArtifactKind.RANGE, **changes: Any) -> Meta:
         fields: dict[str, Any] = {
             "id": digest(("id", number)),
             "kind": kind,
             "component": "csa_main",
             "prefix_hash": digest(("prefix", number)),
-            "first_token": 0 if kind is Kind.RANGE else 1024,
+            "first_token": 0 if kind is ArtifactKind.RANGE else 1024,
             "end_token": 1024,
             "end_layer": 61,
             "precision": "fp8",
@@ -40,6 +40,6 @@ class Samples:
     def read(tier: TierBackend, *numbers: object) -> list[bytes] | str:
         """The bytes of these artifacts, or the reason of the miss."""
         outcome = tier.read([Want(digest(("id", number))) for number in numbers])
-        if isinstance(outcome, Hit):
+        if isinstance(outcome, ReadHit):
             return [bytes(part.data) for part in outcome.parts]
         return str(outcome.reason)

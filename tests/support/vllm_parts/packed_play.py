@@ -25,7 +25,7 @@ from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.vocabulary.events import Filling
-from ownerserve.store.format.model import Kind, Meta, Want
+from ownerserve.store.format.model import ArtifactKind, Meta, Want
 
 WAIT_S = 30.0
 HOST_BYTES = {"cpu": 0, "cuda": 64 << 20}
@@ -131,7 +131,7 @@ class Pool:
 def meta(number: int, place: Place) -> Meta:
     return Meta(
         id=number.to_bytes(32, "big"),
-        kind=Kind.RANGE,
+        kind=ArtifactKind.RANGE,
         component=place.component,
         prefix_hash=number.to_bytes(32, "big"),
         first_token=0,

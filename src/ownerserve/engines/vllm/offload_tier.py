@@ -34,7 +34,14 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from ownerserve.engines.vllm.identity import weights_of
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.store.disk.tier import DiskTier
-from ownerserve.store.format.model import Hit, Kind, Meta, Present, Refused, Want
+from ownerserve.store.format.model import (
+    AlreadyStored,
+    ArtifactKind,
+    Meta,
+    ReadHit,
+    Want,
+    WriteRefused,
+)
 from ownerserve.store.service.wallclock import WallClock
 from ownerserve.store.tiers.backend import Reservation, TierBackend
 
@@ -141,7 +148,7 @@ class OwnerServeTier(SecondaryTierManager):  # type: ignore[misc]
         failed = []
         for key, place in zip(keys, places, strict=True):
             outcome = self._tier.read([Want(self._names.id_of(key))])
-            if isinstance(outcome, Hit) and len(outcome.parts[0].data) == len(place):
+            if isinstance(outcome, ReadHit) and len(outcome.parts[0].data) == len(place):
                 place[:] = outcome.parts[0].data
             else:
                 failed.append(key)
@@ -156,10 +163,12 @@ class OwnerServeTier(SecondaryTierManager):  # type: ignore[misc]
             if isinstance(room, Reservation):
                 room.payload[:] = place
                 reserved.append(room)
-            elif not isinstance(room, Present):
+            elif not isinstance(room, AlreadyStored):
                 failed.append(key)
         refused = {
-            outcome.id for outcome in self._tier.commit(reserved) if isinstance(outcome, Refused)
+            outcome.id
+            for outcome in self._tier.commit(reserved)
+            if isinstance(outcome, WriteRefused)
         }
         return failed + [key for key in keys if self._names.id_of(key) in refused]
 
@@ -177,7 +186,7 @@ class _Names:
         id_ = self.id_of(key)
         return Meta(
             id=id_,
-            kind=Kind.RANGE,
+            kind=ArtifactKind.RANGE,
             component=COMPONENT,
             prefix_hash=hashlib.sha256(key).digest(),
             first_token=0,

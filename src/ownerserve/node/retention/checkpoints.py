@@ -21,7 +21,7 @@ from ownerserve.plan.swa.full import Full
 from ownerserve.plan.swa.periodic import Periodic
 from ownerserve.plan.swa.turn_end import TurnEnd
 from ownerserve.plan.swa.zero import Zero
-from ownerserve.store.format.model import Kind, Meta
+from ownerserve.store.format.model import ArtifactKind, Meta
 
 SIMPLE: dict[str, Callable[[], CheckpointPolicy]] = {
     "full": Full,
@@ -88,7 +88,7 @@ class Checkpoints:
     def kept(self, meta: Meta, payload_bytes: int) -> None:
         """A record was written."""
         self.spilled_slots[meta.component] += meta.units
-        if meta.kind is Kind.RANGE:
+        if meta.kind is ArtifactKind.RANGE:
             self.account.wrote_range(payload_bytes)
         else:
             self.account.wrote_points(payload_bytes, records=1)

@@ -53,9 +53,17 @@ from ownerserve.node.vocabulary.records import Inside, Tip
 from ownerserve.plan.cost.events import Loaded, Observation
 from ownerserve.plan.explain import summary
 from ownerserve.plan.inputs import Abilities
-from ownerserve.store.format.model import Hit, Meta, Miss, MissReason, Part, Present, Stored
+from ownerserve.store.format.model import (
+    AlreadyStored,
+    Meta,
+    MissReason,
+    ReadHit,
+    ReadMiss,
+    ReadPart,
+    WriteDone,
+)
 from ownerserve.store.service.flights import Ticket
-from ownerserve.store.service.runtime import Pending
+from ownerserve.store.service.runtime import NotYet
 from ownerserve.store.tiers.backend import Reservation
 
 
@@ -112,7 +120,7 @@ class NodeRuntime:
         self.calibration = calibration
         self._journal = journal
         self._asked: dict[Errand, tuple[Ticket, Find | Fetch | Locate]] = {}
-        self._parts: dict[Errand, tuple[Part, ...]] = {}
+        self._parts: dict[Errand, tuple[ReadPart, ...]] = {}
         self._writing: dict[Errand, tuple[Ticket, Writing]] = {}
         self._to_checkpoint: list[TurnId] = []
         self.stored_bytes = 0
@@ -130,7 +138,7 @@ class NodeRuntime:
         started: list[TurnId] = []
         for errand, (ticket, asked) in list(self._asked.items()):
             answer = self._store.poll(ticket)
-            if not isinstance(answer, Pending):
+            if not isinstance(answer, NotYet):
                 del self._asked[errand]
                 if (event := self._event(errand, asked, answer)) is not None:
                     started += self.handle(event, now)
@@ -265,12 +273,12 @@ class NodeRuntime:
             found = answer if isinstance(answer, Mapping) else {}
             return Located(errand, {MEDIUM_OF[tier]: ids for tier, ids in found.items()})
         match answer:
-            case Miss(reason) if isinstance(asked, Find):
+            case ReadMiss(reason) if isinstance(asked, Find):
                 return None if reason is MissReason.DEADLINE else Found(errand, {})
-            case Hit(parts):
+            case ReadHit(parts):
                 self._parts[errand] = parts
                 return Fetched(errand)
-            case Miss(reason, id_):
+            case ReadMiss(reason, id_):
                 return NotFetched(errand, reason, id_)
             case Mapping():
                 assert isinstance(asked, Find)
@@ -288,7 +296,7 @@ class NodeRuntime:
         """A copy's next step: room -> bytes -> durable."""
         answer = self._store.poll(ticket)
         match answer:
-            case Pending():
+            case NotYet():
                 return
             case Reservation():
                 assert writing.payload is not None
@@ -296,10 +304,10 @@ class NodeRuntime:
                 writing.payload = None
                 self._writing[errand] = (self._store.submit_commit(answer), writing)
                 return
-            case Stored(stored_bytes=count):
+            case WriteDone(stored_bytes=count):
                 self.stored_bytes += count
         del self._writing[errand]
-        kept = isinstance(answer, Stored | Present)
+        kept = isinstance(answer, WriteDone | AlreadyStored)
         self._backing.tiers.worth_ms.pop(writing.meta.id, None)  # not written, if it is still there
         self.handle(Kept(errand) if kept else NotKept(errand), now)
 

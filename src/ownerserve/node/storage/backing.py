@@ -28,13 +28,13 @@ from ownerserve.store.disk.core import listed
 from ownerserve.store.disk.maintain import collect
 from ownerserve.store.disk.tier import DiskOptions, DiskTier, StoreUnavailable
 from ownerserve.store.format.header import CHUNK
-from ownerserve.store.format.model import SHARED, Hit, Listed, Meta, ReadOutcome, Want
+from ownerserve.store.format.model import SHARED, Listed, Meta, ReadHit, ReadOutcome, Want
 from ownerserve.store.format.model import WriteOutcome as Outcome
 from ownerserve.store.index.reader import IndexFailed
 from ownerserve.store.service.runtime import StoreService
 from ownerserve.store.service.wallclock import WallClock
 from ownerserve.store.tiers.backend import Reservation, Telling, TierBackend
-from ownerserve.store.tiers.buffers import BufferPool, Landing
+from ownerserve.store.tiers.buffers import BufferPool, BufferSource
 from ownerserve.store.tiers.memory import MemoryTier
 from ownerserve.store.tiers.pinned import CudaHost, PinnedMemory
 from ownerserve.store.tiers.placement import Placement, WritePolicy, WriteThrough
@@ -133,14 +133,14 @@ class NodeTiers(TieredStore):
             log.warning("%s: branches are not looked for", error)
         return {}
 
-    def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
+    def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
         """As any tiered read, timed when all of it came from one tier."""
         media = self.media([want.id for want in wants])
         started_s = time.perf_counter()
         outcome = super().read(wants, landing)
         took_ms = (time.perf_counter() - started_s) * 1e3
         origins = set(media.values())
-        if isinstance(outcome, Hit) and len(origins) == 1:
+        if isinstance(outcome, ReadHit) and len(origins) == 1:
             count = sum(len(part.data) for part in outcome.parts)
             self.timings.append(Loaded(origins.pop(), count, took_ms))
         return outcome

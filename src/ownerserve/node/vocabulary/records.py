@@ -25,9 +25,8 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.payload import ITEM_BYTES, PayloadPart
 from ownerserve.kv.specs import Coverage
-from ownerserve.store.format.convert import ByteOrder
-from ownerserve.store.format.convert import Layout as Description
-from ownerserve.store.format.model import ID_BYTES, SHARED, Kind, Meta, meta_of
+from ownerserve.store.format.convert import ByteOrder, PayloadLayout
+from ownerserve.store.format.model import ID_BYTES, SHARED, ArtifactKind, Meta, meta_of
 
 # ---- how a record's bytes lie, as the store's reader can convert them
 #
@@ -64,9 +63,9 @@ def descriptors(layout: Layout, parts: Parts, *, form: str) -> dict[str, bytes]:
     }
 
 
-def _opaque(component: Component, block_tokens: int, *, name: str, version: int) -> Description:
+def _opaque(component: Component, block_tokens: int, *, name: str, version: int) -> PayloadLayout:
     """A unit as one page with one entry: true of whatever is in it."""
-    return Description(
+    return PayloadLayout(
         engine=name,
         engine_version=ANY_VERSION,
         layout_version=version,
@@ -84,7 +83,9 @@ def _opaque(component: Component, block_tokens: int, *, name: str, version: int)
     )
 
 
-def _describe(opaque: Description, parts: Sequence[PayloadPart], *, is_range: bool) -> Description:
+def _describe(
+    opaque: PayloadLayout, parts: Sequence[PayloadPart], *, is_range: bool
+) -> PayloadLayout:
     """What more can be said, given the arrays."""
     types = {part.dtype for part in parts}
     if len(types) != 1:
@@ -228,7 +229,7 @@ class RecordNames:
         ids, first = self._ids.get(meta.component), meta.first_token // block
         depth = first + inside.units
         hashed = PrefixHash(meta.prefix_hash)
-        if ids is None or meta.kind is not Kind.RANGE or first % self.blocks:
+        if ids is None or meta.kind is not ArtifactKind.RANGE or first % self.blocks:
             return None
         if ids.range(hashed, meta.first_token, meta.end_token) != meta.id:
             return None

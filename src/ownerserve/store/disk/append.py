@@ -14,18 +14,18 @@ import msgspec
 
 from ownerserve.kv.units import MIB
 from ownerserve.store.disk.home import Home
-from ownerserve.store.format.header import BLOCK, Header, Place, moved
+from ownerserve.store.format.header import BLOCK, RecordHeader, RecordPlace, moved
 from ownerserve.store.format.segment import Segment, SegmentHeader
-from ownerserve.store.index.reader import Change, Entry, IndexFailed, SegmentRow, SegmentState
+from ownerserve.store.index.reader import Change, IndexEntry, IndexFailed, SegmentRow, SegmentState
 from ownerserve.store.index.writer import IndexWriter
 
 WRITE_BYTES = 8 * MIB
 
 
-class Draft(msgspec.Struct):
+class RecordDraft(msgspec.Struct):
     """A sealed record in its buffer, still without a place."""
 
-    header: Header
+    header: RecordHeader
     record: memoryview
     touched_ms: int
     reuse_count: int = 0
@@ -35,7 +35,7 @@ class Draft(msgspec.Struct):
 class Appended(msgspec.Struct):
     """What one append made durable, and the segments it touched."""
 
-    entries: list[Entry]
+    entries: list[IndexEntry]
     segments: list[SegmentRow]
 
 
@@ -76,7 +76,7 @@ class Appender:
         self._segment, self._end, self._size = segment, end, self._home.segment_bytes
         self._written_end = end
 
-    def append(self, drafts: Iterable[Draft], now_ms: int) -> Appended:
+    def append(self, drafts: Iterable[RecordDraft], now_ms: int) -> Appended:
         """All drafts durable, in as many segments as they need, or OSError.
 
         `drafts` may seal as it goes: a record's digest is made while those before it are written.
@@ -114,17 +114,19 @@ class Appender:
         self._writes.append(write)
         self._written_end = self._end
 
-    def _place(self, draft: Draft) -> Entry:
+    def _place(self, draft: RecordDraft) -> IndexEntry:
         """Give a record the next place; it is written with its neighbours, at the sync."""
         assert self._segment is not None
-        place = Place(self._home.store_id, self._segment.number, self._end, self._next_sequence)
+        place = RecordPlace(
+            self._home.store_id, self._segment.number, self._end, self._next_sequence
+        )
         header = draft.header
         head = header.header_bytes
         draft.record[:head] = moved(draft.record[:head], place)
         self._unwritten.append(draft.record)
         self._next_sequence += 1
         self._end += len(draft.record)
-        return Entry(
+        return IndexEntry(
             meta=header.meta,
             sequence=place.sequence,
             segment=place.segment,
@@ -193,11 +195,11 @@ class Appender:
 def record(
     appender: Appender,
     index: IndexWriter,
-    drafts: Sequence[Draft],
+    drafts: Sequence[RecordDraft],
     *,
     now_ms: int,
-    instead_of: Sequence[Entry] = (),
-) -> list[Entry]:
+    instead_of: Sequence[IndexEntry] = (),
+) -> list[IndexEntry]:
     """Append, then tell the index, in place of older copies if any."""
     done = appender.append(drafts, now_ms)
     tell(appender, index, done, instead_of=instead_of)
@@ -205,7 +207,7 @@ def record(
 
 
 def tell(
-    appender: Appender, index: IndexWriter, done: Appended, *, instead_of: Sequence[Entry] = ()
+    appender: Appender, index: IndexWriter, done: Appended, *, instead_of: Sequence[IndexEntry] = ()
 ) -> None:
     """The second half of a commit: the index learns what is durable.
 

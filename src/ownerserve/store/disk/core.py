@@ -19,9 +19,9 @@ from ownerserve.kv.clock import Clock
 from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.reclaim import span
 from ownerserve.store.disk.recover import Recovered
-from ownerserve.store.format.model import Kind, Listed
+from ownerserve.store.format.model import ArtifactKind, Listed
 from ownerserve.store.format.seal import Keys
-from ownerserve.store.index.reader import Change, Entry, IndexFailed, Quarantined, Touch
+from ownerserve.store.index.reader import Change, IndexEntry, IndexFailed, Quarantined, Touch
 from ownerserve.store.tiers.health import Health
 
 log = logging.getLogger("ownerserve.store")
@@ -30,7 +30,7 @@ _FLUSH_AT = 4096
 T = TypeVar("T")
 
 
-def listed(entry: Entry) -> Listed:
+def listed(entry: IndexEntry) -> Listed:
     """An index entry as the catalogue shows it."""
     return Listed(
         meta=entry.meta,
@@ -88,7 +88,7 @@ class DiskCore:
         self.counters["io_errors"] += 1
         self.health.failed(error, self.clock.now())
 
-    def touch(self, entries: Iterable[Entry]) -> None:
+    def touch(self, entries: Iterable[IndexEntry]) -> None:
         """These were read. Kept in memory; a crash loses recency and nothing else.
 
         Takes no lock, since every read comes through here: at worst one touch of two is lost.
@@ -127,11 +127,11 @@ class DiskCore:
             self.counters["evicted"] += len(entries)
         return len(entries)
 
-    def oldest(self, kind: Kind, limit: int, tenant: bytes | None = None) -> list[Listed]:
+    def oldest(self, kind: ArtifactKind, limit: int, tenant: bytes | None = None) -> list[Listed]:
         """Least recently touched first."""
         return [listed(entry) for entry in self.index.oldest(kind, limit, tenant=tenant)]
 
-    def oldest_flushed(self, kind: Kind, limit: int) -> list[Listed]:
+    def oldest_flushed(self, kind: ArtifactKind, limit: int) -> list[Listed]:
         """Least recently touched first, the latest reads counted; nothing when the index fails."""
 
         def step() -> list[Listed]:
@@ -148,7 +148,7 @@ class DiskCore:
             for id_ in entries:
                 self.index.forget(id_)
 
-    def quarantine(self, entry: Entry, reason: str) -> None:
+    def quarantine(self, entry: IndexEntry, reason: str) -> None:
         """A record failed verification: it is a miss from now on, kept for inspection until gc."""
         with self.shielded():
             standing = self.index.get(entry.meta.id)

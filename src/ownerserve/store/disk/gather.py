@@ -19,7 +19,7 @@ from ownerserve.kv.units import KIB, MIB
 from ownerserve.store.format.header import aligned
 from ownerserve.store.format.model import Want
 from ownerserve.store.format.verify import chunk_span, span_of
-from ownerserve.store.index.reader import Entry
+from ownerserve.store.index.reader import IndexEntry
 
 BUFFER_BYTES = 8 * MIB
 JOIN_BYTES = 512 * KIB
@@ -34,7 +34,7 @@ class Item(msgspec.Struct, eq=False, gc=False):
     """
 
     at: int
-    entry: Entry
+    entry: IndexEntry
     want: Want
     low: int
     high: int
@@ -60,7 +60,7 @@ class Item(msgspec.Struct, eq=False, gc=False):
             yield entry.offset + head + self.first, place + head, body
 
 
-class Span(msgspec.Struct, eq=False, gc=False):
+class SegmentRead(msgspec.Struct, eq=False, gc=False):
     """One read: `length` bytes at `offset` of a segment, to `place` in the buffer."""
 
     segment: int
@@ -70,7 +70,7 @@ class Span(msgspec.Struct, eq=False, gc=False):
     items: list[Item]
 
 
-def items_of(wants: Sequence[Want], entries: Mapping[bytes, Entry]) -> Iterator[Item]:
+def items_of(wants: Sequence[Want], entries: Mapping[bytes, IndexEntry]) -> Iterator[Item]:
     """One item for each want; BadRange for units that the record does not have."""
     for at, want in enumerate(wants):
         entry = entries[want.id]
@@ -96,9 +96,9 @@ def _lie(item: Item) -> tuple[int, int, int]:
     return item.entry.segment, item.entry.offset, item.first
 
 
-def spans(group: Sequence[Item]) -> list[Span]:
+def spans(group: Sequence[Item]) -> list[SegmentRead]:
     """The reads of one buffer's items; sets what each item waits for."""
-    found: list[Span] = []
+    found: list[SegmentRead] = []
     for item in group:
         segment = item.entry.segment
         for offset, place, length in item.stretches():
@@ -115,6 +115,6 @@ def spans(group: Sequence[Item]) -> list[Span]:
                 continue
             for cut in range(0, length, CUT_BYTES):
                 size = min(CUT_BYTES, length - cut)
-                found.append(Span(segment, offset + cut, place + cut, size, [item]))
+                found.append(SegmentRead(segment, offset + cut, place + cut, size, [item]))
                 item.waiting += 1
     return found

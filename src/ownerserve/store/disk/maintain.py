@@ -16,16 +16,16 @@ from ownerserve.store.disk.core import DiskCore
 from ownerserve.store.disk.reclaim import SPARSE_SHARE, sparse
 from ownerserve.store.disk.scan import records
 from ownerserve.store.format.header import BLOCK
-from ownerserve.store.format.model import Hit, MissReason, ReadOutcome, Want
+from ownerserve.store.format.model import MissReason, ReadHit, ReadOutcome, Want
 from ownerserve.store.format.segment import Segment, segment_path
-from ownerserve.store.index.reader import Change, Entry, Span
+from ownerserve.store.index.reader import Change, IndexEntry, SegmentSpan
 from ownerserve.store.tiers.backend import EVERY_RECORD
-from ownerserve.store.tiers.buffers import Landing
+from ownerserve.store.tiers.buffers import BufferSource
 
 QUARANTINE_KEPT_S = 7 * 86400.0
 
 
-class Collected(msgspec.Struct):
+class GcResult(msgspec.Struct):
     """What one gc did."""
 
     quarantine_released: int = 0
@@ -36,15 +36,15 @@ class Collected(msgspec.Struct):
 
 def collect(
     core: DiskCore,
-    landing: Landing,
+    landing: BufferSource,
     *,
     share: float = SPARSE_SHARE,
     kept_s: float | None = None,
     most: int = EVERY_RECORD,
-) -> Collected:
+) -> GcResult:
     """Release old quarantine, compact sparse segments, drop empty ones; `most` segments are
     compacted, the emptiest first."""
-    done = Collected()
+    done = GcResult()
     kept = QUARANTINE_KEPT_S if kept_s is None else kept_s
     with core.shielded():
         done.quarantine_released = release_quarantine(core, core.clock.now() - kept)
@@ -86,7 +86,7 @@ def purge_tenant(core: DiskCore, tenant: bytes) -> int:
     for number in core.home.segment_numbers():
         segment = Segment(segment_path(core.home.directory, number), os.O_RDWR)
         spans = [
-            Span(number, header.place.offset, header.record_bytes)
+            SegmentSpan(number, header.place.offset, header.record_bytes)
             for header in records(segment, BLOCK, core.home.store_id)
             if header.meta.tenant == tenant
         ]
@@ -101,8 +101,10 @@ def purge_tenant(core: DiskCore, tenant: bytes) -> int:
 Read = Callable[[list[Want]], ReadOutcome]
 
 
-def verify_all(entries: Iterator[Entry], read: Read) -> Iterator[tuple[Entry, MissReason | None]]:
+def verify_all(
+    entries: Iterator[IndexEntry], read: Read
+) -> Iterator[tuple[IndexEntry, MissReason | None]]:
     """Read every record; yields what is wrong with each, None when nothing is."""
     for entry in entries:
         outcome = read([Want(entry.meta.id)])
-        yield entry, None if isinstance(outcome, Hit) else outcome.reason
+        yield entry, None if isinstance(outcome, ReadHit) else outcome.reason

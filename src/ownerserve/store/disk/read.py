@@ -15,10 +15,10 @@ from threading import Lock
 
 from ownerserve.kv.errors import CapacityExceeded, Corrupt
 from ownerserve.store.disk.aio import ReadQueue
-from ownerserve.store.disk.gather import Item, Span, buffers, items_of, spans
+from ownerserve.store.disk.gather import Item, SegmentRead, buffers, items_of, spans
 from ownerserve.store.disk.home import Home
 from ownerserve.store.format.header import CHUNK, OtherFormat
-from ownerserve.store.format.model import Hit, Miss, MissReason, Part, ReadOutcome, Want
+from ownerserve.store.format.model import MissReason, ReadHit, ReadMiss, ReadOutcome, ReadPart, Want
 from ownerserve.store.format.seal import Keys
 from ownerserve.store.format.segment import DirectRead, Segment, segment_path
 from ownerserve.store.format.verify import (
@@ -29,14 +29,14 @@ from ownerserve.store.format.verify import (
     open_chunks,
     open_header,
 )
-from ownerserve.store.index.reader import Entry, IndexFailed, IndexReader
-from ownerserve.store.tiers.buffers import Landing
+from ownerserve.store.index.reader import IndexEntry, IndexFailed, IndexReader
+from ownerserve.store.tiers.buffers import BufferSource
 
 MAX_OPEN_SEGMENTS = 256
 TRIES = 3
-OnBad = Callable[[Entry, str], None]
-OnRead = Callable[[Iterable[Entry]], None]
-Read = tuple[Item, Part | Exception]
+OnBad = Callable[[IndexEntry, str], None]
+OnRead = Callable[[Iterable[IndexEntry]], None]
+Read = tuple[Item, ReadPart | Exception]
 
 
 class Foreign(Corrupt):
@@ -88,7 +88,7 @@ class DiskReader:
         keys: Keys,
         *,
         segments: OpenSegments,
-        landing: Landing,
+        landing: BufferSource,
         listeners: tuple[OnRead, OnBad],
     ) -> None:
         self._home = home
@@ -99,25 +99,25 @@ class DiskReader:
         self._queue = ReadQueue()
         self.segments = segments
 
-    def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
+    def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
         """All wants, each verified, or the first reason why not."""
-        outcome: ReadOutcome = Miss(MissReason.ABSENT)
+        outcome: ReadOutcome = ReadMiss(MissReason.ABSENT)
         for _ in range(TRIES):
             outcome, stale = self._try(wants, landing or self._landing)
             if not stale:
                 break
         return outcome
 
-    def _try(self, wants: Sequence[Want], landing: Landing) -> tuple[ReadOutcome, bool]:
+    def _try(self, wants: Sequence[Want], landing: BufferSource) -> tuple[ReadOutcome, bool]:
         """An outcome, and whether it came from an index row that is no longer true."""
         try:
             entries = self._index.get_many([want.id for want in wants])
         except IndexFailed:
-            return Miss(MissReason.IO_ERROR), False
+            return ReadMiss(MissReason.IO_ERROR), False
         if len(entries) < len(wants):
             absent = next((want.id for want in wants if want.id not in entries), None)
             if absent is not None:
-                return Miss(MissReason.ABSENT, absent), False
+                return ReadMiss(MissReason.ABSENT, absent), False
         if len(wants) == 1:
             return self._try_one(wants[0], entries, landing)
         items: list[Item] = []
@@ -131,38 +131,38 @@ class DiskReader:
         except BadRange:
             return _out_of_range(wants[len(items)], entries), False
         except CapacityExceeded:
-            return Miss(MissReason.BUSY, wants[0].id), False
-        parts: list[Part | None] = [None] * len(items)
+            return ReadMiss(MissReason.BUSY, wants[0].id), False
+        parts: list[ReadPart | None] = [None] * len(items)
         with closing(self._read(jobs)) as found:
             for item, part in found:
-                if not isinstance(part, Part):
+                if not isinstance(part, ReadPart):
                     return self._why(item, part)
                 parts[item.at] = part
         self._on_read(entries.values())
-        return Hit(tuple(part for part in parts if part is not None), "disk"), False
+        return ReadHit(tuple(part for part in parts if part is not None), "disk"), False
 
     def _try_one(
-        self, want: Want, entries: Mapping[bytes, Entry], landing: Landing
+        self, want: Want, entries: Mapping[bytes, IndexEntry], landing: BufferSource
     ) -> tuple[ReadOutcome, bool]:
         """As `_try`, without a queue: half the interpreter's work where there is one record."""
-        part: Part | Exception
+        part: ReadPart | Exception
         try:
             (item,) = items_of((want,), entries)
             item.landed = landing.take(item.size)
         except BadRange:
             return _out_of_range(want, entries), False
         except CapacityExceeded:
-            return Miss(MissReason.BUSY, want.id), False
+            return ReadMiss(MissReason.BUSY, want.id), False
         try:
             part = self._alone(item, self.segments.get(item.entry.segment))
         except OSError as error:
             part = error
-        if not isinstance(part, Part):
+        if not isinstance(part, ReadPart):
             return self._why(item, part)
         self._on_read((item.entry,))
-        return Hit((part,), "disk"), False
+        return ReadHit((part,), "disk"), False
 
-    def _read(self, jobs: list[tuple[Span, memoryview]]) -> Generator[Read, None, None]:
+    def _read(self, jobs: list[tuple[SegmentRead, memoryview]]) -> Generator[Read, None, None]:
         """Each item's part as its last span arrives, or what is wrong with it."""
         held: dict[int, Segment] = {}  # a segment's file stays open while one holds it
         loads: list[DirectRead] = []
@@ -185,7 +185,7 @@ class DiskReader:
                     elif count != span.length:
                         yield item, self._alone(item, held[span.segment])
 
-    def _alone(self, item: Item, segment: Segment) -> Part | Exception:
+    def _alone(self, item: Item, segment: Segment) -> ReadPart | Exception:
         """One item by reads of its own; after a span that failed: is it this one?"""
         try:
             for offset, place, length in item.stretches():
@@ -195,7 +195,7 @@ class DiskReader:
             return error
         return self._open(item)
 
-    def _open(self, item: Item) -> Part | Exception:
+    def _open(self, item: Item) -> ReadPart | Exception:
         """Verified bytes of what has landed, or what is wrong with it."""
         entry, want, landed = item.entry, item.want, item.landed
         head = entry.header_bytes
@@ -209,16 +209,16 @@ class DiskReader:
             open_chunks(payload, header, seal, item.first // CHUNK)
         except Corrupt as error:
             return error
-        return Part(header.meta, payload[item.low - item.first : item.high - item.first])
+        return ReadPart(header.meta, payload[item.low - item.first : item.high - item.first])
 
-    def _why(self, item: Item, error: Exception) -> tuple[Miss, bool]:
+    def _why(self, item: Item, error: Exception) -> tuple[ReadMiss, bool]:
         id_ = item.want.id
         assert isinstance(error, Corrupt | OSError)
         if self._moved(item.entry):
-            return Miss(MissReason.ABSENT, id_), True
-        return Miss(self._blame(item.entry, error), id_), False
+            return ReadMiss(MissReason.ABSENT, id_), True
+        return ReadMiss(self._blame(item.entry, error), id_), False
 
-    def _moved(self, entry: Entry) -> bool:
+    def _moved(self, entry: IndexEntry) -> bool:
         self._index.forget(entry.meta.id)
         try:
             now = self._index.get(entry.meta.id)
@@ -226,7 +226,7 @@ class DiskReader:
             return False
         return now is None or now.sequence != entry.sequence
 
-    def _blame(self, entry: Entry, error: Corrupt | OSError) -> MissReason:
+    def _blame(self, entry: IndexEntry, error: Corrupt | OSError) -> MissReason:
         if isinstance(error, FileNotFoundError):
             self._on_bad(entry, "segment file is gone")
             return MissReason.CORRUPT
@@ -259,8 +259,8 @@ def read_all(segment: Segment, offset: int, into: memoryview) -> None:
         raise Corrupt("the segment ends within the record")
 
 
-def _out_of_range(want: Want, entries: Mapping[bytes, Entry]) -> Miss:
+def _out_of_range(want: Want, entries: Mapping[bytes, IndexEntry]) -> ReadMiss:
     """Units that the record lacks: one in another layout may have them, cut otherwise."""
     is_foreign = want.descriptor not in (None, entries[want.id].meta.descriptor)
     reason = MissReason.FOREIGN_LAYOUT if is_foreign else MissReason.BAD_RANGE
-    return Miss(reason, want.id)
+    return ReadMiss(reason, want.id)

@@ -19,16 +19,16 @@ import msgspec
 
 from ownerserve.kv.errors import Corrupt
 from ownerserve.kv.units import MIB
-from ownerserve.store.disk.append import Appender, Draft, record
+from ownerserve.store.disk.append import Appender, RecordDraft, record
 from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.read import OnBad, OpenSegments, read_all
 from ownerserve.store.format.header import decode
 from ownerserve.store.format.seal import Keys
 from ownerserve.store.format.segment import Segment, segment_path, sync_directory
 from ownerserve.store.format.verify import NoKey, check_meta, check_place, open_chunks, open_header
-from ownerserve.store.index.reader import Change, Entry, SegmentRow, SegmentState, Span
+from ownerserve.store.index.reader import Change, IndexEntry, SegmentRow, SegmentSpan, SegmentState
 from ownerserve.store.index.writer import IndexWriter
-from ownerserve.store.tiers.buffers import Landing
+from ownerserve.store.tiers.buffers import BufferSource
 
 SPARSE_SHARE = 0.25
 _COPY_BYTES = 32 * MIB
@@ -44,9 +44,9 @@ def sparse(rows: Iterable[SegmentRow], share: float = SPARSE_SHARE) -> list[Segm
     return sorted(found, key=lambda row: row.live_bytes)
 
 
-def span(entry: Entry) -> Span:
+def span(entry: IndexEntry) -> SegmentSpan:
     """The bytes an entry occupies."""
-    return Span(entry.segment, entry.offset, entry.stored_bytes)
+    return SegmentSpan(entry.segment, entry.offset, entry.stored_bytes)
 
 
 class Reclaimer:
@@ -60,13 +60,13 @@ class Reclaimer:
         self._appender = appender
         self._segments = segments
 
-    def remove(self, entries: Sequence[Entry]) -> None:
+    def remove(self, entries: Sequence[IndexEntry]) -> None:
         """Unreadable at once; the space is given back, and is gone after `drop_empty` at latest."""
         spans = [span(entry) for entry in entries]
         self._index.apply(Change(remove=entries, doom=spans))
         self.erase(spans)
 
-    def erase(self, spans: Sequence[Span]) -> None:
+    def erase(self, spans: Sequence[SegmentSpan]) -> None:
         """Punch the holes of doomed spans and note that it is done."""
         by_segment: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for item in spans:
@@ -100,11 +100,11 @@ class Reclaimer:
         return len(rows)
 
     def compact(
-        self, row: SegmentRow, keys: Keys, *, landing: Landing, now_ms: int, on_bad: OnBad
+        self, row: SegmentRow, keys: Keys, *, landing: BufferSource, now_ms: int, on_bad: OnBad
     ) -> int:
         """Copy what is alive in a segment to the open one and drop it; bytes copied."""
         copied = 0
-        batch: list[tuple[Entry, Draft]] = []
+        batch: list[tuple[IndexEntry, RecordDraft]] = []
         size = 0
         for entry in list(self._index.walk(segment=row.number)):
             try:
@@ -121,7 +121,7 @@ class Reclaimer:
         self.drop_empty()
         return copied
 
-    def _copy(self, entry: Entry, keys: Keys, landing: Landing) -> Draft:
+    def _copy(self, entry: IndexEntry, keys: Keys, landing: BufferSource) -> RecordDraft:
         copy = landing.take(entry.stored_bytes)
         segment = self._segments.get(entry.segment)
         read_all(segment, entry.offset, copy)
@@ -135,9 +135,9 @@ class Reclaimer:
             header = decode(copy[: entry.header_bytes])  # moved unseen; the reader will verify
         check_place(header, self._home.store_id, entry.segment, entry.offset)
         check_meta(header, entry.meta, entry.payload_bytes)
-        return Draft(header, copy, entry.touched_ms, entry.reuse_count, entry.restore_cost_ms)
+        return RecordDraft(header, copy, entry.touched_ms, entry.reuse_count, entry.restore_cost_ms)
 
-    def _move(self, batch: Sequence[tuple[Entry, Draft]], now_ms: int) -> int:
+    def _move(self, batch: Sequence[tuple[IndexEntry, RecordDraft]], now_ms: int) -> int:
         if not batch:
             return 0
         old = [entry for entry, _ in batch]

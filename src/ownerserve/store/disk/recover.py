@@ -26,18 +26,25 @@ from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.read import OpenSegments
 from ownerserve.store.disk.reclaim import Reclaimer, span
 from ownerserve.store.disk.scan import Ahead, records
-from ownerserve.store.format.header import BLOCK, Header, OtherFormat
+from ownerserve.store.format.header import BLOCK, OtherFormat, RecordHeader
 from ownerserve.store.format.seal import Keys
 from ownerserve.store.format.segment import Segment, segment_path
 from ownerserve.store.format.verify import NoKey, open_chunks, open_header
-from ownerserve.store.index.reader import Change, Entry, IndexFailed, SegmentRow, SegmentState, Span
+from ownerserve.store.index.reader import (
+    Change,
+    IndexEntry,
+    IndexFailed,
+    SegmentRow,
+    SegmentSpan,
+    SegmentState,
+)
 from ownerserve.store.index.writer import IndexWriter
-from ownerserve.store.tiers.buffers import Landing
+from ownerserve.store.tiers.buffers import BufferSource
 
 _BATCH = 1024
 
 
-class Report(msgspec.Struct):
+class RecoveryReport(msgspec.Struct):
     """What opening found."""
 
     index_rebuilt: bool = False
@@ -55,10 +62,10 @@ class Recovered(msgspec.Struct):
     index: IndexWriter
     appender: Appender
     reclaimer: Reclaimer
-    report: Report
+    report: RecoveryReport
 
 
-def open_index(home: Home, report: Report) -> IndexWriter:
+def open_index(home: Home, report: RecoveryReport) -> IndexWriter:
     """The index, or a new one where it is missing, damaged or another store's."""
     try:
         index = IndexWriter(home.index_path, home.store_id)
@@ -75,9 +82,9 @@ def discard_index(home: Home) -> None:
         home.index_path.with_name(home.index_path.name + suffix).unlink(missing_ok=True)
 
 
-def recover(home: Home, keys: Keys, *, segments: OpenSegments, landing: Landing) -> Recovered:
+def recover(home: Home, keys: Keys, *, segments: OpenSegments, landing: BufferSource) -> Recovered:
     """Open the store for writing."""
-    report = Report(temporary_files=home.sweep())
+    report = RecoveryReport(temporary_files=home.sweep())
     index = open_index(home, report)
     try:
         return _Recovery(home, index, keys, report=report, landing=landing).run(segments)
@@ -90,7 +97,13 @@ class _Recovery:
     """One opening. Lives only as long as it takes."""
 
     def __init__(
-        self, home: Home, index: IndexWriter, keys: Keys, *, report: Report, landing: Landing
+        self,
+        home: Home,
+        index: IndexWriter,
+        keys: Keys,
+        *,
+        report: RecoveryReport,
+        landing: BufferSource,
     ) -> None:
         self._home = home
         self._index = index
@@ -145,7 +158,7 @@ class _Recovery:
             size = segment.size()  # records know where they lie: the header is not needed
         end = row.end if row else BLOCK
         deep = is_last or not self._index.is_new
-        batch: list[Entry] = []
+        batch: list[IndexEntry] = []
         state = SegmentState.OPEN if is_last and size else SegmentState.FULL
         if row is not None and row.state is SegmentState.FULL:
             state = SegmentState.FULL
@@ -165,7 +178,7 @@ class _Recovery:
             segment.resize(end, 0)
         return segment, fresh
 
-    def _whole(self, segment: Segment, start: int, *, deep: bool) -> Iterator[Header]:
+    def _whole(self, segment: Segment, start: int, *, deep: bool) -> Iterator[RecordHeader]:
         """Records from `start`; with `deep`, only those whose payload verifies too."""
         if not deep:
             yield from self._ahead.take(segment.number)
@@ -179,7 +192,7 @@ class _Recovery:
                     self._report.torn += 1
                     segment.erase([(header.place.offset, header.record_bytes)])
 
-    def _verified(self, segment: Segment, group: list[Header]) -> set[int]:
+    def _verified(self, segment: Segment, group: list[RecordHeader]) -> set[int]:
         """Offsets of the records whose header and payload are right."""
         rooms = [self._landing.take(header.record_bytes) for header in group]
         loads = [
@@ -195,7 +208,7 @@ class _Recovery:
                     good.add(group[index].place.offset)
         return good
 
-    def _is_right(self, record: memoryview, header: Header) -> bool:
+    def _is_right(self, record: memoryview, header: RecordHeader) -> bool:
         try:
             _, seal = open_header(record[: header.header_bytes], self._keys)
             end = header.header_bytes + header.payload_bytes
@@ -206,12 +219,12 @@ class _Recovery:
             return False
         return True
 
-    def _adopt(self, batch: list[Entry]) -> None:
+    def _adopt(self, batch: list[IndexEntry]) -> None:
         """Add scanned records; of two copies the one with the higher sequence stays."""
         standing = self._index.get_many([entry.meta.id for entry in batch])
-        winners: dict[bytes, Entry] = {}
-        losers: list[Span] = []
-        replaced: list[Entry] = []
+        winners: dict[bytes, IndexEntry] = {}
+        losers: list[SegmentSpan] = []
+        replaced: list[IndexEntry] = []
         for entry in batch:
             rival = winners.get(entry.meta.id) or standing.get(entry.meta.id)
             if rival is not None and span(rival) == span(entry):
@@ -231,9 +244,9 @@ class _Recovery:
         self._index.apply(Change(add=list(winners.values()), remove=replaced, doom=losers))
 
 
-def _groups(headers: Iterator[Header]) -> Iterator[list[Header]]:
+def _groups(headers: Iterator[RecordHeader]) -> Iterator[list[RecordHeader]]:
     """In order, each of at most 8 MiB, or one record."""
-    group, size = list[Header](), 0
+    group, size = list[RecordHeader](), 0
     for header in headers:
         if group and size + header.record_bytes > BUFFER_BYTES:
             yield group
@@ -244,9 +257,9 @@ def _groups(headers: Iterator[Header]) -> Iterator[list[Header]]:
         yield group
 
 
-def _entry(header: Header) -> Entry:
+def _entry(header: RecordHeader) -> IndexEntry:
     place = header.place
-    return Entry(
+    return IndexEntry(
         meta=header.meta,
         sequence=place.sequence,
         segment=place.segment,

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ownerserve.kv.errors import Corrupt
-from ownerserve.store.format.header import BLOCK, MAGIC, Header, decode, peek_bytes
+from ownerserve.store.format.header import BLOCK, MAGIC, RecordHeader, decode, peek_bytes
 from ownerserve.store.format.segment import Segment, segment_path
 from ownerserve.store.format.verify import check_place
 
@@ -22,7 +22,7 @@ WINDOW = 1 << 20
 AHEAD = 4
 
 
-def records(segment: Segment, start: int, store_id: bytes) -> Iterator[Header]:
+def records(segment: Segment, start: int, store_id: bytes) -> Iterator[RecordHeader]:
     """Headers at and after `start`; payloads are not read."""
     first = mmap.mmap(-1, BLOCK)
     view, offset = memoryview(first), start
@@ -53,7 +53,7 @@ class Ahead:
         self._directory = directory
         self._store_id = store_id
         self._left = iter(numbers)
-        self._walks: dict[int, Future[list[Header]]] = {}
+        self._walks: dict[int, Future[list[RecordHeader]]] = {}
         self._threads = ThreadPoolExecutor(AHEAD, thread_name_prefix="store-scan")
         for _ in range(AHEAD):
             self._start_next()
@@ -63,11 +63,11 @@ class Ahead:
         if number is not None:
             self._walks[number] = self._threads.submit(self._walk, number)
 
-    def _walk(self, number: int) -> list[Header]:
+    def _walk(self, number: int) -> list[RecordHeader]:
         segment = Segment(segment_path(self._directory, number), os.O_RDONLY)
         return list(records(segment, BLOCK, self._store_id))
 
-    def take(self, number: int) -> list[Header]:
+    def take(self, number: int) -> list[RecordHeader]:
         """All records of a segment, once."""
         found = self._walks.pop(number).result()
         self._start_next()
@@ -78,7 +78,7 @@ class Ahead:
         self._threads.shutdown(cancel_futures=True)
 
 
-def _header_at(segment: Segment, offset: int, first: memoryview) -> Header:
+def _header_at(segment: Segment, offset: int, first: memoryview) -> RecordHeader:
     length = peek_bytes(first)
     if length == BLOCK:
         return decode(first)

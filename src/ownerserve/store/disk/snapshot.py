@@ -14,10 +14,16 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.store.disk.core import listed
 from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.read import DiskReader, OpenSegments
-from ownerserve.store.format.model import Kind, Listed, Meta, ReadOutcome, Usage, Want
+from ownerserve.store.format.model import ArtifactKind, Listed, Meta, ReadOutcome, TierUsage, Want
 from ownerserve.store.format.seal import Keys
-from ownerserve.store.index.reader import Entry, IndexFailed, IndexReader, Quarantined, SegmentRow
-from ownerserve.store.tiers.buffers import BufferPool, Landing
+from ownerserve.store.index.reader import (
+    IndexEntry,
+    IndexFailed,
+    IndexReader,
+    Quarantined,
+    SegmentRow,
+)
+from ownerserve.store.tiers.buffers import BufferPool, BufferSource
 
 
 class StoreSnapshot:
@@ -41,7 +47,7 @@ class StoreSnapshot:
             listeners=(lambda _: None, lambda _, reason: self.bad.update((reason,))),
         )
 
-    def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
+    def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
         """All wants verified, or a miss. Bad records are counted; quarantine is the writer's."""
         return self._reader.read(wants, landing)
 
@@ -68,11 +74,11 @@ class StoreSnapshot:
         except IndexFailed:
             return []
 
-    def entries(self, tenant: bytes | None = None) -> Iterator[Entry]:
+    def entries(self, tenant: bytes | None = None) -> Iterator[IndexEntry]:
         """Every record, in order of writing."""
         return self._index.walk(tenant=tenant)
 
-    def usage(self) -> Mapping[tuple[bytes, Kind], Usage]:
+    def usage(self) -> Mapping[tuple[bytes, ArtifactKind], TierUsage]:
         """Bytes and records by tenant and kind."""
         return self._index.usage()
 

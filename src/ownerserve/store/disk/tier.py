@@ -19,7 +19,7 @@ import msgspec
 
 from ownerserve.kv.clock import Clock
 from ownerserve.kv.errors import CapacityExceeded, OwnerServeError
-from ownerserve.store.disk.append import Draft, tell
+from ownerserve.store.disk.append import RecordDraft, tell
 from ownerserve.store.disk.core import DiskCore
 from ownerserve.store.disk.home import DEFAULT_SEGMENT_BYTES, Home
 from ownerserve.store.disk.maintain import purge_tenant
@@ -27,23 +27,23 @@ from ownerserve.store.disk.read import DiskReader, OpenSegments
 from ownerserve.store.disk.recover import Recovered, discard_index, recover
 from ownerserve.store.format.header import MAX_PAYLOAD
 from ownerserve.store.format.model import (
-    Hit,
-    Kind,
+    AlreadyStored,
+    ArtifactKind,
     Listed,
     Meta,
-    Miss,
-    Present,
+    ReadHit,
+    ReadMiss,
     ReadOutcome,
     RefusalReason,
-    Refused,
-    Stored,
-    Usage,
+    TierUsage,
     Want,
+    WriteDone,
     WriteOutcome,
+    WriteRefused,
 )
 from ownerserve.store.format.seal import Keys, SealKind
 from ownerserve.store.format.verify import draft, record_room
-from ownerserve.store.index.reader import Entry, IndexFailed
+from ownerserve.store.index.reader import IndexEntry, IndexFailed
 from ownerserve.store.tiers.backend import (
     EVERY_RECORD,
     OnEvict,
@@ -51,9 +51,9 @@ from ownerserve.store.tiers.backend import (
     Reservation,
     nobody_listens,
 )
-from ownerserve.store.tiers.buffers import BufferPool, Landing
+from ownerserve.store.tiers.buffers import BufferPool, BufferSource
 from ownerserve.store.tiers.ledger import Ledger
-from ownerserve.store.tiers.policy import Limits, Order, WriteBudget, by_utility, choose
+from ownerserve.store.tiers.policy import Order, TierLimits, WriteBudget, by_utility, choose
 
 
 class StoreUnavailable(OwnerServeError):
@@ -71,7 +71,7 @@ class Index(Enum):
 class DiskOptions(msgspec.Struct, frozen=True):
     """How a store on disk is opened. `key_file` None: the store's own KEY file."""
 
-    limits: Limits = Limits()
+    limits: TierLimits = TierLimits()
     segment_bytes: int = DEFAULT_SEGMENT_BYTES
     key_file: Path | None = None
     at_rest: SealKind = SealKind.BLAKE3
@@ -91,7 +91,7 @@ class DiskTier:
         clock: Clock,
         *,
         options: DiskOptions | None = None,
-        landing: Landing | None = None,
+        landing: BufferSource | None = None,
     ) -> None:
         self._options = options or DiskOptions()
         self.limits = self._options.limits
@@ -137,16 +137,16 @@ class DiskTier:
             self.core.counters["io_errors"] += 1
             return {}
 
-    def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
+    def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
         """All wants verified, or a miss."""
         outcome = self._reader.read(wants, landing)
-        if isinstance(outcome, Miss):
+        if isinstance(outcome, ReadMiss):
             self.core.counters[f"miss_{outcome.reason}"] += 1
         else:
             self.core.counters["hit"] += 1
         return outcome
 
-    def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | Present | Refused:
+    def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | AlreadyStored | WriteRefused:
         """Room for one record. Evicts by policy; raises InvalidInput for an impossible meta."""
         meta.check()
         reason = RefusalReason.IO_ERROR
@@ -162,14 +162,16 @@ class DiskTier:
                 reason = RefusalReason.BUSY
         return self._refuse(reason, meta.id)
 
-    def _refuse(self, reason: RefusalReason, id_: bytes) -> Refused:
+    def _refuse(self, reason: RefusalReason, id_: bytes) -> WriteRefused:
         self.core.counters[f"refused_{reason}"] += 1
-        return Refused(reason, id_)
+        return WriteRefused(reason, id_)
 
-    def _reserve(self, meta: Meta, payload_bytes: int) -> Reservation | Present | RefusalReason:
+    def _reserve(
+        self, meta: Meta, payload_bytes: int
+    ) -> Reservation | AlreadyStored | RefusalReason:
         core, now_s = self.core, self.core.clock.now()
         if core.index.get(meta.id) is not None:
-            return Present(meta.id)
+            return AlreadyStored(meta.id)
         if self._ledger.is_held(meta.id):
             return RefusalReason.BUSY
         if not core.health.writable(now_s):
@@ -200,7 +202,7 @@ class DiskTier:
 
     def _whole(self, id_: bytes) -> memoryview | None:
         outcome = self._reader.read([Want(id_)], None)
-        return outcome.parts[0].data if isinstance(outcome, Hit) else None
+        return outcome.parts[0].data if isinstance(outcome, ReadHit) else None
 
     def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]:
         """All durable with one sync, or each refused."""
@@ -214,7 +216,7 @@ class DiskTier:
                 with core.lock:
                     tell(core.appender, core.index, done)
                     self._account(done.entries)
-                return tuple(Stored(entry.meta.id, entry.stored_bytes) for entry in done.entries)
+                return tuple(WriteDone(entry.meta.id, entry.stored_bytes) for entry in done.entries)
             except (OSError, IndexFailed) as error:
                 with core.lock:
                     core.trouble(error)
@@ -225,7 +227,7 @@ class DiskTier:
                     for reserved in reservations:  # held until the index says it instead
                         self._ledger.release(reserved)
 
-    def _account(self, stored: Sequence[Entry]) -> None:
+    def _account(self, stored: Sequence[IndexEntry]) -> None:
         core = self.core
         core.health.worked()
         written = sum(entry.stored_bytes for entry in stored)
@@ -234,11 +236,11 @@ class DiskTier:
         if self._options.write_budget is not None:
             self._options.write_budget.spend(written, core.clock.now())
 
-    def _seal(self, reserved: Reservation, room: memoryview, now_ms: int) -> Draft:
+    def _seal(self, reserved: Reservation, room: memoryview, now_ms: int) -> RecordDraft:
         meta, payload_bytes = reserved.meta, reserved.payload_bytes
         seal = self.core.keys.for_write(meta.tenant)
         assert seal is not None  # reserve saw it
-        return Draft(draft(room, meta, payload_bytes, seal=seal, now_ms=now_ms), room, now_ms)
+        return RecordDraft(draft(room, meta, payload_bytes, seal=seal, now_ms=now_ms), room, now_ms)
 
     def abort(self, reservation: Reservation) -> None:
         """Nothing was written; the room is free again."""
@@ -253,7 +255,7 @@ class DiskTier:
     def expire(self, most: int = EVERY_RECORD) -> int:
         """Remove what has not been touched for its kind's TTL, at most so many records."""
         gone = 0
-        for kind in Kind:
+        for kind in ArtifactKind:
             ttl_s = self._options.limits.of(kind).ttl_s
             while ttl_s is not None and gone < most:
                 before_s = self.core.clock.now() - ttl_s
@@ -275,7 +277,7 @@ class DiskTier:
     def shrink(self) -> int:
         """Evict what stands beyond the limits, as after they were lowered."""
         gone = 0
-        for kind in Kind:
+        for kind in ArtifactKind:
             standing = sum(used.stored_bytes for (_, k), used in self.usage().items() if k is kind)
             excess = standing - self._options.limits.of(kind).capacity_bytes
             while excess > 0:
@@ -295,7 +297,7 @@ class DiskTier:
             return purge_tenant(self.core, tenant)
         return 0  # type: ignore[unreachable]  # mypy: a context manager may swallow
 
-    def usage(self) -> Mapping[tuple[bytes, Kind], Usage]:
+    def usage(self) -> Mapping[tuple[bytes, ArtifactKind], TierUsage]:
         """Bytes and records that stand, by tenant and kind."""
         with self.core.lock:
             return {key: used for key, used in self.core.index.standing.items() if used.records}

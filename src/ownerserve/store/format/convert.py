@@ -50,7 +50,7 @@ class ByteOrder(StrEnum):
     BIG = "big"
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PayloadLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A descriptor that can be converted. Every field is stated: a default would be a guess.
 
     `scalar` names the element type; `scalar_bytes` 0 says that an entry mixes types
@@ -98,16 +98,16 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
 
-def decode(descriptor: bytes) -> Layout | None:
+def decode(descriptor: bytes) -> PayloadLayout | None:
     """The layout that a header's descriptor states; None for another form of description."""
     try:
-        layout = msgspec.msgpack.decode(descriptor, type=Layout)
+        layout = msgspec.msgpack.decode(descriptor, type=PayloadLayout)
     except UNREADABLE:
         return None
     return layout if layout.form == FORM else None
 
 
-_MUST_EQUAL: tuple[tuple[Unconvertible, Callable[[Layout], object]], ...] = (
+_MUST_EQUAL: tuple[tuple[Unconvertible, Callable[[PayloadLayout], object]], ...] = (
     (Unconvertible.OTHER_ENGINE, lambda layout: layout.engine),
     (Unconvertible.OTHER_LAYOUT_VERSION, lambda layout: layout.layout_version),
     (Unconvertible.OTHER_LAYERS, lambda layout: (layout.first_layer, layout.end_layer)),
@@ -118,7 +118,7 @@ _MUST_EQUAL: tuple[tuple[Unconvertible, Callable[[Layout], object]], ...] = (
 )
 
 
-def obstacle(stored: Layout, wanted: Layout) -> Unconvertible | None:
+def obstacle(stored: PayloadLayout, wanted: PayloadLayout) -> Unconvertible | None:
     """What stands in the way of any record of `stored` as `wanted`; None: nothing."""
     if not (stored.is_consistent() and wanted.is_consistent()):
         return Unconvertible.INCONSISTENT
@@ -130,7 +130,7 @@ def obstacle(stored: Layout, wanted: Layout) -> Unconvertible | None:
     return None
 
 
-class Span(msgspec.Struct, frozen=True):
+class UnitRange(msgspec.Struct, frozen=True):
     """Units [first, end) of a record that begins at token `first_token`; `point`: it is no range
     of tokens, so its one unit can't be cut otherwise.
     """
@@ -141,7 +141,9 @@ class Span(msgspec.Struct, frozen=True):
     point: bool
 
 
-def source_span(stored: Layout, wanted: Layout, span: Span, units: int) -> Span | Unconvertible:
+def source_span(
+    stored: PayloadLayout, wanted: PayloadLayout, span: UnitRange, units: int
+) -> UnitRange | Unconvertible:
     """Units of the stored record (which has `units`) that hold the wanted units `span`.
 
     stored   |   0   |   1   |   2   |        block 64
@@ -157,11 +159,18 @@ def source_span(stored: Layout, wanted: Layout, span: Span, units: int) -> Span 
         return Unconvertible.UNALIGNED
     if not 0 <= span.first < span.end <= units * old // new:
         return Unconvertible.UNALIGNED
-    return Span(span.first * new // old, -(-span.end * new // old), span.first_token, span.point)
+    return UnitRange(
+        span.first * new // old, -(-span.end * new // old), span.first_token, span.point
+    )
 
 
 def convert(
-    payload: memoryview, stored: Layout, wanted: Layout, *, source: Span, target: Span
+    payload: memoryview,
+    stored: PayloadLayout,
+    wanted: PayloadLayout,
+    *,
+    source: UnitRange,
+    target: UnitRange,
 ) -> memoryview | Unconvertible:
     """`target`'s units as `wanted` lays them out, from the stored units `source` in `payload`."""
     reason = obstacle(stored, wanted)

@@ -13,29 +13,31 @@ from functools import lru_cache
 import msgspec
 
 from ownerserve.store.format.convert import (
-    Layout,
-    Span,
+    PayloadLayout,
     Unconvertible,
+    UnitRange,
     convert,
     decode,
     obstacle,
     source_span,
 )
 from ownerserve.store.format.model import (
-    Kind,
+    ArtifactKind,
     Listed,
     Meta,
-    Miss,
     MissReason,
-    Part,
+    ReadMiss,
     ReadOutcome,
+    ReadPart,
     Want,
 )
 
 log = logging.getLogger("ownerserve.store")
 
 
-def read_converted(read: Callable[[Want], ReadOutcome], want: Want, record: Listed) -> Part | Miss:
+def read_converted(
+    read: Callable[[Want], ReadOutcome], want: Want, record: Listed
+) -> ReadPart | ReadMiss:
     """`want` in the layout it names, from a record whose catalogue entry is `record`.
 
     The part's meta is what the part is, not what is stored: units and descriptor are the wanted.
@@ -50,7 +52,7 @@ def read_converted(read: Callable[[Want], ReadOutcome], want: Want, record: List
         return _refused(want, record, source)
     # What was converted must be what the catalogue described: the header's own word decides.
     outcome = read(Want(want.id, source.first, source.end, record.meta.descriptor))
-    if isinstance(outcome, Miss):
+    if isinstance(outcome, ReadMiss):
         return outcome
     part = outcome.parts[0]
     if (part.meta.units, part.meta.first_token) != (record.meta.units, record.meta.first_token):
@@ -62,26 +64,26 @@ def read_converted(read: Callable[[Want], ReadOutcome], want: Want, record: List
     inner = part.meta.boundaries if units == part.meta.units else b""
     descriptor = want.descriptor or b""
     meta = msgspec.structs.replace(part.meta, descriptor=descriptor, units=units, boundaries=inner)
-    return Part(meta, data)
+    return ReadPart(meta, data)
 
 
-def _misfit(stored: Layout, meta: Meta) -> Unconvertible | None:
+def _misfit(stored: PayloadLayout, meta: Meta) -> Unconvertible | None:
     """A range whose blocks are not its tokens is described wrongly, whatever its bytes are."""
     tokens = meta.end_token - meta.first_token
-    fits = meta.kind is Kind.POINT or meta.units * stored.block_tokens == tokens
+    fits = meta.kind is ArtifactKind.POINT or meta.units * stored.block_tokens == tokens
     return None if fits else Unconvertible.INCONSISTENT
 
 
-def _target(want: Want, meta: Meta, stored: Layout, wanted: Layout) -> Span:
+def _target(want: Want, meta: Meta, stored: PayloadLayout, wanted: PayloadLayout) -> UnitRange:
     end = want.end_unit
     if end is None:
         end = meta.units * stored.block_tokens // wanted.block_tokens
-    return Span(want.first_unit, end, meta.first_token, meta.kind is Kind.POINT)
+    return UnitRange(want.first_unit, end, meta.first_token, meta.kind is ArtifactKind.POINT)
 
 
-def _refused(want: Want, record: Listed, reason: Unconvertible) -> Miss:
+def _refused(want: Want, record: Listed, reason: Unconvertible) -> ReadMiss:
     _tell_once(record.meta.descriptor, want.descriptor or b"", reason)
-    return Miss(MissReason.FOREIGN_LAYOUT, want.id)
+    return ReadMiss(MissReason.FOREIGN_LAYOUT, want.id)
 
 
 @lru_cache(maxsize=256)

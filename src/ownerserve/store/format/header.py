@@ -2,8 +2,8 @@
 
     [ fixed 360 bytes | descriptor | chunk tags | boundaries | zeros to a multiple of 4 KiB ]
 
-Pure: bytes to `Header` and back. Any bytes at all decode to a Header or raise Corrupt or
-OtherFormat; never anything else. Fields [24, 64) say where the record lies and may be rewritten
+Pure: bytes to `RecordHeader` and back. Any bytes at all decode to a RecordHeader or raise Corrupt
+or OtherFormat; never anything else. Fields [24, 64) say where the record lies and may be rewritten
 when it moves; the MAC leaves them out, so that moving a tenant's record needs no key.
 """
 
@@ -17,7 +17,7 @@ from functools import lru_cache
 import msgspec
 
 from ownerserve.kv.errors import Corrupt
-from ownerserve.store.format.model import ID_BYTES, SHARED, Kind, Meta
+from ownerserve.store.format.model import ID_BYTES, SHARED, ArtifactKind, Meta
 
 MAGIC = b"OwnSRec\n"
 VERSION = 1
@@ -33,7 +33,7 @@ _NO_CRC = bytes(4)
 _CRC_AT, _PLACE_AT, _PLACE_END, _MAC_AT = 20, 24, 64, 328
 FIXED_BYTES = _FIXED.size
 MAC_BYTES = 32
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = {int(kind): kind for kind in ArtifactKind}
 _NO_TENANT = bytes(ID_BYTES)
 assert FIXED_BYTES == 360
 
@@ -42,7 +42,7 @@ class OtherFormat(Corrupt):
     """A record of a version that this code does not read. It may be good: leave it alone."""
 
 
-class Place(msgspec.Struct, frozen=True, gc=False):
+class RecordPlace(msgspec.Struct, frozen=True, gc=False):
     """Where a record lies: the store, the segment's number, the offset; and its age."""
 
     store_id: bytes
@@ -51,11 +51,11 @@ class Place(msgspec.Struct, frozen=True, gc=False):
     sequence: int
 
 
-class Header(msgspec.Struct, frozen=True, gc=False):
+class RecordHeader(msgspec.Struct, frozen=True, gc=False):
     """All a header says. `tags` is one digest, MAC or cipher tag for each 1 MiB of payload."""
 
     meta: Meta
-    place: Place
+    place: RecordPlace
     seal: int
     payload_bytes: int
     created_ms: int
@@ -103,7 +103,7 @@ def _untext(field: bytes) -> str:
     return field.rstrip(b"\0").decode()
 
 
-def encode(header: Header) -> bytes:
+def encode(header: RecordHeader) -> bytes:
     """The header's bytes, CRC set, padded to 4 KiB."""
     meta, place = header.meta, header.place
     used = FIXED_BYTES + len(meta.descriptor) + len(header.tags) + len(meta.boundaries)
@@ -151,7 +151,7 @@ def encode(header: Header) -> bytes:
     return bytes(packed)
 
 
-def moved(encoded: bytes | memoryview, place: Place) -> bytes:
+def moved(encoded: bytes | memoryview, place: RecordPlace) -> bytes:
     """The same header at another place; identity, tags and MAC untouched."""
     packed = bytearray(encoded)
     (units,) = struct.unpack_from("<I", packed, 44)
@@ -198,13 +198,13 @@ def peek_bytes(data: bytes | memoryview) -> int:
     return int(blocks) * BLOCK
 
 
-def decode(data: bytes | memoryview) -> Header:
+def decode(data: bytes | memoryview) -> RecordHeader:
     """The header at the start of `data`, checked against its CRC and its own arithmetic."""
     length = peek_bytes(data)
     if len(data) < length:
         raise Corrupt(f"header cut off at {len(data)} of {length} bytes")
     version, _ = _VERSION_AND_BLOCKS.unpack_from(data, 8)
-    header: Header = DECODERS[version](memoryview(data)[:length])
+    header: RecordHeader = DECODERS[version](memoryview(data)[:length])
     return header
 
 
@@ -220,7 +220,7 @@ def checked_body(data: memoryview) -> int:
     return int(used)
 
 
-def _decode_1(data: memoryview) -> Header:
+def _decode_1(data: memoryview) -> RecordHeader:
     used = checked_body(data)
     if used < FIXED_BYTES:
         raise Corrupt("header too short")
@@ -259,12 +259,12 @@ def _decode_1(data: memoryview) -> Header:
         )
     except (ValueError, KeyError) as error:
         raise Corrupt(f"header field: {error}") from error
-    place = Place(store_id, segment, offset, sequence)
-    return Header(
+    place = RecordPlace(store_id, segment, offset, sequence)
+    return RecordHeader(
         meta, place, seal, payload_bytes, created_ms, bytes(data[tags_at:ends_at]), salt, mac
     )
 
 
-Decoder = Callable[[memoryview], Header]
+Decoder = Callable[[memoryview], RecordHeader]
 DECODERS: dict[int, Decoder] = {VERSION: _decode_1}
 """Version -> its reader. A new version adds one and keeps its predecessor's."""

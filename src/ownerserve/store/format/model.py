@@ -29,7 +29,7 @@ SHARED = b""
 """The tenant of an artifact that belongs to no tenant."""
 
 
-class Kind(IntEnum):
+class ArtifactKind(IntEnum):
     """Range: global KV of tokens [a, b). Point: the state needed to go on at one boundary."""
 
     RANGE = 1
@@ -53,7 +53,7 @@ class Meta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     id: bytes
-    kind: Kind
+    kind: ArtifactKind
     component: str
     prefix_hash: bytes
     first_token: int
@@ -114,9 +114,9 @@ def meta_of(
     """
     match key:
         case RangeKey():
-            kind, first, end = Kind.RANGE, key.start, key.end
+            kind, first, end = ArtifactKind.RANGE, key.start, key.end
         case PointKey():
-            kind, first, end = Kind.POINT, key.position, key.position
+            kind, first, end = ArtifactKind.POINT, key.position, key.position
     exact = identity.exactness
     return Meta(
         id=artifact_id(identity.digest(), key),
@@ -151,7 +151,7 @@ class Want(msgspec.Struct, frozen=True, gc=False):
     descriptor: bytes | None = None
 
 
-class Usage(NamedTuple):
+class TierUsage(NamedTuple):
     """Bytes and records that stand in a tier, of one tenant and kind or of all."""
 
     stored_bytes: int = 0
@@ -169,7 +169,7 @@ class Listed(msgspec.Struct, frozen=True):
     restore_cost_ms: float = 0.0
 
 
-class Part(msgspec.Struct, frozen=True, gc=False):
+class ReadPart(msgspec.Struct, frozen=True, gc=False):
     """Verified bytes of one want."""
 
     meta: Meta
@@ -205,39 +205,39 @@ class RefusalReason(StrEnum):
     CLOSED = "closed"
 
 
-class Hit(msgspec.Struct, frozen=True):
+class ReadHit(msgspec.Struct, frozen=True):
     """All wants, in order, each verified."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ReadPart, ...]
     tier: str = ""
 
 
-class Miss(msgspec.Struct, frozen=True):
+class ReadMiss(msgspec.Struct, frozen=True):
     """Nothing: `id` is the first artifact that failed, for `reason`."""
 
     reason: MissReason
     id: bytes = b""
 
 
-class Stored(msgspec.Struct, frozen=True):
+class WriteDone(msgspec.Struct, frozen=True):
     """Durable and readable; `stored_bytes` is what it occupies."""
 
     id: bytes
     stored_bytes: int
 
 
-class Present(msgspec.Struct, frozen=True):
+class AlreadyStored(msgspec.Struct, frozen=True):
     """An equal id is already there. Sealed is immutable: the first copy stays."""
 
     id: bytes
 
 
-class Refused(msgspec.Struct, frozen=True):
+class WriteRefused(msgspec.Struct, frozen=True):
     """Not stored."""
 
     reason: RefusalReason
     id: bytes = b""
 
 
-ReadOutcome = Hit | Miss
-WriteOutcome = Stored | Present | Refused
+ReadOutcome = ReadHit | ReadMiss
+WriteOutcome = WriteDone | AlreadyStored | WriteRefused

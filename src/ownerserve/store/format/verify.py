@@ -10,8 +10,8 @@ from hmac import compare_digest
 from ownerserve.kv.errors import Corrupt
 from ownerserve.store.format.header import (
     CHUNK,
-    Header,
-    Place,
+    RecordHeader,
+    RecordPlace,
     aligned,
     chunks_of,
     decode,
@@ -40,7 +40,9 @@ def record_room(meta: Meta, payload_bytes: int, seal: Seal) -> tuple[int, int]:
     return head, head + aligned(payload_bytes)
 
 
-def draft(record: memoryview, meta: Meta, payload_bytes: int, *, seal: Seal, now_ms: int) -> Header:
+def draft(
+    record: memoryview, meta: Meta, payload_bytes: int, *, seal: Seal, now_ms: int
+) -> RecordHeader:
     """Seal the payload that lies in `record` and put a placeless header before it.
 
     The padding is zeroed: a recycled buffer must not leak what it held before.
@@ -50,14 +52,16 @@ def draft(record: memoryview, meta: Meta, payload_bytes: int, *, seal: Seal, now
     record[head + payload_bytes : total] = bytes(total - head - payload_bytes)
     salt = new_salt(seal)
     tags = seal.close(payload, salt)
-    header = Header(meta, Place(bytes(16), 0, 0, 0), seal.kind, payload_bytes, now_ms, tags, salt)
+    header = RecordHeader(
+        meta, RecordPlace(bytes(16), 0, 0, 0), seal.kind, payload_bytes, now_ms, tags, salt
+    )
     encoded = encode(header)
     mac = seal.header_mac(mac_input(encoded))
     record[:head] = encoded if mac == NO_MAC else with_mac(encoded, mac)
     return header
 
 
-def open_header(data: memoryview, keys: Keys) -> tuple[Header, Seal]:
+def open_header(data: memoryview, keys: Keys) -> tuple[RecordHeader, Seal]:
     """The header, its MAC checked, and the seal that its chunks bear."""
     header = decode(data)
     if header.seal not in _SEALS:
@@ -76,14 +80,14 @@ def open_header(data: memoryview, keys: Keys) -> tuple[Header, Seal]:
     return header, seal
 
 
-def check_place(header: Header, store_id: bytes, segment: int, offset: int) -> None:
+def check_place(header: RecordHeader, store_id: bytes, segment: int, offset: int) -> None:
     """A record says where it lies, so that a misplaced or embedded one is not taken for another."""
     place = header.place
     if (place.segment, place.offset) != (segment, offset) or place.store_id != store_id:
         raise Corrupt("the record says it lies elsewhere")
 
 
-def check_meta(header: Header, expected: Meta, payload_bytes: int) -> None:
+def check_meta(header: RecordHeader, expected: Meta, payload_bytes: int) -> None:
     """The header must say what the catalogue said."""
     meta = header.meta
     if meta.id != expected.id:
@@ -96,7 +100,9 @@ def check_meta(header: Header, expected: Meta, payload_bytes: int) -> None:
         raise Corrupt("another component or prefix than the catalogue has")
 
 
-def open_chunks(payload: memoryview, header: Header, seal: Seal, first_chunk: int = 0) -> None:
+def open_chunks(
+    payload: memoryview, header: RecordHeader, seal: Seal, first_chunk: int = 0
+) -> None:
     """Check (and decrypt in place) whole chunks, `payload` starting at `first_chunk`."""
     width = seal.tag_bytes
     for at in range(0, len(payload), CHUNK):

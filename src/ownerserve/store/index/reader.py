@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ownerserve.kv.errors import UNREADABLE, OwnerServeError
-from ownerserve.store.format.model import Kind, Meta, Usage, unit_ends
+from ownerserve.store.format.model import ArtifactKind, Meta, TierUsage, unit_ends
 
 SCHEMA_VERSION = 3
 HOT_ENTRIES = 1 << 17
@@ -85,7 +85,7 @@ class IndexFailed(OwnerServeError):
     """SQLite could not do it. The segments still hold the truth."""
 
 
-class Entry(msgspec.Struct, frozen=True, gc=False):
+class IndexEntry(msgspec.Struct, frozen=True, gc=False):
     """Where a record lies and what it is."""
 
     meta: Meta
@@ -118,7 +118,7 @@ class SegmentRow(msgspec.Struct, frozen=True):
     state: SegmentState
 
 
-class Span(msgspec.Struct, frozen=True):
+class SegmentSpan(msgspec.Struct, frozen=True):
     """Dead bytes of a segment that are still to be erased."""
 
     segment: int
@@ -131,7 +131,7 @@ class Quarantined(msgspec.Struct, frozen=True):
 
     id: bytes
     tenant: bytes
-    span: Span
+    span: SegmentSpan
     reason: str
     at_ms: int
 
@@ -139,11 +139,11 @@ class Quarantined(msgspec.Struct, frozen=True):
 class Touch(msgspec.Struct, gc=False):
     """Reads of a record that the index has not heard of yet."""
 
-    entry: Entry
+    entry: IndexEntry
     at_ms: int
     times: int = 1
 
-    def applied(self) -> Entry:
+    def applied(self) -> IndexEntry:
         """The entry as it is once they count."""
         return msgspec.structs.replace(
             self.entry,
@@ -155,10 +155,10 @@ class Touch(msgspec.Struct, gc=False):
 class Change(msgspec.Struct):
     """One step from one true state to the next."""
 
-    add: Sequence[Entry] = ()
-    remove: Sequence[Entry] = ()
-    doom: Sequence[Span] = ()
-    erased: Sequence[Span] = ()
+    add: Sequence[IndexEntry] = ()
+    remove: Sequence[IndexEntry] = ()
+    doom: Sequence[SegmentSpan] = ()
+    erased: Sequence[SegmentSpan] = ()
     segments: Sequence[SegmentRow] = ()
     forget_segments: Sequence[int] = ()
     quarantine: Sequence[Quarantined] = ()
@@ -173,7 +173,7 @@ class IndexReader:
         self.path = path
         self._local = local()
         self._open: list[sqlite3.Connection] = []
-        self._hot: dict[bytes, Entry] = {}
+        self._hot: dict[bytes, IndexEntry] = {}
         self._generation = 0
         self._lock = Lock()
 
@@ -197,7 +197,7 @@ class IndexReader:
         with mapped():
             return self._connect().execute(sql, values).fetchall()
 
-    def get(self, id_: bytes) -> Entry | None:
+    def get(self, id_: bytes) -> IndexEntry | None:
         """The entry of `id_`."""
         entry = self._hot.get(id_)
         if entry is not None:
@@ -209,7 +209,7 @@ class IndexReader:
                 return entry
         return None
 
-    def get_many(self, ids: Sequence[bytes]) -> dict[bytes, Entry]:
+    def get_many(self, ids: Sequence[bytes]) -> dict[bytes, IndexEntry]:
         """Entries of those that are there; one query for each 256 not in memory."""
         hot = self._hot
         found = {id_: entry for id_ in ids if (entry := hot.get(id_)) is not None}
@@ -229,12 +229,12 @@ class IndexReader:
             found[entry.meta.id] = entry
         return found
 
-    def _select(self, where: str, values: Sequence[object] = ()) -> list[Entry]:
+    def _select(self, where: str, values: Sequence[object] = ()) -> list[IndexEntry]:
         return [
             _entry(row) for row in self._rows(f"SELECT {_COLUMNS} FROM records {where}", values)
         ]
 
-    def _remember(self, entries: Iterable[Entry], generation: int) -> None:
+    def _remember(self, entries: Iterable[IndexEntry], generation: int) -> None:
         with self._lock:
             if generation != self._generation:
                 return  # a write came in between: what was read may be gone
@@ -250,14 +250,18 @@ class IndexReader:
         """Ask SQLite next time: another process may have moved it."""
         self._hot.pop(id_, None)
 
-    def oldest(self, kind: Kind, limit: int, *, tenant: bytes | None = None) -> list[Entry]:
+    def oldest(
+        self, kind: ArtifactKind, limit: int, *, tenant: bytes | None = None
+    ) -> list[IndexEntry]:
         """Least recently touched first."""
         if tenant is None:
             return self._select("WHERE kind = ? ORDER BY touched_ms LIMIT ?", (kind, limit))
         where = "WHERE kind = ? AND tenant = ? ORDER BY touched_ms LIMIT ?"
         return self._select(where, (kind, tenant, limit))
 
-    def walk(self, *, tenant: bytes | None = None, segment: int | None = None) -> Iterator[Entry]:
+    def walk(
+        self, *, tenant: bytes | None = None, segment: int | None = None
+    ) -> Iterator[IndexEntry]:
         """Every entry (of a tenant, of a segment), in order of writing."""
         conditions, after = ["sequence > ?"], -1
         more: list[object] = []
@@ -277,7 +281,7 @@ class IndexReader:
                 return
             after = rows[-1].sequence
 
-    def at_boundary(self, prefix_hash: bytes) -> list[tuple[Entry, int]]:
+    def at_boundary(self, prefix_hash: bytes) -> list[tuple[IndexEntry, int]]:
         """Records that have `prefix_hash` at a unit's end: (entry, units up to there)."""
         rows = self._rows("SELECT sequence, unit FROM boundary WHERE hash = ?", (prefix_hash,))
         found = []
@@ -285,24 +289,24 @@ class IndexReader:
             found += [(e, unit) for e in self._select("WHERE sequence = ?", (sequence,))]
         return found
 
-    def usage(self) -> dict[tuple[bytes, Kind], Usage]:
+    def usage(self) -> dict[tuple[bytes, ArtifactKind], TierUsage]:
         """Bytes and records by (tenant, kind)."""
         rows = self._rows("SELECT tenant, kind, bytes, records FROM usage WHERE records > 0")
-        return {(t, Kind(k)): Usage(b, n) for t, k, b, n in rows}
+        return {(t, ArtifactKind(k)): TierUsage(b, n) for t, k, b, n in rows}
 
     def segments(self) -> list[SegmentRow]:
         """All segment rows, by number."""
         rows = self._rows("SELECT number, end, size, live, state FROM segments ORDER BY number")
         return [SegmentRow(n, e, s, v, SegmentState(t)) for n, e, s, v, t in rows]
 
-    def doomed(self) -> list[Span]:
+    def doomed(self) -> list[SegmentSpan]:
         """Spans to erase."""
-        return [Span(*row) for row in self._rows("SELECT * FROM doomed")]
+        return [SegmentSpan(*row) for row in self._rows("SELECT * FROM doomed")]
 
     def quarantined(self) -> list[Quarantined]:
         """Records that failed verification, oldest first."""
         rows = self._rows("SELECT * FROM quarantine ORDER BY at_ms")
-        return [Quarantined(i, w, Span(s, o, n), r, t) for i, w, s, o, n, r, t in rows]
+        return [Quarantined(i, w, SegmentSpan(s, o, n), r, t) for i, w, s, o, n, r, t in rows]
 
     def highest_sequence(self) -> int:
         """Of all records; 0 when there are none."""
@@ -320,8 +324,8 @@ class IndexReader:
 _decode_meta = msgspec.msgpack.Decoder(Meta).decode
 
 
-def _entry(row: tuple[Any, ...]) -> Entry:
-    return Entry(_decode_meta(row[0]), *row[1:])
+def _entry(row: tuple[Any, ...]) -> IndexEntry:
+    return IndexEntry(_decode_meta(row[0]), *row[1:])
 
 
 @contextmanager
@@ -333,6 +337,6 @@ def mapped() -> Iterator[None]:
         raise IndexFailed(f"index: {error}") from error
 
 
-def boundary_rows(entry: Entry) -> Iterator[tuple[bytes, int, int]]:
+def boundary_rows(entry: IndexEntry) -> Iterator[tuple[bytes, int, int]]:
     """(hash, sequence, unit) of each unit end that costs a row here."""
     return ((digest, entry.sequence, unit) for digest, unit in unit_ends(entry.meta))

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-from ownerserve.store.format.model import Kind, Usage
+from ownerserve.store.format.model import ArtifactKind, TierUsage
 from ownerserve.store.index.reader import (
     MIGRATE,
     SCHEMA,
     SCHEMA_VERSION,
     Change,
-    Entry,
+    IndexEntry,
     IndexFailed,
     IndexReader,
     Quarantined,
@@ -37,7 +37,7 @@ class IndexWriter(IndexReader):
         super().__init__(path)
         self.is_new = False
         self.on_removed: OnRemoved = nobody_listens
-        self.standing: dict[tuple[bytes, Kind], Usage] = {}
+        self.standing: dict[tuple[bytes, ArtifactKind], TierUsage] = {}
         try:
             self._open_or_create(store_id)
         except IndexFailed:
@@ -128,8 +128,10 @@ class IndexWriter(IndexReader):
                 if hot is not None and hot.sequence == touch.entry.sequence:
                     self._hot[touch.entry.meta.id] = touch.applied()
             for key, growth in grown.items():
-                before = self.standing.get(key, Usage())
-                self.standing[key] = Usage(*(a + b for a, b in zip(before, growth, strict=True)))
+                before = self.standing.get(key, TierUsage())
+                self.standing[key] = TierUsage(
+                    *(a + b for a, b in zip(before, growth, strict=True))
+                )
         self._remember((), self._generation)
         if change.remove:
             moved = {entry.meta.id for entry in change.add}
@@ -144,13 +146,13 @@ class IndexWriter(IndexReader):
             cursor.executemany("INSERT INTO doomed VALUES (?,?,?)", spans)
 
 
-def _remove(cursor: sqlite3.Cursor, entries: Iterable[Entry]) -> None:
+def _remove(cursor: sqlite3.Cursor, entries: Iterable[IndexEntry]) -> None:
     keys = [(entry.sequence,) for entry in entries]
     cursor.executemany("DELETE FROM records WHERE sequence = ?", keys)
     cursor.executemany("DELETE FROM boundary WHERE sequence = ?", keys)
 
 
-def _add(cursor: sqlite3.Cursor, entries: Iterable[Entry]) -> None:
+def _add(cursor: sqlite3.Cursor, entries: Iterable[IndexEntry]) -> None:
     cursor.executemany(
         "INSERT INTO records (sequence, mark, kind, tenant, segment, offset, header, stored,"
         " payload, touched_ms, reuse, cost_ms, meta) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
@@ -162,7 +164,7 @@ def _add(cursor: sqlite3.Cursor, entries: Iterable[Entry]) -> None:
     )
 
 
-def _row(entry: Entry) -> tuple[object, ...]:
+def _row(entry: IndexEntry) -> tuple[object, ...]:
     meta = entry.meta
     lean = msgspec.structs.replace(meta, boundaries=b"") if meta.boundaries else meta
     return (
@@ -182,9 +184,9 @@ def _row(entry: Entry) -> tuple[object, ...]:
     )
 
 
-def _account(cursor: sqlite3.Cursor, change: Change) -> dict[tuple[bytes, Kind], Usage]:
-    size: Counter[tuple[bytes, Kind]] = Counter()
-    count: Counter[tuple[bytes, Kind]] = Counter()
+def _account(cursor: sqlite3.Cursor, change: Change) -> dict[tuple[bytes, ArtifactKind], TierUsage]:
+    size: Counter[tuple[bytes, ArtifactKind]] = Counter()
+    count: Counter[tuple[bytes, ArtifactKind]] = Counter()
     live: Counter[int] = Counter()
     for sign, entries in ((1, change.add), (-1, change.remove)):
         for entry in entries:
@@ -201,7 +203,7 @@ def _account(cursor: sqlite3.Cursor, change: Change) -> dict[tuple[bytes, Kind],
         "UPDATE segments SET live = live + ? WHERE number = ?",
         [(amount, number) for number, amount in live.items()],
     )
-    return {key: Usage(size[key], count[key]) for key in size}
+    return {key: TierUsage(size[key], count[key]) for key in size}
 
 
 def _annotate(cursor: sqlite3.Cursor, change: Change) -> None:

@@ -1,6 +1,6 @@
 """Requests in the air: who waits for which work, until when. Pure; the runtime does the work.
 
-    submit    -> Start(flight) for new work, nothing when the same work is already under way
+    submit    -> StartFlight for new work, nothing when the same work is already under way
     completed -> the tickets that it answers
     cancel    -> the ticket is answered at once; a flight that nobody waits for is Abandoned
     overdue   -> tickets whose deadline passed, answered; the work itself can't be stopped
@@ -19,13 +19,13 @@ Ticket = NewType("Ticket", int)
 Flight = NewType("Flight", int)
 
 
-class Start(msgspec.Struct, frozen=True):
+class StartFlight(msgspec.Struct, frozen=True):
     """Begin the work of a flight."""
 
     flight: Flight
 
 
-class Joined(msgspec.Struct, frozen=True):
+class JoinFlight(msgspec.Struct, frozen=True):
     """The same work is under way; its result answers this ticket too."""
 
     flight: Flight
@@ -42,8 +42,8 @@ class _Waiting(msgspec.Struct):
     deadline_s: float | None
 
 
-class Flights:
-    """All tickets not yet answered. Flights of equal `key` are one (single-flight)."""
+class TicketFlights:
+    """All tickets not yet answered. Flights with an equal `key` are one (single-flight)."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -62,21 +62,21 @@ class Flights:
 
     def submit(
         self, key: Hashable | None, deadline_s: float | None = None
-    ) -> tuple[Ticket, Start | Joined]:
+    ) -> tuple[Ticket, StartFlight | JoinFlight]:
         """A new ticket. Work with `key` None is never shared."""
         self._next += 1
         ticket = Ticket(self._next)
         flight = None if key is None else self._by_key.get(key)
-        effect: Start | Joined
+        effect: StartFlight | JoinFlight
         if flight is None:
             flight = Flight(self._next)
             self._tickets[flight] = set()
             if key is not None:
                 self._by_key[key] = flight
                 self._key_of[flight] = key
-            effect = Start(flight)
+            effect = StartFlight(flight)
         else:
-            effect = Joined(flight)
+            effect = JoinFlight(flight)
         self._tickets[flight].add(ticket)
         self._waiting[ticket] = _Waiting(flight, deadline_s)
         return ticket, effect

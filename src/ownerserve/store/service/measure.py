@@ -16,14 +16,14 @@ import msgspec
 
 from ownerserve.kv.units import GIB, KIB, MIB
 from ownerserve.store.disk.tier import DiskOptions, DiskTier
-from ownerserve.store.format.model import Hit, Kind, Meta, Want
-from ownerserve.store.index.reader import Change, Entry
+from ownerserve.store.format.model import ArtifactKind, Meta, ReadHit, Want
+from ownerserve.store.index.reader import Change, IndexEntry
 from ownerserve.store.index.writer import IndexWriter
 from ownerserve.store.service.wallclock import WallClock
 from ownerserve.store.tiers.backend import Reservation
-from ownerserve.store.tiers.policy import KindLimits, Limits
+from ownerserve.store.tiers.policy import KindLimits, TierLimits
 
-OPTIONS = DiskOptions(limits=Limits(KindLimits(64 * GIB), KindLimits(GIB)))
+OPTIONS = DiskOptions(limits=TierLimits(KindLimits(64 * GIB), KindLimits(GIB)))
 GROUP_BYTES = 32 * MIB
 
 
@@ -40,7 +40,7 @@ class Measured(msgspec.Struct, frozen=True):
 def bench_meta(number: int, tenant: bytes = b"") -> Meta:
     """A record's meta by number."""
     id_ = number.to_bytes(32, "little")
-    return Meta(id_, Kind.RANGE, "csa_main", id_, 0, 1024, tenant=tenant, precision="fp8")
+    return Meta(id_, ArtifactKind.RANGE, "csa_main", id_, 0, 1024, tenant=tenant, precision="fp8")
 
 
 def _rounds(metric: str, unit: str, *, rounds: int, once: Callable[[], float]) -> Measured:
@@ -109,7 +109,7 @@ class DiskBench:
 
         def some(mine: Sequence[int]) -> None:
             for number in mine:
-                assert isinstance(self.tier.read([Want(number.to_bytes(32, "little"))]), Hit)
+                assert isinstance(self.tier.read([Want(number.to_bytes(32, "little"))]), ReadHit)
 
         with ThreadPoolExecutor(threads) as pool:
             started = time.perf_counter()
@@ -125,7 +125,7 @@ class DiskBench:
         ]
         started = time.perf_counter()
         for wants in wanted:
-            assert isinstance(self.tier.read(wants), Hit)
+            assert isinstance(self.tier.read(wants), ReadHit)
         return self._rate(16 * len(wanted), started)
 
     def restore_round(self) -> float:
@@ -134,7 +134,7 @@ class DiskBench:
         wanted = [[Want(n.to_bytes(32, "little")) for n in range(at, at + 16)] for at in numbers]
         started = time.perf_counter()
         for wants in wanted:
-            assert isinstance(self.tier.read(wants), Hit)
+            assert isinstance(self.tier.read(wants), ReadHit)
         return len(wanted) * 16 * self.payload_bytes / 1e6 / (time.perf_counter() - started)
 
     def run(self, rounds: int, threads: Sequence[int] = (1, 4)) -> list[Measured]:
@@ -157,10 +157,10 @@ class DiskBench:
         return found
 
 
-def bench_entry(number: int) -> Entry:
+def bench_entry(number: int) -> IndexEntry:
     """An index row by number."""
     size = 64 * KIB + 4096
-    return Entry(
+    return IndexEntry(
         meta=bench_meta(number),
         sequence=number + 1,
         segment=1,

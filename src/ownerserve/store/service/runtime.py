@@ -1,7 +1,7 @@
 """The store's runtime: threads that do what the engine must not wait for.
 
     submit_*   returns a ticket at once; never touches a medium
-    poll       the answer, or Pending; never waits
+    poll       the answer, or NotYet; never waits
     cancel     the answer is a miss from now on
     drain      waits, for shutdown and tests
 
@@ -22,18 +22,18 @@ import msgspec
 
 from ownerserve.kv.clock import Clock
 from ownerserve.store.format.model import (
+    AlreadyStored,
     Listed,
     Meta,
-    Miss,
     MissReason,
-    Present,
+    ReadMiss,
     ReadOutcome,
     RefusalReason,
-    Refused,
     Want,
     WriteOutcome,
+    WriteRefused,
 )
-from ownerserve.store.service.flights import Flight, Flights, Joined, Ticket
+from ownerserve.store.service.flights import Flight, JoinFlight, Ticket, TicketFlights
 from ownerserve.store.tiers.backend import Reservation, TierBackend
 from ownerserve.store.tiers.tiered import TieredStore
 
@@ -48,14 +48,14 @@ MAX_FLYING = 1024
 GROUP = 64
 
 
-class Pending(msgspec.Struct, frozen=True):
+class NotYet(msgspec.Struct, frozen=True):
     """Not yet."""
 
 
 Found = Mapping[bytes, Listed]
 Seen = Mapping[bytes, object]
 Located = Mapping[str, frozenset[bytes]]
-Reserved = Reservation | Present | Refused
+Reserved = Reservation | AlreadyStored | WriteRefused
 Answer = ReadOutcome | WriteOutcome | Seen | Located | Reserved
 
 
@@ -73,7 +73,7 @@ class StoreService:
     def __init__(self, tier: TierBackend, clock: Clock, *, readers: int = READERS) -> None:
         self._tier = tier
         self._clock = clock
-        self._flights = Flights()
+        self._flights = TicketFlights()
         self._answers: dict[Ticket, Answer] = {}
         self._misses: dict[Ticket, Answer] = {}
         self._abandoned: set[Flight] = set()
@@ -100,35 +100,38 @@ class StoreService:
         self, look: Callable[[], Seen | Located], *, deadline_s: float | None = None
     ) -> Ticket:
         """As `submit_find`, where the caller knows more ways to look than a tier's `find`; answered
-        by a Miss when late: silence does not say that nothing is there."""
-        job = _Job(Flight(0), look, Miss(MissReason.BUSY, b""))
+        by a ReadMiss when late: silence does not say that nothing is there."""
+        job = _Job(Flight(0), look, ReadMiss(MissReason.BUSY, b""))
         return self._submit(job, self._read_jobs, key=None, deadline_s=deadline_s)
 
     def submit_read(self, wants: Sequence[Want], *, deadline_s: float | None = None) -> Ticket:
-        """Answered by Hit or Miss. Equal reads in the air are one."""
+        """Answered by ReadHit or ReadMiss. Equal reads in the air are one."""
         wants = tuple(wants)
         first = wants[0].id if wants else b""
-        job = _Job(Flight(0), lambda: self._tier.read(wants), Miss(MissReason.DEADLINE, first))
+        job = _Job(Flight(0), lambda: self._tier.read(wants), ReadMiss(MissReason.DEADLINE, first))
         return self._submit(job, self._read_jobs, key=("read", wants), deadline_s=deadline_s)
 
     def submit_reserve(
         self, meta: Meta, payload_bytes: int, *, deadline_s: float | None = None
     ) -> Ticket:
-        """Answered by a Reservation to fill, Present or Refused. Unfetched ones are aborted."""
+        """Answered by a Reservation to fill, AlreadyStored or WriteRefused.
+
+        A reservation that nobody fetches is aborted.
+        """
         job = _Job(
             Flight(0),
             lambda: self._tier.reserve(meta, payload_bytes),
-            Refused(RefusalReason.BUSY, meta.id),
+            WriteRefused(RefusalReason.BUSY, meta.id),
             undo=self._undo,
         )
         return self._submit(job, self._write_jobs, key=None, deadline_s=deadline_s)
 
     def submit_commit(self, reservation: Reservation) -> Ticket:
-        """Answered by Stored or Refused. It can't be cancelled: it may be durable already."""
+        """Answered by WriteDone or WriteRefused. A commit can't be cancelled: it may be durable."""
         job = _Job(
             Flight(0),
             lambda: self._tier.commit([reservation])[0],
-            Refused(RefusalReason.CLOSED, reservation.meta.id),
+            WriteRefused(RefusalReason.CLOSED, reservation.meta.id),
             commit=reservation,
         )
         return self._submit(job, self._write_jobs, key=None, deadline_s=None)
@@ -160,19 +163,19 @@ class StoreService:
             if full or self._closing:
                 self._answer_instead(ticket)
                 self._flights.cancel(ticket)
-            elif not isinstance(effect, Joined):
+            elif not isinstance(effect, JoinFlight):
                 job.flight = effect.flight
                 jobs.put(job)
         return ticket
 
     def _answer_instead(self, ticket: Ticket, reason: MissReason | None = None) -> None:
         answer = self._misses.pop(ticket)
-        if isinstance(answer, Miss):
-            answer = Miss(reason or MissReason.BUSY, answer.id)
+        if isinstance(answer, ReadMiss):
+            answer = ReadMiss(reason or MissReason.BUSY, answer.id)
         self._answers[ticket] = answer
 
-    def poll(self, ticket: Ticket) -> Answer | Pending:
-        """The answer, once; Pending before. KeyError for a ticket answered or cancelled."""
+    def poll(self, ticket: Ticket) -> Answer | NotYet:
+        """The answer, once; NotYet before. KeyError for a ticket answered or cancelled."""
         with self._changed:
             for late, abandoned in self._flights.overdue(self._clock.now()):
                 self._answer_instead(late, MissReason.DEADLINE)
@@ -182,7 +185,7 @@ class StoreService:
                 return self._answers.pop(ticket)
             if ticket not in self._misses:
                 raise KeyError(f"ticket {ticket} was answered or cancelled")
-            return Pending()
+            return NotYet()
 
     def cancel(self, ticket: Ticket) -> None:
         """Nobody will poll this ticket. Work not begun is not begun; an unseen hold is undone."""

@@ -18,17 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from ownerserve.store.format.model import (
-    Kind,
+    AlreadyStored,
+    ArtifactKind,
     Listed,
     Meta,
-    Present,
     ReadOutcome,
-    Refused,
-    Usage,
+    TierUsage,
     Want,
     WriteOutcome,
+    WriteRefused,
 )
-from ownerserve.store.tiers.buffers import Landing
+from ownerserve.store.tiers.buffers import BufferSource
 
 
 class Reservation:
@@ -72,9 +72,11 @@ class TierBackend(Protocol):
 
     def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]: ...
 
-    def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome: ...
+    def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome: ...
 
-    def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | Present | Refused: ...
+    def reserve(
+        self, meta: Meta, payload_bytes: int
+    ) -> Reservation | AlreadyStored | WriteRefused: ...
 
     def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]: ...
 
@@ -88,7 +90,7 @@ class TierBackend(Protocol):
 
     def price(self, costs_ms: Mapping[bytes, float]) -> None: ...
 
-    def usage(self) -> Mapping[tuple[bytes, Kind], Usage]: ...
+    def usage(self) -> Mapping[tuple[bytes, ArtifactKind], TierUsage]: ...
 
     def close(self) -> None: ...
 

@@ -21,7 +21,7 @@ from ownerserve.store.format.header import BLOCK
 HUGE_PAGE = 2 * MIB
 
 
-class Landing(Protocol):
+class BufferSource(Protocol):
     """Where bytes read or about to be written may lie. A CUDA engine brings pinned memory."""
 
     def take(self, count: int) -> memoryview:
@@ -62,7 +62,7 @@ class AnonymousMemory:
 
 
 class BufferPool:
-    """A Landing on anonymous memory, at most `limit_bytes` in use, idle buffers kept warm.
+    """A BufferSource on anonymous memory, at most `limit_bytes` in use, idle buffers kept warm.
 
     A fresh mapping costs a page fault for each 4 KiB, about as much as the read itself.
     """

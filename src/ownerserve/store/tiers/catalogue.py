@@ -16,10 +16,17 @@ from threading import Lock
 from typing import NamedTuple
 
 from ownerserve.kv.clock import Clock
-from ownerserve.store.format.model import SHARED, Kind, Listed, Meta, RefusalReason, Usage
+from ownerserve.store.format.model import (
+    SHARED,
+    ArtifactKind,
+    Listed,
+    Meta,
+    RefusalReason,
+    TierUsage,
+)
 from ownerserve.store.tiers.blobs import Blobs
 from ownerserve.store.tiers.ledger import Ledger
-from ownerserve.store.tiers.policy import ExpectedUse, Limits
+from ownerserve.store.tiers.policy import ExpectedUse, TierLimits
 
 _SHARED_NAME = "shared"
 _WORTH = struct.Struct("<BdQ")  # version 1, restore cost in ms, uses
@@ -27,7 +34,7 @@ LISTING_S = 300.0
 """A listing is this old at most before room is made by it: other nodes write too."""
 
 
-class Row(NamedTuple):
+class CatalogueRow(NamedTuple):
     """A catalogue entry. Of the record's meta only id, tenant and kind are known here."""
 
     key: str
@@ -45,14 +52,14 @@ def under_tenant(tenant: bytes) -> str:
     return f"catalogue/{tenant.hex() or _SHARED_NAME}/"
 
 
-def parse(key: str, modified_s: float) -> Row:
+def parse(key: str, modified_s: float) -> CatalogueRow:
     """The entry that `key` names; ValueError or KeyError when it names none."""
     _, owner, kind, name = key.split("/")
     id_hex, _, size = name.partition("-")
     id_ = bytes.fromhex(id_hex)
     tenant = SHARED if owner == _SHARED_NAME else bytes.fromhex(owner)
-    meta = Meta(id_, Kind[kind.upper()], "", bytes(32), 0, 0, tenant=tenant)
-    return Row(key, Listed(meta, int(size), int(size), modified_s))
+    meta = Meta(id_, ArtifactKind[kind.upper()], "", bytes(32), 0, 0, tenant=tenant)
+    return CatalogueRow(key, Listed(meta, int(size), int(size), modified_s))
 
 
 class Catalogue:
@@ -62,20 +69,20 @@ class Catalogue:
     """
 
     def __init__(
-        self, blobs: Blobs, clock: Clock, limits: Limits | None, expected: ExpectedUse
+        self, blobs: Blobs, clock: Clock, limits: TierLimits | None, expected: ExpectedUse
     ) -> None:
         self._blobs = blobs
         self._clock = clock
         self._limits = limits
         self._expected = expected
-        self._rows: dict[bytes, Row] = {}
-        self._standing: dict[tuple[bytes, Kind], Usage] = {}
+        self._rows: dict[bytes, CatalogueRow] = {}
+        self._standing: dict[tuple[bytes, ArtifactKind], TierUsage] = {}
         self._worth_known: set[bytes] = set()
         self._listed_s: float | None = None
         self._uses: dict[bytes, int] = {}
         self._lock = Lock()
 
-    def rows(self, under: str = "catalogue/") -> Iterator[Row]:
+    def rows(self, under: str = "catalogue/") -> Iterator[CatalogueRow]:
         """A listing. Raises what the medium raises; what is no entry is passed over."""
         for blob in self._blobs.list(under):
             with suppress(ValueError, KeyError):
@@ -90,13 +97,13 @@ class Catalogue:
             self._remember(row)
             self._worth_known.add(meta.id)
 
-    def delete(self, row: Row) -> None:
+    def delete(self, row: CatalogueRow) -> None:
         """The record is gone."""
         self._blobs.delete(row.key)
         with self._lock:
             self._forget(row.record.meta.id)
 
-    def _remember(self, row: Row) -> None:
+    def _remember(self, row: CatalogueRow) -> None:
         if self._limits is not None:
             self._rows[row.record.meta.id] = row
             self._count(row.record, 1)
@@ -109,8 +116,8 @@ class Catalogue:
 
     def _count(self, record: Listed, sign: int) -> None:
         key = (record.meta.tenant, record.meta.kind)
-        used = self._standing.get(key, Usage())
-        self._standing[key] = Usage(
+        used = self._standing.get(key, TierUsage())
+        self._standing[key] = TierUsage(
             used.stored_bytes + sign * record.stored_bytes, used.records + sign
         )
 
@@ -138,11 +145,11 @@ class Catalogue:
             if abs(cost_ms - record.restore_cost_ms) > 0.1 * record.restore_cost_ms:
                 self._write_worth(row, cost_ms, record.reuse_count)
 
-    def _write_worth(self, row: Row, cost_ms: float, uses: int) -> None:
+    def _write_worth(self, row: CatalogueRow, cost_ms: float, uses: int) -> None:
         self._blobs.put(row.key, memoryview(_WORTH.pack(1, cost_ms, uses)))
         self._learn(row, self._clock.now(), (cost_ms, uses))
 
-    def _with_worth(self, row: Row) -> Row:
+    def _with_worth(self, row: CatalogueRow) -> CatalogueRow:
         """The row with price and uses as the medium has them, read once for each listing."""
         id_ = row.record.meta.id
         with self._lock:
@@ -154,18 +161,18 @@ class Catalogue:
             _, cost_ms, uses = _WORTH.unpack(body)
         return self._learn(row, row.record.touched_s, (cost_ms, uses))
 
-    def _learn(self, row: Row, touched_s: float, worth: tuple[float, int]) -> Row:
+    def _learn(self, row: CatalogueRow, touched_s: float, worth: tuple[float, int]) -> CatalogueRow:
         cost_ms, uses = worth
         old = row.record
         listed = Listed(old.meta, old.payload_bytes, old.stored_bytes, touched_s, uses, cost_ms)
         with self._lock:
             id_ = old.meta.id
             if id_ in self._rows:
-                self._rows[id_] = Row(row.key, listed)
+                self._rows[id_] = CatalogueRow(row.key, listed)
                 self._worth_known.add(id_)
-        return Row(row.key, listed)
+        return CatalogueRow(row.key, listed)
 
-    def make_room(self, meta: Meta, stored_bytes: int) -> Sequence[Row] | RefusalReason:
+    def make_room(self, meta: Meta, stored_bytes: int) -> Sequence[CatalogueRow] | RefusalReason:
         """Rows whose records must go first: the least useful for their bytes."""
         if self._limits is None:
             return ()
@@ -195,7 +202,7 @@ class Catalogue:
                 self._worth_known |= {id_} if same else set()
             self._listed_s = now_s
 
-    def _oldest(self, kind: Kind, limit: int, tenant: bytes | None) -> Sequence[Listed]:
+    def _oldest(self, kind: ArtifactKind, limit: int, tenant: bytes | None) -> Sequence[Listed]:
         with self._lock:
             rows = [
                 row

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ownerserve.store.format.model import Kind, Listed, Meta, RefusalReason, Usage
+from ownerserve.store.format.model import ArtifactKind, Listed, Meta, RefusalReason, TierUsage
 from ownerserve.store.tiers.backend import Reservation
-from ownerserve.store.tiers.policy import Limits, Need, Order, Taken, choose, shortfall
+from ownerserve.store.tiers.policy import Need, Order, Taken, TierLimits, choose, shortfall
 
-Oldest = Callable[[Kind, int, bytes | None], Sequence[Listed]]
+Oldest = Callable[[ArtifactKind, int, bytes | None], Sequence[Listed]]
 """(kind, limit, tenant or None) -> least recently touched records."""
 
 _FIRST_WINDOW, _LAST_WINDOW = 64, 1 << 20
@@ -21,11 +21,13 @@ class Ledger:
     `standing` is read, not owned: what the tier's own catalogue says is there.
     """
 
-    def __init__(self, limits: Limits, standing: Mapping[tuple[bytes, Kind], Usage]) -> None:
+    def __init__(
+        self, limits: TierLimits, standing: Mapping[tuple[bytes, ArtifactKind], TierUsage]
+    ) -> None:
         self.limits = limits
         self._standing = standing
         self._open: dict[bytes, Reservation] = {}
-        self._reserved: Counter[tuple[bytes, Kind]] = Counter()
+        self._reserved: Counter[tuple[bytes, ArtifactKind]] = Counter()
 
     @property
     def reserved_bytes(self) -> int:
@@ -47,7 +49,7 @@ class Ledger:
         if self._open.pop(meta.id, None) is not None:
             self._reserved[meta.tenant, meta.kind] -= reservation.stored_bytes
 
-    def _taken(self, tenant: bytes, kind: Kind) -> Taken:
+    def _taken(self, tenant: bytes, kind: ArtifactKind) -> Taken:
         """Standing and reserved, as a need of `tenant` and `kind` sees it."""
         own_kind = own = of_kind = 0
         for amounts in (self._standing_bytes(), self._reserved.items()):
@@ -58,7 +60,7 @@ class Ledger:
                 own_kind += count if same_kind and same_owner else 0
         return Taken(of_kind, own, own_kind)
 
-    def _standing_bytes(self) -> Iterator[tuple[tuple[bytes, Kind], int]]:
+    def _standing_bytes(self) -> Iterator[tuple[tuple[bytes, ArtifactKind], int]]:
         return ((key, used.stored_bytes) for key, used in self._standing.items())
 
     def make_room(

@@ -16,23 +16,23 @@ import msgspec
 
 from ownerserve.kv.clock import Clock
 from ownerserve.kv.errors import CapacityExceeded, Corrupt
-from ownerserve.store.format.header import CHUNK, Header, Place
+from ownerserve.store.format.header import CHUNK, RecordHeader, RecordPlace
 from ownerserve.store.format.model import (
-    Hit,
-    Kind,
+    AlreadyStored,
+    ArtifactKind,
     Listed,
     Meta,
-    Miss,
     MissReason,
-    Part,
-    Present,
+    ReadHit,
+    ReadMiss,
     ReadOutcome,
+    ReadPart,
     RefusalReason,
-    Refused,
-    Stored,
-    Usage,
+    TierUsage,
     Want,
+    WriteDone,
     WriteOutcome,
+    WriteRefused,
     unit_ends,
 )
 from ownerserve.store.format.seal import SealKind, Xxh3Seal
@@ -44,19 +44,19 @@ from ownerserve.store.tiers.backend import (
     Reservation,
     nobody_listens,
 )
-from ownerserve.store.tiers.buffers import BufferPool, Landing
+from ownerserve.store.tiers.buffers import BufferPool, BufferSource
 from ownerserve.store.tiers.ledger import Ledger
-from ownerserve.store.tiers.policy import Limits, Order, by_age
+from ownerserve.store.tiers.policy import Order, TierLimits, by_age
 
 _SEAL = Xxh3Seal()
-_NOWHERE = Place(bytes(16), 0, 0, 0)
+_NOWHERE = RecordPlace(bytes(16), 0, 0, 0)
 _NO_SALT = bytes(16)
 
 
-class Held(msgspec.Struct):
+class MemoryRecord(msgspec.Struct):
     """One record in memory."""
 
-    header: Header
+    header: RecordHeader
     payload: memoryview
     touched_s: float
     reuse_count: int = 0
@@ -78,9 +78,9 @@ class MemoryTier:
     def __init__(
         self,
         clock: Clock,
-        limits: Limits,
+        limits: TierLimits,
         *,
-        landing: Landing | None = None,
+        landing: BufferSource | None = None,
         order: Order = by_age,
     ) -> None:
         self.limits = limits
@@ -90,14 +90,16 @@ class MemoryTier:
         self._order = order
         self.on_evict: OnEvict | None = None
         self.on_removed: OnRemoved = nobody_listens
-        self._held: dict[Kind, OrderedDict[bytes, Held]] = {kind: OrderedDict() for kind in Kind}
+        self._held: dict[ArtifactKind, OrderedDict[bytes, MemoryRecord]] = {
+            kind: OrderedDict() for kind in ArtifactKind
+        }
         self._boundaries: dict[bytes, dict[bytes, int]] = {}  # hash -> id -> units up to there
-        self._standing: dict[tuple[bytes, Kind], Usage] = {}
+        self._standing: dict[tuple[bytes, ArtifactKind], TierUsage] = {}
         self._ledger = Ledger(limits, self._standing)
         self._lock = RLock()
         self.counters: Counter[str] = Counter()
 
-    def _get(self, id_: bytes) -> Held | None:
+    def _get(self, id_: bytes) -> MemoryRecord | None:
         return next((held[id_] for held in self._held.values() if id_ in held), None)
 
     def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]:
@@ -113,36 +115,38 @@ class MemoryTier:
             found = [(self._get(id_), units) for id_, units in units_of.items()]
             return [(held.listed(), units) for held, units in found if held is not None]
 
-    def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
+    def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
         """All wants verified, or a miss. `landing` is not used: the bytes are in memory already."""
         with self._lock:
             found = [(want, self._get(want.id)) for want in wants]
         parts = []
         for want, held in found:
-            outcome = Miss(MissReason.ABSENT, want.id) if held is None else self._part(want, held)
-            if isinstance(outcome, Miss):
+            outcome = (
+                ReadMiss(MissReason.ABSENT, want.id) if held is None else self._part(want, held)
+            )
+            if isinstance(outcome, ReadMiss):
                 self.counters[f"miss_{outcome.reason}"] += 1
                 return outcome
             parts.append(outcome)
         self._touch([want.id for want in wants])
         self.counters["hit"] += 1
-        return Hit(tuple(parts), self.name)
+        return ReadHit(tuple(parts), self.name)
 
-    def _part(self, want: Want, held: Held) -> Part | Miss:
+    def _part(self, want: Want, held: MemoryRecord) -> ReadPart | ReadMiss:
         header = held.header
         if want.descriptor is not None and want.descriptor != header.meta.descriptor:
-            return Miss(MissReason.FOREIGN_LAYOUT, want.id)
+            return ReadMiss(MissReason.FOREIGN_LAYOUT, want.id)
         try:
             low, high = span_of(want, header.meta.units, header.payload_bytes)
             first, end = chunk_span(low, high, header.payload_bytes)
             open_chunks(held.payload[first:end], header, _SEAL, first // CHUNK)
         except BadRange:
-            return Miss(MissReason.BAD_RANGE, want.id)
+            return ReadMiss(MissReason.BAD_RANGE, want.id)
         except Corrupt:
             self.counters["quarantined"] += 1
             self._drop(want.id)  # there is no medium to inspect
-            return Miss(MissReason.CORRUPT, want.id)
-        return Part(header.meta, held.payload[low:high])
+            return ReadMiss(MissReason.CORRUPT, want.id)
+        return ReadPart(header.meta, held.payload[low:high])
 
     def _touch(self, ids: Sequence[bytes]) -> None:
         now_s = self._clock.now()
@@ -154,12 +158,12 @@ class MemoryTier:
                         held[id_].touched_s = now_s
                         held[id_].reuse_count += 1
 
-    def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | Present | Refused:
+    def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | AlreadyStored | WriteRefused:
         """Room and the very buffer that will be the record."""
         meta.check()
         with self._lock:
             if self._get(meta.id) is not None:
-                return Present(meta.id)
+                return AlreadyStored(meta.id)
             if payload_bytes < 1 or payload_bytes % meta.units:
                 return self._refuse(RefusalReason.TOO_LARGE, meta)
             if self._ledger.is_held(meta.id):
@@ -179,9 +183,9 @@ class MemoryTier:
             self._ledger.hold(reservation)
             return reservation
 
-    def _refuse(self, reason: RefusalReason, meta: Meta) -> Refused:
+    def _refuse(self, reason: RefusalReason, meta: Meta) -> WriteRefused:
         self.counters[f"refused_{reason}"] += 1
-        return Refused(reason, meta.id)
+        return WriteRefused(reason, meta.id)
 
     def _evict(self, victim: Listed) -> None:
         held = self._get(victim.meta.id)
@@ -190,7 +194,7 @@ class MemoryTier:
         self._drop(victim.meta.id)
         self.counters["evicted"] += 1
 
-    def _sound(self, held: Held) -> memoryview | None:
+    def _sound(self, held: MemoryRecord) -> memoryview | None:
         """A record's bytes before they go elsewhere: they would get a new digest there."""
         try:
             open_chunks(held.payload, held.header, _SEAL)
@@ -207,21 +211,23 @@ class MemoryTier:
             payload = reserved.take().toreadonly()
             tags = _SEAL.close(payload, _NO_SALT)
             meta = reserved.meta
-            header = Header(meta, _NOWHERE, SealKind.XXH3, len(payload), int(now_s * 1000), tags)
+            header = RecordHeader(
+                meta, _NOWHERE, SealKind.XXH3, len(payload), int(now_s * 1000), tags
+            )
             with self._lock:
                 self._ledger.release(reserved)
-                self._held[meta.kind][meta.id] = Held(header, payload, now_s)
+                self._held[meta.kind][meta.id] = MemoryRecord(header, payload, now_s)
                 for digest, units in unit_ends(meta):
                     self._boundaries.setdefault(digest, {})[meta.id] = units
                 self._count(meta, len(payload), 1)
             self.counters["stored"] += 1
-            outcomes.append(Stored(meta.id, len(payload)))
+            outcomes.append(WriteDone(meta.id, len(payload)))
         return tuple(outcomes)
 
     def _count(self, meta: Meta, stored_bytes: int, records: int) -> None:
         key = (meta.tenant, meta.kind)
-        used = self._standing.get(key, Usage())
-        self._standing[key] = Usage(used.stored_bytes + stored_bytes, used.records + records)
+        used = self._standing.get(key, TierUsage())
+        self._standing[key] = TierUsage(used.stored_bytes + stored_bytes, used.records + records)
 
     def abort(self, reservation: Reservation) -> None:
         """The room is free again."""
@@ -250,7 +256,7 @@ class MemoryTier:
         """Records gone, of those that were there."""
         return sum(self._drop(id_) for id_ in ids)
 
-    def _oldest(self, kind: Kind, limit: int, tenant: bytes | None) -> list[Listed]:
+    def _oldest(self, kind: ArtifactKind, limit: int, tenant: bytes | None) -> list[Listed]:
         found: list[Listed] = []
         with self._lock:
             for held in self._held[kind].values():
@@ -291,7 +297,7 @@ class MemoryTier:
                 if held is not None:
                     held.restore_cost_ms = cost_ms
 
-    def usage(self) -> Mapping[tuple[bytes, Kind], Usage]:
+    def usage(self) -> Mapping[tuple[bytes, ArtifactKind], TierUsage]:
         """Bytes and records that stand, by tenant and kind."""
         with self._lock:
             return {key: used for key, used in self._standing.items() if used.records}

@@ -18,7 +18,7 @@ from ownerserve.store.format.model import Listed
 MAX_QUEUED_BYTES = 256 * MIB
 
 
-class Move(msgspec.Struct, frozen=True):
+class TierMove(msgspec.Struct, frozen=True):
     """A copy to make: verified bytes, what the catalogue said of them, where they go."""
 
     record: Listed
@@ -35,7 +35,7 @@ class MoveQueue:
 
     def __init__(self, limit_bytes: int = MAX_QUEUED_BYTES) -> None:
         self._limit_bytes = limit_bytes
-        self._moves: OrderedDict[tuple[bytes, int], Move] = OrderedDict()
+        self._moves: OrderedDict[tuple[bytes, int], TierMove] = OrderedDict()
         self._dirty: OrderedDict[bytes, bytes] = OrderedDict()  # id -> tenant
         self._lock = Lock()
         self.queued_bytes = 0
@@ -61,7 +61,7 @@ class MoveQueue:
         with self._lock:
             self._dirty.pop(id_, None)
 
-    def add(self, move: Move, removals: int | None = None) -> None:
+    def add(self, move: TierMove, removals: int | None = None) -> None:
         """Queue a move; when the queue is full, promotions go first, then this one.
 
         `removals`: what it was before the bytes were read. When something was removed since, the
@@ -87,7 +87,7 @@ class MoveQueue:
             self.queued_bytes -= len(self._moves.pop(key).payload)
             self.counters["promotions_shed"] += 1
 
-    def take(self) -> Move | None:
+    def take(self) -> TierMove | None:
         """The oldest move, the caller's to make."""
         with self._lock:
             if not self._moves:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from ownerserve.kv.units import MIB
-from ownerserve.store.format.model import Kind, Listed, RefusalReason
+from ownerserve.store.format.model import ArtifactKind, Listed, RefusalReason
 
 
 class WritePlan(NamedTuple):
@@ -77,7 +77,7 @@ class Placement(msgspec.Struct, frozen=True):
 
     def goes_down(self, record: Listed) -> bool:
         """Write it to the next tier before it leaves this one?"""
-        ranged = record.meta.kind is Kind.RANGE
+        ranged = record.meta.kind is ArtifactKind.RANGE
         threshold = self.range_ms_per_mib if ranged else self.point_ms_per_mib
         worth = (1 + record.reuse_count) * record.restore_cost_ms
         return worth >= threshold * record.stored_bytes / MIB

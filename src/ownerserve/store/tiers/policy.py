@@ -14,7 +14,7 @@ import msgspec
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import GIB
-from ownerserve.store.format.model import Kind, Listed, RefusalReason
+from ownerserve.store.format.model import ArtifactKind, Listed, RefusalReason
 
 
 class KindLimits(msgspec.Struct, frozen=True):
@@ -24,29 +24,29 @@ class KindLimits(msgspec.Struct, frozen=True):
     ttl_s: float | None = None
 
 
-class Limits(msgspec.Struct, frozen=True):
+class TierLimits(msgspec.Struct, frozen=True):
     """A tier's rules. A tenant's quota counts both kinds."""
 
     range: KindLimits = KindLimits(64 * GIB, 72 * 3600.0)
     point: KindLimits = KindLimits(16 * GIB, 3600.0)
     tenant_quota_bytes: int | None = None
 
-    def of(self, kind: Kind) -> KindLimits:
+    def of(self, kind: ArtifactKind) -> KindLimits:
         """The rules of one kind."""
-        return self.range if kind is Kind.RANGE else self.point
+        return self.range if kind is ArtifactKind.RANGE else self.point
 
     @property
     def capacity_bytes(self) -> int:
         return self.range.capacity_bytes + self.point.capacity_bytes
 
 
-def split(capacity_bytes: int, point_share: float = 0.2) -> Limits:
+def split(capacity_bytes: int, point_share: float = 0.2) -> TierLimits:
     """Limits for a tier of `capacity_bytes`, `point_share` of it for point artifacts."""
     if not 0 <= point_share <= 1:
         raise InvalidInput("point_share", f"{point_share}", "use a share from 0 to 1")
     point = int(capacity_bytes * point_share)
-    standard = Limits()
-    return Limits(
+    standard = TierLimits()
+    return TierLimits(
         KindLimits(capacity_bytes - point, standard.range.ttl_s),
         KindLimits(point, standard.point.ttl_s),
     )
@@ -85,7 +85,7 @@ class ExpectedUse(msgspec.Struct, frozen=True):
         """
 
         def utility(record: Listed) -> float:
-            ranged = record.meta.kind is Kind.RANGE
+            ranged = record.meta.kind is ArtifactKind.RANGE
             half_life_s = self.range_half_life_s if ranged else self.point_half_life_s
             idle_s = max(0.0, now_s - record.touched_s)
             expected = (1 + record.reuse_count) * math.exp2(-idle_s / half_life_s)
@@ -98,7 +98,7 @@ class Need(NamedTuple):
     """Room asked for by one record."""
 
     tenant: bytes
-    kind: Kind
+    kind: ArtifactKind
     stored_bytes: int
 
 
@@ -117,7 +117,7 @@ class Taken(NamedTuple):
     tenant_kind_bytes: int
 
 
-def shortfall(need: Need, taken: Taken, limits: Limits) -> Shortfall | RefusalReason:
+def shortfall(need: Need, taken: Taken, limits: TierLimits) -> Shortfall | RefusalReason:
     """How much must be evicted for `need`; a refusal when no eviction could make room."""
     capacity = limits.of(need.kind).capacity_bytes
     if need.stored_bytes > capacity:

@@ -28,21 +28,21 @@ from ownerserve.store.format.header import (
     peek_bytes,
 )
 from ownerserve.store.format.model import (
-    Hit,
-    Kind,
+    AlreadyStored,
+    ArtifactKind,
     Listed,
     Meta,
-    Miss,
     MissReason,
-    Part,
-    Present,
+    ReadHit,
+    ReadMiss,
     ReadOutcome,
+    ReadPart,
     RefusalReason,
-    Refused,
-    Stored,
-    Usage,
+    TierUsage,
     Want,
+    WriteDone,
     WriteOutcome,
+    WriteRefused,
 )
 from ownerserve.store.format.seal import Keys
 from ownerserve.store.format.verify import (
@@ -58,10 +58,16 @@ from ownerserve.store.format.verify import (
 )
 from ownerserve.store.tiers.backend import EVERY_RECORD, Reservation
 from ownerserve.store.tiers.blobs import Backpressure, Blobs
-from ownerserve.store.tiers.buffers import BufferPool, Landing
-from ownerserve.store.tiers.catalogue import Catalogue, Row, catalogue_key, parse, under_tenant
+from ownerserve.store.tiers.buffers import BufferPool, BufferSource
+from ownerserve.store.tiers.catalogue import (
+    Catalogue,
+    CatalogueRow,
+    catalogue_key,
+    parse,
+    under_tenant,
+)
 from ownerserve.store.tiers.health import Health
-from ownerserve.store.tiers.policy import ExpectedUse, Limits
+from ownerserve.store.tiers.policy import ExpectedUse, TierLimits
 
 NOWHERE = bytes(16)
 UNFINISHED_S = 24 * 3600.0
@@ -84,7 +90,7 @@ class RemoteTier:
         *,
         clock: Clock,
         keys: Keys,
-        limits: Limits | None = None,
+        limits: TierLimits | None = None,
         expected: ExpectedUse | None = None,
     ) -> None:
         """`limits` None: TTLs as everywhere, room as the medium has it."""
@@ -92,7 +98,7 @@ class RemoteTier:
         self._blobs = blobs
         self._clock = clock
         self._keys = keys
-        self._ttls = limits or Limits()
+        self._ttls = limits or TierLimits()
         self._catalogue = Catalogue(blobs, clock, limits, expected or ExpectedUse())
         self._landing = BufferPool()
         self.health = Health(f"remote store {name}")
@@ -118,21 +124,21 @@ class RemoteTier:
         whole = self._landing.take(length)
         return whole[: self._blobs.get_into(key, 0, whole)]
 
-    def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
+    def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
         """All wants verified, or a miss."""
         parts = []
         for want in wants:
             outcome = self._read_shielded(want, landing or self._landing)
             if isinstance(outcome, MissReason):
                 self.counters[f"miss_{outcome}"] += 1
-                return Miss(outcome, want.id)
+                return ReadMiss(outcome, want.id)
             parts.append(outcome)
         for want in wants:
             self._catalogue.used(want.id)
         self.counters["hit"] += 1
-        return Hit(tuple(parts), self.name)
+        return ReadHit(tuple(parts), self.name)
 
-    def _read_shielded(self, want: Want, landing: Landing) -> Part | MissReason:
+    def _read_shielded(self, want: Want, landing: BufferSource) -> ReadPart | MissReason:
         try:
             return self._read(want, landing)
         except FileNotFoundError:
@@ -151,7 +157,7 @@ class RemoteTier:
             self._quarantine(want.id)
             return MissReason.CORRUPT
 
-    def _read(self, want: Want, landing: Landing) -> Part | MissReason:
+    def _read(self, want: Want, landing: BufferSource) -> ReadPart | MissReason:
         key = record_key(want.id)
         header, seal = open_header(self._header(key), self._keys)
         check_place(header, NOWHERE, 0, 0)
@@ -165,21 +171,21 @@ class RemoteTier:
         if self._blobs.get_into(key, header.header_bytes + first, chunks) < len(chunks):
             raise Corrupt("the blob ends within the record")
         open_chunks(chunks, header, seal, first // CHUNK)
-        return Part(header.meta, chunks[low - first : high - first])
+        return ReadPart(header.meta, chunks[low - first : high - first])
 
     def _quarantine(self, id_: bytes) -> None:
         self.counters["quarantined"] += 1
         with suppress(OSError, Backpressure):
             self._blobs.move(record_key(id_), f"quarantine/{id_.hex()}")
 
-    def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | Present | Refused:
+    def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | AlreadyStored | WriteRefused:
         """A buffer; what the medium has no room for is refused at commit."""
         meta.check()
         reason = self._why_not(meta, payload_bytes)
         if reason is not None:
             return self._refuse(reason, meta.id)
         if self.find([meta.id]):
-            return Present(meta.id)
+            return AlreadyStored(meta.id)
         seal = self._keys.for_write(meta.tenant)
         assert seal is not None
         head, total = record_room(meta, payload_bytes, seal)
@@ -210,9 +216,9 @@ class RemoteTier:
             return RefusalReason.IO_ERROR
         return RefusalReason.NO_KEY if self._keys.for_write(meta.tenant) is None else None
 
-    def _refuse(self, reason: RefusalReason, id_: bytes) -> Refused:
+    def _refuse(self, reason: RefusalReason, id_: bytes) -> WriteRefused:
         self.counters[f"refused_{reason}"] += 1
-        return Refused(reason, id_)
+        return WriteRefused(reason, id_)
 
     def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]:
         """Each on its own: the medium has no group commit."""
@@ -231,7 +237,7 @@ class RemoteTier:
             self._catalogue.write(meta, len(record))
             self._blobs.put_new(record_key(meta.id), record)
         except FileExistsError:
-            return Present(meta.id)  # another node was first; its catalogue entry is as long
+            return AlreadyStored(meta.id)  # another node was first; its catalogue entry is as long
         except Backpressure:
             return self._refuse(RefusalReason.BUSY, meta.id)
         except OSError as error:
@@ -240,7 +246,7 @@ class RemoteTier:
             return self._refuse(RefusalReason.IO_ERROR, meta.id)
         self.health.worked()
         self.counters["stored"] += 1
-        return Stored(meta.id, len(record))
+        return WriteDone(meta.id, len(record))
 
     def abort(self, reservation: Reservation) -> None:
         """Nothing was written."""
@@ -253,7 +259,7 @@ class RemoteTier:
             self._delete(parse(catalogue_key(record.meta, record.stored_bytes), 0.0))
         return len(found)
 
-    def _delete(self, row: Row) -> int:
+    def _delete(self, row: CatalogueRow) -> int:
         try:
             self._blobs.delete(record_key(row.record.meta.id))
             self._catalogue.delete(row)
@@ -262,7 +268,7 @@ class RemoteTier:
             return 0
         return 1
 
-    def _rows(self, under: str = "catalogue/") -> list[Row]:
+    def _rows(self, under: str = "catalogue/") -> list[CatalogueRow]:
         try:
             return list(self._catalogue.rows(under))
         except (OSError, Backpressure):
@@ -299,13 +305,13 @@ class RemoteTier:
         with suppress(OSError, Backpressure):
             self._catalogue.price(costs_ms)
 
-    def usage(self) -> Mapping[tuple[bytes, Kind], Usage]:
+    def usage(self) -> Mapping[tuple[bytes, ArtifactKind], TierUsage]:
         """What the catalogue lists, by tenant and kind; one listing."""
-        total: dict[tuple[bytes, Kind], Usage] = {}
+        total: dict[tuple[bytes, ArtifactKind], TierUsage] = {}
         for row in self._rows():
             meta, size = row.record.meta, row.record.stored_bytes
-            used = total.get((meta.tenant, meta.kind), Usage())
-            total[meta.tenant, meta.kind] = Usage(used.stored_bytes + size, used.records + 1)
+            used = total.get((meta.tenant, meta.kind), TierUsage())
+            total[meta.tenant, meta.kind] = TierUsage(used.stored_bytes + size, used.records + 1)
         return total
 
     def close(self) -> None:

@@ -20,25 +20,25 @@ from threading import Lock
 
 from ownerserve.store.format.convert_read import read_converted
 from ownerserve.store.format.model import (
-    Hit,
-    Kind,
+    AlreadyStored,
+    ArtifactKind,
     Listed,
     Meta,
-    Miss,
     MissReason,
-    Part,
-    Present,
+    ReadHit,
+    ReadMiss,
     ReadOutcome,
+    ReadPart,
     RefusalReason,
-    Refused,
-    Stored,
-    Usage,
+    TierUsage,
     Want,
+    WriteDone,
     WriteOutcome,
+    WriteRefused,
 )
 from ownerserve.store.tiers.backend import EVERY_RECORD, Evicting, Reservation, TierBackend, put
-from ownerserve.store.tiers.buffers import Landing
-from ownerserve.store.tiers.moves import Move, MoveQueue
+from ownerserve.store.tiers.buffers import BufferSource
+from ownerserve.store.tiers.moves import MoveQueue, TierMove
 from ownerserve.store.tiers.placement import COMES_AGAIN, HAS_NO_ROOM, Placement
 
 _TRY_NEXT = frozenset({MissReason.CORRUPT, MissReason.ABSENT, MissReason.IO_ERROR, MissReason.BUSY})
@@ -69,10 +69,10 @@ class TieredStore:
                 found.update(tier.find(missing))
         return found
 
-    def read(self, wants: Sequence[Want], landing: Landing | None = None) -> ReadOutcome:
+    def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
         """All wants verified, each from the fastest tier that can, or a miss."""
-        parts: dict[int, Part] = {}
-        why: dict[int, Miss] = {}
+        parts: dict[int, ReadPart] = {}
+        why: dict[int, ReadMiss] = {}
         for level, tier in enumerate(self.tiers):
             left = [index for index in range(len(wants)) if index not in parts]
             if not left:
@@ -83,30 +83,30 @@ class TieredStore:
                 continue
             outcomes = self._read_level(level, [wants[i] for i in held], landing, here=here)
             for index, outcome in zip(held, outcomes, strict=True):
-                if isinstance(outcome, Part):
+                if isinstance(outcome, ReadPart):
                     parts[index] = outcome
                 else:
                     why[index] = outcome
                     if outcome.reason not in _TRY_NEXT:
                         return outcome
         if len(parts) == len(wants):
-            return Hit(tuple(parts[index] for index in range(len(wants))), self.name)
+            return ReadHit(tuple(parts[index] for index in range(len(wants))), self.name)
         missing = next(index for index in range(len(wants)) if index not in parts)
-        return why.get(missing, Miss(MissReason.ABSENT, wants[missing].id))
+        return why.get(missing, ReadMiss(MissReason.ABSENT, wants[missing].id))
 
     def _read_level(
         self,
         level: int,
         wants: Sequence[Want],
-        landing: Landing | None,
+        landing: BufferSource | None,
         *,
         here: Mapping[bytes, Listed],
-    ) -> list[Part | Miss]:
+    ) -> list[ReadPart | ReadMiss]:
         """Each want's outcome: in one read, or one by one where that gives nothing, since the
         others may be good and what is in another layout may be converted."""
         removals = self.moves.removals
         together = self.tiers[level].read(wants, landing)
-        if isinstance(together, Hit):
+        if isinstance(together, ReadHit):
             return [
                 self._took(level, part, record=here[want.id], removals=removals)
                 for part, want in zip(together.parts, wants, strict=True)
@@ -120,29 +120,31 @@ class TieredStore:
         ]
 
     def _read_one(
-        self, level: int, want: Want, landing: Landing | None, record: Listed
-    ) -> Part | Miss:
+        self, level: int, want: Want, landing: BufferSource | None, record: Listed
+    ) -> ReadPart | ReadMiss:
         tier, removals = self.tiers[level], self.moves.removals
         outcome = self._read_from(tier, want, landing)
-        if isinstance(outcome, Miss):
+        if isinstance(outcome, ReadMiss):
             if outcome.reason is not MissReason.FOREIGN_LAYOUT:
                 return outcome
             converted = read_converted(
                 partial(self._read_from, tier, landing=landing), want, record
             )
-            self.counters["foreign" if isinstance(converted, Miss) else "converted"] += 1
+            self.counters["foreign" if isinstance(converted, ReadMiss) else "converted"] += 1
             return converted
         return self._took(level, outcome.parts[0], record=record, removals=removals)
 
-    def _took(self, level: int, part: Part, *, record: Listed, removals: int) -> Part:
+    def _took(self, level: int, part: ReadPart, *, record: Listed, removals: int) -> ReadPart:
         """Count a hit and have it copied up; `removals` is from before the read."""
         self.counters[f"hit_{self.tiers[level].name}"] += 1
         whole = len(part.data) == record.payload_bytes
         if level and whole and self.placement.goes_up(record):
-            self.moves.add(Move(record, part.data, 0), removals)
+            self.moves.add(TierMove(record, part.data, 0), removals)
         return part
 
-    def _read_from(self, tier: TierBackend, want: Want, landing: Landing | None) -> ReadOutcome:
+    def _read_from(
+        self, tier: TierBackend, want: Want, landing: BufferSource | None
+    ) -> ReadOutcome:
         return tier.read([want], landing)
 
     def _on_evict(
@@ -152,7 +154,7 @@ class TieredStore:
         if level < self.plan.home:
             self.counters["covered"] += 1  # written through: it was durable before it was here
         elif self.placement.goes_down(record) and (data := payload()) is not None:
-            self.moves.add(Move(record, data, level + 1))
+            self.moves.add(TierMove(record, data, level + 1))
         else:
             self.counters["dropped"] += 1
             self.moves.settled(id_)
@@ -167,8 +169,8 @@ class TieredStore:
                     break
                 levels = (0,) if move.goes_up else range(move.level, len(self.tiers))
                 outcome = self._copy(move.record, move.payload, levels)
-            made = isinstance(outcome, Stored)
-            lost = isinstance(outcome, Refused) and not move.goes_up
+            made = isinstance(outcome, WriteDone)
+            lost = isinstance(outcome, WriteRefused) and not move.goes_up
             self.counters["promoted" if move.goes_up else "demoted"] += made
             self.counters["demotions_refused"] += lost
             done += made
@@ -180,11 +182,11 @@ class TieredStore:
         for id_ in self.moves.dirty if later is not None else ():
             with self._moving:
                 outcome = self._copy_down(id_, range(later or 0, len(self.tiers)))
-            if isinstance(outcome, Refused) and outcome.reason in COMES_AGAIN:
+            if isinstance(outcome, WriteRefused) and outcome.reason in COMES_AGAIN:
                 self.counters["write_backs_deferred"] += 1
                 break
             self.moves.settled(id_)
-            done += isinstance(outcome, Stored)
+            done += isinstance(outcome, WriteDone)
         self.counters["written_back"] += done
         return done
 
@@ -193,30 +195,32 @@ class TieredStore:
         top = self.tiers[0]
         record = top.find([id_]).get(id_)
         if record is None or not self.placement.goes_down(record):
-            return Refused(RefusalReason.LOW_UTILITY, id_)
+            return WriteRefused(RefusalReason.LOW_UTILITY, id_)
         outcome = top.read([Want(id_)])
-        if isinstance(outcome, Miss):
-            return Refused(RefusalReason.LOW_UTILITY, id_)  # bad on top: nothing to copy
+        if isinstance(outcome, ReadMiss):
+            return WriteRefused(RefusalReason.LOW_UTILITY, id_)  # bad on top: nothing to copy
         return self._copy(record, outcome.parts[0].data, levels)
 
     def _copy(self, record: Listed, payload: memoryview, levels: Sequence[int]) -> WriteOutcome:
-        outcome: WriteOutcome = Refused(RefusalReason.NO_SPACE, record.meta.id)
+        outcome: WriteOutcome = WriteRefused(RefusalReason.NO_SPACE, record.meta.id)
         for level in levels:
             outcome = put(self.tiers[level], record.meta, payload)
-            if isinstance(outcome, Stored) and record.restore_cost_ms:
+            if isinstance(outcome, WriteDone) and record.restore_cost_ms:
                 self.tiers[level].price({record.meta.id: record.restore_cost_ms})
-            if not isinstance(outcome, Refused):
+            if not isinstance(outcome, WriteRefused):
                 break
         return outcome
 
-    def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | Present | Refused:
+    def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | AlreadyStored | WriteRefused:
         """At the level whose commit will be the answer."""
-        outcome: Reservation | Present | Refused = Refused(RefusalReason.NO_SPACE, meta.id)
+        outcome: Reservation | AlreadyStored | WriteRefused = WriteRefused(
+            RefusalReason.NO_SPACE, meta.id
+        )
         for level in (self.plan.home, *self.plan.overflow):
             outcome = self.tiers[level].reserve(meta, payload_bytes)
             if isinstance(outcome, Reservation):
                 outcome.level = level
-            if not isinstance(outcome, Refused) or outcome.reason not in HAS_NO_ROOM:
+            if not isinstance(outcome, WriteRefused) or outcome.reason not in HAS_NO_ROOM:
                 break
         return outcome
 
@@ -232,7 +236,7 @@ class TieredStore:
             for (at, item), above, answer in zip(own, copies, answers, strict=True):
                 outcomes[at] = answer
                 self._finish_copies(above, answer)
-                if self.plan.later is not None and level == 0 and isinstance(answer, Stored):
+                if self.plan.later is not None and level == 0 and isinstance(answer, WriteDone):
                     self.moves.owe(item.meta.id, item.meta.tenant)
         return tuple(outcomes[at] for at in range(len(reservations)))
 
@@ -245,14 +249,14 @@ class TieredStore:
                 room.payload[:] = item.payload
                 copies.append((self.tiers[level], room))
             else:
-                self.counters["copies_refused"] += isinstance(room, Refused)
+                self.counters["copies_refused"] += isinstance(room, WriteRefused)
         return copies
 
     def _finish_copies(
         self, copies: list[tuple[TierBackend, Reservation]], answer: WriteOutcome
     ) -> None:
         for tier, room in copies:
-            if isinstance(answer, Refused):
+            if isinstance(answer, WriteRefused):
                 tier.abort(room)  # what is not durable is not shown as kept
             else:
                 tier.commit([room])
@@ -286,13 +290,13 @@ class TieredStore:
         for tier in self.tiers:
             tier.price(costs_ms)
 
-    def usage(self) -> Mapping[tuple[bytes, Kind], Usage]:
+    def usage(self) -> Mapping[tuple[bytes, ArtifactKind], TierUsage]:
         """Copies over all tiers: what they occupy together."""
-        total: dict[tuple[bytes, Kind], Usage] = {}
+        total: dict[tuple[bytes, ArtifactKind], TierUsage] = {}
         for tier in self.tiers:
             for key, used in tier.usage().items():
-                before = total.get(key, Usage())
-                total[key] = Usage(*(a + b for a, b in zip(before, used, strict=True)))
+                before = total.get(key, TierUsage())
+                total[key] = TierUsage(*(a + b for a, b in zip(before, used, strict=True)))
         return total
 
     def close(self) -> None:
@@ -303,7 +307,7 @@ class TieredStore:
 
 
 def spill(store: TieredStore, ids: Sequence[bytes]) -> dict[bytes, WriteOutcome]:
-    """Copy from the top to the next tier that takes it; durable when the outcome is Stored."""
+    """Copy from the top to the next tier that takes it; durable when the outcome is WriteDone."""
     below = range(1, len(store.tiers))
     there = store.tiers[0].find(ids)
     return {id_: store._copy_down(id_, below) for id_ in there}

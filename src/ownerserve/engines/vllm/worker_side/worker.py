@@ -27,7 +27,7 @@ from ownerserve.engines.vllm.worker_commands import Brought, Load, Orders, Repor
 from ownerserve.engines.vllm.worker_side.streams import Stream
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.node.storage.backing import Backing
-from ownerserve.store.format.model import Hit, MissReason, Present, Stored
+from ownerserve.store.format.model import AlreadyStored, MissReason, ReadHit, WriteDone
 from ownerserve.store.tiers.backend import Reservation
 
 log = logging.getLogger("vllm.ownerserve")
@@ -194,7 +194,7 @@ class WorkerSide:
         if self._tiers is None:
             return MissReason.ABSENT, b""
         outcome = self._tiers.read(loading.load.wants[first:end])
-        if not isinstance(outcome, Hit):
+        if not isinstance(outcome, ReadHit):
             return outcome.reason, outcome.id
         with self._stream.after(ready):
             for place, part in zip(loading.load.places[first:end], outcome.parts, strict=True):
@@ -274,7 +274,7 @@ class WorkerSide:
             return False
         reserved = self._tiers.reserve(save.meta, self._codec.size(save.place))
         if not isinstance(reserved, Reservation):
-            return isinstance(reserved, Present)
+            return isinstance(reserved, AlreadyStored)
         try:
             with self._stream.after(ready):
                 self._codec.read(save.place, reserved.payload)
@@ -296,9 +296,9 @@ class WorkerSide:
             not_kept = [save.errand for save, _ in filled]
         else:
             for (save, _), outcome in zip(filled, outcomes, strict=True):
-                stands = isinstance(outcome, Stored | Present)
+                stands = isinstance(outcome, WriteDone | AlreadyStored)
                 (kept if stands else not_kept).append(save.errand)
-                count += outcome.stored_bytes if isinstance(outcome, Stored) else 0
+                count += outcome.stored_bytes if isinstance(outcome, WriteDone) else 0
         with self._changed:
             self._unsaved.difference_update(kept, not_kept)
             self._kept += kept
