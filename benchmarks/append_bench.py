@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.table import Table
+from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.build import WorkerOptions, build_node
 from ownerserve.engines.hf.engine.inbox import Stop, Submit
 from ownerserve.engines.hf.engine.loop import StepLoop

@@ -16,7 +16,7 @@ from typing import Any
 
 from cache.remote import Measurer, installed
 from ownerserve.cache.layout import Component, Layout
-from ownerserve.cache.pool import SlotPool
+from ownerserve.cache.pools.slot_pools import SlotPool
 from ownerserve.kv.descriptor import load_descriptor
 from ownerserve.kv.geometry import Geometry, pool_plans
 from ownerserve.kv.registry import build

@@ -30,7 +30,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import dynamo_side as dynamo  # noqa: E402
 from untouched import Untouched  # noqa: E402
 
-from ownerserve.cache.budget import ZERO_SLOTS  # noqa: E402
+from ownerserve.cache.pools.budget import ZERO_SLOTS  # noqa: E402
 from ownerserve.router.policies import dynamo as dynamo_policy  # noqa: E402
 from ownerserve.sim import build  # noqa: E402
 from ownerserve.sim.block_lru import BlockLru  # noqa: E402

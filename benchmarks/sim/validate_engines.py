@@ -34,7 +34,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 from lockstep import Case, Replayed, scaled  # noqa: E402
 from untouched import Untouched  # noqa: E402
 
-from ownerserve.cache.budget import ZERO_SLOTS  # noqa: E402
+from ownerserve.cache.pools.budget import ZERO_SLOTS  # noqa: E402
 from ownerserve.engines.hf.scheduling.grid import chunk_end  # noqa: E402
 from ownerserve.sim import build  # noqa: E402
 from ownerserve.sim.block_lru import BlockLru  # noqa: E402

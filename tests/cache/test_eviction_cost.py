@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ownerserve.cache.evictor import LOOK_TAILS
 from ownerserve.cache.policies.base import Candidate, Key
 from ownerserve.cache.policies.cost_aware import CostAware
+from ownerserve.cache.pools.evictor import LOOK_TAILS
 from ownerserve.cache.pressure import Dropped, Spill, Watermarks
 from ownerserve.kv.ids import SessionId
 from tests.support.cache.cache_driver import DENSE, Driver, blocks_of

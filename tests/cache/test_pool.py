@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ownerserve.cache.pool import SlotPool
+from ownerserve.cache.pools.slot_pools import SlotPool
 from ownerserve.kv.errors import CapacityExceeded, InvalidInput, InvariantViolated
 
 

@@ -17,7 +17,7 @@ from ownerserve.cache.outcomes import (
     Turn,
 )
 from ownerserve.cache.policies.lru import Lru
-from ownerserve.cache.tree import Freed
+from ownerserve.cache.tree.prefix_tree import Freed
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
 from tests.support.cache.cache_driver import BLOCK_BYTES, DENSE, HYBRID, B, Driver, blocks_of

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ownerserve.cache.node import Stop
-from ownerserve.cache.session import Session
-from ownerserve.cache.tree import PrefixTree
+from ownerserve.cache.tree.node import ResumeDepth, Session
+from ownerserve.cache.tree.prefix_tree import PrefixTree
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.units import GIB
 from ownerserve.sim.oracle.belady import Access, bound
@@ -120,6 +119,6 @@ def test_what_nobody_comes_back_to_goes_first_then_what_is_wanted_last() -> None
 
 def stop(*names: str) -> Any:
     """What an order sees: a place in the tree at which these conversations stand."""
-    heat = Stop(node=PrefixTree(4).root, depth=1, last_s=0.0, born_s=0.0)
+    heat = ResumeDepth(node=PrefixTree(4).root, depth=1, last_s=0.0, born_s=0.0)
     heat.anchors = {name: Session(session_id=SessionId(name), generation=1) for name in names}
     return SimpleNamespace(heat=heat)

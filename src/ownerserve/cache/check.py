@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ownerserve.cache import paths
-from ownerserve.cache.node import ABSENT, Node
-from ownerserve.cache.pool import SlotPool
+from ownerserve.cache.pools.slot_pools import SlotPool
 from ownerserve.cache.sessions import MORE_EXPECTED
+from ownerserve.cache.tree import paths
+from ownerserve.cache.tree.node import ABSENT, Node
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.prefix import TOKEN_BYTES
 

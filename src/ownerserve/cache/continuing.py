@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import Append, Turn
-from ownerserve.cache.session import Session
+from ownerserve.cache.tree.node import Session
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.prefix import TOKEN_BYTES
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ownerserve.cache import check as checks
-from ownerserve.cache import paths, restorable
 from ownerserve.cache.effects import (
     CopyBlock,
     CopyState,
@@ -25,12 +24,10 @@ from ownerserve.cache.effects import (
     ResetState,
     SavePoint,
 )
-from ownerserve.cache.evictor import Evictor
 from ownerserve.cache.ingest import Ingest
 from ownerserve.cache.installing import check_install, stand
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.metrics import Counters, Lost
-from ownerserve.cache.node import Node, Stop
 from ownerserve.cache.outcomes import (
     Append,
     Begun,
@@ -45,15 +42,16 @@ from ownerserve.cache.outcomes import (
 )
 from ownerserve.cache.policies.base import Policy
 from ownerserve.cache.policies.cost_aware import CostAware
+from ownerserve.cache.pools.evictor import Evictor
+from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.pressure import Pressure
-from ownerserve.cache.restorable import Place
-from ownerserve.cache.rooms import Rooms
 from ownerserve.cache.running import Running
-from ownerserve.cache.session import Session
 from ownerserve.cache.sessions import Sessions
-from ownerserve.cache.table import Table
-from ownerserve.cache.tails import TailBook
-from ownerserve.cache.tree import PrefixTree
+from ownerserve.cache.tails import Table, TailBook
+from ownerserve.cache.tree import paths
+from ownerserve.cache.tree.node import Node, ResumeDepth, Session
+from ownerserve.cache.tree.paths import Place
+from ownerserve.cache.tree.prefix_tree import PrefixTree
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
@@ -76,7 +74,7 @@ class HeteroCache:
         self.running: dict[TurnId, Running] = {}
         self.tree = PrefixTree(layout.block_tokens * TOKEN_BYTES)
         self.evictor = Evictor(self.tree, layout, self.policy)
-        self.rooms = Rooms(
+        self.rooms = SlotPools(
             layout, slots, state_slots=state_slots, evictor=self.evictor, counters=self.counters
         )
         self.sessions = Sessions(self.tree, layout, policy=self.policy)
@@ -89,14 +87,14 @@ class HeteroCache:
 
     # -- looking -------------------------------------------------------------------------------
 
-    def match(self, tokens: Packed, *, behind: Stop | None = None) -> Match:
+    def match(self, tokens: Packed, *, behind: ResumeDepth | None = None) -> Match:
         """Everything resident of a prompt that it could go on from. Reads only. `behind`: a place
         that the prompt is known to reach."""
         known = len(tokens) // TOKEN_BYTES
         node, depth = (None, 0) if behind is None else (behind.node, behind.depth)
         node, depth = self.tree.walk(tokens, known // self._block, node=node, depth=depth)
         cap = min(depth, max(known - 1, 0) // self._block)
-        points = restorable.points(node, cap, names=self._point_names, block_tokens=self._block)
+        points = paths.points(node, cap, names=self._point_names, block_tokens=self._block)
         return Match(depth * self._block, points)
 
     # -- opening a turn ------------------------------------------------------------------------
@@ -119,11 +117,11 @@ class HeteroCache:
         node, depth = self.tree.walk(turn.tokens, (known - 1) // self._block)
         place: Place | None
         if resume is not None:
-            place = restorable.chosen(
+            place = paths.chosen(
                 node, depth, resume, names=self._point_names, block_tokens=self._block
             )
         else:
-            place = restorable.deepest(node, depth, names=self._point_names)
+            place = paths.deepest(node, depth, names=self._point_names)
         if place is None:
             return self._refuse(Reason.POINT_GONE)
         name = turn.session_id
@@ -159,7 +157,7 @@ class HeteroCache:
             depth=session.depth,
             skip=session.depth,
         )
-        place = restorable.deepest(node, depth, names=self._point_names)
+        place = paths.deepest(node, depth, names=self._point_names)
         first = min(place.floor, session.depth)
         if first < session.depth:  # its point state went: compute again from tokens the tree has
             size = self.tree.block_bytes
@@ -351,7 +349,7 @@ class HeteroCache:
         run.decode_stop = stop if is_decode else None
         return (SavePoint(run.table.state, taken),)
 
-    def _supersede(self, stop: Stop) -> None:
+    def _supersede(self, stop: ResumeDepth) -> None:
         """Free a decode snapshot that its own turn has passed, unless somebody uses it."""
         if stop.slots is not None and not stop.anchors and not stop.holds and stop.uses <= 1:
             self.rooms.drop_point(stop, Lost.SUPERSEDED)
@@ -456,7 +454,7 @@ class HeteroCache:
             self._count(run, -1)
         self.tree.unlock(run.lock)
 
-    def _leave(self, run: Running, depth: int, now: float) -> Stop | None:
+    def _leave(self, run: Running, depth: int, now: float) -> ResumeDepth | None:
         """Give back all that is private; returns the stop at `depth`, where the turn ends."""
         del self.running[run.turn_id]
         if run.session is not None:

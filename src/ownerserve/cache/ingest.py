@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import msgspec
 
-from ownerserve.cache import paths
 from ownerserve.cache.metrics import Counters
-from ownerserve.cache.node import Node, Receipt, Stop
 from ownerserve.cache.outcomes import Arrival, Inserted, NoRoom, Reason, Refused, Reserved
-from ownerserve.cache.rooms import Rooms
-from ownerserve.cache.tree import PrefixTree
+from ownerserve.cache.pools.slot_pools import SlotPools
+from ownerserve.cache.tree import paths
+from ownerserve.cache.tree.node import Node, Receipt, ResumeDepth
+from ownerserve.cache.tree.prefix_tree import PrefixTree
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.prefix import hash_prefix
@@ -38,7 +38,7 @@ class Pending(msgspec.Struct, eq=False):
 class Ingest:
     """The verified insert. Several producers may feed one prefix; the first to commit wins."""
 
-    def __init__(self, tree: PrefixTree, rooms: Rooms, counters: Counters) -> None:
+    def __init__(self, tree: PrefixTree, rooms: SlotPools, counters: Counters) -> None:
         self._tree = tree
         self._rooms = rooms
         self._counters = counters
@@ -107,7 +107,7 @@ class Ingest:
         tree.expose(node)
         return Inserted(depth * self._block, len(spares))
 
-    def _stop(self, node: Node, depth: int, now: float) -> Stop:
+    def _stop(self, node: Node, depth: int, now: float) -> ResumeDepth:
         return self._tree.stop_at(paths.locate(node, depth), depth, now)
 
     def abort(self, ticket: int) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ownerserve.cache import paths
 from ownerserve.cache.outcomes import DEFAULT_TTL_S, Install
-from ownerserve.cache.session import Session
+from ownerserve.cache.tree import paths
+from ownerserve.cache.tree.node import Session
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.prefix import TOKEN_BYTES
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ownerserve.cache import paths
 from ownerserve.cache.tails import Tail
+from ownerserve.cache.tree import paths
 from ownerserve.kv.specs import Coverage
 
 if TYPE_CHECKING:

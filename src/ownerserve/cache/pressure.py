@@ -20,13 +20,12 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from ownerserve.cache import paths
-from ownerserve.cache.evictor import Evictor
 from ownerserve.cache.metrics import Counters, Lost
-from ownerserve.cache.node import Receipt, Stop
-from ownerserve.cache.pool import SlotPool
-from ownerserve.cache.rooms import Rooms
+from ownerserve.cache.pools.evictor import Evictor
+from ownerserve.cache.pools.slot_pools import SlotPool, SlotPools
 from ownerserve.cache.running import Running
+from ownerserve.cache.tree import paths
+from ownerserve.cache.tree.node import Receipt, ResumeDepth
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Packed
@@ -92,7 +91,7 @@ class _OpenSpill(msgspec.Struct):
     """A spill that waits for a report. `held` is empty once its bytes are copied off the device."""
 
     prefixes: tuple[Packed, ...]
-    held: list[tuple[Stop, Receipt]]
+    held: list[tuple[ResumeDepth, Receipt]]
 
 
 class Pressure:
@@ -100,7 +99,7 @@ class Pressure:
 
     def __init__(
         self,
-        rooms: Rooms,
+        rooms: SlotPools,
         evictor: Evictor,
         running: Mapping[TurnId, Running],
         *,
@@ -209,7 +208,7 @@ class Pressure:
         """Slots of each point pool that open spills will make easy to free."""
         return sum(len(spill.prefixes) for spill in self._spills.values())
 
-    def _drop_superseded(self, near: Iterable[Stop]) -> int:
+    def _drop_superseded(self, near: Iterable[ResumeDepth]) -> int:
         """Point state that can restore nothing, or that no session stands at while a later stop
         of the same interval has all of it. Returns how many stops lost theirs."""
         superseded = []
@@ -226,7 +225,7 @@ class Pressure:
 
     # -- spills --------------------------------------------------------------------------------
 
-    def _spill(self, near: Iterable[Stop], wanted: int, now: float) -> Spill | None:
+    def _spill(self, near: Iterable[ResumeDepth], wanted: int, now: float) -> Spill | None:
         marks, tree = self.watermarks, self._evictor.tree
         idle = [
             stop
@@ -247,7 +246,7 @@ class Pressure:
         self._spills[self._tickets] = _OpenSpill(prefixes, held)
         return Spill(self._tickets, marks.tier, tuple(points))
 
-    def _describe(self, stop: Stop) -> SpilledPoint:
+    def _describe(self, stop: ResumeDepth) -> SpilledPoint:
         size = self._evictor.tree.block_bytes
         prefix = paths.tokens(stop.node, 0, stop.depth, block_bytes=size)
         slots = dict(zip((p.name for p in self._rooms.points), stop.slots or (), strict=True))
@@ -278,14 +277,14 @@ class Pressure:
         if stop is not None:
             self._back(stop)
 
-    def _standing(self, prefix: Packed) -> Stop | None:
+    def _standing(self, prefix: Packed) -> ResumeDepth | None:
         """The complete point state behind `prefix`, if the device still has it."""
         depth = len(prefix) // self._evictor.tree.block_bytes
         node, reached = self._evictor.tree.walk(prefix, depth)
         stop = paths.complete_stop(node, depth) if reached == depth else None
         return stop if stop is not None and stop.depth == depth else None
 
-    def _back(self, stop: Stop) -> None:
+    def _back(self, stop: ResumeDepth) -> None:
         if self.watermarks.tier not in stop.backed:
             stop.backed = (*stop.backed, self.watermarks.tier)
         self._evictor.offer(stop)

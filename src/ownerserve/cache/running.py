@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ownerserve.cache.node import Receipt, Stop
-from ownerserve.cache.session import Session
-from ownerserve.cache.table import Table
+from ownerserve.cache.tails import Table
+from ownerserve.cache.tree.node import Receipt, ResumeDepth, Session
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 
@@ -40,7 +39,7 @@ class Running(msgspec.Struct, eq=False):
     table: Table
     lock: Receipt
     tail: bytearray
-    decode_stop: Stop | None = None
+    decode_stop: ResumeDepth | None = None
 
     def frontier(self, block_tokens: int) -> tuple[int, Packed]:
         """Depth and tail where the turn stands. Inside its replay the tree's blocks go on behind

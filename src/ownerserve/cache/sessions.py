@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from ownerserve.cache import paths
 from ownerserve.cache.layout import Layout
-from ownerserve.cache.node import Stop
 from ownerserve.cache.outcomes import SessionStatus
 from ownerserve.cache.policies.base import Policy
-from ownerserve.cache.session import Session
-from ownerserve.cache.tree import PrefixTree
+from ownerserve.cache.tree import paths
+from ownerserve.cache.tree.node import ResumeDepth, Session
+from ownerserve.cache.tree.prefix_tree import PrefixTree
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 
@@ -71,7 +70,7 @@ class Sessions:
         """False for a record that was released while a turn still held it."""
         return self._by_id.get(session.session_id) is session
 
-    def move(self, session: Session, stop: Stop | None, *, ttl_s: float, now: float) -> None:
+    def move(self, session: Session, stop: ResumeDepth | None, *, ttl_s: float, now: float) -> None:
         """The frontier goes to `stop` with a fresh soft reference until now + ttl_s; None: the
         turn sealed no block, there is nothing to stand at."""
         before = self._tree.lift(session)
@@ -90,7 +89,7 @@ class Sessions:
         if self._pins_idle and stop is not None:
             self._pin(session, stop)
 
-    def _pin(self, session: Session, stop: Stop) -> None:
+    def _pin(self, session: Session, stop: ResumeDepth) -> None:
         former, session.pin = session.pin, self._tree.lock(stop.node, stop.depth)
         if former is not None:
             self._tree.unlock(former)
@@ -146,7 +145,7 @@ class Sessions:
             self._tree.unlock(session.pin)
             session.pin = None
 
-    def expect(self, turn_id: TurnId, stop: Stop, now: float) -> None:
+    def expect(self, turn_id: TurnId, stop: ResumeDepth, now: float) -> None:
         """A turn that goes on from `stop` is here and can't begin yet: a soft reference of its own,
         in place of its former one, until `met`."""
         waiting = self.expected.get(turn_id)
@@ -172,7 +171,7 @@ class Sessions:
         if stop is not None:
             self._tree.prune(stop)
 
-    def _lift_expected(self, waiting: Session) -> Stop | None:
+    def _lift_expected(self, waiting: Session) -> ResumeDepth | None:
         stop = self._tree.lift(waiting)
         if stop is not None:
             stop.refs -= MORE_EXPECTED

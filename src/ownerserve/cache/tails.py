@@ -132,3 +132,15 @@ class TailBook(msgspec.Struct):
             raise InvariantViolated(
                 f"invariant 12: computing from {start}, but the tails are at {self.position}"
             )
+
+
+class Table(msgspec.Struct):
+    """Slots of one running sequence.
+
+    `range` maps each range component to the slots of blocks 0, 1, ...: tokens [i*B, (i+1)*B) are in
+    slot `range[component][i]`. `state` is the live state block, `tails` what waits in it.
+    """
+
+    range: dict[str, list[int]]
+    state: int
+    tails: TailBook = msgspec.field(default_factory=TailBook)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ownerserve.cache import paths
-from ownerserve.cache.node import Stop
 from ownerserve.cache.policies.base import Candidate, Heat, Key, Policy
+from ownerserve.cache.tree import paths
+from ownerserve.cache.tree.node import ResumeDepth
 
 
 class BlockLru(Policy):
@@ -27,7 +27,7 @@ class BlockLru(Policy):
         return (candidate.heat.inflation,)
 
     def touched(self, heat: Heat) -> None:
-        assert isinstance(heat, Stop), "the tree's own"
+        assert isinstance(heat, ResumeDepth), "the tree's own"
         self._touches += 1.0
         for stop in paths.stops_above(heat.node, heat.depth):
             stop.inflation = self._touches

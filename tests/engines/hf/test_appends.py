@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ownerserve.cache.tree import PrefixTree
+from ownerserve.cache.tree.prefix_tree import PrefixTree
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile

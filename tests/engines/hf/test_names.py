@@ -18,8 +18,8 @@ pytest.importorskip("transformers")
 
 import uvicorn
 
-from ownerserve.cache.budget import PoolSizes
-from ownerserve.cache.session import Session
+from ownerserve.cache.pools.budget import PoolSizes
+from ownerserve.cache.tree.node import Session
 from ownerserve.engines.hf.build import Worker, WorkerOptions
 from ownerserve.engines.hf.http.openai_api import Facts
 from ownerserve.engines.hf.http.serve import listen, url_of

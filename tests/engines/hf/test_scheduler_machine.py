@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ownerserve.cache.effects import Effect, LoadPoint, ResetState, SavePoint
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, NoRoom, Reason, Refused, Turn
-from ownerserve.cache.table import Table
+from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import Arrival, Limits, Rejected, StepPlan
 from ownerserve.kv.ids import PrefixHash, TurnId

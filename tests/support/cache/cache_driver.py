@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from ownerserve.cache import paths
 from ownerserve.cache.continuing import append_of
 from ownerserve.cache.effects import (
     CopyBlock,
@@ -42,6 +41,7 @@ from ownerserve.cache.outcomes import (
 )
 from ownerserve.cache.policies.base import Policy
 from ownerserve.cache.tails import Tail
+from ownerserve.cache.tree import paths
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.prefix import hash_prefix, pack

@@ -12,12 +12,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ownerserve.cache import paths
 from ownerserve.cache.effects import LoadPoint, SavePoint
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, NoRoom, Replay, Turn
 from ownerserve.cache.pressure import Checkpoint, Watermarks
+from ownerserve.cache.tree import paths
 from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier

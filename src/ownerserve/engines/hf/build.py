@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from ownerserve.cache.budget import PoolSizes, share_memory
 from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.pools.budget import PoolSizes, share_memory
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.directory.opening import opener_of
 from ownerserve.engines.hf.engine.async_engine import Engine

@@ -20,8 +20,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from ownerserve.cache import paths
 from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.tree import paths
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Packed
 from ownerserve.node.restore.sources import Walks

@@ -20,7 +20,6 @@ import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Layout
-from ownerserve.cache.node import Node, Stop
 from ownerserve.cache.outcomes import (
     Arrival,
     Inserted,
@@ -30,6 +29,7 @@ from ownerserve.cache.outcomes import (
     Reserved,
     Shortage,
 )
+from ownerserve.cache.tree.node import Node, ResumeDepth
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.kv.prefix import HashedPrefix, Packed
@@ -77,7 +77,7 @@ class Walks:
         """The turn has ended or is gone; one that never came is no error."""
         self._prompts.pop(turn_id, None)
 
-    def behind(self, turn_id: TurnId) -> Stop | None:
+    def behind(self, turn_id: TurnId) -> ResumeDepth | None:
         """A place of the tree that the turn's prompt is known to reach; None: not beyond doubt."""
         prompt = self._prompts.get(turn_id)
         session = None if prompt is None else self._cache.sessions.get(prompt.session_id)

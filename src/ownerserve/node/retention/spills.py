@@ -15,10 +15,10 @@ from itertools import takewhile
 
 import msgspec
 
-from ownerserve.cache import paths
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.node import Node
 from ownerserve.cache.pressure import Checkpoint, Spill
+from ownerserve.cache.tree import paths
+from ownerserve.cache.tree.node import Node
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed

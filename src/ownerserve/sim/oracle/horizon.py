@@ -18,8 +18,8 @@ from typing import ClassVar
 
 import msgspec
 
-from ownerserve.cache.node import Stop
 from ownerserve.cache.policies.base import Candidate, Key, Policy
+from ownerserve.cache.tree.node import ResumeDepth
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Tier
 from ownerserve.router.messages import Gone, Reported
@@ -62,7 +62,7 @@ class NextUse(Policy):
 
     def key(self, candidate: Candidate) -> Key:
         heat = candidate.heat
-        assert isinstance(heat, Stop), "the tree's own"
+        assert isinstance(heat, ResumeDepth), "the tree's own"
         next_s = self._next_s
         soonest = min([next_s.get(name, inf) for name in heat.anchors or ()], default=inf)
         return (-soonest, heat.last_s)

@@ -17,7 +17,7 @@ import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.policies.session_reference import SessionReference
-from ownerserve.cache.session import Session
+from ownerserve.cache.tree.node import Session
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.node.state import NodeState

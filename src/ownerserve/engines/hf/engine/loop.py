@@ -19,7 +19,7 @@ from torch import Tensor
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.metrics import snapshot
-from ownerserve.cache.table import Table
+from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.engine.inbox import (
     Abort,
     Ask,

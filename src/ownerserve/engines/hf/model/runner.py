@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ownerserve.cache.effects import Effect
-from ownerserve.cache.table import Table
+from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.state.masks import batch_inputs
 from ownerserve.engines.hf.state.paged import PagedCache
 from ownerserve.engines.hf.state.pools import Pools

@@ -15,8 +15,8 @@ import msgspec
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import Append, Begun, NoRoom, Refused, Resume, Turn
-from ownerserve.cache.session import Session
-from ownerserve.cache.table import Table
+from ownerserve.cache.tails import Table
+from ownerserve.cache.tree.node import Session
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.prefix import Packed
 from ownerserve.kv.wire.refusals import WorkerRefusal

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ownerserve.cache import tails
-from ownerserve.cache.table import Table
-from ownerserve.cache.tails import TailStep
+from ownerserve.cache.tails import Table, TailStep
 from ownerserve.kv.errors import InvariantViolated
 
 

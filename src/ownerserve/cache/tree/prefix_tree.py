@@ -16,8 +16,7 @@ from operator import attrgetter
 
 import msgspec
 
-from ownerserve.cache.node import Node, Receipt, Stop
-from ownerserve.cache.session import Session
+from ownerserve.cache.tree.node import Node, Receipt, ResumeDepth, Session
 from ownerserve.kv.errors import InvariantViolated
 
 SHED_BLOCKS = 32
@@ -58,11 +57,11 @@ class PrefixTree:
         self.protected = 0
         self.exposed: list[Node] = []
         """Intervals for the evictor to look at; see `expose`."""
-        self.cooled: list[Stop] = []
+        self.cooled: list[ResumeDepth] = []
         """Stops likewise, for their point state; see `cool`."""
         self.left: list[Session] = []
         """Sessions of which nothing is resident any more, for their table to look at."""
-        self.slid: set[Stop] | None = None
+        self.slid: set[ResumeDepth] | None = None
         """Stops whose sessions lost something, for who tells others; None: nobody does."""
 
     # -- reading -------------------------------------------------------------------------------
@@ -208,7 +207,7 @@ class PrefixTree:
 
     # -- stops ---------------------------------------------------------------------------------
 
-    def stop_at(self, node: Node, depth: int, now: float) -> Stop:
+    def stop_at(self, node: Node, depth: int, now: float) -> ResumeDepth:
         """The stop at `depth` of `node`, made when missing."""
         stops = node.stops
         if not stops or stops[-1].depth < depth:  # as at the end of a turn that grew it
@@ -217,16 +216,16 @@ class PrefixTree:
             index = bisect_left(stops, depth, key=_depth)
         if index < len(stops) and stops[index].depth == depth:
             return stops[index]
-        stop = Stop(node=node, depth=depth, last_s=now, born_s=now)
+        stop = ResumeDepth(node=node, depth=depth, last_s=now, born_s=now)
         stops.insert(index, stop)
         return stop
 
-    def prune(self, stop: Stop) -> None:
+    def prune(self, stop: ResumeDepth) -> None:
         """Forget a stop that carries nothing; the one at an interval's end stays."""
         if stop.is_bare and stop.depth != stop.node.end:
             stop.node.stops.remove(stop)
 
-    def anchor(self, session: Session, stop: Stop) -> None:
+    def anchor(self, session: Session, stop: ResumeDepth) -> None:
         """Make `stop` the session's frontier. Its old one must have been lifted."""
         if stop.anchors is None:
             stop.anchors = {}
@@ -234,7 +233,7 @@ class PrefixTree:
         stop.refs += session.is_referenced
         session.stop = stop
 
-    def lift(self, session: Session) -> Stop | None:
+    def lift(self, session: Session) -> ResumeDepth | None:
         """Take the session's frontier off the tree; returns the stop it stood at, to prune."""
         stop = session.stop
         if stop is None:
@@ -246,7 +245,7 @@ class PrefixTree:
         self.cool(stop)
         return stop
 
-    def cool(self, stop: Stop) -> None:
+    def cool(self, stop: ResumeDepth) -> None:
         """Point state is new at this stop, a session left it, or its soft reference ended: the
         evictor must look."""
         self.expose(stop.node)
@@ -356,7 +355,7 @@ class PrefixTree:
         if self.slid is not None and carrier.anchors:
             self.slid.add(carrier)
 
-    def _settle(self, stop: Stop, place: Node) -> None:
+    def _settle(self, stop: ResumeDepth, place: Node) -> None:
         """Put a stop that slid down in its order among those of `place`. At the root nothing is
         left: its sessions start anew."""
         if place.parent is None:
@@ -371,7 +370,7 @@ class PrefixTree:
         else:
             place.stops.insert(at, stop)
 
-    def _drop_point(self, stop: Stop, freed: Freed) -> None:
+    def _drop_point(self, stop: ResumeDepth, freed: Freed) -> None:
         if stop.slots is not None:
             freed.points_lost += stop.is_complete
             freed.points.append(stop.slots)

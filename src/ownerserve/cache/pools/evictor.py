@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
 
-from ownerserve.cache import paths
 from ownerserve.cache.layout import Layout
-from ownerserve.cache.node import ABSENT, Key, Node, Stop
 from ownerserve.cache.outcomes import Victim
 from ownerserve.cache.policies.base import Policy, Prices
-from ownerserve.cache.tree import Freed, PrefixTree
+from ownerserve.cache.tree import paths
+from ownerserve.cache.tree.node import ABSENT, Key, Node, ResumeDepth
+from ownerserve.cache.tree.prefix_tree import Freed, PrefixTree
 
 LOOK_TAILS = 32
 """Entries of the order that a look at what goes next takes; what follows them costs as much."""
@@ -36,7 +36,7 @@ class Tail:
         "trimmed_tokens",
     )  # fmt: skip
 
-    heat: Stop
+    heat: ResumeDepth
     is_point: bool
     position: int
     trimmed_tokens: int
@@ -58,7 +58,7 @@ class Evictor:
         self.block_bytes = sum(sizes[name] for name in layout.range_names)
         self.point_bytes = [sizes[name] for name in layout.point_names]
         self._tails: list[tuple[Key, int, Node]] = []
-        self._points: list[list[tuple[Key, int, Stop]]] = [[] for _ in self.point_bytes]
+        self._points: list[list[tuple[Key, int, ResumeDepth]]] = [[] for _ in self.point_bytes]
         self._tails_limit = SMALL_HEAP
         self._points_limit = [SMALL_HEAP] * len(self.point_bytes)
         self._pushes = 0
@@ -76,7 +76,7 @@ class Evictor:
         floor = node.pinned if node.pinned > node.branch_top else node.branch_top
         return stops[-2].depth if len(stops) > 1 and stops[-2].depth > floor else floor
 
-    def restorable_before(self, stop: Stop) -> int:
+    def restorable_before(self, stop: ResumeDepth) -> int:
         """Depth to go on from if `stop` goes; its own depth when it is no restorable point."""
         if not self.point_bytes:
             return self.segment_floor(stop.node)
@@ -162,7 +162,7 @@ class Evictor:
             heapify(heap)
             self._tails_limit = 2 * len(heap) + SMALL_HEAP
 
-    def _tail_key(self, stop: Stop, node: Node) -> Key:
+    def _tail_key(self, stop: ResumeDepth, node: Node) -> Key:
         """Of the blocks of `node` behind its last but one stop; `stop` is its last."""
         view, tokens, depth = self._view, self.block_tokens, stop.depth
         blocks = depth - self.segment_floor(node)
@@ -177,7 +177,7 @@ class Evictor:
         view.freed_bytes = freed or 1
         return self.policy.key(view)
 
-    def _held_bytes(self, stop: Stop) -> int:
+    def _held_bytes(self, stop: ResumeDepth) -> int:
         """Of point state there."""
         held = 0
         for slot, size in zip(stop.slots or (), self.point_bytes, strict=False):
@@ -190,7 +190,7 @@ class Evictor:
 
     # -- point state ---------------------------------------------------------------------------
 
-    def offer(self, stop: Stop) -> None:
+    def offer(self, stop: ResumeDepth) -> None:
         """Point state was hung at `stop`, or became worth less."""
         if stop.slots is None:
             return
@@ -218,7 +218,7 @@ class Evictor:
         heapify(heap)
         self._points_limit[index] = 2 * len(heap) + SMALL_HEAP
 
-    def next_points(self, limit: int) -> list[Stop]:
+    def next_points(self, limit: int) -> list[ResumeDepth]:
         """Stops with point state that are about to go: the heads of the heaps, `limit` entries of
         each. O(limit), however large the tree is."""
         self.look_at_cooled()
@@ -241,7 +241,7 @@ class Evictor:
         """Free one slot of point component `index`; None when every one is held."""
         self.look_at_cooled()
         heap = self._points[index]
-        victim: Stop | None = None
+        victim: ResumeDepth | None = None
         while heap and victim is None:
             key, _, stop = heap[0]
             queued = stop.queued
@@ -262,7 +262,7 @@ class Evictor:
                 heappop(heap)
         return self.drop_component(victim, index) if victim is not None else None
 
-    def drop_component(self, stop: Stop, index: int) -> Freed:
+    def drop_component(self, stop: ResumeDepth, index: int) -> Freed:
         """Take one point component off a stop."""
         assert stop.slots is not None
         lost = stop.is_complete
@@ -282,11 +282,11 @@ class Evictor:
         self.tree.expose(stop.node)
         return freed
 
-    def _point_key(self, stop: Stop) -> Key:
+    def _point_key(self, stop: ResumeDepth) -> Key:
         """Incomplete point state first: alone it restores nothing."""
         return (float(stop.is_complete), *self._lost_key(stop))
 
-    def _lost_key(self, stop: Stop) -> Key:
+    def _lost_key(self, stop: ResumeDepth) -> Key:
         """The policy's, of point state by itself."""
         view, tokens, depth = self._view, self.block_tokens, stop.depth
         view.heat, view.is_point, view.is_backed = stop, True, bool(stop.backed)

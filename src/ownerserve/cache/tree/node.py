@@ -1,4 +1,5 @@
-"""The tree's parts: an interval of blocks, the stops inside it, a lock receipt.
+"""The tree's parts: an interval of blocks, the depths inside it where a turn may resume, the
+sessions that stand there, a lock receipt.
 
         keys    |t0 t1 ..|........|........|........|      tokens as bytes, one block a cell
         blocks  [   17   |   18   |    4   |    9   ]      one slot number in every range pool
@@ -13,17 +14,59 @@ from __future__ import annotations
 
 import msgspec
 
-from ownerserve.cache.session import Session
 from ownerserve.kv.errors import InvariantViolated
+from ownerserve.kv.ids import PrefixHash, SessionId
+
+
+class Session(msgspec.Struct, eq=False):
+    """One agent's run on this worker.
+
+    tokens   committed by the last turn that moved the frontier, unsealed tail included
+    sealed   its depth in the tree at that time, in blocks
+    tip      the chain digest of those blocks, where who finished the turn told it
+    node, depth   the resident part of it: the frontier in the tree
+    row      slots of blocks 0..depth, None while a turn has them or nobody asked
+    frontier_order     the begin order of that turn: an earlier one that ends later is late
+    next_check_s, queued_s   when the table looks at it next; the instant it waits under, no later
+    """
+
+    session_id: SessionId
+    generation: int
+    version: int = 0
+    tokens: int = 0
+    sealed: int = 0
+    tail: bytes = b""
+    tip: PrefixHash | None = None
+    stop: ResumeDepth | None = None
+    row: list[int] | None = None
+    frontier_order: int = -1
+    running: int = 0
+    last_s: float = 0.0
+    expires_s: float = 0.0
+    next_check_s: float = 0.0
+    queued_s: float = -1.0
+    is_referenced: bool = False
+    pin: Receipt | None = None
+
+    @property
+    def node(self) -> Node | None:
+        """The interval of the frontier."""
+        return self.stop.node if self.stop is not None else None
+
+    @property
+    def depth(self) -> int:
+        """Resident blocks of what the session committed."""
+        return self.stop.depth if self.stop is not None else 0
+
 
 Key = tuple[float, ...]
 """An eviction policy's order: the lowest goes first."""
 
 ABSENT = -1
-"""In `Stop.slots`: this point component is not resident here."""
+"""In `ResumeDepth.slots`: this point component is not resident here."""
 
 
-class Stop(msgspec.Struct, eq=False):
+class ResumeDepth(msgspec.Struct, eq=False):
     """A depth at which somebody may go on: heat for eviction, sessions, point state.
 
     `refs` counts the sessions whose soft reference is alive; `anchors` holds all whose frontier is
@@ -47,7 +90,7 @@ class Stop(msgspec.Struct, eq=False):
     backed: tuple[str, ...] = ()
     is_cooled: bool = False
 
-    def absorb(self, other: Stop) -> None:
+    def absorb(self, other: ResumeDepth) -> None:
         """Take over heat and sessions of a stop that slid down to this depth."""
         self.last_s = max(self.last_s, other.last_s)
         self.uses = max(self.uses, other.uses)
@@ -80,7 +123,7 @@ class Node(msgspec.Struct, eq=False):
     start: int
     keys: bytearray
     blocks: list[int]
-    stops: list[Stop] = []
+    stops: list[ResumeDepth] = []
     branches: dict[int, dict[bytes, Node]] = {}
     branch_top: int = 0
     pins: dict[int, int] = {}

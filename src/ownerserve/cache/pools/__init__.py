@@ -1,0 +1,1 @@
+"""The slots of one cache: how many each component has, which are free, what is evicted for more."""

@@ -1,0 +1,1 @@
+"""The prefix tree of one cache: what is resident, for whom, and where a turn may resume."""
