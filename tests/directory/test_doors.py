@@ -5,8 +5,8 @@ from __future__ import annotations
 from ownerserve.directory import messages as ask
 from ownerserve.directory.decisions.state import DirectoryState
 from ownerserve.directory.owner.doors import Doors, GuardedOwner
-from ownerserve.directory.owner.idle import IDLE_S
 from ownerserve.directory.owner.state import Asks, OwnerState, Tip
+from ownerserve.directory.port import SWEEP_IDLE_S
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
@@ -295,11 +295,11 @@ def test_an_owner_ends_a_session_that_had_no_turn_for_a_day() -> None:
     """While its worker lives nobody else would: its lease is renewed all the time."""
     fleet = Fleet(A)
     fleet.turn(A, 1)
-    while fleet.now_s < IDLE_S - LEASE_S:
+    while fleet.now_s < SWEEP_IDLE_S - LEASE_S:
         fleet.rest(A, LEASE_S / 3)
     fleet.turn(A, 2)
     assert fleet.record().version == 2
-    until_s = fleet.now_s + IDLE_S - LEASE_S
+    until_s = fleet.now_s + SWEEP_IDLE_S - LEASE_S
     while fleet.now_s < until_s:
         fleet.rest(A, LEASE_S / 3)
     assert fleet.record().version == 2

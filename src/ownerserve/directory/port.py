@@ -7,13 +7,26 @@ from typing import Protocol
 
 import msgspec
 
-from ownerserve.directory.decisions.state import Counts
 from ownerserve.directory.messages import Outcome, Request
 from ownerserve.kv.epoch import Term
 
 LEASE_S = 30.0
 """Long enough that an idle unit asks once in 10 s: frames are what many units cost. So long a dead
 owner's sessions are served by guests, which are as fast and tell nothing."""
+
+
+SWEEP_IDLE_S = 24 * 3600.0
+"""How long a session may go without a turn: its owner then ends it, or the sweep where no owner
+lives."""
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """How many records of each kind are known."""
+
+    holders: int
+    sessions: int
+    prefixes: int
+    groups: int
 
 
 class DirectoryStatus(msgspec.Struct, frozen=True):

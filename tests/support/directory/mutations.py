@@ -20,8 +20,7 @@ from unittest.mock import patch
 
 from ownerserve.directory.decisions import checks
 from ownerserve.directory.messages import Outcome
-from ownerserve.directory.owner.doors import Doors, GuardedOwner
-from ownerserve.directory.owner.guests import Guests
+from ownerserve.directory.owner.doors import Doors, GuardedOwner, Guests
 from ownerserve.directory.owner.state import Ask, OwnerState
 from ownerserve.kv.epoch import Term
 from ownerserve.kv.errors import OwnerServeError

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-import msgspec
-
 from ownerserve.directory.decisions import checks
 from ownerserve.directory.decisions.decide import decide
 from ownerserve.directory.decisions.records import (
@@ -28,19 +26,9 @@ from ownerserve.directory.decisions.records import (
 from ownerserve.directory.decisions.sweep import sweep
 from ownerserve.directory.decisions.transaction import Decision, Moment
 from ownerserve.directory.messages import Outcome, Request
+from ownerserve.directory.port import SWEEP_IDLE_S, Counts
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.errors import InvariantViolated
-
-SWEEP_IDLE_S = 24 * 3600.0
-
-
-class Counts(msgspec.Struct, frozen=True):
-    """What is known, by kind."""
-
-    holders: int
-    sessions: int
-    prefixes: int
-    groups: int
 
 
 class DirectoryState:

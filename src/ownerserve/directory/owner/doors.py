@@ -1,17 +1,27 @@
-"""Doors: which word on a session still counts, by the highest epoch heard of it. Pure.
+"""The one way in to what a unit owns: its doors, and when to ask for a session or end one. Pure.
 
     turn line, ReleaseSession, the directory's answers ── hear ──> session -> highest epoch
     a word under a lower one                  ── refused: stale_epoch, counted by its verb
     the own grant, once a higher one is heard ── void: nothing is told under it any more
 
-A turn has no door: under whatever epoch it comes, it is served, as a guest's if need be.
+A turn has no door: under whatever epoch it comes, it is served, as a guest's if need be. The map is
+bounded, the session heard of longest ago is forgotten first. That is safe: the directory's
+compare-and-set refuses what a door would have refused, only later.
 
-The map is bounded, the session heard of longest ago is forgotten first. That is safe: the
-directory's compare-and-set refuses what a door would have refused, only later.
+*Guests*: a gateway asks the owner to hand a session over to where its turns are done, and the
+directory tells nobody of what it is given. So a unit that had such a turn asks again, along with
+frames that go anyway: at first after AGAIN_S, then after twice as long, until ASKED_FOR_S have
+passed.
+
+*Idle sessions*: few clients say that a session ends. The sweep takes the records of those whose
+owner is gone; an owner that lives ends them itself, or its grants, its records and what stands on
+them would grow for as long as it lives. A turn that comes after all binds the session anew, from
+version 0; what is cached of it stays what it was.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TypeAlias
 
 import msgspec
@@ -28,9 +38,8 @@ from ownerserve.directory.messages import (
     Request,
     Transfer,
 )
-from ownerserve.directory.owner.guests import Guests
-from ownerserve.directory.owner.idle import Idle
 from ownerserve.directory.owner.state import VERBS, Ask, Asks, OwnerState, Tip, is_for_later
+from ownerserve.directory.port import SWEEP_IDLE_S
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
@@ -38,6 +47,14 @@ from ownerserve.kv.wire.refusals import WorkerRefusal
 
 SESSIONS_MAX = 100_000
 """Some 30 MB. Of sessions that are owned the grant itself has the epoch."""
+
+AGAIN_S = 1.0
+ASKED_FOR_S = 60.0
+"""Two leases: so long a former owner may ask for the hand-over."""
+GUESTS_MAX = 1000
+
+AT_ONCE = 1000
+"""Ended with one frame."""
 
 STALE_EPOCH = "stale_epoch"
 STALE_VERSION = "stale_version"
@@ -77,6 +94,71 @@ class Doors:
     def last(self, session_id: SessionId) -> Heard | None:
         """The highest epoch that was heard."""
         return self._heard.get(session_id)
+
+
+class _Guest(msgspec.Struct):
+    due_s: float
+    wait_s: float
+
+
+class Guests:
+    """Owns nothing but these times. Of too many sessions the oldest is forgotten: its next turn
+    asks for it."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[SessionId, _Guest] = {}
+
+    def add(self, session_id: SessionId, now_s: float) -> None:
+        """A turn of it has ended here, or it is said to be ours."""
+        self._sessions.pop(session_id, None)
+        self._sessions[session_id] = _Guest(now_s + AGAIN_S, AGAIN_S)
+        if len(self._sessions) > GUESTS_MAX:
+            del self._sessions[next(iter(self._sessions))]
+
+    def discard(self, session_id: SessionId) -> None:
+        """It is ours, or over."""
+        self._sessions.pop(session_id, None)
+
+    def due(self, now_s: float) -> list[SessionId]:
+        """Those that are to be asked for with the frame that goes now."""
+        due = [name for name, guest in self._sessions.items() if guest.due_s <= now_s]
+        for name in due:
+            guest = self._sessions[name]
+            guest.wait_s *= 2
+            guest.due_s = now_s + guest.wait_s
+            if guest.wait_s > ASKED_FOR_S:
+                del self._sessions[name]
+        return due
+
+
+class Idle:
+    """When each session last had a turn here, the longest ago first. Owns nothing else."""
+
+    def __init__(self) -> None:
+        self._used_s: OrderedDict[SessionId, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._used_s)
+
+    def used(self, session_id: SessionId, now_s: float) -> None:
+        """A turn of it is here, or has ended."""
+        self._used_s[session_id] = now_s
+        self._used_s.move_to_end(session_id)
+
+    def discard(self, session_id: SessionId) -> None:
+        """It is over, or another's."""
+        self._used_s.pop(session_id, None)
+
+    def due(self, now_s: float) -> list[SessionId]:
+        """Those without a turn for SWEEP_IDLE_S; they are not named again."""
+        due: list[SessionId] = []
+        for session_id, used_s in self._used_s.items():
+            if used_s + SWEEP_IDLE_S > now_s or len(due) == AT_ONCE:
+                break
+            due.append(session_id)
+        for session_id in due:
+            del self._used_s[session_id]
+        return due
 
 
 Leaving: TypeAlias = Asks | WorkerRefusal

@@ -23,11 +23,10 @@ from redis.exceptions import RedisError
 
 from ownerserve.directory.decisions.decide import decide, seen_of
 from ownerserve.directory.decisions.records import Key, Records
-from ownerserve.directory.decisions.state import SWEEP_IDLE_S
 from ownerserve.directory.decisions.sweep import sweep
 from ownerserve.directory.decisions.transaction import Decision, Moment
 from ownerserve.directory.messages import Ended, Outcome, Refusal, Refused, Request
-from ownerserve.directory.port import LEASE_S, DirectoryStatus
+from ownerserve.directory.port import LEASE_S, SWEEP_IDLE_S, DirectoryStatus
 from ownerserve.directory.valkey.primary import Source, find_primary
 from ownerserve.directory.valkey.records import (
     NAMESPACE,
