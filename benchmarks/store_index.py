@@ -38,7 +38,7 @@ from ownerserve.store.format.segment import segment_path
 from ownerserve.store.index.reader import Change, IndexEntry
 from ownerserve.store.index.writer import IndexWriter
 from ownerserve.store.service.measure import OPTIONS, bench_entry, bench_meta
-from ownerserve.store.service.wallclock import WallClock
+from ownerserve.store.service.runtime import WallClock
 from ownerserve.store.tiers.backend import Reservation
 from result import Row, larger_is_better, report, smaller_is_better
 

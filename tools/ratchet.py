@@ -27,7 +27,7 @@ EXCEPTIONS: dict[str, tuple[int, str]] = {
         27,
         "vLLM's interface: a method for each of its hooks, each one call",
     ),
-    "class src/ownerserve/store/disk/core.py:DiskCore": (
+    "class src/ownerserve/store/disk/tier.py:DiskCore": (
         13,
         "what every part of the disk tier shares: locks, health and the index, a line each",
     ),

@@ -25,7 +25,7 @@ from ownerserve.cli.failures import EXTRAS, REPORT
 from ownerserve.cli.main import COMMANDS, cli
 from ownerserve.cli.output import OutputFile, OutputFolder
 from ownerserve.store.disk.tier import DiskTier
-from ownerserve.store.service.wallclock import WallClock
+from ownerserve.store.service.runtime import WallClock
 from ownerserve.trace.synth.generate import generate
 from ownerserve.trace.synth.options import Options
 from ownerserve.trace.write import write_trace

@@ -38,7 +38,7 @@ from ownerserve.plan.restore import Planner
 from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.format.model import Listed, Meta, ReadOutcome, Want
 from ownerserve.store.service import runtime as store_runtime
-from ownerserve.store.service.wallclock import WallClock
+from ownerserve.store.service.runtime import WallClock
 from ownerserve.store.tiers.backend import Reservation
 from tests.support.node.node_driver import IDENTITY, LAYOUT, MODEL, PRICES, B
 

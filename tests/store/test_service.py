@@ -19,8 +19,14 @@ from ownerserve.store.format.model import (
     Want,
     WriteDone,
 )
-from ownerserve.store.service.flights import Abandoned, JoinFlight, StartFlight, TicketFlights
-from ownerserve.store.service.runtime import NotYet, StoreService
+from ownerserve.store.service.runtime import (
+    Abandoned,
+    JoinFlight,
+    NotYet,
+    StartFlight,
+    StoreService,
+    TicketFlights,
+)
 from ownerserve.store.tiers.backend import Reservation, put
 from ownerserve.store.tiers.memory import MemoryTier
 from ownerserve.store.tiers.policy import KindLimits, TierLimits

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from ownerserve.store.disk.tier import DiskTier
-from ownerserve.store.service.wallclock import WallClock
+from ownerserve.store.service.runtime import WallClock
 from tests.support.children import ROOT
 from tests.support.vllm import connectors, oracle, tiny
 from tests.support.vllm.fleet import vllm_version

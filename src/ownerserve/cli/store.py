@@ -24,7 +24,7 @@ from ownerserve.store.disk.snapshot import StoreSnapshot
 from ownerserve.store.disk.tier import DiskOptions, DiskTier, Index
 from ownerserve.store.index.reader import IndexEntry
 from ownerserve.store.service.measure import DiskBench, Measured, measure_index
-from ownerserve.store.service.wallclock import WallClock
+from ownerserve.store.service.runtime import WallClock
 from ownerserve.store.tiers.buffers import BufferPool
 from ownerserve.store.tiers.policy import KindLimits, TierLimits, split
 

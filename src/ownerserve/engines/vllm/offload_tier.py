@@ -42,7 +42,7 @@ from ownerserve.store.format.model import (
     Want,
     WriteRefused,
 )
-from ownerserve.store.service.wallclock import WallClock
+from ownerserve.store.service.runtime import WallClock
 from ownerserve.store.tiers.backend import Reservation, TierBackend
 
 DOMAIN = b"ownerserve/offload/1"

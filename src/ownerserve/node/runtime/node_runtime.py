@@ -62,8 +62,7 @@ from ownerserve.store.format.model import (
     ReadPart,
     WriteDone,
 )
-from ownerserve.store.service.flights import Ticket
-from ownerserve.store.service.runtime import NotYet
+from ownerserve.store.service.runtime import NotYet, Ticket
 from ownerserve.store.tiers.backend import Reservation
 
 

@@ -24,15 +24,13 @@ from ownerserve.kv.units import GIB
 from ownerserve.node.storage.media import DEFAULT_WRITE, open_remote, write_policy
 from ownerserve.node.vocabulary.events import RecordsLost
 from ownerserve.plan.cost.events import Loaded
-from ownerserve.store.disk.core import listed
 from ownerserve.store.disk.maintain import collect
 from ownerserve.store.disk.tier import DiskOptions, DiskTier, StoreUnavailable
 from ownerserve.store.format.header import CHUNK
 from ownerserve.store.format.model import SHARED, Listed, Meta, ReadHit, ReadOutcome, Want
 from ownerserve.store.format.model import WriteOutcome as Outcome
 from ownerserve.store.index.reader import IndexFailed
-from ownerserve.store.service.runtime import StoreService
-from ownerserve.store.service.wallclock import WallClock
+from ownerserve.store.service.runtime import StoreService, WallClock
 from ownerserve.store.tiers.backend import Reservation, Telling, TierBackend
 from ownerserve.store.tiers.buffers import BufferPool, BufferSource
 from ownerserve.store.tiers.memory import MemoryTier
@@ -72,7 +70,7 @@ def _at_boundary(tier: TierBackend, digest: bytes) -> list[tuple[Listed, int]]:
     if isinstance(tier, MemoryTier):
         return tier.at_boundary(digest)
     if isinstance(tier, DiskTier):
-        return [(listed(entry), units) for entry, units in tier.core.index.at_boundary(digest)]
+        return [(entry.listed(), units) for entry, units in tier.core.index.at_boundary(digest)]
     return []
 
 

@@ -1,4 +1,4 @@
-"""Maintenance of a store on disk: gc, compaction, purge, verification of all that stands.
+"""Maintenance of a store on disk: gc, compaction, verification of all that stands.
 
 Functions over a `DiskCore`; each holds the writer's lock for one bounded step at a time where it
 can, so that serving goes on between the steps.
@@ -6,19 +6,14 @@ can, so that serving goes on between the steps.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from itertools import islice
 
 import msgspec
 
-from ownerserve.store.disk.core import DiskCore
 from ownerserve.store.disk.reclaim import SPARSE_SHARE, sparse
-from ownerserve.store.disk.scan import records
-from ownerserve.store.format.header import BLOCK
+from ownerserve.store.disk.tier import DiskCore, release_quarantine
 from ownerserve.store.format.model import MissReason, ReadHit, ReadOutcome, Want
-from ownerserve.store.format.segment import Segment, segment_path
-from ownerserve.store.index.reader import Change, IndexEntry, SegmentSpan
+from ownerserve.store.index.reader import IndexEntry
 from ownerserve.store.tiers.backend import EVERY_RECORD
 from ownerserve.store.tiers.buffers import BufferSource
 
@@ -60,42 +55,6 @@ def collect(
             done.segments_compacted += 1
             core.counters["compacted_bytes"] += copied
     return done
-
-
-def release_quarantine(core: DiskCore, before_s: float, tenant: bytes | None = None) -> int:
-    """Erase quarantined records older than `before_s` (of one tenant)."""
-    old = [
-        bad
-        for bad in core.index.quarantined()
-        if bad.at_ms < before_s * 1000 and tenant in (None, bad.tenant)
-    ]
-    core.index.release(old)
-    core.reclaimer.erase([bad.span for bad in old])
-    return len(old)
-
-
-def purge_tenant(core: DiskCore, tenant: bytes) -> int:
-    """Remove a tenant's records: indexed, quarantined, and any copy the segments still hold.
-
-    The segments are the truth, so all their headers are read: O(records), not O(tenant's).
-    """
-    gone = 0
-    while entries := [entry.meta.id for entry in islice(core.index.walk(tenant=tenant), 1024)]:
-        gone += core.evict(entries)
-    release_quarantine(core, core.clock.now() + 1, tenant)
-    for number in core.home.segment_numbers():
-        segment = Segment(segment_path(core.home.directory, number), os.O_RDWR)
-        spans = [
-            SegmentSpan(number, header.place.offset, header.record_bytes)
-            for header in records(segment, BLOCK, core.home.store_id)
-            if header.meta.tenant == tenant
-        ]
-        if spans:
-            core.index.apply(Change(doom=spans))
-            core.reclaimer.erase(spans)
-            gone += len(spans)
-    core.counters["purged"] += gone
-    return gone
 
 
 Read = Callable[[list[Want]], ReadOutcome]

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.store.disk.core import listed
 from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.read import DiskReader, OpenSegments
 from ownerserve.store.format.model import ArtifactKind, Listed, Meta, ReadOutcome, TierUsage, Want
@@ -54,7 +53,7 @@ class StoreSnapshot:
     def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]:
         """What the index has of `ids`."""
         try:
-            return {id_: listed(entry) for id_, entry in self._index.get_many(ids).items()}
+            return {id_: entry.listed() for id_, entry in self._index.get_many(ids).items()}
         except IndexFailed:
             return {}
 

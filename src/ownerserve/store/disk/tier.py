@@ -10,22 +10,29 @@ what the medium does; see `tiers.backend`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from threading import RLock
+from typing import TypeVar
 
 import msgspec
 
 from ownerserve.kv.clock import Clock
 from ownerserve.kv.errors import CapacityExceeded, OwnerServeError
 from ownerserve.store.disk.append import RecordDraft, tell
-from ownerserve.store.disk.core import DiskCore
 from ownerserve.store.disk.home import DEFAULT_SEGMENT_BYTES, Home
-from ownerserve.store.disk.maintain import purge_tenant
 from ownerserve.store.disk.read import DiskReader, OpenSegments
+from ownerserve.store.disk.reclaim import span
 from ownerserve.store.disk.recover import Recovered, discard_index, recover
-from ownerserve.store.format.header import MAX_PAYLOAD
+from ownerserve.store.disk.scan import records
+from ownerserve.store.format.header import BLOCK, MAX_PAYLOAD
 from ownerserve.store.format.model import (
     AlreadyStored,
     ArtifactKind,
@@ -42,8 +49,16 @@ from ownerserve.store.format.model import (
     WriteRefused,
 )
 from ownerserve.store.format.seal import Keys, SealKind
+from ownerserve.store.format.segment import Segment, segment_path
 from ownerserve.store.format.verify import draft, record_room
-from ownerserve.store.index.reader import IndexEntry, IndexFailed
+from ownerserve.store.index.reader import (
+    Change,
+    IndexEntry,
+    IndexFailed,
+    Quarantined,
+    SegmentSpan,
+    Touch,
+)
 from ownerserve.store.tiers.backend import (
     EVERY_RECORD,
     OnEvict,
@@ -52,8 +67,182 @@ from ownerserve.store.tiers.backend import (
     nobody_listens,
 )
 from ownerserve.store.tiers.buffers import BufferPool, BufferSource
+from ownerserve.store.tiers.health import Health
 from ownerserve.store.tiers.ledger import Ledger
 from ownerserve.store.tiers.policy import Order, TierLimits, WriteBudget, by_utility, choose
+
+log = logging.getLogger("ownerserve.store")
+
+_FLUSH_AT = 4096
+"""Reads of so many records are remembered before the index hears of them."""
+T = TypeVar("T")
+
+
+class DiskCore:
+    """An open store's parts, and the steps that the tier, its reader and maintenance share.
+
+    Owns the writer's two locks, the touches not yet in the index, and the counters. `appending` is
+    held by who appends, across its I/O; `lock` by who changes the index or the accounts, for short.
+    Who needs both takes `appending` first (`exclusive`). Every method is called with `lock` held,
+    except `touch`, which needs none, and those that take it.
+    """
+
+    def __init__(self, home: Home, keys: Keys, clock: Clock, *, parts: Recovered) -> None:
+        self.home = home
+        self.keys = keys
+        self.clock = clock
+        self.index = parts.index
+        self.appender = parts.appender
+        self.reclaimer = parts.reclaimer
+        self.appending = RLock()
+        self.lock = RLock()
+        self.health = Health(f"store {home.directory}")
+        self.counters: Counter[str] = Counter()
+        self._touched: dict[int, Touch] = {}
+
+    def now_ms(self) -> int:
+        """The clock's reading, as the format keeps it."""
+        return int(self.clock.now() * 1000)
+
+    @contextmanager
+    def shielded(self) -> Iterator[None]:
+        """Hold the lock; what the medium does wrong is noted and goes no further."""
+        with self.lock:
+            try:
+                yield
+            except (OSError, IndexFailed) as error:
+                self.trouble(error)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """As `shielded`, and nothing is being appended: every record on disk is in the index."""
+        with self.appending, self.shielded():
+            yield
+
+    def attempt(self, step: Callable[[], T], otherwise: T) -> T:
+        """The step's result; `otherwise` when the medium failed."""
+        with self.shielded():
+            return step()
+        return otherwise  # type: ignore[unreachable]  # mypy: a context manager may swallow
+
+    def trouble(self, error: object) -> None:
+        """A write failed."""
+        self.counters["io_errors"] += 1
+        self.health.failed(error, self.clock.now())
+
+    def touch(self, entries: Iterable[IndexEntry]) -> None:
+        """These were read. Kept in memory; a crash loses recency and nothing else.
+
+        Takes no lock, since every read comes through here: at worst one touch of two is lost.
+        """
+        now_ms, touched = self.now_ms(), self._touched
+        for entry in entries:
+            touch = touched.get(entry.sequence)
+            if touch is None:
+                touched[entry.sequence] = Touch(entry, now_ms)
+            else:
+                touch.at_ms, touch.times = now_ms, touch.times + 1
+        if len(touched) >= _FLUSH_AT:
+            with self.shielded():
+                self.flush()
+
+    def flush(self) -> None:
+        """Recency and reuse counts into the index."""
+        touched, self._touched = self._touched, {}
+        if touched:
+            self.index.apply(Change(touched=list(touched.values())))
+
+    def find(self, ids: Sequence[bytes]) -> dict[bytes, Listed]:
+        """What the index has of `ids`, reads not yet flushed included. Needs no lock."""
+        found = {}
+        for id_, entry in self.index.get_many(ids).items():
+            touch = self._touched.get(entry.sequence)
+            found[id_] = (entry if touch is None else touch.applied()).listed()
+        return found
+
+    def evict(self, ids: Sequence[bytes]) -> int:
+        """Remove records; how many there were."""
+        entries = list(self.index.get_many(ids).values()) if ids else []
+        if entries:
+            self.reclaimer.remove(entries)
+            self.reclaimer.drop_empty()
+            self.counters["evicted"] += len(entries)
+        return len(entries)
+
+    def oldest(self, kind: ArtifactKind, limit: int, tenant: bytes | None = None) -> list[Listed]:
+        """Least recently touched first."""
+        return [entry.listed() for entry in self.index.oldest(kind, limit, tenant=tenant)]
+
+    def oldest_flushed(self, kind: ArtifactKind, limit: int) -> list[Listed]:
+        """Least recently touched first, the latest reads counted; nothing when the index fails."""
+
+        def step() -> list[Listed]:
+            self.flush()
+            return self.oldest(kind, limit)
+
+        return self.attempt(step, [])
+
+    def price(self, costs_ms: Mapping[bytes, float]) -> None:
+        """Note what it costs to make these artifacts again."""
+        with self.shielded():
+            entries = self.index.get_many(list(costs_ms))
+            self.index.apply(Change(priced={e.sequence: costs_ms[i] for i, e in entries.items()}))
+            for id_ in entries:
+                self.index.forget(id_)
+
+    def quarantine(self, entry: IndexEntry, reason: str) -> None:
+        """A record failed verification: it is a miss from now on, kept for inspection until gc."""
+        with self.shielded():
+            standing = self.index.get(entry.meta.id)
+            if standing is None or standing.sequence != entry.sequence:
+                return
+            bad = Quarantined(entry.meta.id, entry.meta.tenant, span(entry), reason, self.now_ms())
+            self.index.apply(Change(remove=[entry], quarantine=[bad]))
+            self.counters["quarantined"] += 1
+            log.warning(
+                "%s: record %s in segment %d at %d quarantined: %s",
+                self.health.name,
+                entry.meta.id.hex()[:16],
+                entry.segment,
+                entry.offset,
+                reason,
+            )
+
+
+def release_quarantine(core: DiskCore, before_s: float, tenant: bytes | None = None) -> int:
+    """Erase quarantined records older than `before_s` (of one tenant)."""
+    old = [
+        bad
+        for bad in core.index.quarantined()
+        if bad.at_ms < before_s * 1000 and tenant in (None, bad.tenant)
+    ]
+    core.index.release(old)
+    core.reclaimer.erase([bad.span for bad in old])
+    return len(old)
+
+
+def purge_tenant(core: DiskCore, tenant: bytes) -> int:
+    """Remove a tenant's records: indexed, quarantined, and any copy the segments still hold.
+
+    The segments are the truth, so all their headers are read: O(records), not O(tenant's).
+    """
+    gone = 0
+    while entries := [entry.meta.id for entry in islice(core.index.walk(tenant=tenant), 1024)]:
+        gone += core.evict(entries)
+    release_quarantine(core, core.clock.now() + 1, tenant)
+    for number in core.home.segment_numbers():
+        segment = Segment(segment_path(core.home.directory, number), os.O_RDWR)
+        spans = [
+            SegmentSpan(number, header.place.offset, header.record_bytes)
+            for header in records(segment, BLOCK, core.home.store_id)
+            if header.meta.tenant == tenant
+        ]
+        if spans:
+            core.index.apply(Change(doom=spans))
+            core.reclaimer.erase(spans)
+            gone += len(spans)
+    core.counters["purged"] += gone
+    return gone
 
 
 class StoreUnavailable(OwnerServeError):

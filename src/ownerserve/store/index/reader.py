@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ownerserve.kv.errors import UNREADABLE, OwnerServeError
-from ownerserve.store.format.model import ArtifactKind, Meta, TierUsage, unit_ends
+from ownerserve.store.format.model import ArtifactKind, Listed, Meta, TierUsage, unit_ends
 
 SCHEMA_VERSION = 3
 HOT_ENTRIES = 1 << 17
@@ -98,6 +98,17 @@ class IndexEntry(msgspec.Struct, frozen=True, gc=False):
     touched_ms: int
     reuse_count: int = 0
     restore_cost_ms: float = 0.0
+
+    def listed(self) -> Listed:
+        """The entry as a tier's catalogue shows it."""
+        return Listed(
+            meta=self.meta,
+            payload_bytes=self.payload_bytes,
+            stored_bytes=self.stored_bytes,
+            touched_s=self.touched_ms / 1000,
+            reuse_count=self.reuse_count,
+            restore_cost_ms=self.restore_cost_ms,
+        )
 
 
 class SegmentState(IntEnum):

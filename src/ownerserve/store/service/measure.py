@@ -19,7 +19,7 @@ from ownerserve.store.disk.tier import DiskOptions, DiskTier
 from ownerserve.store.format.model import ArtifactKind, Meta, ReadHit, Want
 from ownerserve.store.index.reader import Change, IndexEntry
 from ownerserve.store.index.writer import IndexWriter
-from ownerserve.store.service.wallclock import WallClock
+from ownerserve.store.service.runtime import WallClock
 from ownerserve.store.tiers.backend import Reservation
 from ownerserve.store.tiers.policy import KindLimits, TierLimits
 

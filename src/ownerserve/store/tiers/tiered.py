@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock
 
-from ownerserve.store.format.convert_read import read_converted
+from ownerserve.store.format.convert import read_converted
 from ownerserve.store.format.model import (
     AlreadyStored,
     ArtifactKind,
