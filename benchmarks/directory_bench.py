@@ -25,9 +25,9 @@ from ownerserve.directory import messages as ask
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.port import Directory
 from ownerserve.directory.rpc.client import DirectoryClient
-from ownerserve.directory.rpc.frames import Batch, decode_question, encode
+from ownerserve.directory.rpc.frames import RequestBatch, decode_question, encode
 from ownerserve.directory.rpc.server import DirectoryServer
-from ownerserve.directory.rules import Kind, TierCode
+from ownerserve.directory.rules import StateKind, TierCode
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 WORKERS = 8
 PART = 1000
 REPEATS = 5
-MAIN = Kind.DENSE | Kind.COMPRESSED
+MAIN = StateKind.DENSE | StateKind.COMPRESSED
 UNITS = [RoutingUnit(WorkerId(f"w{n}"), 0, Incarnation(1)) for n in range(WORKERS)]
 Timer = Callable[[], float]
 
@@ -105,7 +105,7 @@ def inventories(extents: int) -> list[bytes]:
             for n in range(start, min(start + PART, extents))
         )
         unit = UNITS[start // PART % WORKERS]
-        frames.append(encode(Batch((ask.Publish(unit, held),))))
+        frames.append(encode(RequestBatch((ask.Publish(unit, held),))))
     return frames
 
 
@@ -115,7 +115,7 @@ def rebuild(directory: Directory, frames: Sequence[bytes]) -> tuple[float, float
     began, began_cpu = time.perf_counter(), time.process_time()
     for frame in frames:
         question = decode_question(frame)
-        assert isinstance(question, Batch)
+        assert isinstance(question, RequestBatch)
         for outcome in directory.execute(question.requests):
             assert isinstance(outcome, ask.Published), outcome
     return time.perf_counter() - began, time.process_time() - began_cpu

@@ -29,7 +29,7 @@ import uvloop
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.rpc.client import DirectoryClient
-from ownerserve.directory.rpc.frames import Batch, Outcomes, decode_answer, encode
+from ownerserve.directory.rpc.frames import Outcomes, RequestBatch, decode_answer, encode
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from result import Row, report
@@ -155,7 +155,7 @@ class Load:
 def renewals(processes: int, ranks: int) -> Iterator[bytes]:
     """Frames of idle processes, for ever."""
     frames = [
-        encode(Batch(tuple(ask.RenewLease(unit(number, rank)) for rank in range(ranks))))
+        encode(RequestBatch(tuple(ask.RenewLease(unit(number, rank)) for rank in range(ranks))))
         for number in range(processes)
     ]
     while True:
@@ -172,7 +172,7 @@ def turns(processes: int, grants: dict[int, ask.Bound]) -> Iterator[bytes]:
             told = ask.Advance(
                 session(number), unit(number), grants[number].epoch, version, tip, 100_000
             )
-            yield encode(Batch((told, ask.RenewLease(unit(number)))))
+            yield encode(RequestBatch((told, ask.RenewLease(unit(number)))))
 
 
 def session(number: int) -> SessionId:

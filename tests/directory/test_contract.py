@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ownerserve.directory import messages as ask
-from ownerserve.directory.messages import Refusal
+from ownerserve.directory.messages import DirectoryRefusal
 from ownerserve.directory.rules import TierCode
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash
@@ -46,7 +46,7 @@ def test_an_orphan_goes_to_who_asks_first_under_a_later_epoch(world: World) -> N
     assert not found.owner_live
     second = world.ask(ask.Bind(S1, B))
     assert isinstance(second, ask.Bound) and second.epoch > first.epoch and second.version == 0
-    assert refused(world.ask(ask.RenewLease(A)), Refusal.LEASE_LAPSED)
+    assert refused(world.ask(ask.RenewLease(A)), DirectoryRefusal.LEASE_LAPSED)
 
 
 def test_renewing_keeps_what_is_owned(world: World) -> None:
@@ -79,23 +79,25 @@ def test_transfer_is_compare_and_set(world: World) -> None:
     assert isinstance(moved, ask.Bound) and moved.epoch > first.epoch
     repeated = world.ask(ask.Transfer(S1, A, B, first.epoch, first.version))
     assert isinstance(repeated, ask.Conflict) and repeated.current.owner == B
-    assert refused(world.ask(ask.Transfer(S2, A, B, first.epoch, 0)), Refusal.UNKNOWN_SESSION)
+    assert refused(
+        world.ask(ask.Transfer(S2, A, B, first.epoch, 0)), DirectoryRefusal.UNKNOWN_SESSION
+    )
 
 
 def test_a_session_is_not_handed_to_one_who_is_not_there(world: World) -> None:
     world.join(A)
     first = world.ask(ask.Bind(S1, A))
     gone = ask.Transfer(S1, A, B, first.epoch, first.version)
-    assert refused(world.ask(gone), Refusal.TARGET_NOT_LIVE)
+    assert refused(world.ask(gone), DirectoryRefusal.TARGET_NOT_LIVE)
     world.join(unit("b", 2))
-    assert refused(world.ask(gone), Refusal.TARGET_NOT_LIVE)
+    assert refused(world.ask(gone), DirectoryRefusal.TARGET_NOT_LIVE)
 
 
 def test_ending_a_session_needs_its_epoch(world: World) -> None:
     world.join(A)
     first = world.ask(ask.Bind(S1, A))
     later = world.ask(ask.Bind(S1, A, seen=first.epoch))
-    assert refused(world.ask(ask.EndSession(S1, A, first.epoch)), Refusal.NOT_OWNER)
+    assert refused(world.ask(ask.EndSession(S1, A, first.epoch)), DirectoryRefusal.NOT_OWNER)
     assert isinstance(world.ask(ask.EndSession(S1, A, later.epoch)), ask.Ended)
     assert isinstance(world.ask(ask.FindSession(S1)), ask.Miss)
     assert isinstance(world.ask(ask.EndSession(S1, A, later.epoch)), ask.Ended)
@@ -115,7 +117,7 @@ def test_a_new_life_drops_at_once_what_the_former_held(world: World) -> None:
     assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
     assert isinstance(world.ask(ask.Bind(S1, B)), ask.Bound)
     for late in (ask.RenewLease(A), ask.Register(A), ask.Publish(A), ask.Bind(S2, A)):
-        assert refused(world.ask(late), Refusal.STALE_INCARNATION)
+        assert refused(world.ask(late), DirectoryRefusal.STALE_INCARNATION)
 
 
 def test_a_new_lifes_store_is_readopted_by_its_inventory(world: World) -> None:
@@ -136,9 +138,9 @@ def test_a_former_life_that_came_first_after_amnesia_gives_way(world: World) -> 
     world.join(unit("a", 2))
     world.directory.forget()
     world.join(unit("a", 1))
-    assert refused(world.ask(ask.RenewLease(unit("a", 2))), Refusal.UNKNOWN_HOLDER)
+    assert refused(world.ask(ask.RenewLease(unit("a", 2))), DirectoryRefusal.UNKNOWN_HOLDER)
     world.join(unit("a", 2))
-    assert refused(world.ask(ask.RenewLease(unit("a", 1))), Refusal.STALE_INCARNATION)
+    assert refused(world.ask(ask.RenewLease(unit("a", 1))), DirectoryRefusal.STALE_INCARNATION)
 
 
 def test_a_memory_that_knows_a_unit_by_a_late_message_renews_nothing(world: World) -> None:
@@ -146,7 +148,9 @@ def test_a_memory_that_knows_a_unit_by_a_late_message_renews_nothing(world: Worl
     before = world.ask(ask.Register(A))
     world.directory.forget()
     world.join(A)  # sent before, twice
-    assert refused(world.ask(ask.RenewLease(A, None, before.memory)), Refusal.UNKNOWN_HOLDER)
+    assert refused(
+        world.ask(ask.RenewLease(A, None, before.memory)), DirectoryRefusal.UNKNOWN_HOLDER
+    )
     again = world.ask(ask.Register(A))
     assert again.memory != before.memory
     renewed = world.ask(ask.RenewLease(A, None, again.memory))
@@ -175,7 +179,7 @@ def test_strangers_own_nothing(world: World) -> None:
         ask.RenewLease(A),
         ask.Publish(A),
     ):
-        assert refused(world.ask(request), Refusal.UNKNOWN_HOLDER)
+        assert refused(world.ask(request), DirectoryRefusal.UNKNOWN_HOLDER)
 
 
 # ---- memory
@@ -185,7 +189,7 @@ def test_a_later_epoch_than_ours_starts_a_term_above_it(world: World) -> None:
     world.join(A, B)
     before = world.ask(ask.Bind(S1, A)).epoch
     above = Epoch(Term(before.term.ordinal + 7, 5), 99)
-    assert refused(world.ask(ask.Bind(S2, B, seen=above)), Refusal.REBUILDING)
+    assert refused(world.ask(ask.Bind(S2, B, seen=above)), DirectoryRefusal.REBUILDING)
     assert world.directory.status().term.ordinal == above.term.ordinal + 1  # type: ignore[union-attr]
     world.past_lease()
     world.join(B)
@@ -207,9 +211,9 @@ def test_without_memory_workers_words_count_until_old_leases_are_over(world: Wor
     status = world.directory.forget()
     assert status.opens_in_s > 0
     assert isinstance(world.ask(ask.FindSession(S1)), ask.Miss)
-    assert refused(world.ask(ask.RenewLease(A)), Refusal.UNKNOWN_HOLDER)
+    assert refused(world.ask(ask.RenewLease(A)), DirectoryRefusal.UNKNOWN_HOLDER)
     world.join(A, B)
-    assert refused(world.ask(ask.Bind(S2, B)), Refusal.REBUILDING)
+    assert refused(world.ask(ask.Bind(S2, B)), DirectoryRefusal.REBUILDING)
     held = ask.HeldSession(S1, mine.version, P1, 512, mine.epoch)
     extent = ask.HeldExtent(P1, 512, TierCode.DEVICE, MAIN)
     answer = world.ask(ask.Publish(A, (extent,), sessions=(held,)))

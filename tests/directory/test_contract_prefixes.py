@@ -8,12 +8,12 @@ from ownerserve.directory import messages as ask
 from ownerserve.directory.decisions.records import (
     WISH_LIMIT,
     Location,
-    Prefix,
+    PrefixRecord,
     decode_record,
     encode_record,
 )
-from ownerserve.directory.messages import Refusal
-from ownerserve.directory.rules import Kind, TierCode
+from ownerserve.directory.messages import DirectoryRefusal
+from ownerserve.directory.rules import StateKind, TierCode
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.messages import RoutingUnit
@@ -39,9 +39,9 @@ from tests.support.directory.contract import (
 def test_lookup_gives_the_longest_that_someone_alive_holds(world: World) -> None:
     world.join(A, B)
     hold(world, A, P1, TierCode.HOST)
-    hold(world, B, P2, TierCode.DEVICE, Kind.DENSE, 1024)
+    hold(world, B, P2, TierCode.DEVICE, StateKind.DENSE, 1024)
     assert world.ask(ask.Lookup((P3, P2, P1))).prefix_hash == P2
-    assert world.ask(ask.Lookup((P3, P2, P1), Kind.COMPRESSED)).prefix_hash == P1
+    assert world.ask(ask.Lookup((P3, P2, P1), StateKind.COMPRESSED)).prefix_hash == P1
     world.ask(ask.Retire(B))
     assert world.ask(ask.Lookup((P3, P2, P1))).tokens == 512
     assert isinstance(world.ask(ask.Lookup((P3,))), ask.Miss)
@@ -80,10 +80,10 @@ def test_last_copy_duty_is_ones_until_its_lease_ends(world: World) -> None:
 def test_the_last_copy_that_a_fork_stands_on_is_spilled_first(world: World) -> None:
     world.join(A, B)
     claim(world, A, S1, P1)
-    assert refused(world.ask(ask.Drop(P1, A, TierCode.DEVICE)), Refusal.LAST_COPY)
+    assert refused(world.ask(ask.Drop(P1, A, TierCode.DEVICE)), DirectoryRefusal.LAST_COPY)
     hold(world, B, P1, TierCode.DEVICE)
     world.ask(ask.Retire(B))
-    assert refused(world.ask(ask.Drop(P1, A, TierCode.DEVICE)), Refusal.LAST_COPY)
+    assert refused(world.ask(ask.Drop(P1, A, TierCode.DEVICE)), DirectoryRefusal.LAST_COPY)
     hold(world, A, P1, TierCode.DISK)
     assert isinstance(world.ask(ask.Drop(P1, A, TierCode.DEVICE)), ask.Dropped)
     assert [place[1] for place in world.ask(ask.Lookup((P1,))).locations] == [TierCode.DISK]
@@ -124,7 +124,9 @@ def test_a_report_of_several_turns_counts_them_all_and_a_late_one_changes_nothin
     late = world.ask(ask.Advance(S1, A, mine.epoch, 2, P1, 512))
     assert isinstance(late, ask.Conflict) and late.current.prefix_hash == P2
     assert isinstance(world.ask(ask.Lookup((P1,))), ask.Miss)
-    assert refused(world.ask(ask.Advance(S2, A, mine.epoch, 1, P1, 1)), Refusal.UNKNOWN_SESSION)
+    assert refused(
+        world.ask(ask.Advance(S2, A, mine.epoch, 1, P1, 1)), DirectoryRefusal.UNKNOWN_SESSION
+    )
 
 
 def test_a_change_of_owner_finishes_no_turn(world: World) -> None:
@@ -159,14 +161,14 @@ def test_a_finished_turn_claims_its_tip_where_nobody_alive_has_it(world: World) 
 def test_a_tail_is_claimed_by_nobody(world: World) -> None:
     world.join(A)
     mine = world.ask(ask.Bind(S1, A))
-    tail = ask.Advance(S1, A, mine.epoch, 1, P1, 512, kinds=int(Kind.TAIL))
-    assert refused(world.ask(tail), Refusal.SESSION_LOCAL)
+    tail = ask.Advance(S1, A, mine.epoch, 1, P1, 512, kinds=int(StateKind.TAIL))
+    assert refused(world.ask(tail), DirectoryRefusal.SESSION_LOCAL)
 
 
 def test_a_tail_is_published_by_nobody(world: World) -> None:
     world.join(A)
-    published = ask.HeldExtent(P1, 512, TierCode.DISK, Kind.TAIL | Kind.DENSE)
-    assert refused(world.ask(ask.Publish(A, (published,))), Refusal.SESSION_LOCAL)
+    published = ask.HeldExtent(P1, 512, TierCode.DISK, StateKind.TAIL | StateKind.DENSE)
+    assert refused(world.ask(ask.Publish(A, (published,))), DirectoryRefusal.SESSION_LOCAL)
 
 
 def wanted(world: World) -> tuple[RoutingUnit, ...]:
@@ -203,13 +205,13 @@ def test_a_wish_ends_with_the_life_that_it_named(world: World) -> None:
 
 def test_a_wish_wants_a_known_prefix_and_a_live_unit(world: World) -> None:
     world.join(A)
-    assert refused(world.ask(ask.ReplicateReadonly(P1, A.worker)), Refusal.UNKNOWN_PREFIX)
+    assert refused(world.ask(ask.ReplicateReadonly(P1, A.worker)), DirectoryRefusal.UNKNOWN_PREFIX)
     claim(world, A, S1, P1)
     for name, rank in ((B.worker, 0), (A.worker, 1)):
         wish = ask.ReplicateReadonly(P1, name, rank)
-        assert refused(world.ask(wish), Refusal.TARGET_NOT_LIVE)
+        assert refused(world.ask(wish), DirectoryRefusal.TARGET_NOT_LIVE)
     world.past_lease()
-    assert refused(world.ask(ask.ReplicateReadonly(P1, A.worker)), Refusal.TARGET_NOT_LIVE)
+    assert refused(world.ask(ask.ReplicateReadonly(P1, A.worker)), DirectoryRefusal.TARGET_NOT_LIVE)
 
 
 def test_a_prefix_remembers_the_last_wishes(world: World) -> None:
@@ -227,7 +229,7 @@ def test_a_prefix_that_the_version_before_wrote_is_read() -> None:
     place = Location(A, TierCode.DISK, MAIN)
     former = msgspec.msgpack.encode(["p", 512, A, [place], 1, 2.0, "repo", epoch])
     read = decode_record(former)
-    assert read == Prefix(512, A, (place,), 1, 2.0, "repo", (), epoch)
+    assert read == PrefixRecord(512, A, (place,), 1, 2.0, "repo", (), epoch)
     assert decode_record(encode_record(read)) == read
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ownerserve.directory import messages as ask
 from ownerserve.directory.decisions.state import DirectoryState
 from ownerserve.directory.owner.doors import Doors, GuardedOwner
-from ownerserve.directory.owner.state import Asks, OwnerState, Tip
+from ownerserve.directory.owner.state import Asks, OwnerState, SessionTip
 from ownerserve.directory.port import SWEEP_IDLE_S
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
@@ -24,8 +24,8 @@ def unit(name: str) -> RoutingUnit:
 A, B, C = unit("a"), unit("b"), unit("c")
 
 
-def tip(turns: int) -> Tip:
-    return Tip(PrefixHash(bytes([turns]) * 32), 16 * turns)
+def tip(turns: int) -> SessionTip:
+    return SessionTip(PrefixHash(bytes([turns]) * 32), 16 * turns)
 
 
 class Fleet:

@@ -20,18 +20,18 @@ from click.testing import CliRunner
 from ownerserve.cli.main import cli
 from ownerserve.directory import messages as ask
 from ownerserve.directory.embedded import EmbeddedDirectory
-from ownerserve.directory.messages import Refusal
+from ownerserve.directory.messages import DirectoryRefusal
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.rpc.frames import (
     MAX_FRAME_BYTES,
-    Batch,
-    Failed,
+    FrameFailed,
     Outcomes,
+    RequestBatch,
     decode_answer,
     encode,
 )
 from ownerserve.directory.rpc.server import DirectoryServer
-from ownerserve.directory.rules import Kind, TierCode
+from ownerserve.directory.rules import StateKind, TierCode
 from ownerserve.directory.terms import FILE_NAME, TermFile
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.epoch import Term
@@ -63,7 +63,7 @@ def test_a_client_is_a_directory(served: DirectoryServer) -> None:
 
 
 def extents(count: int) -> list[ask.HeldExtent]:
-    kinds = int(Kind.DENSE | Kind.COMPRESSED | Kind.CHECKPOINT)
+    kinds = int(StateKind.DENSE | StateKind.COMPRESSED | StateKind.CHECKPOINT)
     return [
         ask.HeldExtent(PrefixHash(n.to_bytes(32, "big")), 100_000 + n, TierCode.DISK, kinds)
         for n in range(count)
@@ -76,7 +76,10 @@ def test_a_page_of_an_inventory_and_many_lookups_fit_a_frame(served: DirectorySe
     page = ask.Publish(unit, extents=tuple(extents(1000)))
     names = [SessionId(f"{n:032x}") for n in range(10_000)]
     asked = [ask.FindSession(name) for name in names]
-    sizes = {"page": len(encode(Batch((page,)))), "lookups": len(encode(Batch(tuple(asked))))}
+    sizes = {
+        "page": len(encode(RequestBatch((page,)))),
+        "lookups": len(encode(RequestBatch(tuple(asked)))),
+    }
     client = DirectoryClient(served.address)
     leased, published = client.execute([ask.Register(unit), page])
     assert isinstance(leased, ask.Leased) and isinstance(published, ask.Published)
@@ -101,14 +104,14 @@ def test_what_is_too_much_for_a_frame_goes_in_several(
     assert len(epochs) == len(names) and epochs == sorted(epochs), "in order"
     if limit == "MAX_FRAME_BYTES":
         (never,) = client.execute([ask.Bind(SessionId("s" * 2000), A)])
-        assert never == ask.Refused(Refusal.MALFORMED)
+        assert never == ask.Refused(DirectoryRefusal.MALFORMED)
     client.close()
 
 
 def test_nobody_there_is_an_outcome() -> None:
     client = DirectoryClient("tcp://127.0.0.1:9", timeout_s=0.1)
     (outcome,) = client.execute([ask.FindSession(S1)])
-    assert outcome == ask.Refused(Refusal.UNREACHABLE)
+    assert outcome == ask.Refused(DirectoryRefusal.UNREACHABLE)
     with pytest.raises(PeerLost):
         client.status()
     client.close()
@@ -119,7 +122,7 @@ def test_an_answer_that_cannot_be_read_is_none(answer: list[bytes]) -> None:
     """The client does not raise, and goes on asking."""
     port = zmq.Context.instance().socket(zmq.ROUTER)
     address = f"tcp://127.0.0.1:{port.bind_to_random_port('tcp://127.0.0.1')}"
-    lost = ask.Refused(Refusal.UNREACHABLE)
+    lost = ask.Refused(DirectoryRefusal.UNREACHABLE)
 
     def babble() -> None:
         for _ in range(2):
@@ -147,7 +150,7 @@ def test_a_bad_frame_gets_a_typed_answer(served: DirectoryServer, frame: bytes) 
     assert socket.poll(2000)
     number, data = socket.recv_multipart()
     socket.close()
-    assert number == b"number 1" and isinstance(decode_answer(data), Failed)
+    assert number == b"number 1" and isinstance(decode_answer(data), FrameFailed)
 
 
 def test_it_is_not_offered_to_the_world() -> None:
@@ -192,7 +195,7 @@ def test_serve_status_rebuild(tmp_path: Path) -> None:
         assert after["term"]["ordinal"] == before["term"]["ordinal"] + 1
         assert after["opens_in_s"] == 0 and after["records"]["sessions"] == 0
         (outcome,) = client.execute([ask.RenewLease(A)])
-        assert outcome == ask.Refused(Refusal.UNKNOWN_HOLDER)
+        assert outcome == ask.Refused(DirectoryRefusal.UNKNOWN_HOLDER)
         client.close()
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
@@ -213,9 +216,9 @@ def test_status_shows_a_session_a_prefix_and_a_group(served: DirectoryServer) ->
     client = DirectoryClient(served.address)
     _, bound = client.execute([ask.Register(A), ask.Bind(S1, A)])
     assert isinstance(bound, ask.Bound)
-    kinds = int(Kind.DENSE | Kind.CHECKPOINT)
+    kinds = int(StateKind.DENSE | StateKind.CHECKPOINT)
     told = ask.Advance(S1, A, bound.epoch, 1, tip, 512, kinds=kinds, group="repo")
-    on_disk = ask.HeldExtent(tip, 512, TierCode.DISK, int(Kind.DENSE))
+    on_disk = ask.HeldExtent(tip, 512, TierCode.DISK, int(StateKind.DENSE))
     client.execute([told, ask.Publish(A, (on_disk,))])
     status = ("directory", "status", served.address)
     found = _json(*status, "--session", "s1", "--prefix", other.hex(), "--group", "repo")
@@ -280,7 +283,9 @@ def test_a_wish_for_a_copy_is_shown_until_there_is_one(served: DirectoryServer) 
     tip = PrefixHash(bytes([1]) * 32)
     client = DirectoryClient(served.address)
     client.execute([ask.Register(A), ask.Register(B)])
-    client.execute([ask.Publish(A, (ask.HeldExtent(tip, 512, TierCode.DISK, int(Kind.DENSE)),))])
+    client.execute(
+        [ask.Publish(A, (ask.HeldExtent(tip, 512, TierCode.DISK, int(StateKind.DENSE)),))]
+    )
     replicate = ("directory", "replicate", served.address)
     wished = _json(*replicate, tip.hex(), "--to", "b")
     assert wished["wanted"] == ["b rank 0 life 1"]
@@ -288,7 +293,9 @@ def test_a_wish_for_a_copy_is_shown_until_there_is_one(served: DirectoryServer) 
     shown: Any = _json(*status)["prefix"]
     assert shown["wanted"] == ["b rank 0 life 1"]
     assert "wished for at" in CliRunner().invoke(cli, status).stdout
-    client.execute([ask.Publish(B, (ask.HeldExtent(tip, 512, TierCode.DISK, int(Kind.DENSE)),))])
+    client.execute(
+        [ask.Publish(B, (ask.HeldExtent(tip, 512, TierCode.DISK, int(StateKind.DENSE)),))]
+    )
     held: Any = _json(*status)["prefix"]
     assert held["wanted"] == [] and len(held["copies"]) == 2
     client.close()

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("redis")
 
-from ownerserve.directory.messages import FindSession, Refusal, Refused
+from ownerserve.directory.messages import DirectoryRefusal, FindSession, Refused
 from ownerserve.directory.valkey.directory import ValkeyDirectory, ValkeyOptions
 from ownerserve.directory.valkey.primary import parse_source
 from ownerserve.kv.ids import SessionId
@@ -26,7 +26,7 @@ def test_a_silent_valkey_is_unreachable_each_time() -> None:
         def ask() -> None:
             for _ in range(2):
                 outcomes = directory.execute([FindSession(SessionId("a"), None)])
-                assert outcomes == [Refused(Refusal.UNREACHABLE)]
+                assert outcomes == [Refused(DirectoryRefusal.UNREACHABLE)]
             ended.set()
 
         thread = threading.Thread(target=ask, daemon=True)

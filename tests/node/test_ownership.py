@@ -10,7 +10,7 @@ import pytest
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.embedded import EmbeddedDirectory
-from ownerserve.directory.owner.state import Phase
+from ownerserve.directory.owner.state import OwnerPhase
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile
@@ -195,7 +195,7 @@ def test_a_directory_that_comes_late_holds_up_nobody(
     late = serve(port=port)
     try:
         until(lambda: is_at(late.address, S1, 3))
-        assert node.phase is Phase.LIVE
+        assert node.phase is OwnerPhase.LIVE
     finally:
         late.stop()
 
@@ -274,7 +274,7 @@ def test_a_former_life_is_told_so_and_owns_nothing(
     until(lambda: later.standing(S1))
     former.tell(Left(S1, tokens(1)))
     until(lambda: former.standing(S1) is None)
-    until(lambda: former.phase is Phase.SUPERSEDED)
+    until(lambda: former.phase is OwnerPhase.SUPERSEDED)
 
 
 def release(node: Ownership, target: RoutingUnit, epoch: Epoch | None = None) -> Released | Reject:
@@ -290,7 +290,7 @@ def test_a_session_that_is_released_is_the_targets(
     first, second = nodes(unit("w1"), server.address), nodes(unit("w2"), server.address)
     first.tell(Came(S1))
     until(lambda: first.standing(S1))
-    until(lambda: second.phase is Phase.LIVE)
+    until(lambda: second.phase is OwnerPhase.LIVE)
     grant = first.standing(S1)
     assert grant is not None
     first.tell(Left(S1, tokens(1)))
@@ -324,7 +324,7 @@ def test_a_directory_that_hangs_holds_up_no_release(server: DirectoryServer) -> 
     node.start()
     target.start()
     node.tell(Came(S1))
-    until(lambda: node.standing(S1) and target.phase is Phase.LIVE)
+    until(lambda: node.standing(S1) and target.phase is OwnerPhase.LIVE)
     faulty.fault = RuntimeError("boom")
     began_s = time.thread_time()
     assert release(node, target.owner.unit) == Released()

@@ -11,7 +11,7 @@ import pytest
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.embedded import EmbeddedDirectory
-from ownerserve.directory.rules import MAIN_KINDS, Kind, TierCode
+from ownerserve.directory.rules import MAIN_KINDS, StateKind, TierCode
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
@@ -25,7 +25,7 @@ BLOCK = 16
 UNIT = RoutingUnit(WorkerId("w"), 0, Incarnation(1))
 OTHER = RoutingUnit(WorkerId("x"), 0, Incarnation(1))
 S, F = SessionId("s"), SessionId("fork")
-ALL = MAIN_KINDS | int(Kind.CHECKPOINT)
+ALL = MAIN_KINDS | int(StateKind.CHECKPOINT)
 TIERS = {Tier.DEVICE: TierCode.DEVICE, Tier.HOST: TierCode.HOST, Tier.DISK: TierCode.DISK}
 
 
@@ -74,7 +74,7 @@ class Worker:
         told = self.publishing.next(seen=None, ours=self.ours, busy=busy)
         if told is not None:
             self.sent.append(told)
-            nothing = ask.Refused(ask.Refusal.UNREACHABLE)
+            nothing = ask.Refused(ask.DirectoryRefusal.UNREACHABLE)
             outcome = nothing if answer is Answer.NONE else self.ask(told)
             self.publishing.answered(outcome if answer is Answer.HEARD else nothing)
         return told
@@ -124,7 +124,7 @@ def test_a_guest_tells_of_point_state_only_at_rest() -> None:
     worker.has(S, Tier.DISK, 3)
     worker.tell_all()
     assert worker.copies(worker.name(3)) == {TierCode.DEVICE: MAIN_KINDS, TierCode.DISK: ALL}
-    purely_recurrent = int(Kind.CHECKPOINT)
+    purely_recurrent = int(StateKind.CHECKPOINT)
     worker.has(F, Tier.DEVICE, 4, kinds=purely_recurrent)
     worker.tell_all()
     assert worker.copies(worker.name(4)) == {}
@@ -222,7 +222,7 @@ def test_what_went_before_it_was_known_that_the_directory_had_forgotten_is_told_
     worker.tell_all()
     worker.inventory.gone(S, Tier.DISK)
     assert worker.publishing.next(seen=None, ours=(), busy=()) is not None
-    worker.publishing.answered(ask.Refused(ask.Refusal.UNREACHABLE))
+    worker.publishing.answered(ask.Refused(ask.DirectoryRefusal.UNREACHABLE))
     worker.has(F, Tier.DISK, 4)
     worker.publishing.forgotten()
     worker.tell_all()
@@ -234,7 +234,7 @@ def test_what_the_directory_did_not_take_goes_again_with_a_later_frame() -> None
     worker = Worker()
     worker.has(S, Tier.DISK, 2)
     told = worker.publishing.next(seen=None, ours=(), busy=())
-    worker.publishing.answered(ask.Refused(ask.Refusal.UNREACHABLE))
+    worker.publishing.answered(ask.Refused(ask.DirectoryRefusal.UNREACHABLE))
     assert not worker.publishing.has_backlog, "it does not spin"
     assert worker.publishing.next(seen=None, ours=(), busy=()) == told
     worker.tell_all()

@@ -7,7 +7,7 @@ from functools import partial
 
 import zmq
 
-from ownerserve.directory.owner.state import Phase
+from ownerserve.directory.owner.state import OwnerPhase
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
@@ -37,7 +37,7 @@ def test_a_silent_directory_keeps_no_turn_and_no_end_waiting() -> None:
             assert node.standing(NAME) is None
             node.tell(Left(NAME, pack(range(32))))
             time.sleep(0.01)
-        assert node.phase is not Phase.LIVE
+        assert node.phase is not OwnerPhase.LIVE
     finally:
         node.close(within_s=WAIT_S)
         silent.close()

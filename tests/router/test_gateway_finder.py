@@ -16,10 +16,10 @@ import zmq
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.messages import (
     Bind,
+    DirectoryRefusal,
     FindSession,
     Miss,
     Outcome,
-    Refusal,
     Refused,
     Register,
     Request,
@@ -70,7 +70,7 @@ class Unreachable:
 
     def execute(self, requests: Sequence[Request]) -> list[Outcome]:
         self.asked += len(requests)
-        return [Refused(Refusal.UNREACHABLE) for _ in requests]
+        return [Refused(DirectoryRefusal.UNREACHABLE) for _ in requests]
 
     def close(self) -> None: ...
 

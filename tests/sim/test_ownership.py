@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from ownerserve.directory.messages import FindSession, SessionIs
-from ownerserve.directory.owner.state import Grant, Tip
+from ownerserve.directory.owner.state import SessionGrant, SessionTip
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
@@ -57,10 +57,10 @@ class Fleet:
         self.ownership.came(S, unit, parent=None, epoch=epoch, now=now)
 
     def leaves(self, unit: RoutingUnit, when_s: float, *, tokens: int = 640) -> None:
-        tip = Tip(prefix_name(tokens.to_bytes(4, "little")), tokens)
+        tip = SessionTip(prefix_name(tokens.to_bytes(4, "little")), tokens)
         self.at(when_s, lambda now: self.ownership.left(S, unit, tip, now))
 
-    def standing(self, unit: RoutingUnit) -> Grant | None:
+    def standing(self, unit: RoutingUnit) -> SessionGrant | None:
         return self.ownership.standing(S, unit, self.heap.now)
 
     def found(self) -> Claimed | None:

@@ -7,13 +7,13 @@ from typing import Any, TypeAlias
 from rich.table import Table
 
 from ownerserve.directory.messages import (
+    DirectoryRefusal,
     FindGroup,
     FindSession,
     Found,
     GroupIs,
     Lookup,
     Outcome,
-    Refusal,
     Refused,
     ReplicateReadonly,
     Request,
@@ -21,7 +21,7 @@ from ownerserve.directory.messages import (
     Wished,
 )
 from ownerserve.directory.port import Directory
-from ownerserve.directory.rules import Kind
+from ownerserve.directory.rules import StateKind
 from ownerserve.kv.errors import InvalidInput, PeerLost
 from ownerserve.kv.ids import PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
@@ -77,7 +77,7 @@ def prefix_body(directory: Directory, prefix_hash: PrefixHash) -> Body:
             {
                 "unit": None if unit is None else _unit(unit),
                 "tier": tier.name.lower(),
-                "kinds": [str(kind.name).lower() for kind in Kind if kind & kinds],
+                "kinds": [str(kind.name).lower() for kind in StateKind if kind & kinds],
             }
             for unit, tier, kinds in found.locations
         ],
@@ -96,10 +96,10 @@ def wished_body(directory: Directory, prefix_hash: PrefixHash, place: str) -> Bo
     match outcome:
         case Wished(wanted):
             return {"prefix_hash": prefix_hash.hex(), "wanted": [_unit(unit) for unit in wanted]}
-        case Refused(Refusal.UNKNOWN_PREFIX):
+        case Refused(DirectoryRefusal.UNKNOWN_PREFIX):
             mend = "use a hash that `directory status --session` or `--group` shows"
             raise InvalidInput("PREFIX", "the directory knows no such prefix", mend)
-        case Refused(Refusal.TARGET_NOT_LIVE):
+        case Refused(DirectoryRefusal.TARGET_NOT_LIVE):
             mend = "name a worker by its --worker-id, one that runs with --directory"
             raise InvalidInput("--to", f"{place!r} does not live", mend)
         case _:

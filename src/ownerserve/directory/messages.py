@@ -17,7 +17,7 @@ from ownerserve.kv.ids import PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 
 
-class Refusal(StrEnum):
+class DirectoryRefusal(StrEnum):
     """Why nothing was changed. A metric label."""
 
     UNKNOWN_HOLDER = "unknown_holder"  # register first: the directory does not know you (any more)
@@ -315,7 +315,7 @@ class GroupIs(msgspec.Struct, frozen=True, tag="group_is"):
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """Nothing was changed, unless the reason says so. Ask again after `retry_after_s`."""
 
-    reason: Refusal
+    reason: DirectoryRefusal
     retry_after_s: float = 0.0
 
 

@@ -20,7 +20,7 @@ SWEEP_IDLE_S = 24 * 3600.0
 lives."""
 
 
-class Counts(msgspec.Struct, frozen=True):
+class RecordCounts(msgspec.Struct, frozen=True):
     """How many records of each kind are known."""
 
     holders: int
@@ -38,7 +38,7 @@ class DirectoryStatus(msgspec.Struct, frozen=True):
     issued: int
     opens_in_s: float
     lease_s: float
-    records: Counts | None
+    records: RecordCounts | None
     keys: int | None = None
     lost_copies: int = 0
     """Last copies of what sessions stand on that were told as gone, since the service began."""

@@ -29,7 +29,7 @@ class TierCode(IntEnum):
     REMOTE = 3  # shared: belongs to no worker
 
 
-class Kind(IntFlag):
+class StateKind(IntFlag):
     """State by its owner rule."""
 
     DENSE = 1
@@ -39,10 +39,10 @@ class Kind(IntFlag):
 
 
 Kinds: TypeAlias = int
-"""Bits of `Kind`: a plain integer, for there are as many as there are extents."""
+"""Bits of `StateKind`: a plain integer, for there are as many as there are extents."""
 
 
-MAIN_KINDS: Kinds = int(Kind.DENSE | Kind.COMPRESSED)
+MAIN_KINDS: Kinds = int(StateKind.DENSE | StateKind.COMPRESSED)
 """What every worker that has computed a prefix holds of it, whatever the model."""
 
 
@@ -52,31 +52,31 @@ AT_REST: Tiers = frozenset((TierCode.DISK, TierCode.REMOTE))
 NOWHERE: Tiers = frozenset()
 
 
-REPLICA_TIERS: dict[Kind, Tiers] = {
-    Kind.DENSE: EVERYWHERE,
-    Kind.COMPRESSED: EVERYWHERE,
-    Kind.CHECKPOINT: AT_REST,
-    Kind.TAIL: NOWHERE,
+REPLICA_TIERS: dict[StateKind, Tiers] = {
+    StateKind.DENSE: EVERYWHERE,
+    StateKind.COMPRESSED: EVERYWHERE,
+    StateKind.CHECKPOINT: AT_REST,
+    StateKind.TAIL: NOWHERE,
 }
 """Where someone other than the authority may hold a copy."""
 
 _KIND_OF_ROLE = {
-    Role.DENSE: Kind.DENSE,
-    Role.MLA_LATENT: Kind.DENSE,
-    Role.INDEX: Kind.COMPRESSED,
-    Role.CSA_MAIN: Kind.COMPRESSED,
-    Role.CSA_INDEX: Kind.COMPRESSED,
-    Role.HCA: Kind.COMPRESSED,
-    Role.SWA: Kind.CHECKPOINT,
-    Role.RECURRENT: Kind.CHECKPOINT,
-    Role.CONV: Kind.CHECKPOINT,
-    Role.CSA_TAIL: Kind.TAIL,
-    Role.CSA_INDEX_TAIL: Kind.TAIL,
-    Role.HCA_TAIL: Kind.TAIL,
+    Role.DENSE: StateKind.DENSE,
+    Role.MLA_LATENT: StateKind.DENSE,
+    Role.INDEX: StateKind.COMPRESSED,
+    Role.CSA_MAIN: StateKind.COMPRESSED,
+    Role.CSA_INDEX: StateKind.COMPRESSED,
+    Role.HCA: StateKind.COMPRESSED,
+    Role.SWA: StateKind.CHECKPOINT,
+    Role.RECURRENT: StateKind.CHECKPOINT,
+    Role.CONV: StateKind.CHECKPOINT,
+    Role.CSA_TAIL: StateKind.TAIL,
+    Role.CSA_INDEX_TAIL: StateKind.TAIL,
+    Role.HCA_TAIL: StateKind.TAIL,
 }
 
 
-def kind_of(role: Role) -> Kind:
+def kind_of(role: Role) -> StateKind:
     """The owner rule's kind of a component."""
     return _KIND_OF_ROLE[role]
 

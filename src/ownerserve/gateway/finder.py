@@ -17,7 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ownerserve.directory.messages import FindSession, Miss, Outcome, Refusal, Refused, SessionIs
+from ownerserve.directory.messages import (
+    DirectoryRefusal,
+    FindSession,
+    Miss,
+    Outcome,
+    Refused,
+    SessionIs,
+)
 from ownerserve.directory.port import Directory
 from ownerserve.gateway.lives import Lives
 from ownerserve.kv.epoch import Epoch, later
@@ -113,7 +120,7 @@ class SessionFinder:
             if not self._is_failing:
                 log.exception("the directory fails: asked again until it answers")
             self._is_failing = True
-            return [Refused(Refusal.UNREACHABLE) for _ in requests]
+            return [Refused(DirectoryRefusal.UNREACHABLE) for _ in requests]
         self._is_failing = False
         return outcomes
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ownerserve.directory.owner.state import Tip
+from ownerserve.directory.owner.state import SessionTip
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import ExecutionMode, PlacementAction, Reason, Tier
@@ -408,10 +408,10 @@ class Fleet:
         self.ownership.check(self._heap.now)
 
 
-def _tip(sequence: Sequence, full: int) -> Tip:
+def _tip(sequence: Sequence, full: int) -> SessionTip:
     """Where its first `full` units end."""
     name = prefix_name(sequence.units[full * UNIT_BYTES - UNIT_BYTES : full * UNIT_BYTES])
-    return Tip(name, full * sequence.unit_tokens)
+    return SessionTip(name, full * sequence.unit_tokens)
 
 
 def _prefill_of(sequence: Sequence) -> Sequence:

@@ -18,7 +18,7 @@ from ownerserve.directory.decisions.records import Key
 from ownerserve.directory.decisions.state import DirectoryState
 from ownerserve.directory.messages import FindSession, Outcome, Refused, Request, SessionIs
 from ownerserve.directory.owner.doors import GuardedOwner
-from ownerserve.directory.owner.state import Asks, Grant, OwnerState, Tip
+from ownerserve.directory.owner.state import Asks, OwnerState, SessionGrant, SessionTip
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
@@ -95,7 +95,7 @@ class Ownership:
             asks = node.guarded.came(session, now, parent=parent, epoch=epoch)
             self._send(node, asks, now)
 
-    def left(self, session: SessionId, unit: RoutingUnit, tip: Tip, now: float) -> None:
+    def left(self, session: SessionId, unit: RoutingUnit, tip: SessionTip, now: float) -> None:
         """The turn is complete there, and leaves its session at `tip`."""
         node = self._nodes.get(unit)
         if node is not None:
@@ -107,7 +107,7 @@ class Ownership:
         if node is not None:
             self._send(node, node.guarded.over(session, now), now)
 
-    def standing(self, session: SessionId, unit: RoutingUnit, now: float) -> Grant | None:
+    def standing(self, session: SessionId, unit: RoutingUnit, now: float) -> SessionGrant | None:
         """What the worker owns of the session; None: it serves as a guest."""
         node = self._nodes.get(unit)
         return None if node is None else node.owner.may_serve(session, now)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ownerserve.directory import messages as ask
-from ownerserve.directory.messages import Refusal, Request
+from ownerserve.directory.messages import DirectoryRefusal, Request
 from ownerserve.directory.port import Directory
-from ownerserve.directory.rules import Kind, TierCode
+from ownerserve.directory.rules import StateKind, TierCode
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 
@@ -16,7 +16,7 @@ LEASE_S = 1.5
 """In real time on Valkey: longer than 15,000 records take on a machine that is busy."""
 P1, P2, P3 = (PrefixHash(bytes([number]) * 32) for number in (1, 2, 3))
 S1, S2, S3 = (SessionId(f"tenant/s{number}") for number in (1, 2, 3))
-MAIN = Kind.DENSE | Kind.COMPRESSED
+MAIN = StateKind.DENSE | StateKind.COMPRESSED
 
 
 def unit(name: str, life: int = 1, rank: int = 0) -> RoutingUnit:
@@ -67,5 +67,5 @@ def claim(world: World, who: RoutingUnit, session: SessionId, what: PrefixHash) 
     return world.ask(ask.Advance(session, who, bound.epoch, bound.version + 1, what, 512))
 
 
-def refused(outcome: object, reason: Refusal) -> bool:
+def refused(outcome: object, reason: DirectoryRefusal) -> bool:
     return isinstance(outcome, ask.Refused) and outcome.reason is reason

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ownerserve.directory import messages as ask
-from ownerserve.directory.decisions.records import Prefix, Session, prefix_of, session_of
+from ownerserve.directory.decisions.records import (
+    PrefixRecord,
+    SessionRecord,
+    prefix_of,
+    session_of,
+)
 from ownerserve.directory.decisions.state import DirectoryState
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, SessionId
@@ -36,7 +41,9 @@ class Oracle:
         """A later life of it has registered: it may believe otherwise until the fence stops it."""
         return self._ever.get((unit.worker, unit.dp_rank), 0) > unit.incarnation
 
-    def before(self, state: DirectoryState, request: ask.Request) -> Prefix | Session | None:
+    def before(
+        self, state: DirectoryState, request: ask.Request
+    ) -> PrefixRecord | SessionRecord | None:
         match request:
             case ask.Drop():
                 return prefix_of(state._records, request.prefix_hash)
@@ -50,7 +57,7 @@ class Oracle:
         outcome: ask.Outcome,
         now_s: float,
         *,
-        record: Prefix | Session | None,
+        record: PrefixRecord | SessionRecord | None,
         is_open: Callable[[], bool],
     ) -> None:
         match request, outcome:
@@ -69,10 +76,10 @@ class Oracle:
             case (ask.Publish(), ask.Published()) if outcome.adopted:
                 self._adopted(outcome, is_open)
             case (ask.Advance(), ask.Advanced()):
-                assert isinstance(record, Session)
+                assert isinstance(record, SessionRecord)
                 if request.tokens < record.tokens:
                     raise Violation(f"{request.session_id} went back to {request.tokens} tokens")
-            case (ask.Drop(), ask.Dropped()) if isinstance(record, Prefix) and record.refs:
+            case (ask.Drop(), ask.Dropped()) if isinstance(record, PrefixRecord) and record.refs:
                 self._not_last(request, now_s)
 
     def _once(self, epoch: Epoch, what: object, unit: RoutingUnit) -> None:

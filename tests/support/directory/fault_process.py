@@ -20,8 +20,8 @@ import msgspec
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.owner.doors import GuardedOwner
-from ownerserve.directory.owner.state import Ask, Asks, Grant, OwnerState, Tip
-from ownerserve.directory.rules import Kind, TierCode
+from ownerserve.directory.owner.state import Ask, Asks, OwnerState, SessionGrant, SessionTip
+from ownerserve.directory.rules import StateKind, TierCode
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.messages import RoutingUnit
@@ -50,7 +50,7 @@ class Serving(msgspec.Struct, eq=False):
 
     client: Client
     request: str
-    grant: Grant | None
+    grant: SessionGrant | None
 
 
 def _to_nobody(_end: ReleaseEnd) -> None:
@@ -74,7 +74,7 @@ class Process:
         self._turns = count(1)
         self._serving: dict[TurnId, Serving] = {}
         self._inbox: list[partial[None]] = []
-        self._opened: dict[SessionId, Grant] = {}
+        self._opened: dict[SessionId, SessionGrant] = {}
         self._openings: dict[SessionId, int] = {}
         self._busy: dict[SessionId, Serving] = {}  # until its write is known
         self._queue: dict[str, Client] = {}
@@ -169,7 +169,7 @@ class Process:
             self._busy[session_id] = serving = Serving(client, request, grant)
             self._admit(serving, self._length[session_id])
 
-    def _opened_under(self, session_id: SessionId) -> Grant | None:
+    def _opened_under(self, session_id: SessionId) -> SessionGrant | None:
         """The own grant, with the journal opened under it; None: a later owner did that."""
         grant = self.owner.may_serve(session_id, self.world.net.now_s)
         if grant is None or self._is_open(session_id, grant):
@@ -244,10 +244,12 @@ class Process:
         """What the node tells at a turn's end, whoever owns the session by then."""
         now_s = self.world.net.now_s
         tokens = 3 + int(now_s) // 2 * 2  # as far as anybody has come (keep_prefixes)
-        tip = Tip(PrefixHash(f"{session_id}/{tokens}".encode()), tokens, kinds=Kind.DENSE)
+        tip = SessionTip(
+            PrefixHash(f"{session_id}/{tokens}".encode()), tokens, kinds=StateKind.DENSE
+        )
         self.send(self.guarded.left(session_id, tip, now_s))
 
-    def _answer(self, serving: Serving, length: int, owned: Grant | None) -> None:
+    def _answer(self, serving: Serving, length: int, owned: SessionGrant | None) -> None:
         """An owner says under which epoch it owns the session."""
         epoch = None if owned is None else owned.epoch
         for router, receipt, _ in self._callers.pop(serving.request, ()):
@@ -292,7 +294,7 @@ class Process:
             again = partial(self.deliver, self._computed_again, serving)
             self.world.net.after(RETRY_S, again)
 
-    def _is_open(self, session_id: SessionId, grant: Grant | None) -> bool:
+    def _is_open(self, session_id: SessionId, grant: SessionGrant | None) -> bool:
         opened = self._opened.get(session_id)
         return opened is not None and grant is not None and opened.epoch == grant.epoch
 
@@ -384,14 +386,14 @@ class Process:
         oracle = world.oracle
         has = (prefix_hash, self.unit) in oracle.copies
         grant = self.owner.may_serve(session_id, now_s)
-        place = (self.unit, TierCode.DEVICE, Kind.DENSE)
+        place = (self.unit, TierCode.DEVICE, StateKind.DENSE)
         if not has:
             oracle.copies.add((prefix_hash, self.unit))
             extent = ask.HeldExtent(prefix_hash, tokens, *place[1:])
             world.ask_now(ask.Publish(self.unit, (extent,), seen=self.owner.seen))
-        elif isinstance(grant, Grant) and rng.random() < 0.6:
+        elif isinstance(grant, SessionGrant) and rng.random() < 0.6:
             if tokens > grant.tokens:
-                tip = Tip(prefix_hash, tokens, kinds=Kind.DENSE)
+                tip = SessionTip(prefix_hash, tokens, kinds=StateKind.DENSE)
                 self.send(self.guarded.left(session_id, tip, now_s))
         elif now_s < world.pledged.get((prefix_hash, self.unit), 0.0):
             pass  # a report that is still on its way would bring the copy back into the record

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ownerserve.directory import messages as ask
-from ownerserve.directory.decisions.records import Prefix
-from ownerserve.directory.messages import Refusal
-from ownerserve.directory.owner.state import Phase
+from ownerserve.directory.decisions.records import PrefixRecord
+from ownerserve.directory.messages import DirectoryRefusal
+from ownerserve.directory.owner.state import OwnerPhase
 from ownerserve.directory.rules import TierCode
 from ownerserve.kv.epoch import Term
 from ownerserve.kv.ids import PrefixHash, SessionId
@@ -47,7 +47,7 @@ class Publisher:
     def tick(self) -> None:
         """A frame goes, now and then."""
         owner, world = self._process.owner, self._process.world
-        if owner.phase is not Phase.LIVE:
+        if owner.phase is not OwnerPhase.LIVE:
             return
         told = self.publishing.next(seen=owner.seen, ours=owner.grants, busy=())
         if told is None:
@@ -58,7 +58,7 @@ class Publisher:
 
     def _sent(self, told: ask.Publish) -> ask.Outcome:
         world = self._process.world
-        net, nothing = world.net, ask.Refused(Refusal.UNREACHABLE)
+        net, nothing = world.net, ask.Refused(DirectoryRefusal.UNREACHABLE)
         chance = net.rng.random() if net.now_s < net.heal_s else 1.0
         if chance < LOST or net.now_s < world.away_until_s:
             return nothing
@@ -71,7 +71,7 @@ class Publisher:
     def at_rest(self) -> None:
         """The directory knows what is here, and nothing else of this life."""
         process = self._process
-        if process.owner.phase is not Phase.LIVE:
+        if process.owner.phase is not OwnerPhase.LIVE:
             return
         here, nameless = set(), set()
         for word in self._state.inventory:
@@ -84,7 +84,7 @@ class Publisher:
         known = {
             (PrefixHash(key[2:]), place.tier): (record.tokens, place.tier)
             for key, record in records.items()
-            if isinstance(record, Prefix) and len(key) == 2 + len(SCOPE)
+            if isinstance(record, PrefixRecord) and len(key) == 2 + len(SCOPE)
             for place in record.locations
             if place.unit == process.unit
         }

@@ -23,7 +23,7 @@ from itertools import count
 from ownerserve.directory import messages as ask
 from ownerserve.directory.decisions.decide import seen_of
 from ownerserve.directory.decisions.state import DirectoryState
-from ownerserve.directory.owner.state import Ask, Grant
+from ownerserve.directory.owner.state import Ask, SessionGrant
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
@@ -384,7 +384,7 @@ class World:
         return (
             not process.dead
             and not process.paused
-            and isinstance(process.owner.may_serve(session_id, self.net.now_s), Grant)
+            and isinstance(process.owner.may_serve(session_id, self.net.now_s), SessionGrant)
             and not self.oracle.is_superseded(process.unit)
         )
 

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from ownerserve.directory.decisions import checks
 from ownerserve.directory.messages import Outcome
-from ownerserve.directory.owner.doors import Doors, GuardedOwner, Guests
+from ownerserve.directory.owner.doors import Doors, GuardedOwner, GuestSessions
 from ownerserve.directory.owner.state import Ask, OwnerState
 from ownerserve.kv.epoch import Term
 from ownerserve.kv.errors import OwnerServeError
@@ -197,7 +197,7 @@ MUTATIONS = (
     without(Instead(Doors, "hear", nothing)),
     without(Instead(GuardedOwner, "_is_stale", no)),
     without(Instead(GuardedOwner, "_void_below", nothing)),
-    without(Instead(Guests, "due", never_due)),
+    without(Instead(GuestSessions, "due", never_due)),
     without(Instead(fault_world.World, "new_term", same_term)),
     # The node's
     without(Instead(Restores, "overdue", never_due)),

@@ -140,6 +140,6 @@ DECODERS: dict[str, tuple[Decoder, bytes]] = {
     "layout": (layout, LAYOUT.encode()),
     "costs": (costs, b'{"version":1}'),
     "node_rpc": (node_rpc, messages.encode(messages.Release(5))),
-    "directory_rpc": (directory_rpc, frames.encode(frames.Forget())),
+    "directory_rpc": (directory_rpc, frames.encode(frames.ForgetAll())),
 }
 """Name -> (decoder, bytes that it reads)."""

@@ -8,43 +8,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ownerserve.directory.decisions.records import Holder, Location, Prefix, Session
-from ownerserve.directory.messages import Advance, HeldSession, Refusal
+from ownerserve.directory.decisions.records import (
+    HolderRecord,
+    Location,
+    PrefixRecord,
+    SessionRecord,
+)
+from ownerserve.directory.messages import Advance, DirectoryRefusal, HeldSession
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.messages import RoutingUnit
 
 
-def incarnation_advances(holder: Holder | None, unit: RoutingUnit) -> bool:
+def incarnation_advances(holder: HolderRecord | None, unit: RoutingUnit) -> bool:
     """A unit registers as the same life or a later one; a late message of an old life does not."""
     return holder is None or holder.incarnation <= unit.incarnation
 
 
-def is_current(holder: Holder, unit: RoutingUnit) -> bool:
+def is_current(holder: HolderRecord, unit: RoutingUnit) -> bool:
     """Only the registered life of a unit may own, renew or publish."""
     return holder.incarnation == unit.incarnation
 
 
-def lease_runs(holder: Holder, now_s: float) -> bool:
+def lease_runs(holder: HolderRecord, now_s: float) -> bool:
     """A lapsed lease is not renewed: what it covered may be another's since."""
     return now_s < holder.lease_until_s
 
 
-def is_same_memory(holder: Holder, memory: Term | None) -> bool:
+def is_same_memory(holder: HolderRecord, memory: Term | None) -> bool:
     """The lease to be renewed was given by the memory that knows what it covers."""
     return memory is None or holder.memory is None or holder.memory == memory
 
 
-def owner_lives(holder: Holder | None, unit: RoutingUnit, now_s: float) -> bool:
+def owner_lives(holder: HolderRecord | None, unit: RoutingUnit, now_s: float) -> bool:
     """While an owner's lease runs, nobody takes what it owns."""
     return _lives(holder, unit, now_s)
 
 
-def target_lives(holder: Holder | None, unit: RoutingUnit, now_s: float) -> bool:
+def target_lives(holder: HolderRecord | None, unit: RoutingUnit, now_s: float) -> bool:
     """A session is not handed to one who is not there."""
     return _lives(holder, unit, now_s)
 
 
-def copy_counts(holder: Holder | None, unit: RoutingUnit, now_s: float) -> bool:
+def copy_counts(holder: HolderRecord | None, unit: RoutingUnit, now_s: float) -> bool:
     """A copy exists while its holder lives: not after a restart, not when it went silent."""
     return _lives(holder, unit, now_s)
 
@@ -59,42 +64,42 @@ def may_adopt(now_s: float, open_at_s: float) -> bool:
     return now_s < open_at_s
 
 
-def owns(session: Session, unit: RoutingUnit, epoch: Epoch) -> bool:
+def owns(session: SessionRecord, unit: RoutingUnit, epoch: Epoch) -> bool:
     """Only the owner, under the epoch that is still its, moves or ends a session."""
     return session.owner == unit and session.epoch == epoch
 
 
-def is_news(session: Session, seen: Epoch | None) -> bool:
+def is_news(session: SessionRecord, seen: Epoch | None) -> bool:
     """Only a grant that its owner never heard of is told again; all else gets a new epoch."""
     return seen is None or session.epoch > seen
 
 
-def version_matches(session: Session, version: int) -> bool:
+def version_matches(session: SessionRecord, version: int) -> bool:
     """Compare-and-set: who decided on an older state of the session decides again."""
     return session.version == version
 
 
-def is_advance(session: Session, version: int) -> bool:
+def is_advance(session: SessionRecord, version: int) -> bool:
     """A report of fewer turns came late: what is known is newer."""
     return version > session.version
 
 
-def is_told_again(session: Session, ask: Advance) -> bool:
+def is_told_again(session: SessionRecord, ask: Advance) -> bool:
     """A report whose answer got lost is answered as it was the first time."""
     return session.version == ask.version and session.prefix_hash == ask.prefix_hash
 
 
-def report_is_later(session: Session, reported: HeldSession) -> bool:
+def report_is_later(session: SessionRecord, reported: HeldSession) -> bool:
     """Of two units that claim a session from before, the later epoch has it."""
     return session.epoch < reported.epoch
 
 
-def is_stood_on(prefix: Prefix) -> bool:
+def is_stood_on(prefix: PrefixRecord) -> bool:
     """A copy of what a session stands on stays known while it is there."""
     return prefix.refs > 0
 
 
-def may_drop(prefix: Prefix, others: Sequence[Location]) -> bool:
+def may_drop(prefix: PrefixRecord, others: Sequence[Location]) -> bool:
     """The last living copy that a session stands on is spilled before it goes."""
     return bool(others) or prefix.refs == 0
 
@@ -104,19 +109,21 @@ def is_behind(issued: Epoch, seen: Epoch | None) -> bool:
     return seen is not None and seen > issued
 
 
-def standing(holder: Holder | None, unit: RoutingUnit, now_s: float) -> Refusal | None:
+def standing(
+    holder: HolderRecord | None, unit: RoutingUnit, now_s: float
+) -> DirectoryRefusal | None:
     """Why `unit` may not own anything now; None when it may."""
     if holder is None or holder.incarnation < unit.incarnation:
         # A former life may have come first to a directory that lost its memory.
-        return Refusal.UNKNOWN_HOLDER
+        return DirectoryRefusal.UNKNOWN_HOLDER
     if not is_current(holder, unit):
-        return Refusal.STALE_INCARNATION
+        return DirectoryRefusal.STALE_INCARNATION
     if not lease_runs(holder, now_s):
-        return Refusal.LEASE_LAPSED
+        return DirectoryRefusal.LEASE_LAPSED
     return None
 
 
-def _lives(holder: Holder | None, unit: RoutingUnit, now_s: float) -> bool:
+def _lives(holder: HolderRecord | None, unit: RoutingUnit, now_s: float) -> bool:
     if holder is None:
         return False
     return holder.incarnation == unit.incarnation and now_s < holder.lease_until_s

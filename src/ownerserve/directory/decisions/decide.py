@@ -8,10 +8,10 @@ from typing import Any
 from ownerserve.directory import messages as ask
 from ownerserve.directory.decisions import holders, prefixes, sessions
 from ownerserve.directory.decisions.records import Records
-from ownerserve.directory.decisions.transaction import Decision, Moment
+from ownerserve.directory.decisions.transaction import Moment, Transaction
 from ownerserve.kv.epoch import Epoch
 
-Decider = Callable[[Records, Any, Moment], Decision]
+Decider = Callable[[Records, Any, Moment], Transaction]
 
 DECIDERS: dict[type, Decider] = {
     ask.Register: holders.register,
@@ -30,7 +30,7 @@ DECIDERS: dict[type, Decider] = {
 }
 
 
-def decide(records: Records, request: ask.Request, moment: Moment) -> Decision:
+def decide(records: Records, request: ask.Request, moment: Moment) -> Transaction:
     """What to answer and what to write. Reads nothing but `records` and its arguments."""
     return DECIDERS[type(request)](records, request, moment)
 

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 from ownerserve.directory.decisions import checks
 from ownerserve.directory.decisions.records import (
     GROUP_LIMIT,
-    Group,
+    GroupRecord,
     Location,
-    Prefix,
+    PrefixRecord,
     Records,
     group_key,
     group_of,
@@ -18,13 +18,13 @@ from ownerserve.directory.decisions.records import (
     prefix_of,
     without_location,
 )
-from ownerserve.directory.decisions.transaction import Draft
+from ownerserve.directory.decisions.transaction import TransactionDraft
 from ownerserve.directory.rules import TierCode
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.messages import RoutingUnit
 
 
-def live_copies(records: Records, prefix: Prefix, now_s: float) -> list[Location]:
+def live_copies(records: Records, prefix: PrefixRecord, now_s: float) -> list[Location]:
     """The copies whose holders live, and those in the shared remote tier."""
     return [
         place
@@ -34,7 +34,7 @@ def live_copies(records: Records, prefix: Prefix, now_s: float) -> list[Location
     ]
 
 
-def without_copy(prefix: Prefix, unit: RoutingUnit, tier: TierCode) -> Prefix | None:
+def without_copy(prefix: PrefixRecord, unit: RoutingUnit, tier: TierCode) -> PrefixRecord | None:
     """The copy is gone; with its owner's last one the duty goes. None: nothing is left to know."""
     left = without_location(prefix.locations, None if tier is TierCode.REMOTE else unit, tier)
     if not left and prefix.refs == 0:
@@ -43,7 +43,9 @@ def without_copy(prefix: Prefix, unit: RoutingUnit, tier: TierCode) -> Prefix | 
     return replace(prefix, locations=left, owner=prefix.owner if keeps else None)
 
 
-def put_prefix(draft: Draft, prefix_hash: PrefixHash, prefix: Prefix | None) -> None:
+def put_prefix(
+    draft: TransactionDraft, prefix_hash: PrefixHash, prefix: PrefixRecord | None
+) -> None:
     """Write what is known of a prefix, and have its group know it. None: nothing is left to know,
     and its group forgets it too."""
     before = prefix_of(draft, prefix_hash)
@@ -55,7 +57,9 @@ def put_prefix(draft: Draft, prefix_hash: PrefixHash, prefix: Prefix | None) -> 
         _use_in_group(draft, prefix.group, prefix_hash, prefix.refs)
 
 
-def count_fork(draft: Draft, prefix_hash: PrefixHash | None, change: int) -> PrefixHash | None:
+def count_fork(
+    draft: TransactionDraft, prefix_hash: PrefixHash | None, change: int
+) -> PrefixHash | None:
     """A session begins (+1) or ceases (-1) to stand on a prefix; None when it isn't known."""
     prefix = prefix_of(draft, prefix_hash) if prefix_hash is not None else None
     if prefix_hash is None or prefix is None:
@@ -66,35 +70,35 @@ def count_fork(draft: Draft, prefix_hash: PrefixHash | None, change: int) -> Pre
     return prefix_hash
 
 
-def _with_forks(prefix: Prefix, change: int) -> Prefix | None:
+def _with_forks(prefix: PrefixRecord, change: int) -> PrefixRecord | None:
     """`change` sessions more stand on it. None: nothing is left to know."""
     refs = prefix.refs + change
     assert refs >= 0, "a fork is counted once"
     if not refs and not prefix.locations:
         return None
-    return Prefix(
+    return PrefixRecord(
         prefix.tokens, prefix.owner, prefix.locations, refs, prefix.last_access_s, prefix.group,
         prefix.wanted, prefix.epoch,
     )  # fmt: skip
 
 
-def _use_in_group(draft: Draft, name: str, prefix_hash: PrefixHash, more: int) -> None:
+def _use_in_group(draft: TransactionDraft, name: str, prefix_hash: PrefixHash, more: int) -> None:
     """`more` uses of a member; a newcomer displaces the least used when the group is full."""
-    group = group_of(draft, name) or Group(())
+    group = group_of(draft, name) or GroupRecord(())
     uses = dict(group.members)
     used = uses.pop(prefix_hash, 0) + more
     kept = sorted(uses.items(), key=_by_use)[: GROUP_LIMIT - 1]
     members = sorted([(prefix_hash, used), *kept], key=_by_use)
-    draft.put(group_key(name), Group(tuple(members)))
+    draft.put(group_key(name), GroupRecord(tuple(members)))
 
 
-def _leave_group(draft: Draft, name: str, prefix_hash: PrefixHash) -> None:
+def _leave_group(draft: TransactionDraft, name: str, prefix_hash: PrefixHash) -> None:
     group = group_of(draft, name)
     if group is None:
         return
     kept = tuple(member for member in group.members if member[0] != prefix_hash)
     if len(kept) < len(group.members):
-        draft.put(group_key(name), Group(kept) if kept else None)
+        draft.put(group_key(name), GroupRecord(kept) if kept else None)
 
 
 def _by_use(member: tuple[PrefixHash, int]) -> int:

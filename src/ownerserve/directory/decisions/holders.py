@@ -10,12 +10,12 @@ from __future__ import annotations
 from ownerserve.directory.decisions import checks
 from ownerserve.directory.decisions.extents import count_fork, live_copies, put_prefix, without_copy
 from ownerserve.directory.decisions.records import (
-    Holder,
+    HolderRecord,
     Key,
     Location,
-    Prefix,
+    PrefixRecord,
     Records,
-    Session,
+    SessionRecord,
     holder_at,
     holder_of,
     prefix_at,
@@ -27,37 +27,37 @@ from ownerserve.directory.decisions.records import (
     unit_key,
     with_location,
 )
-from ownerserve.directory.decisions.transaction import Decision, Draft, Moment, refuse
+from ownerserve.directory.decisions.transaction import Moment, Transaction, TransactionDraft, refuse
 from ownerserve.directory.messages import (
+    DirectoryRefusal,
     HeldExtent,
     HeldSession,
     Leased,
     Publish,
     Published,
-    Refusal,
     Register,
     RenewLease,
     Retire,
     Retired,
 )
-from ownerserve.directory.rules import Kind, Kinds, TierCode
+from ownerserve.directory.rules import Kinds, StateKind, TierCode
 from ownerserve.kv.epoch import Term
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.messages import RoutingUnit
 
 
-def register(records: Records, ask: Register, at: Moment) -> Decision:
+def register(records: Records, ask: Register, at: Moment) -> Transaction:
     """A new life makes all claims and copies of the former one void, by being written down."""
     key = unit_key(ask.unit)
     holder = holder_at(records, key)
     if not checks.incarnation_advances(holder, ask.unit):
-        return refuse(Refusal.STALE_INCARNATION)
+        return refuse(DirectoryRefusal.STALE_INCARNATION)
     if holder is not None and holder.incarnation == ask.unit.incarnation:
         return _leased(key, ask.unit, at, holder.memory)
     return _leased(key, ask.unit, at, at.epoch.term)
 
 
-def renew_lease(records: Records, ask: RenewLease, at: Moment) -> Decision:
+def renew_lease(records: Records, ask: RenewLease, at: Moment) -> Transaction:
     """Extends a running lease; a lapsed one is not revived."""
     key = unit_key(ask.unit)
     holder = holder_at(records, key)
@@ -66,28 +66,28 @@ def renew_lease(records: Records, ask: RenewLease, at: Moment) -> Decision:
         return refuse(why)
     assert holder is not None
     if not checks.is_same_memory(holder, ask.memory):
-        return refuse(Refusal.UNKNOWN_HOLDER)
+        return refuse(DirectoryRefusal.UNKNOWN_HOLDER)
     return _leased(key, ask.unit, at, holder.memory)
 
 
-def retire(records: Records, ask: Retire, at: Moment) -> Decision:
+def retire(records: Records, ask: Retire, at: Moment) -> Transaction:
     """The record stays, so that the life's late messages are known for what they are."""
     holder = holder_of(records, ask.unit)
     if holder is None or not checks.is_current(holder, ask.unit):
-        return Decision(Retired())
-    ended = Holder(holder.incarnation, min(holder.lease_until_s, at.now_s), holder.memory)
-    return Decision(Retired(), ((unit_key(ask.unit), ended),))
+        return Transaction(Retired())
+    ended = HolderRecord(holder.incarnation, min(holder.lease_until_s, at.now_s), holder.memory)
+    return Transaction(Retired(), ((unit_key(ask.unit), ended),))
 
 
-def publish(records: Records, ask: Publish, at: Moment) -> Decision:
+def publish(records: Records, ask: Publish, at: Moment) -> Transaction:
     """Takes over a part of an inventory. Repeating it changes nothing."""
     why = checks.standing(holder_of(records, ask.unit), ask.unit, at.now_s)
     if why is not None:
         return refuse(why)
-    tail = int(Kind.TAIL)
+    tail = int(StateKind.TAIL)
     if any(extent.kinds & tail for extent in ask.extents):
-        return refuse(Refusal.SESSION_LOCAL)
-    draft = Draft(records)
+        return refuse(DirectoryRefusal.SESSION_LOCAL)
+    draft = TransactionDraft(records)
     places = _Places(ask.unit)
     for extent in ask.extents:
         key = prefix_key(extent.prefix_hash)
@@ -102,9 +102,9 @@ def publish(records: Records, ask: Publish, at: Moment) -> Decision:
     return draft.decided(Published(len(ask.extents), adopted, forked, lost))
 
 
-def _leased(key: Key, unit: RoutingUnit, at: Moment, memory: Term | None) -> Decision:
-    record = Holder(unit.incarnation, at.now_s + at.lease_s, memory)
-    return Decision(Leased(at.lease_s, memory), ((key, record),))
+def _leased(key: Key, unit: RoutingUnit, at: Moment, memory: Term | None) -> Transaction:
+    record = HolderRecord(unit.incarnation, at.now_s + at.lease_s, memory)
+    return Transaction(Leased(at.lease_s, memory), ((key, record),))
 
 
 class _Places:
@@ -125,11 +125,15 @@ class _Places:
         return found
 
 
-def _with_extent(known: Prefix | None, extent: HeldExtent, places: _Places, at: Moment) -> Prefix:
+def _with_extent(
+    known: PrefixRecord | None, extent: HeldExtent, places: _Places, at: Moment
+) -> PrefixRecord:
     alone = places.only(extent.tier, extent.kinds)
     owner = places.unit if extent.epoch is not None else None
     if known is None:
-        return Prefix(extent.tokens, owner, alone, 0, at.now_s, extent.group, (), extent.epoch)
+        return PrefixRecord(
+            extent.tokens, owner, alone, 0, at.now_s, extent.group, (), extent.epoch
+        )
     locations = with_location(known.locations, alone[0])
     epoch = known.epoch
     if extent.epoch is None or (epoch is not None and extent.epoch <= epoch):
@@ -138,13 +142,18 @@ def _with_extent(known: Prefix | None, extent: HeldExtent, places: _Places, at: 
         epoch = extent.epoch
     group = known.group or extent.group
     wanted = still_wanted(known.wanted, alone[0])
-    return Prefix(
+    return PrefixRecord(
         known.tokens, owner, locations, known.refs, known.last_access_s, group, wanted, epoch
     )
 
 
 def _forget(
-    draft: Draft, unit: RoutingUnit, prefix_hash: PrefixHash, tier: TierCode, *, at: Moment
+    draft: TransactionDraft,
+    unit: RoutingUnit,
+    prefix_hash: PrefixHash,
+    tier: TierCode,
+    *,
+    at: Moment,
 ) -> bool:
     """A copy is gone; whether it was the last that lived of what a session stands on."""
     held = prefix_of(draft, prefix_hash)
@@ -157,7 +166,9 @@ def _forget(
     return left is not None and left.refs > 0 and not live_copies(draft, left, at.now_s)
 
 
-def _leave(draft: Draft, unit: RoutingUnit, prefix_hash: PrefixHash, tier: TierCode) -> bool:
+def _leave(
+    draft: TransactionDraft, unit: RoutingUnit, prefix_hash: PrefixHash, tier: TierCode
+) -> bool:
     """A longer extent holds it as well; whether it stays known, as a session stands on it."""
     held = prefix_of(draft, prefix_hash)
     if held is None:
@@ -168,7 +179,7 @@ def _leave(draft: Draft, unit: RoutingUnit, prefix_hash: PrefixHash, tier: TierC
     return False
 
 
-def _adopt(draft: Draft, unit: RoutingUnit, reported: HeldSession, at: Moment) -> bool:
+def _adopt(draft: TransactionDraft, unit: RoutingUnit, reported: HeldSession, at: Moment) -> bool:
     """Whether the reported session is the reporter's, made so where we did not know better."""
     session = session_of(draft, reported.session_id)
     if session is not None and checks.owns(session, unit, reported.epoch):
@@ -180,15 +191,17 @@ def _adopt(draft: Draft, unit: RoutingUnit, reported: HeldSession, at: Moment) -
     if session is not None:
         count_fork(draft, session.prefix_hash, -1)
     _stand_on(draft, reported, at)
-    taken = Session(
+    taken = SessionRecord(
         unit, reported.version, reported.prefix_hash, reported.tokens, at.now_s, reported.epoch
     )
     draft.put(session_key(reported.session_id), taken)
     return True
 
 
-def _stand_on(draft: Draft, reported: HeldSession, at: Moment) -> None:
+def _stand_on(draft: TransactionDraft, reported: HeldSession, at: Moment) -> None:
     """Count the session on its tip. What is held of that may be told after it."""
     tip = reported.prefix_hash
     if tip is not None and count_fork(draft, tip, +1) is None:
-        draft.put(prefix_key(tip), Prefix(reported.tokens, None, (), 1, at.now_s, "", (), None))
+        draft.put(
+            prefix_key(tip), PrefixRecord(reported.tokens, None, (), 1, at.now_s, "", (), None)
+        )

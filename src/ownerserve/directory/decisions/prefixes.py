@@ -17,7 +17,7 @@ from ownerserve.directory.decisions.records import (
     WISH_LIMIT,
     Key,
     Location,
-    Prefix,
+    PrefixRecord,
     Records,
     group_of,
     holder_at,
@@ -28,9 +28,10 @@ from ownerserve.directory.decisions.records import (
     unit_key,
     with_location,
 )
-from ownerserve.directory.decisions.transaction import Decision, Draft, Moment, refuse
+from ownerserve.directory.decisions.transaction import Moment, Transaction, TransactionDraft, refuse
 from ownerserve.directory.messages import (
     Advance,
+    DirectoryRefusal,
     Drop,
     Dropped,
     FindGroup,
@@ -38,23 +39,22 @@ from ownerserve.directory.messages import (
     GroupIs,
     Lookup,
     Miss,
-    Refusal,
     ReplicateReadonly,
     Wished,
 )
-from ownerserve.directory.rules import Kind, TierCode
+from ownerserve.directory.rules import StateKind, TierCode
 from ownerserve.kv.messages import RoutingUnit
 
 
-class Tip(msgspec.Struct, frozen=True, gc=False):
+class ClaimedTip(msgspec.Struct, frozen=True, gc=False):
     """A session's tip as its owner's report leaves it; `minted`: last-copy duty was taken on."""
 
-    prefix: Prefix
+    prefix: PrefixRecord
     guards: tuple[Key, ...] = ()
     minted: bool = False
 
 
-def claimed_tip(records: Records, ask: Advance, at: Moment) -> Tip:
+def claimed_tip(records: Records, ask: Advance, at: Moment) -> ClaimedTip:
     """The reporter's copy is noted in any case; the duty is its own where nobody alive has it."""
     place = Location(None if ask.tier is _REMOTE else ask.unit, ask.tier, ask.kinds)
     known = prefix_of(records, ask.prefix_hash)
@@ -62,8 +62,8 @@ def claimed_tip(records: Records, ask: Advance, at: Moment) -> Tip:
     may_claim = stands and checks.may_issue(at.now_s, at.open_at_s)
     if known is None:
         owner, epoch = (ask.unit, at.epoch) if may_claim else (None, None)
-        fresh = Prefix(ask.tokens, owner, (place,), 0, at.now_s, ask.group, (), epoch)
-        return Tip(fresh, minted=may_claim)
+        fresh = PrefixRecord(ask.tokens, owner, (place,), 0, at.now_s, ask.group, (), epoch)
+        return ClaimedTip(fresh, minted=may_claim)
     held = replace(
         known,
         locations=with_location(known.locations, place),
@@ -73,18 +73,18 @@ def claimed_tip(records: Records, ask: Advance, at: Moment) -> Tip:
     )
     owner = known.owner
     if owner is not None and checks.owner_lives(holder_of(records, owner), owner, at.now_s):
-        return Tip(held)
+        return ClaimedTip(held)
     if not may_claim:
-        return Tip(held)
+        return ClaimedTip(held)
     guards = () if owner is None else (unit_key(owner),)
-    return Tip(replace(held, owner=ask.unit, epoch=at.epoch), guards, minted=True)
+    return ClaimedTip(replace(held, owner=ask.unit, epoch=at.epoch), guards, minted=True)
 
 
-def drop(records: Records, ask: Drop, at: Moment) -> Decision:
+def drop(records: Records, ask: Drop, at: Moment) -> Transaction:
     """Yes, unless a session would lose the last living copy of what it stands on."""
     prefix = prefix_of(records, ask.prefix_hash)
     if prefix is None:
-        return Decision(Dropped())
+        return Transaction(Dropped())
     unit = None if ask.tier is TierCode.REMOTE else ask.unit
     others = [
         place
@@ -92,13 +92,13 @@ def drop(records: Records, ask: Drop, at: Moment) -> Decision:
         if place.unit != unit or place.tier is not ask.tier
     ]
     if not checks.may_drop(prefix, others):
-        return refuse(Refusal.LAST_COPY)
-    draft = Draft(records)
+        return refuse(DirectoryRefusal.LAST_COPY)
+    draft = TransactionDraft(records)
     put_prefix(draft, ask.prefix_hash, without_copy(prefix, ask.unit, ask.tier))
     return draft.decided(Dropped())
 
 
-def lookup(records: Records, ask: Lookup, at: Moment) -> Decision:
+def lookup(records: Records, ask: Lookup, at: Moment) -> Transaction:
     """Candidates are asked in the order given: pass the longest first."""
     for prefix_hash in ask.candidates:
         prefix = prefix_of(records, prefix_hash)
@@ -126,41 +126,41 @@ def lookup(records: Records, ask: Lookup, at: Moment) -> Decision:
             prefix.group,
             _live_wishes(records, prefix, at.now_s),
         )
-        return Decision(found)
-    return Decision(Miss())
+        return Transaction(found)
+    return Transaction(Miss())
 
 
-def replicate_readonly(records: Records, ask: ReplicateReadonly, at: Moment) -> Decision:
+def replicate_readonly(records: Records, ask: ReplicateReadonly, at: Moment) -> Transaction:
     """The wish is written down for the life that is at the place now; one with a copy has none."""
     prefix = prefix_of(records, ask.prefix_hash)
     if prefix is None:
-        return refuse(Refusal.UNKNOWN_PREFIX)
+        return refuse(DirectoryRefusal.UNKNOWN_PREFIX)
     key = holder_key(ask.worker, ask.dp_rank)
     holder = holder_at(records, key)
     if holder is None:
-        return refuse(Refusal.TARGET_NOT_LIVE)
+        return refuse(DirectoryRefusal.TARGET_NOT_LIVE)
     target = RoutingUnit(ask.worker, ask.dp_rank, holder.incarnation)
     if not checks.target_lives(holder, target, at.now_s):
-        return refuse(Refusal.TARGET_NOT_LIVE)
+        return refuse(DirectoryRefusal.TARGET_NOT_LIVE)
     others = tuple(one for one in _live_wishes(records, prefix, at.now_s) if one != target)
     if any(place.unit == target for place in prefix.locations):
-        return Decision(Wished(others))
+        return Transaction(Wished(others))
     wanted = (*others, target)[-WISH_LIMIT:]
-    draft = Draft(records)
+    draft = TransactionDraft(records)
     put_prefix(draft, ask.prefix_hash, replace(prefix, wanted=wanted))
     return draft.decided(Wished(wanted), guards=(key,))
 
 
-def _live_wishes(records: Records, prefix: Prefix, now_s: float) -> tuple[RoutingUnit, ...]:
+def _live_wishes(records: Records, prefix: PrefixRecord, now_s: float) -> tuple[RoutingUnit, ...]:
     return tuple(
         one for one in prefix.wanted if checks.target_lives(holder_of(records, one), one, now_s)
     )
 
 
-def find_group(records: Records, ask: FindGroup, _at: Moment) -> Decision:
+def find_group(records: Records, ask: FindGroup, _at: Moment) -> Transaction:
     """An unknown group has no members."""
     group = group_of(records, ask.group)
-    return Decision(GroupIs(group.members if group is not None else ()))
+    return Transaction(GroupIs(group.members if group is not None else ()))
 
 
 def _nearest(place: Location) -> int:
@@ -169,5 +169,5 @@ def _nearest(place: Location) -> int:
 
 # Looked up once: a member of an enum takes longer to find than a decision's other steps, and bits
 # of a flag longer to compare than plain ones.
-TAIL = int(Kind.TAIL)
+TAIL = int(StateKind.TAIL)
 _REMOTE = TierCode.REMOTE

@@ -37,7 +37,7 @@ GROUP_LIMIT = 64
 """Prefixes that a group remembers; the least used goes."""
 
 
-class Holder(msgspec.Struct, frozen=True, array_like=True, tag="w"):
+class HolderRecord(msgspec.Struct, frozen=True, array_like=True, tag="w"):
     """A routing unit without its incarnation; outlives every life of it, so old ones are known."""
 
     incarnation: Incarnation
@@ -46,7 +46,7 @@ class Holder(msgspec.Struct, frozen=True, array_like=True, tag="w"):
     """The term in which this life was first written down here."""
 
 
-class Session(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
+class SessionRecord(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
     """`version`: turns that its owners finished, the same after Bind and Transfer; `prefix_hash` is
     the tip, None before the first seal."""
 
@@ -66,7 +66,7 @@ class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kinds: Kinds
 
 
-class Prefix(msgspec.Struct, frozen=True, array_like=True, tag="x", gc=False):
+class PrefixRecord(msgspec.Struct, frozen=True, array_like=True, tag="x", gc=False):
     """`owner` has last-copy duty; `refs` counts the sessions that stand on it (forks); `wanted`:
     units that are to hold a copy too, by somebody's wish."""
 
@@ -92,13 +92,13 @@ class _FormerPrefix(msgspec.Struct, frozen=True, array_like=True, tag="p", gc=Fa
     epoch: Epoch | None
 
 
-class Group(msgspec.Struct, frozen=True, array_like=True, tag="g"):
+class GroupRecord(msgspec.Struct, frozen=True, array_like=True, tag="g"):
     """(prefix hash, sessions that came to stand on it), most used first."""
 
     members: tuple[tuple[PrefixHash, int], ...]
 
 
-Record: TypeAlias = Holder | Session | Prefix | Group
+Record: TypeAlias = HolderRecord | SessionRecord | PrefixRecord | GroupRecord
 
 
 class Records(Protocol):
@@ -133,43 +133,43 @@ def group_key(group: str) -> Key:
     return Key(b"g:" + group.encode())
 
 
-def holder_of(records: Records, unit: RoutingUnit) -> Holder | None:
+def holder_of(records: Records, unit: RoutingUnit) -> HolderRecord | None:
     """The record of the unit's place in the fleet, whichever life it tells of."""
     return holder_at(records, holder_key(unit.worker, unit.dp_rank))
 
 
-def holder_at(records: Records, key: Key) -> Holder | None:
+def holder_at(records: Records, key: Key) -> HolderRecord | None:
     """The holder under `key`, for who writes it too and needs the key anyway."""
     found = records.get(key)
-    assert found is None or isinstance(found, Holder)
+    assert found is None or isinstance(found, HolderRecord)
     return found
 
 
-def session_of(records: Records, session_id: SessionId) -> Session | None:
+def session_of(records: Records, session_id: SessionId) -> SessionRecord | None:
     return session_at(records, session_key(session_id))
 
 
-def session_at(records: Records, key: Key) -> Session | None:
+def session_at(records: Records, key: Key) -> SessionRecord | None:
     """The session under `key`, for who writes it too and needs the key anyway."""
     found = records.get(key)
-    assert found is None or isinstance(found, Session)
+    assert found is None or isinstance(found, SessionRecord)
     return found
 
 
-def prefix_of(records: Records, prefix_hash: PrefixHash) -> Prefix | None:
+def prefix_of(records: Records, prefix_hash: PrefixHash) -> PrefixRecord | None:
     return prefix_at(records, prefix_key(prefix_hash))
 
 
-def prefix_at(records: Records, key: Key) -> Prefix | None:
+def prefix_at(records: Records, key: Key) -> PrefixRecord | None:
     """The prefix under `key`, for who writes it too and needs the key anyway."""
     found = records.get(key)
-    assert found is None or isinstance(found, Prefix)
+    assert found is None or isinstance(found, PrefixRecord)
     return found
 
 
-def group_of(records: Records, group: str) -> Group | None:
+def group_of(records: Records, group: str) -> GroupRecord | None:
     found = records.get(group_key(group))
-    assert found is None or isinstance(found, Group)
+    assert found is None or isinstance(found, GroupRecord)
     return found
 
 
@@ -219,7 +219,7 @@ def decode_record(data: bytes) -> Record:
     """Any record, also one that the version before this has written."""
     found = _decoder.decode(data)
     if isinstance(found, _FormerPrefix):
-        return Prefix(
+        return PrefixRecord(
             found.tokens, found.owner, found.locations, found.refs, found.last_access_s,
             found.group, (), found.epoch,
         )  # fmt: skip

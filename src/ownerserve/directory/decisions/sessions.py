@@ -18,7 +18,7 @@ from ownerserve.directory.decisions.prefixes import TAIL, claimed_tip
 from ownerserve.directory.decisions.records import (
     Key,
     Records,
-    Session,
+    SessionRecord,
     holder_of,
     session_at,
     session_key,
@@ -26,9 +26,9 @@ from ownerserve.directory.decisions.records import (
     unit_key,
 )
 from ownerserve.directory.decisions.transaction import (
-    Decision,
-    Draft,
     Moment,
+    Transaction,
+    TransactionDraft,
     Writes,
     refuse,
     refuse_until_open,
@@ -39,122 +39,124 @@ from ownerserve.directory.messages import (
     Bind,
     Bound,
     Conflict,
+    DirectoryRefusal,
     Ended,
     EndSession,
     FindSession,
     HeldBy,
     Miss,
-    Refusal,
     SessionIs,
     Transfer,
 )
 from ownerserve.kv.messages import RoutingUnit
 
 
-def bind(records: Records, ask: Bind, at: Moment) -> Decision:
+def bind(records: Records, ask: Bind, at: Moment) -> Transaction:
     """A new session, one whose owner is gone, or the asker's own."""
     why = checks.standing(holder_of(records, ask.unit), ask.unit, at.now_s)
     if why is not None:
         return refuse(why)
     session = session_of(records, ask.session_id)
     if session is not None and session.owner == ask.unit and checks.is_news(session, ask.seen):
-        return Decision(_bound(session))
+        return Transaction(_bound(session))
     guards: tuple[Key, ...] = ()
     if session is not None and session.owner != ask.unit:
         holder = holder_of(records, session.owner)
         if checks.owner_lives(holder, session.owner, at.now_s):
-            return Decision(HeldBy(session.owner, session.epoch))
+            return Transaction(HeldBy(session.owner, session.epoch))
         # The owner may be renewing right now: then this decision must not stand.
         guards = (unit_key(session.owner),)
     if not checks.may_issue(at.now_s, at.open_at_s):
         return refuse_until_open(at)
-    draft = Draft(records)
+    draft = TransactionDraft(records)
     if session is not None:
         taken = _owned_by(session, ask.unit, at)
     else:
         parent = session_of(records, ask.parent) if ask.parent is not None else None
         tip = count_fork(draft, parent.prefix_hash, +1) if parent is not None else None
         tokens = parent.tokens if parent is not None else 0
-        taken = Session(ask.unit, 0, tip, tokens, at.now_s, at.epoch)
+        taken = SessionRecord(ask.unit, 0, tip, tokens, at.now_s, at.epoch)
     draft.put(session_key(ask.session_id), taken)
     return draft.granted(_bound(taken), guards=guards)
 
 
-def transfer(records: Records, ask: Transfer, at: Moment) -> Decision:
+def transfer(records: Records, ask: Transfer, at: Moment) -> Transaction:
     """The owner hands over; whoever decided on an older state of the session gets `Conflict`."""
     session = session_of(records, ask.session_id)
     if session is None:
-        return refuse(Refusal.UNKNOWN_SESSION)
+        return refuse(DirectoryRefusal.UNKNOWN_SESSION)
     if not checks.owns(session, ask.source, ask.epoch) or not checks.version_matches(
         session, ask.version
     ):
-        return Decision(Conflict(session_is(records, session, at)))
+        return Transaction(Conflict(session_is(records, session, at)))
     if not checks.target_lives(holder_of(records, ask.target), ask.target, at.now_s):
-        return refuse(Refusal.TARGET_NOT_LIVE)
+        return refuse(DirectoryRefusal.TARGET_NOT_LIVE)
     if not checks.may_issue(at.now_s, at.open_at_s):
         return refuse_until_open(at)
     moved = _owned_by(session, ask.target, at)
-    return Decision(_bound(moved), ((session_key(ask.session_id), moved),), minted=True)
+    return Transaction(_bound(moved), ((session_key(ask.session_id), moved),), minted=True)
 
 
-def advance(records: Records, ask: Advance, at: Moment) -> Decision:
+def advance(records: Records, ask: Advance, at: Moment) -> Transaction:
     """The session's tip moves on, and is claimed; a fork that stayed behind keeps the old prefix
     counted."""
     if ask.kinds & TAIL:
-        return refuse(Refusal.SESSION_LOCAL)
+        return refuse(DirectoryRefusal.SESSION_LOCAL)
     key = session_key(ask.session_id)
     session = session_at(records, key)
     if session is None:
-        return refuse(Refusal.UNKNOWN_SESSION)
+        return refuse(DirectoryRefusal.UNKNOWN_SESSION)
     if checks.owns(session, ask.unit, ask.epoch) and checks.is_told_again(session, ask):
-        return Decision(Advanced(session.version))
+        return Transaction(Advanced(session.version))
     if not checks.owns(session, ask.unit, ask.epoch) or not checks.is_advance(session, ask.version):
-        return Decision(Conflict(session_is(records, session, at)))
+        return Transaction(Conflict(session_is(records, session, at)))
     tip = claimed_tip(records, ask, at)
-    draft = Draft(records)
+    draft = TransactionDraft(records)
     put_prefix(draft, ask.prefix_hash, tip.prefix)
     if session.prefix_hash != ask.prefix_hash:
         count_fork(draft, ask.prefix_hash, +1)
         count_fork(draft, session.prefix_hash, -1)
     draft.put(
         key,
-        Session(ask.unit, ask.version, ask.prefix_hash, ask.tokens, at.now_s, session.epoch),
+        SessionRecord(ask.unit, ask.version, ask.prefix_hash, ask.tokens, at.now_s, session.epoch),
     )
     if not tip.minted:
         return draft.decided(Advanced(ask.version))
     return draft.granted(Advanced(ask.version, at.epoch), guards=tip.guards)
 
 
-def end_session(records: Records, ask: EndSession, at: Moment) -> Decision:
+def end_session(records: Records, ask: EndSession, at: Moment) -> Transaction:
     """Forget it; ending what is not known is done already."""
     session = session_of(records, ask.session_id)
     if session is None:
-        return Decision(Ended())
+        return Transaction(Ended())
     if not checks.owns(session, ask.unit, ask.epoch):
-        return refuse(Refusal.NOT_OWNER)
-    return Decision(Ended(), forget_session(records, session_key(ask.session_id), session))
+        return refuse(DirectoryRefusal.NOT_OWNER)
+    return Transaction(Ended(), forget_session(records, session_key(ask.session_id), session))
 
 
-def find_session(records: Records, ask: FindSession, at: Moment) -> Decision:
+def find_session(records: Records, ask: FindSession, at: Moment) -> Transaction:
     """Says also when its owner is gone: the router then binds another."""
     session = session_of(records, ask.session_id)
-    return Decision(Miss() if session is None else session_is(records, session, at))
+    return Transaction(Miss() if session is None else session_is(records, session, at))
 
 
-def forget_session(records: Records, key: Key, session: Session) -> Writes:
+def forget_session(records: Records, key: Key, session: SessionRecord) -> Writes:
     """What to write so that nothing is known of it, nor that it stands on a prefix."""
-    draft = Draft(records)
+    draft = TransactionDraft(records)
     count_fork(draft, session.prefix_hash, -1)
     draft.put(key, None)
     return tuple(draft.changed.items())
 
 
-def _owned_by(session: Session, unit: RoutingUnit, at: Moment) -> Session:
+def _owned_by(session: SessionRecord, unit: RoutingUnit, at: Moment) -> SessionRecord:
     """Under the moment's epoch; a change of owner finishes no turn."""
-    return Session(unit, session.version, session.prefix_hash, session.tokens, at.now_s, at.epoch)
+    return SessionRecord(
+        unit, session.version, session.prefix_hash, session.tokens, at.now_s, at.epoch
+    )
 
 
-def session_is(records: Records, session: Session, at: Moment) -> SessionIs:
+def session_is(records: Records, session: SessionRecord, at: Moment) -> SessionIs:
     lives = checks.owner_lives(holder_of(records, session.owner), session.owner, at.now_s)
     return SessionIs(
         session.owner,
@@ -166,5 +168,5 @@ def session_is(records: Records, session: Session, at: Moment) -> SessionIs:
     )
 
 
-def _bound(session: Session) -> Bound:
+def _bound(session: SessionRecord) -> Bound:
     return Bound(session.epoch, session.version, session.prefix_hash, session.tokens)

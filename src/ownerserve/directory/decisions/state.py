@@ -15,18 +15,18 @@ from collections.abc import Iterable
 from ownerserve.directory.decisions import checks
 from ownerserve.directory.decisions.decide import decide
 from ownerserve.directory.decisions.records import (
-    Group,
-    Holder,
+    GroupRecord,
+    HolderRecord,
     Key,
-    Prefix,
+    PrefixRecord,
     Record,
-    Session,
+    SessionRecord,
     prefix_key,
 )
 from ownerserve.directory.decisions.sweep import sweep
-from ownerserve.directory.decisions.transaction import Decision, Moment
+from ownerserve.directory.decisions.transaction import Moment, Transaction
 from ownerserve.directory.messages import Outcome, Request
-from ownerserve.directory.port import SWEEP_IDLE_S, Counts
+from ownerserve.directory.port import SWEEP_IDLE_S, RecordCounts
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.errors import InvariantViolated
 
@@ -77,27 +77,29 @@ class DirectoryState:
         """All keys, for a sweep."""
         return list(self._records)
 
-    def counts(self) -> Counts:
+    def counts(self) -> RecordCounts:
         """How much is known."""
         found = Counter(type(record) for record in self._records.values())
-        return Counts(found[Holder], found[Session], found[Prefix], found[Group])
+        return RecordCounts(
+            found[HolderRecord], found[SessionRecord], found[PrefixRecord], found[GroupRecord]
+        )
 
     def check(self) -> None:
         """Invariant 2 as far as one memory can see it; raises InvariantViolated."""
         stands_on: Counter[Key] = Counter()
         epochs: set[Epoch] = set()
         for key, record in self._records.items():
-            epoch = record.epoch if isinstance(record, Session | Prefix) else None
+            epoch = record.epoch if isinstance(record, SessionRecord | PrefixRecord) else None
             if epoch is not None and epoch > self.issued():
                 raise InvariantViolated(f"2: {key!r} has epoch {epoch} after {self.issued()}")
             if epoch is not None and epoch.term == self.term:
                 if epoch in epochs:
                     raise InvariantViolated(f"2: {key!r} shares its epoch {epoch}")
                 epochs.add(epoch)
-            if isinstance(record, Session) and record.prefix_hash is not None:
+            if isinstance(record, SessionRecord) and record.prefix_hash is not None:
                 stands_on[prefix_key(record.prefix_hash)] += 1
         for key, record in self._records.items():
-            if isinstance(record, Prefix) and record.refs != stands_on[key]:
+            if isinstance(record, PrefixRecord) and record.refs != stands_on[key]:
                 problem = f"{key!r} counts {record.refs} forks of {stands_on[key]}"
                 raise InvariantViolated(f"2: {problem}")
 
@@ -109,7 +111,7 @@ class DirectoryState:
             at = self._at = Moment(now_s, self.lease_s, self.open_at_s, epoch)
         return at
 
-    def _apply(self, decision: Decision, at: Moment) -> Outcome:
+    def _apply(self, decision: Transaction, at: Moment) -> Outcome:
         records = self._records
         for key, record in decision.writes:
             if record is None:

@@ -8,29 +8,29 @@ from ownerserve.directory.decisions import checks
 from ownerserve.directory.decisions.extents import put_prefix
 from ownerserve.directory.decisions.records import (
     Key,
-    Prefix,
+    PrefixRecord,
     Records,
-    Session,
+    SessionRecord,
     holder_of,
     prefix_named,
 )
 from ownerserve.directory.decisions.sessions import forget_session
-from ownerserve.directory.decisions.transaction import Decision, Draft, Moment
+from ownerserve.directory.decisions.transaction import Moment, Transaction, TransactionDraft
 from ownerserve.directory.messages import Ended, Miss
 
 
-def sweep(records: Records, key: Key, at: Moment, *, idle_s: float) -> Decision:
+def sweep(records: Records, key: Key, at: Moment, *, idle_s: float) -> Transaction:
     """Look at one record. A session whose owner is gone and that nobody took for `idle_s` ends;
     copies of former lives, and of units silent for as long, go from a prefix, as do wishes for
     them, and a prefix without copies or forks goes whole."""
     record = records.get(key)
-    if isinstance(record, Session):
+    if isinstance(record, SessionRecord):
         if record.last_access_s + idle_s >= at.now_s:
             return _NOTHING  # as a rule
         lives = checks.owner_lives(holder_of(records, record.owner), record.owner, at.now_s)
         if not lives:
-            return Decision(Ended(), forget_session(records, key, record))
-    elif isinstance(record, Prefix):
+            return Transaction(Ended(), forget_session(records, key, record))
+    elif isinstance(record, PrefixRecord):
         kept = [
             place
             for place in record.locations
@@ -45,10 +45,10 @@ def sweep(records: Records, key: Key, at: Moment, *, idle_s: float) -> Decision:
         is_less = len(kept) < len(record.locations) or len(wanted) < len(record.wanted)
         if is_less or not (kept or record.refs):
             fresh = replace(record, locations=tuple(kept), wanted=wanted)
-            draft = Draft(records)
+            draft = TransactionDraft(records)
             put_prefix(draft, prefix_named(key), fresh if kept or record.refs else None)
             return draft.decided(Ended())
     return _NOTHING
 
 
-_NOTHING = Decision(Miss())
+_NOTHING = Transaction(Miss())

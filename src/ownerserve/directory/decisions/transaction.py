@@ -1,10 +1,10 @@
-"""What a decision is: an outcome, and the records that it writes.
+"""What a decision comes to: a transaction, of an outcome and the records that it writes.
 
-    decide(records, request, moment) -> Decision(outcome, writes, guards, minted)
+    decide(records, request, moment) -> Transaction(outcome, writes, guards, minted)
 
-The backend commits a decision when every record in `writes` and `guards` is still as it was read,
-else it reads again and decides again. `moment.epoch` is the epoch to use for a grant; `minted`
-says that it was used.
+The backend commits a transaction when every record in `writes` and `guards` is still as it was
+read, else it reads again and decides again. `moment.epoch` is the epoch to use for a grant;
+`minted` says that it was used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeAlias
 import msgspec
 
 from ownerserve.directory.decisions.records import Key, Record, Records
-from ownerserve.directory.messages import Outcome, Refusal, Refused
+from ownerserve.directory.messages import DirectoryRefusal, Outcome, Refused
 from ownerserve.kv.epoch import Epoch
 
 Writes: TypeAlias = tuple[tuple[Key, Record | None], ...]
@@ -30,7 +30,7 @@ class Moment(msgspec.Struct, frozen=True, gc=False):
     epoch: Epoch
 
 
-class Decision(msgspec.Struct, frozen=True, gc=False):
+class Transaction(msgspec.Struct, frozen=True, gc=False):
     """`guards` were only read, but the decision stands or falls with them."""
 
     outcome: Outcome
@@ -39,7 +39,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     minted: bool = False
 
 
-class Draft:
+class TransactionDraft:
     """Records as a decision has left them so far. Owns its writes; never changes what is below."""
 
     __slots__ = ("_below", "changed")
@@ -57,20 +57,20 @@ class Draft:
         """Write, or with None delete."""
         self.changed[key] = record
 
-    def decided(self, outcome: Outcome, *, guards: tuple[Key, ...] = ()) -> Decision:
+    def decided(self, outcome: Outcome, *, guards: tuple[Key, ...] = ()) -> Transaction:
         """What was drafted, without an epoch."""
-        return Decision(outcome, tuple(self.changed.items()), guards)
+        return Transaction(outcome, tuple(self.changed.items()), guards)
 
-    def granted(self, outcome: Outcome, *, guards: tuple[Key, ...] = ()) -> Decision:
+    def granted(self, outcome: Outcome, *, guards: tuple[Key, ...] = ()) -> Transaction:
         """The same with the moment's epoch used up."""
-        return Decision(outcome, tuple(self.changed.items()), guards, minted=True)
+        return Transaction(outcome, tuple(self.changed.items()), guards, minted=True)
 
 
-def refuse(reason: Refusal, *, retry_after_s: float = 0.0) -> Decision:
+def refuse(reason: DirectoryRefusal, *, retry_after_s: float = 0.0) -> Transaction:
     """Nothing changes."""
-    return Decision(Refused(reason, retry_after_s))
+    return Transaction(Refused(reason, retry_after_s))
 
 
-def refuse_until_open(at: Moment) -> Decision:
+def refuse_until_open(at: Moment) -> Transaction:
     """No epochs yet."""
-    return refuse(Refusal.REBUILDING, retry_after_s=max(0.0, at.open_at_s - at.now_s))
+    return refuse(DirectoryRefusal.REBUILDING, retry_after_s=max(0.0, at.open_at_s - at.now_s))

@@ -38,7 +38,7 @@ from ownerserve.directory.messages import (
     Request,
     Transfer,
 )
-from ownerserve.directory.owner.state import VERBS, Ask, Asks, OwnerState, Tip, is_for_later
+from ownerserve.directory.owner.state import VERBS, Ask, Asks, OwnerState, SessionTip, is_for_later
 from ownerserve.directory.port import SWEEP_IDLE_S
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
@@ -101,7 +101,7 @@ class _Guest(msgspec.Struct):
     wait_s: float
 
 
-class Guests:
+class GuestSessions:
     """Owns nothing but these times. Of too many sessions the oldest is forgotten: its next turn
     asks for it."""
 
@@ -131,7 +131,7 @@ class Guests:
         return due
 
 
-class Idle:
+class IdleSessions:
     """When each session last had a turn here, the longest ago first. Owns nothing else."""
 
     def __init__(self) -> None:
@@ -174,8 +174,8 @@ class GuardedOwner:
     def __init__(self, owner: OwnerState) -> None:
         self.owner = owner
         self.doors = Doors()
-        self._guests = Guests()
-        self._idle = Idle()
+        self._guests = GuestSessions()
+        self._idle = IdleSessions()
 
     def came(
         self,
@@ -191,7 +191,7 @@ class GuardedOwner:
         self._idle.used(session_id, now_s)
         return self.owner.want(session_id, now_s, parent=parent)
 
-    def left(self, session_id: SessionId, tip: Tip, now_s: float) -> Asks:
+    def left(self, session_id: SessionId, tip: SessionTip, now_s: float) -> Asks:
         """A turn has ended."""
         if session_id not in self.owner.grants:
             self._guests.add(session_id, now_s)

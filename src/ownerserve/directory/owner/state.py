@@ -31,13 +31,13 @@ from ownerserve.directory.messages import (
     Bind,
     Bound,
     Conflict,
+    DirectoryRefusal,
     EndSession,
     HeldSession,
     Leased,
     Outcome,
     Publish,
     Published,
-    Refusal,
     Refused,
     Register,
     RenewLease,
@@ -58,7 +58,7 @@ WANTED_MAX = 10_000
 RENEW_AT = 3  # a lease is renewed when 1/3 of it is over: an idle unit's, of 30 s, once in 10 s
 
 
-class Phase(StrEnum):
+class OwnerPhase(StrEnum):
     """Where the unit stands with the directory."""
 
     JOINING = "joining"
@@ -67,7 +67,7 @@ class Phase(StrEnum):
     RETIRED = "retired"
 
 
-class Grant(msgspec.Struct, frozen=True):
+class SessionGrant(msgspec.Struct, frozen=True):
     """A session that is ours."""
 
     epoch: Epoch
@@ -76,7 +76,7 @@ class Grant(msgspec.Struct, frozen=True):
     tokens: int = 0
 
 
-class Tip(msgspec.Struct, frozen=True, gc=False):
+class SessionTip(msgspec.Struct, frozen=True, gc=False):
     """Where a finished turn leaves its session: tokens [0, tokens) and what is held of them.
     `before`: turns that owners finished before, by its gateway's word; told by nobody they count.
     """
@@ -114,9 +114,9 @@ class OwnerState:
 
     def __init__(self, unit: RoutingUnit, *, margin_s: float = 0.0) -> None:
         self.unit = unit
-        self.phase = Phase.JOINING
+        self.phase = OwnerPhase.JOINING
         self.seen: Epoch | None = None
-        self.grants: dict[SessionId, Grant] = {}
+        self.grants: dict[SessionId, SessionGrant] = {}
         self.refused: Counter[tuple[str, str]] = Counter()
         """What came to nothing, by verb (VERBS) and reason: metric labels."""
         self._margin_s = margin_s
@@ -126,10 +126,10 @@ class OwnerState:
         self._number = 0
         self._asks: dict[int, Ask] = {}
         # Waiting to be adopted, each with the end of the lease that covered it.
-        self._carried: dict[SessionId, tuple[Grant, float]] = {}
+        self._carried: dict[SessionId, tuple[SessionGrant, float]] = {}
         self._wanted: dict[SessionId, _Wanted] = {}
         """Sessions that are asked for, or will be when we are registered."""
-        self._tips: dict[SessionId, Tip] = {}
+        self._tips: dict[SessionId, SessionTip] = {}
         """The newest of each session, until the directory has it."""
         self._advancing: set[SessionId] = set()
         self._doubted: set[SessionId] = set()
@@ -137,7 +137,7 @@ class OwnerState:
 
     # ---- what the engine asks
 
-    def may_serve(self, session_id: SessionId, now_s: float) -> Grant | None:
+    def may_serve(self, session_id: SessionId, now_s: float) -> SessionGrant | None:
         """What is ours of the session now; None: a turn of it is a guest's."""
         return self.grants.get(session_id) if self._lease_covers(now_s) else None
 
@@ -151,11 +151,11 @@ class OwnerState:
             if len(self._wanted) >= WANTED_MAX:
                 del self._wanted[next(iter(self._wanted))]
             self._wanted[session_id] = _Wanted(parent)
-            if self.phase is Phase.LIVE:
+            if self.phase is OwnerPhase.LIVE:
                 return [self._bind(session_id, now_s)]
         return self.tick(now_s)
 
-    def finished(self, session_id: SessionId, tip: Tip, now_s: float) -> Asks:
+    def finished(self, session_id: SessionId, tip: SessionTip, now_s: float) -> Asks:
         """A turn has ended. Of a guest's nothing is told; one that ended while we asked for the
         session counts when it is ours."""
         self._void_if_over(now_s)
@@ -202,17 +202,17 @@ class OwnerState:
 
     def retire(self, now_s: float) -> Asks:
         """The unit leaves: from this instant on it owns nothing."""
-        was_known = self.phase is Phase.LIVE
+        was_known = self.phase is OwnerPhase.LIVE
         self._wanted.clear()
         self._void("retired")
-        self.phase = Phase.RETIRED
+        self.phase = OwnerPhase.RETIRED
         return [self._ask(Retire(self.unit), now_s)] if was_known else []
 
     # ---- time and answers
 
     def renewal(self, now_s: float) -> Asks:
         """A frame goes anyway: the lease is renewed with it, once a second at most."""
-        if self.phase is not Phase.LIVE or now_s < self._renewed_s + RENEW_AGAIN_S:
+        if self.phase is not OwnerPhase.LIVE or now_s < self._renewed_s + RENEW_AGAIN_S:
             return []
         asking = {type(ask.request) for ask in self._asks.values()}
         if RenewLease in asking or Register in asking or Publish in asking:
@@ -227,7 +227,7 @@ class OwnerState:
         asking = {type(ask.request) for ask in self._asks.values()}
         if self.phase in _ENDED or Register in asking or Publish in asking:
             return asks
-        if self.phase is Phase.JOINING:
+        if self.phase is OwnerPhase.JOINING:
             asks.append(self._ask(Register(self.unit, self.seen), now_s))
         elif now_s >= self._renew_at_s and RenewLease not in asking:
             renewal = RenewLease(self.unit, self.seen, self._memory)
@@ -272,9 +272,9 @@ class OwnerState:
 
     def _void_if_over(self, now_s: float) -> None:
         """What a lapsed lease covered is gone for good, and so are answers still to come."""
-        if self.phase is Phase.LIVE and not self._lease_covers(now_s):
+        if self.phase is OwnerPhase.LIVE and not self._lease_covers(now_s):
             self._lapse("lease_over")
-            self.phase = Phase.JOINING
+            self.phase = OwnerPhase.JOINING
 
     def _stop_serving(self, session_id: SessionId) -> None:
         """Before the hand-over is asked for, not after it was answered."""
@@ -302,7 +302,7 @@ class OwnerState:
         self._renewed_s = ask.sent_s
         self._renew_at_s = ask.sent_s + outcome.lease_s / RENEW_AT
         self._memory = outcome.memory
-        self.phase = Phase.LIVE
+        self.phase = OwnerPhase.LIVE
         held = [
             HeldSession(name, one.version, one.prefix_hash, one.tokens, one.epoch)
             for name, (one, until_s) in self._carried.items()
@@ -333,7 +333,9 @@ class OwnerState:
         wanted = self._wanted.pop(session_id, None)
         if isinstance(outcome, Bound):
             self.seen = later(self.seen, outcome.epoch)
-            grant = Grant(outcome.epoch, outcome.version, outcome.prefix_hash, outcome.tokens)
+            grant = SessionGrant(
+                outcome.epoch, outcome.version, outcome.prefix_hash, outcome.tokens
+            )
             self.grants[session_id] = grant
             if wanted is not None and wanted.is_over:
                 return self.end(session_id, now_s)
@@ -365,7 +367,7 @@ class OwnerState:
             return []
         if isinstance(outcome, Advanced):
             self.seen = later(self.seen, outcome.duty)
-        elif isinstance(outcome, Refused) and outcome.reason is Refusal.UNKNOWN_SESSION:
+        elif isinstance(outcome, Refused) and outcome.reason is DirectoryRefusal.UNKNOWN_SESSION:
             return self._doubt(session_id, told, now_s)
         self._doubted.discard(session_id)
         if grant.version == told.version:
@@ -386,7 +388,7 @@ class OwnerState:
         self._ask(told, now_s)
         return asks
 
-    def _is_ours(self, current: SessionIs, grant: Grant) -> bool:
+    def _is_ours(self, current: SessionIs, grant: SessionGrant) -> bool:
         """A later report of ours was there first."""
         return current.owner == self.unit and current.epoch == grant.epoch
 
@@ -403,21 +405,21 @@ class OwnerState:
             return []
         return self.want(request.session_id, now_s)
 
-    def _lost_standing(self, reason: Refusal, ask: Ask, now_s: float) -> Asks:
+    def _lost_standing(self, reason: DirectoryRefusal, ask: Ask, now_s: float) -> Asks:
         """The directory does not count us among the living."""
-        if self.phase is not Phase.LIVE and not isinstance(ask.request, Register | Publish):
+        if self.phase is not OwnerPhase.LIVE and not isinstance(ask.request, Register | Publish):
             return []
-        if reason is Refusal.STALE_INCARNATION:
+        if reason is DirectoryRefusal.STALE_INCARNATION:
             self._wanted.clear()
             self._void(reason.value)
-            self.phase = Phase.SUPERSEDED
+            self.phase = OwnerPhase.SUPERSEDED
             return []
-        if reason is Refusal.UNKNOWN_HOLDER:
+        if reason is DirectoryRefusal.UNKNOWN_HOLDER:
             self._carry()
             self._forget_asks()
         else:
             self._lapse(reason.value)
-        self.phase = Phase.JOINING
+        self.phase = OwnerPhase.JOINING
         return [self._ask(Register(self.unit, self.seen), now_s)]
 
     def _lapse(self, reason: str) -> None:
@@ -477,13 +479,18 @@ def _is_ahead(request: Request, outcome: Outcome) -> bool:
     return current.epoch == request.epoch and current.version < request.version
 
 
-def _after(grant: Grant, tip: Tip, *, turns: int) -> Grant:
+def _after(grant: SessionGrant, tip: SessionTip, *, turns: int) -> SessionGrant:
     before = max(grant.version, tip.before)
-    return Grant(grant.epoch, before + turns, tip.prefix_hash, tip.tokens)
+    return SessionGrant(grant.epoch, before + turns, tip.prefix_hash, tip.tokens)
 
 
 def _told(
-    session_id: SessionId, unit: RoutingUnit, grant: Grant, tip: Tip, *, seen: Epoch | None
+    session_id: SessionId,
+    unit: RoutingUnit,
+    grant: SessionGrant,
+    tip: SessionTip,
+    *,
+    seen: Epoch | None,
 ) -> Advance:
     return Advance(
         session_id, unit, grant.epoch, grant.version, tip.prefix_hash, tip.tokens, tip.tier,
@@ -494,11 +501,15 @@ def _told(
 VERBS: dict[type[Request], str] = {Advance: "advance", Transfer: "hand_over", EndSession: "end"}
 """What only an owner may ask, under its epoch."""
 
-_ENDED = (Phase.SUPERSEDED, Phase.RETIRED)
-_STANDING = (Refusal.UNKNOWN_HOLDER, Refusal.STALE_INCARNATION, Refusal.LEASE_LAPSED)
+_ENDED = (OwnerPhase.SUPERSEDED, OwnerPhase.RETIRED)
+_STANDING = (
+    DirectoryRefusal.UNKNOWN_HOLDER,
+    DirectoryRefusal.STALE_INCARNATION,
+    DirectoryRefusal.LEASE_LAPSED,
+)
 _LATER = (
-    Refusal.REBUILDING,
-    Refusal.UNREACHABLE,
-    Refusal.CONTENDED,
-    Refusal.NOT_REPLICATED,
+    DirectoryRefusal.REBUILDING,
+    DirectoryRefusal.UNREACHABLE,
+    DirectoryRefusal.CONTENDED,
+    DirectoryRefusal.NOT_REPLICATED,
 )

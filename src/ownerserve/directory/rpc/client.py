@@ -15,16 +15,16 @@ from itertools import count
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ownerserve.directory.messages import Outcome, Refusal, Refused, Request
+from ownerserve.directory.messages import DirectoryRefusal, Outcome, Refused, Request
 from ownerserve.directory.port import DirectoryStatus
 from ownerserve.directory.rpc.frames import (
     MAX_FRAME_BYTES,
     Answer,
-    Batch,
-    Forget,
+    ForgetAll,
     Outcomes,
-    Status,
-    StatusIs,
+    RequestBatch,
+    StatusAnswer,
+    StatusQuestion,
     decode_answer,
     encode,
 )
@@ -61,25 +61,25 @@ class DirectoryClient:
         return outcomes
 
     def _executed(self, requests: Sequence[Request]) -> list[Outcome]:
-        data = encode(Batch(tuple(requests)))
+        data = encode(RequestBatch(tuple(requests)))
         if len(data) > MAX_FRAME_BYTES:
             if len(requests) == 1:
                 log.warning("a request of %d bytes is never sent", len(data))
-                return [Refused(Refusal.MALFORMED)]
+                return [Refused(DirectoryRefusal.MALFORMED)]
             half = len(requests) // 2
             return self._executed(requests[:half]) + self._executed(requests[half:])
         try:
             return _outcomes(self._asked(data), requests)
         except PeerLost:
-            return [Refused(Refusal.UNREACHABLE) for _ in requests]
+            return [Refused(DirectoryRefusal.UNREACHABLE) for _ in requests]
 
     def status(self) -> DirectoryStatus:
         """Raises PeerLost when there is no answer."""
-        return _status(self._asked(encode(Status())))
+        return _status(self._asked(encode(StatusQuestion())))
 
     def forget(self) -> DirectoryStatus:
         """Raises PeerLost when there is no answer."""
-        return _status(self._asked(encode(Forget())))
+        return _status(self._asked(encode(ForgetAll())))
 
     def sweep(self, limit: int) -> int:
         """The service does that itself."""
@@ -145,10 +145,10 @@ def _answer(parts: Sequence[bytes]) -> Answer:
 def _outcomes(answer: Answer, requests: Sequence[Request]) -> list[Outcome]:
     if isinstance(answer, Outcomes) and len(answer.outcomes) == len(requests):
         return list(answer.outcomes)
-    return [Refused(Refusal.MALFORMED) for _ in requests]
+    return [Refused(DirectoryRefusal.MALFORMED) for _ in requests]
 
 
 def _status(answer: Answer) -> DirectoryStatus:
-    if not isinstance(answer, StatusIs):
+    if not isinstance(answer, StatusAnswer):
         raise PeerLost(f"the directory answers {answer}")
     return answer.status

@@ -22,21 +22,21 @@ OLDEST = 1
 MAX_FRAME_BYTES = 64 << 20
 
 
-class Batch(msgspec.Struct, frozen=True, tag="batch"):
+class RequestBatch(msgspec.Struct, frozen=True, tag="batch"):
     """Requests that are answered together, in order."""
 
     requests: tuple[Request, ...]
 
 
-class Status(msgspec.Struct, frozen=True, tag="status"):
+class StatusQuestion(msgspec.Struct, frozen=True, tag="status"):
     """How is the directory?"""
 
 
-class Forget(msgspec.Struct, frozen=True, tag="forget"):
+class ForgetAll(msgspec.Struct, frozen=True, tag="forget"):
     """Lose all memory: workers fill it again from their inventories."""
 
 
-Question: TypeAlias = Batch | Status | Forget
+Question: TypeAlias = RequestBatch | StatusQuestion | ForgetAll
 
 
 class Outcomes(msgspec.Struct, frozen=True, tag="outcomes"):
@@ -45,19 +45,19 @@ class Outcomes(msgspec.Struct, frozen=True, tag="outcomes"):
     outcomes: tuple[Outcome, ...]
 
 
-class StatusIs(msgspec.Struct, frozen=True, tag="status_is"):
+class StatusAnswer(msgspec.Struct, frozen=True, tag="status_is"):
     """The directory as it is now."""
 
     status: DirectoryStatus
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class FrameFailed(msgspec.Struct, frozen=True, tag="failed"):
     """The frame could not be read or done; nothing was changed."""
 
     why: str
 
 
-Answer: TypeAlias = Outcomes | StatusIs | Failed
+Answer: TypeAlias = Outcomes | StatusAnswer | FrameFailed
 
 T = TypeVar("T")
 

@@ -13,18 +13,18 @@ from threading import Event, Thread
 
 from msgspec.structs import replace
 
-from ownerserve.directory.messages import Outcome, Published, Refusal, Refused, Request
+from ownerserve.directory.messages import DirectoryRefusal, Outcome, Published, Refused, Request
 from ownerserve.directory.port import Directory
 from ownerserve.directory.rpc.frames import (
     MAX_FRAME_BYTES,
     Answer,
-    Batch,
-    Failed,
-    Forget,
+    ForgetAll,
+    FrameFailed,
     Outcomes,
     Question,
-    Status,
-    StatusIs,
+    RequestBatch,
+    StatusAnswer,
+    StatusQuestion,
     decode_question,
     encode,
 )
@@ -95,24 +95,24 @@ class DirectoryServer:
         return frames
 
     def _answer_all(self, frames: list[list[bytes]]) -> None:
-        questions: list[tuple[list[bytes], Question | Failed]] = []
+        questions: list[tuple[list[bytes], Question | FrameFailed]] = []
         for *envelope, data in frames:
             try:
                 questions.append((envelope, decode_question(data)))
             except InvalidInput as error:
                 log.warning("%s", error)
-                questions.append((envelope, Failed(str(error))))
+                questions.append((envelope, FrameFailed(str(error))))
         requests = [
             request
             for _, question in questions
-            if isinstance(question, Batch)
+            if isinstance(question, RequestBatch)
             for request in question.requests
         ]
         self._asked.update(tag_of(request) for request in requests)
         outcomes = iter(self._executed(requests))
         for envelope, question in questions:
             answer: Answer
-            if isinstance(question, Batch):
+            if isinstance(question, RequestBatch):
                 answer = Outcomes(tuple(next(outcomes) for _ in question.requests))
             else:
                 answer = self._other(question)
@@ -127,7 +127,7 @@ class DirectoryServer:
             return outcomes
         except Exception:  # a thread's root: one bad request must not end the service
             log.exception("the directory failed")
-            return [Refused(Refusal.MALFORMED) for _ in requests]
+            return [Refused(DirectoryRefusal.MALFORMED) for _ in requests]
 
     def _count_lost(self, outcomes: list[Outcome]) -> None:
         """What workers were told that was lost with what they let go."""
@@ -136,20 +136,22 @@ class DirectoryServer:
             self._lost_copies += lost
             log.warning("last copies lost: %d; sessions that stand on them compute them", lost)
 
-    def _other(self, question: Status | Forget | Failed) -> Answer:
-        if isinstance(question, Failed):
+    def _other(self, question: StatusQuestion | ForgetAll | FrameFailed) -> Answer:
+        if isinstance(question, FrameFailed):
             return question
         try:
-            if isinstance(question, Forget):
+            if isinstance(question, ForgetAll):
                 status = self._directory.forget()
             else:
                 status = self._directory.status()
-            return StatusIs(replace(status, lost_copies=self._lost_copies, asked=dict(self._asked)))
+            return StatusAnswer(
+                replace(status, lost_copies=self._lost_copies, asked=dict(self._asked))
+            )
         except OwnerServeError as error:
-            return Failed(str(error))
+            return FrameFailed(str(error))
         except Exception:  # as of requests
             log.exception("the directory failed")
-            return Failed("the directory failed: see its log")
+            return FrameFailed("the directory failed: see its log")
 
 
 def tag_of(request: Request) -> str:

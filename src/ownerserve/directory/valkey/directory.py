@@ -24,16 +24,16 @@ from redis.exceptions import RedisError
 from ownerserve.directory.decisions.decide import decide, seen_of
 from ownerserve.directory.decisions.records import Key, Records
 from ownerserve.directory.decisions.sweep import sweep
-from ownerserve.directory.decisions.transaction import Decision, Moment
-from ownerserve.directory.messages import Ended, Outcome, Refusal, Refused, Request
+from ownerserve.directory.decisions.transaction import Moment, Transaction
+from ownerserve.directory.messages import DirectoryRefusal, Ended, Outcome, Refused, Request
 from ownerserve.directory.port import LEASE_S, SWEEP_IDLE_S, DirectoryStatus
-from ownerserve.directory.valkey.primary import Source, find_primary
+from ownerserve.directory.valkey.primary import ValkeySource, find_primary
 from ownerserve.directory.valkey.records import (
     NAMESPACE,
     PROVISIONAL,
-    Batch,
-    Fetched,
-    NotFetched,
+    CommitBatch,
+    FetchedRecords,
+    RecordNotFetched,
     is_read_only,
     keys_of,
     new_to,
@@ -75,7 +75,7 @@ class _Job:
     def __init__(
         self,
         keys: Iterable[Key],
-        decide: Callable[[Records, Moment], Decision],
+        decide: Callable[[Records, Moment], Transaction],
         *,
         must_write: bool,
         new: frozenset[Key] = frozenset(),
@@ -90,7 +90,7 @@ class _Job:
 class ValkeyDirectory:
     """Not for several threads. Connects when first used, and again after every failure."""
 
-    def __init__(self, source: Source, options: ValkeyOptions | None = None) -> None:
+    def __init__(self, source: ValkeySource, options: ValkeyOptions | None = None) -> None:
         self._source = source
         self._options = options or ValkeyOptions()
         self._client: Any = None
@@ -189,13 +189,13 @@ class ValkeyDirectory:
         except (RedisError, PeerLost) as error:
             self._lost(error)
             for job in jobs:
-                job.outcome = job.outcome or Refused(Refusal.UNREACHABLE)
+                job.outcome = job.outcome or Refused(DirectoryRefusal.UNREACHABLE)
         for job in waiting:
-            job.outcome = job.outcome or Refused(Refusal.CONTENDED)
+            job.outcome = job.outcome or Refused(DirectoryRefusal.CONTENDED)
 
     def _round(self, jobs: list[_Job], seen: Epoch | None) -> list[_Job]:
         """One read, one commit; the jobs that must go again."""
-        fetched, wanted = Fetched(), set().union(*(job.keys for job in jobs))
+        fetched, wanted = FetchedRecords(), set().union(*(job.keys for job in jobs))
         expects_new = self._expects_new and all(job.new for job in jobs)
         for job in jobs:
             if expects_new:
@@ -203,7 +203,7 @@ class ValkeyDirectory:
             else:
                 wanted |= job.new
         at = self._fetch(fetched, wanted, seen)
-        decided: list[tuple[_Job, Decision]] = []
+        decided: list[tuple[_Job, Transaction]] = []
         again: list[_Job] = []
         undecided = jobs
         while undecided:
@@ -212,7 +212,7 @@ class ValkeyDirectory:
             for job in undecided:
                 try:
                     decided.append((job, job.decide(fetched, at)))
-                except NotFetched as need:
+                except RecordNotFetched as need:
                     job.keys.add(need.key)
                     missing.add(need.key)
                     unread.append(job)
@@ -221,7 +221,7 @@ class ValkeyDirectory:
                 if later_at.epoch.term != at.epoch.term:
                     return jobs
             undecided = unread
-        batch, writers = Batch(), []
+        batch, writers = CommitBatch(), []
         for job, decision in decided:
             if batch.touches(job.keys) or batch.touches(job.new):
                 again.append(job)
@@ -238,7 +238,7 @@ class ValkeyDirectory:
         return again
 
     def _commit_batch(
-        self, batch: Batch, writers: list[tuple[_Job, Decision]], at: Moment
+        self, batch: CommitBatch, writers: list[tuple[_Job, Transaction]], at: Moment
     ) -> list[_Job]:
         term = at.epoch.term
         pipe = self._client.pipeline(transaction=False)
@@ -256,14 +256,14 @@ class ValkeyDirectory:
             if counter < 0:
                 again.append(job)
             elif not replicated:
-                job.outcome = Refused(Refusal.NOT_REPLICATED)
+                job.outcome = Refused(DirectoryRefusal.NOT_REPLICATED)
             elif decision.minted:
                 job.outcome = with_counter(decision.outcome, Epoch(term, counter))
             else:
                 job.outcome = decision.outcome
         return again
 
-    def _fetch(self, fetched: Fetched, wanted: set[Key], seen: Epoch | None) -> Moment:
+    def _fetch(self, fetched: FetchedRecords, wanted: set[Key], seen: Epoch | None) -> Moment:
         keys = list(wanted)
         pipe = self._client.pipeline(transaction=False)
         self._began(pipe, seen)
@@ -322,11 +322,11 @@ def _outcome(job: _Job) -> Outcome:
     return job.outcome
 
 
-def _decide(request: Request, records: Records, at: Moment) -> Decision:
+def _decide(request: Request, records: Records, at: Moment) -> Transaction:
     return decide(records, request, at)
 
 
-def _sweep(key: Key, records: Records, at: Moment) -> Decision:
+def _sweep(key: Key, records: Records, at: Moment) -> Transaction:
     return sweep(records, key, at, idle_s=SWEEP_IDLE_S)
 
 

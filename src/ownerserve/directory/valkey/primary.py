@@ -22,7 +22,7 @@ SCHEMES = ("valkey", "redis", "sentinel")
 SYNTAX = "write valkey://HOST:PORT[,HOST:PORT] or sentinel://HOST:PORT/NAME"
 
 
-class Source(msgspec.Struct, frozen=True):
+class ValkeySource(msgspec.Struct, frozen=True):
     """Where the memory is. `name`: Sentinel's name of it, or the database number."""
 
     scheme: str
@@ -30,7 +30,7 @@ class Source(msgspec.Struct, frozen=True):
     name: str
 
 
-def parse_source(url: str, *, field: str = "--backend") -> Source:
+def parse_source(url: str, *, field: str = "--backend") -> ValkeySource:
     """Raises InvalidInput naming `field` when `url` names no server."""
     scheme, separator, rest = url.partition("://")
     hosts, _, name = rest.partition("/")
@@ -39,10 +39,10 @@ def parse_source(url: str, *, field: str = "--backend") -> Source:
     addresses = [parse_address(one, field=field, mend=SYNTAX) for one in hosts.split(",")]
     if scheme != "sentinel" and name and not (name.isascii() and name.isdigit()):
         raise InvalidInput(field, f"database {name[:80]!r}", "use a number")
-    return Source(scheme, tuple(addresses), name)
+    return ValkeySource(scheme, tuple(addresses), name)
 
 
-def find_primary(source: Source, meta_key: bytes, *, timeout_s: float) -> Any:
+def find_primary(source: ValkeySource, meta_key: bytes, *, timeout_s: float) -> Any:
     """A connection to the primary. Raises PeerLost when none is found."""
     if source.scheme == "sentinel":
         return _asked_of_sentinel(source, timeout_s)
@@ -63,7 +63,7 @@ def find_primary(source: Source, meta_key: bytes, *, timeout_s: float) -> Any:
     return best[1]
 
 
-def _asked_of_sentinel(source: Source, timeout_s: float) -> Any:
+def _asked_of_sentinel(source: ValkeySource, timeout_s: float) -> Any:
     try:
         module: Any = redis_sentinel
         sentinel = module.Sentinel(list(source.addresses), socket_timeout=timeout_s)
@@ -87,5 +87,5 @@ def _connect(host: str, port: int, *, database: int, timeout_s: float) -> Any:
     )
 
 
-def _text(source: Source) -> str:
+def _text(source: ValkeySource) -> str:
     return ", ".join(f"{host}:{port}" for host, port in source.addresses)

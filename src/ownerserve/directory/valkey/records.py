@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from ownerserve.directory import messages as ask
 from ownerserve.directory.decisions.records import (
     Key,
-    Prefix,
+    PrefixRecord,
     Record,
-    Session,
+    SessionRecord,
     decode_record,
     encode_record,
     group_key,
@@ -21,7 +21,7 @@ from ownerserve.directory.decisions.records import (
     session_key,
     unit_key,
 )
-from ownerserve.directory.decisions.transaction import Decision
+from ownerserve.directory.decisions.transaction import Transaction
 from ownerserve.directory.messages import Outcome
 from ownerserve.kv.epoch import Epoch
 
@@ -33,14 +33,14 @@ KEEP, SET, DELETE, MINT = range(4)
 ABSENT = b""
 
 
-class NotFetched(Exception):
+class RecordNotFetched(Exception):
     """A decision needs a record that was not read yet."""
 
     def __init__(self, key: Key) -> None:
         self.key = key
 
 
-class Fetched:
+class FetchedRecords:
     """What was read, at one instant or a little later. Raises NotFetched for all else."""
 
     __slots__ = ("_decoded", "raw")
@@ -66,7 +66,7 @@ class Fetched:
     def get(self, key: Key) -> Record | None:
         raw = self.raw.get(key)
         if raw is None:
-            raise NotFetched(key)
+            raise RecordNotFetched(key)
         if raw == ABSENT:
             return None
         found = self._decoded.get(key)
@@ -77,10 +77,10 @@ class Fetched:
 
 _DECISION = Struct(">BI")
 _pack_item = Struct(">BIII").pack
-_WITH_EPOCH = (Session, Prefix)
+_WITH_EPOCH = (SessionRecord, PrefixRecord)
 
 
-class Batch:
+class CommitBatch:
     """Decisions of one round, as the commit script takes them."""
 
     __slots__ = ("_parts", "_touched")
@@ -93,7 +93,7 @@ class Batch:
         """Does an earlier decision of this round change what was read of these?"""
         return not self._touched.isdisjoint(keys)
 
-    def add(self, decision: Decision, fetched: Fetched, epoch: Epoch) -> None:
+    def add(self, decision: Transaction, fetched: FetchedRecords, epoch: Epoch) -> None:
         """The decision stands if all it rests on is still as in `fetched`."""
         items = len(decision.guards) + len(decision.writes)
         raw, add = fetched.raw, self._parts.extend

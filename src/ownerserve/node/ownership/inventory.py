@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Layout
-from ownerserve.directory.rules import Kind, Kinds, kind_of
+from ownerserve.directory.rules import Kinds, StateKind, kind_of
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import Tier
@@ -165,10 +165,10 @@ def kinds_of(layout: Layout, coverage: Coverage) -> Kinds:
         if component.coverage is not coverage:
             continue
         if coverage is Coverage.POINT:
-            kinds |= Kind.CHECKPOINT
+            kinds |= StateKind.CHECKPOINT
         else:
             role = _ROLES.get(component.name)
-            kinds |= Kind.DENSE if role is None else kind_of(role)
+            kinds |= StateKind.DENSE if role is None else kind_of(role)
     return int(kinds)
 
 

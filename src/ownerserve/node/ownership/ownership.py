@@ -26,17 +26,17 @@ from msgspec.structs import replace
 from ownerserve.directory.messages import (
     Advance,
     Advanced,
+    DirectoryRefusal,
     Dropped,
     Leased,
     Outcome,
     Publish,
-    Refusal,
     Refused,
     Request,
     Retired,
 )
 from ownerserve.directory.owner.doors import GuardedOwner
-from ownerserve.directory.owner.state import Asks, Grant, OwnerState, Phase, Tip
+from ownerserve.directory.owner.state import Asks, OwnerPhase, OwnerState, SessionGrant, SessionTip
 from ownerserve.directory.port import Directory
 from ownerserve.directory.rules import MAIN_KINDS, Kinds, TierCode
 from ownerserve.kv.epoch import Epoch, Term
@@ -122,7 +122,7 @@ class Owning(Protocol):
     """What an engine tells, and asks."""
 
     def tell(self, told: Told) -> None: ...
-    def standing(self, session: SessionId) -> Grant | None: ...
+    def standing(self, session: SessionId) -> SessionGrant | None: ...
     def prefix_name(self, digest: PrefixHash, session: SessionId) -> PrefixHash: ...
     def owner_of(self, session: SessionId) -> OwnerIs | None: ...
     def release(self, asked: ReleaseSession) -> Released | Reject: ...
@@ -134,7 +134,7 @@ class Unowned:
     """A worker without a directory: it owns nothing, and gateways keep its sessions themselves."""
 
     def tell(self, told: Told) -> None: ...
-    def standing(self, session: SessionId) -> Grant | None:
+    def standing(self, session: SessionId) -> SessionGrant | None:
         return None
 
     def prefix_name(self, digest: PrefixHash, session: SessionId) -> PrefixHash:
@@ -212,7 +212,7 @@ class Ownership:
                 self._guarded.hear(told.session, told.epoch)
         self._inbox.put(told)
 
-    def standing(self, session: SessionId) -> Grant | None:
+    def standing(self, session: SessionId) -> SessionGrant | None:
         """What this unit owns of the session now, turns that are told and not counted yet included;
         None: it serves as a guest."""
         with self._lock:
@@ -251,7 +251,7 @@ class Ownership:
         return Released()
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> OwnerPhase:
         return self.owner.phase
 
     # ---- the thread
@@ -333,7 +333,7 @@ class Ownership:
             wait_s = until_s - boot_time_s()
         return told, True
 
-    def _tip(self, left: Left) -> Tip | None:
+    def _tip(self, left: Left) -> SessionTip | None:
         """Where a turn left its session; None: in less than a block."""
         hashed = self._chains.digests(left.tokens, left.session)
         if not hashed:
@@ -341,14 +341,14 @@ class Ownership:
         self.publishing.belongs(left.session, group=left.group, tenant=left.tenant)
         name = self.publishing.name(hashed[-1], left.session)
         tokens = len(hashed) * self._block_tokens
-        return Tip(name, tokens, TierCode.DEVICE, self._kinds, left.group, left.before)
+        return SessionTip(name, tokens, TierCode.DEVICE, self._kinds, left.group, left.before)
 
     def _digest_at(self, session: SessionId, tokens: int) -> PrefixHash | None:
         """Of a session's first so many tokens, as its last turn here left them."""
         depth, rest = divmod(tokens, self._block_tokens)
         return None if rest else self._chains.digest_at(session, depth)
 
-    def _take(self, told: Told, tip: Tip | None, now_s: float) -> Asks:
+    def _take(self, told: Told, tip: SessionTip | None, now_s: float) -> Asks:
         match told:
             case Came(session, parent, epoch):
                 return self._guarded.came(session, now_s, parent=parent, epoch=epoch)
@@ -381,11 +381,11 @@ class Ownership:
 
     @property
     def _may_publish_more(self) -> bool:
-        return self.phase is Phase.LIVE and self.publishing.has_backlog
+        return self.phase is OwnerPhase.LIVE and self.publishing.has_backlog
 
     def _published(self, asks: Asks) -> tuple[Publish, ...]:
         """What the directory is to know of the inventory, beside what `asks` tell of it."""
-        if self.phase is not Phase.LIVE:
+        if self.phase is not OwnerPhase.LIVE:
             return ()
         requests = [ask.request for ask in asks]
         busy = {told.session_id for told in requests if isinstance(told, Advance)}
@@ -411,7 +411,7 @@ class Ownership:
             dropped = self._execute(drops, directory)
             if not any(isinstance(one, Dropped) for one in dropped):
                 break  # the lease runs out by itself
-            last_copies += dropped.count(Refused(Refusal.LAST_COPY))
+            last_copies += dropped.count(Refused(DirectoryRefusal.LAST_COPY))
         if last_copies:
             log.warning("%d last copies that sessions stand on leave with this worker", last_copies)
         (outcome,) = self._execute([ask.request for ask in asks], directory)
@@ -428,7 +428,7 @@ class Ownership:
             self._is_failing = False
         except Exception:  # noqa: BLE001 - whatever a backend raises: it is logged there
             self._failed("the directory fails: asked again until it answers")
-            outcomes = [Refused(Refusal.UNREACHABLE) for _ in requests]
+            outcomes = [Refused(DirectoryRefusal.UNREACHABLE) for _ in requests]
         self.answers.update(map(_label, outcomes))
         return outcomes
 

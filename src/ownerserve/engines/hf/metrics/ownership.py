@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ownerserve.directory.owner.state import Phase
+from ownerserve.directory.owner.state import OwnerPhase
 from ownerserve.node.ownership.ownership import Ownership
 
 
@@ -27,7 +27,7 @@ class OwnershipCollector(Collector):
         yield GaugeMetricFamily(
             "ownerserve_directory_leased",
             "1 while the directory counts this worker among the living.",
-            value=ownership.phase is Phase.LIVE,
+            value=ownership.phase is OwnerPhase.LIVE,
         )
         yield CounterMetricFamily(
             "ownerserve_directory_frames", "Frames sent to the directory.", value=ownership.frames
