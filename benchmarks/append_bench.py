@@ -29,9 +29,8 @@ from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.build import WorkerOptions, build_node
 from ownerserve.engines.hf.engine.inbox import Stop, Submit
 from ownerserve.engines.hf.engine.loop import StepLoop
-from ownerserve.engines.hf.metrics.restores import RestoreMetrics
+from ownerserve.engines.hf.metrics.prometheus import RestoreMetrics, WorkerMetrics
 from ownerserve.engines.hf.metrics.status import Identity
-from ownerserve.engines.hf.metrics.worker import WorkerMetrics
 from ownerserve.engines.hf.model.checkpoint import load_checkpoint
 from ownerserve.engines.hf.model.runner import DecodeRow, Runner
 from ownerserve.engines.hf.node.restoring import WithNode

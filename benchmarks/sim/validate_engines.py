@@ -35,7 +35,7 @@ from lockstep import Case, Replayed, scaled  # noqa: E402
 from untouched import Untouched  # noqa: E402
 
 from ownerserve.cache.pools.budget import ZERO_SLOTS  # noqa: E402
-from ownerserve.engines.hf.scheduling.grid import chunk_end  # noqa: E402
+from ownerserve.engines.hf.scheduling.scheduler import chunk_end  # noqa: E402
 from ownerserve.sim import build  # noqa: E402
 from ownerserve.sim.block_lru import BlockLru  # noqa: E402
 from ownerserve.sim.build import Parts, geometry_of, pace_of  # noqa: E402
@@ -60,7 +60,7 @@ TRACES = {"claude-code": ("claude-code-weka/sessions.jsonl.zst", 64),
 
 class GridEngine(Engine):
     """The modelled engine with the reference engine's chunks: a prompt's whole blocks, where its
-    state is kept, and then the rest, in a step of its own (engines/hf/scheduling/grid.py)."""
+    state is kept, and then the rest, in a step of its own (engines/hf/scheduling/scheduler.py)."""
 
     def _admit(self, sequence: Sequence, budget: int, now: float) -> int:
         block, end = sequence.unit_tokens, sequence.target

@@ -245,7 +245,7 @@ def _serve(
 
     from ownerserve.engines.hf.build import build_worker
     from ownerserve.engines.hf.http.server import make_app
-    from ownerserve.engines.hf.metrics.rpc import RpcCollector
+    from ownerserve.engines.hf.metrics.prometheus import RpcCollector
 
     torch.set_num_threads(int(str(flags["threads"])))
     worker_id = str(flags["worker_id"] or worker_id_of(bound))

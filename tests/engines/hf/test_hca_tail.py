@@ -13,10 +13,10 @@ pytest.importorskip("transformers")
 
 from ownerserve.cache.metrics import snapshot  # noqa: E402
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
-from ownerserve.engines.hf.metrics.cache import render  # noqa: E402
+from ownerserve.engines.hf.metrics.prometheus import render  # noqa: E402
 from ownerserve.engines.hf.node.port import identity_of  # noqa: E402
 from ownerserve.engines.hf.scheduling.requests import Sampling  # noqa: E402
-from ownerserve.engines.hf.state.compressed_tails import OnlineTail  # noqa: E402
+from ownerserve.engines.hf.state.layers import OnlineTail  # noqa: E402
 from ownerserve.engines.hf.state.states import HCA_TAIL  # noqa: E402
 from ownerserve.kv.descriptor import TailForm  # noqa: E402
 from ownerserve.kv.messages import ExecutionMode  # noqa: E402

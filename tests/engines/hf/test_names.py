@@ -24,7 +24,7 @@ from ownerserve.engines.hf.build import Worker, WorkerOptions
 from ownerserve.engines.hf.http.openai_api import Facts
 from ownerserve.engines.hf.http.serve import listen, url_of
 from ownerserve.engines.hf.http.server import make_app
-from ownerserve.engines.hf.model.chat_codec import Codec
+from ownerserve.engines.hf.model.text import ChatCodec
 from ownerserve.gateway.config import Config, parse_worker
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.ids import SessionId
@@ -59,7 +59,7 @@ class Fleet:
         loaded = checkpoint(MODEL)
         block = self.rig.runner.layout.block_tokens
         facts = Facts(MODEL, self.rig.runner.vocab_size, 4000, loaded.eos_ids, block)
-        codec = Codec(loaded.tokenizer)
+        codec = ChatCodec(loaded.tokenizer)
         prefixes = PromptPrefixes(block)
         metrics, sizes = self.rig.metrics, PoolSizes({}, 0)
         worker = Worker(self.rig.engine, codec, facts, metrics, sizes, prefixes)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ownerserve.engines.hf.scheduling.grid import chunk_end, resume_points
+from ownerserve.engines.hf.scheduling.scheduler import chunk_end, resume_points
 
 
 def ends(total: int, *, start: int = 0, block: int = 4, chunk: int = 16) -> list[int]:

@@ -23,12 +23,11 @@ from ownerserve.engines.hf.build import WorkerOptions, build_node
 from ownerserve.engines.hf.engine import loop
 from ownerserve.engines.hf.engine.async_engine import Engine
 from ownerserve.engines.hf.engine.loop import StepLoop
-from ownerserve.engines.hf.metrics.restores import RestoreMetrics
+from ownerserve.engines.hf.metrics.prometheus import RestoreMetrics, WorkerMetrics
 from ownerserve.engines.hf.metrics.status import Identity
-from ownerserve.engines.hf.metrics.worker import WorkerMetrics
-from ownerserve.engines.hf.model.chat_codec import Codec
 from ownerserve.engines.hf.model.checkpoint import Checkpoint, load_checkpoint
 from ownerserve.engines.hf.model.runner import DecodeRow, Runner
+from ownerserve.engines.hf.model.text import ChatCodec
 from ownerserve.engines.hf.node import restoring
 from ownerserve.engines.hf.node.restoring import WithNode
 from ownerserve.engines.hf.scheduling.requests import (
@@ -112,7 +111,7 @@ class Rig:
             self.runner,
             self.scheduler,
             cache=self.cache,
-            decoder=Codec(loaded.tokenizer),
+            decoder=ChatCodec(loaded.tokenizer),
             identity=Identity(name, 1, limits.sequence_tokens),
             metrics=self.metrics,
         )

@@ -17,7 +17,7 @@ from ownerserve.directory.opening import opener_of
 from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker
 from ownerserve.engines.hf.http.serve import listen, url_of
 from ownerserve.engines.hf.http.server import make_app
-from ownerserve.engines.hf.metrics.rpc import RpcCollector
+from ownerserve.engines.hf.metrics.prometheus import RpcCollector
 from ownerserve.gateway.config import Config, parse_worker
 from ownerserve.gateway.metrics import GatewayCollector
 from ownerserve.gateway.service import Gateway

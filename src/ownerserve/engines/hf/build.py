@@ -15,13 +15,15 @@ from ownerserve.directory.opening import opener_of
 from ownerserve.engines.hf.engine.async_engine import Engine
 from ownerserve.engines.hf.engine.loop import StepLoop
 from ownerserve.engines.hf.http.openai_api import Facts
-from ownerserve.engines.hf.metrics.ownership import OwnershipCollector
-from ownerserve.engines.hf.metrics.restores import RestoreMetrics
+from ownerserve.engines.hf.metrics.prometheus import (
+    OwnershipCollector,
+    RestoreMetrics,
+    WorkerMetrics,
+)
 from ownerserve.engines.hf.metrics.status import Identity
-from ownerserve.engines.hf.metrics.worker import WorkerMetrics
-from ownerserve.engines.hf.model.chat_codec import Codec
 from ownerserve.engines.hf.model.checkpoint import Checkpoint, load_checkpoint
 from ownerserve.engines.hf.model.runner import Runner
+from ownerserve.engines.hf.model.text import ChatCodec
 from ownerserve.engines.hf.node.port import SLOT_FORMAT, HfPort, identity_of
 from ownerserve.engines.hf.node.restoring import WithNode
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
@@ -87,7 +89,7 @@ class Worker(msgspec.Struct, frozen=True):
     as they are read: for the answer's coverage, and for a node."""
 
     engine: Engine
-    codec: Codec
+    codec: ChatCodec
     facts: Facts
     metrics: WorkerMetrics
     sizes: PoolSizes
@@ -113,7 +115,7 @@ def build_worker(options: WorkerOptions) -> Worker:
         eos_token_ids=checkpoint.eos_ids,
         block_tokens=runner.layout.block_tokens,
     )
-    codec, metrics = Codec(checkpoint.tokenizer), WorkerMetrics()
+    codec, metrics = ChatCodec(checkpoint.tokenizer), WorkerMetrics()
     node = build_node(options, checkpoint, runner=runner, cache=cache)
     scheduler = Scheduler(
         cache,

@@ -16,7 +16,7 @@ import torch
 from ownerserve.cache.effects import LoadPoint
 from ownerserve.cache.tails import TailBook
 from ownerserve.engines.hf.model.tiny import tiny_config, v4_config
-from ownerserve.engines.hf.state.compressed_tails import OnlineTail
+from ownerserve.engines.hf.state.layers import OnlineTail
 from ownerserve.engines.hf.state.states import HCA, HCA_TAIL, LayerKind, describe
 from ownerserve.kv.descriptor import IndexFormat, KvDescriptor, KvFormat, TailForm
 from ownerserve.kv.errors import InvalidInput, InvariantViolated

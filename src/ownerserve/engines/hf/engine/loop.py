@@ -19,6 +19,7 @@ from torch import Tensor
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.metrics import snapshot
+from ownerserve.cache.outcomes import Install
 from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.engine.inbox import (
     Abort,
@@ -31,8 +32,8 @@ from ownerserve.engines.hf.engine.inbox import (
     Stop,
     Submit,
 )
-from ownerserve.engines.hf.engine.intake import IntakeClock, take_over
 from ownerserve.engines.hf.engine.turn_admission import Desk, LetIn
+from ownerserve.engines.hf.metrics.prometheus import WorkerMetrics
 from ownerserve.engines.hf.metrics.status import (
     HfStatus,
     Identity,
@@ -40,12 +41,10 @@ from ownerserve.engines.hf.metrics.status import (
     worker_profile,
     worker_status,
 )
-from ownerserve.engines.hf.metrics.worker import WorkerMetrics
 from ownerserve.engines.hf.model.runner import DecodeRow
 from ownerserve.engines.hf.model.sampling import Sampler, sample
 from ownerserve.engines.hf.model.text import Choice, Decoder
-from ownerserve.engines.hf.node.measuring import Measuring
-from ownerserve.engines.hf.node.restoring import STOP_WITHIN_S, Restoring, WithoutNode
+from ownerserve.engines.hf.node.restoring import STOP_WITHIN_S, Measuring, Restoring, WithoutNode
 from ownerserve.engines.hf.scheduling.requests import (
     Admitted,
     Delta,
@@ -56,10 +55,17 @@ from ownerserve.engines.hf.scheduling.requests import (
     StreamEvent,
 )
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
-from ownerserve.engines.hf.scheduling.step import Admission, Arrival, Queued, Rejected, StepPlan
+from ownerserve.engines.hf.scheduling.step import (
+    Admission,
+    Arrival,
+    Intake,
+    Queued,
+    Rejected,
+    StepPlan,
+)
 from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.prefix import pack
+from ownerserve.kv.prefix import TOKEN_BYTES, pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Answer as RpcAnswer
 from ownerserve.kv.wire.rpc import ListHeld, PageIs, Reject, ReleaseSession, Reserve
@@ -68,6 +74,76 @@ from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.node.ownership.ownership import Came, Left, Over, Owning, Unowned
 from ownerserve.node.vocabulary.chains import KnownSessions, PromptPrefix, prefix_of
+
+# ---- taking turns in
+#
+#     submit ── judged, queued, its node told ──> plan ── opened in the cache ──> announced
+#     `──────────── counted ────────────'         `── counted, shared by those that the step opens
+#
+# A turn that waits for state or for room is counted for its two ends, not for the wait.
+
+
+class IntakeClock:
+    """CPU seconds that taking in a turn costs the calling thread, by request.
+
+    `observe` is told of each turn once.
+    """
+
+    def __init__(self, observe: Callable[[Intake, float], None]) -> None:
+        self._observe = observe
+        self._since_s = 0.0
+        self._spent: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Something begins that is done for turns which are taken in."""
+        self._since_s = time.thread_time()
+
+    def submitted(self, request_id: str) -> None:
+        """It was done for this request, which is queued now."""
+        self._spent[request_id] = time.thread_time() - self._since_s
+
+    def planned(self, plan: StepPlan) -> None:
+        """It was done for what the plan opens for the first time, and for no other."""
+        opened = [one for one in plan.admitted if one.request_id in self._spent]
+        if opened:
+            share_s = (time.thread_time() - self._since_s) / len(opened)
+            for one in opened:
+                self._observe(one.intake, self._spent.pop(one.request_id, 0.0) + share_s)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over, or was refused."""
+        self._spent.pop(request_id, None)
+
+
+def take_over(
+    cache: HeteroCache,
+    session_id: SessionId,
+    ownership: Owning,
+    *,
+    prompt: PromptPrefix,
+    now: float,
+) -> bool:
+    """Bring a session to the version at which this worker owns it, where that is another than was
+    counted here: others owned it before, or an earlier life of this worker. Whether it was done.
+
+    The prompt must go on from what the directory was told last, and this cache must not be ahead
+    of that. Else a later turn does it.
+    """
+    session, grant = cache.sessions.get(session_id), ownership.standing(session_id)
+    if grant is None or session is None or grant.version == session.version:
+        return False
+    sealed, tip = grant.tokens // cache.layout.block_tokens, prompt.digest_at(grant.tokens)
+    if (
+        tip is None
+        or sealed < session.sealed
+        or ownership.prefix_name(tip, session_id) != grant.prefix_hash
+    ):
+        return False
+    tail = session.tail if sealed == session.sealed and session.tip == tip else b""
+    tokens = prompt.tokens[: grant.tokens * TOKEN_BYTES]
+    there = Install(session_id, grant.version, tokens, tail, tip)
+    return cache.install(there, now) is None
+
 
 logger = logging.getLogger(__name__)
 

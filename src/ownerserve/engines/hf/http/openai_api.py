@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from ownerserve.engines.hf.model.chat_codec import Codec
+from ownerserve.engines.hf.model.text import ChatCodec
 from ownerserve.engines.hf.scheduling.requests import Request, Sampling, Stopping
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.errors import InvalidInput
@@ -161,7 +161,7 @@ def _refuse_unknown(fields: Mapping[str, msgspec.Raw], body_type: type[Body]) ->
         raise InvalidInput(name, "is not a supported field", mend)
 
 
-def chat_prompt(body: ChatBody, codec: Codec) -> list[int]:
+def chat_prompt(body: ChatBody, codec: ChatCodec) -> list[int]:
     """Messages through the model's template."""
     for i, message in enumerate(body.messages):
         if not isinstance(message.get("role"), str):
@@ -177,7 +177,7 @@ def chat_prompt(body: ChatBody, codec: Codec) -> list[int]:
     return codec.chat(body.messages, body.tools or ())
 
 
-def completion_prompt(body: CompletionBody, codec: Codec) -> list[int]:
+def completion_prompt(body: CompletionBody, codec: ChatCodec) -> list[int]:
     """The text's tokens, or the tokens as sent."""
     return codec.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
 

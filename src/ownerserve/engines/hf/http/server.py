@@ -26,8 +26,13 @@ from ownerserve.engines.hf.build import Worker
 from ownerserve.engines.hf.engine.inbox import EngineDead
 from ownerserve.engines.hf.http.answering import (
     ApiError,
+    ChatFormat,
     ClientGone,
+    CompletionFormat,
+    Envelope,
     EventStream,
+    Format,
+    Wishes,
     check_target,
     collect,
     error_response,
@@ -48,14 +53,7 @@ from ownerserve.engines.hf.http.openai_api import (
     parse_body,
     told_of,
 )
-from ownerserve.engines.hf.http.openai_format import (
-    ChatFormat,
-    CompletionFormat,
-    Envelope,
-    Format,
-    Wishes,
-)
-from ownerserve.engines.hf.metrics.cache import render
+from ownerserve.engines.hf.metrics.prometheus import render
 from ownerserve.engines.hf.metrics.status import HfStatus
 from ownerserve.engines.hf.scheduling.requests import (
     Admitted,

@@ -22,12 +22,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as Tokens
+from enum import StrEnum
 
+import msgspec
+
+from ownerserve.cache.continuing import append_of
 from ownerserve.cache.effects import Effect
-from ownerserve.cache.outcomes import NoRoom, Refused
-from ownerserve.engines.hf.scheduling.grid import chunk_end, resume_points
-from ownerserve.engines.hf.scheduling.opening import open_turn
-from ownerserve.engines.hf.scheduling.sequence import Phase, Sequence, age_of, blocks_to_come
+from ownerserve.cache.outcomes import Begun, NoRoom, Refused, Turn
 from ownerserve.engines.hf.scheduling.step import (
     Admission,
     Arrival,
@@ -35,6 +37,7 @@ from ownerserve.engines.hf.scheduling.step import (
     CheckpointsOf,
     Chunk,
     Counts,
+    Intake,
     Limits,
     Load,
     NoPromises,
@@ -46,9 +49,132 @@ from ownerserve.engines.hf.scheduling.step import (
     StepPlan,
 )
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
-from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.prefix import pack
+from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
+from ownerserve.kv.prefix import TOKEN_BYTES, Packed, pack, unpack
 from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.node.vocabulary.chains import PromptPrefix
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Sequence(msgspec.Struct):
+    """One choice of a request on its way. `age` orders by (arrival, choice): small is old.
+
+    `said` was sampled behind the prompt; the first `computed` tokens have their state in slots;
+    slots are reserved for `reserved`. `siblings` are choices that fork off when the prompt is done.
+    A held one waits for state and is not admitted. Below `write_floor` range state is kept: what
+    is computed there is a replay. State is kept at `checkpoints` where a chunk ends there; one at
+    risk of preemption keeps it at the next chunk's end. It may grow to `most_tokens`; a
+    promised one was given its room beforehand.
+    """
+
+    turn_id: TurnId
+    request_id: str
+    age: tuple[int, int]
+    prompt: PromptPrefix
+    said: list[int] = []
+    session_id: SessionId | None = None
+    siblings: tuple[TurnId, ...] = ()
+    phase: Phase = Phase.WAITING
+    computed: int = 0
+    reserved: int = 0
+    preempted: int = 0
+    is_held: bool = False
+    write_floor: int = 0
+    checkpoints: Collection[int] = ()
+    most_tokens: int = 0
+    is_promised: bool = False
+    is_at_risk: bool = False
+    intake: Intake = Intake.BEGIN
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return self.prompt.count + len(self.said)
+
+    def packed(self) -> Packed:
+        """Prompt and answer so far."""
+        return self.prompt.tokens + pack(self.said) if self.said else self.prompt.tokens
+
+    def span(self, start: int, end: int) -> Tokens[int]:
+        """Tokens [start, end). O(end - start)."""
+        known = self.prompt.count
+        tokens = unpack(self.prompt.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES])
+        if end > known:
+            tokens.extend(self.said[max(0, start - known) : end - known])
+        return tokens
+
+    def tip(self) -> PrefixHash | None:
+        """The digest of all full blocks that a turn leaves: the last token is never computed. None
+        for one that has no session, or fills no block."""
+        if self.session_id is None:
+            return None
+        return self.prompt.answered(pack(self.said[:-1])).digest_at(self.computed)
+
+
+def blocks_to_come(sequence: Sequence, block: int) -> int:
+    """Blocks that a sequence may still take, those of choices that have not forked included."""
+    most = -(-sequence.most_tokens // block)
+    forks = len(sequence.siblings) * max(0, most - sequence.length // block)
+    return max(0, most - sequence.reserved // block) + forks
+
+
+def age_of(sequence: Sequence) -> tuple[int, int]:
+    """The key that orders sequences by arrival, oldest first."""
+    return sequence.age
+
+
+# ---- where prefill chunks end and where snapshots are taken
+#
+#     B = 64, chunk = 256, N = 600
+#
+#     0        256       512 576 600
+#     |---------|---------|---|--|      chunks; '|' at 576 = floor((N-1)/B)*B = floor(N/B)*B
+#                             ^         snapshot
+#
+# Chunk ends lie on an absolute grid: a prefix is computed in the same pieces whoever computes it.
+
+
+def resume_points(total: int, block: int) -> tuple[int, int]:
+    """Boundaries worth a snapshot in a prompt of `total` tokens: the last one that leaves a token
+    to compute (what the same prompt can re-use), and the last one at all (what a longer one can).
+    They differ only when `total` is a boundary itself. 0 means none.
+    """
+    return (total - 1) // block * block, total // block * block
+
+
+def chunk_end(start: int, total: int, *, block: int, chunk: int) -> int:
+    """End of the prefill chunk that starts at `start`: the next multiple of `chunk`, cut short at
+    the resume points and at `total`.
+    """
+    ends = (start - start % chunk + chunk, *resume_points(total, block), total)
+    return min(end for end in ends if end > start)
+
+
+def open_turn(
+    cache: CachePort, sequence: Sequence, resume_of: ResumeOf, *, now: float
+) -> Begun | Refused:
+    """Open a turn in the cache: as what it adds to its session, or from its whole prompt.
+
+    A prompt that begins with its session's tokens is an append: nothing of those is looked at. Any
+    other one is a begin, which compares all of it.
+    """
+    turn = Turn(sequence.turn_id, sequence.session_id, sequence.packed())
+    session = None if turn.session_id is None else cache.sessions.get(turn.session_id)
+    if session is not None:
+        append = append_of(session, turn, sequence.prompt.digest_at, layout=cache.layout)
+        if append is not None:
+            sequence.intake = Intake.APPEND
+            return cache.append(append, now)
+    sequence.intake = Intake.BEGIN
+    resume = resume_of(turn.tokens)
+    if resume is None:
+        return cache.begin(turn, now)
+    return cache.begin(turn, now, resume=resume)
 
 
 class Scheduler:
