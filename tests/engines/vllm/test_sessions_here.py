@@ -138,6 +138,19 @@ def test_a_fork_and_its_group_are_told_beside_the_request(
     assert isinstance(group, ask.GroupIs) and group.members
 
 
+def test_a_fork_is_counted_where_its_line_comes_after_its_turn(
+    sessions: SessionsHere, server: DirectoryServer
+) -> None:
+    sessions.came(turn(PARENT))
+    sessions.ended(turn(PARENT), TOKENS)
+    until(lambda: (found := record(server, PARENT)) and found.tokens)
+    sessions.came(turn())  # vLLM's queue was faster than the worker's line
+    sessions.heard(AskLine(NAME, PARENT))
+    until(lambda: record(server))
+    found = record(server)
+    assert found is not None and (found.tokens, found.version) == (3 * BLOCK, 0), "as its parent"
+
+
 def test_a_session_stays_over_when_its_last_answer_is_asked_about(
     sessions: SessionsHere, server: DirectoryServer
 ) -> None:

@@ -285,7 +285,7 @@ class Ownership:
 
     def _due(self, told: Sequence[Told]) -> Asks:
         """What is to be asked after all that was told."""
-        asks = [ask for one in told for ask in self._taken(one)]
+        asks = [ask for one in _with_parents(told) for ask in self._taken(one)]
         now_s = boot_time_s()
         with self._lock:
             asks += self.owner.tick(now_s)
@@ -439,6 +439,22 @@ class Ownership:
             log.exception("%s", what)
         self._is_failing = True
         self._closing.wait(PAUSE_S)
+
+
+def _with_parents(told: Sequence[Told]) -> list[Told]:
+    """`told`, where each word that a turn came names the parent that any of them names.
+
+    A session is asked for at the first of these words, and the directory counts a fork only then;
+    an engine whose turns and their lines come on two ways may hear of the turn first.
+    """
+    came = [one for one in told if isinstance(one, Came)]
+    parents = {one.session: one.parent for one in came if one.parent is not None}
+    return [
+        replace(one, parent=parents[one.session])
+        if isinstance(one, Came) and one.session in parents
+        else one
+        for one in told
+    ]
 
 
 def _label(outcome: Outcome) -> str:
