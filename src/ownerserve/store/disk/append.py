@@ -40,7 +40,7 @@ class Appended(msgspec.Struct):
 
 
 class Appender:
-    """One writer's position in the store."""
+    """The one writer's position in the store: open segment, its end, next sequence number."""
 
     def __init__(self, home: Home, next_number: int, next_sequence: int) -> None:
         self._home = home
@@ -67,7 +67,7 @@ class Appender:
 
     @property
     def end(self) -> int:
-        """Where the next record goes in the open segment."""
+        """The offset in the open segment at which the next record goes."""
         return self._end
 
     def resume(self, segment: Segment, end: int) -> None:
@@ -77,7 +77,7 @@ class Appender:
         self._written_end = end
 
     def append(self, drafts: Iterable[RecordDraft], now_ms: int) -> Appended:
-        """All drafts durable, in as many segments as they need, or OSError.
+        """Make all drafts durable, in as many segments as they need. Raises OSError.
 
         `drafts` may seal as it goes: a record's digest is made while those before it are written.
         After an OSError some may be on disk whole; none was acknowledged, so either is right.

@@ -100,7 +100,7 @@ class DiskReader:
         self.segments = segments
 
     def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
-        """All wants, each verified, or the first reason why not."""
+        """Read and verify all wants; the answer is all of them, or the first reason why not."""
         outcome: ReadOutcome = ReadMiss(MissReason.ABSENT)
         for _ in range(TRIES):
             outcome, stale = self._try(wants, landing or self._landing)
@@ -144,7 +144,7 @@ class DiskReader:
     def _try_one(
         self, want: Want, entries: Mapping[bytes, IndexEntry], landing: BufferSource
     ) -> tuple[ReadOutcome, bool]:
-        """As `_try`, without a queue: half the interpreter's work where there is one record."""
+        """An outcome as from `_try`, without a queue: half the work where there is one record."""
         part: ReadPart | Exception
         try:
             (item,) = items_of((want,), entries)
@@ -186,7 +186,7 @@ class DiskReader:
                         yield item, self._alone(item, held[span.segment])
 
     def _alone(self, item: Item, segment: Segment) -> ReadPart | Exception:
-        """One item by reads of its own; after a span that failed: is it this one?"""
+        """Read one item alone, after a shared read failed: is this item the bad one?"""
         try:
             for offset, place, length in item.stretches():
                 at = place - item.place

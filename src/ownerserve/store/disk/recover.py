@@ -45,7 +45,7 @@ _BATCH = 1024
 
 
 class RecoveryReport(msgspec.Struct):
-    """What opening found."""
+    """Counts of what was found, adopted and mended when a store was opened."""
 
     index_rebuilt: bool = False
     adopted: int = 0
@@ -94,7 +94,7 @@ def recover(home: Home, keys: Keys, *, segments: OpenSegments, landing: BufferSo
 
 
 class _Recovery:
-    """One opening. Lives only as long as it takes."""
+    """The work of opening one store; the object lives no longer than that."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class _Recovery:
 
 
 def _groups(headers: Iterator[RecordHeader]) -> Iterator[list[RecordHeader]]:
-    """In order, each of at most 8 MiB, or one record."""
+    """Headers in order, in groups whose records are at most 8 MiB together, or one record."""
     group, size = list[RecordHeader](), 0
     for header in headers:
         if group and size + header.record_bytes > BUFFER_BYTES:

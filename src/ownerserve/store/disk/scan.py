@@ -68,7 +68,7 @@ class Ahead:
         return list(records(segment, BLOCK, self._store_id))
 
     def take(self, number: int) -> list[RecordHeader]:
-        """All records of a segment, once."""
+        """Give all records of a segment, once."""
         found = self._walks.pop(number).result()
         self._start_next()
         return found

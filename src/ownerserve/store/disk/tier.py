@@ -115,7 +115,7 @@ class DiskCore:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """As `shielded`, and nothing is being appended: every record on disk is in the index."""
+        """Hold both locks: nothing is being appended, so every record on disk is in the index."""
         with self.appending, self.shielded():
             yield
 
@@ -126,14 +126,15 @@ class DiskCore:
         return otherwise  # type: ignore[unreachable]  # mypy: a context manager may swallow
 
     def trouble(self, error: object) -> None:
-        """A write failed."""
+        """Count a failed write and let `health` pause the next ones."""
         self.counters["io_errors"] += 1
         self.health.failed(error, self.clock.now())
 
     def touch(self, entries: Iterable[IndexEntry]) -> None:
-        """These were read. Kept in memory; a crash loses recency and nothing else.
+        """Remember that `entries` were read; a crash loses recency and nothing else.
 
-        Takes no lock, since every read comes through here: at worst one touch of two is lost.
+        The method takes no lock, since every read comes through here: at worst one touch of two is
+        lost.
         """
         now_ms, touched = self.now_ms(), self._touched
         for entry in entries:
@@ -384,7 +385,7 @@ class DiskTier:
         return reservation
 
     def _tell(self, victims: Sequence[Listed]) -> None:
-        """Of what is about to go, while its bytes still stand."""
+        """Tell who listens of the records that are about to go, while their bytes still stand."""
         for victim in victims if self.on_evict is not None else ():
             assert self.on_evict is not None
             self.on_evict(victim, partial(self._whole, victim.meta.id))
@@ -394,7 +395,7 @@ class DiskTier:
         return outcome.parts[0].data if isinstance(outcome, ReadHit) else None
 
     def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]:
-        """All durable with one sync, or each refused."""
+        """Make all reservations durable with one sync; when the medium fails, each is refused."""
         core = self.core
         now_ms = core.now_ms()
         rooms = [(reserved, reserved.take()) for reserved in reservations]
@@ -432,7 +433,7 @@ class DiskTier:
         return RecordDraft(draft(room, meta, payload_bytes, seal=seal, now_ms=now_ms), room, now_ms)
 
     def abort(self, reservation: Reservation) -> None:
-        """Nothing was written; the room is free again."""
+        """Give a reservation's room back; nothing of it was written."""
         with self.core.lock:
             reservation.take()
             self._ledger.release(reservation)
@@ -460,7 +461,7 @@ class DiskTier:
         return gone
 
     def price(self, costs_ms: Mapping[bytes, float]) -> None:
-        """What it costs to make these artifacts again; eviction gives up the cheapest."""
+        """Note what it costs to make these artifacts again; eviction gives up the cheapest."""
         self.core.price(costs_ms)
 
     def shrink(self) -> int:

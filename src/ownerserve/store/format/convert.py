@@ -58,7 +58,7 @@ class Unconvertible(StrEnum):
 
 
 class ByteOrder(StrEnum):
-    """Of the scalars in an entry."""
+    """The byte order of the scalars in an entry."""
 
     LITTLE = "little"
     BIG = "big"
@@ -97,7 +97,7 @@ class PayloadLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.layers * self.page_bytes
 
     def encode(self) -> bytes:
-        """As it stands in a record's header; equal layouts have equal bytes."""
+        """The descriptor's bytes in a record's header; equal layouts have equal bytes."""
         return msgspec.msgpack.encode(self, order="sorted")
 
     def is_consistent(self) -> bool:

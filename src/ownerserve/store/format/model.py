@@ -206,14 +206,14 @@ class RefusalReason(StrEnum):
 
 
 class ReadHit(msgspec.Struct, frozen=True):
-    """All wants, in order, each verified."""
+    """The read gave all wants, in order, each verified; `tier` names the tier that had them."""
 
     parts: tuple[ReadPart, ...]
     tier: str = ""
 
 
 class ReadMiss(msgspec.Struct, frozen=True):
-    """Nothing: `id` is the first artifact that failed, for `reason`."""
+    """The read gave nothing: `id` is the first artifact that failed, for `reason`."""
 
     reason: MissReason
     id: bytes = b""
@@ -233,7 +233,7 @@ class AlreadyStored(msgspec.Struct, frozen=True):
 
 
 class WriteRefused(msgspec.Struct, frozen=True):
-    """Not stored."""
+    """The write was not taken, for `reason`; nothing of it is left behind."""
 
     reason: RefusalReason
     id: bytes = b""

@@ -86,7 +86,7 @@ class IndexFailed(OwnerServeError):
 
 
 class IndexEntry(msgspec.Struct, frozen=True, gc=False):
-    """Where a record lies and what it is."""
+    """A row of the index: where a record lies and what it is."""
 
     meta: Meta
     sequence: int
@@ -306,12 +306,12 @@ class IndexReader:
         return {(t, ArtifactKind(k)): TierUsage(b, n) for t, k, b, n in rows}
 
     def segments(self) -> list[SegmentRow]:
-        """All segment rows, by number."""
+        """The rows of all segments, by number."""
         rows = self._rows("SELECT number, end, size, live, state FROM segments ORDER BY number")
         return [SegmentRow(n, e, s, v, SegmentState(t)) for n, e, s, v, t in rows]
 
     def doomed(self) -> list[SegmentSpan]:
-        """Spans to erase."""
+        """Dead spans that are still to be erased."""
         return [SegmentSpan(*row) for row in self._rows("SELECT * FROM doomed")]
 
     def quarantined(self) -> list[Quarantined]:
@@ -320,7 +320,7 @@ class IndexReader:
         return [Quarantined(i, w, SegmentSpan(s, o, n), r, t) for i, w, s, o, n, r, t in rows]
 
     def highest_sequence(self) -> int:
-        """Of all records; 0 when there are none."""
+        """The highest sequence number of all records; 0 when there are none."""
         ((highest,),) = self._rows("SELECT coalesce(max(sequence), 0) FROM records")
         return int(highest)
 

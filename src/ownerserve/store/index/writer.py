@@ -66,7 +66,7 @@ class IndexWriter(IndexReader):
         self.standing = self.usage()
 
     def _migrate(self, version: int) -> None:
-        """All steps from `version` on, in one transaction."""
+        """Run every schema step from `version` on, in one transaction."""
         for function in (mark_of, without_epoch):
             self._connect().create_function(function.__name__, 1, function, deterministic=True)
         with self._transaction() as cursor:
@@ -93,7 +93,7 @@ class IndexWriter(IndexReader):
             raise
 
     def apply(self, change: Change) -> None:
-        """All of `change`, or IndexFailed and none of it."""
+        """Apply all of `change` in one transaction; raises IndexFailed and applies none of it."""
         with mapped(), self._transaction() as cursor:
             _remove(cursor, change.remove)
             for row in change.segments:

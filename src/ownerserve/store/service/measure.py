@@ -92,7 +92,7 @@ class DiskBench:
         return self._rate(self._written - before, started)
 
     def stream_round(self) -> float:
-        """As `write_round`, the next group filled while one is committed, as an engine does."""
+        """MB/s of a round like `write_round`; the next group is filled while one is committed."""
         before, started = self._written, time.perf_counter()
         with ThreadPoolExecutor(1) as pool:
             flying = None

@@ -43,7 +43,7 @@ READERS = 4
 DRAIN_S = 30.0
 """How long a closing store waits for what is in the air."""
 JOIN_S = 10.0
-"""And then for its threads."""
+"""How long a closing store then waits for its threads."""
 MAX_FLYING = 1024
 GROUP = 64
 
@@ -53,7 +53,7 @@ Flight = NewType("Flight", int)
 
 
 class StartFlight(msgspec.Struct, frozen=True):
-    """Begin the work of a flight."""
+    """The runtime is to begin the work of `flight`."""
 
     flight: Flight
 
@@ -65,7 +65,7 @@ class JoinFlight(msgspec.Struct, frozen=True):
 
 
 class Abandoned(msgspec.Struct, frozen=True):
-    """Nobody waits any more: do not begin the work if it has not begun."""
+    """The runtime need not begin the work of `flight` any more: nobody waits."""
 
     flight: Flight
 
@@ -76,7 +76,7 @@ class _Waiting(msgspec.Struct):
 
 
 class TicketFlights:
-    """Who waits for which work, until when. Pure: the runtime does the work.
+    """The book of who waits for which work, until when. Pure: the runtime does the work.
 
         submit    -> StartFlight for new work, JoinFlight when work of an equal key is under way
         completed -> the tickets that it answers
@@ -136,7 +136,7 @@ class TicketFlights:
         return self._tickets.pop(flight, set())
 
     def cancel(self, ticket: Ticket) -> Abandoned | None:
-        """Nobody asks for this ticket any more. Unknown or answered tickets are no error."""
+        """Forget a ticket that nobody asks for any more; an unknown or answered one is no error."""
         waiting = self._waiting.pop(ticket, None)
         if waiting is None:
             return None
@@ -226,8 +226,10 @@ class StoreService:
     def submit_look(
         self, look: Callable[[], Seen | Located], *, deadline_s: float | None = None
     ) -> Ticket:
-        """As `submit_find`, where the caller knows more ways to look than a tier's `find`; answered
-        by a ReadMiss when late: silence does not say that nothing is there."""
+        """Run `look` as a find, where the caller knows more ways to look than a tier's `find`.
+
+        The answer is a ReadMiss when late: silence does not say that nothing is there.
+        """
         job = _Job(Flight(0), look, ReadMiss(MissReason.BUSY, b""))
         return self._submit(job, self._read_jobs, key=None, deadline_s=deadline_s)
 

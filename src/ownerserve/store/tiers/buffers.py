@@ -22,7 +22,7 @@ HUGE_PAGE = 2 * MIB
 
 
 class BufferSource(Protocol):
-    """Where bytes read or about to be written may lie. A CUDA engine brings pinned memory."""
+    """A giver of memory for bytes that are read or about to be written; on CUDA it is pinned."""
 
     def take(self, count: int) -> memoryview:
         """A writable view of `count` bytes, page-aligned; CapacityExceeded when there is none."""
@@ -30,19 +30,19 @@ class BufferSource(Protocol):
 
 
 class _Lease(weakref.ref["ctypes.Array[ctypes.c_char]"]):
-    """On the array that all views of a buffer refer to; when it dies, no view is left."""
+    """A weak reference to the array that all views of a buffer hold; when it dies, none is left."""
 
     __slots__ = ("memory",)
     memory: mmap.mmap
 
 
 class Memory(Protocol):
-    """Where a pool's buffers come from and go to."""
+    """The memory that a pool's buffers are mapped from and go back to."""
 
     def map(self, size: int) -> mmap.mmap: ...
 
     def unmap(self, memory: mmap.mmap) -> None:
-        """No view is left and the pool lets go; the mapping itself ends with the object."""
+        """Let go of a mapping that no view refers to; the mapping itself ends with the object."""
         ...
 
 
@@ -58,7 +58,7 @@ class AnonymousMemory:
         return memory
 
     def unmap(self, memory: mmap.mmap) -> None:
-        """Nothing but the mapping."""
+        """There is nothing to undo beside the mapping, which ends with its object."""
 
 
 class BufferPool:

@@ -48,7 +48,7 @@ def catalogue_key(meta: Meta, stored_bytes: int) -> str:
 
 
 def under_tenant(tenant: bytes) -> str:
-    """Where a tenant's entries are."""
+    """The prefix of the names of a tenant's entries."""
     return f"catalogue/{tenant.hex() or _SHARED_NAME}/"
 
 
@@ -137,7 +137,7 @@ class Catalogue:
             self._write_worth(row, record.restore_cost_ms, record.reuse_count + count)
 
     def price(self, costs_ms: Mapping[bytes, float]) -> None:
-        """What records cost to make again: of those that this node knows to be here."""
+        """Note what records cost to make again, of those that this node knows to be here."""
         with self._lock:
             known = [(self._rows[id_], ms) for id_, ms in costs_ms.items() if id_ in self._rows]
         for row, cost_ms in known:

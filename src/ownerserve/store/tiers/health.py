@@ -14,7 +14,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 
 class Health:
-    """Whether writes are worth a try. One for each tier."""
+    """The health of one tier: whether a write is worth a try now."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -23,7 +23,7 @@ class Health:
         self._resume_at_s = 0.0
 
     def writable(self, now_s: float) -> bool:
-        """No failure stands, or its pause is over and one more try may be made."""
+        """Whether no failure stands, or the pause after it is over and one more try may be made."""
         return self.failures == 0 or now_s >= self._resume_at_s
 
     def failed(self, problem: object, now_s: float) -> None:

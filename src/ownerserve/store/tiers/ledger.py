@@ -1,4 +1,7 @@
-"""Who holds how much, open reservations included, and what must go for more. No I/O of its own."""
+"""The account of a tier's room: who holds how much, and what must go for more.
+
+Open reservations count. The ledger does no I/O of its own.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class Ledger:
         return self._reserved.total()
 
     def is_held(self, id_: bytes) -> bool:
-        """Someone else is about to write this artifact."""
+        """Whether an open reservation stands for this artifact."""
         return id_ in self._open
 
     def hold(self, reservation: Reservation) -> None:
@@ -44,7 +47,7 @@ class Ledger:
         self._reserved[meta.tenant, meta.kind] += reservation.stored_bytes
 
     def release(self, reservation: Reservation) -> None:
-        """It was committed or aborted."""
+        """Stop counting a reservation that was committed or aborted."""
         meta = reservation.meta
         if self._open.pop(meta.id, None) is not None:
             self._reserved[meta.tenant, meta.kind] -= reservation.stored_bytes

@@ -54,7 +54,7 @@ _NO_SALT = bytes(16)
 
 
 class MemoryRecord(msgspec.Struct):
-    """One record in memory."""
+    """A record in host memory: its header, its payload and what is known of its use."""
 
     header: RecordHeader
     payload: memoryview
@@ -63,7 +63,7 @@ class MemoryRecord(msgspec.Struct):
     restore_cost_ms: float = 0.0
 
     def listed(self) -> Listed:
-        """As the catalogue shows it."""
+        """The record as the tier's catalogue shows it."""
         size = self.header.payload_bytes
         return Listed(
             self.header.meta, size, size, self.touched_s, self.reuse_count, self.restore_cost_ms
@@ -290,7 +290,7 @@ class MemoryTier:
         return self.remove(own)
 
     def price(self, costs_ms: Mapping[bytes, float]) -> None:
-        """What it costs to make these artifacts again, if they are here."""
+        """Note what it costs to make these artifacts again, if they are here."""
         with self._lock:
             for id_, cost_ms in costs_ms.items():
                 held = self._get(id_)

@@ -52,12 +52,12 @@ class MoveQueue:
             return tuple(self._dirty)
 
     def owe(self, id_: bytes, tenant: bytes) -> None:
-        """This record is on top only; its copy is to be made in `settle`."""
+        """Note that a record is on top only and that `settle` is to make its copy."""
         with self._lock:
             self._dirty[id_] = tenant
 
     def settled(self, id_: bytes) -> None:
-        """Its copy was made, or it is not worth one."""
+        """Note that a record's copy was made, or that the record is not worth one."""
         with self._lock:
             self._dirty.pop(id_, None)
 
@@ -97,7 +97,7 @@ class MoveQueue:
             return move
 
     def forget(self, ids: Iterable[bytes]) -> None:
-        """These artifacts were removed: a waiting copy must not bring them back."""
+        """Drop moves of artifacts that were removed: a waiting copy must not bring them back."""
         gone = frozenset(ids)
         with self._lock:
             self.removals += 1

@@ -43,7 +43,7 @@ class WriteBack(msgspec.Struct, frozen=True, tag=True):
     level: int = 1
 
     def plan(self, levels: int) -> WritePlan:
-        """As OnEviction, and a copy later."""
+        """Top first, as with OnEviction, and a copy at `level` later."""
         later = min(self.level, levels - 1)
         return WritePlan(0, overflow=tuple(range(1, levels)), later=later or None)
 

@@ -75,7 +75,7 @@ UNFINISHED_S = 24 * 3600.0
 
 
 def record_key(id_: bytes) -> str:
-    """Where a record lies."""
+    """The blob's name of the record `id_`."""
     name = id_.hex()
     return f"records/{name[:2]}/{name}"
 
@@ -249,7 +249,7 @@ class RemoteTier:
         return WriteDone(meta.id, len(record))
 
     def abort(self, reservation: Reservation) -> None:
-        """Nothing was written."""
+        """Give a reservation up; nothing of it was written."""
         reservation.take()
 
     def remove(self, ids: Sequence[bytes]) -> int:

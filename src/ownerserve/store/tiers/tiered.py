@@ -212,7 +212,7 @@ class TieredStore:
         return outcome
 
     def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | AlreadyStored | WriteRefused:
-        """At the level whose commit will be the answer."""
+        """Reserve at the level whose commit will be the answer."""
         outcome: Reservation | AlreadyStored | WriteRefused = WriteRefused(
             RefusalReason.NO_SPACE, meta.id
         )
