@@ -27,22 +27,22 @@ from ownerserve.cache.effects import Effect
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.build import WorkerOptions, build_node
-from ownerserve.engines.hf.engine.inbox import Stop, Submit
+from ownerserve.engines.hf.engine.inbox import StopLoop, Submit
 from ownerserve.engines.hf.engine.loop import StepLoop
 from ownerserve.engines.hf.metrics.prometheus import RestoreMetrics, WorkerMetrics
-from ownerserve.engines.hf.metrics.status import Identity
+from ownerserve.engines.hf.metrics.status import WorkerIdentity
 from ownerserve.engines.hf.model.checkpoint import load_checkpoint
-from ownerserve.engines.hf.model.runner import DecodeRow, Runner
+from ownerserve.engines.hf.model.runner import DecodeRow, ModelRunner
 from ownerserve.engines.hf.node.restoring import WithNode
 from ownerserve.engines.hf.scheduling.requests import (
-    Finished,
-    Request,
+    EngineRequest,
+    RequestFinished,
     Sampling,
     Stopping,
     StreamEvent,
 )
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
-from ownerserve.engines.hf.scheduling.step import Limits
+from ownerserve.engines.hf.scheduling.step import SchedulerLimits
 from ownerserve.kv.prefix import unpack
 from ownerserve.node.vocabulary.chains import PromptPrefixes
 from ownerserve.node.vocabulary.settings import NodeSettings
@@ -90,10 +90,10 @@ class Bench:
         most = context + 4 * (turns + 2) * (ADDED + ANSWER)
         blocks = 2 * (most // BLOCK + STATE_BLOCKS)
         checkpoint = load_checkpoint(MODEL)
-        runner = Runner(checkpoint.model, block_tokens=BLOCK)
+        runner = ModelRunner(checkpoint.model, block_tokens=BLOCK)
         slots = dict.fromkeys((one.name for one in runner.layout.components), blocks)
         cache = HeteroCache(runner.layout, slots, STATE_BLOCKS)
-        limits = Limits(
+        limits = SchedulerLimits(
             chunk_tokens=1024 * BLOCK,
             prefill_tokens_a_step=1024 * BLOCK,
             max_running=STATE_BLOCKS,
@@ -116,7 +116,7 @@ class Bench:
             scheduler,
             cache=cache,
             decoder=Letters(),
-            identity=Identity("none", 1, limits.sequence_tokens),
+            identity=WorkerIdentity("none", 1, limits.sequence_tokens),
             metrics=self.metrics,
         )
         if node is not None:
@@ -140,7 +140,7 @@ class Bench:
         """One turn of the session; its answer."""
         self._turns += 1
         prefix = self._prefixes.of(prompt, "s")
-        request = Request(
+        request = EngineRequest(
             request_id=str(self._turns),
             prompt=unpack(prefix.tokens),
             stopping=Stopping(max_tokens=ANSWER),
@@ -152,12 +152,12 @@ class Bench:
         said: list[int] = []
         while True:
             _, event = self._events.get()
-            if isinstance(event, Finished):
+            if isinstance(event, RequestFinished):
                 return said
             said += [one.token for one in getattr(event, "sampled", ())]
 
     def close(self) -> None:
-        self.loop.inbox.put(Stop())
+        self.loop.inbox.put(StopLoop())
         self._thread.join()
 
     def intake(self, kind: str) -> Histogram:

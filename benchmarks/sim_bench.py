@@ -37,8 +37,8 @@ import dynamo_side  # noqa: E402
 from ownerserve.kv.errors import InvalidInput  # noqa: E402
 from ownerserve.sim.pool import settled_heap  # noqa: E402
 from ownerserve.sim.run import simulate  # noqa: E402
-from ownerserve.sim.setup import Setup  # noqa: E402
-from ownerserve.sim.workload import Capped, Open, Sample, Shape  # noqa: E402
+from ownerserve.sim.setup import SimSetup  # noqa: E402
+from ownerserve.sim.workload import Capped, Open, Sample, WorkloadShape  # noqa: E402
 from ownerserve.trace.read import read_trace  # noqa: E402
 from result import Row, larger_is_better, report  # noqa: E402
 
@@ -68,7 +68,7 @@ class Case(msgspec.Struct, frozen=True):
     """What is run: a trace's file and a setup."""
 
     file: str
-    setup: Setup
+    setup: SimSetup
 
 
 def case_of(name: str) -> Case:
@@ -76,14 +76,14 @@ def case_of(name: str) -> Case:
     kind, _, policy = name.partition(":")
     policy = policy or "ownerserve"
     if kind == "mooncake":
-        shape = Shape(mode=Open(), output_reuse="never")
-        return Case(dynamo_side.MOONCAKE, Setup(policy=policy, workers=8, shape=shape))
+        shape = WorkloadShape(mode=Open(), output_reuse="never")
+        return Case(dynamo_side.MOONCAKE, SimSetup(policy=policy, workers=8, shape=shape))
     if kind == "claude-code":
-        return Case(CLAUDE_CODE, Setup(policy=policy, shape=Shape(mode=Capped(64))))
+        return Case(CLAUDE_CODE, SimSetup(policy=policy, shape=WorkloadShape(mode=Capped(64))))
     turns = 50_000 if kind == "fleet" else int(kind.removeprefix("scale-"))
     sessions = Sample(round(turns / TURNS_A_SESSION))
-    shape = Shape(mode=Capped(8_000), sessions=sessions)
-    return Case(CLAUDE_CODE, Setup(policy=policy, workers=1_000, shape=shape))
+    shape = WorkloadShape(mode=Capped(8_000), sessions=sessions)
+    return Case(CLAUDE_CODE, SimSetup(policy=policy, workers=1_000, shape=shape))
 
 
 def cpu_s() -> float:

@@ -31,7 +31,7 @@ from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.registry import build
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.sim.pace import FOLDER, TIMES, PaceFile
-from ownerserve.sim.pace_fit import Fitted, Step, fit_steps, read_steps
+from ownerserve.sim.pace_fit import Fitted, MeasuredStep, fit_steps, read_steps
 
 UTILIZATION = 0.9
 OVERHEAD_BYTES = 3_000_000_000
@@ -219,7 +219,7 @@ REGIONS = {
 }
 
 
-def errors_by_region(fitted: Fitted, steps: list[Step]) -> dict[str, dict[str, float]]:
+def errors_by_region(fitted: Fitted, steps: list[MeasuredStep]) -> dict[str, dict[str, float]]:
     found = {}
     for region, holds in REGIONS.items():
         inside = [step for step in steps if holds(step)]
@@ -228,7 +228,7 @@ def errors_by_region(fitted: Fitted, steps: list[Step]) -> dict[str, dict[str, f
     return found
 
 
-def error_words(fitted: Fitted, steps: list[Step]) -> dict[str, float]:
+def error_words(fitted: Fitted, steps: list[MeasuredStep]) -> dict[str, float]:
     """Median and 90th percentile of the relative error's size, and its mean with the sign."""
     wrong = fitted.errors(steps)
     return {
@@ -240,7 +240,7 @@ def error_words(fitted: Fitted, steps: list[Step]) -> dict[str, float]:
 
 
 def fit_with_evidence(
-    steps: list[Step], share: float, held_every: int = 4
+    steps: list[MeasuredStep], share: float, held_every: int = 4
 ) -> tuple[Fitted, dict[str, Any]]:
     """Fitted to three steps in four; the fourth is held out. A few own rows are all fitted to."""
     held = steps[held_every - 1 :: held_every] if len(steps) >= 40 else []
@@ -277,7 +277,7 @@ def fit_tables(deployment: Deployment, *, backend: str = "vllm") -> PaceFile:
             skipped += 1
             continue
         ms = tables.ms(new, prefix, batch, context)
-        steps.append(Step(new, new * (prefix + new / 2), batch * context, batch, ms))
+        steps.append(MeasuredStep(new, new * (prefix + new / 2), batch * context, batch, ms))
     fitted, evidence = fit_with_evidence(steps, expert_share_of(deployment.model.tables))
     version = importlib.metadata.version("aiconfigurator-core")
     evidence |= {

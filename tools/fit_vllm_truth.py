@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from ownerserve.sim.pace import TIMES, load_pace
-from ownerserve.sim.pace_fit import Step, fit_steps
+from ownerserve.sim.pace_fit import MeasuredStep, fit_steps
 
 Floats = NDArray[np.float64]
 
@@ -284,7 +284,7 @@ def as_one_engine(steps: list[list[Load]], step_ms: StepTime) -> dict[str, Any]:
     rows = []
     for loads in steps:
         new, weighted, context, batch = (sum(part) for part in zip(*loads, strict=True))
-        rows.append(Step(new, weighted, context, batch, step_ms(loads)))
+        rows.append(MeasuredStep(new, weighted, context, batch, step_ms(loads)))
     fitted = fit_steps(rows, expert_share=EXPERT_SHARE)
     pace = msgspec.to_builtins(load_pace("qwen3-30b-a3b", "RTX PRO 6000"))
     pace |= {name: getattr(fitted, name) for name in TIMES}

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from ownerserve.trace.model import Session, Trace, release_delay_s, waits_for
+from ownerserve.trace.model import Trace, TraceSession, release_delay_s, waits_for
 from ownerserve.trace.runs import blocks, expand
 
 MIN_SERVICE_S = 0.5
@@ -25,7 +25,7 @@ class Ids:
         self._base = 0
         self._private = FIRST_PRIVATE_ID
 
-    def base_for(self, session: Session) -> int:
+    def base_for(self, session: TraceSession) -> int:
         if self._is_global:
             return 0
         ends = (first + count for r in session.requests for first, count in r.runs)
@@ -52,7 +52,7 @@ def write(trace: Trace, path: Path, *, longest_blocks: int) -> int:
 
 
 def _rows(
-    session: Session, number: int, *, ids: Ids, block: int, chain: int
+    session: TraceSession, number: int, *, ids: Ids, block: int, chain: int
 ) -> Iterator[tuple[object, ...]]:
     base, waits = ids.base_for(session), waits_for(session)
     for position, request in enumerate(session.requests):

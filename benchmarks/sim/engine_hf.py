@@ -12,9 +12,9 @@ from lockstep import Asked, Case, Replayed, replay
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.policies.lru import Lru
 from ownerserve.engines.hf.model.checkpoint import load_checkpoint
-from ownerserve.engines.hf.model.runner import DecodeRow, Runner
+from ownerserve.engines.hf.model.runner import DecodeRow, ModelRunner
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
-from ownerserve.engines.hf.scheduling.step import Arrival, Limits, Queued
+from ownerserve.engines.hf.scheduling.step import Queued, RequestArrival, SchedulerLimits
 from ownerserve.kv.ids import TurnId
 from ownerserve.node.vocabulary.chains import prefix_of
 
@@ -24,14 +24,14 @@ class HfEngine:
 
     def __init__(self, model: str, case: Case) -> None:
         torch.set_num_threads(1)
-        self._runner = Runner(load_checkpoint(model).model)
+        self._runner = ModelRunner(load_checkpoint(model).model)
         layout = self._runner.layout
         if layout.block_tokens != case.trace.block_tokens:
             raise ValueError(f"{model} has blocks of {layout.block_tokens} tokens")
         slots = {c.name: case.blocks for c in layout.components}
         self._runner.allocate(slots, case.running)
         self.cache = HeteroCache(layout, slots, case.running, Lru())
-        limits = Limits(
+        limits = SchedulerLimits(
             chunk_tokens=case.step_tokens,
             prefill_tokens_a_step=case.step_tokens,
             max_running=case.running,
@@ -49,7 +49,7 @@ class HfEngine:
 
     def submit(self, asked: Asked) -> None:
         turn_id = TurnId(asked.name)
-        arrival = Arrival(
+        arrival = RequestArrival(
             request_id=asked.name,
             turn_ids=(turn_id,),
             prompt=prefix_of(asked.tokens, self.cache.layout.block_tokens),

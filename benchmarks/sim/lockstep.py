@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from ownerserve.kv.prefix import TOKEN_BYTES
-from ownerserve.sim.turns import Turn
-from ownerserve.sim.workload import Capped, Shape, Workload
+from ownerserve.sim.turns import SimTurn
+from ownerserve.sim.workload import Capped, WorkloadDriver, WorkloadShape
 from ownerserve.trace.model import Run, Trace
 from ownerserve.trace.runs import expand
 from ownerserve.trace.transform import keep, scale_lengths
@@ -68,8 +68,8 @@ class Case(msgspec.Struct, frozen=True):
     running: int
 
     @property
-    def shape(self) -> Shape:
-        return Shape(mode=Capped(self.lanes), tool_scale=0.0, output_reuse="never")
+    def shape(self) -> WorkloadShape:
+        return WorkloadShape(mode=Capped(self.lanes), tool_scale=0.0, output_reuse="never")
 
 
 def scaled(
@@ -109,7 +109,7 @@ def unit_text(unit: int, tokens: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(unit).integers(*PRINTABLE, tokens).tolist())
 
 
-def asked_of(turn: Turn, block_tokens: int) -> Asked:
+def asked_of(turn: SimTurn, block_tokens: int) -> Asked:
     units = np.frombuffer(turn.prompt, "<u4")
     assert len(turn.prompt) == TOKEN_BYTES * len(units)
     tokens = [token for unit in units.tolist() for token in unit_text(unit, block_tokens)]
@@ -123,8 +123,8 @@ def asked_of(turn: Turn, block_tokens: int) -> Asked:
 
 def replay(case: Case, engine: SteppedEngine) -> int:
     """All of the case's turns through `engine`; returns the steps it took."""
-    workload = Workload.of(case.trace, case.shape)
-    turns: dict[str, Turn] = {}
+    workload = WorkloadDriver.of(case.trace, case.shape)
+    turns: dict[str, SimTurn] = {}
 
     def join(keys: list[tuple[float, object]]) -> None:
         for _, key in keys:

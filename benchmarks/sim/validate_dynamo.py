@@ -35,15 +35,15 @@ from ownerserve.router.policies import dynamo as dynamo_policy  # noqa: E402
 from ownerserve.sim import build  # noqa: E402
 from ownerserve.sim.block_lru import BlockLru  # noqa: E402
 from ownerserve.sim.run import simulate  # noqa: E402
-from ownerserve.sim.setup import Setup  # noqa: E402
-from ownerserve.sim.workload import Open, Shape  # noqa: E402
-from ownerserve.trace.model import Request, Session, Trace  # noqa: E402
+from ownerserve.sim.setup import SimSetup  # noqa: E402
+from ownerserve.sim.workload import Open, WorkloadShape  # noqa: E402
+from ownerserve.trace.model import Trace, TraceRequest, TraceSession  # noqa: E402
 from ownerserve.trace.read import read_trace  # noqa: E402
 from ownerserve.trace.readers.base import Chainer  # noqa: E402
 from result import Row, report  # noqa: E402
 
 NAME = "Dynamo 1.6.1"
-AS_THEIRS = build.Parts(order=BlockLru, node=Untouched)
+AS_THEIRS = build.BaselineParts(order=BlockLru, node=Untouched)
 """Its mocker's blocks go as vLLM's do: the oldest read first, and only when room is wanted."""
 
 
@@ -53,8 +53,8 @@ def flat(path: Path) -> Trace:
     for number, line in enumerate(path.read_bytes().splitlines()):
         row = msgspec.json.decode(line)
         runs = chainer.runs(row["hash_ids"])
-        request = Request(0.0, row["input_length"], row["output_length"], runs)
-        sessions.append(Session(f"r{number}", (request,), row["timestamp"] / 1000.0))
+        request = TraceRequest(0.0, row["input_length"], row["output_length"], runs)
+        sessions.append(TraceSession(f"r{number}", (request,), row["timestamp"] / 1000.0))
     return Trace(
         name=path.stem,
         origin="mooncake",
@@ -66,16 +66,18 @@ def flat(path: Path) -> Trace:
     )
 
 
-def ours(trace: Trace, policy: str, pool: tuple[int, int], parts: build.Parts = AS_THEIRS) -> Any:
+def ours(
+    trace: Trace, policy: str, pool: tuple[int, int], parts: build.BaselineParts = AS_THEIRS
+) -> Any:
     """The rows of a run at Dynamo's costs, in order of release."""
     blocks, slot_bytes = pool
-    setup = Setup(
+    setup = SimSetup(
         policy=policy,
         workers=dynamo.WORKERS,
         kv_bytes=(blocks + ZERO_SLOTS) * slot_bytes,
         step_tokens=dynamo.STEP_TOKENS,
         running=dynamo.RUNNING,
-        shape=Shape(mode=Open(), output_reuse="never"),
+        shape=WorkloadShape(mode=Open(), output_reuse="never"),
     )
     pace = dynamo.polynomial(blocks)
     with mock.patch.object(build, "pace_of", lambda name: pace):
@@ -169,7 +171,7 @@ def main() -> None:
         table = ours(trace, "round_robin", pool)
         rows = compared("round robin", table, answer["summary"])
         rows += by_request(table, theirs_in_order(requests, trace))
-        table = ours(trace, "round_robin", pool, build.Parts())
+        table = ours(trace, "round_robin", pool, build.BaselineParts())
         rows += compared("round robin, our order and watermarks", table, answer["summary"])
         routed = [dynamo.replay(plain, "kv_router", blocks=blocks) for _ in range(given.repeats)]
     names = routed[0]["summary"].keys()

@@ -38,12 +38,12 @@ from ownerserve.cache.pools.budget import ZERO_SLOTS  # noqa: E402
 from ownerserve.engines.hf.scheduling.scheduler import chunk_end  # noqa: E402
 from ownerserve.sim import build  # noqa: E402
 from ownerserve.sim.block_lru import BlockLru  # noqa: E402
-from ownerserve.sim.build import Parts, geometry_of, pace_of  # noqa: E402
-from ownerserve.sim.engine import Engine  # noqa: E402
+from ownerserve.sim.build import BaselineParts, geometry_of, pace_of  # noqa: E402
+from ownerserve.sim.engine import SimEngine  # noqa: E402
 from ownerserve.sim.layout import unit_model  # noqa: E402
 from ownerserve.sim.run import simulate  # noqa: E402
-from ownerserve.sim.sequence import Sequence  # noqa: E402
-from ownerserve.sim.setup import Setup  # noqa: E402
+from ownerserve.sim.sequence import SimSequence  # noqa: E402
+from ownerserve.sim.setup import SimSetup  # noqa: E402
 from ownerserve.trace.read import read_trace  # noqa: E402
 from result import Row, report  # noqa: E402
 
@@ -58,11 +58,11 @@ TRACES = {"claude-code": ("claude-code-weka/sessions.jsonl.zst", 64),
 """File, and by what lengths are divided."""
 
 
-class GridEngine(Engine):
+class GridEngine(SimEngine):
     """The modelled engine with the reference engine's chunks: a prompt's whole blocks, where its
     state is kept, and then the rest, in a step of its own (engines/hf/scheduling/scheduler.py)."""
 
-    def _admit(self, sequence: Sequence, budget: int, now: float) -> int:
+    def _admit(self, sequence: SimSequence, budget: int, now: float) -> int:
         block, end = sequence.unit_tokens, sequence.target
         start = min(self._cache.match(sequence.prompt).range_tokens * block, end - 1)
         start -= start % block
@@ -71,7 +71,7 @@ class GridEngine(Engine):
 
 
 def simulated(
-    case: Case, parts: Parts, *, longest_fold: int, engine: type[Engine] = Engine
+    case: Case, parts: BaselineParts, *, longest_fold: int, engine: type[SimEngine] = SimEngine
 ) -> Replayed:
     """The case on a simulated worker."""
     slot = sum(
@@ -80,7 +80,7 @@ def simulated(
             geometry_of(pace_of(PACE)), case.trace.block_tokens
         ).layout.components
     )
-    setup = Setup(
+    setup = SimSetup(
         policy="round_robin",
         workers=1,
         pace=PACE,
@@ -91,7 +91,7 @@ def simulated(
         longest_fold=longest_fold,
         shape=case.shape,
     )
-    with mock.patch.object(build, "Engine", engine):
+    with mock.patch.object(build, "SimEngine", engine):
         result = simulate(case.trace, setup, parts=parts)
     table = result.rows.table()
     names = [f"{s}/{p}" for s, p in zip(table["session"], table["position"], strict=True)]
@@ -182,7 +182,7 @@ def hf_rows(folder: Path) -> list[Row]:
     from engine_hf import replay_hf
 
     def ours(case: Case, fold: int) -> Replayed:
-        return simulated(case, Parts(), longest_fold=fold, engine=GridEngine)
+        return simulated(case, BaselineParts(), longest_fold=fold, engine=GridEngine)
 
     # The budget never binds: the reference engine cuts no chunk to fit one, the modelled one does.
     found = cases(folder, HF_BLOCK_TOKENS, step_tokens=8192, running=8)
@@ -197,7 +197,7 @@ def vllm_rows(folder: Path, scratch: Path) -> list[Row]:
     model = tiny.write_checkpoint("qwen3", scratch / "model")
 
     def ours(case: Case, fold: int) -> Replayed:
-        return simulated(case, Parts(node=Untouched, order=BlockLru), longest_fold=fold)
+        return simulated(case, BaselineParts(node=Untouched, order=BlockLru), longest_fold=fold)
 
     with Zygote(scratch) as zygote:
 

@@ -32,9 +32,9 @@ sys.path.insert(0, str(HERE.parent))
 
 from ownerserve.sim.pace import PaceFile, load_pace_file  # noqa: E402
 from ownerserve.sim.run import simulate  # noqa: E402
-from ownerserve.sim.setup import Setup  # noqa: E402
-from ownerserve.sim.workload import Open, Shape  # noqa: E402
-from ownerserve.trace.model import Request, Session, Trace  # noqa: E402
+from ownerserve.sim.setup import SimSetup  # noqa: E402
+from ownerserve.sim.workload import Open, WorkloadShape  # noqa: E402
+from ownerserve.trace.model import Trace, TraceRequest, TraceSession  # noqa: E402
 from result import Row, report  # noqa: E402
 
 FOLDER = ROOT.parent / "shared" / "traces" / "llmservingsim-vllm-groundtruth"
@@ -99,8 +99,8 @@ def trace_of(rows: list[dict[str, Any]], hits: Hits) -> Trace:
         own = tokens // BLOCK_TOKENS - sum(count for _, count in head)
         runs = (*head, (free, own)) if own else head
         free += own
-        request = Request(0.0, tokens, row["output_toks"], runs=runs)
-        sessions.append(Session(row["request_id"], (request,), row["queued_ts"] - start))
+        request = TraceRequest(0.0, tokens, row["output_toks"], runs=runs)
+        sessions.append(TraceSession(row["request_id"], (request,), row["queued_ts"] - start))
     return Trace(
         name="vllm-groundtruth",
         origin=RUN,
@@ -125,7 +125,7 @@ def rank_pace(both: PaceFile) -> PaceFile:
     )
 
 
-def simulated(trace: Trace, setup: Setup) -> Times:
+def simulated(trace: Trace, setup: SimSetup) -> Times:
     table = simulate(trace, setup).rows.table()
     table = table[np.argsort(table["session"])]
     return Times(
@@ -133,14 +133,14 @@ def simulated(trace: Trace, setup: Setup) -> Times:
     )
 
 
-def setups(folder: Path) -> dict[str, Setup]:
+def setups(folder: Path) -> dict[str, SimSetup]:
     """Both readings of the machine."""
     both = load_pace_file(PACE)
     rank = folder / "rank.json"
     rank.write_bytes(msgspec.json.encode(rank_pace(both)))
-    shape = Shape(mode=Open(), output_reuse="never")
+    shape = WorkloadShape(mode=Open(), output_reuse="never")
     return {
-        "one engine": Setup(
+        "one engine": SimSetup(
             policy="least_load",
             workers=1,
             pace=str(PACE),
@@ -148,7 +148,7 @@ def setups(folder: Path) -> dict[str, Setup]:
             running=256,
             shape=shape,
         ),
-        "two engines": Setup(
+        "two engines": SimSetup(
             policy="least_load",
             workers=2,
             pace=str(rank),

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from contenders import ROOT, Contender
 
-from ownerserve.trace.model import Request, Trace
+from ownerserve.trace.model import Trace, TraceRequest
 from ownerserve.trace.read import read_trace
 from ownerserve.trace.runs import expand
 from ownerserve.trace.synth.generate import generate
@@ -77,7 +77,7 @@ def measure(contender: Contender, model: Path, trace: Trace) -> Shared:
     return shared
 
 
-def prompts(trace: Trace) -> Iterator[tuple[str, list[int], Request]]:
+def prompts(trace: Trace) -> Iterator[tuple[str, list[int], TraceRequest]]:
     """(session, prompt tokens, request) in order of their time in their sessions."""
     turns = [
         (request.start_s, index, position)

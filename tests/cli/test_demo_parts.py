@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 
 from ownerserve.cli.demo.compare import TOLERANCE, compare
-from ownerserve.cli.demo.drive import Answer
+from ownerserve.cli.demo.drive import TurnAnswer
 from ownerserve.cli.demo.workload import conversations
-from ownerserve.report.demo_table import PolicyResult, Pressure, Spread, heat_line
-from ownerserve.trace.model import Agent, Request, Session, Trace
+from ownerserve.report.demo_table import PolicyResult, PressureTotals, Spread, heat_line
+from ownerserve.trace.model import Agent, Trace, TraceRequest, TraceSession
 
 
-def answer(tokens: str, *, logprobs: list[float] | None = None, margin: float = 1.0) -> Answer:
+def answer(tokens: str, *, logprobs: list[float] | None = None, margin: float = 1.0) -> TurnAnswer:
     mine = logprobs or [-1.0] * len(tokens)
-    return Answer(
+    return TurnAnswer(
         session="s",
         turn=0,
         tokens=list(tokens),
@@ -56,14 +56,14 @@ def test_an_answer_cut_short_failed_or_absent_is_not_equal() -> None:
         assert compare([answer("abc")], others).missing == 1
 
 
-def trace(*requests: Request, agents: tuple[Agent, ...] = (Agent(),)) -> Trace:
-    session = Session(id="s", requests=requests, agents=agents)
+def trace(*requests: TraceRequest, agents: tuple[Agent, ...] = (Agent(),)) -> Trace:
+    session = TraceSession(id="s", requests=requests, agents=agents)
     return Trace("t", "test", 16, "none", "recorded", "recorded", (session,))
 
 
 def test_a_turn_adds_what_its_prompt_has_beyond_prompt_and_answer_before() -> None:
-    first = Request(start_s=0.0, input_tokens=200, output_tokens=20, stop="tool_use")
-    second = Request(start_s=9.0, input_tokens=300, output_tokens=5, think_s=4.0)
+    first = TraceRequest(start_s=0.0, input_tokens=200, output_tokens=20, stop="tool_use")
+    second = TraceRequest(start_s=9.0, input_tokens=300, output_tokens=5, think_s=4.0)
     [conversation] = conversations(trace(first, second), time_scale=0.5)
     opening, turn = conversation.turns
     assert opening.restart
@@ -75,16 +75,16 @@ def test_a_turn_adds_what_its_prompt_has_beyond_prompt_and_answer_before() -> No
 
 
 def test_a_prompt_that_shrinks_starts_the_context_again() -> None:
-    first = Request(start_s=0.0, input_tokens=200, output_tokens=20)
-    second = Request(start_s=1.0, input_tokens=100, output_tokens=5, think_s=0.0)
+    first = TraceRequest(start_s=0.0, input_tokens=200, output_tokens=20)
+    second = TraceRequest(start_s=1.0, input_tokens=100, output_tokens=5, think_s=0.0)
     [conversation] = conversations(trace(first, second), time_scale=1.0)
     assert [turn.restart for turn in conversation.turns] == [True, True]
 
 
 def test_heads_of_equal_sizes_are_equal_text_and_agents_have_contexts_of_their_own() -> None:
     agents = (Agent(tool_tokens=40, system_tokens=8), Agent(tool_tokens=40, system_tokens=8))
-    spawn = Request(start_s=0.0, input_tokens=90, output_tokens=4)
-    child = Request(start_s=1.0, input_tokens=90, output_tokens=4, agent=1, after=(0,))
+    spawn = TraceRequest(start_s=0.0, input_tokens=90, output_tokens=4)
+    child = TraceRequest(start_s=1.0, input_tokens=90, output_tokens=4, agent=1, after=(0,))
     [conversation] = conversations(trace(spawn, child, agents=agents), time_scale=1.0)
     main, sub = conversation.turns
     assert main.messages[0] == sub.messages[0]
@@ -99,7 +99,7 @@ def result(**reasons: int) -> PolicyResult:
     return PolicyResult(
         requests=9, errors=0, prompt_tokens=9, cached_token_share=0.5, prefill_tokens_saved=4,
         ttft_ms=NOTHING, tpot_ms=NOTHING, hotspot_index=1.0, wall_clock_factor=1.0, e2e_s=NOTHING,
-        modes={}, requests_by_worker={}, kv_bytes={}, pressure=Pressure(), first_errors=[],
+        modes={}, requests_by_worker={}, kv_bytes={}, pressure=PressureTotals(), first_errors=[],
         reasons=reasons,
     )  # fmt: skip
 

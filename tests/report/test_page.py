@@ -14,9 +14,9 @@ from ownerserve.report.page import (
     Claim,
     Command,
     Grid,
-    Page,
     Picture,
     Plot,
+    ReportPage,
     Section,
     Text,
     Verdict,
@@ -28,7 +28,7 @@ from ownerserve.report.page import (
 GOLDEN = Path(__file__).parent / "golden" / "page.html"
 VOID = {"meta", "img", "link", "br", "hr", "input"}
 
-SMALL = Page(
+SMALL = ReportPage(
     "OwnerServe: <evaluation>",
     "What the seeds claim & what `simulate` shows.",
     [
@@ -96,7 +96,7 @@ def test_golden() -> None:
 def full(written: Callable[[str], Written]) -> str:
     names = ("f01_amplification", "f02_reuse", "f10_heat")
     plots = [plot_from(written(name), f"Caption of {name}") for name in names]
-    return render(Page("All", "s", [Section("Figures", [*plots])]))
+    return render(ReportPage("All", "s", [Section("Figures", [*plots])]))
 
 
 def test_ids_are_unique_and_links_lead_somewhere(full: str) -> None:
@@ -137,5 +137,7 @@ def test_equal_pages_are_equal_files(tmp_path: Path) -> None:
 def test_titles_and_captions_cannot_break_out() -> None:
     evil = '"><script>x</script>'
     plot = Plot("p", evil, '<?xml version="1.0"?>\n<svg width="1"><g id="a"/></svg>')
-    text = render(Page(evil, evil, [Section(evil, [plot, Picture("q", evil, b""), Text(evil)])]))
+    text = render(
+        ReportPage(evil, evil, [Section(evil, [plot, Picture("q", evil, b""), Text(evil)])])
+    )
     assert "script" not in Reader(text).tags

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ownerserve.sim.batch import Limits
+from ownerserve.sim.batch import BatchLimits
 from tests.support.sim.engine_driver import HYBRID, EngineDriver, U, make_engine, own_ids, turn
 
 
@@ -48,7 +48,7 @@ def test_of_a_prompt_that_is_all_there_the_last_unit_is_computed_again() -> None
 
 
 def test_long_prompts_are_computed_in_chunks_beside_decodes() -> None:
-    driver = EngineDriver(make_engine(limits=Limits(8, 8)))
+    driver = EngineDriver(make_engine(limits=BatchLimits(8, 8)))
     driver.arrive(turn(1, own_ids(1), 4, 6))
     driver.step()  # 4 tokens
     long = driver.arrive(turn(2, own_ids(2), 20, 1))
@@ -62,7 +62,7 @@ def test_long_prompts_are_computed_in_chunks_beside_decodes() -> None:
 
 
 def test_sequences_beyond_the_limit_wait() -> None:
-    driver = EngineDriver(make_engine(limits=Limits(64, 1)))
+    driver = EngineDriver(make_engine(limits=BatchLimits(64, 1)))
     driver.arrive(turn(1, own_ids(1), 4, 3))
     second = driver.arrive(turn(2, own_ids(2), 4, 1))
     driver.run()
@@ -83,7 +83,7 @@ def test_no_room_throws_out_the_youngest_which_goes_on_where_it_was() -> None:
 
 
 def test_nobody_is_let_in_without_room_for_the_whole_prompt() -> None:
-    driver = EngineDriver(make_engine(blocks=8, limits=Limits(8, 8)))
+    driver = EngineDriver(make_engine(blocks=8, limits=BatchLimits(8, 8)))
     driver.arrive(turn(1, own_ids(1), 8, 9))  # 2 units, then 4
     long = driver.arrive(turn(2, own_ids(2), 28, 1))  # 7 units: its first chunk alone would fit
     driver.run()
@@ -138,7 +138,7 @@ def test_point_state_is_kept_at_the_prompts_last_boundary_and_the_answers() -> N
 
 
 def test_a_prefill_thrown_out_at_a_boundary_goes_on_from_there() -> None:
-    driver = EngineDriver(make_engine(layout=HYBRID, blocks=20, limits=Limits(17, 8)))
+    driver = EngineDriver(make_engine(layout=HYBRID, blocks=20, limits=BatchLimits(17, 8)))
     engine = driver.engine
     driver.arrive(turn(1, own_ids(1), 4, 30))
     driver.step()
@@ -169,9 +169,9 @@ TURNS = st.lists(
 
 
 @settings(max_examples=30, deadline=None)
-@given(TURNS, st.integers(18, 40), st.sampled_from([Limits(16, 4), Limits(64, 8)]))
+@given(TURNS, st.integers(18, 40), st.sampled_from([BatchLimits(16, 4), BatchLimits(64, 8)]))
 def test_everything_ends_and_every_token_is_sampled_once(
-    turns: list[tuple[int, int, int]], blocks: int, limits: Limits
+    turns: list[tuple[int, int, int]], blocks: int, limits: BatchLimits
 ) -> None:
     """Whatever the pool: what can fit alone is served."""
     driver = EngineDriver(make_engine(blocks=blocks, limits=limits))

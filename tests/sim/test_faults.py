@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import ExecutionMode
 from ownerserve.sim.faults import Draw, Fault, FaultKind, draw, read_faults
-from ownerserve.sim.fleet import Fleet
+from ownerserve.sim.fleet import SimFleet
 from ownerserve.sim.metrics.rows import MODES, NO_WORKER, SERVED
 from ownerserve.sim.run import simulate
-from ownerserve.sim.setup import Links, Setup, Tiers
-from ownerserve.sim.workload import Capped, Shape
+from ownerserve.sim.setup import Links, SimSetup, Tiers
+from ownerserve.sim.workload import Capped, WorkloadShape
 from tests.support.sim.fleet_driver import MIB, agents, ready, run, setup
 
 TRACE = agents(10, 6, seed=5, most_output=200)
@@ -30,7 +30,7 @@ def spec(text: str, *, workers: int = 4, disks: int = 4) -> tuple[Fault, ...]:
     return read_faults(text, workers=workers, disks=disks, seed=7)
 
 
-def held(fleet: Fleet) -> dict[int, int]:
+def held(fleet: SimFleet) -> dict[int, int]:
     """Blocks by worker."""
     return {worker.index: worker.cache.tree.blocks for worker in fleet.workers}
 
@@ -176,7 +176,7 @@ def test_the_directory_comes_back_empty_under_a_later_term_and_learns_again() ->
     assert len(fleet.rows) == TRACE.request_count
 
 
-def run_on(fleet: Fleet, heap: object) -> None:
+def run_on(fleet: SimFleet, heap: object) -> None:
     while fleet.is_busy:
         fleet._heap.run_some(200)
     fleet.check()
@@ -205,8 +205,8 @@ def test_books_are_whole_while_a_transfer_and_a_turn_in_line_are_open() -> None:
 
 
 def test_faults_are_part_of_what_is_repeated() -> None:
-    wanted = Setup(
-        workers=3, running=8, kv_bytes=1500 * MIB, shape=Shape(mode=Capped(6)),
+    wanted = SimSetup(
+        workers=3, running=8, kv_bytes=1500 * MIB, shape=WorkloadShape(mode=Capped(6)),
         faults=spec("drawn:6@0+30", workers=3, disks=0),
     )  # fmt: skip
     first, second = simulate(TRACE, wanted), simulate(TRACE, wanted)

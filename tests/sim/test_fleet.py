@@ -12,7 +12,7 @@ from ownerserve.kv.messages import ExecutionMode
 from ownerserve.router.policies import POLICIES
 from ownerserve.sim.metrics.rows import MODES, SERVED
 from ownerserve.sim.setup import Links, Tiers
-from ownerserve.sim.workload import Capped, Shape
+from ownerserve.sim.workload import Capped, WorkloadShape
 from tests.support.sim.fleet_driver import MIB, agents, ready, run, setup
 
 TRACE = agents()
@@ -67,7 +67,9 @@ def test_a_split_turn_pays_the_network_for_what_the_decoder_lacks() -> None:
 
 
 def test_a_device_that_is_too_small_preempts_and_serves_all() -> None:
-    crowded = setup("least_load", workers=1, kv_bytes=900 * MIB, shape=Shape(mode=Capped(8)))
+    crowded = setup(
+        "least_load", workers=1, kv_bytes=900 * MIB, shape=WorkloadShape(mode=Capped(8))
+    )
     trace = agents(8, 3, most_output=400)
     fleet = run(ready(trace, crowded))
     fleet.tally()

@@ -8,8 +8,8 @@ import pytest
 
 from ownerserve.router.policies import POLICIES
 from ownerserve.sim.run import Result, simulate
-from ownerserve.sim.setup import Setup, Tiers
-from ownerserve.sim.workload import Capped, Shape
+from ownerserve.sim.setup import SimSetup, Tiers
+from ownerserve.sim.workload import Capped, WorkloadShape
 from ownerserve.trace.model import Trace
 from tests.support.sim.fleet_driver import MIB, agents, setup
 
@@ -26,13 +26,13 @@ MEASURES = {
 TRACE = agents(10, 6, seed=3, most_output=60)
 
 
-def both(trace: Trace, wanted: Setup) -> tuple[Result, Result]:
+def both(trace: Trace, wanted: SimSetup) -> tuple[Result, Result]:
     import msgspec
 
     return simulate(trace, wanted), simulate(trace, msgspec.structs.replace(wanted, longest_fold=1))
 
 
-def compare(trace: Trace, wanted: Setup) -> Result:
+def compare(trace: Trace, wanted: SimSetup) -> Result:
     folded, stepped = both(trace, wanted)
     for name, measure in MEASURES.items():
         assert measure(folded) == pytest.approx(measure(stepped), rel=WITHIN), name
@@ -47,7 +47,9 @@ def test_under_every_policy(policy: str) -> None:
 
 
 def test_when_the_pool_is_so_small_that_turns_are_thrown_out() -> None:
-    crowded = setup("least_load", workers=1, kv_bytes=900 * MIB, shape=Shape(mode=Capped(8)))
+    crowded = setup(
+        "least_load", workers=1, kv_bytes=900 * MIB, shape=WorkloadShape(mode=Capped(8))
+    )
     folded = compare(agents(8, 4, most_output=400), crowded)
     assert folded.counters.preemptions > 0
 

@@ -11,8 +11,8 @@ from ownerserve.plan.abilities import ENGINES
 from ownerserve.router.worker import EVERY_ENGINE
 from ownerserve.sim.granted import granted
 from ownerserve.sim.run import simulate
-from ownerserve.sim.setup import Setup, Tiers
-from ownerserve.sim.workload import Capped, Shape
+from ownerserve.sim.setup import SimSetup, Tiers
+from ownerserve.sim.workload import Capped, WorkloadShape
 from ownerserve.trace.synth.generate import generate
 from ownerserve.trace.synth.options import Options
 from tests.support.sim.fleet_driver import agents, ready, run, setup
@@ -51,9 +51,9 @@ def test_what_a_node_may_plan_is_what_its_engine_is_granted() -> None:
     kept = {
         name: simulate(
             trace,
-            Setup(
+            SimSetup(
                 policy="sticky", workers=1, pace="deepseek-v4-flash@h200", kv_bytes=10**9,
-                running=4, tiers=tiers, abilities=name, shape=Shape(mode=Capped(3)),
+                running=4, tiers=tiers, abilities=name, shape=WorkloadShape(mode=Capped(3)),
             ),
         ).metrics
         for name in ("hf", "vllm")

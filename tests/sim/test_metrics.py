@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from ownerserve.kv.messages import ExecutionMode, PlacementAction, Reason
-from ownerserve.sim.metrics.counters import Counters, Migration
+from ownerserve.sim.metrics.counters import FleetCounters, Migration
 from ownerserve.sim.metrics.coupling import coupling
 from ownerserve.sim.metrics.fleet_load import heat_map
 from ownerserve.sim.metrics.moves import THRASH_WINDOW_S
-from ownerserve.sim.metrics.rows import DTYPE, MODES, NO_WORKER, Finished, Rows
+from ownerserve.sim.metrics.rows import DTYPE, MODES, NO_WORKER, Rows, TurnRow
 from ownerserve.sim.metrics.samples import Samples, WorkerSample
 from ownerserve.sim.metrics.summary import Run, digest, summarise
 from ownerserve.sim.metrics.tasks import tasks, tool_idle_utilisation
@@ -21,9 +21,9 @@ from ownerserve.sim.metrics.tasks import tasks, tool_idle_utilisation
 RUN = Run(gpus=4, workers=2, hot_ms=1_000, trace_span_s=50)
 
 
-def turn(number: int, session: int, arrived_s: float, done_s: float, **more: object) -> Finished:
+def turn(number: int, session: int, arrived_s: float, done_s: float, **more: object) -> TurnRow:
     """A turn of 1,000 prompt tokens, 11 sampled ones and 500 ms to the first of them."""
-    row = Finished(number, session, number, arrived_s, 1_000, 11)
+    row = TurnRow(number, session, number, arrived_s, 1_000, 11)
     told = {
         "worker": 0,
         "routed_s": arrived_s,
@@ -42,15 +42,15 @@ def turn(number: int, session: int, arrived_s: float, done_s: float, **more: obj
     return row
 
 
-def rows_of(*turns: Finished) -> Rows:
+def rows_of(*turns: TurnRow) -> Rows:
     rows = Rows()
     for row in turns:
         rows.add(row)
     return rows
 
 
-def summary(*turns: Finished, counters: Counters | None = None, samples: Samples | None = None):
-    return summarise(rows_of(*turns), counters or Counters(), samples or Samples(2, 1.0), RUN)
+def summary(*turns: TurnRow, counters: FleetCounters | None = None, samples: Samples | None = None):
+    return summarise(rows_of(*turns), counters or FleetCounters(), samples or Samples(2, 1.0), RUN)
 
 
 def test_a_row_comes_back_as_it_was_put_in() -> None:
@@ -97,7 +97,7 @@ def test_outcomes_add_up_and_only_whole_sessions_are_completed() -> None:
         turn(1, 0, 40, 50, attempts=3, routed_s=42),
         turn(2, 1, 0, 3600, output_tokens=5),
         refused,
-        counters=Counters(completed=[0, 1, 2]),
+        counters=FleetCounters(completed=[0, 1, 2]),
     )
     rates = [found[f"{name}_rate"] for name in ("success", "truncation", "error")]
     assert rates == [0.5, 0.25, 0.25]
@@ -178,7 +178,7 @@ def test_an_empty_run_has_a_summary() -> None:
 
 
 def test_bytes_and_interference() -> None:
-    counters = Counters(
+    counters = FleetCounters(
         decode_alone_ms=200, decode_stall_ms=50, ssd_new_bytes=100, ssd_written_bytes=130
     )
     found = summary(
@@ -211,7 +211,7 @@ def move(session: int, at_s: float, *, target: int = 1, completed: int = 1) -> M
 
 def test_migrations_are_judged_by_what_the_next_turns_found() -> None:
     """Session 0's target stays cool; session 1's is hot at the second turn; session 2 ends."""
-    counters = Counters(
+    counters = FleetCounters(
         migrations=[move(0, 10), move(1, 10), move(1, 50), move(2, 10), move(0, 200, completed=0)]
     )
     cool, hot = {"owner": 1, "owner_wait_ms": 10.0}, {"owner": 1, "owner_wait_ms": 5_000.0}
@@ -235,7 +235,7 @@ def test_moves_thrash_by_a_fixed_window_whatever_the_cool_down_was() -> None:
     apart_s = {"within": THRASH_WINDOW_S - 1, "beyond": THRASH_WINDOW_S + 1}
     rates = {
         name: summary(
-            turn(0, 0, 0, 1), counters=Counters(migrations=[move(0, 10), move(0, 10 + gap_s)])
+            turn(0, 0, 0, 1), counters=FleetCounters(migrations=[move(0, 10), move(0, 10 + gap_s)])
         )["migrations"]["thrash_rate"]
         for name, gap_s in apart_s.items()
     }
@@ -272,7 +272,7 @@ def test_samples_stay_bounded_and_even() -> None:
 
 
 def test_heat_map_has_the_loads_and_the_completed_moves() -> None:
-    counters = Counters(migrations=[move(0, 1), move(1, 1, completed=0)])
+    counters = FleetCounters(migrations=[move(0, 1), move(1, 1, completed=0)])
     found = heat_map(sampled((5, 1), (7, 2)), counters)
     assert found["pending_prefill_tokens"] == [[5, 7], [1, 2]]
     assert found["moves"] == [{"at_s": 3, "source": 0, "target": 1}]

@@ -14,19 +14,19 @@ from ownerserve.cache.tree.node import ResumeDepth, Session
 from ownerserve.cache.tree.prefix_tree import PrefixTree
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.units import GIB
-from ownerserve.sim.oracle.belady import Access, bound
+from ownerserve.sim.oracle.belady import TurnAccess, bound
 from ownerserve.sim.oracle.horizon import NOW, PARTS, NextUse
 from ownerserve.sim.oracle.infinite import infinite
 from ownerserve.sim.run import simulate
-from ownerserve.sim.setup import Setup
-from ownerserve.sim.workload import Capped, Shape
+from ownerserve.sim.setup import SimSetup
+from ownerserve.sim.workload import Capped, WorkloadShape
 from ownerserve.trace.reuse import ideal_reuse
 from ownerserve.trace.synth.generate import generate
 from ownerserve.trace.synth.options import Options
 
 
-def turn(name: str, reusable: int, context: int, worker: int = 0) -> Access:
-    return Access(worker, name, reusable, context, context)
+def turn(name: str, reusable: int, context: int, worker: int = 0) -> TurnAccess:
+    return TurnAccess(worker, name, reusable, context, context)
 
 
 def test_who_comes_back_last_is_trimmed() -> None:
@@ -73,11 +73,11 @@ def test_more_room_never_caches_less_and_all_room_caches_all(
 
 
 @pytest.fixture(scope="module")
-def setup() -> Setup:
-    return Setup(workers=2, kv_bytes=8 * GIB, shape=Shape(mode=Capped(4)))
+def setup() -> SimSetup:
+    return SimSetup(workers=2, kv_bytes=8 * GIB, shape=WorkloadShape(mode=Capped(4)))
 
 
-def test_an_infinite_fleet_caches_what_can_be_cached(setup: Setup) -> None:
+def test_an_infinite_fleet_caches_what_can_be_cached(setup: SimSetup) -> None:
     trace = generate("swe", Options(sessions=8, seed=3))
     limited = simulate(trace, setup).metrics
     best = simulate(trace, infinite(setup)).metrics
@@ -91,7 +91,7 @@ def test_an_infinite_fleet_caches_what_can_be_cached(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_who_knows_the_future_caches_more(setup: Setup, workers: int) -> None:
+def test_who_knows_the_future_caches_more(setup: SimSetup, workers: int) -> None:
     trace = generate("swe", Options(sessions=12, seed=3))
     tight = msgspec.structs.replace(setup, workers=workers, kv_bytes=4 * GIB // workers)
     told = msgspec.structs.replace(tight, oracle="horizon")
@@ -102,7 +102,7 @@ def test_who_knows_the_future_caches_more(setup: Setup, workers: int) -> None:
 
 
 @pytest.mark.parametrize("part", sorted(PARTS))
-def test_every_part_of_it_can_be_had_alone(setup: Setup, part: Any) -> None:
+def test_every_part_of_it_can_be_had_alone(setup: SimSetup, part: Any) -> None:
     trace = generate("swe", Options(sessions=6, seed=3))
     tight = msgspec.structs.replace(setup, kv_bytes=4 * GIB, oracle=part)
     assert simulate(trace, tight).metrics["success_rate"] == 1.0

@@ -16,9 +16,9 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.node.ownership.ownership import FLUSH_S
 from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd
 from ownerserve.sim.heap import Heap
-from ownerserve.sim.ownership import LEASE_S, Ownership
+from ownerserve.sim.ownership import LEASE_S, SimOwnership
 from ownerserve.sim.turns import prefix_name
-from ownerserve.sim.workload import Capped, Shape
+from ownerserve.sim.workload import Capped, WorkloadShape
 from tests.support.sim.fleet_driver import agents, ready, setup
 
 DELAY_S = 0.002
@@ -35,7 +35,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.heap = Heap()
-        self.ownership = Ownership(self.heap, delay_s=DELAY_S)
+        self.ownership = SimOwnership(self.heap, delay_s=DELAY_S)
         for unit in (W0, W1):
             self.ownership.lives(unit, 0.0)
         self.until(1.0)
@@ -206,7 +206,9 @@ def test_a_fork_stands_on_what_its_parent_left(fleet: Fleet) -> None:
 
 
 def test_a_fleet_says_whose_fork_a_session_is_and_what_epoch_its_gateway_heard() -> None:
-    built = ready(agents(4, 5), setup("round_robin", workers=2, shape=Shape(mode=Capped(4))))
+    built = ready(
+        agents(4, 5), setup("round_robin", workers=2, shape=WorkloadShape(mode=Capped(4)))
+    )
     said = Counter[str]()
     came = built.fleet.ownership.came
 
@@ -275,7 +277,7 @@ def test_a_worker_where_a_turn_of_the_session_is_keeps_it() -> None:
 
 def test_a_fleet_tells_the_directory_each_turn_and_the_end_of_each_session() -> None:
     """Sessions that never move: their records count the turns that were served so far."""
-    built = ready(agents(4, 5), setup("sticky", workers=2, shape=Shape(mode=Capped(4))))
+    built = ready(agents(4, 5), setup("sticky", workers=2, shape=WorkloadShape(mode=Capped(4))))
     fleet, heap = built.fleet, built.heap
     fleet.begin()
     while fleet.is_busy and len(fleet.rows) < 12:

@@ -17,7 +17,7 @@ from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.registry import build
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.sim.pace import Pace, PaceFile, load_pace, load_pace_file, paces
-from ownerserve.sim.pace_fit import Step, fit_steps, read_steps
+from ownerserve.sim.pace_fit import MeasuredStep, fit_steps, read_steps
 
 GPUS = ("h20", "h100", "h200", "rtx-pro-6000")
 EVERYWHERE = ("llama-3.1-8b", "qwen3-32b", "qwen3-30b-a3b", "qwen3.5-35b-a3b")
@@ -102,7 +102,7 @@ def test_a_speed_prices_what_the_pace_does() -> None:
 TRUE = {"a_ms": 5.0, "b_ms": 0.01, "c_ms": 1e-6, "d_ms": 2e-5, "e_ms": 0.02, "experts_ms": 12.0}
 
 
-def steps_of(seed: int, count: int, noise: float) -> list[Step]:
+def steps_of(seed: int, count: int, noise: float) -> list[MeasuredStep]:
     """Steps as an engine of TRUE would show them."""
     draw = random.Random(seed)
     pace = replace(load_pace("qwen3-30b-a3b", "H200"), expert_share=1 / 16, **TRUE)
@@ -113,7 +113,7 @@ def steps_of(seed: int, count: int, noise: float) -> list[Step]:
         weighted = new * (draw.choice([0, 8192, 65_536]) + new / 2)
         context = batch * draw.choice([500, 4000, 30_000])
         ms = pace.step_ms(new, weighted, context, batch) * (1 + draw.uniform(-noise, noise))
-        rows.append(Step(new, weighted, context, batch, ms))
+        rows.append(MeasuredStep(new, weighted, context, batch, ms))
     return rows
 
 
@@ -137,8 +137,8 @@ def test_a_mixture_needs_its_term() -> None:
 
 
 def test_no_coefficient_falls_below_zero() -> None:
-    rows = [Step(0, 0.0, 1000 * b, b, 10.0 - b / 100) for b in range(1, 9)]
-    rows += [Step(n, 0.0, 0, 0, 10.0 - n / 1000) for n in (64, 128, 256)]
+    rows = [MeasuredStep(0, 0.0, 1000 * b, b, 10.0 - b / 100) for b in range(1, 9)]
+    rows += [MeasuredStep(n, 0.0, 0, 0, 10.0 - n / 1000) for n in (64, 128, 256)]
     fitted = fit_steps(rows)
     assert min(fitted.b_ms, fitted.c_ms, fitted.d_ms, fitted.e_ms) == 0.0
     assert fitted.a_ms == pytest.approx(10.0, rel=0.02)
@@ -156,7 +156,7 @@ def test_own_measurements_come_in(tmp_path: Path) -> None:
 
 def test_one_prompt_a_step_is_told_by_its_prefix(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("new,prefix,decode_context,batch,ms\n100,1000,0,0,9.5\n")
-    assert read_steps(tmp_path / "mine.csv") == [Step(100, 105_000.0, 0, 0, 9.5)]
+    assert read_steps(tmp_path / "mine.csv") == [MeasuredStep(100, 105_000.0, 0, 0, 9.5)]
 
 
 @pytest.mark.parametrize(
@@ -174,13 +174,13 @@ def test_a_wrong_row_is_named(tmp_path: Path, text: str, says: str) -> None:
 
 
 def test_steps_that_cannot_tell_are_refused() -> None:
-    only_prefill = [Step(n, n * n / 2, 0, 0, 5.0 + n / 100) for n in range(1, 20)]
+    only_prefill = [MeasuredStep(n, n * n / 2, 0, 0, 5.0 + n / 100) for n in range(1, 20)]
     with pytest.raises(InvalidInput, match="decode"):
         fit_steps(only_prefill)
     with pytest.raises(InvalidInput, match="measure 8 or more"):
         fit_steps(only_prefill[:3])
     with pytest.raises(InvalidInput, match="row 1"):
-        fit_steps([Step(0, 0.0, 0, 0, 1.0), *only_prefill])
+        fit_steps([MeasuredStep(0, 0.0, 0, 0, 1.0), *only_prefill])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.sim.metrics.summary import digest
 from ownerserve.sim.pool import PARTS, run_tasks
 from ownerserve.sim.run import Result, simulate
-from ownerserve.sim.setup import Setup
+from ownerserve.sim.setup import SimSetup
 from ownerserve.sim.sweep import Jobs, run_all
 from tests.support.children import importing
 from tests.support.sim.fleet_driver import agents, setup
@@ -102,4 +102,4 @@ def test_closing_the_iterator_ends_the_processes() -> None:
 )
 def test_a_setup_that_can_not_be_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidInput):
-        Setup(**wrong)  # type: ignore[arg-type]
+        SimSetup(**wrong)  # type: ignore[arg-type]

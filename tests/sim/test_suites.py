@@ -20,7 +20,7 @@ from ownerserve.report.figures.panels import Panel, Panels, panels
 from ownerserve.report.page import Verdict
 from ownerserve.sim.pool import run_tasks
 from ownerserve.sim.run import Result, simulate
-from ownerserve.sim.setup import Setup
+from ownerserve.sim.setup import SimSetup
 from ownerserve.sim.suites import goal, s002_baselines, s002_coupling, s002_pillars, s002_trace
 from ownerserve.sim.suites.base import (
     Drawing,
@@ -30,9 +30,9 @@ from ownerserve.sim.suites.base import (
     Measurement,
     Origin,
     Results,
+    ResultTable,
     Scale,
     Simulation,
-    Table,
     at,
     known,
 )
@@ -42,7 +42,7 @@ from ownerserve.sim.suites.publish import publish
 from ownerserve.sim.suites.registry import chosen, experiments
 from ownerserve.sim.suites.run import run_work, traces_of, work_of
 from ownerserve.sim.suites.traces import ROLES, find, held_out
-from ownerserve.sim.workload import Sample, Shape
+from ownerserve.sim.workload import Sample, WorkloadShape
 from ownerserve.sim.workload.cast import cast
 from ownerserve.trace.model import Trace
 from ownerserve.trace.synth.generate import generate
@@ -82,8 +82,10 @@ def _verdicts(results: Results) -> list[Finding]:
     return [Finding("Agents re-use", "seed 000 §1", holds, f"{share:.1%}")]
 
 
-def _tables(results: Results) -> list[Table]:
-    return [Table("t", "Turns", ["", "turns"], [["sticky", results["turns"]], ["none", None]])]
+def _tables(results: Results) -> list[ResultTable]:
+    return [
+        ResultTable("t", "Turns", ["", "turns"], [["sticky", results["turns"]], ["none", None]])
+    ]
 
 
 def _figures(results: Results) -> list[Drawing]:
@@ -289,7 +291,7 @@ def test_an_interval_is_students_and_one_draw_has_none() -> None:
 def test_the_sessions_on_which_constants_were_set_are_not_those_that_are_tested() -> None:
     whole = generate("coding-agent", Options(sessions=220, max_input_tokens=4096))
     kept = held_out(whole, 96)
-    fitted = {part.source for part in cast(whole, Shape(sessions=Sample(96), seed=0))}
+    fitted = {part.source for part in cast(whole, WorkloadShape(sessions=Sample(96), seed=0))}
     assert len(fitted) == 96
     assert [one.id for one in kept.sessions] == [
         one.id for at_, one in enumerate(whole.sessions) if at_ not in fitted
@@ -387,7 +389,7 @@ def test_a_signal_to_end_ends_the_whole_evaluation_at_once(
     """Not the run under way alone, as one that has failed."""
     begun: list[str] = []
 
-    def hit(trace: Trace, setup: Setup, *_: object) -> None:
+    def hit(trace: Trace, setup: SimSetup, *_: object) -> None:
         begun.append(setup.policy)
         os.kill(os.getpid(), signal.SIGTERM)
         for _ in range(1000):

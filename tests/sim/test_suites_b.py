@@ -13,16 +13,16 @@ from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.registry import build as spec_of
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.report.page import Verdict
-from ownerserve.sim.build import Parts
+from ownerserve.sim.build import BaselineParts
 from ownerserve.sim.metrics.summary import digest
 from ownerserve.sim.run import Result, simulate
-from ownerserve.sim.setup import Links, Setup
+from ownerserve.sim.setup import Links, SimSetup
 from ownerserve.sim.suites import s000_restore, s000_state, s001_eviction, s003_cliff
 from ownerserve.sim.suites.base import Experiment, Measurement, Results, Scale
 from ownerserve.sim.suites.publish import publish
 from ownerserve.sim.suites.run import run_work, traces_of, work_of
 from ownerserve.sim.suites.slots import Backup, SlotNode, SlotOrder, SlotRouter, pd_transfers
-from ownerserve.sim.workload import Closed, Shape
+from ownerserve.sim.workload import Closed, WorkloadShape
 from ownerserve.trace.model import Trace
 from ownerserve.trace.synth.generate import generate
 from ownerserve.trace.synth.options import Options
@@ -45,7 +45,7 @@ def swe(sessions: int = 4) -> Trace:
     return generate("swe-long", Options(sessions=sessions, max_input_tokens=20_000, tool_time=0.2))
 
 
-def fleet(**changes: Any) -> Setup:
+def fleet(**changes: Any) -> SimSetup:
     """One worker, or more, with room for about 32k tokens each."""
     base: dict[str, Any] = {
         "policy": "sticky",
@@ -53,16 +53,16 @@ def fleet(**changes: Any) -> Setup:
         "pace": "qwen3-30b-a3b@h100",
         "kv_bytes": 500 * UNIT_BYTES,
         "running": 8,
-        "shape": Shape(mode=Closed()),
+        "shape": WorkloadShape(mode=Closed()),
     }
-    return Setup(**{**base, **changes})
+    return SimSetup(**{**base, **changes})
 
 
 @cache
 def slotted(slots: int | None, *, in_flight: int = 0, backup: Backup = "keep") -> Result:
     """Seed 003's router on one P and two D workers."""
     setup = fleet(policy="static_pd_delta", workers=3, prefill_workers=1, links=Links(nic_gb_s=1.7))
-    parts = Parts(
+    parts = BaselineParts(
         policy=lambda settings: SlotRouter(slots),
         order=SlotOrder,
         node=SlotNode,
@@ -117,7 +117,7 @@ def test_the_dense_layout_keeps_an_entry_a_token_in_every_layer() -> None:
 
 
 def test_a_session_slot_goes_whole_and_a_block_alone() -> None:
-    slot = simulate(swe(), fleet(), parts=Parts(order=SlotOrder, node=SlotNode)).metrics
+    slot = simulate(swe(), fleet(), parts=BaselineParts(order=SlotOrder, node=SlotNode)).metrics
     block = simulate(swe(), fleet()).metrics
     for metrics in (slot, block):
         assert metrics["success_rate"] == 1.0

@@ -10,10 +10,10 @@ import pytest
 
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.units import GIB
-from ownerserve.sim.fleet import Fleet
+from ownerserve.sim.fleet import SimFleet
 from ownerserve.sim.metrics.rows import ACTIONS, SERVED
-from ownerserve.sim.setup import Links, Setup, Tiers
-from ownerserve.sim.told import Told
+from ownerserve.sim.setup import Links, SimSetup, Tiers
+from ownerserve.sim.told import InventoryReaders
 from tests.support.sim.fleet_driver import MIB, agents, ready, run, setup
 
 DISKS = Tiers(disk_bytes=256 * GIB)
@@ -22,12 +22,12 @@ FAST_DISK = Links(disk_gb_s=40.0)
 RESTORE = list(ACTIONS).index(PlacementAction.TAIL_RECOMPUTE)
 
 
-def small(**changes: object) -> Setup:
+def small(**changes: object) -> SimSetup:
     """Two workers, each with room for about two sessions, and a disk that pays."""
     return setup(workers=2, kv_bytes=1000 * MIB, tiers=DISKS, links=FAST_DISK, **changes)
 
 
-def told_and_cached(fleet: Fleet) -> tuple[int, int]:
+def told_and_cached(fleet: SimFleet) -> tuple[int, int]:
     """Turns that were sent to load from a tier, and those of them that found all but a little."""
     table = fleet.rows.table()
     sent = table[(table["action"] == RESTORE) & np.isin(table["mode"], SERVED)]
@@ -46,7 +46,7 @@ def test_a_turn_is_sent_to_load_what_its_worker_holds_below_the_device() -> None
 
 
 def test_cut_the_wire_and_nobody_is() -> None:
-    with patch.object(Told, "look", lambda self, now: None):
+    with patch.object(InventoryReaders, "look", lambda self, now: None):
         fleet = run(ready(agents(10, 6, seed=5), small()))
     assert told_and_cached(fleet) == (0, 0)
 
@@ -72,7 +72,7 @@ def test_the_next_life_of_a_worker_tells_what_its_disk_holds() -> None:
     fleet.check()
 
 
-def _on_disk(fleet: Fleet) -> dict[str, int]:
+def _on_disk(fleet: SimFleet) -> dict[str, int]:
     words = fleet.workers[0].machine.node.inventory
     return {word.session: word.tokens for word in words if word.tier == Tier.DISK.value}
 

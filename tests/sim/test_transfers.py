@@ -8,9 +8,9 @@ from ownerserve.kv.prefix import pack
 from ownerserve.plan.cost.load import Medium
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.media import duplex
-from ownerserve.sim.sequence import Sequence, sequence_of
-from ownerserve.sim.transfers import Brought, Landing, Transfers
-from ownerserve.sim.worker import Machine, Worker
+from ownerserve.sim.sequence import SimSequence, sequence_of
+from ownerserve.sim.transfers import TransferOutcome, TransferResult, Transfers
+from ownerserve.sim.worker import Machine, SimWorker
 from tests.support.sim.engine_driver import U, bare_node, make_engine, own_ids, turn
 
 MS = 0.001
@@ -23,30 +23,30 @@ class Pair:
     def __init__(self, *, blocks: int = 100, timeout_s: float = 1.0) -> None:
         self.heap = Heap()
         self.transfers = Transfers(self.heap, timeout_s=timeout_s)
-        self.heard: list[tuple[float, Brought]] = []
+        self.heard: list[tuple[float, TransferResult]] = []
         self.workers = [self._worker(index, blocks) for index in range(2)]
 
-    def _worker(self, index: int, blocks: int) -> Worker:
-        def machine(worker: Worker) -> Machine:
+    def _worker(self, index: int, blocks: int) -> SimWorker:
+        def machine(worker: SimWorker) -> Machine:
             engine = make_engine(blocks=blocks)
             return Machine(engine._cache, engine, bare_node(engine._cache, worker))
 
         nic = duplex(f"nic{index}", Medium(1.0, 64.0))
-        return Worker(index, self.heap, machine, nic=nic, unit_tokens=U, listener=self)
+        return SimWorker(index, self.heap, machine, nic=nic, unit_tokens=U, listener=self)
 
-    def began(self, sequence: Sequence, now: float) -> None: ...
+    def began(self, sequence: SimSequence, now: float) -> None: ...
 
-    def served(self, sequence: Sequence, now: float) -> None:
+    def served(self, sequence: SimSequence, now: float) -> None:
         self.transfers.room_at(self.workers[1], now)
 
-    def lost(self, sequence: Sequence, now: float) -> None: ...
+    def lost(self, sequence: SimSequence, now: float) -> None: ...
 
     def compute(self, where: int, number: int, tokens: int, output: int = 1) -> None:
         sequence = sequence_of(turn(number, own_ids(number), tokens, output), U)
         self.workers[where].submit(sequence, self.heap.now)
 
     def bring(self, number: int, units: int) -> None:
-        def then(brought: Brought, now: float) -> None:
+        def then(brought: TransferResult, now: float) -> None:
             self.heard.append((now, brought))
 
         source, target = self.workers
@@ -77,7 +77,7 @@ def test_what_lands_can_be_matched_when_all_of_it_is_there(pair: Pair) -> None:
     pair.heap.run()
     [(when_s, brought)] = pair.heard
     assert when_s == pytest.approx(1.0 + 9 * MS + 1 * MS)
-    assert brought == Brought(Landing.LANDED, 9, 9 * 64, 0.0)
+    assert brought == TransferResult(TransferOutcome.LANDED, 9, 9 * 64, 0.0)
     assert pair.held(1, 10) == 9
     pair.check()
 
@@ -90,7 +90,7 @@ def test_only_what_is_missing_is_sent_and_nothing_twice(pair: Pair) -> None:
     assert pair.heard[0][1].bytes == 4 * 64
     pair.bring(1, 10)
     pair.heap.run()
-    assert pair.heard[1][1].landing is Landing.NOTHING_TO_BRING
+    assert pair.heard[1][1].landing is TransferOutcome.NOTHING_TO_BRING
     assert pair.transfers.count == 1 and pair.transfers.bytes == 4 * 64
 
 
@@ -112,7 +112,7 @@ def test_without_room_it_waits_for_a_turn_to_end() -> None:
     pair.bring(1, 10)
     pair.heap.run()
     [(_, brought)] = pair.heard
-    assert brought.landing is Landing.LANDED and pair.held(1, 10) == 9
+    assert brought.landing is TransferOutcome.LANDED and pair.held(1, 10) == 9
     assert brought.waited_s > 0.1  # its 16 decodes of 11 ms
     pair.check()
 
@@ -126,7 +126,7 @@ def test_what_finds_no_room_in_time_is_given_up() -> None:
     pair.bring(1, 10)
     pair.heap.run()
     [(when_s, brought)] = pair.heard
-    assert brought.landing is Landing.NO_ROOM and not pair.held(1, 10)
+    assert brought.landing is TransferOutcome.NO_ROOM and not pair.held(1, 10)
     assert when_s == pytest.approx(asked_s + 0.05)
     pair.check()
 
@@ -138,13 +138,15 @@ def test_a_cut_link_makes_it_late_and_its_room_is_free_again(pair: Pair) -> None
     assert pair.workers[1].cache.rooms.blocks.free == free - 9
     pair.heap.run()
     [(when_s, brought)] = pair.heard
-    assert brought.landing is Landing.LATE and when_s == pytest.approx(2.0)
+    assert brought.landing is TransferOutcome.LATE and when_s == pytest.approx(2.0)
     assert pair.workers[1].cache.rooms.blocks.free == free
     pair.check()
 
 
-@pytest.mark.parametrize(("dead", "landing"), [(0, Landing.SOURCE_LOST), (1, Landing.LOST)])
-def test_a_death_on_the_way(pair: Pair, dead: int, landing: Landing) -> None:
+@pytest.mark.parametrize(
+    ("dead", "landing"), [(0, TransferOutcome.SOURCE_LOST), (1, TransferOutcome.LOST)]
+)
+def test_a_death_on_the_way(pair: Pair, dead: int, landing: TransferOutcome) -> None:
     pair.bring(1, 10)
     pair.heap.at(1.005, pair.workers[dead].crash)
     pair.heap.at(1.006, lambda now: pair.workers[dead].rise())
@@ -159,7 +161,7 @@ def test_nothing_is_brought_to_one_that_is_down(pair: Pair) -> None:
     pair.bring(1, 10)
     assert pair.heard == []  # told later, never from within `bring`
     pair.heap.run()
-    assert pair.heard[0][1].landing is Landing.LOST
+    assert pair.heard[0][1].landing is TransferOutcome.LOST
 
 
 def test_an_idle_engine_whose_queue_starved_goes_on_when_a_transfer_has_landed() -> None:
@@ -181,9 +183,11 @@ def test_what_is_in_host_memory_is_sent_from_there(monkeypatch: pytest.MonkeyPat
     pair.bring(1, 10)
     pair.heap.run()
     [(_, brought)] = pair.heard
-    assert (brought.landing, brought.units) == (Landing.LANDED, 6)
+    assert (brought.landing, brought.units) == (TransferOutcome.LANDED, 6)
     assert pair.held(1, 10) == 6
     monkeypatch.setattr(target, "stored_units", lambda prompt: 6)
     pair.bring(2, 10)
     pair.heap.run()
-    assert pair.heard[-1][1].landing is Landing.NOTHING_TO_BRING, "it brings its own back itself"
+    assert pair.heard[-1][1].landing is TransferOutcome.NOTHING_TO_BRING, (
+        "it brings its own back itself"
+    )

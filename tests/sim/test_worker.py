@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ownerserve.cache.layout import Layout
 from ownerserve.sim import gauge
-from ownerserve.sim.batch import FOLD_MAX, Limits
+from ownerserve.sim.batch import FOLD_MAX, BatchLimits
 from tests.support.sim.engine_driver import (
     HYBRID,
     PLAIN,
@@ -41,7 +41,7 @@ def test_one_that_is_too_long_for_the_device_is_turned_away_behind_this_instants
 
 
 def test_a_crash_loses_what_ran_and_waited_and_the_next_life_is_empty() -> None:
-    driver = WorkerDriver(lambda: make_engine(limits=Limits(64, 1)))
+    driver = WorkerDriver(lambda: make_engine(limits=BatchLimits(64, 1)))
     worker = driver.worker
     driver.submit(turn(1, own_ids(1), 12, 1), 0.0)
     driver.submit(turn(2, own_ids(1), 16, 50), 0.1)
@@ -96,7 +96,7 @@ def test_a_fold_is_its_steps(
     for fold in (FOLD_MAX, 1):
         driver = WorkerDriver(
             lambda fold=fold: make_engine(  # type: ignore[misc]
-                blocks=blocks, layout=layout, limits=Limits(24, 4), fold=fold, d_ms=0.01
+                blocks=blocks, layout=layout, limits=BatchLimits(24, 4), fold=fold, d_ms=0.01
             )
         )
         for number, (prompt, output, head, at_ms) in enumerate(arrivals):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.sim.turns import Turn
+from ownerserve.sim.turns import SimTurn
 from ownerserve.sim.workload import (
     Capped,
     Closed,
@@ -18,9 +18,9 @@ from ownerserve.sim.workload import (
     Open,
     Poisson,
     Sample,
-    Shape,
     TopShare,
-    Workload,
+    WorkloadDriver,
+    WorkloadShape,
     Zipf,
 )
 from ownerserve.trace.model import Trace, release_delay_s, waits_for
@@ -37,7 +37,7 @@ modes = st.sampled_from([Closed(), Open(), Capped(1), Capped(3)])
 @settings(max_examples=15, deadline=None)
 @given(traces(), modes)
 def test_every_turn_is_released_once(trace: Trace, mode: Closed | Open | Capped) -> None:
-    workload = Workload.of(trace, Shape(mode=mode))
+    workload = WorkloadDriver.of(trace, WorkloadShape(mode=mode))
     walk = Walk(workload, uneven)
     places = [(done.turn.session, done.turn.position) for done in walk.done]
     assert len(places) == len(set(places)) == workload.requests == trace.request_count
@@ -51,7 +51,9 @@ def test_every_turn_is_released_once(trace: Trace, mode: Closed | Open | Capped)
 def test_closed_a_turn_comes_its_think_time_after_the_last_it_waits_for(
     trace: Trace, mode: Closed | Capped, tool_scale: float
 ) -> None:
-    done = Walk(Workload.of(trace, Shape(mode=mode, tool_scale=tool_scale)), uneven).by_place()
+    done = Walk(
+        WorkloadDriver.of(trace, WorkloadShape(mode=mode, tool_scale=tool_scale)), uneven
+    ).by_place()
     for number, session in enumerate(trace.sessions):  # they arrive in the trace's order
         for position, waits in enumerate(waits_for(session)):
             if waits:
@@ -63,7 +65,9 @@ def test_closed_a_turn_comes_its_think_time_after_the_last_it_waits_for(
 @settings(max_examples=15, deadline=None)
 @given(traces(), st.sampled_from([0.25, 1.0]))
 def test_open_turns_come_when_they_were_recorded(trace: Trace, time_scale: float) -> None:
-    workload = Workload.of(trace, Shape(mode=Open(), time_scale=time_scale, tool_scale=9.0))
+    workload = WorkloadDriver.of(
+        trace, WorkloadShape(mode=Open(), time_scale=time_scale, tool_scale=9.0)
+    )
     for (number, position), done in Walk(workload, uneven).by_place().items():
         session = trace.sessions[number]
         recorded_s = session.start_s + session.requests[position].start_s
@@ -73,7 +77,7 @@ def test_open_turns_come_when_they_were_recorded(trace: Trace, time_scale: float
 @settings(max_examples=15, deadline=None)
 @given(traces(), st.integers(1, 4))
 def test_capped_never_runs_more_sessions_than_lanes(trace: Trace, lanes: int) -> None:
-    walk = Walk(Workload.of(trace, Shape(mode=Capped(lanes))), uneven)
+    walk = Walk(WorkloadDriver.of(trace, WorkloadShape(mode=Capped(lanes))), uneven)
     assert walk.busiest == min(lanes, len(trace.sessions))
     first = [done for done in walk.done if done.turn.position == 0]
     starts = sorted((done.turn.arrived_s, done.turn.session) for done in first)
@@ -85,16 +89,16 @@ def test_capped_never_runs_more_sessions_than_lanes(trace: Trace, lanes: int) ->
 def test_the_same_seed_gives_the_same_turns(
     trace: Trace, mode: Closed | Open | Capped, seed: int
 ) -> None:
-    shape = Shape(mode=mode, arrivals=Poisson(2.0), sessions=Sample(4), seed=seed)
-    once, again = (Walk(Workload.of(trace, shape), uneven).done for _ in range(2))
+    shape = WorkloadShape(mode=mode, arrivals=Poisson(2.0), sessions=Sample(4), seed=seed)
+    once, again = (Walk(WorkloadDriver.of(trace, shape), uneven).done for _ in range(2))
     assert once == again
 
 
 @settings(max_examples=15, deadline=None)
 @given(traces())
 def test_what_a_turn_asks_for_does_not_depend_on_when_others_end(trace: Trace) -> None:
-    slow = Walk(Workload.of(trace, Shape()), uneven).by_place()
-    quick = Walk(Workload.of(trace, Shape(mode=Open())), at_once).by_place()
+    slow = Walk(WorkloadDriver.of(trace, WorkloadShape()), uneven).by_place()
+    quick = Walk(WorkloadDriver.of(trace, WorkloadShape(mode=Open())), at_once).by_place()
     for place, done in slow.items():
         assert done.turn.prompt == quick[place].turn.prompt
         assert done.turn.output == quick[place].turn.output
@@ -105,16 +109,16 @@ def test_what_a_turn_asks_for_does_not_depend_on_when_others_end(trace: Trace) -
 def test_an_oracle_hears_when_the_next_turn_comes(
     trace: Trace, mode: Closed | Open | Capped
 ) -> None:
-    workload = Workload.of(trace, Shape(mode=mode, tool_scale=0.5))
+    workload = WorkloadDriver.of(trace, WorkloadShape(mode=mode, tool_scale=0.5))
     told: dict[tuple[str, int], float | None] = {}
 
-    def listening(turn: Turn) -> float:
+    def listening(turn: SimTurn) -> float:
         service_s = uneven(turn)
         end_s = turn.arrived_s + service_s
         told[turn.name, turn.position] = workload.next_release_s(turn, end_s)
         return service_s
 
-    conversations: dict[str, list[Turn]] = {}
+    conversations: dict[str, list[SimTurn]] = {}
     for done in sorted(Walk(workload, listening).done, key=lambda done: done.turn.position):
         conversations.setdefault(done.turn.name, []).append(done.turn)
     for name, turns in conversations.items():
@@ -136,7 +140,7 @@ def test_a_sub_agent_is_a_conversation_and_its_parent_waits_for_it() -> None:
         request(20, after=(1, 3, 4), think_s=4),
         agents=3,
     )
-    walk = Walk(Workload.of(trace, Shape()), lambda turn: 10.0)
+    walk = Walk(WorkloadDriver.of(trace, WorkloadShape()), lambda turn: 10.0)
     released = {d.turn.position: (d.turn.name, d.turn.arrived_s) for d in walk.done}
     assert released == {
         0: ("s0", 0.0),
@@ -154,7 +158,7 @@ def test_a_sub_agent_is_a_conversation_and_its_parent_waits_for_it() -> None:
 
 def test_a_failed_turn_marks_its_session_and_frees_its_successors() -> None:
     trace = of_one(request(0), request(5, think_s=1), request(9, think_s=1))
-    workload = Workload.of(trace, Shape())
+    workload = WorkloadDriver.of(trace, WorkloadShape())
     walk = Walk(workload, at_once, fails=lambda turn: turn.position == 0)
     assert [done.turn.position for done in walk.done] == [0, 1, 2]
     assert workload.failed_sessions == {0}
@@ -162,7 +166,7 @@ def test_a_failed_turn_marks_its_session_and_frees_its_successors() -> None:
 
 
 def test_a_turn_can_not_end_twice() -> None:
-    workload = Workload.of(of_one(request(0), request(1), request(2)), Shape())
+    workload = WorkloadDriver.of(of_one(request(0), request(1), request(2)), WorkloadShape())
     turn = workload.turn(workload.first()[0][1], 0.0)
     workload.finished(turn, 0.0)
     with pytest.raises(AssertionError, match="finished twice"):
@@ -171,20 +175,20 @@ def test_a_turn_can_not_end_twice() -> None:
 
 def test_a_run_may_begin_later_and_arrivals_be_pressed() -> None:
     trace = of_one(request(0), request(30, agent=1), agents=2, start_s=100.0)
-    shape = Shape(time_scale=0.1, tool_scale=2.0)
-    assert [when_s for when_s, _ in Workload.of(trace, shape).first(now=7.0)] == [17.0, 77.0]
+    shape = WorkloadShape(time_scale=0.1, tool_scale=2.0)
+    assert [when_s for when_s, _ in WorkloadDriver.of(trace, shape).first(now=7.0)] == [17.0, 77.0]
     shape = replace(shape, mode=Open())
-    assert [when_s for when_s, _ in Workload.of(trace, shape).first(now=7.0)] == [17.0, 20.0]
+    assert [when_s for when_s, _ in WorkloadDriver.of(trace, shape).first(now=7.0)] == [17.0, 20.0]
     shape = replace(shape, mode=Capped(1))
-    assert [when_s for when_s, _ in Workload.of(trace, shape).first(now=7.0)] == [7.0, 67.0]
+    assert [when_s for when_s, _ in WorkloadDriver.of(trace, shape).first(now=7.0)] == [7.0, 67.0]
 
 
 def test_poisson_arrivals_have_their_rate_and_are_the_same_sessions_at_every_rate() -> None:
     trace = generate("chat", Options(sessions=400))
 
     def starts_s(per_s: float) -> list[float]:
-        shape = Shape(arrivals=Poisson(per_s), sessions=Sample(400))
-        return [when_s for when_s, _ in Workload.of(trace, shape).first()]
+        shape = WorkloadShape(arrivals=Poisson(per_s), sessions=Sample(400))
+        return [when_s for when_s, _ in WorkloadDriver.of(trace, shape).first()]
 
     assert starts_s(2.0)[-1] == pytest.approx(200, rel=0.15)
     assert starts_s(4.0) == pytest.approx([when_s / 2 for when_s in starts_s(2.0)])
@@ -193,22 +197,22 @@ def test_poisson_arrivals_have_their_rate_and_are_the_same_sessions_at_every_rat
 def test_sessions_are_taken_first_or_drawn_by_the_seed() -> None:
     trace = generate("swe", Options(sessions=10))
 
-    def lengths(shape: Shape) -> list[int]:
-        workload = Workload.of(trace, shape)
+    def lengths(shape: WorkloadShape) -> list[int]:
+        workload = WorkloadDriver.of(trace, shape)
         return [workload.input_tokens_in(number) for number in range(workload.sessions)]
 
-    everyone = lengths(Shape())
-    assert lengths(Shape(sessions=First(4))) == everyone[:4]
-    assert sorted(lengths(Shape(sessions=Sample(10), seed=3))) == sorted(everyone)
-    drawn = {tuple(lengths(Shape(sessions=Sample(4), seed=seed))) for seed in range(8)}
+    everyone = lengths(WorkloadShape())
+    assert lengths(WorkloadShape(sessions=First(4))) == everyone[:4]
+    assert sorted(lengths(WorkloadShape(sessions=Sample(10), seed=3))) == sorted(everyone)
+    drawn = {tuple(lengths(WorkloadShape(sessions=Sample(4), seed=seed))) for seed in range(8)}
     assert len(drawn) > 4
-    assert sorted(lengths(Shape(sessions=Sample(20)))) == sorted(everyone * 2)
+    assert sorted(lengths(WorkloadShape(sessions=Sample(20)))) == sorted(everyone * 2)
 
 
 def test_skew_gives_the_largest_sessions_the_wanted_share() -> None:
     trace = generate("coding-agent", Options(sessions=120, max_input_tokens=100_000))
     for share in (0.2, 0.465, 0.6):
-        workload = Workload.of(trace, Shape(skew=TopShare(share)))
+        workload = WorkloadDriver.of(trace, WorkloadShape(skew=TopShare(share)))
         held = sorted((workload.input_tokens_in(n) for n in range(120)), reverse=True)
         assert sum(held[:2]) / sum(held) == pytest.approx(share, abs=0.02)
         assert len(Walk(workload).done) == workload.requests < trace.request_count
@@ -218,7 +222,7 @@ def test_steeper_is_more_skewed_and_cuts_only_from_the_end() -> None:
     trace = generate("coding-agent", Options(sessions=50, max_input_tokens=100_000))
     turns = []
     for alpha in (0.0, 0.5, 1.0, 2.0):
-        workload = Workload.of(trace, Shape(skew=Zipf(alpha)))
+        workload = WorkloadDriver.of(trace, WorkloadShape(skew=Zipf(alpha)))
         turns.append([workload.requests_in(number) for number in range(50)])
         assert min(turns[-1]) >= 1
     assert turns[0] == [len(session.requests) for session in trace.sessions]
@@ -230,32 +234,32 @@ def test_steeper_is_more_skewed_and_cuts_only_from_the_end() -> None:
 def test_a_skew_that_these_sessions_can_not_have_is_refused() -> None:
     trace = generate("coding-agent", Options(sessions=100))
     with pytest.raises(InvalidInput, match=r"skew.share: 0.001 can't be had"):
-        Workload.of(trace, Shape(skew=TopShare(0.001)))
+        WorkloadDriver.of(trace, WorkloadShape(skew=TopShare(0.001)))
     with pytest.raises(InvalidInput, match=r"skew.share: 0.9999 can't be had"):
-        Workload.of(trace, Shape(skew=TopShare(0.9999)))
+        WorkloadDriver.of(trace, WorkloadShape(skew=TopShare(0.9999)))
 
 
 @pytest.mark.parametrize(
     ("shape", "field"),
     [
-        (Shape(mode=Capped(0)), "mode.lanes"),
-        (Shape(arrivals=Poisson(0.0)), "arrivals.per_s"),
-        (Shape(sessions=First(0)), "sessions.count"),
-        (Shape(sessions=Sample(-1)), "sessions.count"),
-        (Shape(skew=Zipf(-1.0)), "skew.alpha"),
-        (Shape(skew=TopShare(1.0)), "skew.share"),
-        (Shape(skew=TopShare(0.5, top=0.0)), "skew.top"),
-        (Shape(time_scale=float("nan")), "time_scale"),
-        (Shape(tool_scale=-0.1), "tool_scale"),
-        (Shape(unit_tokens=0), "unit_tokens"),
+        (WorkloadShape(mode=Capped(0)), "mode.lanes"),
+        (WorkloadShape(arrivals=Poisson(0.0)), "arrivals.per_s"),
+        (WorkloadShape(sessions=First(0)), "sessions.count"),
+        (WorkloadShape(sessions=Sample(-1)), "sessions.count"),
+        (WorkloadShape(skew=Zipf(-1.0)), "skew.alpha"),
+        (WorkloadShape(skew=TopShare(1.0)), "skew.share"),
+        (WorkloadShape(skew=TopShare(0.5, top=0.0)), "skew.top"),
+        (WorkloadShape(time_scale=float("nan")), "time_scale"),
+        (WorkloadShape(tool_scale=-0.1), "tool_scale"),
+        (WorkloadShape(unit_tokens=0), "unit_tokens"),
     ],
 )
-def test_a_choice_out_of_range_is_named(shape: Shape, field: str) -> None:
+def test_a_choice_out_of_range_is_named(shape: WorkloadShape, field: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        Workload.of(of_one(request(0)), shape)
+        WorkloadDriver.of(of_one(request(0)), shape)
     assert caught.value.field == field
 
 
 def test_a_trace_without_requests_is_refused() -> None:
     with pytest.raises(InvalidInput, match="has no requests"):
-        Workload.of(replace(of_one(request(0)), sessions=()), Shape())
+        WorkloadDriver.of(replace(of_one(request(0)), sessions=()), WorkloadShape())

@@ -12,9 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.sim.turns import Turn
-from ownerserve.sim.workload import Capped, Sample, Shape, SharedHeads, TopShare, Workload
-from ownerserve.trace.model import Agent, Request, Session, Trace
+from ownerserve.sim.turns import SimTurn
+from ownerserve.sim.workload import (
+    Capped,
+    Sample,
+    SharedHeads,
+    TopShare,
+    WorkloadDriver,
+    WorkloadShape,
+)
+from ownerserve.trace.model import Agent, Trace, TraceRequest, TraceSession
 from ownerserve.trace.read import read_trace
 from ownerserve.trace.runs import common_prefix
 from ownerserve.trace.synth.generate import generate
@@ -29,8 +36,8 @@ def units(packed: bytes) -> list[int]:
     return array("I", packed).tolist()
 
 
-def turns_of(trace: Trace, shape: Shape) -> dict[tuple[int, int], Turn]:
-    walk = Walk(Workload.of(trace, shape))
+def turns_of(trace: Trace, shape: WorkloadShape) -> dict[tuple[int, int], SimTurn]:
+    walk = Walk(WorkloadDriver.of(trace, shape))
     return {place: done.turn for place, done in walk.by_place().items()}
 
 
@@ -42,7 +49,7 @@ def common(left: list[int], right: list[int]) -> int:
     )
 
 
-def one_place_only(turns: dict[tuple[int, int], Turn]) -> None:
+def one_place_only(turns: dict[tuple[int, int], SimTurn]) -> None:
     """Ids are chained: an id has one place, and one id before it."""
     before: dict[int, tuple[int, int]] = {}
     for turn in turns.values():
@@ -54,7 +61,7 @@ def one_place_only(turns: dict[tuple[int, int], Turn]) -> None:
 @settings(max_examples=15, deadline=None)
 @given(traces(), st.sampled_from(["next_prompt", "never"]))
 def test_prompts_share_what_the_trace_says(trace: Trace, reuse: str) -> None:
-    turns = turns_of(trace, Shape(output_reuse=reuse))  # type: ignore[arg-type]
+    turns = turns_of(trace, WorkloadShape(output_reuse=reuse))  # type: ignore[arg-type]
     places = sorted(turns)
     ids = {place: units(turns[place].prompt) for place in places}
     runs = {(s, p): trace.sessions[s].requests[p].runs for s, p in places}
@@ -68,7 +75,7 @@ def test_prompts_share_what_the_trace_says(trace: Trace, reuse: str) -> None:
 @given(traces())
 def test_ids_of_a_session_are_its_own(trace: Trace) -> None:
     local = replace(trace, ids="session")
-    turns = turns_of(local, Shape())
+    turns = turns_of(local, WorkloadShape())
     one_place_only(turns)
     owner: dict[int, int] = {}
     for (number, _), turn in turns.items():
@@ -85,7 +92,7 @@ def test_ids_of_a_session_are_its_own(trace: Trace) -> None:
 @given(traces(), st.sampled_from(["next_prompt", "never"]))
 def test_lengths_are_those_of_the_trace(trace: Trace, reuse: str) -> None:
     u = trace.block_tokens
-    for (s, p), turn in turns_of(trace, Shape(output_reuse=reuse)).items():  # type: ignore[arg-type]
+    for (s, p), turn in turns_of(trace, WorkloadShape(output_reuse=reuse)).items():  # type: ignore[arg-type]
         request = trace.sessions[s].requests[p]
         assert (turn.prompt_tokens, turn.output_tokens) == (
             request.input_tokens,
@@ -97,12 +104,12 @@ def test_lengths_are_those_of_the_trace(trace: Trace, reuse: str) -> None:
         assert len(turn.output) == 4 * max(0, full_after - in_prompt)
 
 
-FIRST = Request(0.0, 20, 45, runs=((100, 1),), think_s=0.0)
-GOES_ON = Request(1.0, 100, 4, runs=((100, 3), (200, 3)), think_s=0.0)
+FIRST = TraceRequest(0.0, 20, 45, runs=((100, 1),), think_s=0.0)
+GOES_ON = TraceRequest(1.0, 100, 4, runs=((100, 3), (200, 3)), think_s=0.0)
 
 
 def test_an_answer_is_what_the_next_prompt_shows() -> None:
-    turns = turns_of(of_one(FIRST, GOES_ON), Shape())
+    turns = turns_of(of_one(FIRST, GOES_ON), WorkloadShape())
     # 20 + 45 - 1 = 64 tokens are computed: units 0-3. Unit 1 was partial and is filled.
     assert units(turns[0, 0].prompt) == [100, 101]
     assert units(turns[0, 0].output) == [102, 200]
@@ -110,7 +117,7 @@ def test_an_answer_is_what_the_next_prompt_shows() -> None:
 
 
 def test_an_answer_that_is_never_asked_for_again_has_ids_of_its_own() -> None:
-    turns = turns_of(of_one(FIRST, GOES_ON), Shape(output_reuse="never"))
+    turns = turns_of(of_one(FIRST, GOES_ON), WorkloadShape(output_reuse="never"))
     decoded = units(turns[0, 0].prompt)[1:] + units(turns[0, 0].output)
     assert len(decoded) == 3
     assert min(decoded) > 202
@@ -119,7 +126,7 @@ def test_an_answer_that_is_never_asked_for_again_has_ids_of_its_own() -> None:
 
 def test_a_partial_unit_that_is_not_filled_is_not_found_again() -> None:
     short = replace(FIRST, output_tokens=5)
-    turns = turns_of(of_one(short, GOES_ON), Shape())
+    turns = turns_of(of_one(short, GOES_ON), WorkloadShape())
     assert units(turns[0, 0].prompt)[0] == 100
     assert units(turns[0, 0].prompt)[1] > 202
     assert turns[0, 0].output == b""
@@ -127,23 +134,25 @@ def test_a_partial_unit_that_is_not_filled_is_not_found_again() -> None:
 
 def test_after_a_rewrite_the_answer_is_nobodys() -> None:
     rewritten = replace(GOES_ON, runs=((300, 6),))
-    turns = turns_of(of_one(FIRST, rewritten), Shape())
+    turns = turns_of(of_one(FIRST, rewritten), WorkloadShape())
     seen = set(units(turns[0, 1].prompt))
     assert not seen & set(units(turns[0, 0].prompt + turns[0, 0].output))
 
 
 def test_where_the_next_prompt_ends_early_the_answer_goes_on_with_ids_of_its_own() -> None:
-    turns = turns_of(of_one(FIRST, replace(GOES_ON, input_tokens=50, runs=((100, 3),))), Shape())
+    turns = turns_of(
+        of_one(FIRST, replace(GOES_ON, input_tokens=50, runs=((100, 3),))), WorkloadShape()
+    )
     assert units(turns[0, 0].prompt + turns[0, 0].output)[:3] == [100, 101, 102]
     assert units(turns[0, 0].output)[1] not in units(turns[0, 1].prompt)
     one_place_only(turns)
 
 
 def test_ids_beyond_the_prompt_are_cut_and_missing_ones_made() -> None:
-    over = Request(0.0, 40, 1, runs=((10, 9),), think_s=0.0)
-    under = Request(1.0, 80, 1, runs=((10, 2),), think_s=0.0)
-    partial_recorded = Request(2.0, 40, 1, runs=((10, 2), (500, 1)), think_s=0.0)
-    turns = turns_of(of_one(over, under, partial_recorded), Shape())
+    over = TraceRequest(0.0, 40, 1, runs=((10, 9),), think_s=0.0)
+    under = TraceRequest(1.0, 80, 1, runs=((10, 2),), think_s=0.0)
+    partial_recorded = TraceRequest(2.0, 40, 1, runs=((10, 2), (500, 1)), think_s=0.0)
+    turns = turns_of(of_one(over, under, partial_recorded), WorkloadShape())
     assert units(turns[0, 0].prompt) == [10, 11, 12]
     made = units(turns[0, 1].prompt)
     assert made[:2] == [10, 11]
@@ -153,7 +162,7 @@ def test_ids_beyond_the_prompt_are_cut_and_missing_ones_made() -> None:
 
 
 def test_an_empty_prompt_or_answer_counts_as_one_token() -> None:
-    turns = turns_of(of_one(Request(0.0, 0, 0)), Shape())
+    turns = turns_of(of_one(TraceRequest(0.0, 0, 0)), WorkloadShape())
     turn = turns[0, 0]
     assert (turn.prompt_tokens, turn.output_tokens) == (1, 1)
     assert (len(turn.prompt), turn.output) == (4, b"")
@@ -165,9 +174,9 @@ def test_without_ids_every_prompt_is_new() -> None:
         replace(s, requests=tuple(replace(r, runs=()) for r in s.requests)) for s in known.sessions
     )
     blind = replace(known, ids="none", block_tokens=0, sessions=sessions)
-    workload = Workload.of(blind, Shape(unit_tokens=10))
+    workload = WorkloadDriver.of(blind, WorkloadShape(unit_tokens=10))
     assert workload.block_tokens == 10
-    turns = turns_of(blind, Shape(unit_tokens=10))
+    turns = turns_of(blind, WorkloadShape(unit_tokens=10))
     shown = units(b"".join(turn.prompt + turn.output for turn in turns.values()))
     assert len(shown) == len(set(shown)) == 2 + 4 + 10 + 0
 
@@ -175,8 +184,10 @@ def test_without_ids_every_prompt_is_new() -> None:
 def headed(*sizes: tuple[int, int, str], ids: str = "session") -> Trace:
     """Sessions of one request of 100 tokens each, in units of 16, with heads of these sizes."""
     sessions = tuple(
-        Session(
-            f"{n}", (Request(0.0, 100, 1, runs=((7, 6),)),), agents=(Agent("", "", model, t, s),)
+        TraceSession(
+            f"{n}",
+            (TraceRequest(0.0, 100, 1, runs=((7, 6),)),),
+            agents=(Agent("", "", model, t, s),),
         )
         for n, (t, s, model) in enumerate(sizes)
     )
@@ -185,11 +196,11 @@ def headed(*sizes: tuple[int, int, str], ids: str = "session") -> Trace:
 
 def test_equal_heads_are_shared_only_where_that_was_asked_for() -> None:
     trace = headed((30, 20, "big"), (30, 20, "big"), (30, 20, "small"), (20, 30, "big"))
-    heads_off = turns_of(trace, Shape())
+    heads_off = turns_of(trace, WorkloadShape())
     shown = units(b"".join(turn.prompt for turn in heads_off.values()))
     assert len(shown) == len(set(shown))
 
-    turns = turns_of(trace, Shape(shared_heads=SharedHeads()))
+    turns = turns_of(trace, WorkloadShape(shared_heads=SharedHeads()))
     prompts = [units(turns[number, 0].prompt) for number in range(4)]
     assert [common(prompts[0], prompt) for prompt in prompts] == [7, 50 // 16, 0, 0]
     one_place_only(turns)
@@ -198,13 +209,13 @@ def test_equal_heads_are_shared_only_where_that_was_asked_for() -> None:
 def test_within_a_session_the_recorded_ids_decide() -> None:
     agents = (Agent("main", "", "big", 30, 20), Agent("sub", "", "big", 30, 20))
     requests = (
-        Request(0.0, 100, 1, runs=((0, 6),)),
-        Request(1.0, 100, 1, runs=((50, 6),), agent=1),
+        TraceRequest(0.0, 100, 1, runs=((0, 6),)),
+        TraceRequest(1.0, 100, 1, runs=((50, 6),), agent=1),
     )
     trace = headed((30, 20, "big"))
     both = replace(trace.sessions[0], agents=agents, requests=requests)
     turns = turns_of(
-        replace(trace, sessions=(*trace.sessions, both)), Shape(shared_heads=SharedHeads())
+        replace(trace, sessions=(*trace.sessions, both)), WorkloadShape(shared_heads=SharedHeads())
     )
     elsewhere, main, sub = (units(turns[place].prompt) for place in ((0, 0), (1, 0), (1, 1)))
     assert common(elsewhere, main) == 3
@@ -215,7 +226,7 @@ def test_within_a_session_the_recorded_ids_decide() -> None:
 @given(traces())
 def test_shared_heads_share_no_more_than_the_statistics_assume(trace: Trace) -> None:
     local = replace(trace, ids="session")
-    turns = turns_of(local, Shape(shared_heads=SharedHeads()))
+    turns = turns_of(local, WorkloadShape(shared_heads=SharedHeads()))
     one_place_only(turns)
     ideal = share_heads(local)
     for left, right in pairwise(range(len(trace.sessions))):
@@ -227,17 +238,18 @@ def test_shared_heads_share_no_more_than_the_statistics_assume(trace: Trace) -> 
 def test_a_session_drawn_again_shares_only_what_sessions_share() -> None:
     shared = ((0, 2),)
     sessions = tuple(
-        Session(f"{n}", (Request(0.0, 64, 1, runs=(*shared, (10 * (n + 1), 2))),)) for n in range(2)
+        TraceSession(f"{n}", (TraceRequest(0.0, 64, 1, runs=(*shared, (10 * (n + 1), 2))),))
+        for n in range(2)
     )
     trace = replace(of_one(FIRST), sessions=sessions)
-    turns = turns_of(trace, Shape(sessions=Sample(6)))
+    turns = turns_of(trace, WorkloadShape(sessions=Sample(6)))
     prompts = [units(turn.prompt) for turn in turns.values()]
     for number, left in enumerate(prompts):
         assert [common(left, right) for right in prompts[number + 1 :]] == [2] * (5 - number)
 
 
 def test_copies_of_sessions_with_ids_of_their_own_share_nothing() -> None:
-    turns = turns_of(headed((30, 20, "big")), Shape(sessions=Sample(3)))
+    turns = turns_of(headed((30, 20, "big")), WorkloadShape(sessions=Sample(3)))
     shown = units(b"".join(turn.prompt for turn in turns.values()))
     assert len(shown) == len(set(shown)) == 21
 
@@ -245,17 +257,17 @@ def test_copies_of_sessions_with_ids_of_their_own_share_nothing() -> None:
 def test_a_run_with_more_units_than_32_bits_can_name_is_refused() -> None:
     far = replace(FIRST, runs=((2**32 - 2, 1),))
     with pytest.raises(InvalidInput, match="more than the 4,294,967,296 of 32 bits"):
-        Workload.of(of_one(far, GOES_ON), Shape())
-    last = Workload.of(of_one(replace(far, output_tokens=1)), Shape())
+        WorkloadDriver.of(of_one(far, GOES_ON), WorkloadShape())
+    last = WorkloadDriver.of(of_one(replace(far, output_tokens=1)), WorkloadShape())
     assert units(last.turn(last.first()[0][1], 0.0).prompt) == [2**32 - 2, 2**32 - 1]
 
 
 def test_memory_follows_the_sessions_that_run() -> None:
     trace = generate("swe", Options(sessions=30, max_input_tokens=8_000))
-    workload = Workload.of(trace, Shape(mode=Capped(2)))
+    workload = WorkloadDriver.of(trace, WorkloadShape(mode=Capped(2)))
     most = 0
 
-    def looking(turn: Turn) -> float:
+    def looking(turn: SimTurn) -> float:
         nonlocal most
         most = max(most, len(workload._live))
         return 1.0
@@ -268,7 +280,7 @@ def test_memory_follows_the_sessions_that_run() -> None:
 
 def test_claude_code_is_walked_whole(shared_traces: Path) -> None:
     trace = read_trace(shared_traces / "claude-code-weka" / "sessions.jsonl.zst")
-    workload = Workload.of(trace, Shape(shared_heads=SharedHeads()))
+    workload = WorkloadDriver.of(trace, WorkloadShape(shared_heads=SharedHeads()))
     turns, shown = 0, 0
     pending = workload.first()
     while pending:
@@ -282,7 +294,7 @@ def test_claude_code_is_walked_whole(shared_traces: Path) -> None:
 
 def test_seed_002s_skew_can_be_had_from_claude_code(shared_traces: Path) -> None:
     trace = read_trace(shared_traces / "claude-code-weka" / "sessions.jsonl.zst")
-    workload = Workload.of(trace, Shape(skew=TopShare(0.465)))
+    workload = WorkloadDriver.of(trace, WorkloadShape(skew=TopShare(0.465)))
     held = sorted((workload.input_tokens_in(n) for n in range(570)), reverse=True)
     assert sum(held[:6]) / sum(held) == pytest.approx(0.465, abs=0.01)
 
@@ -298,7 +310,7 @@ def test_seed_002s_skew_can_be_had_from_claude_code(shared_traces: Path) -> None
 )
 def test_every_kind_of_trace_is_driven_to_its_end(shared_traces: Path, name: str) -> None:
     trace = read_trace(shared_traces / name)
-    workload = Workload.of(trace, Shape())
+    workload = WorkloadDriver.of(trace, WorkloadShape())
     walk = Walk(workload)
     assert len(walk.done) == trace.request_count
     assert workload.ended == workload.sessions

@@ -11,7 +11,7 @@ from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.registry import build
 from ownerserve.trace.cost import model_cost, read_config
 from ownerserve.trace.flops import active_parameters, flops_of
-from ownerserve.trace.model import Request, Session, Trace
+from ownerserve.trace.model import Trace, TraceRequest, TraceSession
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 DENSE = {
@@ -28,7 +28,7 @@ DENSE = {
 
 
 def one_request(input_tokens: int, output_tokens: int) -> Trace:
-    session = Session("s", (Request(0, input_tokens, output_tokens),))
+    session = TraceSession("s", (TraceRequest(0, input_tokens, output_tokens),))
     return Trace("t", "test", 0, "none", "unknown", "unknown", (session,))
 
 

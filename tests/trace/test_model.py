@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ownerserve.trace.model import Request, Session, fault, release_delay_s, waits_for
+from ownerserve.trace.model import TraceRequest, TraceSession, fault, release_delay_s, waits_for
 from ownerserve.trace.read import read_trace
 
 
@@ -19,8 +19,8 @@ def test_a_join_waits_for_all_and_counts_from_the_last(fixtures: Path) -> None:
 
 
 def test_without_a_think_time_the_recorded_gap_counts_less_the_service() -> None:
-    first = Request(0.0, 10, 1, api_s=2.0)
-    session = Session("s", (first, Request(7.0, 20, 1)))
+    first = TraceRequest(0.0, 10, 1, api_s=2.0)
+    session = TraceSession("s", (first, TraceRequest(7.0, 20, 1)))
     assert release_delay_s(session, 1, (0,)) == 5.0
 
 

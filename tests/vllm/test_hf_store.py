@@ -15,7 +15,13 @@ import pytest
 import torch
 
 from ownerserve.engines.hf.build import WorkerOptions, build_worker
-from ownerserve.engines.hf.scheduling.requests import Admitted, Delta, Request, Sampling, Stopping
+from ownerserve.engines.hf.scheduling.requests import (
+    Admitted,
+    Delta,
+    EngineRequest,
+    Sampling,
+    Stopping,
+)
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.store.disk.snapshot import StoreSnapshot
 from tests.support.vllm import connectors, oracle, tiny
@@ -37,7 +43,7 @@ def hf_serves(
     worker = build_worker(
         WorkerOptions(model=str(model), store=store, block_tokens=B, kv_bytes=32 << 20, node=node)
     )
-    asked = Request(
+    asked = EngineRequest(
         request_id="r",
         prompt=list(prompt),
         stopping=Stopping(max_tokens=new),

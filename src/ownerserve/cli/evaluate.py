@@ -20,9 +20,9 @@ from ownerserve.cli.output import OutputFolder, console_for, json_option, write_
 from ownerserve.cli.runners import runner_of, runner_options
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.report.page import SIGNS, Verdict
-from ownerserve.sim.pool import Runner
+from ownerserve.sim.pool import TaskRunner
 from ownerserve.sim.suites.base import Scale
-from ownerserve.sim.suites.publish import Report, publish
+from ownerserve.sim.suites.publish import EvaluationReport, publish
 from ownerserve.sim.suites.registry import SUITES, chosen
 from ownerserve.sim.suites.run import Traces, Work, run_work, traces_of, work_of
 
@@ -105,8 +105,8 @@ def _interrupted(*_: object) -> None:
 
 
 def _run(
-    work: Work, loaded: Traces, out: Path, *, told: str, runner: Runner, console: Console
-) -> Report:
+    work: Work, loaded: Traces, out: Path, *, told: str, runner: TaskRunner, console: Console
+) -> EvaluationReport:
     origins = {role: origin for role, (_, origin) in loaded.items()}
     total = len(work.runs) + len(work.measurements)
     with _progress(console, total) as advance:
@@ -115,7 +115,7 @@ def _run(
         return publish(concluded, out, origins=origins, command=told)
 
 
-def _verdicts(report: Report) -> Table:
+def _verdicts(report: EvaluationReport) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading, wraps in (("verdict", False), ("claim", True), ("measured", True)):
         table.add_column(heading, no_wrap=not wraps, overflow="fold")
@@ -129,7 +129,7 @@ def _verdicts(report: Report) -> Table:
     return table
 
 
-def _body(report: Report, suite: str, scale: Scale) -> dict[str, Any]:
+def _body(report: EvaluationReport, suite: str, scale: Scale) -> dict[str, Any]:
     return {
         "suite": suite,
         "scale": scale.value,

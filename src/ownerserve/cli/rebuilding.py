@@ -16,7 +16,7 @@ QUIET_S = 1.0
 """A directory that makes new owners again and has heard of nothing new for so long is filled."""
 
 
-class Known(msgspec.Struct, frozen=True):
+class DirectorySize(msgspec.Struct, frozen=True):
     """How much a directory knows. A shared backend tells `records` alone."""
 
     records: int
@@ -27,19 +27,19 @@ class Known(msgspec.Struct, frozen=True):
 class Rebuilt(msgspec.Struct, frozen=True):
     """`took_s`: until the last record came. `is_open`: it makes new owners again."""
 
-    before: Known
-    after: Known
+    before: DirectorySize
+    after: DirectorySize
     took_s: float
     is_open: bool
 
 
-def known(status: DirectoryStatus) -> Known:
+def known(status: DirectoryStatus) -> DirectorySize:
     """What a status says of that."""
     records = status.records
     if records is None:
-        return Known(status.keys or 0)
+        return DirectorySize(status.keys or 0)
     every = records.holders + records.sessions + records.prefixes + records.groups
-    return Known(every, records.sessions, records.prefixes)
+    return DirectorySize(every, records.sessions, records.prefixes)
 
 
 def rebuild(

@@ -10,7 +10,7 @@ import click
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.sim.cluster import RayRunner
-from ownerserve.sim.pool import Runner, run_tasks
+from ownerserve.sim.pool import TaskRunner, run_tasks
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -28,7 +28,7 @@ def runner_options(command: Command) -> Command:
     return jobs(ray(command))
 
 
-def runner_of(jobs: int, ray: str | None) -> Runner:
+def runner_of(jobs: int, ray: str | None) -> TaskRunner:
     """The runner that the options name. Raises InvalidInput."""
     if ray is None:
         return partial(run_tasks, processes=jobs)

@@ -37,7 +37,7 @@ from ownerserve.sim.metrics.spreads import known
 from ownerserve.sim.metrics.summary import digest
 from ownerserve.sim.pace import paces
 from ownerserve.sim.pool import PARTS
-from ownerserve.sim.setup import PD, Links, Setup, Tiers
+from ownerserve.sim.setup import PD, Links, SimSetup, Tiers
 from ownerserve.sim.sweep import Jobs, metrics_of, run_all
 from ownerserve.sim.workload import (
     Capped,
@@ -45,9 +45,9 @@ from ownerserve.sim.workload import (
     First,
     Open,
     Sample,
-    Shape,
     SharedHeads,
     TopShare,
+    WorkloadShape,
 )
 from ownerserve.trace.model import Trace
 from ownerserve.trace.read import read_trace
@@ -220,12 +220,12 @@ def _policies(given: Sequence[str], abilities: EngineAbilities) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _setup(policy: str, given: dict[str, Any]) -> Setup:
+def _setup(policy: str, given: dict[str, Any]) -> SimSetup:
     workers = given["workers"]
     prefill = given["prefill_workers"]
     if policy in PD and not prefill:
         prefill = workers // 2
-    return Setup(
+    return SimSetup(
         policy=policy,
         workers=workers,
         prefill_workers=prefill if policy in PD else 0,
@@ -257,9 +257,9 @@ def _size(given: dict[str, Any], name: str) -> int:
     return parse_bytes(given[name], field=f"--{name}") if given[name] is not None else 0
 
 
-def _shape(given: dict[str, Any]) -> Shape:
+def _shape(given: dict[str, Any]) -> WorkloadShape:
     count = given["sessions"]
-    return Shape(
+    return WorkloadShape(
         mode=_mode(given["mode"]),
         sessions=None if count is None else (Sample if given["sample"] else First)(count),
         skew=None if given["top_share"] is None else TopShare(given["top_share"]),
@@ -289,7 +289,7 @@ def _load(path: Path | None, given: dict[str, Any], console: Console) -> Trace:
 
 
 def _simulate(
-    trace: Trace, setups: dict[str, Setup], given: dict[str, Any], console: Console
+    trace: Trace, setups: dict[str, SimSetup], given: dict[str, Any], console: Console
 ) -> Simulated:
     found: dict[str, dict[str, Any]] = {}
     cpu_s, turns = 0.0, 0

@@ -19,7 +19,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from ownerserve.engines.hf.build import Worker, WorkerOptions
+    from ownerserve.engines.hf.build import HfWorker, WorkerOptions
     from ownerserve.kv.wire.curve import FleetKey
 
 
@@ -321,7 +321,7 @@ def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
     )
 
 
-def _banner(url: str, worker: Worker, options: WorkerOptions) -> str:
+def _banner(url: str, worker: HfWorker, options: WorkerOptions) -> str:
     slots = ", ".join(f"{name} {count:,}" for name, count in worker.sizes.slots.items())
     return (
         f"serving {worker.facts.model} at {url}\n"
@@ -331,7 +331,7 @@ def _banner(url: str, worker: Worker, options: WorkerOptions) -> str:
     )
 
 
-def _report(url: str, worker: Worker, options: WorkerOptions) -> dict[str, object]:
+def _report(url: str, worker: HfWorker, options: WorkerOptions) -> dict[str, object]:
     return {
         "url": url,
         "model": worker.facts.model,

@@ -42,7 +42,7 @@ class PoolUse(msgspec.Struct, frozen=True):
         }
 
 
-class Pressure(msgspec.Struct):
+class PressureTotals(msgspec.Struct):
     """What memory pressure did on all workers: the sums of the caches' counters, and what was
     copied to their stores. Blocks and boundaries are counted by component."""
 
@@ -56,7 +56,7 @@ class Pressure(msgspec.Struct):
     evicted_blocks: dict[str, int] = {}
     spilled_slots: dict[str, int] = {}
 
-    def add(self, other: Pressure) -> None:
+    def add(self, other: PressureTotals) -> None:
         """Both together."""
         for name in self.__struct_fields__:
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -102,7 +102,7 @@ class PolicyResult(msgspec.Struct, frozen=True):
     modes: dict[str, int]
     requests_by_worker: dict[str, int]
     kv_bytes: dict[str, int]
-    pressure: Pressure
+    pressure: PressureTotals
     first_errors: list[str]
     reasons: dict[str, int] = {}
     directory_messages: dict[str, int] = {}

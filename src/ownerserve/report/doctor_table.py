@@ -20,7 +20,7 @@ class Level(StrEnum):
     FAIL = "fail"
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckResult(msgspec.Struct, frozen=True):
     """One check: what was looked at, what was found, and the mend where there is one to make."""
 
     check: str
@@ -32,12 +32,12 @@ class Finding(msgspec.Struct, frozen=True):
 COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
 
-def worst(findings: Sequence[Finding]) -> Level:
+def worst(findings: Sequence[CheckResult]) -> Level:
     """Of all."""
     return max((finding.level for finding in findings), key=list(Level).index, default=Level.OK)
 
 
-def show(findings: Sequence[Finding], console: Console) -> None:
+def show(findings: Sequence[CheckResult], console: Console) -> None:
     """For people."""
     table = Table(box=None, pad_edge=False)
     for heading in ("", "check", "found"):
@@ -51,7 +51,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
     console.print(table)
 
 
-def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
+def to_json(findings: Sequence[CheckResult]) -> dict[str, Any]:
     """For programs."""
     return {
         "level": worst(findings),

@@ -103,7 +103,7 @@ class Section(msgspec.Struct, frozen=True):
     blocks: list[Block]
 
 
-class Page(msgspec.Struct, frozen=True):
+class ReportPage(msgspec.Struct, frozen=True):
     """`facts`: what the run was made with (trace, seed, commit, machine): label -> value."""
 
     title: str
@@ -118,12 +118,12 @@ def plot_from(written: Written, caption: str) -> Plot:
     return Plot(written.svg.stem, caption, written.svg.read_text(encoding="utf-8"))
 
 
-def write(page: Page, path: Path) -> None:
+def write(page: ReportPage, path: Path) -> None:
     """Write the page; equal pages are equal bytes."""
     path.write_text(render(page), encoding="utf-8", newline="\n")
 
 
-def render(page: Page) -> str:
+def render(page: ReportPage) -> str:
     """The whole document."""
     style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     anchors = _anchors(page.sections)

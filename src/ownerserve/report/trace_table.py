@@ -10,7 +10,7 @@ from rich.table import Table
 from ownerserve.kv.units import format_bytes
 from ownerserve.trace.cost import ModelCost
 from ownerserve.trace.lines import Collected
-from ownerserve.trace.stats import Spread, TraceStats
+from ownerserve.trace.stats import Distribution, TraceStats
 
 Format = Callable[[float], str]
 
@@ -46,7 +46,7 @@ def _distributions(stats: TraceStats) -> Table:
         f"{tokens(stats.total_input_tokens)} tokens in, {tokens(stats.total_output_tokens)} out"
     )
     table = _table(title, "n", "mean", "p10", "p50", "p90", "p99")
-    rows: list[tuple[str, Spread | None, Format]] = [
+    rows: list[tuple[str, Distribution | None, Format]] = [
         ("turns a session", stats.turns_per_session, tokens),
         ("input tokens", stats.input_tokens, tokens),
         ("output tokens", stats.output_tokens, tokens),

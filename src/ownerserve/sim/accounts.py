@@ -16,21 +16,21 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import ExecutionMode, RoutingUnit
 from ownerserve.node.vocabulary.chains import KnownSessions, Plain
 from ownerserve.router.messages import Dispatch
-from ownerserve.sim.metrics.counters import Counters, Migration
-from ownerserve.sim.metrics.rows import NO_WORKER, Finished
-from ownerserve.sim.sequence import Sequence
-from ownerserve.sim.turns import UNIT_BYTES, Turn
-from ownerserve.sim.worker import Worker
+from ownerserve.sim.metrics.counters import FleetCounters, Migration
+from ownerserve.sim.metrics.rows import NO_WORKER, TurnRow
+from ownerserve.sim.sequence import SimSequence
+from ownerserve.sim.turns import UNIT_BYTES, SimTurn
+from ownerserve.sim.worker import SimWorker
 
 
-class Live(msgspec.Struct, gc=False, eq=False):
+class LiveTurn(msgspec.Struct, gc=False, eq=False):
     """A turn between its release and its end, at one attempt."""
 
-    turn: Turn
-    row: Finished
+    turn: SimTurn
+    row: TurnRow
     dispatch: Dispatch
-    worker: Worker
-    sequence: Sequence
+    worker: SimWorker
+    sequence: SimSequence
     has_begun: bool = False
     mode: ExecutionMode | None = None
     brought_bytes: int = 0
@@ -38,7 +38,7 @@ class Live(msgspec.Struct, gc=False, eq=False):
     landed_s: float = 0.0
 
 
-class Conversation(msgspec.Struct, gc=False):
+class ConversationState(msgspec.Struct, gc=False):
     """What outlives a turn: who served it."""
 
     served_by: set[int]
@@ -47,14 +47,16 @@ class Conversation(msgspec.Struct, gc=False):
 class Accounts:
     """See the module. `hot_ms`: T_hot, which tells an avoidable duplicate from a needed one."""
 
-    def __init__(self, workers: Listed[Worker], counters: Counters, *, hot_ms: float) -> None:
+    def __init__(
+        self, workers: Listed[SimWorker], counters: FleetCounters, *, hot_ms: float
+    ) -> None:
         self._workers = workers
         self._counters = counters
         self._hot_ms = hot_ms
-        self._conversations: dict[SessionId, Conversation] = {}
+        self._conversations: dict[SessionId, ConversationState] = {}
         self._known = KnownSessions(1, limit=sys.maxsize)
 
-    def left(self, live: Live, now: float, *, released: RoutingUnit | None) -> None:
+    def left(self, live: LiveTurn, now: float, *, released: RoutingUnit | None) -> None:
         """What a turn that is complete leaves on devices. `released`: who is asked to let its
         session go."""
         if live.mode is ExecutionMode.MIGRATE:
@@ -66,7 +68,7 @@ class Accounts:
         self._conversations.pop(conversation, None)
         self._known.forget(conversation)
 
-    def served(self, live: Live, now: float) -> None:
+    def served(self, live: LiveTurn, now: float) -> None:
         """The row of a turn that is complete."""
         row, sequence, turn = live.row, live.sequence, live.turn
         is_apart = live.mode is ExecutionMode.REMOTE_PREFILL
@@ -92,18 +94,18 @@ class Accounts:
             row.restore_recompute_ms = sequence.replayed_tokens * prefill.b_ms
         row.mode = live.mode or self._mode(live)
 
-    def _mode(self, live: Live) -> ExecutionMode:
+    def _mode(self, live: LiveTurn) -> ExecutionMode:
         """The mode of a turn that ran where its prompt was computed."""
         row, unit = live.row, live.sequence.unit_tokens
         known_tokens = self._known.tokens_of(live.turn.name, Plain(live.turn.prompt)) * unit
         return execution_mode(known_tokens, row.cached_tokens, row.restored_tokens)
 
-    def _place(self, live: Live) -> None:
+    def _place(self, live: LiveTurn) -> None:
         """What the turn placed on devices, and what of it lies on two."""
         turn, row, here = live.turn, live.row, live.worker
         known = self._conversations.get(turn.name)
         if known is None:
-            known = self._conversations[turn.name] = Conversation(set())
+            known = self._conversations[turn.name] = ConversationState(set())
         unit_bytes, unit = here.unit_bytes, live.sequence.unit_tokens
         fresh_tokens = turn.prompt_tokens + turn.output_tokens - 1 - row.cached_tokens
         row.placed_bytes = (
@@ -130,7 +132,7 @@ class Accounts:
         self._known.left(turn.name, Plain(computed), prompt_tokens=full)
 
     @staticmethod
-    def _before(live: Live) -> int:
+    def _before(live: LiveTurn) -> int:
         """Units of the prompt that lay on this device before the turn."""
         row, unit = live.row, live.sequence.unit_tokens
         if live.mode is not ExecutionMode.REMOTE_PREFILL:
@@ -138,7 +140,7 @@ class Accounts:
         brought_units = round(live.brought_bytes / live.worker.unit_bytes)
         return max(0, live.turn.prompt_tokens // unit - brought_units)
 
-    def _moved(self, live: Live, released: RoutingUnit | None, now: float) -> None:
+    def _moved(self, live: LiveTurn, released: RoutingUnit | None, now: float) -> None:
         """The session has moved: a source that lets it go keeps nothing for it."""
         source = live.dispatch.decision.source
         assert source is not None and source.worker is not None, "a migration comes from somewhere"
@@ -148,12 +150,12 @@ class Accounts:
             known.served_by.discard(holder.index)
         self._note_move(live, completed=1, now=now)
 
-    def gave_up(self, live: Live, now: float) -> None:
+    def gave_up(self, live: LiveTurn, now: float) -> None:
         """A move has come to nothing: its state stays where it was, and the turn is computed."""
         live.landed_s = now
         self._note_move(live, completed=0, now=now)
 
-    def _note_move(self, live: Live, *, completed: int, now: float) -> None:
+    def _note_move(self, live: LiveTurn, *, completed: int, now: float) -> None:
         source = live.dispatch.decision.source
         assert source is not None and source.worker is not None, "a migration comes from somewhere"
         moved = Migration(

@@ -8,19 +8,19 @@ import msgspec
 
 from ownerserve.cache.outcomes import Resume
 from ownerserve.kv.prefix import Packed
-from ownerserve.sim.sequence import Sequence
+from ownerserve.sim.sequence import SimSequence
 
 FOLD_MAX = 1 << 30
 
 
-class Limits(msgspec.Struct, frozen=True):
+class BatchLimits(msgspec.Struct, frozen=True):
     """What an engine takes on: tokens a step, sequences at once."""
 
     step_tokens: int = 8192
     running: int = 256
 
 
-class Counts(msgspec.Struct, gc=False):
+class BatchCounts(msgspec.Struct, gc=False):
     """What an engine has done so far.
 
     `interfered_ms`: by how much prefill in the same step delayed decodes, summed over them.
@@ -35,11 +35,11 @@ class Counts(msgspec.Struct, gc=False):
     interfered_ms: float = 0.0
 
 
-class Ended(msgspec.Struct, gc=False):
+class StepsEnded(msgspec.Struct, gc=False):
     """Who reached what in the steps that are over."""
 
-    began: list[Sequence]
-    done: list[Sequence]
+    began: list[SimSequence]
+    done: list[SimSequence]
 
 
 class NodeHooks(msgspec.Struct, frozen=True):

@@ -24,27 +24,27 @@ from ownerserve.router.seats import Seats
 from ownerserve.router.settings import Settings, derive
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile, Role, Speed
-from ownerserve.sim.batch import Limits, NodeHooks
-from ownerserve.sim.engine import Engine
-from ownerserve.sim.fleet import Fleet
+from ownerserve.sim.batch import BatchLimits, NodeHooks
+from ownerserve.sim.engine import SimEngine
+from ownerserve.sim.fleet import SimFleet
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.injector import Injector
 from ownerserve.sim.layout import slots_for, unit_model
-from ownerserve.sim.lobby import Lobby
+from ownerserve.sim.lobby import SimAdmissionQueue
 from ownerserve.sim.media import duplex
 from ownerserve.sim.nodeport import SimNode
 from ownerserve.sim.nodes import NodeMaker
 from ownerserve.sim.oracle.horizon import PARTS, Foresight, NextUse
 from ownerserve.sim.oracle.infinite import FreeTransfer
-from ownerserve.sim.ownership import Ownership
+from ownerserve.sim.ownership import SimOwnership
 from ownerserve.sim.pace import Pace, load_pace, load_pace_file
-from ownerserve.sim.setup import Links, Setup
+from ownerserve.sim.setup import Links, SimSetup
 from ownerserve.sim.transfers import Transfers
-from ownerserve.sim.worker import Machine, Worker
-from ownerserve.sim.workload import Workload
+from ownerserve.sim.worker import Machine, SimWorker
+from ownerserve.sim.workload import WorkloadDriver
 
 
-class Parts(msgspec.Struct, frozen=True, kw_only=True):
+class BaselineParts(msgspec.Struct, frozen=True, kw_only=True):
     """What a baseline of the evaluation has of its own, made where production's would be. None:
     what Setup says.
 
@@ -62,14 +62,14 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     transfers: Callable[[Heap, float], Transfers] | None = None
 
 
-PRODUCTION = Parts()
+PRODUCTION = BaselineParts()
 
 
 class Built(msgspec.Struct, frozen=True):
     """A fleet that has not begun, and what is needed to read its result."""
 
     heap: Heap
-    fleet: Fleet
+    fleet: SimFleet
     pace: Pace
     settings: Settings
     nodes: NodeMaker
@@ -90,7 +90,7 @@ def geometry_of(pace: Pace) -> Geometry:
     return Geometry.of(spec_of(read_config(find_config(pace.config))))
 
 
-def settings_of(setup: Setup, speed: Speed) -> Settings:
+def settings_of(setup: SimSetup, speed: Speed) -> Settings:
     """T_hot, T_cool and the prices by the procedure of router.derive, where not set by hand."""
     spilled_to = Tier.HOST if setup.tiers.host_bytes else Tier.DISK
     settings = derive(speed, spilled_to=spilled_to)
@@ -98,7 +98,7 @@ def settings_of(setup: Setup, speed: Speed) -> Settings:
     return msgspec.structs.replace(settings, **{k: v for k, v in given.items() if v is not None})
 
 
-def build(workload: Workload, setup: Setup, parts: Parts = PRODUCTION) -> Built:
+def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PRODUCTION) -> Built:
     """Everything in place at time 0; nothing has happened."""
     heap, pace = Heap(), pace_of(setup.pace)
     geometry = geometry_of(pace)
@@ -111,8 +111,8 @@ def build(workload: Workload, setup: Setup, parts: Parts = PRODUCTION) -> Built:
     router = RouterState(policy, settings=settings)
     make_transfers = parts.transfers or _transfers
     transfers = make_transfers(heap, setup.transfer_s)
-    ownership = Ownership(heap, delay_s=setup.directory_ms / 1000.0)
-    fleet = Fleet(
+    ownership = SimOwnership(heap, delay_s=setup.directory_ms / 1000.0)
+    fleet = SimFleet(
         heap, workload, router, ownership=ownership, transfers=transfers, hot_ms=settings.hot_ms
     )
     if setup.oracle in PARTS:
@@ -123,11 +123,11 @@ def build(workload: Workload, setup: Setup, parts: Parts = PRODUCTION) -> Built:
             parts = msgspec.structs.replace(parts, order=order)
     nodes = NodeMaker(setup, pace, model)
     if setup.seats is not None:
-        fleet.lobby = Lobby(heap, Seats(router.fleet, setup.seats))
+        fleet.lobby = SimAdmissionQueue(heap, Seats(router.fleet, setup.seats))
     make = _machines(setup, pace, nodes, parts)
     for index in range(setup.workers):
         nic = duplex(f"w{index} nic", _medium(setup.links.nic_gb_s, setup.links.nic_ms))
-        worker = Worker(
+        worker = SimWorker(
             index, heap, make, nic=nic, unit_tokens=workload.block_tokens, listener=fleet
         )
         fleet.join(worker, _profile(setup, worker, pace, speed), heap.now)
@@ -138,7 +138,7 @@ def build(workload: Workload, setup: Setup, parts: Parts = PRODUCTION) -> Built:
     return Built(heap, fleet, pace, settings, nodes)
 
 
-def _policy(setup: Setup, settings: Settings, parts: Parts) -> Policy:
+def _policy(setup: SimSetup, settings: Settings, parts: BaselineParts) -> Policy:
     if setup.oracle == "infinite":
         return FreeTransfer()
     return parts.policy(settings) if parts.policy else make_policy(setup.policy, settings)
@@ -163,7 +163,7 @@ def speed_of(pace: Pace, geometry: Geometry, links: Links) -> Speed:
     return msgspec.structs.replace(pace.speed(geometry), media=media)
 
 
-def _profile(setup: Setup, worker: Worker, pace: Pace, speed: Speed) -> Profile:
+def _profile(setup: SimSetup, worker: SimWorker, pace: Pace, speed: Speed) -> Profile:
     role = Role.HYBRID
     if setup.prefill_workers:
         role = Role.PREFILL if worker.index < setup.prefill_workers else Role.DECODE
@@ -178,20 +178,20 @@ def _profile(setup: Setup, worker: Worker, pace: Pace, speed: Speed) -> Profile:
 
 
 def _machines(
-    setup: Setup, pace: Pace, nodes: NodeMaker, parts: Parts
-) -> Callable[[Worker], Machine]:
+    setup: SimSetup, pace: Pace, nodes: NodeMaker, parts: BaselineParts
+) -> Callable[[SimWorker], Machine]:
     """How each life of a worker is made."""
     order = parts.order or ORDERS.get(setup.cache_policy)
     if order is None:
         known = ", ".join(sorted(ORDERS))
         raise InvalidInput("cache_policy", f"{setup.cache_policy!r}", f"use one of {known}")
-    limits, model = Limits(setup.step_tokens, setup.running), nodes.model
+    limits, model = BatchLimits(setup.step_tokens, setup.running), nodes.model
     sizes = slots_for(model.layout, setup.kv_bytes or pace.kv_bytes_total, setup.running)
 
-    def make(worker: Worker) -> Machine:
+    def make(worker: SimWorker) -> Machine:
         cache = HeteroCache(model.layout, sizes.slots, sizes.state_slots, order())
         node = nodes.node(worker, cache, kind=parts.node)
-        engine = Engine(
+        engine = SimEngine(
             cache,
             pace,
             limits,

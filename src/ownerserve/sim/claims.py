@@ -18,8 +18,8 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd, ReleaseEnded
 from ownerserve.router.state import RouterState
 from ownerserve.sim.heap import Heap
-from ownerserve.sim.ownership import Ownership
-from ownerserve.sim.worker import Worker
+from ownerserve.sim.ownership import SimOwnership
+from ownerserve.sim.worker import SimWorker
 
 
 class Claims:
@@ -29,9 +29,9 @@ class Claims:
         self,
         heap: Heap,
         router: RouterState,
-        ownership: Ownership,
+        ownership: SimOwnership,
         *,
-        workers: Sequence[Worker],
+        workers: Sequence[SimWorker],
     ) -> None:
         self._heap = heap
         self._router = router

@@ -16,7 +16,7 @@ from typing import Any
 
 from ownerserve.kv.addresses import parse_address
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.sim.pool import PARTS, Ended, Task
+from ownerserve.sim.pool import PARTS, Task, TaskEnded
 
 AUTO = "auto"
 LOCAL = "local"
@@ -30,8 +30,8 @@ SERVER_TRIES = 3
 
 
 class RayRunner:
-    """A Runner. `address`: `auto`, `ray://HOST:10001`, or `local` for a cluster of this machine's
-    cores that ends with it."""
+    """A TaskRunner. `address`: `auto`, `ray://HOST:10001`, or `local` for a cluster of this
+    machine's cores that ends with it."""
 
     def __init__(self, address: str) -> None:
         if address not in (AUTO, LOCAL):
@@ -49,7 +49,7 @@ class RayRunner:
 
     def __call__(
         self, tasks: Mapping[str, Task], *, progress: Callable[[int], None] | None = None
-    ) -> Iterator[Ended]:
+    ) -> Iterator[TaskEnded]:
         """Raises InvalidInput when the cluster can't be reached."""
         if not tasks:
             return
@@ -104,13 +104,13 @@ class RayRunner:
                 if SERVER_FAILED not in str(error) or not tries_left:
                     raise
 
-    def _end(self, name: str, done: Any) -> Ended:
+    def _end(self, name: str, done: Any) -> TaskEnded:
         try:
-            return Ended(name, self._ray.get(done))
+            return TaskEnded(name, self._ray.get(done))
         except self._ray.exceptions.RayTaskError as error:
-            return Ended(name, error=error.cause or error)
+            return TaskEnded(name, error=error.cause or error)
         except self._ray.exceptions.RayError as error:
-            return Ended(name, error=error)
+            return TaskEnded(name, error=error)
 
 
 def _reach(address: str) -> None:

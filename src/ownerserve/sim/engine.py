@@ -28,29 +28,29 @@ from ownerserve.cache.outcomes import NoRoom, Reason, Refused, Turn
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES
-from ownerserve.sim.batch import FOLD_MAX, Counts, Ended, Limits, NodeHooks
+from ownerserve.sim.batch import FOLD_MAX, BatchCounts, BatchLimits, NodeHooks, StepsEnded
 from ownerserve.sim.pace import Pace
-from ownerserve.sim.sequence import Sequence
+from ownerserve.sim.sequence import SimSequence
 
 _order_of = attrgetter("order")
 
 
-class Engine:
+class SimEngine:
     """See the module. Calls alternate: `start`, then `end`; `arrive` between them or in a step."""
 
     def __init__(
         self,
         cache: HeteroCache,
         pace: Pace,
-        limits: Limits,
+        limits: BatchLimits,
         *,
         unit_tokens: int,
         longest_fold: int = FOLD_MAX,
         hooks: NodeHooks,
     ) -> None:
-        self.counts = Counts()
+        self.counts = BatchCounts()
         self.pending_tokens = 0
-        self.decoding: list[Sequence] = []
+        self.decoding: list[SimSequence] = []
         self._cache = cache
         self._pace = pace
         self._limits = limits
@@ -58,14 +58,14 @@ class Engine:
         self._longest_fold = longest_fold
         self._hooks = hooks
         self._has_points = bool(cache.layout.point_names)
-        self._waiting: deque[Sequence] = deque()
-        self.prefilling: list[Sequence] = []
+        self._waiting: deque[SimSequence] = deque()
+        self.prefilling: list[SimSequence] = []
         self._order = 0
         self._starved_room = -1  # blocks to be had when the queue's head was refused; -1: it wasn't
         self._has_preempted = False
         self._steps = 0
-        self._chunks: list[tuple[Sequence, int]] = []
-        self._failed: list[Sequence] = []
+        self._chunks: list[tuple[SimSequence, int]] = []
+        self._failed: list[SimSequence] = []
         self._at_risk: set[TurnId] = set()
         self._first_ms = self._growth_ms = 0.0
         self._new = 0  # tokens of prefill in the step
@@ -88,7 +88,7 @@ class Engine:
 
     # -- events ---------------------------------------------------------------------------------
 
-    def arrive(self, sequence: Sequence) -> None:
+    def arrive(self, sequence: SimSequence) -> None:
         """Take a sequence into the queue."""
         self._order += 1
         sequence.order = self._order
@@ -99,7 +99,7 @@ class Engine:
         """Keep these prefills' state at the boundary they reach next; others do so anyway."""
         self._at_risk.update({s.turn_id for s in self.prefilling}.intersection(turns))
 
-    def everyone(self) -> list[Sequence]:
+    def everyone(self) -> list[SimSequence]:
         """All sequences here, oldest first."""
         return sorted((*self._waiting, *self.prefilling, *self.decoding), key=_order_of)
 
@@ -148,13 +148,13 @@ class Engine:
             steps -= 1
         return steps
 
-    def end(self, now: float) -> Ended:
+    def end(self, now: float) -> StepsEnded:
         """What was planned is over."""
         steps, self._steps = self._steps, 0
-        ended = Ended([], [])
+        ended = StepsEnded([], [])
         self._count(steps)
-        going: list[Sequence] = []
-        full: list[tuple[int, int, Sequence]] = []
+        going: list[SimSequence] = []
+        full: list[tuple[int, int, SimSequence]] = []
         unit, context = self._unit, 0
         for index, sequence in enumerate(self.decoding):
             sequence.position = position = sequence.position + steps
@@ -276,7 +276,7 @@ class Engine:
             return False
         return self._starved_room < 0 or self._cache.rooms.obtainable_blocks() > self._starved_room
 
-    def _admit(self, sequence: Sequence, budget: int, now: float) -> int:
+    def _admit(self, sequence: SimSequence, budget: int, now: float) -> int:
         """Begin the queue's head and plan its first chunk; 0 when it can't begin now: only the
         first chunk's room is taken, but there must be room for all (scheduler_reserve_full_isl)."""
         turn_id, prompt = sequence.turn_id, sequence.prompt
@@ -327,20 +327,20 @@ class Engine:
         """Nothing arrives, nothing is being copied out: no room now is no room ever."""
         return not sum(self._cache.ingest.counts()) and not self._cache.pressure.locks()
 
-    def _give_up(self, sequence: Sequence) -> None:
+    def _give_up(self, sequence: SimSequence) -> None:
         """It can never run here: it is out, and the next one may be tried."""
         self._waiting.remove(sequence)
         self._recount(sequence, 0)
         self._failed.append(sequence)
 
-    def failed(self) -> list[Sequence]:
+    def failed(self) -> list[SimSequence]:
         """Sequences that can never run here, once each."""
         failed, self._failed = self._failed, []
         return failed
 
     # -- room -----------------------------------------------------------------------------------
 
-    def _make_room(self, sequence: Sequence, tokens: int, now: float) -> bool:
+    def _make_room(self, sequence: SimSequence, tokens: int, now: float) -> bool:
         """Reserve for [0, tokens), preempting from the youngest; False: it was preempted itself."""
         upto = -(-tokens // self._unit)
         while upto > sequence.reserved:
@@ -351,7 +351,7 @@ class Engine:
                 return False
         return True
 
-    def _reserve(self, sequence: Sequence, tokens: int, now: float) -> bool:
+    def _reserve(self, sequence: SimSequence, tokens: int, now: float) -> bool:
         """For [0, tokens) of a decode, more than it has, if there is room."""
         upto = -(-tokens // self._unit)
         if isinstance(self._cache.reserve(sequence.turn_id, upto, now), NoRoom):
@@ -359,7 +359,7 @@ class Engine:
         sequence.reserved = upto
         return True
 
-    def _preempt_youngest(self, now: float) -> Sequence:
+    def _preempt_youngest(self, now: float) -> SimSequence:
         self._has_preempted = True
         victim = max((*self.decoding, *self.prefilling), key=_order_of)
         if victim in self.decoding:
@@ -374,7 +374,7 @@ class Engine:
             self._give_up(victim)
         return victim
 
-    def _put_back(self, sequence: Sequence, now: float) -> None:
+    def _put_back(self, sequence: SimSequence, now: float) -> None:
         """It waits again, the oldest first; what it sealed stays in the cache while there is room.
 
         A prefill that stands at a boundary keeps its state there, and goes on from it.
@@ -392,13 +392,15 @@ class Engine:
         self._waiting.insert(len(older), sequence)
         self._starved_room = -1
 
-    def _recount(self, sequence: Sequence, tokens: int) -> None:
+    def _recount(self, sequence: SimSequence, tokens: int) -> None:
         self.pending_tokens += tokens - sequence.pending_tokens
         sequence.pending_tokens = tokens
 
     # -- progress -------------------------------------------------------------------------------
 
-    def _advance(self, sequence: Sequence, tokens: int, ended: Ended, *, now: float) -> None:
+    def _advance(
+        self, sequence: SimSequence, tokens: int, ended: StepsEnded, *, now: float
+    ) -> None:
         """A chunk is computed; the one that ends the prefill samples a token."""
         sequence.position += tokens
         sequence.computed_tokens += tokens
@@ -418,7 +420,9 @@ class Engine:
         else:
             ended.done.append(sequence)
 
-    def _tell_in_order(self, full: list[tuple[int, int, Sequence]], steps: int, now: float) -> None:
+    def _tell_in_order(
+        self, full: list[tuple[int, int, SimSequence]], steps: int, now: float
+    ) -> None:
         """Tell of (step of the fold, place in the batch, whose unit was then full): each when it
         was, since what is older goes first."""
         full.sort()
@@ -427,7 +431,7 @@ class Engine:
             at = now if step >= steps else now - (whole_ms - self._duration_ms(step)) / 1000.0
             self._tell(sequence, sequence.told + 1, at)
 
-    def _tell(self, sequence: Sequence, upto: int, now: float) -> None:
+    def _tell(self, sequence: SimSequence, upto: int, now: float) -> None:
         """Tell the cache of the units up to `upto`, keeping point state on the way."""
         upto = min(upto, sequence.reserved)
         if upto <= sequence.told:
@@ -439,13 +443,13 @@ class Engine:
                     self._cache.snapshot(sequence.turn_id, now)
         self._seal(sequence, upto, now)
 
-    def _seal(self, sequence: Sequence, upto: int, now: float) -> None:
+    def _seal(self, sequence: SimSequence, upto: int, now: float) -> None:
         if upto > sequence.told:
             ids = sequence.units[sequence.told * TOKEN_BYTES : upto * TOKEN_BYTES]
             self._cache.advance(sequence.turn_id, ids, now)
             sequence.told = upto
 
-    def _stops(self, sequence: Sequence, upto: int) -> list[int]:
+    def _stops(self, sequence: SimSequence, upto: int) -> list[int]:
         """Boundaries in (told, upto] at which state is kept, as the reference engine's grid has
         them: the prompt's last two, those a policy names, and while decoding the latest."""
         block, unit = self._block, self._unit

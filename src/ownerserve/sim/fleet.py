@@ -42,20 +42,20 @@ from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile
 from ownerserve.router.worker import Worker as Unit
 from ownerserve.sim import gauge
-from ownerserve.sim.accounts import Accounts, Live
+from ownerserve.sim.accounts import Accounts, LiveTurn
 from ownerserve.sim.claims import Claims
 from ownerserve.sim.heap import Heap
-from ownerserve.sim.lobby import Lobby
-from ownerserve.sim.metrics.counters import Counters
-from ownerserve.sim.metrics.rows import NO_WORKER, Finished, Rows
+from ownerserve.sim.lobby import SimAdmissionQueue
+from ownerserve.sim.metrics.counters import FleetCounters
+from ownerserve.sim.metrics.rows import NO_WORKER, Rows, TurnRow
 from ownerserve.sim.oracle.horizon import Foresight
-from ownerserve.sim.ownership import Ownership
-from ownerserve.sim.sequence import Sequence, sequence_of
-from ownerserve.sim.told import Told
-from ownerserve.sim.transfers import Brought, Landing, Transfers
-from ownerserve.sim.turns import UNIT_BYTES, Turn, prefix_name
-from ownerserve.sim.worker import Worker
-from ownerserve.sim.workload import Workload
+from ownerserve.sim.ownership import SimOwnership
+from ownerserve.sim.sequence import SimSequence, sequence_of
+from ownerserve.sim.told import InventoryReaders
+from ownerserve.sim.transfers import TransferOutcome, TransferResult, Transfers
+from ownerserve.sim.turns import UNIT_BYTES, SimTurn, prefix_name
+from ownerserve.sim.worker import SimWorker
+from ownerserve.sim.workload import WorkloadDriver
 
 BYTES_PER_TOKEN = 4
 """Of a request's body; the router learns each session's own ratio from what was counted."""
@@ -69,35 +69,35 @@ _BRINGING = frozenset(
 )
 
 
-class Fleet:
+class SimFleet:
     """See the module. Wired by `build`; `run` lets all of the workload happen."""
 
     def __init__(
         self,
         heap: Heap,
-        workload: Workload,
+        workload: WorkloadDriver,
         router: RouterState,
         *,
-        ownership: Ownership,
+        ownership: SimOwnership,
         transfers: Transfers,
         hot_ms: float,
     ) -> None:
         self.rows = Rows()
-        self.counters = Counters()
-        self.workers: list[Worker] = []
+        self.counters = FleetCounters()
+        self.workers: list[SimWorker] = []
         self.ownership = ownership
         self.claims = Claims(heap, router, ownership, workers=self.workers)
-        self.lobby = Lobby(heap, None)
+        self.lobby = SimAdmissionQueue(heap, None)
         self.foresight: Foresight | None = None
         """An oracle that is told what turns do, and knows when they come back."""
         self.router = router
         self._heap = heap
         self._workload = workload
         self._transfers = transfers
-        self._told = Told(self.workers, router.handle)
+        self._told = InventoryReaders(self.workers, router.handle)
         self._accounts = Accounts(self.workers, self.counters, hot_ms=hot_ms)
-        self._live: dict[TurnId, Live] = {}
-        self._apart: dict[TurnId, Live] = {}
+        self._live: dict[TurnId, LiveTurn] = {}
+        self._apart: dict[TurnId, LiveTurn] = {}
         self._coming = 0  # releases on the heap
 
     @property
@@ -110,7 +110,7 @@ class Fleet:
         """Whether a turn is live or will be released."""
         return self._coming > 0 or bool(self._live) or len(self.lobby) > 0
 
-    def join(self, worker: Worker, profile: Profile | None, now: float) -> None:
+    def join(self, worker: SimWorker, profile: Profile | None, now: float) -> None:
         """A worker is up. `profile` None: as in its former life."""
         if worker.index == len(self.workers):
             self.workers.append(worker)
@@ -118,7 +118,7 @@ class Fleet:
         self.router.handle(up, now)
         self.ownership.lives(worker.unit, now)
 
-    def down(self, worker: Worker, now: float) -> None:
+    def down(self, worker: SimWorker, now: float) -> None:
         """A worker dies. Its connections break, so the gateway knows at once: what it had not
         begun to answer is tried elsewhere, what it had begun has failed."""
         self.router.handle(WorkerDown(worker.name, Down.UNREACHABLE), now)
@@ -126,7 +126,7 @@ class Fleet:
         worker.crash(now)
         self._transfers.room_at(worker, now)  # nobody waits for room at the dead
 
-    def back(self, worker: Worker, now: float) -> None:
+    def back(self, worker: SimWorker, now: float) -> None:
         """It is up again, in its next life."""
         worker.rise()
         self.join(worker, None, now)
@@ -152,15 +152,15 @@ class Fleet:
         else:
             self._enter(turn, now)
 
-    def _enter(self, turn: Turn, now: float) -> None:
+    def _enter(self, turn: SimTurn, now: float) -> None:
         self._coming -= 1
         self.counters.turns_released += 1
         self.lobby.enter(turn, self._arrive, now)
 
-    def _arrive(self, turn: Turn, now: float) -> None:
+    def _arrive(self, turn: SimTurn, now: float) -> None:
         if self.foresight is not None:
             self.foresight.arrived(turn, now)
-        row = Finished(
+        row = TurnRow(
             turn.number, turn.session, turn.position, turn.arrived_s, turn.prompt_tokens,
             turn.output_tokens,
         )  # fmt: skip
@@ -177,7 +177,7 @@ class Fleet:
         if isinstance(outcome, Refuse):
             self._refused(turn, row, now)
             return
-        live = Live(turn, row, outcome, self._at(outcome), self._sequence(turn))
+        live = LiveTurn(turn, row, outcome, self._at(outcome), self._sequence(turn))
         self._live[live.sequence.turn_id] = live
         if owner is None:
             row.owner_wait_ms = outcome.decision.worker.queue_ms
@@ -187,13 +187,13 @@ class Fleet:
         known = self.router.sessions.get(session)
         return None if known is None else known.live_home
 
-    def _at(self, dispatch: Dispatch) -> Worker:
+    def _at(self, dispatch: Dispatch) -> SimWorker:
         return self.workers[dispatch.decision.worker.order]
 
-    def _sequence(self, turn: Turn) -> Sequence:
+    def _sequence(self, turn: SimTurn) -> SimSequence:
         return sequence_of(turn, self._workload.block_tokens)
 
-    def _place(self, live: Live, now: float) -> None:
+    def _place(self, live: LiveTurn, now: float) -> None:
         """Perform the decision."""
         decision, turn = live.dispatch.decision, live.turn
         live.decided_s = live.row.routed_s = now
@@ -214,41 +214,41 @@ class Fleet:
         else:
             self._submit(live, now)
 
-    def _submit(self, live: Live, now: float) -> None:
+    def _submit(self, live: LiveTurn, now: float) -> None:
         """The turn is at the worker that is to answer it."""
         turn, worker = live.turn, live.worker
         epoch = self.claims.epoch_of(turn.name)
         self.ownership.came(turn.name, worker.unit, parent=turn.parent, epoch=epoch, now=now)
         worker.submit(live.sequence, now)
 
-    def _brought(self, live: Live, brought: Brought, now: float) -> None:
+    def _brought(self, live: LiveTurn, brought: TransferResult, now: float) -> None:
         """A transfer for this turn is over, well or not: what landed is in the cache."""
         moves = live.dispatch.decision.action is PlacementAction.STATE_MIGRATION
-        if brought.landing is Landing.LOST:
+        if brought.landing is TransferOutcome.LOST:
             if moves:
                 self._accounts.gave_up(live, now)
             self._lost(live, now, reason=Reason.ENGINE_ERROR)
             return
         self._waited(live, brought, now)
-        if brought.landing is Landing.LANDED:
+        if brought.landing is TransferOutcome.LANDED:
             live.landed_s = now
             live.mode = ExecutionMode.MIGRATE if moves else ExecutionMode.FETCH
-        elif moves and brought.landing is not Landing.NOTHING_TO_BRING:
+        elif moves and brought.landing is not TransferOutcome.NOTHING_TO_BRING:
             self._accounts.gave_up(live, now)
         self._submit(live, now)
 
     @staticmethod
-    def _waited(live: Live, brought: Brought, now: float) -> None:
+    def _waited(live: LiveTurn, brought: TransferResult, now: float) -> None:
         row = live.row
         row.restore_queue_ms += brought.waited_s * 1000.0
         row.restore_load_ms += (now - live.decided_s - brought.waited_s) * 1000.0
         row.network_bytes += brought.bytes
-        if brought.landing is Landing.LANDED:
+        if brought.landing is TransferOutcome.LANDED:
             live.brought_bytes = brought.bytes
 
     # -- what workers say -----------------------------------------------------------------------
 
-    def began(self, sequence: Sequence, now: float) -> None:
+    def began(self, sequence: SimSequence, now: float) -> None:
         """First token: the prefill is over."""
         live = self._live.get(sequence.turn_id)
         if live is None:
@@ -259,7 +259,7 @@ class Fleet:
         self.claims.began(live.turn.name, live.worker.unit, now)
         self._report(live, now)
 
-    def _report(self, live: Live, now: float) -> None:
+    def _report(self, live: LiveTurn, now: float) -> None:
         """Where the prompt's state is now, as a worker stamps it on its answer."""
         session, full = live.dispatch.session, live.turn.prompt_tokens // live.sequence.unit_tokens
         if session is not None and full:
@@ -267,7 +267,7 @@ class Fleet:
             said = Reported(unit, Tier.DEVICE, tip.prefix_hash, tip.tokens, session)
             self.router.handle(said, now)
 
-    def _left(self, live: Live, now: float) -> None:
+    def _left(self, live: LiveTurn, now: float) -> None:
         """What the worker and the gateway tell of ownership when a turn is complete."""
         turn, unit, sequence = live.turn, live.worker.unit, live.sequence
         full = (turn.prompt_tokens + turn.output_tokens - 1) // sequence.unit_tokens
@@ -276,7 +276,7 @@ class Fleet:
         if turn.is_last:
             self.ownership.over(turn.name, unit, now)
 
-    def served(self, sequence: Sequence, now: float) -> None:
+    def served(self, sequence: SimSequence, now: float) -> None:
         """A turn is complete, or its prefill part is."""
         live = self._apart.pop(sequence.turn_id, None)
         if live is not None:
@@ -298,7 +298,7 @@ class Fleet:
         self._over(turn, self._workload.finished(turn, now), now)
         self._transfers.room_at(live.worker, now)
 
-    def _prefilled(self, live: Live, part: Sequence, now: float) -> None:
+    def _prefilled(self, live: LiveTurn, part: SimSequence, now: float) -> None:
         """The prompt is computed elsewhere: bring it, then decode."""
         prefiller = self.workers[live.row.prefill_worker]
         live.decided_s = now
@@ -311,21 +311,21 @@ class Fleet:
         self._transfers.bring(prefiller, live.worker, live.sequence.prompt, then=then, now=now)
         self._transfers.room_at(prefiller, now)
 
-    def _sent(self, live: Live, brought: Brought, now: float) -> None:
+    def _sent(self, live: LiveTurn, brought: TransferResult, now: float) -> None:
         """What was computed elsewhere has come, or has not: then it is computed here."""
-        if brought.landing is Landing.LOST:
+        if brought.landing is TransferOutcome.LOST:
             self._lost(live, now, reason=Reason.ENGINE_ERROR)
             return
-        if brought.landing is Landing.NO_ROOM:
+        if brought.landing is TransferOutcome.NO_ROOM:
             self._lost(live, now, reason=Reason.NO_ROOM)
             return
         self._waited(live, brought, now)
-        if brought.landing in (Landing.LATE, Landing.SOURCE_LOST):
+        if brought.landing in (TransferOutcome.LATE, TransferOutcome.SOURCE_LOST):
             live.sequence.landed_tokens, live.mode = 0, None
             live.row.prefill_worker = NO_WORKER
         self._submit(live, now)
 
-    def lost(self, sequence: Sequence, now: float) -> None:
+    def lost(self, sequence: SimSequence, now: float) -> None:
         """A worker can't run it, ever; or has died with it."""
         live = self._apart.pop(sequence.turn_id, None)
         if live is not None:
@@ -336,7 +336,7 @@ class Fleet:
         self._lost(live, now, reason=Reason.TOO_LONG if where.is_up else Reason.ENGINE_ERROR)
         self._transfers.room_at(where, now)
 
-    def _lost(self, live: Live, now: float, *, reason: Reason) -> None:
+    def _lost(self, live: LiveTurn, now: float, *, reason: Reason) -> None:
         """Try another worker while nothing has reached the client; else the turn has failed."""
         turn, row, receipt = live.turn, live.row, live.dispatch.receipt
         del self._live[live.sequence.turn_id]
@@ -351,7 +351,7 @@ class Fleet:
             failure = Failure.CLOSED if died else Failure.REFUSED
             outcome = self.router.handle(Failed(receipt, failure), now)
         if isinstance(outcome, Dispatch):
-            again = Live(turn, row, outcome, self._at(outcome), self._sequence(turn))
+            again = LiveTurn(turn, row, outcome, self._at(outcome), self._sequence(turn))
             row.attempts, row.prefill_worker = outcome.attempt, NO_WORKER
             self._live[again.sequence.turn_id] = again
             self._place(again, now)
@@ -362,11 +362,11 @@ class Fleet:
             row.first_token_s = live.sequence.first_token_s
         self._close(turn, row, now)
 
-    def _refused(self, turn: Turn, row: Finished, now: float) -> None:
+    def _refused(self, turn: SimTurn, row: TurnRow, now: float) -> None:
         row.mode, row.reason = ExecutionMode.REFUSED, Reason.OVERLOADED
         self._close(turn, row, now)
 
-    def _close(self, turn: Turn, row: Finished, now: float) -> None:
+    def _close(self, turn: SimTurn, row: TurnRow, now: float) -> None:
         """A turn that was not served: its times after the last one known are its end."""
         row.started_s = max(row.started_s, row.routed_s)
         row.first_token_s = max(row.first_token_s, row.started_s)
@@ -374,7 +374,7 @@ class Fleet:
         self.rows.add(row)
         self._over(turn, self._workload.failed(turn, now), now)
 
-    def _over(self, turn: Turn, releases: list[tuple[float, Any]], now: float) -> None:
+    def _over(self, turn: SimTurn, releases: list[tuple[float, Any]], now: float) -> None:
         if self.foresight is not None:
             self.foresight.over(turn, releases, now)
         if self._workload.ended > len(self.counters.completed):
@@ -408,13 +408,13 @@ class Fleet:
         self.ownership.check(self._heap.now)
 
 
-def _tip(sequence: Sequence, full: int) -> SessionTip:
+def _tip(sequence: SimSequence, full: int) -> SessionTip:
     """Where its first `full` units end."""
     name = prefix_name(sequence.units[full * UNIT_BYTES - UNIT_BYTES : full * UNIT_BYTES])
     return SessionTip(name, full * sequence.unit_tokens)
 
 
-def _prefill_of(sequence: Sequence) -> Sequence:
+def _prefill_of(sequence: SimSequence) -> SimSequence:
     """The same prompt, for a worker that only computes it."""
     turn = msgspec.structs.replace(sequence.turn, output_tokens=1, output=b"")
     part = sequence_of(turn, sequence.unit_tokens)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.sim.metrics.counters import Counters
+from ownerserve.sim.metrics.counters import FleetCounters
 from ownerserve.sim.metrics.samples import WorkerSample
-from ownerserve.sim.worker import Worker
+from ownerserve.sim.worker import SimWorker
 
 
-def status(worker: Worker, now: float) -> WorkerLoad:
+def status(worker: SimWorker, now: float) -> WorkerLoad:
     """The stamp on an answer."""
     machine, restoring = worker.machine, worker.restoring
     engine = machine.engine
@@ -29,7 +29,7 @@ def status(worker: Worker, now: float) -> WorkerLoad:
     )
 
 
-def pending_tokens(worker: Worker) -> int:
+def pending_tokens(worker: SimWorker) -> int:
     """Prompt tokens that are there and not computed."""
     tokens = worker.machine.engine.pending_tokens
     for sequence in worker.restoring.values():
@@ -37,7 +37,7 @@ def pending_tokens(worker: Worker) -> int:
     return tokens
 
 
-def sample(worker: Worker) -> WorkerSample:
+def sample(worker: SimWorker) -> WorkerSample:
     """Its load now."""
     engine, blocks = worker.machine.engine, worker.machine.cache.rooms.blocks
     busy_ms = 0.0
@@ -49,7 +49,7 @@ def sample(worker: Worker) -> WorkerSample:
     return WorkerSample(pending, running, used_bytes, busy_ms / 1000.0)
 
 
-def tally(worker: Worker, counters: Counters) -> None:
+def tally(worker: SimWorker, counters: FleetCounters) -> None:
     """Add what all its lives did."""
     for machine in worker.lives:
         counts, cache = machine.engine.counts, machine.cache.counters

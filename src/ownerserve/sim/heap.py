@@ -18,7 +18,7 @@ from ownerserve.kv.errors import InvariantViolated
 Call = Callable[[float], None]
 
 
-class Entry(msgspec.Struct, eq=False):
+class TimedCall(msgspec.Struct, eq=False):
     """A call that waits for its instant; None once it has happened or was cancelled."""
 
     when_s: float
@@ -37,15 +37,15 @@ class Heap:
         self.events = 0
         self._order = 0
         self._left = 0
-        self._waiting: list[tuple[float, int, Entry]] = []
-        self._far: list[tuple[float, int, Entry]] = []
+        self._waiting: list[tuple[float, int, TimedCall]] = []
+        self._far: list[tuple[float, int, TimedCall]] = []
         """What was known at the start, the next one last: it need not make the heap deep."""
 
-    def at(self, when_s: float, call: Call) -> Entry:
+    def at(self, when_s: float, call: Call) -> TimedCall:
         """Make `call(now)` happen at `when_s`, which must not be past."""
         if when_s < self.now:
             raise InvariantViolated(f"invariant 8: {when_s} s was asked for at {self.now} s")
-        entry = Entry(when_s, call)
+        entry = TimedCall(when_s, call)
         self._order += 1
         heappush(self._waiting, (when_s, self._order, entry))
         return entry
@@ -54,7 +54,7 @@ class Heap:
         """As `at` for each; to be called before anything happens."""
         for when_s, call in calls:
             self._order += 1
-            self._far.append((max(when_s, self.now), self._order, Entry(when_s, call)))
+            self._far.append((max(when_s, self.now), self._order, TimedCall(when_s, call)))
         self._far.sort(reverse=True)
 
     def next_s(self) -> float | None:

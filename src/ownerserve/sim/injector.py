@@ -11,7 +11,7 @@ from functools import partial
 from math import isfinite
 
 from ownerserve.sim.faults import Fault, FaultKind
-from ownerserve.sim.fleet import Fleet
+from ownerserve.sim.fleet import SimFleet
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.tier import SimTier
 
@@ -19,7 +19,7 @@ from ownerserve.sim.tier import SimTier
 class Injector:
     """Faults of one run. `disks` by the index of their worker."""
 
-    def __init__(self, heap: Heap, fleet: Fleet, disks: Mapping[int, SimTier]) -> None:
+    def __init__(self, heap: Heap, fleet: SimFleet, disks: Mapping[int, SimTier]) -> None:
         self.begun = 0
         self._heap = heap
         self._fleet = fleet

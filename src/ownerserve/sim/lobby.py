@@ -10,25 +10,25 @@ from collections.abc import Callable
 
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.seats import Enter, Seats, Ticket
-from ownerserve.sim.heap import Entry, Heap
-from ownerserve.sim.turns import Turn
+from ownerserve.sim.heap import Heap, TimedCall
+from ownerserve.sim.turns import SimTurn
 
-Go = Callable[[Turn, float], None]
+Go = Callable[[SimTurn, float], None]
 
 
-class Lobby:
+class SimAdmissionQueue:
     """In front of one router."""
 
     def __init__(self, heap: Heap, seats: Seats | None) -> None:
         self.seats = seats
         self._heap = heap
-        self._waiting: dict[Ticket, tuple[Turn, Go]] = {}
-        self._timer: Entry | None = None
+        self._waiting: dict[Ticket, tuple[SimTurn, Go]] = {}
+        self._timer: TimedCall | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def enter(self, turn: Turn, go: Go, now: float) -> None:
+    def enter(self, turn: SimTurn, go: Go, now: float) -> None:
         """`go(turn, now)`, now or when there is a seat."""
         if self.seats is None:
             go(turn, now)
@@ -44,7 +44,7 @@ class Lobby:
         self._waiting[answer.ticket] = turn, go
         self._arm(now)
 
-    def ended(self, turn: Turn, now: float) -> None:
+    def ended(self, turn: SimTurn, now: float) -> None:
         """A turn is over: its context is known, and perhaps a seat is free."""
         if self.seats is None:
             return

@@ -61,8 +61,8 @@ from ownerserve.plan.inputs import FULL_ABILITIES, Abilities
 from ownerserve.plan.restore import Planner
 from ownerserve.sim.layout import UnitModel, unit_defaults, unit_policy
 from ownerserve.sim.media import Duplex, in_series
-from ownerserve.sim.store import Move, Present, Reading, Room, SimStore
-from ownerserve.sim.stored import Losses, held_units, located
+from ownerserve.sim.store import AlreadyKept, PendingRead, Room, SimStore, TierCopy
+from ownerserve.sim.stored import LostRecords, held_units, located
 from ownerserve.store.format.model import MissReason
 
 TICK_S = 0.01
@@ -157,7 +157,7 @@ class SimNode:
         self._armed_s: float | None = None
         self._ticked_s = 0.0
         self._file: dict[SessionId, Tip] = {}
-        self._losses = Losses(store)
+        self._losses = LostRecords(store)
 
     def goes_on(self, file: dict[SessionId, Tip], now: float) -> None:
         """The file of a former life, which this one goes on writing."""
@@ -292,7 +292,7 @@ class SimNode:
 
     def _fetch(self, fetch: Fetch, now: float) -> None:
         reading = self.store.read(fetch.wants, now, deadline_s=fetch.deadline_s)
-        if not isinstance(reading, Reading):
+        if not isinstance(reading, PendingRead):
             reason, id_ = reading
             late = reason is MissReason.DEADLINE
             when_s = max(now, fetch.deadline_s) if late else now + self.store.lookup_s
@@ -305,13 +305,13 @@ class SimNode:
         if self._take(answer.errand):
             self.handle(answer, now)
 
-    def _read(self, fetch: Fetch, reading: Reading, now: float) -> None:
+    def _read(self, fetch: Fetch, reading: PendingRead, now: float) -> None:
         """In host memory: on to the device."""
         if self.is_alive and fetch.errand in self._asked:
             done_s = self.pcie.back.take(reading.bytes, now)
             self._at(done_s, partial(self._landed, fetch, reading))
 
-    def _landed(self, fetch: Fetch, reading: Reading, now: float) -> None:
+    def _landed(self, fetch: Fetch, reading: PendingRead, now: float) -> None:
         if not self._take(fetch.errand):
             return
         if reading.tier is not None:
@@ -344,7 +344,7 @@ class SimNode:
             if isinstance(room, Room):
                 rooms.append(room)
                 written.append(copy.errand)
-            elif isinstance(room, Present):
+            elif isinstance(room, AlreadyKept):
                 answers.append(Kept(copy.errand))
             else:
                 answers.append(NotKept(copy.errand))
@@ -370,7 +370,7 @@ class SimNode:
             done_s, moves = started
             self._at(done_s, partial(self._moved, moves))
 
-    def _moved(self, moves: Sequence[Move], now: float) -> None:
+    def _moved(self, moves: Sequence[TierCopy], now: float) -> None:
         if self.is_alive:
             self.store.moved(moves, now)
             self._start_moves(now)

@@ -13,13 +13,13 @@ from ownerserve.node.vocabulary.records import Tip
 from ownerserve.plan.cost.load import Medium
 from ownerserve.sim.layout import UnitModel
 from ownerserve.sim.media import duplex
-from ownerserve.sim.metrics.counters import Counters
+from ownerserve.sim.metrics.counters import FleetCounters
 from ownerserve.sim.nodeport import SimNode, make_node
 from ownerserve.sim.pace import Pace
-from ownerserve.sim.setup import Setup
+from ownerserve.sim.setup import SimSetup
 from ownerserve.sim.store import SimStore
 from ownerserve.sim.tier import SimTier, TierPlan
-from ownerserve.sim.worker import Worker
+from ownerserve.sim.worker import SimWorker
 from ownerserve.store.tiers.policy import split
 
 BURST_S = 3600.0
@@ -29,7 +29,7 @@ BURST_S = 3600.0
 class NodeMaker:
     """Nodes for the workers of one fleet."""
 
-    def __init__(self, setup: Setup, pace: Pace, model: UnitModel) -> None:
+    def __init__(self, setup: SimSetup, pace: Pace, model: UnitModel) -> None:
         self.disks: dict[int, SimTier] = {}
         self._files: dict[int, dict[SessionId, Tip]] = {}
         self._setup = setup
@@ -44,7 +44,9 @@ class NodeMaker:
             )
             self._remote = SimTier(plan, "remote")
 
-    def node(self, worker: Worker, cache: HeteroCache, *, kind: type[SimNode] = SimNode) -> SimNode:
+    def node(
+        self, worker: SimWorker, cache: HeteroCache, *, kind: type[SimNode] = SimNode
+    ) -> SimNode:
         """The node of a worker's new life: an empty host cache, the disk as it was left; or none
         of any, over a store that is always empty."""
         engine = worker.checkpoint
@@ -64,7 +66,7 @@ class NodeMaker:
             node.goes_on(self._files.setdefault(worker.index, {}), worker.heap.now)
         return node
 
-    def tally(self, counters: Counters) -> None:
+    def tally(self, counters: FleetCounters) -> None:
         """Add what was written to drives, and read from them."""
         for disk in self.disks.values():
             counters.ssd_read_bytes += disk.reads.moved_bytes
@@ -72,7 +74,7 @@ class NodeMaker:
                 counters.ssd_new_bytes += disk.segments.appended_bytes
                 counters.ssd_written_bytes += disk.segments.written_bytes
 
-    def _tiers(self, worker: Worker) -> list[SimTier]:
+    def _tiers(self, worker: SimWorker) -> list[SimTier]:
         setup, links = self._setup.tiers, self._setup.links
         found: list[SimTier] = []
         if setup.host_bytes:
@@ -88,7 +90,7 @@ class NodeMaker:
             found.append(self._remote)
         return found
 
-    def _disk(self, worker: Worker) -> SimTier:
+    def _disk(self, worker: SimWorker) -> SimTier:
         setup, links = self._setup.tiers, self._setup.links
         budget = None
         if setup.disk_bytes_per_day is not None:

@@ -56,7 +56,7 @@ class _Node:
         self.is_asking = False
 
 
-class Ownership:
+class SimOwnership:
     """What workers tell the directory and hear of it."""
 
     def __init__(self, heap: Heap, *, delay_s: float) -> None:

@@ -28,7 +28,7 @@ MIN_STEPS = 8
 COLUMNS = "new, prefix (or weighted), decode_context, batch, ms"
 
 
-class Step(msgspec.Struct, frozen=True, gc=False):
+class MeasuredStep(msgspec.Struct, frozen=True, gc=False):
     """One measured step: pace.Pace.step_ms's arguments, and the ms that it took."""
 
     new: int
@@ -51,14 +51,14 @@ class Fitted(msgspec.Struct, frozen=True, gc=False):
     median_error: float
     p90_error: float
 
-    def errors(self, steps: Sequence[Step]) -> Floats:
+    def errors(self, steps: Sequence[MeasuredStep]) -> Floats:
         """Relative error at each of `steps`, positive where the fit is too slow."""
         times = np.array([self.a_ms, self.b_ms, self.c_ms, self.d_ms, self.e_ms, self.experts_ms])
         wrong: Floats = _relative(steps, self.expert_share) @ times - 1.0
         return wrong
 
 
-def fit_steps(steps: Sequence[Step], *, expert_share: float = 0.0) -> Fitted:
+def fit_steps(steps: Sequence[MeasuredStep], *, expert_share: float = 0.0) -> Fitted:
     """The coefficients that explain `steps` best. `expert_share`: top_k / experts of a mixture,
     0 for a dense model, whose last coefficient is then 0.
 
@@ -82,7 +82,7 @@ def fit_steps(steps: Sequence[Step], *, expert_share: float = 0.0) -> Fitted:
     )
 
 
-def read_steps(path: Path) -> list[Step]:
+def read_steps(path: Path) -> list[MeasuredStep]:
     """Measured steps from a CSV with a heading, or a JSON list of objects.
 
     Columns: new, decode_context, batch, ms, and either prefix (of the one prompt that computed) or
@@ -102,7 +102,7 @@ def _json_rows(text: str) -> list[dict[str, Any]]:
     return msgspec.json.decode(text, type=list[dict[str, Any]])
 
 
-def _step(row: dict[str, Any], where: str) -> Step:
+def _step(row: dict[str, Any], where: str) -> MeasuredStep:
     def number(name: str) -> float:
         try:
             value = float(row[name])
@@ -119,12 +119,12 @@ def _step(row: dict[str, Any], where: str) -> Step:
         weighted = number("weighted")
     else:
         weighted = new * (number("prefix") + new / 2.0)
-    return Step(
+    return MeasuredStep(
         int(new), weighted, int(number("decode_context")), int(number("batch")), number("ms")
     )
 
 
-def _check(steps: Sequence[Step], expert_share: float) -> None:
+def _check(steps: Sequence[MeasuredStep], expert_share: float) -> None:
     if not 0.0 <= expert_share < 1.0:
         raise InvalidInput("expert_share", f"{expert_share}", "use top_k / experts, below 1")
     if len(steps) < MIN_STEPS:
@@ -140,7 +140,7 @@ def _check(steps: Sequence[Step], expert_share: float) -> None:
             raise InvalidInput("steps", f"no two sizes of {kind}", "measure steps of several sizes")
 
 
-def _relative(steps: Sequence[Step], expert_share: float) -> Floats:
+def _relative(steps: Sequence[MeasuredStep], expert_share: float) -> Floats:
     """Each step's terms as shares of the time it took: a perfect fit sums to 1 in every row."""
     rows = np.array([msgspec.structs.astuple(step) for step in steps], dtype=np.float64)
     new, weighted, context, batch, ms = rows.T

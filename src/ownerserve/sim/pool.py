@@ -29,7 +29,7 @@ Told: TypeAlias = Callable[[int, int], None]
 Task: TypeAlias = Callable[[Told], Any]
 
 
-class Ended(msgspec.Struct, frozen=True):
+class TaskEnded(msgspec.Struct, frozen=True):
     """A task's end: its answer, or what it raised."""
 
     name: str
@@ -37,12 +37,12 @@ class Ended(msgspec.Struct, frozen=True):
     error: BaseException | None = None
 
 
-class Runner(Protocol):
+class TaskRunner(Protocol):
     """Where tasks run: `run_tasks` on this machine, `cluster.RayRunner` on many."""
 
     def __call__(
         self, tasks: Mapping[str, Task], *, progress: Callable[[int], None] | None = None
-    ) -> Iterator[Ended]:
+    ) -> Iterator[TaskEnded]:
         """Every task's end, in the order of ending. `progress` hears of parts done, PARTS a task.
         Ctrl-C, or closing the iterator, ends what runs."""
 
@@ -55,8 +55,8 @@ def run_tasks(
     *,
     processes: int = 0,
     progress: Callable[[int], None] | None = None,
-) -> Iterator[Ended]:
-    """A Runner: at most `processes` at once, 0 for one a core; one alone runs in this process."""
+) -> Iterator[TaskEnded]:
+    """A TaskRunner: at most `processes` at once, 0: one a core; one alone runs in this process."""
     count = min(processes or os.cpu_count() or 1, len(tasks))
     if "fork" not in multiprocessing.get_all_start_methods():
         count = min(count, 1)  # without it each process would need the tasks, and all they hold
@@ -82,7 +82,9 @@ class settled_heap:
         gc.unfreeze()
 
 
-def _run_here(tasks: Mapping[str, Task], progress: Callable[[int], None] | None) -> Iterator[Ended]:
+def _run_here(
+    tasks: Mapping[str, Task], progress: Callable[[int], None] | None
+) -> Iterator[TaskEnded]:
     for name, task in tasks.items():
         told = 0
 
@@ -94,16 +96,16 @@ def _run_here(tasks: Mapping[str, Task], progress: Callable[[int], None] | None)
             told = here
 
         try:
-            ended = Ended(name, task(tell))
+            ended = TaskEnded(name, task(tell))
             tell(1, 1)
         except Exception as error:  # noqa: BLE001 - the root of a task: it is its answer
-            ended = Ended(name, error=error)
+            ended = TaskEnded(name, error=error)
         yield ended
 
 
 def _run_apart(
     tasks: Mapping[str, Task], count: int, progress: Callable[[int], None] | None
-) -> Iterator[Ended]:
+) -> Iterator[TaskEnded]:
     global _TASKS
     _TASKS = tasks
     context = multiprocessing.get_context("fork")
@@ -125,7 +127,7 @@ def _run_apart(
                     told = now
                 for future in sorted(done, key=lambda future: waiting[future]):
                     name, error = waiting.pop(future), future.exception()
-                    yield Ended(name, None if error else future.result(), error)
+                    yield TaskEnded(name, None if error else future.result(), error)
         finally:
             _TASKS = {}
             for process in list(pool._processes.values()) if waiting else []:

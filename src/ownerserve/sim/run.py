@@ -12,16 +12,16 @@ from functools import partial
 import msgspec
 
 from ownerserve.sim import gauge
-from ownerserve.sim.build import PRODUCTION, Built, Parts, build
-from ownerserve.sim.fleet import Fleet
+from ownerserve.sim.build import PRODUCTION, BaselineParts, Built, build
+from ownerserve.sim.fleet import SimFleet
 from ownerserve.sim.heap import Heap
-from ownerserve.sim.metrics.counters import Counters
+from ownerserve.sim.metrics.counters import FleetCounters
 from ownerserve.sim.metrics.rows import Rows
 from ownerserve.sim.metrics.samples import Samples
 from ownerserve.sim.metrics.spreads import Metric
 from ownerserve.sim.metrics.summary import Run, summarise
-from ownerserve.sim.setup import Setup
-from ownerserve.sim.workload import Workload
+from ownerserve.sim.setup import SimSetup
+from ownerserve.sim.workload import WorkloadDriver
 from ownerserve.trace.model import Trace
 
 Progress = Callable[[int, int], None]
@@ -37,18 +37,22 @@ FEWEST_SAMPLES = 128
 class Result(msgspec.Struct, frozen=True):
     """What a run says: `metrics` in plain data, the rows, samples and counts behind them."""
 
-    setup: Setup
+    setup: SimSetup
     metrics: dict[str, Metric]
     rows: Rows
     samples: Samples
-    counters: Counters
+    counters: FleetCounters
 
 
 def simulate(
-    trace: Trace, setup: Setup, progress: Progress | None = None, *, parts: Parts = PRODUCTION
+    trace: Trace,
+    setup: SimSetup,
+    progress: Progress | None = None,
+    *,
+    parts: BaselineParts = PRODUCTION,
 ) -> Result:
     """All of `trace` on the fleet of `setup`; `parts` replace some of production's."""
-    workload = Workload.of(trace, setup.shape)
+    workload = WorkloadDriver.of(trace, setup.shape)
     built = build(workload, setup, parts)
     samples = Samples(setup.workers, setup.sample_s, most=most_samples(setup.workers))
     _sample(built.heap, built.fleet, samples, built.heap.now)
@@ -64,7 +68,7 @@ def most_samples(workers: int) -> int:
     return min(MOST_SAMPLES, max(FEWEST_SAMPLES, readings))
 
 
-def finish(built: Built, setup: Setup, samples: Samples, trace: Trace) -> Result:
+def finish(built: Built, setup: SimSetup, samples: Samples, trace: Trace) -> Result:
     """The result of a fleet whose workload is over."""
     fleet = built.fleet
     fleet.tally()
@@ -100,12 +104,12 @@ def _run(built: Built, total: int, progress: Progress | None) -> None:
             progress(len(fleet.rows), total)
 
 
-def _sample(heap: Heap, fleet: Fleet, samples: Samples, now: float) -> None:
+def _sample(heap: Heap, fleet: SimFleet, samples: Samples, now: float) -> None:
     """Note every worker's load, and again after the period, for as long as the run goes on: the
     fleet stops the heap with its last turn."""
     _note(fleet, samples, now)
     heap.at(now + samples.period_s, partial(_sample, heap, fleet, samples))
 
 
-def _note(fleet: Fleet, samples: Samples, now: float) -> None:
+def _note(fleet: SimFleet, samples: Samples, now: float) -> None:
     samples.add(now, [gauge.sample(worker) for worker in fleet.workers])

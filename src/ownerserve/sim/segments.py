@@ -15,7 +15,7 @@ from ownerserve.store.disk.home import DEFAULT_SEGMENT_BYTES
 from ownerserve.store.disk.reclaim import SPARSE_SHARE
 
 
-class Segment(msgspec.Struct, eq=False):
+class SimSegment(msgspec.Struct, eq=False):
     """One file: bytes appended so far, and the records in it that are alive."""
 
     number: int
@@ -31,9 +31,9 @@ class Segments:
         self.appended_bytes = 0
         self.compacted_bytes = 0
         self._segment_bytes = segment_bytes
-        self._open = Segment(0)
-        self._full: dict[int, Segment] = {}  # by number
-        self._where: dict[bytes, Segment] = {}
+        self._open = SimSegment(0)
+        self._full: dict[int, SimSegment] = {}  # by number
+        self._where: dict[bytes, SimSegment] = {}
 
     @property
     def written_bytes(self) -> int:
@@ -54,7 +54,7 @@ class Segments:
         if last.size_bytes and last.size_bytes + count > self._segment_bytes:
             if last.live_bytes:
                 self._full[last.number] = last
-            last = self._open = Segment(last.number + 1)
+            last = self._open = SimSegment(last.number + 1)
         last.size_bytes += count
         last.live_bytes += count
         last.alive[id_] = count

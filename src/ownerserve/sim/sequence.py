@@ -13,10 +13,10 @@ import msgspec
 from ownerserve.cache.outcomes import DEFAULT_TTL_S
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
-from ownerserve.sim.turns import Turn
+from ownerserve.sim.turns import SimTurn
 
 
-class Sequence(msgspec.Struct, gc=False, eq=False):
+class SimSequence(msgspec.Struct, gc=False, eq=False):
     """One turn at one engine.
 
     `position` tokens are computed, of which `told` units are in the cache; `target` is where its
@@ -25,7 +25,7 @@ class Sequence(msgspec.Struct, gc=False, eq=False):
     it waited `load_s`; `replayed_tokens` are computed again over kept range state.
     """
 
-    turn: Turn
+    turn: SimTurn
     turn_id: TurnId
     unit_tokens: int
     units: Packed
@@ -66,11 +66,13 @@ class Sequence(msgspec.Struct, gc=False, eq=False):
         self.preempted += 1
 
 
-def sequence_of(turn: Turn, unit_tokens: int) -> Sequence:
+def sequence_of(turn: SimTurn, unit_tokens: int) -> SimSequence:
     """A turn that has computed nothing yet."""
     turn_id = TurnId(f"t{turn.number}")
     units = turn.prompt + turn.output + _SPARE
-    sequence = Sequence(turn, turn_id, unit_tokens, units, turn.prompt_tokens, turn.output_tokens)
+    sequence = SimSequence(
+        turn, turn_id, unit_tokens, units, turn.prompt_tokens, turn.output_tokens
+    )
     sequence.pending_tokens = turn.prompt_tokens
     return sequence
 

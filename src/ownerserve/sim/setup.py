@@ -17,7 +17,7 @@ from ownerserve.sim.batch import FOLD_MAX
 from ownerserve.sim.faults import Fault
 from ownerserve.sim.faults import check as check_faults
 from ownerserve.sim.granted import FROM_TIERS, EngineAbilities, Granted, granted
-from ownerserve.sim.workload import Shape
+from ownerserve.sim.workload import WorkloadShape
 
 Oracle = Literal["", "infinite", "horizon", "next-use", "places", "residents", "places-residents"]
 PD = ("static_pd", "static_pd_delta", "round_robin_pd")
@@ -52,7 +52,7 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.host_bytes or self.disk_bytes or self.remote_bytes)
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
+class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     """One fleet and how it is driven.
 
     policy            where turns run: a router policy (POLICIES)
@@ -92,7 +92,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     directory_ms: float = 1.0
     links: Links = Links()
     tiers: Tiers = Tiers()
-    shape: Shape = Shape()
+    shape: WorkloadShape = WorkloadShape()
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:

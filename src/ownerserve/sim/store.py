@@ -36,11 +36,11 @@ class Room(msgspec.Struct, frozen=True, gc=False):
     cost_ms: float
 
 
-class Present(msgspec.Struct, frozen=True):
+class AlreadyKept(msgspec.Struct, frozen=True):
     """An equal id is there already: the first copy stays."""
 
 
-class Reading(msgspec.Struct, frozen=True):
+class PendingRead(msgspec.Struct, frozen=True):
     """Bytes on their way to host memory: there at `done_s`. `service_s` leaves out the queue;
     `tier` is None where they come from several."""
 
@@ -62,7 +62,7 @@ class Wear(msgspec.Struct, frozen=True):
         return self.written_bytes / self.record_bytes if self.record_bytes else 1.0
 
 
-class Move(msgspec.Struct, frozen=True, gc=False):
+class TierCopy(msgspec.Struct, frozen=True, gc=False):
     """A copy to make, whole: what it is, and the level it goes to."""
 
     record: Listed
@@ -96,7 +96,7 @@ class SimStore:
             self._plan = self._plan._replace(with_it=tuple(range(home)))
         self._nic = nic
         self._open: dict[bytes, int] = {}  # id -> level of its room
-        self._moves: dict[tuple[bytes, int], Move] = {}
+        self._moves: dict[tuple[bytes, int], TierCopy] = {}
 
     # -- the catalogue -------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class SimStore:
 
     def read(
         self, wants: Sequence[Want], now_s: float, *, deadline_s: float = inf
-    ) -> Reading | tuple[MissReason, bytes]:
+    ) -> PendingRead | tuple[MissReason, bytes]:
         """Begin to read all `wants`, each from the nearest tier; a miss when one is gone, or the
         queues are so long that it would only begin after `deadline_s`."""
         sizes = [0] * len(self.tiers)
@@ -150,7 +150,7 @@ class SimStore:
                 service_s += self.tiers[level].reads.service_s(count)
         levels = [level for level, count in enumerate(sizes) if count]
         origin = self.tiers[levels[0]].tier if len(levels) == 1 else None
-        return Reading(done_s, sum(sizes), service_s, origin)
+        return PendingRead(done_s, sum(sizes), service_s, origin)
 
     def _nearest(self, id_: bytes) -> tuple[int, Listed] | None:
         for level, tier in enumerate(self.tiers):
@@ -166,7 +166,7 @@ class SimStore:
         self.counters[f"hit_{tier.tier}"] += 1
         whole = _bytes_of(want, record) == record.payload_bytes
         if level and whole and self.placement.goes_up(record):
-            self._moves[want.id, 0] = Move(record, 0)
+            self._moves[want.id, 0] = TierCopy(record, 0)
 
     def _move_bytes(self, level: int, count: int, now_s: float) -> float:
         tier = self.tiers[level]
@@ -179,12 +179,12 @@ class SimStore:
 
     def reserve(
         self, meta: Meta, payload_bytes: int, *, cost_ms: float, now_s: float
-    ) -> Room | Present | RefusalReason:
+    ) -> Room | AlreadyKept | RefusalReason:
         """Room at the level whose write will be the answer."""
         outcome = RefusalReason.NO_SPACE
         for level in (self._plan.home, *self._plan.overflow):
             if self.tiers[level].get(meta.id) is not None:
-                return Present()
+                return AlreadyKept()
             record = self._reserve_at(level, meta, payload_bytes, now_s)
             if isinstance(record, Listed):
                 self._open[meta.id] = level
@@ -210,7 +210,7 @@ class SimStore:
         if level < self._plan.home:
             self.counters["covered"] += 1  # written through: it was durable before it was here
         elif level + 1 < len(self.tiers) and self.placement.goes_down(victim):
-            self._moves[victim.meta.id, level + 1] = Move(victim, level + 1)
+            self._moves[victim.meta.id, level + 1] = TierCopy(victim, level + 1)
         else:
             self.counters["dropped"] += 1
 
@@ -236,10 +236,10 @@ class SimStore:
             del self._open[meta.id]
             self.tiers[room.level].commit(meta.id, room.cost_ms, now_s)
             for level in plan.with_it:
-                if self._copy(Move(self._priced(room), level), now_s) and level:
+                if self._copy(TierCopy(self._priced(room), level), now_s) and level:
                     self._send(level, room.record.stored_bytes, now_s)
             if plan.later is not None and room.level < plan.later:
-                self._moves[meta.id, plan.later] = Move(self._priced(room), plan.later)
+                self._moves[meta.id, plan.later] = TierCopy(self._priced(room), plan.later)
             self.counters["kept_bytes"] += size
 
     @staticmethod
@@ -248,7 +248,7 @@ class SimStore:
 
     # -- moving --------------------------------------------------------------------------------
 
-    def start_moves(self, now_s: float) -> tuple[float, tuple[Move, ...]] | None:
+    def start_moves(self, now_s: float) -> tuple[float, tuple[TierCopy, ...]] | None:
         """Send what waits to where it goes: it is there at the instant returned, then `moved`.
         None: nothing waits."""
         if not self._moves:
@@ -260,7 +260,7 @@ class SimStore:
                 done_s = max(done_s, self._send(move.level, move.record.stored_bytes, now_s))
         return done_s, moves
 
-    def moved(self, moves: Iterable[Move], now_s: float) -> None:
+    def moved(self, moves: Iterable[TierCopy], now_s: float) -> None:
         """The copies are there: those that find room, and are not there by another way."""
         for move in moves:
             if move.level and not self.placement.goes_down(move.record):
@@ -271,7 +271,7 @@ class SimStore:
                 ("promoted" if move.level == 0 else "demoted") if done else "not_moved"
             ] += 1
 
-    def _copy(self, move: Move, now_s: float) -> bool:
+    def _copy(self, move: TierCopy, now_s: float) -> bool:
         tier, record = self.tiers[move.level], move.record
         if tier.get(record.meta.id) is not None:
             return False

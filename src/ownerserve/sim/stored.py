@@ -24,7 +24,7 @@ def located(store: SimStore, ids: Sequence[bytes]) -> dict[Tier, frozenset[bytes
     return found
 
 
-class Losses:
+class LostRecords:
     """Records that went from a node's own tiers since they were last taken."""
 
     def __init__(self, store: SimStore) -> None:

@@ -1,4 +1,4 @@
-"""Many runs over one trace, wherever a Runner runs them."""
+"""Many runs over one trace, wherever a TaskRunner runs them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from ownerserve.sim.pool import Runner, Told, run_tasks
+from ownerserve.sim.pool import TaskRunner, Told, run_tasks
 from ownerserve.sim.run import Result, simulate
-from ownerserve.sim.setup import Setup
+from ownerserve.sim.setup import SimSetup
 from ownerserve.trace.model import Trace
 
 Reduce = Callable[[Result], Any]
@@ -31,7 +31,7 @@ class Jobs(msgspec.Struct, frozen=True):
     """Runs by name, what they run on, and what is kept of each."""
 
     trace: Trace
-    setups: Mapping[str, Setup]
+    setups: Mapping[str, SimSetup]
     reduce: Reduce
 
 
@@ -43,10 +43,10 @@ def metrics_of(result: Result) -> dict[str, Any]:
 def run_all(
     jobs: Jobs,
     *,
-    runner: Runner = run_tasks,
+    runner: TaskRunner = run_tasks,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[Outcome]:
-    """Every run, as it ends; what one raises is raised. `progress`: see Runner.
+    """Every run, as it ends; what one raises is raised. `progress`: see TaskRunner.
 
     Ctrl-C, or closing the iterator, ends what runs.
     """

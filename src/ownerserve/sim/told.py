@@ -13,16 +13,16 @@ import msgspec
 from ownerserve.kv.wire.inventory import Has, Page
 from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.router.residents import News, Residents
-from ownerserve.sim.worker import Worker
+from ownerserve.sim.worker import SimWorker
 
 READ_EVERY_S = 1.0
 """The router reads inventories as often as a gateway probes."""
 
 
-class Told:
+class InventoryReaders:
     """Readers of a fleet. `tell` is given what is new."""
 
-    def __init__(self, workers: Sequence[Worker], tell: Callable[[News, float], object]) -> None:
+    def __init__(self, workers: Sequence[SimWorker], tell: Callable[[News, float], object]) -> None:
         self._workers = workers
         self._tell = tell
         self._residents: list[Residents] = []
@@ -42,7 +42,7 @@ class Told:
             if worker.is_up:
                 self._read(worker, residents, now)
 
-    def _read(self, worker: Worker, residents: Residents, now: float) -> None:
+    def _read(self, worker: SimWorker, residents: Residents, now: float) -> None:
         inventory = worker.machine.node.inventory
         if inventory is self._read_of[worker.index] and inventory.last == residents.after:
             return  # it has said nothing since

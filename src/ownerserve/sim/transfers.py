@@ -26,10 +26,10 @@ from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.media import through
 from ownerserve.sim.turns import prefix_name
-from ownerserve.sim.worker import Worker
+from ownerserve.sim.worker import SimWorker
 
 
-class Landing(StrEnum):
+class TransferOutcome(StrEnum):
     """What came of a transfer."""
 
     LANDED = "landed"
@@ -41,22 +41,22 @@ class Landing(StrEnum):
     """The target is down, or died meanwhile: the turn must run elsewhere."""
 
 
-class Brought(msgspec.Struct, frozen=True, gc=False):
+class TransferResult(msgspec.Struct, frozen=True, gc=False):
     """When it LANDED `units` of the prompt are at the target now; `bytes` crossed the network for
     it, or were on their way when it was given up. It waited `waited_s` for room."""
 
-    landing: Landing
+    landing: TransferOutcome
     units: int = 0
     bytes: int = 0
     waited_s: float = 0.0
 
 
-Then = Callable[[Brought, float], None]
+Then = Callable[[TransferResult, float], None]
 
 
 class _Wish(msgspec.Struct, gc=False):
-    source: Worker
-    target: Worker
+    source: SimWorker
+    target: SimWorker
     lives: tuple[Incarnation, Incarnation]
     prompt: Packed
     then: Then
@@ -85,7 +85,7 @@ class Transfers:
         self._waiting: dict[int, deque[_Wish]] = {}
 
     def bring(
-        self, source: Worker, target: Worker, prompt: Packed, *, then: Then, now: float
+        self, source: SimWorker, target: SimWorker, prompt: Packed, *, then: Then, now: float
     ) -> None:
         """Copy what `source` has of `prompt`, on the device or in host memory, and `target` lacks.
         `then` is called later."""
@@ -96,7 +96,7 @@ class Transfers:
         else:
             self._try(wish, now)
 
-    def room_at(self, target: Worker, now: float) -> None:
+    def room_at(self, target: SimWorker, now: float) -> None:
         """Something ended there: those who wait for room are tried, in order."""
         waiting = self._waiting.get(target.index)
         while waiting:
@@ -110,11 +110,13 @@ class Transfers:
         source, target = wish.source, wish.target
         died = _who_died(wish)
         if died is not None:
-            self._heap.at(now, partial(wish.then, Brought(died, waited_s=now - wish.asked_s)))
+            self._heap.at(
+                now, partial(wish.then, TransferResult(died, waited_s=now - wish.asked_s))
+            )
             return
         held, there = _held(source, wish.prompt), _held(target, wish.prompt)
         if held <= there:
-            brought = Brought(Landing.NOTHING_TO_BRING, waited_s=now - wish.asked_s)
+            brought = TransferResult(TransferOutcome.NOTHING_TO_BRING, waited_s=now - wish.asked_s)
             self._heap.at(now, partial(wish.then, brought))
             return
         tokens = wish.prompt[: held * TOKEN_BYTES]
@@ -130,15 +132,15 @@ class Transfers:
         self.bytes += count
         self.count += 1
         is_late = done_s > wish.asked_s + self._timeout_s
-        landing = Landing.LATE if is_late else Landing.LANDED
-        brought = Brought(landing, held, count, now - wish.asked_s)
+        landing = TransferOutcome.LATE if is_late else TransferOutcome.LANDED
+        brought = TransferResult(landing, held, count, now - wish.asked_s)
         ends_s = min(done_s, max(now, wish.asked_s + self._timeout_s))
         self._heap.at(ends_s, partial(self._ended, wish, room.ticket, brought))
 
     def _wait(self, wish: _Wish, now: float, *, is_first: bool) -> None:
         until_s = wish.asked_s + self._timeout_s
         if now >= until_s:
-            wish.then(Brought(Landing.NO_ROOM, waited_s=now - wish.asked_s), now)
+            wish.then(TransferResult(TransferOutcome.NO_ROOM, waited_s=now - wish.asked_s), now)
             return
         waiting = self._waiting.setdefault(wish.target.index, deque())
         if is_first:
@@ -153,13 +155,13 @@ class Transfers:
             self._waiting[wish.target.index] = deque(w for w in waiting if w is not wish)
             self._wait(wish, now, is_first=True)
 
-    def _ended(self, wish: _Wish, ticket: int, brought: Brought, now: float) -> None:
+    def _ended(self, wish: _Wish, ticket: int, brought: TransferResult, now: float) -> None:
         target, died = wish.target, _who_died(wish)
         if died is not None:
             brought = msgspec.structs.replace(brought, landing=died)
-        if brought.landing is Landing.LANDED:
+        if brought.landing is TransferOutcome.LANDED:
             target.cache.ingest.commit(ticket, _SIGNED, now)
-        elif died is not Landing.LOST:
+        elif died is not TransferOutcome.LOST:
             target.cache.ingest.abort(ticket)
             target.cache.ingest.quiet(ticket)  # its writer is the model's own, and has stopped
         wish.then(brought, now)
@@ -170,16 +172,16 @@ _SIGNED = bytes(32)
 """Modelled bytes are never wrong: faults of media are misses, and injected where they are read."""
 
 
-def _who_died(wish: _Wish) -> Landing | None:
+def _who_died(wish: _Wish) -> TransferOutcome | None:
     source, target = wish.source, wish.target
     if not target.is_up or target.incarnation != wish.lives[1]:
-        return Landing.LOST
+        return TransferOutcome.LOST
     if not source.is_up or source.incarnation != wish.lives[0]:
-        return Landing.SOURCE_LOST
+        return TransferOutcome.SOURCE_LOST
     return None
 
 
-def _held(worker: Worker, prompt: Packed) -> int:
+def _held(worker: SimWorker, prompt: Packed) -> int:
     """Units of a prompt that can be sent, or need not be: they are there."""
     on_device = _complete(worker.cache.match(prompt))
     return max(on_device, worker.machine.node.stored_units(prompt))

@@ -22,7 +22,7 @@ def prefix_name(units: bytes) -> PrefixHash:
     return PrefixHash(_PADDING + units[-UNIT_BYTES:])
 
 
-class Turn(msgspec.Struct, gc=False):
+class SimTurn(msgspec.Struct, gc=False):
     """One request, built when it is released.
 
         unit            0 ... full-1   full      ... (prompt_tokens + output_tokens - 1) // U

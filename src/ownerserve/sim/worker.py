@@ -21,13 +21,13 @@ from ownerserve.kv.specs import Coverage
 from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.node.vocabulary.events import Arrived, Ended, Event, Gone, RestoreReport
 from ownerserve.plan.inputs import Backlog
-from ownerserve.sim.engine import Engine
-from ownerserve.sim.heap import Call, Entry, Heap
+from ownerserve.sim.engine import SimEngine
+from ownerserve.sim.heap import Call, Heap, TimedCall
 from ownerserve.sim.media import Duplex
-from ownerserve.sim.sequence import Sequence
+from ownerserve.sim.sequence import SimSequence
 
 
-class Node(Protocol):
+class WorkerNode(Protocol):
     """What brings a turn's state and keeps it when it goes: see sim.nodeport."""
 
     inventory: Inventory
@@ -59,13 +59,13 @@ class Node(Protocol):
 class Listener(Protocol):
     """Who is told what came of a turn. Never called from within `submit`."""
 
-    def began(self, sequence: Sequence, now: float) -> None:
+    def began(self, sequence: SimSequence, now: float) -> None:
         """Its first token is there."""
 
-    def served(self, sequence: Sequence, now: float) -> None:
+    def served(self, sequence: SimSequence, now: float) -> None:
         """It is complete."""
 
-    def lost(self, sequence: Sequence, now: float) -> None:
+    def lost(self, sequence: SimSequence, now: float) -> None:
         """It can never run here; or the worker is not up."""
 
 
@@ -74,13 +74,13 @@ class Machine:
 
     __slots__ = ("cache", "engine", "node")
 
-    def __init__(self, cache: HeteroCache, engine: Engine, node: Node) -> None:
+    def __init__(self, cache: HeteroCache, engine: SimEngine, node: WorkerNode) -> None:
         self.cache = cache
         self.engine = engine
         self.node = node
 
 
-class Worker:
+class SimWorker:
     """See the module. `make` builds the machine of each life; it is told how a turn may start.
 
     `restoring` are turns whose state is being brought; `lives` the machines of all its lives, the
@@ -91,7 +91,7 @@ class Worker:
         self,
         index: int,
         heap: Heap,
-        make: Callable[[Worker], Machine],
+        make: Callable[[SimWorker], Machine],
         *,
         nic: Duplex,
         unit_tokens: int,
@@ -108,9 +108,9 @@ class Worker:
         self.heap = heap
         self._make = make
         self._listener = listener
-        self.restoring: dict[TurnId, Sequence] = {}
+        self.restoring: dict[TurnId, SimSequence] = {}
         self._began_s = 0.0
-        self._step: Entry | None = None
+        self._step: TimedCall | None = None
         self.machine = make(self)
         self.lives = [self.machine]
         layout = self.cache.layout
@@ -144,7 +144,7 @@ class Worker:
 
     # -- events ---------------------------------------------------------------------------------
 
-    def submit(self, sequence: Sequence, now: float) -> None:
+    def submit(self, sequence: SimSequence, now: float) -> None:
         """A turn is here. One that the device can't ever hold is turned away at once."""
         if not self.is_up or len(sequence.units) // TOKEN_BYTES > self._most_units:
             self.heap.at(now, partial(self._listener.lost, sequence))
@@ -169,7 +169,7 @@ class Worker:
             sequence.loaded_bytes, sequence.load_s = report.loaded_bytes, report.waited_s
         self._queue(sequence, now)
 
-    def _queue(self, sequence: Sequence, now: float) -> None:
+    def _queue(self, sequence: SimSequence, now: float) -> None:
         """Into the engine's queue; an idle engine begins behind this instant's other calls."""
         sequence.pending_tokens = self._uncached(sequence)
         self.machine.engine.arrive(sequence)
@@ -196,7 +196,7 @@ class Worker:
         if self._step is None and self.machine.engine.waiting:
             self._kick(now)
 
-    def later(self, when_s: float, call: Call) -> Entry:
+    def later(self, when_s: float, call: Call) -> TimedCall:
         """For the node: a call, after which the queue may go on."""
         return self.heap.at(when_s, partial(self._then_look, call))
 
@@ -231,7 +231,7 @@ class Worker:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def _uncached(self, sequence: Sequence) -> int:
+    def _uncached(self, sequence: SimSequence) -> int:
         tokens = self.resident_units(sequence.prompt) * self.unit_tokens
         if tokens < sequence.landed_tokens:
             tokens = sequence.landed_tokens
@@ -264,7 +264,7 @@ class Worker:
         self.machine.node.check()
 
 
-def _ended(sequence: Sequence) -> Ended:
+def _ended(sequence: SimSequence) -> Ended:
     """What the node is told of a turn's end, in units."""
     unit, turn = sequence.unit_tokens, sequence.turn
     computed = turn.prompt_tokens + turn.output_tokens - 1

@@ -18,7 +18,7 @@ from ownerserve.kv.specs import Coverage
 from ownerserve.trace.flops import active_parameters, flops_of
 from ownerserve.trace.model import Trace
 from ownerserve.trace.reuse import by_arrival, ideal_reuse
-from ownerserve.trace.stats import Spread, spread
+from ownerserve.trace.stats import Distribution, spread
 
 
 class ModelCost(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ class ModelCost(msgspec.Struct, frozen=True):
     kv_descriptor: str
     bytes_per_token: float
     fixed_bytes_per_sequence: int
-    kv_bytes_per_request: Spread
+    kv_bytes_per_request: Distribution
     prefill_share_of_compute: float | None
     prefill_share_of_compute_uncached: float | None
     active_parameters: float | None

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import msgspec
 
-from ownerserve.trace.model import Request
+from ownerserve.trace.model import TraceRequest
 
 
-def end_s(draft: Request) -> float:
+def end_s(draft: TraceRequest) -> float:
     """When its answer was complete, if that was recorded; else its start."""
     return draft.start_s + (draft.api_s or 0.0)
 
 
-def settle(drafts: list[Request]) -> tuple[Request, ...]:
+def settle(drafts: list[TraceRequest]) -> tuple[TraceRequest, ...]:
     """The drafts in order of start, `after` renumbered to positions.
 
     Each draft's waits must be drafted before it and start no later; then they also come before

@@ -40,7 +40,7 @@ RECURRENT_OPS_PER_ELEMENT = 6
 SPARSE = "sparse_attention_config"
 
 
-class Term(NamedTuple):
+class FlopsTerm(NamedTuple):
     """`ops` for each entry attended, of which there are min(p / stride, cap) at position p."""
 
     stride: int
@@ -52,7 +52,7 @@ class Flops(NamedTuple):
     """A model's cost: `per_token` whatever the position, and terms that grow with it."""
 
     per_token: float
-    terms: tuple[Term, ...]
+    terms: tuple[FlopsTerm, ...]
 
     def between(self, start: Positions, end: Positions) -> Positions:
         """Operations to compute the tokens at positions [start, end), given all before."""
@@ -62,7 +62,7 @@ class Flops(NamedTuple):
         return total
 
 
-def _attended(positions: Positions, term: Term) -> Positions:
+def _attended(positions: Positions, term: FlopsTerm) -> Positions:
     """Sum of min(p / stride, cap) over p in [0, n): a ramp up to cap · stride, then level."""
     ramp = np.minimum(positions, term.cap * term.stride)
     above = np.maximum(0.0, positions - ramp)
@@ -91,7 +91,7 @@ def flops_of(config: Mapping[str, Any], spec: ModelSpec, active_parameters: floa
             if term is not None:
                 key = (term.stride, term.cap)
                 counted[key] = counted.get(key, 0.0) + term.ops
-    terms = tuple(Term(stride, cap, ops) for (stride, cap), ops in sorted(counted.items()))
+    terms = tuple(FlopsTerm(stride, cap, ops) for (stride, cap), ops in sorted(counted.items()))
     return Flops(2 * active_parameters + constant, terms)
 
 
@@ -101,20 +101,20 @@ def _chooses(layer: LayerSpec, states: tuple[StateSpec, ...]) -> bool:
     return own or layer.index_source is not None
 
 
-def _term(state: StateSpec, fields: Fields, *, topk: float) -> Term | None:
+def _term(state: StateSpec, fields: Fields, *, topk: float) -> FlopsTerm | None:
     """What one state costs; None for tails, which hold what a later entry is made of."""
     stride = state.kind.tokens if isinstance(state.kind, Compressed) else 1
     match state.role:
         case Role.DENSE | Role.MLA_LATENT | Role.CSA_MAIN:
-            return Term(stride, topk, _attention_ops(fields))
+            return FlopsTerm(stride, topk, _attention_ops(fields))
         case Role.HCA:
-            return Term(stride, np.inf, _attention_ops(fields))
+            return FlopsTerm(stride, np.inf, _attention_ops(fields))
         case Role.SWA:
             assert isinstance(state.kind, Window)
-            return Term(1, float(state.kind.tokens), _attention_ops(fields))
+            return FlopsTerm(1, float(state.kind.tokens), _attention_ops(fields))
         case Role.INDEX | Role.CSA_INDEX:
             heads, dims = _indexer(fields)
-            return Term(stride, np.inf, 2.0 * heads * dims)
+            return FlopsTerm(stride, np.inf, 2.0 * heads * dims)
         case _:
             return None
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ownerserve.trace.model import Request
+from ownerserve.trace.model import TraceRequest
 from ownerserve.trace.runs import expand
 
 RARE_REQUESTS = 8
 RARE_SHARE = 0.005
 
 
-def infer_sessions(requests: Sequence[Request]) -> list[int]:
+def infer_sessions(requests: Sequence[TraceRequest]) -> list[int]:
     """A session number for each of `requests`, which are in order of arrival.
 
     A request joins the session that last touched its deepest known block, if fewer than

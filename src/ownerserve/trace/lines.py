@@ -20,7 +20,7 @@ OnBytes = Callable[[int], None]
 """Told how many more bytes were read from disk."""
 
 
-class Line(NamedTuple):
+class TraceLine(NamedTuple):
     """One record of a file. A `.json` file is one record however many lines it has."""
 
     file: str
@@ -39,7 +39,7 @@ class Problem(NamedTuple):
 class Problems(Protocol):
     """Where readers send what they could not use."""
 
-    def report(self, line: Line, reason: str) -> None: ...
+    def report(self, line: TraceLine, reason: str) -> None: ...
 
 
 class Collected:
@@ -51,7 +51,7 @@ class Collected:
         self.count = 0
         self.first: list[Problem] = []
 
-    def report(self, line: Line, reason: str) -> None:
+    def report(self, line: TraceLine, reason: str) -> None:
         self.count += 1
         if len(self.first) < self.KEEP:
             self.first.append(Problem(line.file, line.number, reason))
@@ -60,7 +60,7 @@ class Collected:
 class Fatal:
     """Makes the first problem an error."""
 
-    def report(self, line: Line, reason: str) -> None:
+    def report(self, line: TraceLine, reason: str) -> None:
         raise InvalidInput(
             f"{line.file}:{line.number}",
             reason,
@@ -87,12 +87,12 @@ def disk_bytes(path: Path) -> int:
 
 def read_lines(
     path: Path, problems: Problems, *, on_bytes: OnBytes | None = None
-) -> Iterator[Line]:
+) -> Iterator[TraceLine]:
     """Every non-empty line, in order. Of a damaged zstd stream what precedes the damage."""
     for file in trace_files(path):
         pieces = _pieces(file, problems, on_bytes=on_bytes or _ignore)
         if file.name.removesuffix(".zst").endswith(".json"):
-            yield Line(file.name, 1, b"".join(pieces))
+            yield TraceLine(file.name, 1, b"".join(pieces))
             continue
         number, rest = 0, b""
         for piece in pieces:
@@ -101,9 +101,9 @@ def read_lines(
             for data in whole:
                 number += 1
                 if data and not data.isspace():
-                    yield Line(file.name, number, data)
+                    yield TraceLine(file.name, number, data)
         if rest and not rest.isspace():
-            yield Line(file.name, number + 1, rest)
+            yield TraceLine(file.name, number + 1, rest)
 
 
 def _ignore(_: int) -> None:
@@ -129,7 +129,7 @@ def _pieces(file: Path, problems: Problems, *, on_bytes: OnBytes) -> Iterator[by
                     yield decoder.decompress(piece)
                     piece = decoder.unused_data if decoder.eof else b""
             except zstandard.ZstdError as error:
-                problems.report(Line(file.name, 0, b""), f"damaged zstd stream: {error}")
+                problems.report(TraceLine(file.name, 0, b""), f"damaged zstd stream: {error}")
                 return
         if compressed and not decoder.eof:
-            problems.report(Line(file.name, 0, b""), "the zstd stream ends early")
+            problems.report(TraceLine(file.name, 0, b""), "the zstd stream ends early")

@@ -31,7 +31,7 @@ Grouping = Literal["recorded", "inferred", "unknown"]
 """Where the sessions come from; `unknown`: every request stands in a session of its own."""
 
 Arrivals = Literal["recorded", "unknown"]
-"""Whether `Session.start_s` was recorded (else it is 0 and sessions have no order in time)."""
+"""Whether `TraceSession.start_s` was recorded (else it is 0 and sessions have no order in time)."""
 
 
 class Agent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -47,7 +47,7 @@ class Agent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     system_tokens: int = 0
 
 
-class Request(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One turn: a prompt, an answer, and when they happened.
 
     `start_s` counts from the session's start. `after` names, by position in the session, the
@@ -71,11 +71,11 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     kind: str = ""
 
 
-class Session(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+class TraceSession(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """An agent's run: requests in order of their start, waiting only for earlier ones."""
 
     id: str
-    requests: tuple[Request, ...]
+    requests: tuple[TraceRequest, ...]
     start_s: float = 0.0
     agents: tuple[Agent, ...] = (Agent(),)
 
@@ -89,7 +89,7 @@ class Trace(msgspec.Struct, frozen=True):
     ids: IdScope
     grouping: Grouping
     arrivals: Arrivals
-    sessions: tuple[Session, ...]
+    sessions: tuple[TraceSession, ...]
 
     @property
     def request_count(self) -> int:
@@ -100,7 +100,7 @@ class Trace(msgspec.Struct, frozen=True):
         return sum(r.input_tokens for session in self.sessions for r in session.requests)
 
 
-def waits_for(session: Session) -> list[tuple[int, ...]]:
+def waits_for(session: TraceSession) -> list[tuple[int, ...]]:
     """For each request, the positions of the requests that must finish before it is released."""
     last_of_agent: dict[int, int] = {}
     waits = []
@@ -114,7 +114,7 @@ def waits_for(session: Session) -> list[tuple[int, ...]]:
     return waits
 
 
-def release_delay_s(session: Session, position: int, waits: tuple[int, ...]) -> float:
+def release_delay_s(session: TraceSession, position: int, waits: tuple[int, ...]) -> float:
     """Seconds from the finish of what a request waits for to its release, as best known.
 
     `think_s` where recorded; else the recorded gap between the starts, less the service time
@@ -129,7 +129,7 @@ def release_delay_s(session: Session, position: int, waits: tuple[int, ...]) -> 
     return max(0.0, request.start_s - finish_s)
 
 
-def fault(session: Session) -> str | None:
+def fault(session: TraceSession) -> str | None:
     """What is inconsistent in a session, or None: order, waits and agents must agree."""
     previous_start_s = 0.0
     for position, request in enumerate(session.requests):

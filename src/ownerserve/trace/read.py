@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.trace.lines import Collected, Line, OnBytes, Problems, read_lines
+from ownerserve.trace.lines import Collected, OnBytes, Problems, TraceLine, read_lines
 from ownerserve.trace.model import Trace
 from ownerserve.trace.readers.azure import AzureReader
 from ownerserve.trace.readers.bailian import BailianReader
@@ -75,7 +75,7 @@ def named(format_name: str) -> Reader:
     return READERS[format_name]
 
 
-def sniff(lines: list[Line], path: Path) -> Reader:
+def sniff(lines: list[TraceLine], path: Path) -> Reader:
     """The reader that claims the first record which is not broken."""
     for line in lines:
         head = head_of(line)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ownerserve.trace.model import Request, Trace
+from ownerserve.trace.model import Trace, TraceRequest
 from ownerserve.trace.runs import IntervalSet, covered_at_least
 from ownerserve.trace.transform import share_heads
 
@@ -54,7 +54,7 @@ class Reuse(NamedTuple):
         return (self.input_tokens - self.intra_tokens)[self.later]
 
 
-def by_arrival(trace: Trace) -> Iterator[tuple[int, Request]]:
+def by_arrival(trace: Trace) -> Iterator[tuple[int, TraceRequest]]:
     """(session number, request) in order of start, or session after session when not recorded."""
     if trace.arrivals == "unknown":
         for number, session in enumerate(trace.sessions):

@@ -13,13 +13,13 @@ from math import ceil
 import msgspec
 import numpy as np
 
-from ownerserve.trace.model import Session, Trace, waits_for
+from ownerserve.trace.model import Trace, TraceSession, waits_for
 from ownerserve.trace.reuse import Reuse, ideal_reuse
 
 LONG_GAPS_S = (60.0, 300.0)
 
 
-class Spread(msgspec.Struct, frozen=True):
+class Distribution(msgspec.Struct, frozen=True):
     """A distribution in six numbers; percentiles interpolate linearly."""
 
     count: int
@@ -33,7 +33,7 @@ class Spread(msgspec.Struct, frozen=True):
 class GapsAfter(msgspec.Struct, frozen=True):
     """Think time after one stop reason, and how much of it is long."""
 
-    spread: Spread
+    spread: Distribution
     share_over_60s: float
     share_over_300s: float
 
@@ -73,26 +73,26 @@ class TraceStats(msgspec.Struct, frozen=True):
     total_input_tokens: int
     total_output_tokens: int
     input_output_ratio: float
-    turns_per_session: Spread
-    input_tokens: Spread
-    output_tokens: Spread
-    uncached_suffix_tokens: Spread | None
-    gap_s: Spread | None
+    turns_per_session: Distribution
+    input_tokens: Distribution
+    output_tokens: Distribution
+    uncached_suffix_tokens: Distribution | None
+    gap_s: Distribution | None
     think_s_after: dict[str, GapsAfter]
-    api_s: Spread | None
+    api_s: Distribution | None
     api_share_of_tool_loop: float | None
     ideal_cached_token_share: CachedShare | None
     reuse_split: ReuseSplit | None
     input_share: InputShare
 
 
-def spread(values: Iterable[float]) -> Spread | None:
+def spread(values: Iterable[float]) -> Distribution | None:
     """The distribution of `values`, or None when there are none."""
     array = np.fromiter(values, dtype=np.float64)
     if not array.size:
         return None
     p10, p50, p90, p99 = (float(p) for p in np.percentile(array, (10, 50, 90, 99)))
-    return Spread(array.size, float(array.mean()), p10, p50, p90, p99)
+    return Distribution(array.size, float(array.mean()), p10, p50, p90, p99)
 
 
 def measure(trace: Trace) -> TraceStats:
@@ -128,7 +128,7 @@ def measure(trace: Trace) -> TraceStats:
     )
 
 
-def _sure(values: Iterable[float]) -> Spread:
+def _sure(values: Iterable[float]) -> Distribution:
     found = spread(values)
     assert found is not None, "readers and generators make no trace without requests"
     return found
@@ -139,7 +139,7 @@ def _cached_share(trace: Trace, reuse: Reuse) -> CachedShare:
     return CachedShare(any_session, intra_session, estimated=trace.ids == "session")
 
 
-def _start_gaps(sessions: Iterable[Session]) -> Iterable[float]:
+def _start_gaps(sessions: Iterable[TraceSession]) -> Iterable[float]:
     """Seconds between the starts of successive requests of a session."""
     for session in sessions:
         requests = session.requests
@@ -147,7 +147,7 @@ def _start_gaps(sessions: Iterable[Session]) -> Iterable[float]:
             yield later.start_s - earlier.start_s
 
 
-def _think_after(sessions: Iterable[Session]) -> dict[str, list[float]]:
+def _think_after(sessions: Iterable[TraceSession]) -> dict[str, list[float]]:
     """Think times by the stop reason of the same agent's request before."""
     after: dict[str, list[float]] = {}
     for session in sessions:
@@ -172,7 +172,7 @@ def _api_share(api_s: list[float], tool_s: list[float]) -> float | None:
     return sum(api_s) / (sum(api_s) + sum(tool_s))
 
 
-def _input_share(sessions: tuple[Session, ...]) -> InputShare:
+def _input_share(sessions: tuple[TraceSession, ...]) -> InputShare:
     tokens = np.sort([sum(r.input_tokens for r in session.requests) for session in sessions])[::-1]
     total = max(1, int(tokens.sum()))
     top1, top10 = (

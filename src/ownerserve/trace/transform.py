@@ -11,7 +11,7 @@ from math import ceil
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.trace.model import Request, Run, Runs, Session, Trace
+from ownerserve.trace.model import Run, Runs, Trace, TraceRequest, TraceSession
 from ownerserve.trace.runs import blocks, common_prefix, concat, drop, encode, take
 
 replace = msgspec.structs.replace
@@ -45,7 +45,7 @@ def keep(
 def scale_gaps(trace: Trace, factor: float) -> Trace:
     """All waits (tools, people) and arrivals times `factor`; service times stay as recorded."""
 
-    def scaled(request: Request) -> Request:
+    def scaled(request: TraceRequest) -> TraceRequest:
         think_s = None if request.think_s is None else request.think_s * factor
         return replace(request, start_s=request.start_s * factor, think_s=think_s)
 
@@ -88,7 +88,7 @@ def scale_lengths(
     return replace(trace, block_tokens=new_tokens, sessions=tuple(sessions))
 
 
-def _map_requests(trace: Trace, change: Callable[[Request], Request]) -> Trace:
+def _map_requests(trace: Trace, change: Callable[[TraceRequest], TraceRequest]) -> Trace:
     return replace(
         trace,
         sessions=tuple(
@@ -98,7 +98,7 @@ def _map_requests(trace: Trace, change: Callable[[Request], Request]) -> Trace:
     )
 
 
-def _shorter(request: Request, factor: float) -> Request:
+def _shorter(request: TraceRequest, factor: float) -> TraceRequest:
     return replace(
         request,
         input_tokens=max(1, int(request.input_tokens * factor)),
@@ -128,7 +128,7 @@ class _Scaler:
         """Ids of the next session mean something else."""
         self._new_id.clear()
 
-    def session(self, session: Session) -> tuple[Request, ...]:
+    def session(self, session: TraceSession) -> tuple[TraceRequest, ...]:
         """Scaled requests. Only blocks a turn adds to the one before it are looked at singly."""
         scaled = []
         old: Runs = ()
@@ -191,7 +191,7 @@ def share_heads(trace: Trace) -> Trace:
 
 
 def _heads(
-    session: Session, block_tokens: int, bases: dict[tuple[int, int, str], int]
+    session: TraceSession, block_tokens: int, bases: dict[tuple[int, int, str], int]
 ) -> list[tuple[Runs, int]]:
     """(local ids of a head, its global base), no two beginning alike."""
     heads: list[tuple[Runs, int]] = []

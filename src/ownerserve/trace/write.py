@@ -9,14 +9,14 @@ import msgspec
 import zstandard
 
 from ownerserve.trace.model import Trace
-from ownerserve.trace.readers.own import VERSION, Header
+from ownerserve.trace.readers.own import VERSION, TraceHeader
 
 ZSTD_LEVEL = 10
 
 
 def trace_lines(trace: Trace) -> Iterator[bytes]:
     """The header, then each session."""
-    header = Header(
+    header = TraceHeader(
         ownerserve_trace=VERSION,
         name=trace.name,
         origin=trace.origin,

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 import zmq
 
 from ownerserve.engines.hf.build import WorkerOptions
-from ownerserve.engines.hf.engine.turn_admission import Desk
+from ownerserve.engines.hf.engine.turn_admission import TurnAdmission
 from ownerserve.engines.hf.http import server
 from ownerserve.gateway import service
 from ownerserve.gateway.workers.lines import REPEAT_S
@@ -189,9 +189,9 @@ def test_a_place_is_kept_for_a_turn_that_is_on_its_way(
     """Its Commit has come, and the worker reads the prompt for longer than a place is held."""
     held_s, ends_s = 5.0, list[float]()
     monkeypatch.setattr(reservations, "RESERVED_FOR_S", held_s)
-    answer, prompt = Desk.answer, server.completion_prompt
+    answer, prompt = TurnAdmission.answer, server.completion_prompt
 
-    def answered(desk: Desk, request: Any) -> Any:
+    def answered(desk: TurnAdmission, request: Any) -> Any:
         if isinstance(request, Commit):
             monkeypatch.setattr(reservations, "RESERVED_FOR_S", 1e4)
         said = answer(desk, request)
@@ -203,7 +203,7 @@ def test_a_place_is_kept_for_a_turn_that_is_on_its_way(
         time.sleep(max(0.0, ends_s[-1] + 0.2 - time.monotonic()))
         return prompt(*arguments)
 
-    monkeypatch.setattr(Desk, "answer", answered)
+    monkeypatch.setattr(TurnAdmission, "answer", answered)
     monkeypatch.setattr(server, "completion_prompt", read)
     assert gateway.complete(text(300, 60), "slow to read").status_code == 200
     assert gateway.metric("ownerserve_places_total", outcome="reserved") == 1

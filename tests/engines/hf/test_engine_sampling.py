@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ownerserve.engines.hf.model.sampling import Sampler, sample, truncate  # noqa: E402
-from ownerserve.engines.hf.scheduling.requests import Request, Sampling, Stopping  # noqa: E402
+from ownerserve.engines.hf.scheduling.requests import EngineRequest, Sampling, Stopping  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def sampler(*, choice: int = 0, stopping: Stopping | None = None, **fields: Any) -> Sampler:
-    request = Request(
+    request = EngineRequest(
         request_id="r",
         prompt=[1],
         stopping=stopping or Stopping(max_tokens=9),

@@ -19,7 +19,7 @@ from ownerserve.engines.hf.http.answering import (
     load_headers,
     turn_headers,
 )
-from ownerserve.engines.hf.scheduling.requests import Admitted, Request, Stopping
+from ownerserve.engines.hf.scheduling.requests import Admitted, EngineRequest, Stopping
 from ownerserve.gateway.stamps import (
     PREFIX,
     Stamp,
@@ -52,7 +52,7 @@ def as_heard(headers: dict[str, str]) -> dict[bytes, bytes]:
     }
 
 
-REQUEST = Request(request_id="r", prompt=list(range(100)), stopping=Stopping(max_tokens=4))
+REQUEST = EngineRequest(request_id="r", prompt=list(range(100)), stopping=Stopping(max_tokens=4))
 OWNER = OwnerIs(RoutingUnit(WorkerId("another"), 0, Incarnation(7)), Epoch(Term(1, 2), 3))
 
 

@@ -20,7 +20,7 @@ import uvicorn
 
 from ownerserve.cache.pools.budget import PoolSizes
 from ownerserve.cache.tree.node import Session
-from ownerserve.engines.hf.build import Worker, WorkerOptions
+from ownerserve.engines.hf.build import HfWorker, WorkerOptions
 from ownerserve.engines.hf.http.openai_api import Facts
 from ownerserve.engines.hf.http.serve import listen, url_of
 from ownerserve.engines.hf.http.server import make_app
@@ -62,7 +62,7 @@ class Fleet:
         codec = ChatCodec(loaded.tokenizer)
         prefixes = PromptPrefixes(block)
         metrics, sizes = self.rig.metrics, PoolSizes({}, 0)
-        worker = Worker(self.rig.engine, codec, facts, metrics, sizes, prefixes)
+        worker = HfWorker(self.rig.engine, codec, facts, metrics, sizes, prefixes)
         bound = listen("127.0.0.1", 0)
         self.url = url_of(bound)
         self._server = uvicorn.Server(uvicorn.Config(make_app(worker), log_level="error"))

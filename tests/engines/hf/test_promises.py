@@ -10,11 +10,16 @@ import pytest
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Component, Layout
-from ownerserve.engines.hf.engine.turn_admission import Desk
-from ownerserve.engines.hf.metrics.status import Identity
-from ownerserve.engines.hf.scheduling.requests import Request, Stopping
+from ownerserve.engines.hf.engine.turn_admission import TurnAdmission
+from ownerserve.engines.hf.metrics.status import WorkerIdentity
+from ownerserve.engines.hf.scheduling.requests import EngineRequest, Stopping
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
-from ownerserve.engines.hf.scheduling.step import Arrival, Limits, Rejected, StepPlan
+from ownerserve.engines.hf.scheduling.step import (
+    RequestArrival,
+    RequestRejected,
+    SchedulerLimits,
+    StepPlan,
+)
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.refusals import WorkerRefusal
@@ -36,7 +41,7 @@ LAYOUT = Layout(
 class Job(msgspec.Struct):
     """A turn that is here: what is left of its answer, and what it was promised."""
 
-    request: Request
+    request: EngineRequest
     left: int
     is_promised: bool
     arrived_step: int
@@ -49,7 +54,7 @@ class Bench:
 
     def __init__(self, *, blocks: int = 64, max_running: int = 8) -> None:
         self.cache = HeteroCache(LAYOUT, {"dense": blocks, "swa": 32}, max_running)
-        limits = Limits(
+        limits = SchedulerLimits(
             chunk_tokens=4 * BLOCK,
             prefill_tokens_a_step=4 * BLOCK,
             max_running=max_running,
@@ -59,7 +64,9 @@ class Bench:
         self.scheduler = Scheduler(self.cache, limits)
         self.now = 0.0
         self.steps = 0
-        self.desk = Desk(self.cache, self.scheduler, Identity("m", 1, 64), now=lambda: self.now)
+        self.desk = TurnAdmission(
+            self.cache, self.scheduler, WorkerIdentity("m", 1, 64), now=lambda: self.now
+        )
         self.jobs: dict[TurnId, Job] = {}
         self.preempted: list[TurnId] = []
         self.numbers = 0
@@ -78,9 +85,9 @@ class Bench:
         session: str | None = None,
         place: Reserved | None = None,
         is_judged: bool = False,
-    ) -> TurnId | Rejected:
+    ) -> TurnId | RequestRejected:
         self.numbers += 1
-        request = Request(
+        request = EngineRequest(
             request_id=f"r{self.numbers}",
             prompt=prompt,
             stopping=Stopping(max_tokens=new),
@@ -89,11 +96,11 @@ class Bench:
             is_judged=is_judged,
         )
         answer = self.desk.let_in(request)
-        if isinstance(answer, Rejected):
+        if isinstance(answer, RequestRejected):
             return answer
         turn_id = TurnId(f"{request.request_id}.0")
         queued = self.scheduler.arrive(
-            Arrival(
+            RequestArrival(
                 request_id=request.request_id,
                 turn_ids=(turn_id,),
                 prompt=prefix_of(prompt, BLOCK),
@@ -103,7 +110,7 @@ class Bench:
                 is_promised=answer.is_promised,
             )
         )
-        if isinstance(queued, Rejected):
+        if isinstance(queued, RequestRejected):
             return queued
         self.jobs[turn_id] = Job(request, new, answer.is_promised, self.steps)
         return turn_id
@@ -197,7 +204,7 @@ def test_a_longer_turn_than_its_place_is_judged_anew() -> None:
     assert isinstance(one, Reserved) and isinstance(two, Reserved)
     assert isinstance(bench.come(text(420, 1), new=10, place=one), str)
     longer = bench.come(text(700, 2), new=10, place=two)
-    assert isinstance(longer, Rejected)
+    assert isinstance(longer, RequestRejected)
     assert longer.reason is WorkerRefusal.NO_ROOM
 
 
@@ -207,7 +214,7 @@ def test_an_append_that_was_not_asked_for_is_judged_before_any_work() -> None:
     for seed in (2, 3):  # these wait for the first one
         assert isinstance(bench.come(text(400, seed), new=20), str)
     refused = bench.come(text(600, 4), new=20, is_judged=True)
-    assert isinstance(refused, Rejected)
+    assert isinstance(refused, RequestRejected)
     assert refused.reason is WorkerRefusal.NO_ROOM
     assert isinstance(bench.come(text(600, 4), new=20), str), "unjudged, it takes its chance"
     bench.run()

@@ -25,7 +25,7 @@ pytest.importorskip("transformers")
 
 import uvicorn  # noqa: E402
 
-from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker  # noqa: E402
+from ownerserve.engines.hf.build import HfWorker, WorkerOptions, build_worker  # noqa: E402
 from ownerserve.engines.hf.http.serve import listen, url_of  # noqa: E402
 from ownerserve.engines.hf.http.server import make_app  # noqa: E402
 from ownerserve.gateway.config import Config, parse_worker  # noqa: E402
@@ -62,7 +62,7 @@ class Life:
             store_upkeep_s=0.0,
             node=NodeSettings(spill_after_s=SPILL_S),
         )
-        self.worker: Worker = build_worker(options)
+        self.worker: HfWorker = build_worker(options)
         bound: socket.socket = listen("127.0.0.1", port)
         self.url = url_of(bound)
         self.port: int = bound.getsockname()[1]

@@ -1,6 +1,7 @@
 """State that left the device comes back by plan, or is a miss: the answer is right either way.
 
-Truth as in engine_rig: log-probabilities of a cold run of the bare Runner, within 1e-4 in fp32.
+Truth as in engine_rig: log-probabilities of a cold run of the bare ModelRunner, within 1e-4 in
+fp32.
 """
 
 from __future__ import annotations

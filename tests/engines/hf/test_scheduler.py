@@ -11,14 +11,14 @@ from ownerserve.cache.outcomes import Append, Begun, Replay, Turn
 from ownerserve.engines.hf.scheduling.requests import WorkerRefusal
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import (
-    Arrival,
     CheckpointsOf,
     Intake,
-    Limits,
-    Load,
     Queued,
-    Rejected,
+    RequestArrival,
+    RequestRejected,
     ResumeOf,
+    SchedulerLimits,
+    SchedulerLoad,
     StepPlan,
 )
 from ownerserve.kv.errors import InvalidInput
@@ -50,7 +50,7 @@ class Bench:
         self.cache = HeteroCache(LAYOUT, {"dense": blocks, "swa": 32}, max_running)
         self.scheduler = Scheduler(
             self.cache,
-            Limits(
+            SchedulerLimits(
                 chunk_tokens=CHUNK,
                 prefill_tokens_a_step=CHUNK,
                 max_running=max_running,
@@ -66,11 +66,11 @@ class Bench:
 
     def arrive(
         self, name: str, prompt: list[int], *, new: int = 4, choices: int = 1, session: str = ""
-    ) -> Queued | Rejected:
+    ) -> Queued | RequestRejected:
         turn_ids = tuple(TurnId(f"{name}.{i}") for i in range(choices))
         self.left |= dict.fromkeys(turn_ids, new)
         return self.scheduler.arrive(
-            Arrival(
+            RequestArrival(
                 request_id=name,
                 turn_ids=turn_ids,
                 prompt=prefix_of(prompt, BLOCK),
@@ -203,7 +203,7 @@ def test_the_oldest_is_never_preempted() -> None:
 def test_a_request_that_can_never_fit_is_refused_with_its_reason() -> None:
     bench = Bench(blocks=4)
     answer = bench.arrive("big", [1] * 10, new=8)
-    assert isinstance(answer, Rejected)
+    assert isinstance(answer, RequestRejected)
     assert answer.reason is WorkerRefusal.CONTEXT_LENGTH
     assert "16" in answer.message
     assert isinstance(bench.arrive("fits", [1] * 10, new=7), Queued)
@@ -215,7 +215,7 @@ def test_a_full_queue_refuses() -> None:
     bench = Bench(max_waiting=1)
     bench.arrive("a", [1])
     answer = bench.arrive("b", [1])
-    assert isinstance(answer, Rejected)
+    assert isinstance(answer, RequestRejected)
     assert answer.reason is WorkerRefusal.QUEUE_FULL
 
 
@@ -253,16 +253,16 @@ def test_abort_frees_what_was_private_and_forgets_the_request() -> None:
     bench.scheduler.check()
     assert not bench.scheduler.has_work
     assert bench.cache.rooms.blocks.free + bench.cache.rooms.evictable_blocks() == free
-    assert bench.scheduler.load() == Load(0, 0, 0)
+    assert bench.scheduler.load() == SchedulerLoad(0, 0, 0)
 
 
 def test_load_counts_what_is_queued_and_not_yet_computed() -> None:
     bench = Bench()
     bench.arrive("a", [1] * 20)
     bench.arrive("b", [2] * 5)
-    assert bench.scheduler.load() == Load(2, 0, 25, queued_blocks=8)
+    assert bench.scheduler.load() == SchedulerLoad(2, 0, 25, queued_blocks=8)
     bench.step()
-    assert bench.scheduler.load() == Load(1, 1, 17, growth_blocks=4, queued_blocks=2)
+    assert bench.scheduler.load() == SchedulerLoad(1, 1, 17, growth_blocks=4, queued_blocks=2)
 
 
 def test_a_fresh_sequence_starts_from_an_empty_state() -> None:
@@ -273,7 +273,7 @@ def test_a_fresh_sequence_starts_from_an_empty_state() -> None:
 
 def test_a_chunk_off_the_block_grid_is_refused() -> None:
     cache = HeteroCache(LAYOUT, {"dense": 8, "swa": 8}, 2)
-    limits = Limits(
+    limits = SchedulerLimits(
         chunk_tokens=6,
         prefill_tokens_a_step=6,
         max_running=1,

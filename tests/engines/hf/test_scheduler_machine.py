@@ -15,7 +15,12 @@ from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, NoRoom, Reason, Refused, Turn
 from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
-from ownerserve.engines.hf.scheduling.step import Arrival, Limits, Rejected, StepPlan
+from ownerserve.engines.hf.scheduling.step import (
+    RequestArrival,
+    RequestRejected,
+    SchedulerLimits,
+    StepPlan,
+)
 from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.kv.specs import Coverage
@@ -23,7 +28,7 @@ from ownerserve.node.vocabulary.chains import prefix_of
 
 BLOCK = 4
 CAPACITY_BLOCKS = 12
-LIMITS = Limits(
+LIMITS = SchedulerLimits(
     chunk_tokens=8,
     prefill_tokens_a_step=12,
     max_running=4,
@@ -149,13 +154,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = f"r{self.arrived}"
         prompt = [*range(shared), *[100 + self.arrived] * own]
         turn_ids = tuple(TurnId(f"{request_id}.{i}") for i in range(len(lengths)))
-        arrival = Arrival(
+        arrival = RequestArrival(
             request_id=request_id,
             turn_ids=turn_ids,
             prompt=prefix_of(prompt, BLOCK),
             max_new_tokens=max(lengths),
         )
-        if isinstance(self.scheduler.arrive(arrival), Rejected):
+        if isinstance(self.scheduler.arrive(arrival), RequestRejected):
             return
         for turn_id, length in zip(turn_ids, lengths, strict=True):
             self.wanted[turn_id], self.output[turn_id] = length, []

@@ -23,8 +23,8 @@ pytest.importorskip("transformers")
 
 import uvicorn  # noqa: E402
 
-from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker  # noqa: E402
-from ownerserve.engines.hf.engine.turn_admission import Desk  # noqa: E402
+from ownerserve.engines.hf.build import HfWorker, WorkerOptions, build_worker  # noqa: E402
+from ownerserve.engines.hf.engine.turn_admission import TurnAdmission  # noqa: E402
 from ownerserve.engines.hf.http import server  # noqa: E402
 from ownerserve.engines.hf.http.serve import listen, url_of  # noqa: E402
 from ownerserve.engines.hf.http.server import make_app  # noqa: E402
@@ -47,7 +47,7 @@ class Served:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self.worker: Worker = build_worker(
+        self.worker: HfWorker = build_worker(
             WorkerOptions(model=MODEL, kv_bytes=16 << 20, max_running=4)
         )
         bound: socket.socket = listen("127.0.0.1", 0)
@@ -335,14 +335,14 @@ def test_a_stuck_engine_thread_is_503_and_recovers(
 ) -> None:
     stuck, go_on = threading.Event(), threading.Event()
 
-    def hang(desk: Desk, request: object) -> Reject:
+    def hang(desk: TurnAdmission, request: object) -> Reject:
         stuck.set()
         go_on.wait(WAIT_S)
         return Reject(WorkerRefusal.ENGINE_BUSY)
 
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(Desk, "answer", hang)
+            patch.setattr(TurnAdmission, "answer", hang)
             patch.setattr(server, "HEALTH_TIMEOUT_S", 0.2)
             hung = served.worker.engine.call(Release(1))
             assert stuck.wait(WAIT_S)

@@ -12,11 +12,11 @@ from ownerserve.engines.hf.http.openai_api import (
     CompletionBody,
     Facts,
     ModelNotFound,
-    Told,
+    TurnHeaders,
     make_request,
     parse_body,
 )
-from ownerserve.engines.hf.scheduling.requests import Request
+from ownerserve.engines.hf.scheduling.requests import EngineRequest
 from ownerserve.kv.errors import InvalidInput
 
 FACTS = Facts(
@@ -29,19 +29,19 @@ FACTS = Facts(
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def chat(**fields: Any) -> Request:
+def chat(**fields: Any) -> EngineRequest:
     body = parse_body(json.dumps({"messages": MESSAGES, **fields}).encode(), ChatBody)
     return _make(body, [1, 2, 3])
 
 
-def complete(**fields: Any) -> Request:
+def complete(**fields: Any) -> EngineRequest:
     body = parse_body(json.dumps({"prompt": [1, 2, 3], **fields}).encode(), CompletionBody)
     assert isinstance(body.prompt, list)
     return _make(body, body.prompt)
 
 
-def _make(body: ChatBody | CompletionBody, prompt: list[int]) -> Request:
-    return make_request(body, prompt, facts=FACTS, request_id="r", turn=Told(), fresh_seed=5)
+def _make(body: ChatBody | CompletionBody, prompt: list[int]) -> EngineRequest:
+    return make_request(body, prompt, facts=FACTS, request_id="r", turn=TurnHeaders(), fresh_seed=5)
 
 
 @pytest.mark.parametrize(

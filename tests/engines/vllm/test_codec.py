@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from ownerserve.engines.hf.state.pools import Pool
+from ownerserve.engines.hf.state.pools import DevicePool
 from ownerserve.engines.hf.state.states import describe as hf_describe
 from ownerserve.engines.vllm.layout import shape as vllm_shape
 from ownerserve.engines.vllm.layout.codec import Codec
 from ownerserve.engines.vllm.layout.shape import StateShape
-from ownerserve.engines.vllm.worker_commands import Place
+from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.errors import InvalidInput, SpecMismatch
 from ownerserve.kv.payload import DENSE, WINDOW
 from tests.support.vllm_parts import specs
@@ -76,7 +76,7 @@ def codec_and_caches(order: list[int] | None) -> tuple[Codec, dict[str, Any]]:
     return Codec(model(), caches, num_blocks=BLOCKS, key_orders=orders), caches
 
 
-def read(codec: Codec, place: Place) -> bytes:
+def read(codec: Codec, place: BlockPlace) -> bytes:
     data = bytearray(codec.size(place))
     codec.read(place, memoryview(data))
     return bytes(data)
@@ -134,7 +134,7 @@ def test_blocks_that_are_not_ours_stay_as_they_are() -> None:
     codec, caches = codec_and_caches(None)
     data = read(codec, model().place(DENSE, TABLES, 0, 64))
     before = caches[specs.layers(1)[0]].clone()
-    codec.write(Place(DENSE, ((-1, 39),), 0, 64), memoryview(data))
+    codec.write(BlockPlace(DENSE, ((-1, 39),), 0, 64), memoryview(data))
     after = caches[specs.layers(1)[0]]
     changed = [b for b in range(BLOCKS) if not torch.equal(before[b], after[b])]
     assert changed == [39]
@@ -144,7 +144,7 @@ def test_blocks_that_are_not_ours_stay_as_they_are() -> None:
 def test_a_window_that_begins_inside_the_engines_own_part_writes_the_rest() -> None:
     codec, caches = codec_and_caches(None)
     data = read(codec, model().place(WINDOW, TABLES, *model().span(WINDOW, 128)))
-    goal = Place(WINDOW, ((39,),), 96, 128)
+    goal = BlockPlace(WINDOW, ((39,),), 96, 128)
     codec.write(goal, memoryview(data))
     cache = caches[specs.layers(0)[0]]
     assert torch.equal(cache[39], cache[TABLES[0][3]])
@@ -183,8 +183,8 @@ def test_the_hf_engines_slot_holds_the_same_bytes() -> None:
     states = hf_describe(hf_config(), torch.float32, block_tokens=64)
     sections = {section.name: section for section in states.sections}
     device = torch.device("cpu")
-    dense = Pool((sections[DENSE],), slots=4, device=device)
-    window = Pool((sections[WINDOW],), slots=4, device=device)
+    dense = DevicePool((sections[DENSE],), slots=4, device=device)
+    window = DevicePool((sections[WINDOW],), slots=4, device=device)
     for part, name in enumerate(("keys", "values")):
         for layer, number in enumerate((1, 3)):
             dense.part(DENSE, name)[2, layer] = torch.from_numpy(rows(number, part, 64, 128))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ownerserve.engines.vllm.compat import evictable_blocks
-from ownerserve.engines.vllm.scheduler_side.measure import Measuring
+from ownerserve.engines.vllm.scheduler_side.measure import ConnectorObserver
 from ownerserve.kv.ids import TurnId
 from ownerserve.node.runtime.calibration import Calibration
 from ownerserve.plan.cost.model import CostModel
@@ -24,7 +24,7 @@ class Play:
     def __init__(self) -> None:
         self.told: list[CostModel] = []
         self.calibration = Calibration(None)
-        self.measuring = Measuring(self.calibration, at_once, tell=self.told.append)
+        self.measuring = ConnectorObserver(self.calibration, at_once, tell=self.told.append)
 
     @property
     def samples(self) -> float:

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from ownerserve.engines.vllm.scheduler_side.holding import Holding
-from ownerserve.engines.vllm.scheduler_side.node_rpc import ADDRESS_FILE, Desk, Limits
+from ownerserve.engines.vllm.scheduler_side.node_rpc import (
+    ADDRESS_FILE,
+    EngineLimits,
+    NodeRpcHandler,
+)
 from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
 from ownerserve.engines.vllm.scheduler_side.ports import gateway_port
 from ownerserve.engines.vllm.settings import decode
@@ -20,7 +24,7 @@ from ownerserve.kv.wire.curve import read_fleet_key, write_fleet_key
 from ownerserve.kv.wire.rpc import Status, StatusIs
 from ownerserve.node.rpc.server import RpcClient
 
-LIMITS = Limits(
+LIMITS = EngineLimits(
     unit=RoutingUnit(WorkerId("w"), 0, Incarnation(7)),
     model="m",
     sequence_tokens=1000,
@@ -53,7 +57,7 @@ def test_a_desk_is_asked_from_other_hosts_with_keys_and_here_without(tmp_path: P
     host, file = own_address(), tmp_path / "fleet.key"
     write_fleet_key(file, field="--out")
     key = read_fleet_key(file)
-    desk = Desk(LIMITS, Nothing(), SessionsHere(None))
+    desk = NodeRpcHandler(LIMITS, Nothing(), SessionsHere(None))
     desk.open(tmp_path, gateway_port(host, 0, str(file)))
     try:
         here = RpcClient((tmp_path / ADDRESS_FILE).read_text())
@@ -75,7 +79,7 @@ def test_a_desk_is_asked_from_other_hosts_with_keys_and_here_without(tmp_path: P
 
 def test_without_an_address_only_this_host_asks(tmp_path: Path) -> None:
     assert gateway_port("", 0, "") is None
-    desk = Desk(LIMITS, Nothing(), SessionsHere(None))
+    desk = NodeRpcHandler(LIMITS, Nothing(), SessionsHere(None))
     desk.open(tmp_path, None)
     here = RpcClient((tmp_path / ADDRESS_FILE).read_text())
     told = here.ask(Status())
@@ -94,7 +98,7 @@ def test_what_can_not_listen_is_one_error_with_its_field(tmp_path: Path) -> None
         decode({"store": str(tmp_path), "rpc_port": 65536})
     store = tmp_path / "a-file"
     store.write_text("")
-    desk = Desk(LIMITS, Nothing(), SessionsHere(None))
+    desk = NodeRpcHandler(LIMITS, Nothing(), SessionsHere(None))
     with pytest.raises(OSError, match="exists"):
         desk.open(store, None)
     desk.close()

@@ -10,7 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from ownerserve.engines.vllm.worker_commands import Load, Orders, Place, Report, Save
+from ownerserve.engines.vllm.worker_commands import (
+    BlockPlace,
+    LoadInto,
+    Orders,
+    Save,
+    WorkerStepReport,
+)
 from ownerserve.engines.vllm.worker_side.streams import HostStream
 from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.errors import SpecMismatch
@@ -21,7 +27,7 @@ pytestmark = pytest.mark.engine
 
 WAIT_S = 10.0
 SIZE = 4096
-PLACE = Place("dense", ((1,),), 0, 32)
+PLACE = BlockPlace("dense", ((1,),), 0, 32)
 
 
 class Pages:
@@ -31,14 +37,14 @@ class Pages:
         self.fault: Callable[[], None] = lambda: None
         self.written: list[bytes] = []
 
-    def size(self, place: Place) -> int:
+    def size(self, place: BlockPlace) -> int:
         return SIZE
 
-    def read(self, place: Place, into: memoryview) -> None:
+    def read(self, place: BlockPlace, into: memoryview) -> None:
         self.fault()
         into[:] = b"k" * SIZE
 
-    def write(self, place: Place, data: memoryview) -> None:
+    def write(self, place: BlockPlace, data: memoryview) -> None:
         self.fault()
         self.written.append(bytes(data))
 
@@ -65,9 +71,9 @@ def save(worker: WorkerSide, *numbers: int) -> None:
     worker.save(Orders(saves=tuple(Save(number, meta(number), PLACE) for number in numbers)))
 
 
-def until(worker: WorkerSide, done: Callable[[Report], bool]) -> Report:
+def until(worker: WorkerSide, done: Callable[[WorkerStepReport], bool]) -> WorkerStepReport:
     """Reports joined until `done` with them."""
-    report, deadline = Report(), time.monotonic() + WAIT_S
+    report, deadline = WorkerStepReport(), time.monotonic() + WAIT_S
     while not done(report):
         assert time.monotonic() < deadline, report
         worker.results(Orders(is_idle=True))
@@ -93,7 +99,7 @@ def test_what_is_saved_is_brought(worker: WorkerSide, pages: Pages) -> None:
     report = until(worker, lambda r: len(r.kept) == 3)
     assert sorted(report.copied) == [1, 2, 3] and not report.not_kept
     wants = tuple(Want(meta(number).id) for number in (1, 2))
-    worker.load(Orders(loads=(Load("r", 9, wants, (PLACE, PLACE), WAIT_S),)))
+    worker.load(Orders(loads=(LoadInto("r", 9, wants, (PLACE, PLACE), WAIT_S),)))
     report = until(worker, lambda r: bool(r.brought))
     assert report.brought[0].reason == ""
     assert pages.written == [b"k" * SIZE] * 2
@@ -126,7 +132,7 @@ def test_a_mistake_of_ours_ends_saving_and_gives_every_block_back(
     save(worker, 4)
     report = until(worker, lambda r: bool(r.not_kept))
     assert (report.copied, report.not_kept) == ((4,), (4,))
-    worker.load(Orders(loads=(Load("r", 9, (Want(meta(1).id),), (PLACE,), WAIT_S),)))
+    worker.load(Orders(loads=(LoadInto("r", 9, (Want(meta(1).id),), (PLACE,), WAIT_S),)))
     assert until(worker, lambda r: bool(r.brought)).brought[0].reason == ""
 
 
@@ -136,7 +142,7 @@ def test_a_mistake_of_ours_in_a_load_is_that_loads_failure(
     save(worker, 1)
     until(worker, lambda r: bool(r.kept))
     pages.fault = failing(AttributeError("a bug"))
-    worker.load(Orders(loads=(Load("r", 9, (Want(meta(1).id),), (PLACE,), WAIT_S),)))
+    worker.load(Orders(loads=(LoadInto("r", 9, (Want(meta(1).id),), (PLACE,), WAIT_S),)))
     received: set[str] = set()
     failed: set[str] = set()
     deadline = time.monotonic() + WAIT_S
@@ -149,6 +155,6 @@ def test_a_mistake_of_ours_in_a_load_is_that_loads_failure(
 
 
 def test_reports_join() -> None:
-    one = Report(copied=(1,), stored_bytes=3)
+    one = WorkerStepReport(copied=(1,), stored_bytes=3)
     both = one.joined(msgspec.structs.replace(one, copied=(2,)))
     assert (both.copied, both.stored_bytes) == ((1, 2), 6)

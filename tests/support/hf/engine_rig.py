@@ -1,6 +1,6 @@
-"""An engine to ask, and the truth from the bare Runner. Shared by the engine's tests.
+"""An engine to ask, and the truth from the bare ModelRunner. Shared by the engine's tests.
 
-Reference: the Runner alone, one sequence, slots 0, 1, ... in order, no cache and no scheduler. It
+Reference: the runner alone, one sequence, slots 0, 1, ... in order, no cache and no scheduler. It
 is fed the engine's own tokens, so that one argmax flip does not hide the rest: every chosen
 token's log-probability must agree, and a greedy one must be the best within the tolerance.
 """
@@ -21,26 +21,26 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.build import WorkerOptions, build_node
 from ownerserve.engines.hf.engine import loop
-from ownerserve.engines.hf.engine.async_engine import Engine
+from ownerserve.engines.hf.engine.async_engine import AsyncEngine
 from ownerserve.engines.hf.engine.loop import StepLoop
 from ownerserve.engines.hf.metrics.prometheus import RestoreMetrics, WorkerMetrics
-from ownerserve.engines.hf.metrics.status import Identity
-from ownerserve.engines.hf.model.checkpoint import Checkpoint, load_checkpoint
-from ownerserve.engines.hf.model.runner import DecodeRow, Runner
+from ownerserve.engines.hf.metrics.status import WorkerIdentity
+from ownerserve.engines.hf.model.checkpoint import LoadedCheckpoint, load_checkpoint
+from ownerserve.engines.hf.model.runner import DecodeRow, ModelRunner
 from ownerserve.engines.hf.model.text import ChatCodec
 from ownerserve.engines.hf.node import restoring
 from ownerserve.engines.hf.node.restoring import WithNode
 from ownerserve.engines.hf.scheduling.requests import (
     Admitted,
     Delta,
-    Failed,
-    Finished,
-    Request,
+    EngineRequest,
+    RequestFailed,
+    RequestFinished,
     Sampling,
     Stopping,
 )
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
-from ownerserve.engines.hf.scheduling.step import Limits
+from ownerserve.engines.hf.scheduling.step import SchedulerLimits
 from ownerserve.kv.descriptor import TailForm
 
 TOLERANCE = 1e-4
@@ -48,7 +48,7 @@ GREEDY = Sampling(temperature=0.0, logprobs=1)
 
 
 @functools.cache
-def checkpoint(name: str) -> Checkpoint:
+def checkpoint(name: str) -> LoadedCheckpoint:
     torch.set_num_threads(1)
     return load_checkpoint(name)
 
@@ -82,14 +82,14 @@ class Rig:
         """`options` are a node's: its store, its host cache, its settings. `points` None: as many
         as blocks."""
         loaded = checkpoint(name)
-        self.runner = Runner(loaded.model, hca_tail=hca_tail)
+        self.runner = ModelRunner(loaded.model, hca_tail=hca_tail)
         layout = self.runner.layout
         slots = {c.name: blocks for c in layout.components}
         if points is not None:
             slots |= dict.fromkeys(layout.point_names, points)
         self.runner.allocate(slots, max_running)
         self.cache = HeteroCache(layout, slots, max_running)
-        limits = Limits(
+        limits = SchedulerLimits(
             chunk_tokens=4 * layout.block_tokens,
             prefill_tokens_a_step=4 * layout.block_tokens,
             max_running=max_running,
@@ -112,13 +112,13 @@ class Rig:
             self.scheduler,
             cache=self.cache,
             decoder=ChatCodec(loaded.tokenizer),
-            identity=Identity(name, 1, limits.sequence_tokens),
+            identity=WorkerIdentity(name, 1, limits.sequence_tokens),
             metrics=self.metrics,
         )
         if self.node is not None:
             restores = RestoreMetrics(self.metrics.registry)
             steps.attach(WithNode(self.node, self.scheduler, restores))
-        self.engine = Engine(steps)
+        self.engine = AsyncEngine(steps)
 
     def play(self, scenario: Callable[[], Awaitable[Any]]) -> Any:
         """Run `scenario` with the engine started; afterwards the books must balance."""
@@ -135,7 +135,7 @@ class Rig:
             self.scheduler.check()
         return result
 
-    async def ask(self, *requests: Request) -> list[Answer]:
+    async def ask(self, *requests: EngineRequest) -> list[Answer]:
         """Submit all at once, in order; wait for all."""
         streams = [self.engine.submit(request) for request in requests]
         return list(await asyncio.gather(*map(answer_of, streams, requests)))
@@ -144,11 +144,11 @@ class Rig:
 class Answer:
     """What one request's stream said."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: EngineRequest) -> None:
         self.request = request
         self.admitted: Admitted | None = None
-        self.finished: Finished | None = None
-        self.failed: Failed | None = None
+        self.finished: RequestFinished | None = None
+        self.failed: RequestFailed | None = None
         self.deltas: list[Delta] = []
 
     def tokens(self, choice: int = 0) -> list[int]:
@@ -159,7 +159,7 @@ class Answer:
         return [s.chosen.logprob for s in sampled if s.chosen is not None]
 
 
-async def answer_of(stream: Any, request: Request) -> Answer:
+async def answer_of(stream: Any, request: EngineRequest) -> Answer:
     answer = Answer(request)
     async for event in stream:
         match event:
@@ -167,9 +167,9 @@ async def answer_of(stream: Any, request: Request) -> Answer:
                 answer.admitted = event
             case Delta():
                 answer.deltas.append(event)
-            case Finished():
+            case RequestFinished():
                 answer.finished = event
-            case Failed():
+            case RequestFailed():
                 answer.failed = event
     return answer
 
@@ -182,8 +182,8 @@ def request(
     sampling: Sampling = GREEDY,
     choices: int = 1,
     session: str | None = None,
-) -> Request:
-    return Request(
+) -> EngineRequest:
+    return EngineRequest(
         request_id=name,
         prompt=list(prompt),
         stopping=Stopping(max_tokens=new),
@@ -199,8 +199,8 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 
 def reference(name: str, prompt: Sequence[int], tokens: Sequence[int]) -> list[Any]:
-    """Log-probabilities [vocab] before each of `tokens`, from the bare Runner."""
-    runner = Runner(checkpoint(name).model)
+    """Log-probabilities [vocab] before each of `tokens`, from the bare ModelRunner."""
+    runner = ModelRunner(checkpoint(name).model)
     block = runner.layout.block_tokens
     blocks = (len(prompt) + len(tokens)) // block + 1
     runner.allocate({c.name: blocks for c in runner.layout.components}, 1)

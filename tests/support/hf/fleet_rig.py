@@ -14,7 +14,7 @@ import torch
 import uvicorn
 
 from ownerserve.directory.opening import opener_of
-from ownerserve.engines.hf.build import Worker, WorkerOptions, build_worker
+from ownerserve.engines.hf.build import HfWorker, WorkerOptions, build_worker
 from ownerserve.engines.hf.http.serve import listen, url_of
 from ownerserve.engines.hf.http.server import make_app
 from ownerserve.engines.hf.metrics.prometheus import RpcCollector
@@ -41,7 +41,7 @@ class ServedWorker:
 
     def __init__(self, options: WorkerOptions) -> None:
         torch.set_num_threads(1)
-        self.worker: Worker = build_worker(options)
+        self.worker: HfWorker = build_worker(options)
         self.rpc = RpcServer()
         self.worker.metrics.registry.register(RpcCollector(self.rpc.counts))
         self.rpc.start(self.worker.engine.call, step_s=self.worker.engine.step_s)

@@ -20,7 +20,7 @@ from ownerserve.report.figures.grids import (
 )
 from ownerserve.report.figures.panels import Panel, Panels, panels
 from ownerserve.report.figures.restore import Restored, RestorePolicies, restore_policies
-from ownerserve.report.figures.reuse import ReuseSplit, ReuseTopology, reuse_topology
+from ownerserve.report.figures.reuse import ReuseShares, ReuseTopology, reuse_topology
 from ownerserve.report.figures.state import (
     SessionsByMemory,
     StateBreakdown,
@@ -28,16 +28,16 @@ from ownerserve.report.figures.state import (
     state_breakdown,
 )
 from ownerserve.report.figures.sweeps import Sweep, Sweeps, sweeps
-from ownerserve.report.figures.timeline import Coupling, Span, Timeline, coupling_timeline
+from ownerserve.report.figures.timeline import Coupling, Timeline, TimelineSpan, coupling_timeline
 
 POLICIES = ("round_robin", "lmetric", "lmetric_gate", "sticky", "static_pd", "ear", "ownerserve")
 
 
-def lane(turn_s: float, gap_s: float, kind: str, turns: int) -> list[Span]:
+def lane(turn_s: float, gap_s: float, kind: str, turns: int) -> list[TimelineSpan]:
     spans, at_s = [], 0.0
     for _ in range(turns):
-        spans.append(Span("turn", at_s, at_s + turn_s))
-        spans.append(Span(kind, at_s + turn_s, at_s + turn_s + gap_s))
+        spans.append(TimelineSpan("turn", at_s, at_s + turn_s))
+        spans.append(TimelineSpan(kind, at_s + turn_s, at_s + turn_s + gap_s))
         at_s += turn_s + gap_s
     return spans[:-1]
 
@@ -120,7 +120,8 @@ EXAMPLES = {
     "f02_reuse": (
         reuse_topology,
         ReuseTopology(
-            {"seed 002": ReuseSplit(0.932, 0.057, 0.011), "Claude Code": ReuseSplit(0.9, 0.0, 0.1)},
+            {"seed 002": ReuseShares(0.932, 0.057, 0.011),
+             "Claude Code": ReuseShares(0.9, 0.0, 0.1)},
             {"Claude Code": [int(1e6 / (i + 20)) for i in range(570)],
              "Mooncake": [int(1e6 / (i + 1)) for i in range(3_000)]},
         ),

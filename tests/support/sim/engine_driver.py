@@ -20,22 +20,22 @@ from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.inputs import FULL_ABILITIES, ModelState
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.zero import Zero
-from ownerserve.sim.batch import FOLD_MAX, Limits, NodeHooks
-from ownerserve.sim.engine import Engine
+from ownerserve.sim.batch import FOLD_MAX, BatchLimits, NodeHooks
+from ownerserve.sim.engine import SimEngine
 from ownerserve.sim.heap import Heap
 from ownerserve.sim.media import duplex
 from ownerserve.sim.nodeport import SimNode
 from ownerserve.sim.pace import Pace
-from ownerserve.sim.sequence import Sequence, sequence_of
+from ownerserve.sim.sequence import SimSequence, sequence_of
 from ownerserve.sim.store import SimStore
-from ownerserve.sim.turns import Turn
-from ownerserve.sim.worker import Machine, Worker
+from ownerserve.sim.turns import SimTurn
+from ownerserve.sim.worker import Machine, SimWorker
 
 U = 4
 RANGE = Component("kv", Coverage.RANGE, 64, 64)
 STATE = Component("state", Coverage.POINT, 1024, 1024)
 PLAIN = Layout(1, (RANGE,), 0)
-LIMITS = Limits(64, 8)
+LIMITS = BatchLimits(64, 8)
 HYBRID = Layout(2, (RANGE, STATE), 0)
 
 
@@ -57,12 +57,12 @@ def pace(**changes: float) -> Pace:
     )
 
 
-def turn(number: int, ids: list[int], tokens: int, output: int, *, session: str = "") -> Turn:
+def turn(number: int, ids: list[int], tokens: int, output: int, *, session: str = "") -> SimTurn:
     """A turn of `tokens` prompt tokens whose units are `ids`, those of its answer included."""
     units = -(-tokens // U)
     full = (tokens + output - 1) // U
     assert len(ids) >= max(units, full), "name every unit that becomes full"
-    return Turn(
+    return SimTurn(
         number=number,
         session=number,
         name=SessionId(session or f"s{number}"),
@@ -84,27 +84,27 @@ def make_engine(
     *,
     blocks: int = 100,
     layout: Layout = PLAIN,
-    limits: Limits = LIMITS,
+    limits: BatchLimits = LIMITS,
     fold: int = FOLD_MAX,
     **times: float,
-) -> Engine:
+) -> SimEngine:
     cache = HeteroCache(layout, {c.name: blocks for c in layout.components}, limits.running)
     cache.pressure.watermarks = Watermarks(low=0.0)  # room is made on demand alone
     hooks = NodeHooks(lambda tokens: None, lambda start, end: frozenset())
-    return Engine(cache, pace(**times), limits, unit_tokens=U, longest_fold=fold, hooks=hooks)
+    return SimEngine(cache, pace(**times), limits, unit_tokens=U, longest_fold=fold, hooks=hooks)
 
 
 class EngineDriver:
     """Runs one engine to its end. `steps` are the durations of what it did, in ms."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: SimEngine) -> None:
         self.engine = engine
         self.now = 0.0
         self.steps: list[float] = []
         self.done: list[tuple[str, float]] = []
         self.failed: list[str] = []
 
-    def arrive(self, turn: Turn, *, landed: int = 0) -> Sequence:
+    def arrive(self, turn: SimTurn, *, landed: int = 0) -> SimSequence:
         sequence = sequence_of(turn, U)
         sequence.landed_tokens = landed
         self.engine.arrive(sequence)
@@ -127,7 +127,7 @@ class EngineDriver:
             assert len(self.steps) < 10_000, "it never ends"
 
 
-def bare_node(cache: HeteroCache, worker: Worker) -> SimNode:
+def bare_node(cache: HeteroCache, worker: SimWorker) -> SimNode:
     """The node of a worker that keeps state on its device alone."""
     layout = cache.layout
     identity = Identity(
@@ -158,30 +158,30 @@ def bare_node(cache: HeteroCache, worker: Worker) -> SimNode:
 class WorkerDriver:
     """One worker on a heap; it hears what its listener would."""
 
-    def __init__(self, make: Callable[[], Engine]) -> None:
+    def __init__(self, make: Callable[[], SimEngine]) -> None:
         self.heap = Heap()
         self.began_s: dict[str, float] = {}
         self.served_s: dict[str, float] = {}
         self.lost_s: dict[str, float] = {}
-        self.sequences: dict[str, Sequence] = {}
+        self.sequences: dict[str, SimSequence] = {}
 
-        def machine(worker: Worker) -> Machine:
+        def machine(worker: SimWorker) -> Machine:
             engine = make()
             return Machine(engine._cache, engine, bare_node(engine._cache, worker))
 
         nic = duplex("nic", Medium(1.0, 1000.0))
-        self.worker = Worker(0, self.heap, machine, nic=nic, unit_tokens=U, listener=self)
+        self.worker = SimWorker(0, self.heap, machine, nic=nic, unit_tokens=U, listener=self)
 
-    def began(self, sequence: Sequence, now: float) -> None:
+    def began(self, sequence: SimSequence, now: float) -> None:
         self.began_s[sequence.turn_id] = now
 
-    def served(self, sequence: Sequence, now: float) -> None:
+    def served(self, sequence: SimSequence, now: float) -> None:
         self.served_s[sequence.turn_id] = now
 
-    def lost(self, sequence: Sequence, now: float) -> None:
+    def lost(self, sequence: SimSequence, now: float) -> None:
         self.lost_s[sequence.turn_id] = now
 
-    def submit(self, turn: Turn, at_s: float) -> None:
+    def submit(self, turn: SimTurn, at_s: float) -> None:
         sequence = sequence_of(turn, U)
         self.sequences[sequence.turn_id] = sequence
         self.heap.at(at_s, lambda now: self.worker.submit(sequence, now))

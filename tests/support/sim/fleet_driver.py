@@ -6,10 +6,10 @@ from random import Random
 from typing import Any
 
 from ownerserve.sim.build import Built, build
-from ownerserve.sim.fleet import Fleet
-from ownerserve.sim.setup import PD, Setup
-from ownerserve.sim.workload import Capped, Shape, Workload
-from ownerserve.trace.model import Agent, Request, Session, Trace
+from ownerserve.sim.fleet import SimFleet
+from ownerserve.sim.setup import PD, SimSetup
+from ownerserve.sim.workload import Capped, WorkloadDriver, WorkloadShape
+from ownerserve.trace.model import Agent, Trace, TraceRequest, TraceSession
 
 U = 64
 MIB = 1 << 20
@@ -24,7 +24,7 @@ def agents(sessions: int = 8, turns: int = 6, *, seed: int = 0, most_output: int
     for number in range(sessions):
         head = (1 + 100 * (number % 2), 1024 // U)
         runs = [head]
-        requests: list[Request] = []
+        requests: list[TraceRequest] = []
         tokens = 1024
         for position in range(turns):
             grown = random.randrange(400, 1600)
@@ -33,7 +33,7 @@ def agents(sessions: int = 8, turns: int = 6, *, seed: int = 0, most_output: int
             have = sum(count for _, count in runs)
             if full > have:
                 runs.append((next(fresh), full - have))
-            request = Request(
+            request = TraceRequest(
                 float(position),
                 tokens,
                 random.randrange(1, most_output),
@@ -46,16 +46,16 @@ def agents(sessions: int = 8, turns: int = 6, *, seed: int = 0, most_output: int
         if number % 2:
             named = (Agent("main"), Agent("explore"))
             first = requests[-1]
-            fork = Request(
+            fork = TraceRequest(
                 first.start_s, 1500, 20, runs=(head, (next(fresh), 1500 // U - 16)), agent=1,
                 after=(0,), think_s=1.0,
             )  # fmt: skip
             requests.append(fork)
-        made.append(Session(f"s{number}", tuple(requests), agents=named))
+        made.append(TraceSession(f"s{number}", tuple(requests), agents=named))
     return Trace("agents", "hand", U, "trace", "recorded", "unknown", tuple(made))
 
 
-def setup(policy: str = "ownerserve", **changes: Any) -> Setup:
+def setup(policy: str = "ownerserve", **changes: Any) -> SimSetup:
     """Four workers with room for about 21,000 tokens each; six sessions at once."""
     told: dict[str, Any] = {
         "policy": policy,
@@ -63,16 +63,16 @@ def setup(policy: str = "ownerserve", **changes: Any) -> Setup:
         "prefill_workers": 2 if policy in PD else 0,
         "kv_bytes": 2048 * MIB,
         "running": 8,
-        "shape": Shape(mode=Capped(6)),
+        "shape": WorkloadShape(mode=Capped(6)),
     }
-    return Setup(**{**told, **changes})
+    return SimSetup(**{**told, **changes})
 
 
-def ready(trace: Trace, wanted: Setup) -> Built:
-    return build(Workload.of(trace, wanted.shape), wanted)
+def ready(trace: Trace, wanted: SimSetup) -> Built:
+    return build(WorkloadDriver.of(trace, wanted.shape), wanted)
 
 
-def run(built: Built, *, check_every: int = 0, until_s: float = 3600.0) -> Fleet:
+def run(built: Built, *, check_every: int = 0, until_s: float = 3600.0) -> SimFleet:
     """To its end, with all checks; raises when it does not end in simulated time."""
     fleet, heap = built.fleet, built.heap
     fleet.begin()

@@ -8,26 +8,26 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from ownerserve.sim.turns import Turn
-from ownerserve.sim.workload import Key, Workload
-from ownerserve.trace.model import Agent, Request, Session, Trace
+from ownerserve.sim.turns import SimTurn
+from ownerserve.sim.workload import Key, WorkloadDriver
+from ownerserve.trace.model import Agent, Trace, TraceRequest, TraceSession
 from ownerserve.trace.synth.generate import WORKLOADS, generate
 from ownerserve.trace.synth.options import Options
 
-Service = Callable[[Turn], float]
+Service = Callable[[SimTurn], float]
 
 
 class Done(NamedTuple):
-    turn: Turn
+    turn: SimTurn
     done_s: float
 
 
-def at_once(turn: Turn) -> float:
+def at_once(turn: SimTurn) -> float:
     """Answers cost nothing."""
     return 0.0
 
 
-def uneven(turn: Turn) -> float:
+def uneven(turn: SimTurn) -> float:
     """Answers cost a time that differs from turn to turn and lets later ones overtake."""
     return 0.1 + (turn.session * 31 + turn.position * 17) % 23
 
@@ -37,11 +37,11 @@ class Walk:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: WorkloadDriver,
         service: Service = at_once,
-        fails: Callable[[Turn], bool] = lambda turn: False,
+        fails: Callable[[SimTurn], bool] = lambda turn: False,
     ) -> None:
-        self._queue: list[tuple[float, int, Key | Turn]] = []
+        self._queue: list[tuple[float, int, Key | SimTurn]] = []
         self._scheduled = 0
         self.done: list[Done] = []
         self.busiest = 0
@@ -50,7 +50,7 @@ class Walk:
             self._at(when_s, key)
         while self._queue:
             now, _, what = heapq.heappop(self._queue)
-            if isinstance(what, Turn):
+            if isinstance(what, SimTurn):
                 self.done.append(Done(what, now))
                 end = workload.failed if fails(what) else workload.finished
                 for when_s, key in end(what, now):
@@ -65,7 +65,7 @@ class Walk:
                 self.busiest = max(self.busiest, len(begun))
                 self._at(now + service(turn), turn)
 
-    def _at(self, when_s: float, what: Key | Turn) -> None:
+    def _at(self, when_s: float, what: Key | SimTurn) -> None:
         heapq.heappush(self._queue, (when_s, self._scheduled, what))
         self._scheduled += 1
 
@@ -87,12 +87,12 @@ def traces(draw: st.DrawFn) -> Trace:
     return generate(draw(st.sampled_from(sorted(WORKLOADS))), options)
 
 
-def of_one(*requests: Request, agents: int = 1, start_s: float = 0.0) -> Trace:
+def of_one(*requests: TraceRequest, agents: int = 1, start_s: float = 0.0) -> Trace:
     """A trace of one session."""
     named = tuple(Agent(f"a{n}") for n in range(agents))
-    session = Session("only", requests, start_s=start_s, agents=named)
+    session = TraceSession("only", requests, start_s=start_s, agents=named)
     return Trace("hand", "hand", 16, "trace", "recorded", "recorded", (session,))
 
 
-def request(start_s: float, **fields: object) -> Request:
-    return Request(start_s, 32, 8, runs=((0, 2),), **fields)  # type: ignore[arg-type]
+def request(start_s: float, **fields: object) -> TraceRequest:
+    return TraceRequest(start_s, 32, 8, runs=((0, 2),), **fields)  # type: ignore[arg-type]

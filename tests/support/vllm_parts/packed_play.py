@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ownerserve.engines.vllm import compat
 from ownerserve.engines.vllm.layout.codec import Codec
-from ownerserve.engines.vllm.layout.places import Places
+from ownerserve.engines.vllm.layout.places import BlockPlaces
 from ownerserve.engines.vllm.layout.shape import StateShape, describe
-from ownerserve.engines.vllm.worker_commands import Load, Orders, Place, Save
+from ownerserve.engines.vllm.worker_commands import BlockPlace, LoadInto, Orders, Save
 from ownerserve.engines.vllm.worker_side.streams import host_runtime, stream_of
 from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.specs import Coverage
@@ -89,7 +89,7 @@ class Pool:
                     mine[at : at + size] = True
         return mine
 
-    def sources(self, tables: list[list[int]], position: int) -> list[Place]:
+    def sources(self, tables: list[list[int]], position: int) -> list[BlockPlace]:
         """All of a request's state at a boundary."""
         return [
             self.shape.place(
@@ -104,9 +104,9 @@ class Pool:
             for name, at in self.shape.components.items()
         ]
 
-    def goals(self, tables: list[list[int]], position: int, *, hit: int = 0) -> list[Place]:
+    def goals(self, tables: list[list[int]], position: int, *, hit: int = 0) -> list[BlockPlace]:
         """The same, where it is brought to."""
-        places, block = Places(self.shape), self.shape.payload.block_tokens
+        places, block = BlockPlaces(self.shape), self.shape.payload.block_tokens
         return [
             places.goal(
                 tables,
@@ -122,13 +122,13 @@ class Pool:
             for name, at in self.shape.components.items()
         ]
 
-    def read(self, place: Place) -> bytearray:
+    def read(self, place: BlockPlace) -> bytearray:
         data = bytearray(self.codec.size(place))
         self.codec.read(place, memoryview(data))
         return data
 
 
-def meta(number: int, place: Place) -> Meta:
+def meta(number: int, place: BlockPlace) -> Meta:
     return Meta(
         id=number.to_bytes(32, "big"),
         kind=ArtifactKind.RANGE,
@@ -142,8 +142,8 @@ def meta(number: int, place: Place) -> Meta:
 def through_a_store(
     pool: Pool,
     folder: Path,
-    sources: list[Place],
-    goals: list[Place],
+    sources: list[BlockPlace],
+    goals: list[BlockPlace],
     *,
     forward: Callable[[], None] = lambda: None,
     reuse: Callable[[], None],
@@ -165,7 +165,7 @@ def through_a_store(
             report = report.joined(worker.report())
         reuse()
         wants = tuple(Want(meta(n, place).id) for n, place in enumerate(sources, 1))
-        worker.load(Orders(loads=(Load("r", 99, wants, tuple(goals), WAIT_S),)))
+        worker.load(Orders(loads=(LoadInto("r", 99, wants, tuple(goals), WAIT_S),)))
         received: set[str] = set()
         while not received:
             assert time.monotonic() < deadline

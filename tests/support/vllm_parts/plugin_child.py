@@ -44,11 +44,11 @@ class Listening:
 
 
 def make_desk(sessions: Listening) -> Any:
-    from ownerserve.engines.vllm.scheduler_side.node_rpc import Desk, Limits
+    from ownerserve.engines.vllm.scheduler_side.node_rpc import EngineLimits, NodeRpcHandler
     from ownerserve.kv.ids import Incarnation, WorkerId
     from ownerserve.kv.messages import RoutingUnit
 
-    limits = Limits(
+    limits = EngineLimits(
         unit=RoutingUnit(WorkerId("w1"), 0, Incarnation(7)),
         model="m",
         sequence_tokens=1000,
@@ -57,7 +57,7 @@ def make_desk(sessions: Listening) -> Any:
         sequence_bytes=70,
         spec_digest="ab",
     )
-    return Desk(limits, Nothing(), sessions)  # type: ignore[arg-type]
+    return NodeRpcHandler(limits, Nothing(), sessions)  # type: ignore[arg-type]
 
 
 def measured() -> tuple[Any, list[Any]]:

@@ -20,7 +20,7 @@ READY_S = 120.0
 ANSWER_TOKENS = 16
 
 
-class Resumed(msgspec.Struct, frozen=True):
+class ServedTurn(msgspec.Struct, frozen=True):
     """One turn as a worker served it."""
 
     mode: str
@@ -36,8 +36,8 @@ class Resumed(msgspec.Struct, frozen=True):
 class ColdResume(msgspec.Struct, frozen=True):
     """The same turn twice: brought back from the store, and computed from nothing."""
 
-    fetched: Resumed
-    computed: Resumed
+    fetched: ServedTurn
+    computed: ServedTurn
 
     @property
     def max_logprob_difference(self) -> float:
@@ -73,7 +73,7 @@ def cold_resume(folder: Path, *, model: str = "tiny-v4", context: int = 3000) ->
     return ColdResume(fetched, computed)
 
 
-def _turn(name: str, arguments: Sequence[str], folder: Path, *, prompt: list[int]) -> Resumed:
+def _turn(name: str, arguments: Sequence[str], folder: Path, *, prompt: list[int]) -> ServedTurn:
     """One worker's life: one turn, after a short one that warms it up."""
     child = Child(name, arguments, folder)
     try:
@@ -85,7 +85,7 @@ def _turn(name: str, arguments: Sequence[str], folder: Path, *, prompt: list[int
         child.stop()  # SIGTERM: what is idle is put away first
 
 
-def _ask(http: httpx.Client, prompt: list[int], *, session: str | None) -> Resumed:
+def _ask(http: httpx.Client, prompt: list[int], *, session: str | None) -> ServedTurn:
     body = {
         "prompt": prompt,
         "max_tokens": ANSWER_TOKENS,
@@ -98,7 +98,7 @@ def _ask(http: httpx.Client, prompt: list[int], *, session: str | None) -> Resum
     answer = http.post("/v1/completions", json=body).raise_for_status()
     took_ms = (time.perf_counter() - started_s) * 1e3
     choice, headers = answer.json()["choices"][0], answer.headers
-    return Resumed(
+    return ServedTurn(
         mode=headers["x-ownerserve-mode"],
         cached_tokens=int(headers["x-ownerserve-cached-tokens"]),
         prompt_tokens=int(headers["x-ownerserve-prompt-tokens"]),

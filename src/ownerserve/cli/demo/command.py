@@ -22,9 +22,9 @@ from rich.progress import (
 
 from ownerserve.cli.demo.cold_resume import ColdResume, cold_resume
 from ownerserve.cli.demo.compare import Comparison, compare
-from ownerserve.cli.demo.drive import Answer
+from ownerserve.cli.demo.drive import TurnAnswer
 from ownerserve.cli.demo.processes import terminate_as_interrupt
-from ownerserve.cli.demo.run import Setup, run_policy
+from ownerserve.cli.demo.run import DemoSetup, run_policy
 from ownerserve.cli.demo.vllm_command import VllmDemo, run_vllm_demo
 from ownerserve.cli.demo.workload import Transcript, conversations
 from ownerserve.cli.options import FACTOR, SEED
@@ -167,7 +167,7 @@ def command(
     if engine == "vllm":
         run_vllm_demo(console, VllmDemo(vllm_python, trace, turns_of, workers), json_target)
         return
-    setup = Setup(model, workers, kv_memory, host_cache, turns_of)
+    setup = DemoSetup(model, workers, kv_memory, host_cache, turns_of)
     size = f"{len(setup.conversations)} sessions, {trace.request_count} requests"
     told = f"{trace.input_tokens:,} prompt tokens of {trace.name}; {workers} workers of {model}"
     console.print(f"{size}, {escape(told)}")
@@ -206,11 +206,11 @@ def _show(
 
 
 def _run_all(
-    console: Console, policies: Sequence[str], setup: Setup, requests: int
-) -> tuple[dict[str, PolicyResult], dict[str, list[Answer]]]:
+    console: Console, policies: Sequence[str], setup: DemoSetup, requests: int
+) -> tuple[dict[str, PolicyResult], dict[str, list[TurnAnswer]]]:
     """Each policy's result and answers, under a bar each of `requests`."""
     results: dict[str, PolicyResult] = {}
-    answers: dict[str, list[Answer]] = {}
+    answers: dict[str, list[TurnAnswer]] = {}
     transcript: Transcript = {}
     with terminate_as_interrupt(), _progress(console) as bar:
         for policy in policies:
@@ -244,11 +244,11 @@ def _resume(console: Console, model: str, context: int) -> ColdResume:
     return resumed
 
 
-def _advance(bar: Progress, task: TaskID, answer: Answer) -> None:
+def _advance(bar: Progress, task: TaskID, answer: TurnAnswer) -> None:
     bar.advance(task)
 
 
-def _compare_all(answers: dict[str, list[Answer]]) -> dict[str, Comparison]:
+def _compare_all(answers: dict[str, list[TurnAnswer]]) -> dict[str, Comparison]:
     """Each policy's answers against the first one's."""
     names = list(answers)
     return {name: compare(answers[names[0]], answers[name]) for name in names[1:]}

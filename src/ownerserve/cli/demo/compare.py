@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ownerserve.cli.demo.drive import Answer
+from ownerserve.cli.demo.drive import TurnAnswer
 
 TOLERANCE = 1e-3
 """Largest difference of one token's logprob between two runs (fp32 tiny models: about 1e-5)."""
@@ -42,7 +42,7 @@ class Comparison(msgspec.Struct):
     missing: int = 0
 
 
-def compare(reference: Iterable[Answer], other: Iterable[Answer]) -> Comparison:
+def compare(reference: Iterable[TurnAnswer], other: Iterable[TurnAnswer]) -> Comparison:
     """Compare by (session, turn); an answer missing or failed in one run counts as `missing`."""
     theirs = {(a.session, a.turn): a for a in other if not a.error}
     result = Comparison()
@@ -59,7 +59,7 @@ def compare(reference: Iterable[Answer], other: Iterable[Answer]) -> Comparison:
     return result
 
 
-def _compare_answer(mine: Answer, peer: Answer, result: Comparison) -> None:
+def _compare_answer(mine: TurnAnswer, peer: TurnAnswer, result: Comparison) -> None:
     if len(mine.tokens) != len(peer.tokens) and mine.tokens[: len(peer.tokens)] == peer.tokens:
         result.missing += 1  # cut short: never equal
     for position, (token, other) in enumerate(zip(mine.tokens, peer.tokens, strict=False)):

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 import httpx
 import msgspec
 
-from ownerserve.cli.demo.workload import Conversation, Transcript, Turn
+from ownerserve.cli.demo.workload import Conversation, DemoTurn, Transcript
 
 REQUEST_TIMEOUT_S = 120.0
 
 
-class Answer(msgspec.Struct):
+class TurnAnswer(msgspec.Struct):
     """What one turn gave. `logprobs` has one entry an output token; `error` is empty on success."""
 
     session: str
@@ -40,7 +40,7 @@ class SessionResult(msgspec.Struct):
     """One session's answers and its wall time, tool gaps included."""
 
     session: str
-    answers: list[Answer]
+    answers: list[TurnAnswer]
     e2e_s: float
 
 
@@ -86,7 +86,7 @@ async def run_conversations(
     *,
     model: str,
     transcript: Transcript,
-    on_turn: Callable[[Answer], None],
+    on_turn: Callable[[TurnAnswer], None],
 ) -> list[SessionResult]:
     """Drive all conversations at once against `base_url`; results in the given order.
 
@@ -107,7 +107,7 @@ class _Driver:
         client: httpx.AsyncClient,
         model: str,
         transcript: Transcript,
-        on_turn: Callable[[Answer], None],
+        on_turn: Callable[[TurnAnswer], None],
     ) -> None:
         self._client = client
         self._model = model
@@ -118,7 +118,7 @@ class _Driver:
         await asyncio.sleep(conversation.start_s)
         started = time.perf_counter()
         contexts: dict[str, list[dict[str, str]]] = {}
-        tasks: list[asyncio.Task[Answer]] = []
+        tasks: list[asyncio.Task[TurnAnswer]] = []
         async with asyncio.TaskGroup() as group:
             for index in range(len(conversation.turns)):
                 turn = self._turn(conversation, index, contexts, tasks=tasks)
@@ -132,8 +132,8 @@ class _Driver:
         index: int,
         contexts: dict[str, list[dict[str, str]]],
         *,
-        tasks: list[asyncio.Task[Answer]],
-    ) -> Answer:
+        tasks: list[asyncio.Task[TurnAnswer]],
+    ) -> TurnAnswer:
         """Wait for what the turn waits for and its tool gap, ask, and keep what was said."""
         turn = conversation.turns[index]
         if turn.after:
@@ -143,13 +143,17 @@ class _Driver:
             contexts[turn.agent] = []
         messages = contexts[turn.agent]
         messages += [{"role": m.role, "content": m.text} for m in turn.messages]
-        answer = await self._ask(Answer(session=conversation.session, turn=index), turn, messages)
+        answer = await self._ask(
+            TurnAnswer(session=conversation.session, turn=index), turn, messages
+        )
         self._on_turn(answer)
         said = self._transcript.setdefault((conversation.session, index), answer.text)
         messages.append({"role": "assistant", "content": said})
         return answer
 
-    async def _ask(self, answer: Answer, turn: Turn, messages: list[dict[str, str]]) -> Answer:
+    async def _ask(
+        self, answer: TurnAnswer, turn: DemoTurn, messages: list[dict[str, str]]
+    ) -> TurnAnswer:
         body = {
             "model": self._model,
             "messages": messages,
@@ -181,7 +185,7 @@ class _Driver:
         return answer
 
 
-def _absorb(answer: Answer, line: str, *, elapsed_ms: float) -> None:
+def _absorb(answer: TurnAnswer, line: str, *, elapsed_ms: float) -> None:
     """Fold one SSE line into the answer."""
     if not line.startswith("data: ") or line == "data: [DONE]":
         return

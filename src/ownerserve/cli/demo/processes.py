@@ -81,7 +81,7 @@ class Child:
         self._log.close()
 
 
-class Fleet:
+class DemoFleet:
     """A directory, workers and the gateway before them. A context manager: leaving stops all."""
 
     def __init__(self, folder: Path) -> None:
@@ -110,7 +110,7 @@ class Fleet:
         self._children.append(child)
         return child
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> DemoFleet:
         return self
 
     def __exit__(

@@ -14,22 +14,22 @@ from typing import TypeVar
 import httpx
 import msgspec
 
-from ownerserve.cli.demo.drive import Answer, SessionResult, run_conversations
-from ownerserve.cli.demo.processes import Fleet
+from ownerserve.cli.demo.drive import SessionResult, TurnAnswer, run_conversations
+from ownerserve.cli.demo.processes import DemoFleet
 from ownerserve.cli.demo.spoken import metrics, spoken
 from ownerserve.cli.demo.workload import Conversation, Transcript, unserved_s
-from ownerserve.report.demo_table import PolicyResult, PoolUse, Pressure, spread
+from ownerserve.report.demo_table import PolicyResult, PoolUse, PressureTotals, spread
 
 T = TypeVar("T")
 
 
-class Status(msgspec.Struct):
+class DeviceStatus(msgspec.Struct):
     """A worker's status, as far as the table needs it."""
 
     device: PoolUse
 
 
-class Setup(msgspec.Struct, frozen=True):
+class DemoSetup(msgspec.Struct, frozen=True):
     """What every policy gets alike."""
 
     model: str
@@ -48,12 +48,12 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 def run_policy(
-    policy: str, setup: Setup, transcript: Transcript, *, on_turn: Callable[[Answer], None]
-) -> tuple[PolicyResult, list[Answer]]:
+    policy: str, setup: DemoSetup, transcript: Transcript, *, on_turn: Callable[[TurnAnswer], None]
+) -> tuple[PolicyResult, list[TurnAnswer]]:
     """Start a fleet, drive the workload, stop the fleet. Raises PeerLost when a process dies."""
     with (
         tempfile.TemporaryDirectory(prefix="ownerserve-demo-") as folder,
-        Fleet(Path(folder)) as fleet,
+        DemoFleet(Path(folder)) as fleet,
     ):
         fleet.start(setup.worker_arguments, setup.workers, policy)
         started_s = time.perf_counter()
@@ -82,7 +82,7 @@ def run_policy(
 
 
 class _Counted(msgspec.Struct):
-    counters: Pressure
+    counters: PressureTotals
     cached_tokens: dict[str, int]
 
 
@@ -106,7 +106,7 @@ def _reasons(admin_url: str) -> dict[str, int]:
     return {name: int(float(count)) for name, count in found}
 
 
-def _pressure(url: str) -> Pressure:
+def _pressure(url: str) -> PressureTotals:
     """What one worker counted. Its range components are evicted in lock-step."""
     counted = _ask(url, "cache", _Counted)
     pressure = counted.counters
@@ -124,7 +124,7 @@ def _ask(url: str, path: str, kind: type[T]) -> T:
 
 def _result(
     sessions: Sequence[SessionResult],
-    answers: Sequence[Answer],
+    answers: Sequence[TurnAnswer],
     worker_urls: Sequence[str],
     *,
     factor: float,
@@ -133,9 +133,9 @@ def _result(
     prompt = sum(answer.prompt_tokens for answer in good)
     cached = sum(answer.cached_tokens for answer in good)
     kept: Counter[str] = Counter()
-    pressure = Pressure()
+    pressure = PressureTotals()
     for url in worker_urls:
-        kept.update(_ask(url, "status", Status).device.kept_bytes())
+        kept.update(_ask(url, "status", DeviceStatus).device.kept_bytes())
         pressure.add(_pressure(url))
     return PolicyResult(
         requests=len(answers),
@@ -161,7 +161,7 @@ def wall_clock_factor(took_s: float, conversations: Sequence[Conversation]) -> f
     return took_s / max(max(map(unserved_s, conversations), default=0.0), 1e-3)
 
 
-def hotspot_index(answers: Sequence[Answer], workers: int) -> float:
+def hotspot_index(answers: Sequence[TurnAnswer], workers: int) -> float:
     """Prompt tokens that the busiest worker computed, over the mean of all workers."""
     computed: Counter[str] = Counter()
     for answer in answers:

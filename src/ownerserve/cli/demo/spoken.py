@@ -7,7 +7,7 @@ import re
 import httpx
 import msgspec
 
-from ownerserve.cli.demo.processes import Fleet
+from ownerserve.cli.demo.processes import DemoFleet
 from ownerserve.directory.rpc.client import DirectoryClient
 
 FRAMES = re.compile(r"^ownerserve_directory_frames_total (\S+)$", re.MULTILINE)
@@ -23,7 +23,7 @@ class Spoken(msgspec.Struct, frozen=True):
     node: dict[str, int]
 
 
-def spoken(fleet: Fleet) -> Spoken:
+def spoken(fleet: DemoFleet) -> Spoken:
     """All that was said until now. Raises PeerLost when the directory does not answer."""
     client = DirectoryClient(fleet.directory_url)
     try:

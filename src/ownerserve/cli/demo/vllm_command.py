@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 from ownerserve.cli.demo.compare import Comparison, compare
-from ownerserve.cli.demo.drive import Answer
+from ownerserve.cli.demo.drive import TurnAnswer
 from ownerserve.cli.demo.processes import terminate_as_interrupt
 from ownerserve.cli.demo.vllm_processes import VllmSetup, find_python
 from ownerserve.cli.demo.vllm_run import ALONE, WITH_US, Crash, run_engine, write_model
@@ -41,7 +41,7 @@ def run_vllm_demo(console: Console, demo: VllmDemo, json_target: str | None) -> 
     python = find_python(demo.python)
     context = max(r.input_tokens + r.output_tokens for s in demo.trace.sessions for r in s.requests)
     results: dict[str, PolicyResult] = {}
-    answers: dict[str, list[Answer]] = {}
+    answers: dict[str, list[TurnAnswer]] = {}
     transcript: Transcript = {}
     crash: Crash | None = None
     with terminate_as_interrupt(), tempfile.TemporaryDirectory(prefix="ownerserve-demo-") as place:

@@ -17,11 +17,11 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from ownerserve.cli.demo.drive import Answer, SessionResult, run_conversations
+from ownerserve.cli.demo.drive import SessionResult, TurnAnswer, run_conversations
 from ownerserve.cli.demo.run import hotspot_index, wall_clock_factor
 from ownerserve.cli.demo.vllm_processes import VllmFleet, VllmSetup, VllmWorker
 from ownerserve.cli.demo.workload import Conversation, Transcript
-from ownerserve.report.demo_table import PolicyResult, Pressure, spread
+from ownerserve.report.demo_table import PolicyResult, PressureTotals, spread
 
 ALONE, WITH_US = "vllm", "ownerserve"
 PROMPT_TOKENS = 1500
@@ -91,8 +91,8 @@ def run_engine(
     *,
     workers: int,
     transcript: Transcript,
-    on_turn: Callable[[Answer], None],
-) -> tuple[PolicyResult, list[Answer], Crash | None]:
+    on_turn: Callable[[TurnAnswer], None],
+) -> tuple[PolicyResult, list[TurnAnswer], Crash | None]:
     """One column of the table. Raises PeerLost when a process dies that should not."""
     with tempfile.TemporaryDirectory(prefix="ownerserve-demo-") as place:
         folder = Path(place)
@@ -162,7 +162,7 @@ def _complete(worker: VllmWorker, prompt: list[int]) -> tuple[int, float, list[f
 
 
 def _result(
-    sessions: Sequence[SessionResult], answers: Sequence[Answer], workers: int, *, factor: float
+    sessions: Sequence[SessionResult], answers: Sequence[TurnAnswer], workers: int, *, factor: float
 ) -> PolicyResult:
     good = [answer for answer in answers if not answer.error]
     prompt = sum(answer.prompt_tokens for answer in good)
@@ -181,6 +181,6 @@ def _result(
         modes={},
         requests_by_worker=dict(sorted(Counter(answer.worker for answer in good).items())),
         kv_bytes={},
-        pressure=Pressure(),
+        pressure=PressureTotals(),
         first_errors=[answer.error for answer in answers if answer.error][:3],
     )

@@ -11,7 +11,7 @@ import hashlib
 import msgspec
 import numpy as np
 
-from ownerserve.trace.model import Request, Session, Trace, release_delay_s, waits_for
+from ownerserve.trace.model import Trace, TraceRequest, TraceSession, release_delay_s, waits_for
 from ownerserve.trace.runs import common_prefix
 
 Transcript = dict[tuple[str, int], str]
@@ -28,7 +28,7 @@ class Message(msgspec.Struct, frozen=True):
     text: str
 
 
-class Turn(msgspec.Struct, frozen=True):
+class DemoTurn(msgspec.Struct, frozen=True):
     """One request: what it adds to its agent's context, after whom it goes and how long it waits.
 
     `restart`: the agent's context is dropped first (a compaction, or its first turn).
@@ -47,7 +47,7 @@ class Conversation(msgspec.Struct, frozen=True):
 
     session: str
     start_s: float
-    turns: tuple[Turn, ...]
+    turns: tuple[DemoTurn, ...]
 
 
 def unserved_s(conversation: Conversation) -> float:
@@ -73,16 +73,16 @@ def conversations(trace: Trace, *, time_scale: float) -> list[Conversation]:
     ]
 
 
-def _turns(session: Session, trace: Trace, time_scale: float) -> tuple[Turn, ...]:
+def _turns(session: TraceSession, trace: Trace, time_scale: float) -> tuple[DemoTurn, ...]:
     turns = []
-    previous: dict[int, Request] = {}
+    previous: dict[int, TraceRequest] = {}
     for position, (request, waits) in enumerate(
         zip(session.requests, waits_for(session), strict=True)
     ):
         before = previous.get(request.agent)
         restart = before is None or not _extends(before, request, trace.block_tokens)
         turns.append(
-            Turn(
+            DemoTurn(
                 agent=_agent_key(session, request.agent),
                 messages=_messages(session, position, None if restart else before),
                 output_tokens=max(1, request.output_tokens),
@@ -95,7 +95,7 @@ def _turns(session: Session, trace: Trace, time_scale: float) -> tuple[Turn, ...
     return tuple(turns)
 
 
-def _extends(before: Request, request: Request, block_tokens: int) -> bool:
+def _extends(before: TraceRequest, request: TraceRequest, block_tokens: int) -> bool:
     """Whether a prompt is the one before it, the answer, and something more."""
     if request.input_tokens < before.input_tokens + before.output_tokens:
         return False
@@ -103,7 +103,9 @@ def _extends(before: Request, request: Request, block_tokens: int) -> bool:
     return not before.runs or common_prefix(before.runs, request.runs) >= whole_blocks
 
 
-def _messages(session: Session, position: int, before: Request | None) -> tuple[Message, ...]:
+def _messages(
+    session: TraceSession, position: int, before: TraceRequest | None
+) -> tuple[Message, ...]:
     request = session.requests[position]
     if before is not None:
         added = request.input_tokens - before.input_tokens - before.output_tokens
@@ -121,5 +123,5 @@ def _messages(session: Session, position: int, before: Request | None) -> tuple[
     )
 
 
-def _agent_key(session: Session, agent: int) -> str:
+def _agent_key(session: TraceSession, agent: int) -> str:
     return session.id if agent == 0 else f"{session.id}/{agent}"

@@ -13,7 +13,7 @@ from ownerserve import __version__
 from ownerserve.cli.doctor import engine, machine
 from ownerserve.cli.output import console_for, json_option, write_json
 from ownerserve.engines.vllm.flags import EVENTS_ENDPOINT, SERVER_MODULE, Serve, serve
-from ownerserve.report.doctor_table import Finding, Level, show, to_json, worst
+from ownerserve.report.doctor_table import CheckResult, Level, show, to_json, worst
 
 PYTHON_HELP = "The Python that the engine is installed in. Default: this one."
 STORE_HELP = "Directory of the artifact store."
@@ -38,7 +38,11 @@ def command(
     """
     if context.invoked_subcommand is not None:
         return
-    findings = [Finding("ownerserve", Level.OK, __version__), machine.python(), *_machine(store)]
+    findings = [
+        CheckResult("ownerserve", Level.OK, __version__),
+        machine.python(),
+        *_machine(store),
+    ]
     if redis is not None:
         findings.append(machine.redis(redis))
     _finish(findings, json_target)
@@ -83,7 +87,7 @@ def vllm(
     asked = engine.ask(python)
     is_model, config = engine.model(model)
     findings = [
-        Finding("engine's python", Level.OK, f"{asked.python} at {python}"),
+        CheckResult("engine's python", Level.OK, f"{asked.python} at {python}"),
         *engine.installed(python, asked),
         is_model,
         *_machine(store),
@@ -98,7 +102,7 @@ def vllm(
     _finish(findings, json_target, plan=plan, launcher=_launcher(python, asked))
 
 
-def _machine(store: Path | None) -> list[Finding]:
+def _machine(store: Path | None) -> list[CheckResult]:
     findings = [machine.memory(), machine.shared_memory(), machine.open_files()]
     return findings + (list(machine.store(store)) if store is not None else [])
 
@@ -114,7 +118,7 @@ def _launcher(python: Path, asked: engine.EnginePython) -> str:
 
 
 def _finish(
-    findings: list[Finding],
+    findings: list[CheckResult],
     json_target: str | None,
     *,
     plan: Serve | None = None,

@@ -23,7 +23,7 @@ from ownerserve.engines.vllm.flags import (
     problems_of,
 )
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.report.doctor_table import Finding, Level
+from ownerserve.report.doctor_table import CheckResult, Level
 
 ASK = """
 import importlib.metadata as m, importlib.util as u, json, os, platform
@@ -79,70 +79,76 @@ def ask(python: Path) -> EnginePython:
         raise InvalidInput("--python", f"{python}: {error}", mend) from error
 
 
-def installed(python: Path, engine: EnginePython) -> Iterator[Finding]:
+def installed(python: Path, engine: EnginePython) -> Iterator[CheckResult]:
     """torch, vLLM and OwnerServe beside each other."""
     torch = engine.torch or "not installed"
-    yield Finding("torch", Level.OK if engine.torch else Level.WARN, torch)
+    yield CheckResult("torch", Level.OK if engine.torch else Level.WARN, torch)
     yield _vllm(python, engine)
     if engine.has_vllm and not engine.has_command:
         found = f"the build is called otherwise ({engine.vllm}): `vllm` ends with PackageNotFound"
         mend = f"{python} -m {SERVER_MODULE} --model ..., as printed"
-        yield Finding("vllm command", Level.WARN, found, mend)
+        yield CheckResult("vllm command", Level.WARN, found, mend)
     install = f"{python} -m pip install ownerserve"
     if not engine.ownerserve:
-        yield Finding("ownerserve there", Level.FAIL, f"{python} can't import it", install)
+        yield CheckResult("ownerserve there", Level.FAIL, f"{python} can't import it", install)
     elif engine.missing:
         found = f"its needs are missing: {', '.join(engine.missing)}"
-        yield Finding("ownerserve there", Level.FAIL, found, install)
+        yield CheckResult("ownerserve there", Level.FAIL, found, install)
     else:
-        yield Finding("ownerserve there", Level.OK, "importable")
+        yield CheckResult("ownerserve there", Level.OK, "importable")
 
 
-def _vllm(python: Path, engine: EnginePython) -> Finding:
+def _vllm(python: Path, engine: EnginePython) -> CheckResult:
     oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
     if not engine.has_vllm:
         mend = f"install vLLM {newest} there, or name another --python"
-        return Finding("vllm", Level.FAIL, f"{python} has none", mend)
+        return CheckResult("vllm", Level.FAIL, f"{python} has none", mend)
     if is_supported(engine.vllm):
-        return Finding("vllm", Level.OK, engine.vllm)
+        return CheckResult("vllm", Level.OK, engine.vllm)
     found = engine.vllm or "of unknown version"
-    return Finding("vllm", Level.WARN, found, f"tested are {oldest} to {newest}: use one of them")
+    return CheckResult(
+        "vllm", Level.WARN, found, f"tested are {oldest} to {newest}: use one of them"
+    )
 
 
-def environment(engine: EnginePython) -> Iterator[Finding]:
+def environment(engine: EnginePython) -> Iterator[CheckResult]:
     """What the environment of a worker decides."""
     if not engine.has_entry_point:
         mend = "install ownerserve with pip there: a PYTHONPATH has no entry points"
         found = "no /ownerserve/* on vLLM's port"
-        yield Finding("endpoint plug-in", Level.WARN, found, mend)
+        yield CheckResult("endpoint plug-in", Level.WARN, found, mend)
     elif "ownerserve" in (engine.plugins or "").split(","):
-        yield Finding("endpoint plug-in", Level.OK, f"VLLM_PLUGINS={engine.plugins}")
+        yield CheckResult("endpoint plug-in", Level.OK, f"VLLM_PLUGINS={engine.plugins}")
     else:
         mend = "VLLM_PLUGINS=ownerserve, with every other plug-in in use"
-        yield Finding("endpoint plug-in", Level.WARN, "not allowed", mend)
+        yield CheckResult("endpoint plug-in", Level.WARN, "not allowed", mend)
     if engine.hash_seed in (None, "random"):
-        yield Finding("hash seed", Level.OK, "unset: right for sha256, vLLM's default block hash")
+        yield CheckResult(
+            "hash seed", Level.OK, "unset: right for sha256, vLLM's default block hash"
+        )
     else:
-        yield Finding("hash seed", Level.OK, f"PYTHONHASHSEED={engine.hash_seed}")
+        yield CheckResult("hash seed", Level.OK, f"PYTHONHASHSEED={engine.hash_seed}")
 
 
-def block_hash(algorithm: str, engine: EnginePython) -> Finding:
+def block_hash(algorithm: str, engine: EnginePython) -> CheckResult:
     """Whether two workers give one block the same name."""
     if not algorithm.startswith("xxhash") or engine.hash_seed not in (None, "random"):
-        return Finding("block hash", Level.OK, f"{algorithm}: alike on all workers")
+        return CheckResult("block hash", Level.OK, f"{algorithm}: alike on all workers")
     mend = "PYTHONHASHSEED=0 on every worker, or --prefix-caching-hash-algo sha256_cbor"
-    return Finding("block hash", Level.FAIL, f"{algorithm} differs from process to process", mend)
+    return CheckResult(
+        "block hash", Level.FAIL, f"{algorithm} differs from process to process", mend
+    )
 
 
-def events(endpoint: str) -> Finding:
+def events(endpoint: str) -> CheckResult:
     """The trap of vLLM's event publisher."""
     if binds(endpoint):
-        return Finding("event endpoint", Level.OK, f"{endpoint}: vLLM binds it")
+        return CheckResult("event endpoint", Level.OK, f"{endpoint}: vLLM binds it")
     found = f"{endpoint}: vLLM connects to it instead of binding, and every event is lost"
-    return Finding("event endpoint", Level.FAIL, found, f"use {bindable(endpoint)}")
+    return CheckResult("event endpoint", Level.FAIL, found, f"use {bindable(endpoint)}")
 
 
-def transfer(text: str) -> Iterator[Finding]:
+def transfer(text: str) -> Iterator[CheckResult]:
     """A `--kv-transfer-config` in use, given as JSON or as a file."""
     try:
         given = json.loads(Path(text).read_text() if not text.lstrip().startswith("{") else text)
@@ -152,12 +158,12 @@ def transfer(text: str) -> Iterator[Finding]:
         raise InvalidInput("--kv-transfer-config", f"{error}", "give JSON or a file") from error
     problems = list(problems_of(given))
     for problem in problems:
-        yield Finding(problem.field, Level.FAIL, problem.problem, problem.mend)
+        yield CheckResult(problem.field, Level.FAIL, problem.problem, problem.mend)
     if not problems:
-        yield Finding("kv-transfer-config", Level.OK, "as the connector wants it")
+        yield CheckResult("kv-transfer-config", Level.OK, "as the connector wants it")
 
 
-def model(directory: Path) -> tuple[Finding, dict[str, Any] | None]:
+def model(directory: Path) -> tuple[CheckResult, dict[str, Any] | None]:
     """A checkpoint's folder, and its config."""
     path = directory / "config.json"
     try:
@@ -165,5 +171,5 @@ def model(directory: Path) -> tuple[Finding, dict[str, Any] | None]:
         names = ", ".join(config.get("architectures") or ["no architecture named"])
     except (OSError, ValueError, AttributeError) as error:
         mend = "name a folder with config.json"
-        return Finding("model", Level.FAIL, f"{path}: {error}", mend), None
-    return Finding("model", Level.OK, f"{directory}: {names}"), config
+        return CheckResult("model", Level.FAIL, f"{path}: {error}", mend), None
+    return CheckResult("model", Level.OK, f"{directory}: {names}"), config

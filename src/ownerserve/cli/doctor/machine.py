@@ -13,66 +13,72 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ownerserve.kv.units import GIB, format_bytes
-from ownerserve.report.doctor_table import Finding, Level
+from ownerserve.report.doctor_table import CheckResult, Level
 
 OPEN_FILES = 4096
 REDIS_TIMEOUT_S = 2.0
 REDIS_PORT = 6379
 
 
-def python() -> Finding:
+def python() -> CheckResult:
     """This interpreter; pip lets no older one than 3.11 have us."""
     version = ".".join(map(str, sys.version_info[:3]))
-    return Finding("python", Level.OK, version)
+    return CheckResult("python", Level.OK, version)
 
 
-def memory() -> Finding:
+def memory() -> CheckResult:
     """What can be had without swapping."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     found = f"{format_bytes(free)} available"
     if free >= 4 * GIB:
-        return Finding("memory", Level.OK, found)
-    return Finding("memory", Level.WARN, found, "give the worker a smaller KV pool and host cache")
+        return CheckResult("memory", Level.OK, found)
+    return CheckResult(
+        "memory", Level.WARN, found, "give the worker a smaller KV pool and host cache"
+    )
 
 
-def shared_memory(path: str = "/dev/shm") -> Finding:
+def shared_memory(path: str = "/dev/shm") -> CheckResult:
     """Where engine processes of one machine share tensors."""
     try:
         size = shutil.disk_usage(path).free
     except OSError as error:
-        return Finding("shared memory", Level.FAIL, f"{path}: {error.strerror}", f"mount {path}")
+        return CheckResult(
+            "shared memory", Level.FAIL, f"{path}: {error.strerror}", f"mount {path}"
+        )
     found = f"{format_bytes(size)} free in {path}"
     if size >= GIB:
-        return Finding("shared memory", Level.OK, found)
+        return CheckResult("shared memory", Level.OK, found)
     mend = "give the container more: --shm-size=8g, or ipc: host"
-    return Finding("shared memory", Level.WARN, found, mend)
+    return CheckResult("shared memory", Level.WARN, found, mend)
 
 
-def open_files() -> Finding:
+def open_files() -> CheckResult:
     """A gateway holds two sockets a running request."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
-        return Finding("open files", Level.OK, f"ulimit -n {soft}")
+        return CheckResult("open files", Level.OK, f"ulimit -n {soft}")
     mend = f"ulimit -n {max(OPEN_FILES, soft) if hard < 0 else min(hard, 65536)}"
-    return Finding("open files", Level.WARN, f"ulimit -n {soft}", mend)
+    return CheckResult("open files", Level.WARN, f"ulimit -n {soft}", mend)
 
 
-def store(directory: Path) -> Iterator[Finding]:
+def store(directory: Path) -> Iterator[CheckResult]:
     """Whether artifacts can be kept there, and past the page cache."""
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        yield Finding("store", Level.FAIL, f"{existing} can't be written", "name another directory")
+        yield CheckResult(
+            "store", Level.FAIL, f"{existing} can't be written", "name another directory"
+        )
         return
     free = shutil.disk_usage(existing).free
     found = f"{directory}: writable, {format_bytes(free)} free"
     level = Level.OK if free >= 10 * GIB else Level.WARN
     mend = "" if level is Level.OK else "name a directory on a larger disk"
-    yield Finding("store", level, found, mend)
+    yield CheckResult("store", level, found, mend)
     yield _direct(existing)
 
 
-def _direct(directory: Path) -> Finding:
+def _direct(directory: Path) -> CheckResult:
     """One block written past the page cache."""
     probe = directory / f".ownerserve-doctor-{os.getpid()}"
     try:
@@ -84,19 +90,19 @@ def _direct(directory: Path) -> Finding:
             os.close(fd)
     except OSError as error:
         mend = "a local file system (ext4, xfs) keeps large reads out of the page cache"
-        return Finding("direct I/O", Level.WARN, f"refused: {error.strerror}", mend)
+        return CheckResult("direct I/O", Level.WARN, f"refused: {error.strerror}", mend)
     finally:
         probe.unlink(missing_ok=True)
-    return Finding("direct I/O", Level.OK, "O_DIRECT works there")
+    return CheckResult("direct I/O", Level.OK, "O_DIRECT works there")
 
 
-def redis(url: str) -> Finding:
+def redis(url: str) -> CheckResult:
     """Whether a Redis or Valkey answers a PING; a password wish is an answer too."""
     try:
         parts = urlsplit(url if "//" in url else f"redis://{url}")
         server, port = parts.hostname or "localhost", parts.port or REDIS_PORT
     except ValueError as error:
-        return Finding("redis", Level.FAIL, f"{url[:80]!r}: {error}", "write redis://HOST:PORT")
+        return CheckResult("redis", Level.FAIL, f"{url[:80]!r}: {error}", "write redis://HOST:PORT")
     where = f"{server[:80]}:{port}"
     try:
         with socket.create_connection((server, port), REDIS_TIMEOUT_S) as connection:
@@ -105,9 +111,11 @@ def redis(url: str) -> Finding:
             answer = connection.recv(64)
     except (OSError, UnicodeError) as error:
         mend = "start it, or use the embedded directory"
-        return Finding("redis", Level.FAIL, f"{where}: {error}", mend)
+        return CheckResult("redis", Level.FAIL, f"{where}: {error}", mend)
     if answer.startswith(b"+PONG"):
-        return Finding("redis", Level.OK, f"{where} answers")
+        return CheckResult("redis", Level.OK, f"{where} answers")
     if answer.startswith(b"-NOAUTH"):
-        return Finding("redis", Level.WARN, f"{where} wants a password", "put it in the URL")
-    return Finding("redis", Level.FAIL, f"{where} speaks something else", "name a Redis or Valkey")
+        return CheckResult("redis", Level.WARN, f"{where} wants a password", "put it in the URL")
+    return CheckResult(
+        "redis", Level.FAIL, f"{where} speaks something else", "name a Redis or Valkey"
+    )

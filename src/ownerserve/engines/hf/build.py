@@ -12,7 +12,7 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.pools.budget import PoolSizes, share_memory
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.directory.opening import opener_of
-from ownerserve.engines.hf.engine.async_engine import Engine
+from ownerserve.engines.hf.engine.async_engine import AsyncEngine
 from ownerserve.engines.hf.engine.loop import StepLoop
 from ownerserve.engines.hf.http.openai_api import Facts
 from ownerserve.engines.hf.metrics.prometheus import (
@@ -20,14 +20,14 @@ from ownerserve.engines.hf.metrics.prometheus import (
     RestoreMetrics,
     WorkerMetrics,
 )
-from ownerserve.engines.hf.metrics.status import Identity
-from ownerserve.engines.hf.model.checkpoint import Checkpoint, load_checkpoint
-from ownerserve.engines.hf.model.runner import Runner
+from ownerserve.engines.hf.metrics.status import WorkerIdentity
+from ownerserve.engines.hf.model.checkpoint import LoadedCheckpoint, load_checkpoint
+from ownerserve.engines.hf.model.runner import ModelRunner
 from ownerserve.engines.hf.model.text import ChatCodec
 from ownerserve.engines.hf.node.port import SLOT_FORMAT, HfPort, identity_of
 from ownerserve.engines.hf.node.restoring import WithNode
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
-from ownerserve.engines.hf.scheduling.step import Limits
+from ownerserve.engines.hf.scheduling.step import SchedulerLimits
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import WorkerId
@@ -84,11 +84,11 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     fleet_key: FleetKey | None = None
 
 
-class Worker(msgspec.Struct, frozen=True):
+class HfWorker(msgspec.Struct, frozen=True):
     """Everything a server needs; `sizes` is for people. `prefixes` makes the digests of prompts
     as they are read: for the answer's coverage, and for a node."""
 
-    engine: Engine
+    engine: AsyncEngine
     codec: ChatCodec
     facts: Facts
     metrics: WorkerMetrics
@@ -97,12 +97,14 @@ class Worker(msgspec.Struct, frozen=True):
     ownership: Owning = msgspec.field(default_factory=Unowned)
 
 
-def build_worker(options: WorkerOptions) -> Worker:
+def build_worker(options: WorkerOptions) -> HfWorker:
     """Load the model and allocate its pools; the engine is not started."""
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise InvalidInput("device", "this torch sees no CUDA device", "use --device cpu")
     checkpoint = load_checkpoint(options.model, device=options.device, seed=options.seed)
-    runner = Runner(checkpoint.model, block_tokens=options.block_tokens, hca_tail=options.hca_tail)
+    runner = ModelRunner(
+        checkpoint.model, block_tokens=options.block_tokens, hca_tail=options.hca_tail
+    )
     sizes = share_memory(runner.layout, options.kv_bytes, max_running=options.max_running)
     runner.allocate(sizes.slots, sizes.state_slots)
     cache = HeteroCache(runner.layout, sizes.slots, sizes.state_slots)
@@ -123,7 +125,7 @@ def build_worker(options: WorkerOptions) -> Worker:
         resume_of=node.resume if node else None,
         checkpoints_of=node.state.checkpoints.during if node else None,
     )
-    identity = Identity(
+    identity = WorkerIdentity(
         checkpoint.name,
         time.time_ns(),
         limits.sequence_tokens,
@@ -148,11 +150,11 @@ def build_worker(options: WorkerOptions) -> Worker:
         metrics.registry.register(OwnershipCollector(ownership))
         steps.own(ownership)
     prefixes = PromptPrefixes(runner.layout.block_tokens)
-    return Worker(Engine(steps), codec, facts, metrics, sizes, prefixes, steps.ownership)
+    return HfWorker(AsyncEngine(steps), codec, facts, metrics, sizes, prefixes, steps.ownership)
 
 
 def build_node(
-    options: WorkerOptions, checkpoint: Checkpoint, *, runner: Runner, cache: HeteroCache
+    options: WorkerOptions, checkpoint: LoadedCheckpoint, *, runner: ModelRunner, cache: HeteroCache
 ) -> NodeRuntime | None:
     """A node over the store that was asked for; None when none was, or it can't be opened."""
     upkeep_s = options.store_upkeep_s
@@ -193,12 +195,12 @@ def build_node(
     return NodeRuntime(state, port, backing=backing, calibration=calibration, journal=journal)
 
 
-def _limits(options: WorkerOptions, runner: Runner, sizes: PoolSizes) -> Limits:
+def _limits(options: WorkerOptions, runner: ModelRunner, sizes: PoolSizes) -> SchedulerLimits:
     block = runner.layout.block_tokens
     chunk = options.chunk_tokens or CHUNK_BLOCKS * block
     ranges = [sizes.slots[name] for name in runner.layout.range_names]
     room = min(ranges) * block if ranges else runner.max_positions
-    return Limits(
+    return SchedulerLimits(
         chunk_tokens=chunk,
         prefill_tokens_a_step=chunk,
         max_running=options.max_running,

@@ -15,11 +15,11 @@ from ownerserve.engines.vllm import compat, identity
 from ownerserve.engines.vllm.layout import shape
 from ownerserve.engines.vllm.layout.codec import Codec
 from ownerserve.engines.vllm.scheduler_side.device import EngineDevice
-from ownerserve.engines.vllm.scheduler_side.events import Residency
+from ownerserve.engines.vllm.scheduler_side.events import ResidencyEvents
 from ownerserve.engines.vllm.scheduler_side.holding import Holding
-from ownerserve.engines.vllm.scheduler_side.lookup import Lookup
-from ownerserve.engines.vllm.scheduler_side.measure import Measuring
-from ownerserve.engines.vllm.scheduler_side.node_rpc import Desk, Limits, limits_of
+from ownerserve.engines.vllm.scheduler_side.lookup import StoreLookup
+from ownerserve.engines.vllm.scheduler_side.measure import ConnectorObserver
+from ownerserve.engines.vllm.scheduler_side.node_rpc import EngineLimits, NodeRpcHandler, limits_of
 from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere, opener
 from ownerserve.engines.vllm.scheduler_side.ports import gateway_port
 from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerSide
@@ -27,7 +27,7 @@ from ownerserve.engines.vllm.scheduler_side.scheduler_parts import Around
 from ownerserve.engines.vllm.scheduler_side.soft_references import SoftReferences
 from ownerserve.engines.vllm.scheduler_side.tenants import Tenants
 from ownerserve.engines.vllm.scheduler_side.worker_reports import Outside
-from ownerserve.engines.vllm.settings import Settings, decode
+from ownerserve.engines.vllm.settings import ConnectorSettings, decode
 from ownerserve.engines.vllm.worker_side.streams import host_runtime, stream_of
 from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.artifacts import Identity
@@ -73,12 +73,12 @@ ALWAYS = Defaults(
 """Prices by which nothing is computed that can be loaded."""
 
 
-class Parts:
+class ConnectorParts:
     """One engine's configuration, read once. Raises InvalidInput for what an operator must mend."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        self.settings: Settings = decode(transfer.kv_connector_extra_config)
+        self.settings: ConnectorSettings = decode(transfer.kv_connector_extra_config)
         if transfer.kv_load_failure_policy != "recompute":
             raise InvalidInput(
                 "kv_load_failure_policy",
@@ -163,17 +163,19 @@ class Parts:
         return msgspec.structs.replace(VLLM, landing_tier=Tier.DEVICE)
 
 
-def scheduler_side(parts: Parts) -> SchedulerSide:
+def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
     """For the engine core."""
     why = identity.why_not(parts.config, is_recurrent=parts.shape.is_recurrent)
     if why is not None:
         log.warning("state is neither kept nor restored: %s", why)
     components = ", ".join(parts.shape.components)
     log.info("OwnerServe: blocks of %d tokens, %s", parts.layout.block_tokens, components)
-    lookup = Lookup(parts.settings.store_of(rank=0, world=parts.world))
+    lookup = StoreLookup(parts.settings.store_of(rank=0, world=parts.world))
     unit, kept = unit_of(parts), holding(parts)
     sessions = SessionsHere(ownership(parts, unit, kept.inventory) if why is None else None)
-    told = outside(parts, opened(Desk(limits(parts, unit), kept, sessions), parts.settings))
+    told = outside(
+        parts, opened(NodeRpcHandler(limits(parts, unit), kept, sessions), parts.settings)
+    )
     tiers = tiers_of(parts.settings)
 
     def tell(costs: CostModel) -> None:
@@ -183,7 +185,7 @@ def scheduler_side(parts: Parts) -> SchedulerSide:
         lookup=lookup,
         holding=kept,
         soft=SoftReferences(parts.settings.soft_reference),
-        measuring=Measuring(
+        measuring=ConnectorObserver(
             # Where prices are given they are not learnt; what things take is told all the same.
             parts.calibration if parts.settings.restores == "by-cost" else Calibration(None),
             lookup.later,
@@ -200,13 +202,13 @@ def scheduler_side(parts: Parts) -> SchedulerSide:
     return SchedulerSide(parts.state(parts.identity), parts.device, parts.shape, around)
 
 
-def unit_of(parts: Parts) -> RoutingUnit:
+def unit_of(parts: ConnectorParts) -> RoutingUnit:
     """Who this engine core is, in this life."""
     rank = int(parts.config.parallel_config.data_parallel_rank)
     return RoutingUnit(worker_id(parts), rank, Incarnation(time.time_ns()))
 
 
-def ownership(parts: Parts, unit: RoutingUnit, inventory: Inventory) -> Ownership | None:
+def ownership(parts: ConnectorParts, unit: RoutingUnit, inventory: Inventory) -> Ownership | None:
     """What owns sessions as `unit`, and tells what it holds; None without a directory."""
     if not parts.settings.directory:
         return None
@@ -223,7 +225,7 @@ def ownership(parts: Parts, unit: RoutingUnit, inventory: Inventory) -> Ownershi
     return owned
 
 
-def holding(parts: Parts) -> Holding:
+def holding(parts: ConnectorParts) -> Holding:
     """What tells of all ranks' stores."""
     root = parts.settings.store_of(rank=0, world=1)
     return Holding(
@@ -234,20 +236,20 @@ def holding(parts: Parts) -> Holding:
     )
 
 
-def outside(parts: Parts, desk: Desk | None) -> Outside:
+def outside(parts: ConnectorParts, desk: NodeRpcHandler | None) -> Outside:
     """The desk, and events where vLLM publishes them."""
     ranges = parts.layout.range_names
     events = getattr(parts.config, "kv_events_config", None)
     follows = events is not None and events.enable_kv_cache_events
     return Outside(
         desk,
-        Residency() if follows and ranges else None,
+        ResidencyEvents() if follows and ranges else None,
         component=ranges[0] if ranges else "",
         groups=parts.shape.group_tokens,
     )
 
 
-def limits(parts: Parts, unit: RoutingUnit) -> Limits:
+def limits(parts: ConnectorParts, unit: RoutingUnit) -> EngineLimits:
     """What the desk says of this engine, and what does not change."""
     layout = parts.layout
     slot_bytes = {component.name: component.slot_bytes for component in layout.components}
@@ -260,7 +262,7 @@ def limits(parts: Parts, unit: RoutingUnit) -> Limits:
     )
 
 
-def worker_id(parts: Parts) -> WorkerId:
+def worker_id(parts: ConnectorParts) -> WorkerId:
     """What the worker calls itself: the setting, else vLLM's own id of the engine, which it makes
     anew with each start. All data-parallel ranks of an engine are one worker; vLLM tells theirs
     apart by a suffix."""
@@ -268,13 +270,13 @@ def worker_id(parts: Parts) -> WorkerId:
     return WorkerId(parts.settings.worker_id or engine_id)
 
 
-def tiers_of(settings: Settings) -> dict[Tier, int | None]:
+def tiers_of(settings: ConnectorSettings) -> dict[Tier, int | None]:
     """Where this engine keeps state below its device, and how much of it."""
     disk: dict[Tier, int | None] = {Tier.DISK: DiskOptions().limits.capacity_bytes}
     return {Tier.HOST: settings.host_cache_bytes, **disk} if settings.host_cache_bytes else disk
 
 
-def opened(desk: Desk, settings: Settings) -> Desk | None:
+def opened(desk: NodeRpcHandler, settings: ConnectorSettings) -> NodeRpcHandler | None:
     """A desk that answers; None where its address can't be left in the store."""
     port = gateway_port(settings.rpc_host, settings.rpc_port, settings.curve_key_file)
     try:
@@ -285,7 +287,7 @@ def opened(desk: Desk, settings: Settings) -> Desk | None:
     return desk
 
 
-def worker_side(parts: Parts, kv_caches: dict[str, Any]) -> WorkerSide:
+def worker_side(parts: ConnectorParts, kv_caches: dict[str, Any]) -> WorkerSide:
     """For one rank, once its caches exist."""
     from vllm.distributed import get_tensor_model_parallel_rank
 

@@ -23,10 +23,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from ownerserve.engines.vllm.build import Parts, scheduler_side, worker_side
+from ownerserve.engines.vllm.build import ConnectorParts, scheduler_side, worker_side
 from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerSide
 from ownerserve.engines.vllm.scheduler_side.stats import OwnerServeProm, OwnerServeStats
-from ownerserve.engines.vllm.worker_commands import Orders, Report
+from ownerserve.engines.vllm.worker_commands import Orders, WorkerStepReport
 
 log = logging.getLogger("vllm.ownerserve")
 
@@ -43,7 +43,7 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What the workers did, on its way back."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: WorkerStepReport) -> None:
         self.report = report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
@@ -56,7 +56,7 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        parts = Parts(vllm_config, kv_cache_config)
+        parts = ConnectorParts(vllm_config, kv_cache_config)
         self._parts = parts
         self._scheduler = scheduler_side(parts) if role is KVConnectorRole.SCHEDULER else None
         self._worker: Any = None
@@ -97,7 +97,7 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        report = self._worker.report() if self._worker is not None else Report()
+        report = self._worker.report() if self._worker is not None else WorkerStepReport()
         return None if report.is_empty else StepReport(report)
 
     def _orders(self) -> Orders:

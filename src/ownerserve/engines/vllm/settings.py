@@ -36,7 +36,7 @@ class SoftReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`kv_connector_extra_config`.
 
     store               directory of the artifact store; one vLLM instance writes it
@@ -99,9 +99,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return root if world == 1 else root / f"shard-{rank}-of-{world}"
 
 
-def decode(extra: Mapping[str, Any]) -> Settings:
+def decode(extra: Mapping[str, Any]) -> ConnectorSettings:
     """`extra` as Settings; InvalidInput names the key at fault and the nearest known one."""
-    _check_keys(extra, Settings, "")
+    _check_keys(extra, ConnectorSettings, "")
     nested = extra.get("soft_reference")
     if isinstance(nested, Mapping):
         _check_keys(nested, SoftReference, "soft_reference.")
@@ -110,7 +110,7 @@ def decode(extra: Mapping[str, Any]) -> Settings:
             "kv_connector_extra_config.store", "is missing", "name the artifact store's directory"
         )
     try:
-        return msgspec.convert(dict(extra), Settings)
+        return msgspec.convert(dict(extra), ConnectorSettings)
     except msgspec.ValidationError as error:
         raise InvalidInput(
             "kv_connector_extra_config", str(error), "see docs/vllm.md for every key"

@@ -16,7 +16,7 @@ Tables = Sequence[Sequence[int]]
 """A request's block ids, one list a KV group; 0 is vLLM's null block."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class BlockPlace(msgspec.Struct, frozen=True):
     """Where tokens [start, end) of one component lie: for each KV group that holds layers of it,
     the ids of the blocks from the one with token `start` on; -1: not to be written."""
 
@@ -26,13 +26,13 @@ class Place(msgspec.Struct, frozen=True):
     end: int
 
 
-class Load(msgspec.Struct, frozen=True):
+class LoadInto(msgspec.Struct, frozen=True):
     """Read and verify every want, and write it to the place beside it."""
 
     request_id: str
     errand: int
     wants: tuple[Want, ...]
-    places: tuple[Place, ...]
+    places: tuple[BlockPlace, ...]
     deadline_s: float
     """Seconds from now."""
 
@@ -42,13 +42,13 @@ class Save(msgspec.Struct, frozen=True):
 
     errand: int
     meta: Meta
-    place: Place
+    place: BlockPlace
 
 
 class Orders(msgspec.Struct, frozen=True):
     """One step's. `is_idle`: the step computes nothing, so waiting a moment delays nobody."""
 
-    loads: tuple[Load, ...] = ()
+    loads: tuple[LoadInto, ...] = ()
     saves: tuple[Save, ...] = ()
     drops: tuple[int, ...] = ()
     failures: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class Orders(msgspec.Struct, frozen=True):
     is_idle: bool = False
 
 
-class Brought(msgspec.Struct, frozen=True):
+class LoadResult(msgspec.Struct, frozen=True):
     """A load is over. `ids` are the records written, in order; none when it failed by `reason`."""
 
     errand: int
@@ -68,20 +68,20 @@ class Brought(msgspec.Struct, frozen=True):
     ms: float = 0.0
 
 
-class Report(msgspec.Struct, frozen=True):
+class WorkerStepReport(msgspec.Struct, frozen=True):
     """One worker's, of one step. `copied` errands need their blocks no more; `kept` are durable;
     `lost`: what each worker's store gave up."""
 
-    brought: tuple[Brought, ...] = ()
+    brought: tuple[LoadResult, ...] = ()
     copied: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     not_kept: tuple[int, ...] = ()
     stored_bytes: int = 0
     lost: tuple[RecordsLost, ...] = ()
 
-    def joined(self, other: Report) -> Report:
+    def joined(self, other: WorkerStepReport) -> WorkerStepReport:
         """Two workers' reports as one: an errand stands in it once for each."""
-        return Report(
+        return WorkerStepReport(
             brought=self.brought + other.brought,
             copied=self.copied + other.copied,
             kept=self.kept + other.kept,

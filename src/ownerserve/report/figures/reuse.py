@@ -15,7 +15,7 @@ SOURCES = (
 )
 
 
-class ReuseSplit(msgspec.Struct, frozen=True):
+class ReuseShares(msgspec.Struct, frozen=True):
     """Shares of all re-usable tokens; they add up to 1."""
 
     intra_session: float
@@ -27,7 +27,7 @@ class ReuseTopology(msgspec.Struct, frozen=True):
     """`splits` by trace (the seed's own numbers may stand among them). `inputs`: trace -> input
     tokens of each session."""
 
-    splits: dict[str, ReuseSplit]
+    splits: dict[str, ReuseShares]
     inputs: dict[str, list[int]]
 
 

@@ -16,7 +16,7 @@ KINDS = {
 }
 
 
-class Span(msgspec.Struct, frozen=True):
+class TimelineSpan(msgspec.Struct, frozen=True):
     """`kind`: "turn", "human" or "tool"."""
 
     kind: str
@@ -28,7 +28,7 @@ class Timeline(msgspec.Struct, frozen=True):
     """`lanes`: label -> its spans, in order."""
 
     title: str
-    lanes: dict[str, list[Span]]
+    lanes: dict[str, list[TimelineSpan]]
 
 
 class Coupling(msgspec.Struct, frozen=True):

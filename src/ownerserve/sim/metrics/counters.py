@@ -21,7 +21,7 @@ class Migration(msgspec.Struct, frozen=True, gc=False):
     completed: int = 1
 
 
-class Counters(msgspec.Struct):
+class FleetCounters(msgspec.Struct):
     """Sums over all workers and the whole run; the fleet adds to it.
 
     `steps` engine iterations. Decode interference: over all steps, `decode_alone_ms` adds (time of

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ownerserve.sim.metrics.counters import Counters
+from ownerserve.sim.metrics.counters import FleetCounters
 from ownerserve.sim.metrics.rows import NO_WORKER
 from ownerserve.sim.metrics.samples import Samples
 from ownerserve.sim.metrics.spreads import Metric, ratio
@@ -53,7 +53,7 @@ def memory_metrics(sessions: Tasks, samples: Samples) -> dict[str, Metric]:
     }
 
 
-def heat_map(samples: Samples, counters: Counters) -> dict[str, Metric]:
+def heat_map(samples: Samples, counters: FleetCounters) -> dict[str, Metric]:
     """Pending prefill tokens by worker over time, and the moves across it (figure 10).
 
     At most HEAT_COLUMNS columns; each is the mean of the samples it stands for.

@@ -22,7 +22,7 @@ REASONS = (None, *Reason)
 NO_WORKER = -1
 
 
-class Finished(msgspec.Struct, gc=False):
+class TurnRow(msgspec.Struct, gc=False):
     """A turn that ended: served, refused or failed. The fleet keeps one per live turn, fills it as
     the turn goes on, and gives it to `Rows.add` at the end. Times are seconds of the heap's clock;
     tokens are the trace's (never units); bytes are real bytes.
@@ -96,7 +96,7 @@ def _code(field: msgspec.structs.FieldInfo) -> str:
     return "q" if field.name in _LONG else "i"
 
 
-_CODES = {field.name: _code(field) for field in msgspec.structs.fields(Finished)}
+_CODES = {field.name: _code(field) for field in msgspec.structs.fields(TurnRow)}
 DTYPE = np.dtype([(name, f"<{code}") for name, code in _CODES.items()])
 _PACK = struct.Struct("<" + "".join(_CODES.values())).pack
 _MODE_AT = {mode: index for index, mode in enumerate(MODES)}
@@ -120,7 +120,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self._data) // DTYPE.itemsize
 
-    def add(self, row: Finished) -> None:
+    def add(self, row: TurnRow) -> None:
         """Keep what `row` says now; the caller may use the object again."""
         values = msgspec.structs.astuple(row)
         self._data += _PACK(

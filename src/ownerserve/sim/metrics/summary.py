@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ownerserve.sim.metrics.counters import Counters
+from ownerserve.sim.metrics.counters import FleetCounters
 from ownerserve.sim.metrics.coupling import coupling
 from ownerserve.sim.metrics.fleet_load import hotspot_index, load_metrics, memory_metrics
 from ownerserve.sim.metrics.moves import migration_metrics
@@ -39,7 +39,7 @@ class Run(msgspec.Struct, frozen=True):
     accuracy_turns: int = 3
 
 
-def summarise(rows: Rows, counters: Counters, samples: Samples, run: Run) -> dict[str, Metric]:
+def summarise(rows: Rows, counters: FleetCounters, samples: Samples, run: Run) -> dict[str, Metric]:
     """All metrics by name and unit; floats have nine significant digits."""
     table = rows.table()
     served = table[np.isin(table["mode"], SERVED)]
@@ -91,7 +91,9 @@ def _latencies(served: NDArray[Any]) -> dict[str, Metric]:
     }
 
 
-def _tasks(sessions: Tasks, counters: Counters, run: Run, makespan_s: float) -> dict[str, Metric]:
+def _tasks(
+    sessions: Tasks, counters: FleetCounters, run: Run, makespan_s: float
+) -> dict[str, Metric]:
     ended = np.isin(sessions.session, counters.completed)
     e2e, tool = sessions.e2e_s[ended], sessions.tool_s[ended]
     good = int(sessions.good[ended].sum())
@@ -138,7 +140,7 @@ def _tokens(served: NDArray[Any]) -> dict[str, Metric]:
     }
 
 
-def _bytes(table: NDArray[Any], counters: Counters) -> dict[str, Metric]:
+def _bytes(table: NDArray[Any], counters: FleetCounters) -> dict[str, Metric]:
     placed, duplicate, avoidable, network = (
         int(table[f"{name}_bytes"].sum())
         for name in ("placed", "duplicate", "avoidable", "network")
@@ -202,7 +204,7 @@ def _counts(codes: NDArray[Any], names: tuple[Any, ...]) -> dict[str, Metric]:
     }
 
 
-def _pressure(counters: Counters) -> dict[str, Metric]:
+def _pressure(counters: FleetCounters) -> dict[str, Metric]:
     names = (
         "steps",
         "preemptions",

@@ -22,7 +22,7 @@ ROWS_AT_ONCE = 65_536
 """So many rows are numbers of Python's at a time: of a million turns all would be 200 MB."""
 
 
-class Gaps(NamedTuple):
+class GapColumns(NamedTuple):
     """Times in which a session had no turn in the system; `worker` served the turn before."""
 
     from_s: Floats
@@ -39,7 +39,7 @@ class Tasks(NamedTuple):
     tool_s: Floats
     retry_s: Floats
     good: NDArray[np.bool_]
-    gaps: Gaps
+    gaps: GapColumns
 
     @property
     def e2e_s(self) -> Floats:
@@ -53,7 +53,7 @@ def tasks(table: NDArray[Any]) -> Tasks:
     sessions, starts = np.unique(rows["session"], return_index=True)
     if not len(sessions):
         none, nobody = np.zeros(0), np.zeros(0, np.int64)
-        gaps = Gaps(none, none, nobody)
+        gaps = GapColumns(none, none, nobody)
         return Tasks(nobody, none, none, none, none, np.zeros(0, np.bool_), gaps)
     gaps, tool_s = _gaps(rows, starts)
     retried = np.where(rows["attempts"] > 1, rows["routed_s"] - rows["arrived_s"], 0.0)
@@ -69,7 +69,7 @@ def tasks(table: NDArray[Any]) -> Tasks:
     )
 
 
-def _gaps(rows: NDArray[Any], starts: NDArray[np.intp]) -> tuple[Gaps, Floats]:
+def _gaps(rows: NDArray[Any], starts: NDArray[np.intp]) -> tuple[GapColumns, Floats]:
     """All gaps, and how long those of each session are together. `rows` are in order of session,
     then of arrival; a session's begin at its `starts`."""
     from_s, until_s, worker = array("d"), array("d"), array("q")
@@ -92,7 +92,7 @@ def _gaps(rows: NDArray[Any], starts: NDArray[np.intp]) -> tuple[Gaps, Floats]:
                 counts[session] += 1
             if done_s > latest_s:  # the first turn that ends last before the gap
                 latest_s, holder = done_s, served_by
-    gaps = Gaps(np.array(from_s), np.array(until_s), np.array(worker, dtype=np.int64))
+    gaps = GapColumns(np.array(from_s), np.array(until_s), np.array(worker, dtype=np.int64))
     ends = np.cumsum(counts)
     lengths = gaps.until_s - gaps.from_s
     tool_s = [
@@ -102,7 +102,7 @@ def _gaps(rows: NDArray[Any], starts: NDArray[np.intp]) -> tuple[Gaps, Floats]:
     return gaps, np.array(tool_s)
 
 
-def tool_idle_utilisation(gaps: Gaps, samples: Samples) -> float | None:
+def tool_idle_utilisation(gaps: GapColumns, samples: Samples) -> float | None:
     """Of the time that sessions spend in tool gaps, the share in which the worker that holds their
     state computed for others. None without gaps or samples."""
     times, busy = samples.times_s(), samples.column("busy_s")

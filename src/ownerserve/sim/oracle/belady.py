@@ -16,7 +16,7 @@ from math import inf
 import msgspec
 
 
-class Access(msgspec.Struct, frozen=True, gc=False):
+class TurnAccess(msgspec.Struct, frozen=True, gc=False):
     """A turn as it ran: `reusable_tokens` of its prompt are a prefix of what its conversation
     computed before; it leaves `context_tokens` behind."""
 
@@ -27,7 +27,7 @@ class Access(msgspec.Struct, frozen=True, gc=False):
     context_tokens: int
 
 
-class Bound(msgspec.Struct, frozen=True):
+class ReuseBound(msgspec.Struct, frozen=True):
     """Of all turns: prompt tokens, and those that need not have been computed."""
 
     prompt_tokens: int
@@ -38,16 +38,16 @@ class Bound(msgspec.Struct, frozen=True):
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-def bound(accesses: Sequence[Access], room_tokens: int) -> Bound:
+def bound(accesses: Sequence[TurnAccess], room_tokens: int) -> ReuseBound:
     """The least computing, over all workers. `accesses` in the order in which they ran."""
-    by_worker: dict[int, list[Access]] = {}
+    by_worker: dict[int, list[TurnAccess]] = {}
     for access in accesses:
         by_worker.setdefault(access.worker, []).append(access)
     cached = sum(_device(turns, room_tokens) for turns in by_worker.values())
-    return Bound(sum(access.prompt_tokens for access in accesses), cached)
+    return ReuseBound(sum(access.prompt_tokens for access in accesses), cached)
 
 
-def _device(turns: Sequence[Access], room_tokens: int) -> int:
+def _device(turns: Sequence[TurnAccess], room_tokens: int) -> int:
     following = _following(turns)
     held: dict[str, int] = {}
     latest: list[tuple[float, str]] = []  # (-next use, conversation), checked when it is popped
@@ -74,7 +74,7 @@ def _device(turns: Sequence[Access], room_tokens: int) -> int:
     return cached
 
 
-def _following(turns: Sequence[Access]) -> list[float]:
+def _following(turns: Sequence[TurnAccess]) -> list[float]:
     """For each turn, the index of its conversation's next one on the device; inf for none."""
     following = [inf] * len(turns)
     seen: dict[str, int] = {}

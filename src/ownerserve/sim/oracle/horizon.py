@@ -24,9 +24,9 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Tier
 from ownerserve.router.messages import Gone, Reported
 from ownerserve.router.state import RouterState
-from ownerserve.sim.turns import Turn
-from ownerserve.sim.worker import Worker
-from ownerserve.sim.workload import Workload
+from ownerserve.sim.turns import SimTurn
+from ownerserve.sim.worker import SimWorker
+from ownerserve.sim.workload import WorkloadDriver
 from ownerserve.sim.workload.driver import Key as Release
 
 NOW = -inf
@@ -72,7 +72,12 @@ class Foresight:
     """When each live conversation goes on. Changes nothing but what caches remember of sessions."""
 
     def __init__(
-        self, workload: Workload, workers: Sequence[Worker], router: RouterState, *, knows: Knows
+        self,
+        workload: WorkloadDriver,
+        workers: Sequence[SimWorker],
+        router: RouterState,
+        *,
+        knows: Knows,
     ) -> None:
         self.next_s: dict[str, float] = {}
         self._workload = workload
@@ -80,7 +85,7 @@ class Foresight:
         self._router = router
         self._knows = knows
 
-    def arrived(self, turn: Turn, now: float) -> None:
+    def arrived(self, turn: SimTurn, now: float) -> None:
         """A turn is here: its state is wanted now, and lies where the router is told."""
         self.next_s[turn.name] = NOW
         session = self._router.sessions.get(turn.name)
@@ -94,14 +99,14 @@ class Foresight:
                 told = Reported(worker.unit, Tier.DEVICE, prefix.hash, tokens)
             self._router.handle(told, now)
 
-    def runs_at(self, turn: Turn, worker: Worker) -> None:
+    def runs_at(self, turn: SimTurn, worker: SimWorker) -> None:
         """Who knows the future also knows where a conversation does not come back to."""
         for other in self._workers if self._knows.places else ():
             session = other.cache.sessions.get(turn.name)
             if other is not worker and session is not None and not session.running:
                 other.cache.sessions.release(turn.name)
 
-    def over(self, turn: Turn, releases: Sequence[tuple[float, Release]], now: float) -> None:
+    def over(self, turn: SimTurn, releases: Sequence[tuple[float, Release]], now: float) -> None:
         """A turn has ended and `releases` are known: of those, and of its own conversation's next
         turn, which may wait for others as long as it was recorded to."""
         next_s = self._workload.next_release_s(turn, now)

@@ -16,7 +16,7 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, Reason, Request, start_at
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.pricing import peer_copy
-from ownerserve.sim.setup import Setup
+from ownerserve.sim.setup import SimSetup
 
 KV_BYTES = 1 << 52
 """More than any trace fills."""
@@ -45,7 +45,7 @@ class FreeTransfer:
         )
 
 
-def infinite(setup: Setup) -> Setup:
+def infinite(setup: SimSetup) -> SimSetup:
     """The same fleet with devices that hold everything and links that take no time."""
     links = msgspec.structs.replace(setup.links, nic_gb_s=FREE_GB_S, nic_ms=0.0)
     return msgspec.structs.replace(

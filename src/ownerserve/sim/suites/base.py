@@ -17,7 +17,7 @@ import msgspec
 from ownerserve.report.figures.style import Draw
 from ownerserve.report.page import Verdict
 from ownerserve.sim.run import Result
-from ownerserve.sim.setup import Setup
+from ownerserve.sim.setup import SimSetup
 from ownerserve.sim.sweep import metrics_of
 from ownerserve.trace.model import Trace
 
@@ -44,7 +44,7 @@ class Simulation(msgspec.Struct, frozen=True):
 
     trace: str
     """A role of traces.ROLES."""
-    setup: Setup
+    setup: SimSetup
     reduce: Callable[[Result], Any] = metrics_of
 
 
@@ -104,7 +104,7 @@ class Drawing(msgspec.Struct, frozen=True):
     caption: str
 
 
-class Table(msgspec.Struct, frozen=True):
+class ResultTable(msgspec.Struct, frozen=True):
     """Written as CSV and JSON with all digits, on the page with three. Columns name their unit."""
 
     name: str
@@ -121,7 +121,7 @@ def _no_figures(results: Results) -> list[Drawing]:
     return []
 
 
-def _no_tables(results: Results) -> list[Table]:
+def _no_tables(results: Results) -> list[ResultTable]:
     return []
 
 
@@ -136,7 +136,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     jobs: Callable[[Scale], dict[str, Job]]
     verdicts: Callable[[Results], list[Finding]] = _no_findings
     figures: Callable[[Results], list[Drawing]] = _no_figures
-    tables: Callable[[Results], list[Table]] = _no_tables
+    tables: Callable[[Results], list[ResultTable]] = _no_tables
 
 
 def at(metrics: Metrics, path: str) -> float | None:
@@ -164,9 +164,9 @@ def by_label(results: Results, labels: Sequence[str], path: str) -> dict[str, fl
 
 def table_of(
     results: Results, labels: Sequence[str], columns: Mapping[str, str], *, name: str, caption: str
-) -> Table:
+) -> ResultTable:
     """Runs as rows; `columns`: heading with unit -> path in the metrics."""
     rows: list[list[Cell]] = [
         [label, *(at(results[label], path) for path in columns.values())] for label in labels
     ]
-    return Table(name, caption, ["", *columns], rows)
+    return ResultTable(name, caption, ["", *columns], rows)

@@ -18,9 +18,9 @@ from ownerserve.sim.suites.base import (
     Finding,
     Job,
     Results,
+    ResultTable,
     Scale,
     Simulation,
-    Table,
     known,
 )
 from ownerserve.sim.suites.draws import Compared, compared, inverse, more, over
@@ -108,7 +108,7 @@ WORKER_COLUMNS = {
 }
 
 
-def _tables(results: Results) -> list[Table]:
+def _tables(results: Results) -> list[ResultTable]:
     rows: list[list[Cell]] = [
         [f"{row}, {name}", *(
             fmean(_values(results, row, name, path)) for path in FLEET_COLUMNS.values()
@@ -121,9 +121,11 @@ def _tables(results: Results) -> list[Table]:
     ]
     told: list[list[Cell]] = [[name, granted(name).words()] for name in SETS]
     return [
-        Table("abilities-fleet", "Means over draws, 48 at once.", ["", *FLEET_COLUMNS], rows),
-        Table("abilities-hybrid", f"{HYBRID}, means over draws.", ["", *WORKER_COLUMNS], ones),
-        Table("abilities", "What each set grants.", ["set", "grants"], told),
+        ResultTable("abilities-fleet", "Means over draws, 48 at once.", ["", *FLEET_COLUMNS], rows),
+        ResultTable(
+            "abilities-hybrid", f"{HYBRID}, means over draws.", ["", *WORKER_COLUMNS], ones
+        ),
+        ResultTable("abilities", "What each set grants.", ["set", "grants"], told),
     ]
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from ownerserve.router.seats import SeatSettings
-from ownerserve.sim.setup import PD, Setup, Tiers
+from ownerserve.sim.setup import PD, SimSetup, Tiers
 from ownerserve.sim.suites.base import Scale, Simulation
-from ownerserve.sim.workload import Capped, Sample, Shape
+from ownerserve.sim.workload import Capped, Sample, WorkloadShape
 
 WORKERS = 4
 PACE = "qwen3-30b-a3b@h200"
@@ -46,7 +46,7 @@ def agents(
     workers: int = WORKERS,
     tiers: Tiers | None = None,
     **changes: Any,
-) -> Setup:
+) -> SimSetup:
     """Claude-Code sessions on WORKERS GPUs; the next begins when one of `lanes` ends.
 
     `policy` may end with " + seats": new sessions wait until their context fits (router.seats).
@@ -54,13 +54,13 @@ def agents(
     policies that split.
     """
     name, _, seats = policy.partition(" + ")
-    shape = Shape(mode=Capped(scale.of(lanes, 4)), sessions=Sample(scale.of(sessions, 8)))
+    shape = WorkloadShape(mode=Capped(scale.of(lanes, 4)), sessions=Sample(scale.of(sessions, 8)))
     of_shape = {
-        field: value for field, value in changes.items() if field in Shape.__struct_fields__
+        field: value for field, value in changes.items() if field in WorkloadShape.__struct_fields__
     }
     of_setup = {field: value for field, value in changes.items() if field not in of_shape}
     count = min(workers, scale.of(workers, 2))
-    return Setup(
+    return SimSetup(
         **{
             "policy": name,
             "seats": SEATS if seats else None,

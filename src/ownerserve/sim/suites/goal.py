@@ -19,7 +19,7 @@ from ownerserve.report.figures.panels import Panel, Panels, panels
 from ownerserve.report.page import Verdict
 from ownerserve.sim.metrics.rows import SERVED
 from ownerserve.sim.run import Result
-from ownerserve.sim.setup import Setup, Tiers
+from ownerserve.sim.setup import SimSetup, Tiers
 from ownerserve.sim.suites.base import (
     Cell,
     Drawing,
@@ -27,9 +27,9 @@ from ownerserve.sim.suites.base import (
     Finding,
     Job,
     Results,
+    ResultTable,
     Scale,
     Simulation,
-    Table,
     at,
     known,
 )
@@ -95,7 +95,7 @@ def while_full(result: Result) -> dict[str, Any]:
     }
 
 
-def setup_of(policy: str, scale: Scale, *, lanes: int, seed: int, **changes: Any) -> Setup:
+def setup_of(policy: str, scale: Scale, *, lanes: int, seed: int, **changes: Any) -> SimSetup:
     """`policy` may say ", told": before each decision the router hears what of the session is
     resident on which device; and then " + seats"."""
     name = policy.replace(", told", "")
@@ -281,7 +281,7 @@ def _row(kept: Sequence[Mapping[str, Any]]) -> list[Cell]:
     return [*cells, min(work), max(work)]
 
 
-def _tables(results: Results) -> list[Table]:
+def _tables(results: Results) -> list[ResultTable]:
     rows: list[list[Cell]] = []
     for role, lanes in CELLS:
         for policy in _policies(lanes):
@@ -290,7 +290,7 @@ def _tables(results: Results) -> list[Table]:
             rows.append([f"{policy} on {role}, {lanes} at once", *_row(kept)])
     columns = ["", *COLUMNS, "least tasks / GPU h", "most tasks / GPU h"]
     caption = "Means over draws; rates and turns while all lanes are open."
-    return [Table("goal-policies", caption, columns, rows)]
+    return [ResultTable("goal-policies", caption, columns, rows)]
 
 
 def _figures(results: Results) -> list[Drawing]:
@@ -350,7 +350,7 @@ def _tiered_verdicts(results: Results) -> list[Finding]:
     return found
 
 
-def _tiered_tables(results: Results) -> list[Table]:
+def _tiered_tables(results: Results) -> list[ResultTable]:
     seeds = _tiered_seeds(results.scale)
     rows: list[list[Cell]] = [
         [policy, *_row([results[_tiered_label(policy, seed)] for seed in seeds])]
@@ -358,7 +358,7 @@ def _tiered_tables(results: Results) -> list[Table]:
     ]
     columns = ["", *COLUMNS, "least tasks / GPU h", "most tasks / GPU h"]
     caption = "256 GiB of host memory for each GPU, for every policy; means over draws."
-    return [Table("goal-tiers", caption, columns, rows)]
+    return [ResultTable("goal-tiers", caption, columns, rows)]
 
 
 EXPERIMENTS = [

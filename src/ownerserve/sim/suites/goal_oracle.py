@@ -13,9 +13,9 @@ from ownerserve.sim.suites.base import (
     Finding,
     Job,
     Results,
+    ResultTable,
     Scale,
     Simulation,
-    Table,
     known,
 )
 from ownerserve.sim.suites.fleet import GOAL_LANES, SEATED, agents
@@ -103,13 +103,13 @@ COLUMNS = {
 }
 
 
-def _tables(results: Results) -> list[Table]:
+def _tables(results: Results) -> list[ResultTable]:
     rows: list[list[Cell]] = [
         [label, *(known(kept, path) for path in COLUMNS.values())]
         for label, kept in results.kept.items()
     ]
     caption = "OwnerServe with seats, told one part after another of what an oracle knows."
-    return [Table("goal-oracle", caption, ["told", *COLUMNS], rows)]
+    return [ResultTable("goal-oracle", caption, ["told", *COLUMNS], rows)]
 
 
 def _figures(results: Results) -> list[Drawing]:

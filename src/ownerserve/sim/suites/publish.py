@@ -25,14 +25,14 @@ import msgspec
 from ownerserve import __version__
 from ownerserve.report import page
 from ownerserve.report.figures.style import Written, short, write
-from ownerserve.report.page import Block, Claim, Command, Grid, Page, Section, Text, plot_from
+from ownerserve.report.page import Block, Claim, Command, Grid, ReportPage, Section, Text, plot_from
 from ownerserve.sim.granted import granted
 from ownerserve.sim.pool import Told, run_tasks
-from ownerserve.sim.suites.base import Cell, Drawing, Finding, Origin, Table
+from ownerserve.sim.suites.base import Cell, Drawing, Finding, Origin, ResultTable
 from ownerserve.sim.suites.run import Concluded, describe
 
 
-class Published(msgspec.Struct, frozen=True):
+class PublishedExperiment(msgspec.Struct, frozen=True):
     """What an experiment says. `error`: why it says nothing."""
 
     name: str
@@ -40,15 +40,15 @@ class Published(msgspec.Struct, frozen=True):
     source: str
     about: str
     claims: list[Claim] = []
-    tables: list[Table] = []
+    tables: list[ResultTable] = []
     drawings: list[tuple[Written, str]] = []
     error: str = ""
 
 
-class Report(msgspec.Struct, frozen=True):
+class EvaluationReport(msgspec.Struct, frozen=True):
     """The whole evaluation. `digest`: SHA-256 over every result: equal runs, equal digests."""
 
-    published: list[Published]
+    published: list[PublishedExperiment]
     digest: str
     facts: dict[str, str]
 
@@ -57,7 +57,7 @@ class Report(msgspec.Struct, frozen=True):
         return [claim for one in self.published for claim in one.claims]
 
     @property
-    def failures(self) -> list[Published]:
+    def failures(self) -> list[PublishedExperiment]:
         return [one for one in self.published if one.error]
 
 
@@ -67,7 +67,7 @@ def publish(
     *,
     origins: Mapping[str, Origin],
     command: str,
-) -> Report:
+) -> EvaluationReport:
     """Write everything below `out`, which is made, drawing on all cores. `command`: how this was
     started, but --only."""
     out.mkdir(parents=True, exist_ok=True)
@@ -83,23 +83,25 @@ def publish(
         if end is None or end.error is not None:
             told = one.experiment
             error = one.error if end is None or end.error is None else describe(end.error)
-            published.append(Published(told.name, told.title, told.source, told.about, error=error))
+            published.append(
+                PublishedExperiment(told.name, told.title, told.source, told.about, error=error)
+            )
         else:
             published.append(end.answer)
     digest = _write_results(concluded, out / "results")
-    report = Report(published, digest, _facts(origins, digest))
+    report = EvaluationReport(published, digest, _facts(origins, digest))
     _write_verdicts(report, out)
     page.write(_page(report, command), out / "report.html")
     return report
 
 
-def _conclude(concluded: Concluded, out: Path, command: str, told: Told) -> Published:
+def _conclude(concluded: Concluded, out: Path, command: str, told: Told) -> PublishedExperiment:
     experiment, results = concluded.experiment, concluded.results
     findings = experiment.verdicts(results)
     tables, drawings = experiment.tables(results), experiment.figures(results)
     for table in tables:
         _write_table(table, out / "tables")
-    return Published(
+    return PublishedExperiment(
         experiment.name,
         experiment.title,
         experiment.source,
@@ -137,7 +139,7 @@ def _drawn(drawing: Drawing, folder: Path) -> tuple[Written, str]:
     return write(drawing.name, drawing.draw, drawing.data, folder), drawing.caption
 
 
-def _write_table(table: Table, folder: Path) -> None:
+def _write_table(table: ResultTable, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -162,7 +164,7 @@ def _write_json(value: Any, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 
-def _write_verdicts(report: Report, out: Path) -> None:
+def _write_verdicts(report: EvaluationReport, out: Path) -> None:
     _write_json(report.claims, out / "verdicts.json")
     lines = ["| claim | source | verdict | measured | trace |", "|---|---|---|---|---|"]
     for claim in report.claims:
@@ -185,8 +187,8 @@ def _facts(origins: Mapping[str, Origin], digest: str) -> dict[str, str]:
     }
 
 
-def _page(report: Report, command: str) -> Page:
-    return Page(
+def _page(report: EvaluationReport, command: str) -> ReportPage:
+    return ReportPage(
         "OwnerServe: the evaluation",
         "Every claim of the seeds that a trace can test, with what was measured. The router, "
         "cache, planner, node and directory that decide are the ones that serve; engines, links "
@@ -197,7 +199,7 @@ def _page(report: Report, command: str) -> Page:
     )
 
 
-def _section(one: Published, command: str) -> Section:
+def _section(one: PublishedExperiment, command: str) -> Section:
     blocks: list[Block] = [Text(f"{one.source}. {one.about}")]
     if one.error:
         blocks.append(Text(f"**Failed:** {one.error}"))
@@ -207,7 +209,7 @@ def _section(one: Published, command: str) -> Section:
     return Section(one.title, blocks)
 
 
-def _grid(table: Table) -> Grid:
+def _grid(table: ResultTable) -> Grid:
     return Grid(
         table.caption, list(table.columns), [[_text(cell) for cell in row] for row in table.rows]
     )

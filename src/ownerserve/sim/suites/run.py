@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from ownerserve.sim.pool import PARTS, Ended, Runner, Told, run_tasks
+from ownerserve.sim.pool import PARTS, TaskEnded, TaskRunner, Told, run_tasks
 from ownerserve.sim.run import simulate
-from ownerserve.sim.setup import Setup
+from ownerserve.sim.setup import SimSetup
 from ownerserve.sim.suites.base import Experiment, Job, Measurement, Origin, Results, Scale
 from ownerserve.sim.suites.traces import find
 from ownerserve.trace.model import Trace
@@ -41,9 +41,9 @@ class Work(msgspec.Struct, frozen=True):
     """Experiment -> label -> job."""
 
     @property
-    def runs(self) -> dict[tuple[str, Setup], dict[Reduce, None]]:
+    def runs(self) -> dict[tuple[str, SimSetup], dict[Reduce, None]]:
         """Simulations by what makes them equal, and all that is to be kept of each."""
-        found: dict[tuple[str, Setup], dict[Reduce, None]] = {}
+        found: dict[tuple[str, SimSetup], dict[Reduce, None]] = {}
         for job in self._each():
             if not isinstance(job, Measurement):
                 found.setdefault((job.trace, job.setup), {})[job.reduce] = None
@@ -76,7 +76,7 @@ def run_work(
     work: Work,
     traces: Traces,
     *,
-    runner: Runner = run_tasks,
+    runner: TaskRunner = run_tasks,
     progress: Callable[[float], None] | None = None,
 ) -> list[Concluded]:
     """Run everything; `progress` hears of runs done, in fractions."""
@@ -90,14 +90,14 @@ def run_work(
     for at, measurement in enumerate(measurements):
         trace = traces[measurement.trace][0] if measurement.trace else None
         tasks[f"measurement {at:04}"] = partial(_measure, measurement, trace)
-    ends: dict[str, Ended] = {}
+    ends: dict[str, TaskEnded] = {}
     told = None if progress is None else lambda parts: progress(parts / PARTS)
     for ended in runner(tasks, progress=told):
         ends[ended.name] = ended
     by_run = {key: ends[f"run {at:04}"] for at, (key, _) in enumerate(runs)}
     by_measurement = {job: ends[f"measurement {at:04}"] for at, job in enumerate(measurements)}
 
-    def end_of(job: Job) -> Ended:
+    def end_of(job: Job) -> TaskEnded:
         if isinstance(job, Measurement):
             return by_measurement[job]
         return by_run[job.trace, job.setup]
@@ -109,7 +109,7 @@ def run_work(
 def _concluded(
     experiment: Experiment,
     work: Work,
-    end_of: Callable[[Job], Ended],
+    end_of: Callable[[Job], TaskEnded],
     origins: Mapping[str, Origin],
 ) -> Concluded:
     kept: dict[str, Any] = {}
@@ -128,12 +128,14 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _weight(setup: Setup) -> int:
+def _weight(setup: SimSetup) -> int:
     """Roughly how long a run takes, next to another: by what it draws of its trace."""
     return setup.shape.sessions.count if setup.shape.sessions is not None else 1 << 30
 
 
-def _simulate(trace: Trace, setup: Setup, reduces: list[Reduce], told: Told) -> dict[Reduce, Any]:
+def _simulate(
+    trace: Trace, setup: SimSetup, reduces: list[Reduce], told: Told
+) -> dict[Reduce, Any]:
     result = simulate(trace, setup, told)
     return {reduce: reduce(result) for reduce in reduces}
 

@@ -7,22 +7,22 @@ import msgspec
 from ownerserve.report.figures.grids import Split, SplitMatrix, split_matrix
 from ownerserve.report.figures.panels import Panel, Panels, panels
 from ownerserve.report.page import Verdict
-from ownerserve.sim.setup import Links, Setup
+from ownerserve.sim.setup import Links, SimSetup
 from ownerserve.sim.suites.base import (
     Drawing,
     Experiment,
     Finding,
     Job,
     Results,
+    ResultTable,
     Scale,
     Simulation,
-    Table,
     by_label,
     known,
     table_of,
 )
 from ownerserve.sim.suites.judging import counted, smaller
-from ownerserve.sim.workload import Closed, Sample, Shape
+from ownerserve.sim.workload import Closed, Sample, WorkloadShape
 
 ROLE = "swe_long"
 PACE = "qwen3-30b-a3b@h20"
@@ -44,20 +44,20 @@ POLICIES = (*BASELINES, OURS)
 STATIC = ("static_pd", "static_pd_delta", "round_robin_pd")
 
 
-def _setup(policy: str, scale: Scale, *, prefill: int, decode: int) -> Setup:
+def _setup(policy: str, scale: Scale, *, prefill: int, decode: int) -> SimSetup:
     gpus = prefill + decode
     sessions = Sample(gpus * scale.of(SESSIONS_A_GPU, 1))
-    return Setup(
+    return SimSetup(
         policy=policy,
         workers=gpus,
         prefill_workers=prefill,
         pace=PACE,
         links=Links(nic_gb_s=RDMA_GB_S, nic_ms=0.02),
-        shape=Shape(mode=Closed(), sessions=sessions),
+        shape=WorkloadShape(mode=Closed(), sessions=sessions),
     )
 
 
-def _hybrid(policy: str, scale: Scale, gpus: int) -> Setup:
+def _hybrid(policy: str, scale: Scale, gpus: int) -> SimSetup:
     return _setup(policy, scale, prefill=0, decode=gpus)
 
 
@@ -185,7 +185,7 @@ COLUMNS = {
 }
 
 
-def _policy_tables(results: Results) -> list[Table]:
+def _policy_tables(results: Results) -> list[ResultTable]:
     labels = [*POLICIES, "static_pd, TCP", "static_pd_delta, TCP", f"{OURS}, TCP", ORACLE]
     caption = (
         f"Seed 000 §3.9's metrics on 8 H20, half of them P where P and D are apart, links of "

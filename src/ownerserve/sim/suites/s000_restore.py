@@ -13,11 +13,11 @@ from ownerserve.kv.specs import StateSpec as State
 from ownerserve.report.figures.panels import Panel, Panels, panels
 from ownerserve.report.figures.restore import Restored, RestorePolicies, restore_policies
 from ownerserve.report.page import Verdict
-from ownerserve.sim.build import Parts, geometry_of, pace_of
+from ownerserve.sim.build import BaselineParts, geometry_of, pace_of
 from ownerserve.sim.layout import unit_model
 from ownerserve.sim.nodeport import unit_settings
 from ownerserve.sim.run import Result, simulate
-from ownerserve.sim.setup import Setup, Tiers
+from ownerserve.sim.setup import SimSetup, Tiers
 from ownerserve.sim.suites.base import (
     Drawing,
     Experiment,
@@ -25,16 +25,16 @@ from ownerserve.sim.suites.base import (
     Job,
     Measurement,
     Results,
+    ResultTable,
     Scale,
     Simulation,
-    Table,
     at,
     by_label,
     known,
     table_of,
 )
 from ownerserve.sim.suites.judging import smaller
-from ownerserve.sim.workload import Capped, Sample, Shape
+from ownerserve.sim.workload import Capped, Sample, WorkloadShape
 from ownerserve.trace.model import Trace
 
 PACE = "deepseek-v4-flash@h200"
@@ -85,14 +85,14 @@ def _kv_bytes(scale: Scale) -> int:
     return scale.of(KV_BYTES, 2 * GB)
 
 
-def _setup(scale: Scale, checkpoints: str | None, seed: int = 0) -> Setup:
+def _setup(scale: Scale, checkpoints: str | None, seed: int = 0) -> SimSetup:
     tiers = Tiers()
     if checkpoints is not None:
         tiers = Tiers(host_bytes=HOST_BYTES, disk_bytes=DISK_BYTES, checkpoints=checkpoints)
-    shape = Shape(
+    shape = WorkloadShape(
         mode=Capped(scale.of(LANES, 3)), sessions=Sample(scale.of(SESSIONS, 3)), seed=seed
     )
-    return Setup(
+    return SimSetup(
         policy="sticky",
         workers=1,
         pace=PACE,
@@ -103,7 +103,7 @@ def _setup(scale: Scale, checkpoints: str | None, seed: int = 0) -> Setup:
     )
 
 
-def hybrid_worker(scale: Scale, seed: int) -> Setup:
+def hybrid_worker(scale: Scale, seed: int) -> SimSetup:
     """The worker of these rows that keeps its state by expected worth."""
     return _setup(scale, WAYS[OURS], seed)
 
@@ -128,9 +128,9 @@ def _kept(result: Result) -> dict[str, Any]:
     }
 
 
-def _dense(setup: Setup, trace: Trace | None) -> dict[str, Any]:
+def _dense(setup: SimSetup, trace: Trace | None) -> dict[str, Any]:
     assert trace is not None
-    return _kept(simulate(trace, setup, parts=Parts(spec=dense_equivalent)))
+    return _kept(simulate(trace, setup, parts=BaselineParts(spec=dense_equivalent)))
 
 
 def _jobs(scale: Scale) -> dict[str, Job]:
@@ -185,7 +185,7 @@ def _of(results: Results, role: str) -> Results:
     return Results(kept, results.origins, results.scale)
 
 
-def _tables(results: Results) -> list[Table]:
+def _tables(results: Results) -> list[ResultTable]:
     caption = "One worker, {}, {:.3g} GB of device memory, equal turns."
     return [
         table_of(

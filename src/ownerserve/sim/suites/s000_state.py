@@ -26,8 +26,8 @@ from ownerserve.sim.suites.base import (
     Job,
     Measurement,
     Results,
+    ResultTable,
     Scale,
-    Table,
 )
 from ownerserve.sim.suites.judging import all_of, first_of
 from ownerserve.trace.model import Trace
@@ -93,7 +93,7 @@ def _jobs(scale: Scale) -> dict[str, Job]:
     return {"state": Measurement(_state)}
 
 
-def _tables(results: Results) -> list[Table]:
+def _tables(results: Results) -> list[ResultTable]:
     state = results["state"]
     heads = [f"sessions at {_tokens(tokens)}" for tokens in CONTEXTS]
     rows: list[list[Cell]] = []
@@ -110,8 +110,8 @@ def _tables(results: Results) -> list[Table]:
     ]
     told = f"Bytes of one session at {_tokens(DRAWN_TOKENS)} tokens, by component."
     return [
-        Table("000-sessions-by-context", caption, ["model", *heads], rows),
-        Table("000-state-by-component", told, ["model", "component", "bytes"], parts),
+        ResultTable("000-sessions-by-context", caption, ["model", *heads], rows),
+        ResultTable("000-state-by-component", told, ["model", "component", "bytes"], parts),
     ]
 
 

@@ -11,22 +11,22 @@ import numpy as np
 from ownerserve.report.figures.panels import Panel, Panels, panels
 from ownerserve.report.page import Verdict
 from ownerserve.sim.run import Result
-from ownerserve.sim.setup import Setup, Tiers
+from ownerserve.sim.setup import SimSetup, Tiers
 from ownerserve.sim.suites.base import (
     Drawing,
     Experiment,
     Finding,
     Job,
     Results,
+    ResultTable,
     Scale,
     Simulation,
-    Table,
     by_label,
     known,
     table_of,
 )
 from ownerserve.sim.suites.judging import counted, smaller
-from ownerserve.sim.workload import Capped, Sample, Shape
+from ownerserve.sim.workload import Capped, Sample, WorkloadShape
 
 Judged: TypeAlias = tuple[Verdict, str]
 GB = 10**9
@@ -48,14 +48,16 @@ COLUMNS = {
 }
 
 
-def _setup(policy: str, scale: Scale, *, lanes: int, sessions: int, **changes: Any) -> Setup:
+def _setup(policy: str, scale: Scale, *, lanes: int, sessions: int, **changes: Any) -> SimSetup:
     workers = scale.of(WORKERS, 2)
-    return Setup(
+    return SimSetup(
         policy=policy,
         workers=workers,
         prefill_workers=workers // 2 if policy == "static_pd_delta" else 0,
         pace=PACE,
-        shape=Shape(mode=Capped(scale.of(lanes, 4)), sessions=Sample(scale.of(sessions, 6))),
+        shape=WorkloadShape(
+            mode=Capped(scale.of(lanes, 4)), sessions=Sample(scale.of(sessions, 6))
+        ),
         **changes,
     )
 
@@ -77,7 +79,7 @@ def _longdoc_jobs(scale: Scale) -> dict[str, Job]:
     }
 
 
-def _tables(results: Results, name: str, caption: str) -> list[Table]:
+def _tables(results: Results, name: str, caption: str) -> list[ResultTable]:
     return [table_of(results, PLACED, COLUMNS, name=name, caption=caption)]
 
 
@@ -92,7 +94,7 @@ def _figures(results: Results, name: str, title: str) -> list[Drawing]:
     return [Drawing(name, panels, Panels(title, shown, columns=2), title)]
 
 
-def _rollout_tables(results: Results) -> list[Table]:
+def _rollout_tables(results: Results) -> list[ResultTable]:
     return _tables(results, "000-rollouts", "Eight samples of each task begin with one prompt.")
 
 
@@ -100,7 +102,7 @@ def _rollout_figures(results: Results) -> list[Drawing]:
     return _figures(results, "000-rollouts", "Forked rollouts")
 
 
-def _longdoc_tables(results: Results) -> list[Table]:
+def _longdoc_tables(results: Results) -> list[ResultTable]:
     return _tables(results, "000-longdoc", "Questions of different people on shared documents.")
 
 
@@ -170,16 +172,16 @@ def _resumed(result: Result) -> dict[str, Any]:
     }
 
 
-def _cold_setup(scale: Scale, model: str, tiers: Tiers) -> Setup:
+def _cold_setup(scale: Scale, model: str, tiers: Tiers) -> SimSetup:
     pace, kv_bytes = COLD[model]
-    return Setup(
+    return SimSetup(
         policy="sticky",
         workers=1,
         pace=pace,
         kv_bytes=kv_bytes,
         running=16,
         tiers=tiers,
-        shape=Shape(
+        shape=WorkloadShape(
             mode=Capped(scale.of(40, 6)), sessions=Sample(scale.of(120, 8)), tool_scale=GAPS
         ),
     )
@@ -193,7 +195,7 @@ def _cold_jobs(scale: Scale) -> dict[str, Job]:
     }
 
 
-def _cold_tables(results: Results) -> list[Table]:
+def _cold_tables(results: Results) -> list[ResultTable]:
     columns = {
         "resumed TTFT p50 (ms)": "resumed_ttft_p50_ms",
         "resumed TTFT p90 (ms)": "resumed_ttft_p90_ms",

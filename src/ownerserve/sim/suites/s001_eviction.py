@@ -9,9 +9,9 @@ import msgspec
 
 from ownerserve.report.figures.panels import Panel, Panels, panels
 from ownerserve.report.page import Verdict
-from ownerserve.sim.build import Parts
+from ownerserve.sim.build import BaselineParts
 from ownerserve.sim.run import Result, simulate
-from ownerserve.sim.setup import Setup
+from ownerserve.sim.setup import SimSetup
 from ownerserve.sim.suites.base import (
     Cell,
     Drawing,
@@ -20,14 +20,14 @@ from ownerserve.sim.suites.base import (
     Job,
     Measurement,
     Results,
+    ResultTable,
     Scale,
     Simulation,
-    Table,
     known,
 )
 from ownerserve.sim.suites.judging import first_of
 from ownerserve.sim.suites.slots import SlotNode, SlotOrder
-from ownerserve.sim.workload import Capped, Sample, Shape
+from ownerserve.sim.workload import Capped, Sample, WorkloadShape
 from ownerserve.trace.model import Trace
 
 BLOCKS = ("cost-aware", "session-reference", "lru")
@@ -44,10 +44,10 @@ LOADS = {
 """Load -> role, pace, sessions at once, sessions: about 1.3, 2.5 and 1.6 times what fits."""
 
 
-def _setup(load: str, scale: Scale, **changes: Any) -> Setup:
+def _setup(load: str, scale: Scale, **changes: Any) -> SimSetup:
     _, pace, lanes, sessions = LOADS[load]
-    shape = Shape(mode=Capped(scale.of(lanes, 4)), sessions=Sample(scale.of(sessions, 6)))
-    return Setup(policy="sticky", workers=1, pace=pace, shape=shape, **changes)
+    shape = WorkloadShape(mode=Capped(scale.of(lanes, 4)), sessions=Sample(scale.of(sessions, 6)))
+    return SimSetup(policy="sticky", workers=1, pace=pace, shape=shape, **changes)
 
 
 def _kept(result: Result) -> dict[str, Any]:
@@ -58,9 +58,9 @@ def _kept(result: Result) -> dict[str, Any]:
     return {**result.metrics, "direct_share": direct["share"] if direct is not None else 0.0}
 
 
-def _slot(setup: Setup, trace: Trace | None) -> dict[str, Any]:
+def _slot(setup: SimSetup, trace: Trace | None) -> dict[str, Any]:
     assert trace is not None
-    return _kept(simulate(trace, setup, parts=Parts(order=SlotOrder, node=SlotNode)))
+    return _kept(simulate(trace, setup, parts=BaselineParts(order=SlotOrder, node=SlotNode)))
 
 
 def _jobs(scale: Scale) -> dict[str, Job]:
@@ -111,7 +111,7 @@ COLUMNS = (
 )
 
 
-def _tables(results: Results) -> list[Table]:
+def _tables(results: Results) -> list[ResultTable]:
     found = []
     for load in LOADS:
         rows: list[list[Cell]] = [[o, *_Row(results, load, o).cells()] for o in ORDERS]
@@ -119,7 +119,7 @@ def _tables(results: Results) -> list[Table]:
             f"Seed 001 §5.3's rows, {_told(results, load)}. Computed again: more than with a "
             "device that never evicts."
         )
-        found.append(Table(f"001-eviction-{load}", caption, ["order", *COLUMNS], rows))
+        found.append(ResultTable(f"001-eviction-{load}", caption, ["order", *COLUMNS], rows))
     return found
 
 

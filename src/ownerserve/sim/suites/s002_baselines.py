@@ -12,8 +12,8 @@ from ownerserve.sim.suites.base import (
     Finding,
     Job,
     Results,
+    ResultTable,
     Scale,
-    Table,
     at,
     by_label,
     known,
@@ -100,7 +100,7 @@ def _hot_pins(results: Results, index: Mapping[str, float | None]) -> Finding:
     )  # fmt: skip
 
 
-def _tables(results: Results) -> list[Table]:
+def _tables(results: Results) -> list[ResultTable]:
     labels = [*POLICIES, *(label for label in results.kept if label.endswith(", calm"))]
     caption = f"{LANES} sessions at once; calm: {CALM_LANES}."
     return [table_of(results, labels, COLUMNS, name="002-f4-failures", caption=caption)]

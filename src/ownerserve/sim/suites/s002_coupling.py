@@ -26,9 +26,9 @@ from ownerserve.sim.suites.base import (
     Finding,
     Job,
     Results,
+    ResultTable,
     Scale,
     Simulation,
-    Table,
 )
 from ownerserve.sim.suites.fleet import agents
 from ownerserve.sim.suites.judging import all_of, first_of, larger
@@ -158,14 +158,14 @@ def _corner(points: list[CoupledPoint]) -> Finding:
     )  # fmt: skip
 
 
-def _law_tables(results: Results) -> list[Table]:
+def _law_tables(results: Results) -> list[ResultTable]:
     keys = (
         "turn_s", "turns_in_system", "gain", "amplification", "makespan_s", "cached_token_share",
     )  # fmt: skip
     columns = ("", "W (s)", "L*", "gain", "1 / (1 - gain)", "wall clock (s)", "cached share")
     rows = [[label, *(kept[key] for key in keys)] for label, kept in results.kept.items()]
     caption = "Poisson arrivals. Alone: the same sessions on a fleet where nobody waits."
-    return [Table("002-f8-coupling", caption, columns, rows)]
+    return [ResultTable("002-f8-coupling", caption, columns, rows)]
 
 
 def _law_figures(results: Results) -> list[Drawing]:

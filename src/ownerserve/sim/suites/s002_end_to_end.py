@@ -9,8 +9,8 @@ from ownerserve.sim.suites.base import (
     Finding,
     Job,
     Results,
+    ResultTable,
     Scale,
-    Table,
     at,
     by_label,
     known,
@@ -39,7 +39,7 @@ def _jobs(scale: Scale) -> dict[str, Job]:
     return {policy: simulate(policy, scale) for policy in EVERY}
 
 
-def _tables(results: Results) -> list[Table]:
+def _tables(results: Results) -> list[ResultTable]:
     caption = "All policies at one load. Seed 002 §5.2's columns first."
     return [table_of(results, EVERY, COLUMNS, name="002-f6-policies", caption=caption)]
 

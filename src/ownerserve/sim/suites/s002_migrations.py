@@ -18,9 +18,9 @@ from ownerserve.sim.suites.base import (
     Finding,
     Job,
     Results,
+    ResultTable,
     Scale,
     Simulation,
-    Table,
     at,
 )
 from ownerserve.sim.suites.fleet import agents
@@ -82,7 +82,7 @@ def _shares(told: dict[str, float]) -> str:
     return ", ".join(f"{policy} {value:.1%}" for policy, value in told.items()) or "0 moves"
 
 
-def _tables(results: Results) -> list[Table]:
+def _tables(results: Results) -> list[ResultTable]:
     columns = {
         "moves": "migrations.count",
         "given up": "migrations.given_up",
@@ -95,7 +95,7 @@ def _tables(results: Results) -> list[Table]:
     rows = [
         [policy, *(at(results[policy], path) for path in columns.values())] for policy in POLICIES
     ]
-    return [Table("002-f10-migrations", "Migrations", ["", *columns], rows)]
+    return [ResultTable("002-f10-migrations", "Migrations", ["", *columns], rows)]
 
 
 def _figures(results: Results) -> list[Drawing]:

@@ -12,8 +12,8 @@ from ownerserve.sim.suites.base import (
     Finding,
     Job,
     Results,
+    ResultTable,
     Scale,
-    Table,
     at,
     by_label,
     known,
@@ -83,7 +83,7 @@ def _doubled(results: Results, share: Mapping[str, float]) -> Finding:
     )  # fmt: skip
 
 
-def _tables(results: Results) -> list[Table]:
+def _tables(results: Results) -> list[ResultTable]:
     caption = (
         "Neither: least load. Affinity only: T_hot is infinite. Migration only: T_hot = 0 and "
     )

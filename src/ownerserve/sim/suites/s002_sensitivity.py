@@ -10,16 +10,16 @@ import msgspec
 from ownerserve.report.figures.sweeps import Sweep, Sweeps, sweeps
 from ownerserve.report.page import Verdict
 from ownerserve.sim.build import geometry_of, pace_of, settings_of, speed_of
-from ownerserve.sim.setup import Links, Setup
+from ownerserve.sim.setup import Links, SimSetup
 from ownerserve.sim.suites.base import (
     Drawing,
     Experiment,
     Finding,
     Job,
     Results,
+    ResultTable,
     Scale,
     Simulation,
-    Table,
     at,
     known,
 )
@@ -52,7 +52,7 @@ class Varied(msgspec.Struct, frozen=True):
 def _varied(scale: Scale) -> dict[str, Varied]:
     shares = scale.of((0.3, 0.465, 0.6), (0.7,))  # that few sessions can be cut to
     pace = pace_of(PACE)
-    derived = settings_of(Setup(pace=PACE), speed_of(pace, geometry_of(pace), Links()))
+    derived = settings_of(SimSetup(pace=PACE), speed_of(pace, geometry_of(pace), Links()))
     hot_ms, cool_s = derived.hot_ms, derived.cool_s
     return {
         "rate": Varied(
@@ -124,7 +124,7 @@ def _figures(results: Results) -> list[Drawing]:
     return [Drawing("002-f9-sensitivity", sweeps, data, "Sensitivity (seed 002, f9).")]
 
 
-def _tables(results: Results) -> list[Table]:
+def _tables(results: Results) -> list[ResultTable]:
     paths = {
         "turn p95 (ms)": "step_latency_ms.p95",
         "TTFT p90 (ms)": "ttft_ms.p90",
@@ -136,7 +136,7 @@ def _tables(results: Results) -> list[Table]:
     }
     rows = [[label, *(at(kept, path) for path in paths.values())] for label, kept in
             results.kept.items()]  # fmt: skip
-    return [Table("002-f9-sensitivity", "Every run of the sweeps", ["", *paths], rows)]
+    return [ResultTable("002-f9-sensitivity", "Every run of the sweeps", ["", *paths], rows)]
 
 
 def _gap(results: Results, name: str, value: float) -> float:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ownerserve.report.figures.reuse import ReuseSplit, ReuseTopology, reuse_topology
-from ownerserve.report.figures.timeline import Coupling, Span, Timeline, coupling_timeline
+from ownerserve.report.figures.reuse import ReuseShares, ReuseTopology, reuse_topology
+from ownerserve.report.figures.timeline import Coupling, Timeline, TimelineSpan, coupling_timeline
 from ownerserve.report.page import Verdict
 from ownerserve.sim.run import Result
-from ownerserve.sim.setup import Setup
+from ownerserve.sim.setup import SimSetup
 from ownerserve.sim.suites.base import (
     Drawing,
     Experiment,
@@ -19,18 +19,18 @@ from ownerserve.sim.suites.base import (
     Job,
     Measurement,
     Results,
+    ResultTable,
     Scale,
     Simulation,
-    Table,
 )
 from ownerserve.sim.suites.fleet import agents
 from ownerserve.sim.suites.judging import all_of, first_of
-from ownerserve.sim.workload import First, Shape
+from ownerserve.sim.workload import First, WorkloadShape
 from ownerserve.trace.model import Trace
 from ownerserve.trace.stats import measure
 
 ROLES = ("claude_code", "mooncake_conversation", "mooncake_synthetic", "miniswe")
-SEED = ReuseSplit(0.932, 0.057, 0.011)
+SEED = ReuseShares(0.932, 0.057, 0.011)
 SEED_TOP1, SEED_RATIO, SEED_ANY, SEED_INTRA = 0.465, 75.0, 0.803, 0.796
 
 
@@ -123,7 +123,7 @@ def _range(shares: Sequence[float]) -> str:
     return f"{min(shares):.1%} to {max(shares):.1%}" if shares else "0 traces tell"
 
 
-def _trace_table(results: Results) -> list[Table]:
+def _trace_table(results: Results) -> list[ResultTable]:
     keys = ("requests", "ratio", "top1", "any", "intra", "tool_p50_s", "api_p50_s", "api_share")
     columns = (
         "trace", "requests", "input / output", "input of top 1 % of sessions",
@@ -132,14 +132,16 @@ def _trace_table(results: Results) -> list[Table]:
     )  # fmt: skip
     rows = [[role, *(results[role][key] for key in keys)] for role in ROLES]
     rows.append(["seed 002", None, SEED_RATIO, SEED_TOP1, SEED_ANY, SEED_INTRA, 0.0, None, None])
-    return [Table("002-f2-traces", "What the traces are like, beside the seed's", columns, rows)]
+    return [
+        ResultTable("002-f2-traces", "What the traces are like, beside the seed's", columns, rows)
+    ]
 
 
 def _trace_figures(results: Results) -> list[Drawing]:
     splits = {"seed 002": SEED}
     for role in ROLES:
         if results[role]["split"] is not None:
-            splits[role] = ReuseSplit(*results[role]["split"])
+            splits[role] = ReuseShares(*results[role]["split"])
     inputs = {role: results[role]["inputs"] for role in _large(results)}
     caption = "Where re-use comes from, and how unevenly sessions use input (seed 002, f2)."
     return [Drawing("002-f2-reuse", reuse_topology, ReuseTopology(splits, inputs), caption)]
@@ -166,7 +168,9 @@ def first_turns(result: Result) -> dict[str, list[list[float]]]:
 
 
 def _timelines(scale: Scale) -> dict[str, Job]:
-    chat = Setup(policy="sticky", workers=4, shape=Shape(sessions=First(scale.of(400, 12))))
+    chat = SimSetup(
+        policy="sticky", workers=4, shape=WorkloadShape(sessions=First(scale.of(400, 12)))
+    )
     return {
         "chat": Simulation("mooncake_conversation", chat, first_turns),
         "agents": Simulation(
@@ -196,14 +200,14 @@ def _timeline_figures(results: Results) -> list[Drawing]:
     ]  # fmt: skip
 
 
-def _spans(turns: list[list[float]], pause: str) -> list[Span]:
-    spans: list[Span] = []
+def _spans(turns: list[list[float]], pause: str) -> list[TimelineSpan]:
+    spans: list[TimelineSpan] = []
     until_s = 0.0
     for arrived_s, done_s in turns:
         if arrived_s > until_s:
-            spans.append(Span(pause, until_s, arrived_s))
+            spans.append(TimelineSpan(pause, until_s, arrived_s))
         if done_s > max(until_s, arrived_s):
-            spans.append(Span("turn", max(until_s, arrived_s), done_s))
+            spans.append(TimelineSpan("turn", max(until_s, arrived_s), done_s))
         until_s = max(until_s, done_s)
     return spans
 

@@ -15,10 +15,10 @@ from ownerserve.kv.messages import ExecutionMode
 from ownerserve.report.figures.panels import Panel, Panels, panels
 from ownerserve.report.figures.sweeps import Sweep, Sweeps, sweeps
 from ownerserve.router.settings import Settings
-from ownerserve.sim.build import Parts
+from ownerserve.sim.build import BaselineParts
 from ownerserve.sim.metrics.rows import MODES, NO_WORKER, SERVED
 from ownerserve.sim.run import Result, simulate
-from ownerserve.sim.setup import Links, Setup
+from ownerserve.sim.setup import Links, SimSetup
 from ownerserve.sim.suites.base import (
     Drawing,
     Experiment,
@@ -26,9 +26,9 @@ from ownerserve.sim.suites.base import (
     Job,
     Measurement,
     Results,
+    ResultTable,
     Scale,
     Simulation,
-    Table,
     at,
     by_label,
     known,
@@ -36,7 +36,7 @@ from ownerserve.sim.suites.base import (
 )
 from ownerserve.sim.suites.judging import all_of, counted
 from ownerserve.sim.suites.slots import Backup, SlotNode, SlotOrder, SlotRouter, pd_transfers
-from ownerserve.sim.workload import Capped, Closed, First, Shape
+from ownerserve.sim.workload import Capped, Closed, First, WorkloadShape
 from ownerserve.trace.model import Trace
 
 ROLE = "swe_long"
@@ -64,17 +64,17 @@ SPLITS = (1, 2)
 VERSIONS = ("v2", "v3", "v4", "v5")
 
 
-def _setup(policy: str, scale: Scale, *, prefill: int = 0, sessions: int = ALL) -> Setup:
+def _setup(policy: str, scale: Scale, *, prefill: int = 0, sessions: int = ALL) -> SimSetup:
     """`sessions` fewer than all begin together; all of them take turns on LANES."""
     mode = Closed() if sessions < ALL else Capped(scale.of(LANES, 6))
-    return Setup(
+    return SimSetup(
         policy=policy,
         workers=scale.of(GPUS, 4),
         prefill_workers=prefill,
         pace=PACE,
         links=Links(nic_gb_s=TCP_GB_S),
         transfer_s=TIMEOUT_S,
-        shape=Shape(mode=mode, sessions=First(scale.of(sessions, 8))),
+        shape=WorkloadShape(mode=mode, sessions=First(scale.of(sessions, 8))),
     )
 
 
@@ -100,7 +100,7 @@ def _kept(result: Result) -> dict[str, Any]:
 
 
 def _slots(
-    setup: Setup, slots: int | None, backup: Backup, in_flight: int, trace: Trace | None
+    setup: SimSetup, slots: int | None, backup: Backup, in_flight: int, trace: Trace | None
 ) -> dict[str, Any]:
     """A fleet whose sessions are slots on D workers."""
     assert trace is not None
@@ -108,7 +108,7 @@ def _slots(
     def router(settings: Settings) -> SlotRouter:
         return SlotRouter(slots)
 
-    parts = Parts(
+    parts = BaselineParts(
         policy=router,
         order=SlotOrder,
         node=SlotNode,
@@ -172,7 +172,7 @@ def _labels(*versions: str) -> list[str]:
     return [_name(version, prefill) for version in versions for prefill in SPLITS]
 
 
-def _version_tables(results: Results) -> list[Table]:
+def _version_tables(results: Results) -> list[ResultTable]:
     labels = [DP, OURS, *_labels(*VERSIONS)]
     caption = "Seed 003's settings on equal GPUs. Fast path: appended where the session's state is."
     return [table_of(results, labels, COLUMNS, name="003-versions", caption=caption)]
@@ -408,7 +408,7 @@ def _knob_jobs(scale: Scale) -> dict[str, Job]:
     return jobs
 
 
-def _knob_tables(results: Results) -> list[Table]:
+def _knob_tables(results: Results) -> list[ResultTable]:
     caption = "2P6D: slots a worker; what P keeps of what it sent; transfers at once."
     return [table_of(results, list(results.kept), COLUMNS, name="003-knobs", caption=caption)]
 

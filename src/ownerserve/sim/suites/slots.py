@@ -30,8 +30,8 @@ from ownerserve.sim.heap import Heap
 from ownerserve.sim.media import Duplex
 from ownerserve.sim.nodeport import At, SimNode, Started, ToCheckpoint
 from ownerserve.sim.store import SimStore
-from ownerserve.sim.transfers import Brought, Then, Transfers
-from ownerserve.sim.worker import Worker
+from ownerserve.sim.transfers import Then, TransferResult, Transfers
+from ownerserve.sim.worker import SimWorker
 
 ANSWER_BLOCKS = 8
 """Kept free for each turn's answer."""
@@ -139,11 +139,11 @@ class PdTransfers(Transfers):
         self._limit = in_flight
         self._backup = backup
         self._open = 0
-        self._queued: deque[tuple[Worker, Worker, Packed, Then, float]] = deque()
+        self._queued: deque[tuple[SimWorker, SimWorker, Packed, Then, float]] = deque()
         self._clock = heap
 
     def bring(
-        self, source: Worker, target: Worker, prompt: Packed, *, then: Then, now: float
+        self, source: SimWorker, target: SimWorker, prompt: Packed, *, then: Then, now: float
     ) -> None:
         """As of the base; waits for its turn first."""
         if self._limit and self._open >= self._limit:
@@ -153,8 +153,8 @@ class PdTransfers(Transfers):
 
     def _begin(
         self,
-        source: Worker,
-        target: Worker,
+        source: SimWorker,
+        target: SimWorker,
         prompt: Packed,
         *,
         then: Then,
@@ -167,11 +167,11 @@ class PdTransfers(Transfers):
 
     def _over(
         self,
-        source: Worker,
+        source: SimWorker,
         prompt: Packed,
         then: Then,
         queued_s: float,
-        brought: Brought,
+        brought: TransferResult,
         now: float,
     ) -> None:
         self._open -= 1

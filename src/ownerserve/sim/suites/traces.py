@@ -11,7 +11,7 @@ import msgspec
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.sim.suites.base import Origin, Scale
-from ownerserve.sim.workload import Sample, Shape
+from ownerserve.sim.workload import Sample, WorkloadShape
 from ownerserve.sim.workload.cast import cast
 from ownerserve.trace.model import Trace
 from ownerserve.trace.read import read_trace
@@ -22,7 +22,7 @@ QUICK_SESSIONS = 12
 QUICK_INPUT_TOKENS = 60_000
 
 
-class Role(msgspec.Struct, frozen=True):
+class TraceRole(msgspec.Struct, frozen=True):
     """`path` in --traces, "" for a role that is always generated; else the stand-in's workload.
     `without`: so many sessions are left out, those that seed 0 draws: the fitted ones."""
 
@@ -38,26 +38,28 @@ were chosen. What is claimed of policies is tested on the others."""
 CLAUDE_CODE = "claude-code-weka/sessions.jsonl.zst"
 
 ROLES = {
-    "claude_code": Role(CLAUDE_CODE, "coding-agent", Options(sessions=300)),
-    "held_out": Role(CLAUDE_CODE, "coding-agent", Options(sessions=300), without=FITTED),
-    "held_out_generated": Role("", "coding-agent", Options(sessions=200, seed=77, tool_time=0.5)),
-    "mooncake_conversation": Role(
+    "claude_code": TraceRole(CLAUDE_CODE, "coding-agent", Options(sessions=300)),
+    "held_out": TraceRole(CLAUDE_CODE, "coding-agent", Options(sessions=300), without=FITTED),
+    "held_out_generated": TraceRole(
+        "", "coding-agent", Options(sessions=200, seed=77, tool_time=0.5)
+    ),
+    "mooncake_conversation": TraceRole(
         "mooncake-fast25/conversation_trace.jsonl.zst",
         "chat",
         Options(sessions=4000, arrivals_per_s=1.2, block_tokens=512),
     ),
-    "mooncake_synthetic": Role(
+    "mooncake_synthetic": TraceRole(
         "mooncake-fast25/synthetic_trace.jsonl.zst",
         "longdoc",
         Options(sessions=800, arrivals_per_s=0.5, block_tokens=512),
     ),
-    "miniswe": Role("lmcache-agent/miniswe.jsonl.zst", "swe", Options(sessions=20)),
-    "taubench": Role("lmcache-agent/taubench.jsonl.zst", "chat", Options(sessions=40)),
-    "coding_agent": Role("", "coding-agent", Options(sessions=120)),
-    "swe": Role("", "swe", Options(sessions=200)),
-    "swe_long": Role("", "swe-long", Options(sessions=52, arrivals_per_s=1.0)),
-    "rollouts": Role("", "rollouts", Options(sessions=24)),
-    "longdoc": Role("", "longdoc", Options(sessions=200)),
+    "miniswe": TraceRole("lmcache-agent/miniswe.jsonl.zst", "swe", Options(sessions=20)),
+    "taubench": TraceRole("lmcache-agent/taubench.jsonl.zst", "chat", Options(sessions=40)),
+    "coding_agent": TraceRole("", "coding-agent", Options(sessions=120)),
+    "swe": TraceRole("", "swe", Options(sessions=200)),
+    "swe_long": TraceRole("", "swe-long", Options(sessions=52, arrivals_per_s=1.0)),
+    "rollouts": TraceRole("", "rollouts", Options(sessions=24)),
+    "longdoc": TraceRole("", "longdoc", Options(sessions=200)),
 }
 """What an experiment may name as its trace."""
 
@@ -87,7 +89,7 @@ def find(role: str, folder: Path | None, scale: Scale) -> tuple[Trace, Origin]:
 
 def held_out(trace: Trace, fitted: int) -> Trace:
     """The sessions that seed 0 does not draw."""
-    drawn = {part.source for part in cast(trace, Shape(sessions=Sample(fitted)))}
+    drawn = {part.source for part in cast(trace, WorkloadShape(sessions=Sample(fitted)))}
     left = (one for number, one in enumerate(trace.sessions) if number not in drawn)
     return msgspec.structs.replace(trace, sessions=tuple(left))
 

@@ -1,6 +1,6 @@
 """A trace as the simulator's load: closed loop, open loop or capped sessions."""
 
-from ownerserve.sim.workload.driver import Key, Workload
+from ownerserve.sim.workload.driver import Key, WorkloadDriver
 from ownerserve.sim.workload.shape import (
     Capped,
     Closed,
@@ -10,9 +10,9 @@ from ownerserve.sim.workload.shape import (
     Poisson,
     Recorded,
     Sample,
-    Shape,
     SharedHeads,
     TopShare,
+    WorkloadShape,
     Zipf,
 )
 
@@ -26,9 +26,9 @@ __all__ = [
     "Poisson",
     "Recorded",
     "Sample",
-    "Shape",
     "SharedHeads",
     "TopShare",
-    "Workload",
+    "WorkloadDriver",
+    "WorkloadShape",
     "Zipf",
 ]

@@ -13,7 +13,7 @@ from random import Random
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.sim.workload.shape import First, Poisson, Shape, TopShare, Zipf
+from ownerserve.sim.workload.shape import First, Poisson, TopShare, WorkloadShape, Zipf
 from ownerserve.trace.model import Trace
 
 ALPHAS = [step / 2 for step in range(17)]
@@ -21,7 +21,7 @@ ALPHAS = [step / 2 for step in range(17)]
 BISECTIONS = 40
 
 
-class Part(msgspec.Struct, frozen=True, gc=False):
+class PlayedSession(msgspec.Struct, frozen=True, gc=False):
     """The first `turns` requests of trace session `source`, starting at `start_s`.
 
     `copy` 0 is the session itself; others are the same session again, with ids of their own.
@@ -33,7 +33,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
     start_s: float
 
 
-def cast(trace: Trace, shape: Shape) -> list[Part]:
+def cast(trace: Trace, shape: WorkloadShape) -> list[PlayedSession]:
     """The sessions of a run, in order of their start. `shape` must have been checked.
 
     Raises InvalidInput when a wanted skew can't be had from these sessions.
@@ -42,7 +42,7 @@ def cast(trace: Trace, shape: Shape) -> list[Part]:
     picks = _picks(trace, shape, Random(f"{shape.seed} sessions"))
     turns = _turns(trace, picks, shape)
     parts = [
-        Part(source, copy, turns[number], start_s)
+        PlayedSession(source, copy, turns[number], start_s)
         for number, ((source, copy), start_s) in enumerate(
             zip(picks, _starts_s(trace, picks, shape), strict=True)
         )
@@ -51,7 +51,7 @@ def cast(trace: Trace, shape: Shape) -> list[Part]:
     return parts
 
 
-def _picks(trace: Trace, shape: Shape, rng: Random) -> list[tuple[int, int]]:
+def _picks(trace: Trace, shape: WorkloadShape, rng: Random) -> list[tuple[int, int]]:
     """(session, copy) pairs, none twice."""
     everyone = [n for n, session in enumerate(trace.sessions) if session.requests]
     if not everyone:
@@ -67,7 +67,7 @@ def _picks(trace: Trace, shape: Shape, rng: Random) -> list[tuple[int, int]]:
     return picks[: shape.sessions.count]
 
 
-def _starts_s(trace: Trace, picks: list[tuple[int, int]], shape: Shape) -> list[float]:
+def _starts_s(trace: Trace, picks: list[tuple[int, int]], shape: WorkloadShape) -> list[float]:
     if isinstance(shape.arrivals, Poisson):
         rng = Random(f"{shape.seed} arrivals")
         gaps_s = [rng.expovariate(shape.arrivals.per_s) for _ in picks[1:]]
@@ -75,7 +75,7 @@ def _starts_s(trace: Trace, picks: list[tuple[int, int]], shape: Shape) -> list[
     return [trace.sessions[source].start_s * shape.time_scale for source, _ in picks]
 
 
-def _turns(trace: Trace, picks: list[tuple[int, int]], shape: Shape) -> list[int]:
+def _turns(trace: Trace, picks: list[tuple[int, int]], shape: WorkloadShape) -> list[int]:
     """How many requests each pick keeps."""
     if shape.skew is None:
         return [len(trace.sessions[source].requests) for source, _ in picks]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate
 
-from ownerserve.sim.workload.unit_ids import Span
-from ownerserve.trace.model import Request, Session, release_delay_s, waits_for
+from ownerserve.sim.workload.unit_ids import UnitSpan
+from ownerserve.trace.model import TraceRequest, TraceSession, release_delay_s, waits_for
 
 
 class Course:
@@ -27,7 +27,7 @@ class Course:
         "waits",
     )
 
-    def __init__(self, session: Session, turns: int, unit_tokens: int) -> None:
+    def __init__(self, session: TraceSession, turns: int, unit_tokens: int) -> None:
         self.session = session
         self.requests = session.requests[:turns]
         self.waits = [tuple(dict.fromkeys(waits)) for waits in waits_for(session)[:turns]]
@@ -38,8 +38,8 @@ class Course:
         """The next request of the same agent; 0, which comes after none, for its last."""
         self.openings = frozenset(range(1, turns)).difference(self.following)
         """The first requests of all agents but the one that begins the session."""
-        self.spans = [Span.of(request, unit_tokens) for request in self.requests]
-        needs = map(Span.fresh_at_most, self.spans, self.requests)
+        self.spans = [UnitSpan.of(request, unit_tokens) for request in self.requests]
+        needs = map(UnitSpan.fresh_at_most, self.spans, self.requests)
         self.fresh = list(accumulate(needs, initial=0))
         """Where the fresh ids of each begin, from those of the session."""
 
@@ -64,7 +64,7 @@ def _followers(waits: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return followers
 
 
-def _next_of_agent(requests: tuple[Request, ...]) -> list[int]:
+def _next_of_agent(requests: tuple[TraceRequest, ...]) -> list[int]:
     following = [0] * len(requests)
     last: dict[int, int] = {}
     for position, request in enumerate(requests):
@@ -75,7 +75,7 @@ def _next_of_agent(requests: tuple[Request, ...]) -> list[int]:
     return following
 
 
-def roots(session: Session, turns: int) -> Iterator[int]:
+def roots(session: TraceSession, turns: int) -> Iterator[int]:
     """Positions of the requests that wait for nothing: as trace.model.waits_for, but lazily."""
     seen: set[int] = set()
     for position, request in enumerate(session.requests[:turns]):

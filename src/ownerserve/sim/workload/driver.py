@@ -14,13 +14,13 @@ from typing import NewType
 from weakref import WeakValueDictionary
 
 from ownerserve.kv.ids import SessionId
-from ownerserve.sim.turns import Turn
-from ownerserve.sim.workload.cast import Part, cast
+from ownerserve.sim.turns import SimTurn
+from ownerserve.sim.workload.cast import PlayedSession, cast
 from ownerserve.sim.workload.course import Course, roots
-from ownerserve.sim.workload.live import Live
-from ownerserve.sim.workload.shape import Capped, Open, Shape
+from ownerserve.sim.workload.live import LiveSession
+from ownerserve.sim.workload.shape import Capped, Open, WorkloadShape
 from ownerserve.sim.workload.unit_ids import UnitIds
-from ownerserve.trace.model import Session, Trace
+from ownerserve.trace.model import Trace, TraceSession
 
 Key = NewType("Key", int)
 """A turn that has not been built: its session's number and its position in it."""
@@ -29,15 +29,15 @@ _POSITION_BITS = 32
 _POSITION = (1 << _POSITION_BITS) - 1
 
 
-class Workload:
+class WorkloadDriver:
     """A trace, driven. Turns are released once each; a session's state lives while it runs."""
 
-    def __init__(self, trace: Trace, shape: Shape, parts: list[Part]) -> None:
+    def __init__(self, trace: Trace, shape: WorkloadShape, parts: list[PlayedSession]) -> None:
         self._trace = trace
         self._shape = shape
         self._parts = parts
         self._ids = UnitIds(trace, parts, shape)
-        self._live: dict[int, Live] = {}
+        self._live: dict[int, LiveSession] = {}
         self._has_copies = any(part.copy for part in parts)
         self._courses: WeakValueDictionary[tuple[int, int], Course] = WeakValueDictionary()
         self._origin_s = 0.0
@@ -53,7 +53,7 @@ class Workload:
         """Sessions with at least one failed turn."""
 
     @classmethod
-    def of(cls, trace: Trace, shape: Shape) -> Workload:
+    def of(cls, trace: Trace, shape: WorkloadShape) -> WorkloadDriver:
         """The workload of a trace in a shape. Raises InvalidInput for a shape that can't be."""
         shape.check()
         return cls(trace, shape, cast(trace, shape))
@@ -84,13 +84,13 @@ class Workload:
             for release in self._begin(number, now + part.start_s)
         ]
 
-    def turn(self, key: Key, now: float) -> Turn:
+    def turn(self, key: Key, now: float) -> SimTurn:
         """Build the turn of a release, at its time."""
         number, position = key >> _POSITION_BITS, key & _POSITION
         live = self._live.get(number) or self._open(number)
         request = live.course.requests[position]
         prompt, output = live.content(position, self._shape.output_reuse)
-        turn = Turn(
+        turn = SimTurn(
             self._released, number, live.name(position), position, now, prompt,
             request.input_tokens or 1, request.output_tokens or 1, output,
             is_last=not live.course.following[position],
@@ -102,7 +102,7 @@ class Workload:
         self._released += 1
         return turn
 
-    def finished(self, turn: Turn, now: float) -> list[tuple[float, Key]]:
+    def finished(self, turn: SimTurn, now: float) -> list[tuple[float, Key]]:
         """What the end of a turn releases, and when: the turns that waited for it last, after
         their think time; in capped mode also the session that takes an ended one's lane.
         """
@@ -120,12 +120,12 @@ class Workload:
                 releases += self._next_session(now)
         return releases
 
-    def failed(self, turn: Turn, now: float) -> list[tuple[float, Key]]:
+    def failed(self, turn: SimTurn, now: float) -> list[tuple[float, Key]]:
         """As `finished`: its successors still run, but the session is marked as failed."""
         self.failed_sessions.add(turn.session)
         return self.finished(turn, now)
 
-    def next_release_s(self, turn: Turn, now: float) -> float | None:
+    def next_release_s(self, turn: SimTurn, now: float) -> float | None:
         """When its conversation's next turn is released if this one ends at `now`: for oracles.
 
         What else the next turn waits for is taken to last as long as it was recorded. None after a
@@ -144,10 +144,10 @@ class Workload:
         live = self._live.get(key >> _POSITION_BITS)
         return None if live is None else live.name(key & _POSITION)
 
-    def _session(self, number: int) -> Session:
+    def _session(self, number: int) -> TraceSession:
         return self._trace.sessions[self._parts[number].source]
 
-    def _open(self, number: int) -> Live:
+    def _open(self, number: int) -> LiveSession:
         part = self._parts[number]
         if not self._has_copies:
             course = Course(self._session(number), part.turns, self.block_tokens)
@@ -155,7 +155,7 @@ class Workload:
             known = self._courses.get((part.source, part.turns))
             course = known or Course(self._session(number), part.turns, self.block_tokens)
             self._courses[part.source, part.turns] = course
-        live = Live(number, course, self._ids.of_session(number, part))
+        live = LiveSession(number, course, self._ids.of_session(number, part))
         self._live[number] = live
         return live
 

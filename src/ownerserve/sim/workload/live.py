@@ -23,7 +23,7 @@ class Fork(NamedTuple):
     shared_tokens: int
 
 
-class Live:
+class LiveSession:
     """Session `number` of the run."""
 
     __slots__ = ("_ids", "_missing", "_number", "course", "undone")

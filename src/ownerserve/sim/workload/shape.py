@@ -83,7 +83,7 @@ OutputReuse = Literal["next_prompt", "never"]
 prefix, where it goes on from there. `never`: nobody asks for decoded state again."""
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class WorkloadShape(msgspec.Struct, frozen=True, kw_only=True):
     """`time_scale`: factor on recorded arrivals. `tool_scale`: factor on think times and on
     offsets in a session (0: coupled). `unit_tokens`: a unit where the trace has no ids.
     """
@@ -106,7 +106,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidInput(field, f"{value} is out of range", mend)
 
 
-def _checks(shape: Shape) -> Iterator[tuple[str, float, bool, str]]:
+def _checks(shape: WorkloadShape) -> Iterator[tuple[str, float, bool, str]]:
     """(field, value, whether it is in range, mend)."""
     mode, arrivals, skew = shape.mode, shape.arrivals, shape.skew
     if isinstance(mode, Capped):

@@ -20,9 +20,9 @@ import numpy as np
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.sim.turns import UNIT_BYTES
-from ownerserve.sim.workload.cast import Part
-from ownerserve.sim.workload.shape import Shape
-from ownerserve.trace.model import Request, Run, Runs, Session, Trace
+from ownerserve.sim.workload.cast import PlayedSession
+from ownerserve.sim.workload.shape import WorkloadShape
+from ownerserve.trace.model import Run, Runs, Trace, TraceRequest, TraceSession
 from ownerserve.trace.runs import (
     IntervalSet,
     blocks,
@@ -38,7 +38,7 @@ TABLE_IDS = 1 << 22
 Triple = tuple[int, int, str]
 
 
-class Table:
+class UnitIdTable:
     """The first `ids` ids as little-endian uint32, up to TABLE_IDS of them: most runs' ids are cut
     from it at 0.2 us a run of them, others are made at 1 us."""
 
@@ -77,12 +77,12 @@ def window(runs: Runs, start: int, end: int) -> Runs:
     return tuple(found) if start < end else ()
 
 
-def unit_tokens_of(trace: Trace, shape: Shape) -> int:
+def unit_tokens_of(trace: Trace, shape: WorkloadShape) -> int:
     """Tokens of a unit: the trace's block, or as the shape says where it has none."""
     return shape.unit_tokens if trace.ids == "none" else trace.block_tokens
 
 
-class Span(NamedTuple):
+class UnitSpan(NamedTuple):
     """Which units a request touches; its prompt and its answer have at least one token."""
 
     full: int
@@ -93,7 +93,7 @@ class Span(NamedTuple):
     """Full ones after decoding; the last sampled token is never computed."""
 
     @classmethod
-    def of(cls, request: Request, unit_tokens: int) -> Span:
+    def of(cls, request: TraceRequest, unit_tokens: int) -> UnitSpan:
         prompt_tokens = request.input_tokens or 1
         end_tokens = prompt_tokens + (request.output_tokens or 1) - 1
         return cls(
@@ -102,7 +102,7 @@ class Span(NamedTuple):
             end_tokens // unit_tokens,
         )
 
-    def fresh_at_most(self, request: Request) -> int:
+    def fresh_at_most(self, request: TraceRequest) -> int:
         """Fresh ids a request can need: what `runs` lack, and all that it decodes."""
         _, units, end = self
         # Comparisons, not max: a workload asks it of every request before it begins.
@@ -115,7 +115,7 @@ class Span(NamedTuple):
 class UnitIds:
     """Gives every session of a cast its ids."""
 
-    def __init__(self, trace: Trace, parts: Sequence[Part], shape: Shape) -> None:
+    def __init__(self, trace: Trace, parts: Sequence[PlayedSession], shape: WorkloadShape) -> None:
         self.unit_tokens = unit_tokens_of(trace, shape)
         self._trace = trace
         self._heads: dict[Triple, int] = {}
@@ -132,7 +132,7 @@ class UnitIds:
         spans = {part.source: self._span(trace.sessions[part.source]) for part in parts}
         ends = accumulate((spans[part.source] for part in parts), initial=shared)
         self._bases = list(ends)
-        self._table = Table(self._bases[-1])
+        self._table = UnitIdTable(self._bases[-1])
         if self._bases[-1] > LIMIT:
             raise InvalidInput(
                 "sessions",
@@ -150,12 +150,12 @@ class UnitIds:
                     free += (key[0] + key[1]) // self.unit_tokens
         return free
 
-    def _span(self, session: Session) -> int:
+    def _span(self, session: TraceSession) -> int:
         recorded = _end(session) if self._trace.ids == "session" else 0
         unit = self.unit_tokens
-        return recorded + sum([Span.of(r, unit).fresh_at_most(r) for r in session.requests])
+        return recorded + sum([UnitSpan.of(r, unit).fresh_at_most(r) for r in session.requests])
 
-    def of_session(self, number: int, part: Part) -> SessionIds:
+    def of_session(self, number: int, part: PlayedSession) -> SessionIds:
         """The ids of session `number` of the cast."""
         session = self._trace.sessions[part.source]
         base = self._bases[number]
@@ -168,7 +168,7 @@ class UnitIds:
             return CopiedIds(self._table, self._widely, part.copy * self._copy_ids, base)
         return SessionIds(self._table, 0, base)
 
-    def _heads_in(self, session: Session) -> list[tuple[Runs, int]]:
+    def _heads_in(self, session: TraceSession) -> list[tuple[Runs, int]]:
         """(local ids of a head, its shared base): no two begin alike, none has another's base."""
         heads: list[tuple[Runs, int]] = []
         seen: set[int] = set()
@@ -185,7 +185,7 @@ class UnitIds:
         return heads
 
 
-def _end(session: Session) -> int:
+def _end(session: TraceSession) -> int:
     """One more than the largest recorded id."""
     end = 0
     for request in session.requests:
@@ -209,7 +209,7 @@ class SessionIds:
 
     __slots__ = ("_offset", "fresh", "table")
 
-    def __init__(self, table: Table, offset: int, fresh: int) -> None:
+    def __init__(self, table: UnitIdTable, offset: int, fresh: int) -> None:
         self.table = table
         self._offset = offset
         self.fresh = fresh
@@ -228,7 +228,7 @@ class HeadedIds(SessionIds):
     __slots__ = ("_heads",)
 
     def __init__(
-        self, table: Table, heads: list[tuple[Runs, int]], offset: int, fresh: int
+        self, table: UnitIdTable, heads: list[tuple[Runs, int]], offset: int, fresh: int
     ) -> None:
         super().__init__(table, offset, fresh)
         self._heads = heads
@@ -247,7 +247,7 @@ class CopiedIds(SessionIds):
 
     __slots__ = ("_widely",)
 
-    def __init__(self, table: Table, widely: IntervalSet, offset: int, fresh: int) -> None:
+    def __init__(self, table: UnitIdTable, widely: IntervalSet, offset: int, fresh: int) -> None:
         super().__init__(table, offset, fresh)
         self._widely = widely
 

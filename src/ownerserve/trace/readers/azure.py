@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from ownerserve.trace.lines import Line, Problems
-from ownerserve.trace.model import Request, Session, Trace
-from ownerserve.trace.readers.base import Head
+from ownerserve.trace.lines import Problems, TraceLine
+from ownerserve.trace.model import Trace, TraceRequest, TraceSession
+from ownerserve.trace.readers.base import FirstRecord
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -19,10 +19,10 @@ class AzureReader:
     name = "azure"
     about = "Azure LLM inference CSV: arrivals and lengths"
 
-    def claims(self, head: Head) -> bool:
+    def claims(self, head: FirstRecord) -> bool:
         return "ContextTokens" in head.text and "GeneratedTokens" in head.text
 
-    def read(self, lines: Iterable[Line], problems: Problems) -> Trace:
+    def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
         rows: list[tuple[datetime, int, int]] = []
         for line in lines:
             cells = [cell.strip() for cell in line.data.decode("utf-8", "replace").split(",")]
@@ -40,8 +40,10 @@ class AzureReader:
             rows.append((moment if moment.tzinfo else moment.replace(tzinfo=UTC), prompt, answer))
         rows.sort(key=lambda row: row[0])
         sessions = tuple(
-            Session(
-                f"r{number}", (Request(0.0, prompt, answer),), (moment - rows[0][0]).total_seconds()
+            TraceSession(
+                f"r{number}",
+                (TraceRequest(0.0, prompt, answer),),
+                (moment - rows[0][0]).total_seconds(),
             )
             for number, (moment, prompt, answer) in enumerate(rows)
         )

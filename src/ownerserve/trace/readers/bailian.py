@@ -12,9 +12,9 @@ from typing import Annotated
 
 import msgspec
 
-from ownerserve.trace.lines import Line, Problems
-from ownerserve.trace.model import Request, Session, Trace
-from ownerserve.trace.readers.base import Chainer, Head, blocks_fit, decode_each
+from ownerserve.trace.lines import Problems, TraceLine
+from ownerserve.trace.model import Trace, TraceRequest, TraceSession
+from ownerserve.trace.readers.base import Chainer, FirstRecord, blocks_fit, decode_each
 
 BLOCK_TOKENS = 16
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -35,12 +35,12 @@ class BailianReader:
     name = "bailian"
     about = "Qwen-Bailian: a request a line, chat_id and parent_chat_id, 16-token block ids"
 
-    def claims(self, head: Head) -> bool:
+    def claims(self, head: FirstRecord) -> bool:
         return {"chat_id", "parent_chat_id", "hash_ids"} <= head.keys
 
-    def read(self, lines: Iterable[Line], problems: Problems) -> Trace:
+    def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
         chainer = Chainer()
-        rows: dict[int, tuple[_Row, Request]] = {}
+        rows: dict[int, tuple[_Row, TraceRequest]] = {}
         for line, row in decode_each(msgspec.json.Decoder(_Row), lines, problems):
             reason = blocks_fit(len(row.hash_ids), BLOCK_TOKENS, row.input_length)
             if row.chat_id in rows:
@@ -49,14 +49,14 @@ class BailianReader:
                 problems.report(line, reason)
                 continue
             runs = chainer.runs(row.hash_ids)
-            request = Request(
+            request = TraceRequest(
                 row.timestamp, row.input_length, row.output_length, runs, kind=row.type
             )
             rows[row.chat_id] = (row, request)
         return Trace("", self.name, BLOCK_TOKENS, "trace", "recorded", "recorded", _sessions(rows))
 
 
-def _sessions(rows: Mapping[int, tuple[_Row, Request]]) -> tuple[Session, ...]:
+def _sessions(rows: Mapping[int, tuple[_Row, TraceRequest]]) -> tuple[TraceSession, ...]:
     members: dict[int, list[int]] = {}
     root_of: dict[int, int] = {}
     for chat in sorted(rows, key=lambda chat: (rows[chat][0].timestamp, rows[chat][0].turn)):
@@ -67,7 +67,9 @@ def _sessions(rows: Mapping[int, tuple[_Row, Request]]) -> tuple[Session, ...]:
     return tuple(_session(root, chats, rows) for root, chats in members.items())
 
 
-def _session(root: int, chats: list[int], rows: Mapping[int, tuple[_Row, Request]]) -> Session:
+def _session(
+    root: int, chats: list[int], rows: Mapping[int, tuple[_Row, TraceRequest]]
+) -> TraceSession:
     start_s = rows[root][0].timestamp
     position = {chat: place for place, chat in enumerate(chats)}
     requests = []
@@ -78,4 +80,4 @@ def _session(root: int, chats: list[int], rows: Mapping[int, tuple[_Row, Request
         requests.append(
             msgspec.structs.replace(request, start_s=request.start_s - start_s, after=after)
         )
-    return Session(f"chat{root}", tuple(requests), start_s)
+    return TraceSession(f"chat{root}", tuple(requests), start_s)

@@ -7,14 +7,14 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from ownerserve.trace.lines import Line, Problems
-from ownerserve.trace.model import Request, Runs, Session, Trace
+from ownerserve.trace.lines import Problems, TraceLine
+from ownerserve.trace.model import Runs, Trace, TraceRequest, TraceSession
 from ownerserve.trace.runs import blocks, encode
 
 Row = TypeVar("Row")
 
 
-class Head(msgspec.Struct, frozen=True):
+class FirstRecord(msgspec.Struct, frozen=True):
     """The first usable record of a file, for sniffing: its JSON keys, or its text when no JSON."""
 
     keys: frozenset[str]
@@ -27,18 +27,18 @@ class Reader(Protocol):
     name: str
     about: str
 
-    def claims(self, head: Head) -> bool:
+    def claims(self, head: FirstRecord) -> bool:
         """Whether a file that begins with `head` is of this format; no two readers may agree."""
         ...
 
-    def read(self, lines: Iterable[Line], problems: Problems) -> Trace:
+    def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
         """A trace without a name; a record that can't be used is reported and left out."""
         ...
 
 
 def decode_each(
-    decoder: msgspec.json.Decoder[Row], lines: Iterable[Line], problems: Problems
-) -> Iterator[tuple[Line, Row]]:
+    decoder: msgspec.json.Decoder[Row], lines: Iterable[TraceLine], problems: Problems
+) -> Iterator[tuple[TraceLine, Row]]:
     """Every line that is what the decoder expects; the others are reported."""
     for line in lines:
         try:
@@ -49,16 +49,16 @@ def decode_each(
             yield line, row
 
 
-def head_of(line: Line) -> Head | None:
+def head_of(line: TraceLine) -> FirstRecord | None:
     """What a record looks like, or None when it is broken."""
     text = line.data[:4096].decode("utf-8", "replace")
     if not text.lstrip().startswith(("{", "[")):
-        return Head(frozenset(), text)
+        return FirstRecord(frozenset(), text)
     try:
         record = msgspec.json.decode(line.data, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    return Head(frozenset(record), text)
+    return FirstRecord(frozenset(record), text)
 
 
 class Chainer:
@@ -82,7 +82,7 @@ class Chainer:
             yield node
 
 
-def in_order(requests: Mapping[str, list[Request]]) -> tuple[Session, ...]:
+def in_order(requests: Mapping[str, list[TraceRequest]]) -> tuple[TraceSession, ...]:
     """Sessions of requests whose `start_s` is absolute, in order of their first request."""
     sessions = []
     for session_id, members in requests.items():
@@ -91,7 +91,7 @@ def in_order(requests: Mapping[str, list[Request]]) -> tuple[Session, ...]:
         relative = tuple(
             msgspec.structs.replace(member, start_s=member.start_s - start_s) for member in members
         )
-        sessions.append(Session(session_id, relative, start_s))
+        sessions.append(TraceSession(session_id, relative, start_s))
     sessions.sort(key=lambda session: session.start_s)
     return tuple(sessions)
 
@@ -107,7 +107,7 @@ def blocks_fit(runs_blocks: int, block_tokens: int, input_tokens: int) -> str | 
     return f"{runs_blocks} blocks of {block_tokens} tokens do not cover an input of {input_tokens}"
 
 
-def misfit(session: Session, block_tokens: int) -> str | None:
+def misfit(session: TraceSession, block_tokens: int) -> str | None:
     """The first request whose blocks do not fit its length, or None. No blocks: not recorded."""
     for position, request in enumerate(session.requests):
         if not request.runs:

@@ -14,9 +14,9 @@ from typing import Annotated
 
 import msgspec
 
-from ownerserve.trace.lines import Line, Problems
-from ownerserve.trace.model import Request, Runs, Session, Trace
-from ownerserve.trace.readers.base import Chainer, Head, decode_each
+from ownerserve.trace.lines import Problems, TraceLine
+from ownerserve.trace.model import Runs, Trace, TraceRequest, TraceSession
+from ownerserve.trace.readers.base import Chainer, FirstRecord, decode_each
 
 BLOCK_TOKENS = 16
 NS = 1e-9
@@ -55,12 +55,12 @@ class LlmServingSimReader:
     name = "llmservingsim"
     about = "LLMServingSim workloads: sub_requests with tool_duration_ns, or flat requests"
 
-    def claims(self, head: Head) -> bool:
+    def claims(self, head: FirstRecord) -> bool:
         return "arrival_time_ns" in head.keys and bool({"sub_requests", "input_toks"} & head.keys)
 
-    def read(self, lines: Iterable[Line], problems: Problems) -> Trace:
+    def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
         chainer = Chainer()
-        sessions: list[Session] = []
+        sessions: list[TraceSession] = []
         for line, row in decode_each(msgspec.json.Decoder(_Row), lines, problems):
             calls = row.sub_requests
             if calls is None and row.input_toks is not None and row.output_toks is not None:
@@ -71,7 +71,7 @@ class LlmServingSimReader:
                 continue
             name = f"r{line.number}" if row.session_id is None else str(row.session_id)
             requests = _chain(calls, chainer)
-            sessions.append(Session(name, requests, row.arrival_time_ns * NS))
+            sessions.append(TraceSession(name, requests, row.arrival_time_ns * NS))
         sessions.sort(key=lambda session: session.start_s)
         known = any(session.requests[0].runs for session in sessions)
         grouped = any(len(session.requests) > 1 for session in sessions)
@@ -90,18 +90,18 @@ class VllmTimingsReader:
     name = "vllm-timings"
     about = "LLMServingSim bench: per-request timings of a real vLLM run"
 
-    def claims(self, head: Head) -> bool:
+    def claims(self, head: FirstRecord) -> bool:
         return {"input_toks", "queued_ts", "last_token_ts"} <= head.keys
 
-    def read(self, lines: Iterable[Line], problems: Problems) -> Trace:
+    def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
         decoder = msgspec.json.Decoder(_Timing)
         rows = [row for _, row in decode_each(decoder, lines, problems)]
         rows.sort(key=lambda row: row.arrival_time)
         sessions = tuple(
-            Session(
+            TraceSession(
                 row.request_id or f"r{number}",
                 (
-                    Request(
+                    TraceRequest(
                         start_s=0.0,
                         input_tokens=row.input_toks,
                         output_tokens=row.output_toks,
@@ -123,14 +123,14 @@ def _reason(calls: list[_Call] | None) -> str | None:
     return None
 
 
-def _chain(calls: list[_Call], chainer: Chainer) -> tuple[Request, ...]:
+def _chain(calls: list[_Call], chainer: Chainer) -> tuple[TraceRequest, ...]:
     requests = []
     start_s, wait_s = 0.0, 0.0
     for number, call in enumerate(calls):
         start_s += wait_s
         last = number == len(calls) - 1
         requests.append(
-            Request(
+            TraceRequest(
                 start_s=start_s,
                 input_tokens=call.input_toks,
                 output_tokens=call.output_toks,

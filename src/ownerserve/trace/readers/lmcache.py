@@ -12,9 +12,9 @@ from typing import Annotated
 
 import msgspec
 
-from ownerserve.trace.lines import Line, Problems
-from ownerserve.trace.model import Request, Runs, Trace
-from ownerserve.trace.readers.base import Chainer, Head, blocks_fit, decode_each, in_order
+from ownerserve.trace.lines import Problems, TraceLine
+from ownerserve.trace.model import Runs, Trace, TraceRequest
+from ownerserve.trace.readers.base import Chainer, FirstRecord, blocks_fit, decode_each, in_order
 from ownerserve.trace.runs import blocks
 
 BLOCK_TOKENS = 16
@@ -41,17 +41,19 @@ class LmcacheReader:
     name = "lmcache"
     about = "LMCache agent traces: a request a line, 16-token block runs"
 
-    def claims(self, head: Head) -> bool:
+    def claims(self, head: FirstRecord) -> bool:
         return {"session", "input_length", "hash_runs"} <= head.keys
 
-    def read(self, lines: Iterable[Line], problems: Problems) -> Trace:
-        grouped: dict[str, list[Request]] = {}
+    def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
+        grouped: dict[str, list[TraceRequest]] = {}
         for line, row in decode_each(msgspec.json.Decoder(_Blocks), lines, problems):
             reason = blocks_fit(blocks(row.hash_runs), BLOCK_TOKENS, row.input_length)
             if reason is not None:
                 problems.report(line, reason)
                 continue
-            request = Request(row.timestamp, row.input_length, row.output_length, row.hash_runs)
+            request = TraceRequest(
+                row.timestamp, row.input_length, row.output_length, row.hash_runs
+            )
             grouped.setdefault(str(row.session), []).append(request)
         return Trace(
             "", self.name, BLOCK_TOKENS, "trace", "recorded", "recorded", in_order(grouped)
@@ -62,18 +64,18 @@ class LmcacheTextReader:
     name = "lmcache-text"
     about = "LMCache agent traces with full texts: lengths estimated at 4 bytes a token"
 
-    def claims(self, head: Head) -> bool:
+    def claims(self, head: FirstRecord) -> bool:
         return {"timestamp", "session_id", "input", "output"} <= head.keys
 
-    def read(self, lines: Iterable[Line], problems: Problems) -> Trace:
+    def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
         chainer = Chainer()
-        grouped: dict[str, list[Request]] = {}
+        grouped: dict[str, list[TraceRequest]] = {}
         for _, row in decode_each(msgspec.json.Decoder(_Texts), lines, problems):
             text = row.input.encode()
             size = BLOCK_TOKENS * TEXT_BYTES_PER_TOKEN
             whole = len(text) - len(text) % size
             runs = chainer.runs(text[at : at + size] for at in range(0, whole, size))
-            request = Request(
+            request = TraceRequest(
                 row.timestamp / 1e6,
                 len(text) // TEXT_BYTES_PER_TOKEN,
                 len(row.output.encode()) // TEXT_BYTES_PER_TOKEN,

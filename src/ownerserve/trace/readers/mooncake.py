@@ -12,9 +12,9 @@ from typing import Annotated
 import msgspec
 
 from ownerserve.trace.infer import infer_sessions
-from ownerserve.trace.lines import Line, Problems
-from ownerserve.trace.model import Request, Trace
-from ownerserve.trace.readers.base import Chainer, Head, blocks_fit, decode_each, in_order
+from ownerserve.trace.lines import Problems, TraceLine
+from ownerserve.trace.model import Trace, TraceRequest
+from ownerserve.trace.readers.base import Chainer, FirstRecord, blocks_fit, decode_each, in_order
 
 BLOCK_TOKENS = 512
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -31,12 +31,12 @@ class MooncakeReader:
     name = "mooncake"
     about = "Mooncake FAST'25: a request a line, 512-token block ids; sessions are inferred"
 
-    def claims(self, head: Head) -> bool:
+    def claims(self, head: FirstRecord) -> bool:
         return {"timestamp", "input_length", "hash_ids"} <= head.keys and "chat_id" not in head.keys
 
-    def read(self, lines: Iterable[Line], problems: Problems) -> Trace:
+    def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
         chainer = Chainer()
-        requests: list[Request] = []
+        requests: list[TraceRequest] = []
         for line, row in decode_each(msgspec.json.Decoder(_Row), lines, problems):
             reason = blocks_fit(len(row.hash_ids), BLOCK_TOKENS, row.input_length)
             if reason is not None:
@@ -44,10 +44,10 @@ class MooncakeReader:
                 continue
             runs = chainer.runs(row.hash_ids)
             requests.append(
-                Request(row.timestamp / 1000, row.input_length, row.output_length, runs)
+                TraceRequest(row.timestamp / 1000, row.input_length, row.output_length, runs)
             )
         requests.sort(key=lambda request: request.start_s)
-        grouped: dict[str, list[Request]] = {}
+        grouped: dict[str, list[TraceRequest]] = {}
         for request, session in zip(requests, infer_sessions(requests), strict=True):
             grouped.setdefault(f"s{session}", []).append(request)
         return Trace(

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.trace.lines import Line, Problems
-from ownerserve.trace.model import Arrivals, Grouping, IdScope, Session, Trace, fault
-from ownerserve.trace.readers.base import Head, decode_each, misfit
+from ownerserve.trace.lines import Problems, TraceLine
+from ownerserve.trace.model import Arrivals, Grouping, IdScope, Trace, TraceSession, fault
+from ownerserve.trace.readers.base import FirstRecord, decode_each, misfit
 
 VERSION = 1
 
 
-class Header(msgspec.Struct, frozen=True):
+class TraceHeader(msgspec.Struct, frozen=True):
     """The first line. `ownerserve_trace` is the format's version."""
 
     ownerserve_trace: int
@@ -30,14 +30,14 @@ class OwnReader:
     name = "ownerserve"
     about = "ours: a header line, then a session a line (docs/traces.md)"
 
-    def claims(self, head: Head) -> bool:
+    def claims(self, head: FirstRecord) -> bool:
         return "ownerserve_trace" in head.keys
 
-    def read(self, lines: Iterable[Line], problems: Problems) -> Trace:
+    def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
         remaining = iter(lines)
         header = self._header(next(remaining, None))
         sessions = []
-        for line, session in decode_each(msgspec.json.Decoder(Session), remaining, problems):
+        for line, session in decode_each(msgspec.json.Decoder(TraceSession), remaining, problems):
             reason = fault(session)
             if reason is None and header.ids != "none":
                 reason = misfit(session, header.block_tokens)
@@ -55,13 +55,13 @@ class OwnReader:
             tuple(sessions),
         )
 
-    def _header(self, line: Line | None) -> Header:
+    def _header(self, line: TraceLine | None) -> TraceHeader:
         """Without its header nothing in the file has a meaning, so this one is no mere problem."""
         mend = "the first line must be the header; see docs/traces.md"
         if line is None:
             raise InvalidInput("header", "the file is empty", mend)
         try:
-            header = msgspec.json.decode(line.data, type=Header)
+            header = msgspec.json.decode(line.data, type=TraceHeader)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise InvalidInput(f"{line.file}:{line.number}", str(error), mend) from error
         if header.ownerserve_trace > VERSION:

@@ -20,9 +20,9 @@ from typing import Annotated
 import msgspec
 
 from ownerserve.trace.draft import end_s, settle
-from ownerserve.trace.lines import Line, Problems
-from ownerserve.trace.model import Agent, IdScope, Request, Runs, Session, Trace, fault
-from ownerserve.trace.readers.base import Head, decode_each, misfit
+from ownerserve.trace.lines import Problems, TraceLine
+from ownerserve.trace.model import Agent, IdScope, Runs, Trace, TraceRequest, TraceSession, fault
+from ownerserve.trace.readers.base import FirstRecord, decode_each, misfit
 from ownerserve.trace.runs import encode
 
 # Contradictions are told from rounding: starts are recorded in whole seconds.
@@ -77,12 +77,12 @@ class WekaReader:
     name = "weka"
     about = "Claude-Code sessions by WEKA: a session a line (hash_runs) or a file (hash_ids)"
 
-    def claims(self, head: Head) -> bool:
+    def claims(self, head: FirstRecord) -> bool:
         return {"requests", "block_size"} <= head.keys and "ownerserve_trace" not in head.keys
 
-    def read(self, lines: Iterable[Line], problems: Problems) -> Trace:
+    def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
         decoder = msgspec.json.Decoder(_Session)
-        sessions: list[Session] = []
+        sessions: list[TraceSession] = []
         block_tokens, scope = 64, "local"
         for line, row in decode_each(decoder, lines, problems):
             if not sessions:
@@ -102,11 +102,11 @@ class WekaReader:
         return Trace("", self.name, block_tokens, ids, "recorded", "unknown", tuple(sessions))
 
 
-def _translate(row: _Session) -> Session:
+def _translate(row: _Session) -> TraceSession:
     agents = [_agent("main", row)]
-    drafts: list[Request] = []
+    drafts: list[TraceRequest] = []
     _converse(row.requests, agent=0, base_s=0.0, spawned_by=(), drafts=drafts, agents=agents)
-    return Session(row.id, settle(drafts), agents=tuple(agents))
+    return TraceSession(row.id, settle(drafts), agents=tuple(agents))
 
 
 def _agent(name: str, row: _Session | _SubAgent) -> Agent:
@@ -121,7 +121,7 @@ def _converse(
     agent: int,
     base_s: float,
     spawned_by: tuple[int, ...],
-    drafts: list[Request],
+    drafts: list[TraceRequest],
     agents: list[Agent],
 ) -> int | None:
     """Draft one agent's conversation and those it spawns; returns its last draft's number.
@@ -159,7 +159,7 @@ def _converse(
     return previous
 
 
-def _credible(earlier: Request, later: Request) -> bool:
+def _credible(earlier: TraceRequest, later: TraceRequest) -> bool:
     gap_s = later.start_s - earlier.start_s
     return later.think_s is None or later.think_s <= gap_s + CLOCK_SLACK_S
 
@@ -172,8 +172,8 @@ def _duration_s(entry: _SubAgent) -> float:
     return max((turn.t + (turn.api_time or 0.0) for turn in turns), default=0.0)
 
 
-def _request(turn: _Plain | _Streamed, start_s: float, *, agent: int) -> Request:
-    return Request(
+def _request(turn: _Plain | _Streamed, start_s: float, *, agent: int) -> TraceRequest:
+    return TraceRequest(
         start_s=start_s,
         input_tokens=turn.input_tokens,
         output_tokens=turn.output_tokens,

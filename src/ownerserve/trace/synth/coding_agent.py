@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ownerserve.trace.draft import end_s, settle
-from ownerserve.trace.model import Agent, Request, Session
+from ownerserve.trace.model import Agent, TraceRequest, TraceSession
 from ownerserve.trace.synth.draw import Draws, Quantiles
 from ownerserve.trace.synth.options import Options
-from ownerserve.trace.synth.prompt import BlockIds, Prompt, Shared
+from ownerserve.trace.synth.prompt import BlockIds, Shared, SynthPrompt
 
 # A context that is long from the start was resumed, and has few turns left.
 TURNS_FRESH = Quantiles(3, 3.2, 11, 22, 51, 101.5, 188, 329, 427, 439)
@@ -91,7 +91,7 @@ class CodingAgent:
         self._heads = Shared(self._ids, options.block_tokens)
         self._head_count = max(1, round(options.sessions * HEADS_PER_SESSION))
 
-    def session(self, number: int, weight: float, *, rng: np.random.Generator) -> Session:
+    def session(self, number: int, weight: float, *, rng: np.random.Generator) -> TraceSession:
         """Session `number`, `weight` times the usual number of turns."""
         draws = Draws(rng)
         head = self._head(draws)
@@ -103,9 +103,9 @@ class CodingAgent:
         run = _Run(self, prompt, draws, window=self._window(first, draws), number=number)
         run.main(turns=max(1, round(turns * weight)), model=head.model)
         main = Agent("main", "", head.model, head.tools, head.system)
-        return Session(f"agent{number}", settle(run.drafts), agents=(main, *run.sub_agents))
+        return TraceSession(f"agent{number}", settle(run.drafts), agents=(main, *run.sub_agents))
 
-    def begin_sub_agent(self, owner: int, draws: Draws) -> Prompt:
+    def begin_sub_agent(self, owner: int, draws: Draws) -> SynthPrompt:
         """A sub-agent's first prompt: its own, smaller head, then the task."""
         key = () if draws.below(self._options.reuse) else (owner, draws.next())
         prompt = self._begin(Head(*SUB_HEAD, "small"), key)
@@ -123,7 +123,7 @@ class CodingAgent:
         tools, system = TOOLS.tokens(own.next()), SYSTEM.tokens(own.next())
         return Head(tools, system, MODELS[int(own.next() * len(MODELS))])
 
-    def _begin(self, head: Head, owner: tuple[object, ...]) -> Prompt:
+    def _begin(self, head: Head, owner: tuple[object, ...]) -> SynthPrompt:
         return self._heads.begin((head, owner), head.tools + head.system)
 
     def _window(self, first_tokens: int, draws: Draws) -> int:
@@ -136,11 +136,11 @@ class _Run:
     """One session while it is made: its drafts, its clock, its prompt."""
 
     def __init__(
-        self, maker: CodingAgent, prompt: Prompt, draws: Draws, *, window: int, number: int
+        self, maker: CodingAgent, prompt: SynthPrompt, draws: Draws, *, window: int, number: int
     ) -> None:
         self._maker, self._prompt, self._draws = maker, prompt, draws
         self._window, self._number = window, number
-        self.drafts: list[Request] = []
+        self.drafts: list[TraceRequest] = []
         self.sub_agents: list[Agent] = []
 
     def main(self, *, turns: int, model: str) -> None:
@@ -218,7 +218,7 @@ class _Run:
 
     def _draft(
         self,
-        prompt: Prompt,
+        prompt: SynthPrompt,
         output: Quantiles,
         *,
         start_s: float,
@@ -232,7 +232,7 @@ class _Run:
         factor = API_FACTOR.at(self._draws.next())
         api_s = API_BASE_S + API_PER_OUTPUT_S * answer + API_PER_INPUT_S * prompt.tokens
         self.drafts.append(
-            Request(
+            TraceRequest(
                 start_s=round(start_s, 3),
                 input_tokens=prompt.tokens,
                 output_tokens=answer,

@@ -13,16 +13,16 @@ from typing import NamedTuple
 import numpy as np
 
 from ownerserve.trace.draft import end_s
-from ownerserve.trace.model import Agent, Request, Session
+from ownerserve.trace.model import Agent, TraceRequest, TraceSession
 from ownerserve.trace.synth.draw import Draws, Quantiles, zipf_weights
 from ownerserve.trace.synth.options import Options
-from ownerserve.trace.synth.prompt import BlockIds, Prompt, Shared
+from ownerserve.trace.synth.prompt import BlockIds, Shared, SynthPrompt
 
 # A mid-size model on one modern GPU: fixed cost, decode, uncached prefill (stated, not measured).
 API_BASE_S, API_PER_INPUT_S = 0.3, 2e-5
 
 
-class Profile(NamedTuple):
+class ConversationProfile(NamedTuple):
     """One kind of conversation. A turn's prompt is the one before, `answer_returns`
     of its answer, and what was added; above `window` it falls back to the session's first prompt.
     `head` tokens are shared by all sessions, a document by some. `output_s`: decode a token."""
@@ -41,7 +41,7 @@ class Profile(NamedTuple):
     document_tokens: Quantiles | None = None
 
 
-CHAT = Profile(
+CHAT = ConversationProfile(
     # Mooncake's conversation trace (turns, lengths, answers); its gaps are start to start.
     turns=Quantiles(1, 1, 1, 1, 1, 2, 3, 8, 17, 43),
     first_user=Quantiles(100, 380, 393, 824, 4750, 12500, 25000, 89000, 121000, 126000),
@@ -52,7 +52,7 @@ CHAT = Profile(
     window=128_000,
     head=512,
 )
-THINKING = Profile(
+THINKING = ConversationProfile(
     # Assumed: no thinking trace could be had. Short questions, answers of thousands of tokens,
     # of which the reasoning does not return with the next prompt.
     turns=Quantiles(1, 1, 1, 1, 1, 2, 4, 9, 15, 20),
@@ -65,7 +65,7 @@ THINKING = Profile(
     answer_returns=0.15,
     head=256,
 )
-SWE = Profile(
+SWE = ConversationProfile(
     # LMCache's mini-swe-agent runs: a small model, and a shell command that takes an instant.
     # Its recorded prompts leave answers out; here they return, as they do in the agent.
     turns=Quantiles(6, 6, 8, 11, 22, 30, 30, 30, 30, 30),
@@ -77,7 +77,7 @@ SWE = Profile(
     window=60_000,
     output_s=0.004,
 )
-SWE_LONG = Profile(
+SWE_LONG = ConversationProfile(
     # SWE-bench runs as seed 003 tells of them: 4,449 requests of 52 sessions, 58 to 150 turns each
     # where it names some, first prompts about 12k tokens, later ones 50k to 100k. What a turn adds
     # follows from these; answers and tools are assumed.
@@ -91,7 +91,7 @@ SWE_LONG = Profile(
     output_s=0.006,
     head=4096,
 )
-LONGDOC = Profile(
+LONGDOC = ConversationProfile(
     # Assumed: a few questions by different people on each of a few documents.
     turns=Quantiles(1, 1, 1, 2, 3, 5, 8, 15, 20, 20),
     first_user=Quantiles(8, 10, 15, 25, 40, 70, 120, 400, 800, 1000),
@@ -111,7 +111,7 @@ LONGDOC = Profile(
 class Conversations:
     """Makes sessions of one profile. Owns block ids, the head and the documents of one trace."""
 
-    def __init__(self, profile: Profile, options: Options) -> None:
+    def __init__(self, profile: ConversationProfile, options: Options) -> None:
         self._profile, self._options = profile, options
         self._ids = BlockIds()
         self._shared = Shared(self._ids, options.block_tokens)
@@ -122,7 +122,7 @@ class Conversations:
             weights = zipf_weights(count, options.skew)
             self._popularity = (np.cumsum(weights) / count).tolist()
 
-    def session(self, number: int, weight: float, *, rng: np.random.Generator) -> Session:
+    def session(self, number: int, weight: float, *, rng: np.random.Generator) -> TraceSession:
         """Session `number`; `weight` times the usual turns, unless documents take the skew."""
         draws, profile = Draws(rng), self._profile
         prompt = self._begin(number, draws)
@@ -138,14 +138,14 @@ class Conversations:
             think_s = round(profile.think_s.at(draws.next()) * self._options.tool_time, 3)
             start_s = end_s(requests[-1]) + think_s
             requests.append(self._request(prompt, draws, start_s=start_s, think_s=think_s))
-        return Session(f"{number}", tuple(requests), agents=(agent,))
+        return TraceSession(f"{number}", tuple(requests), agents=(agent,))
 
     def _request(
-        self, prompt: Prompt, draws: Draws, *, start_s: float, think_s: float | None
-    ) -> Request:
+        self, prompt: SynthPrompt, draws: Draws, *, start_s: float, think_s: float | None
+    ) -> TraceRequest:
         profile = self._profile
         answer = max(1, profile.output.tokens(draws.next()))
-        return Request(
+        return TraceRequest(
             start_s=round(start_s, 3),
             input_tokens=prompt.tokens,
             output_tokens=answer,
@@ -155,7 +155,7 @@ class Conversations:
             stop=profile.stop,
         )
 
-    def _begin(self, number: int, draws: Draws) -> Prompt:
+    def _begin(self, number: int, draws: Draws) -> SynthPrompt:
         """The shared part of the prompt: head and document, or private ones without re-use."""
         profile = self._profile
         owner = () if draws.below(self._options.reuse) else (number,)
@@ -169,14 +169,14 @@ class Conversations:
         limit = min(profile.window, self._options.max_input_tokens)
         return self._shared.begin(key, min(tokens, limit // 2))
 
-    def _grow(self, prompt: Prompt, draws: Draws, *, added: int, floor: int) -> None:
+    def _grow(self, prompt: SynthPrompt, draws: Draws, *, added: int, floor: int) -> None:
         if not draws.below(self._options.reuse):
             prompt.rewrite()
         if self._room(prompt) < added:
             prompt.rewind(floor)
         prompt.append(max(0, min(added, self._room(prompt))))
 
-    def _room(self, prompt: Prompt) -> int:
+    def _room(self, prompt: SynthPrompt) -> int:
         return min(self._profile.window, self._options.max_input_tokens) - prompt.tokens
 
 

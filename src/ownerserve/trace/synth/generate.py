@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.trace.model import Session, Trace
+from ownerserve.trace.model import Trace, TraceSession
 from ownerserve.trace.synth.coding_agent import CodingAgent
 from ownerserve.trace.synth.conversation import (
     CHAT,
@@ -27,7 +27,7 @@ from ownerserve.trace.synth.rollouts import Rollouts
 class Maker(Protocol):
     """Makes the sessions of one workload, in order."""
 
-    def session(self, number: int, weight: float, *, rng: np.random.Generator) -> Session: ...
+    def session(self, number: int, weight: float, *, rng: np.random.Generator) -> TraceSession: ...
 
 
 class Workload(NamedTuple):

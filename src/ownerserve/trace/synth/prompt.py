@@ -21,7 +21,7 @@ class BlockIds:
         return ((first, count),) if count else ()
 
 
-class Prompt:
+class SynthPrompt:
     """One conversation's prompt. Owns its length and its block ids; forks share what they have."""
 
     __slots__ = ("_block_tokens", "_ids", "runs", "tokens")
@@ -50,9 +50,9 @@ class Prompt:
         self.rewind(0)
         self.append(tokens)
 
-    def fork(self) -> Prompt:
+    def fork(self) -> SynthPrompt:
         """An independent prompt with the same content."""
-        twin = Prompt(self._ids, self._block_tokens)
+        twin = SynthPrompt(self._ids, self._block_tokens)
         twin.tokens, twin.runs = self.tokens, self.runs
         return twin
 
@@ -68,12 +68,12 @@ class Shared:
     def __init__(self, ids: BlockIds, block_tokens: int) -> None:
         self._ids = ids
         self._block_tokens = block_tokens
-        self._prompts: dict[object, Prompt] = {}
+        self._prompts: dict[object, SynthPrompt] = {}
 
-    def begin(self, key: object, tokens: int) -> Prompt:
+    def begin(self, key: object, tokens: int) -> SynthPrompt:
         """A prompt that begins with the prefix `key`, `tokens` long when first asked for."""
         if key not in self._prompts:
-            prompt = Prompt(self._ids, self._block_tokens)
+            prompt = SynthPrompt(self._ids, self._block_tokens)
             prompt.append(tokens)
             self._prompts[key] = prompt
         return self._prompts[key].fork()

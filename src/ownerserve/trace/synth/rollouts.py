@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from ownerserve.trace.draft import end_s, settle
-from ownerserve.trace.model import Agent, Request, Session
+from ownerserve.trace.model import Agent, TraceRequest, TraceSession
 from ownerserve.trace.synth.conversation import service_s
 from ownerserve.trace.synth.draw import Draws, Quantiles
 from ownerserve.trace.synth.options import Options
-from ownerserve.trace.synth.prompt import BlockIds, Prompt, Shared
+from ownerserve.trace.synth.prompt import BlockIds, Shared, SynthPrompt
 
 # Assumed, in the range of public agentic-RL set-ups: 8 samples of a repository task.
 BRANCHES = 8
@@ -35,14 +35,14 @@ class Rollouts:
         self._ids = BlockIds()
         self._heads = Shared(self._ids, options.block_tokens)
 
-    def session(self, number: int, weight: float, *, rng: np.random.Generator) -> Session:
+    def session(self, number: int, weight: float, *, rng: np.random.Generator) -> TraceSession:
         """Task `number`; `weight` times the usual turns in every branch."""
         draws = Draws(rng)
         owner = () if draws.below(self._options.reuse) else (number,)
         prefix = self._heads.begin(owner, min(HEAD_TOKENS, self._options.max_input_tokens // 4))
         room = min(WINDOW_TOKENS, self._options.max_input_tokens) - prefix.tokens
         prefix.append(max(1, min(TASK.tokens(draws.next()), room // 2)))
-        drafts: list[Request] = []
+        drafts: list[TraceRequest] = []
         for branch in range(BRANCHES):
             turns = max(1, round(TURNS.at(draws.next()) * weight))
             prompt = prefix.fork()
@@ -53,10 +53,16 @@ class Rollouts:
             Agent(f"sample{branch}", "rollout", system_tokens=HEAD_TOKENS)
             for branch in range(BRANCHES)
         )
-        return Session(f"task{number}", settle(drafts), agents=agents)
+        return TraceSession(f"task{number}", settle(drafts), agents=agents)
 
     def _branch(
-        self, drafts: list[Request], prompt: Prompt, draws: Draws, *, agent: int, turns: int
+        self,
+        drafts: list[TraceRequest],
+        prompt: SynthPrompt,
+        draws: Draws,
+        *,
+        agent: int,
+        turns: int,
     ) -> None:
         start_s, think_s = 0.0, None
         window = min(WINDOW_TOKENS, self._options.max_input_tokens)
@@ -73,7 +79,7 @@ class Rollouts:
                 prompt.append(min(added, window - prompt.tokens))
             answer = OUTPUT.tokens(draws.next())
             drafts.append(
-                Request(
+                TraceRequest(
                     start_s=round(start_s, 3),
                     input_tokens=prompt.tokens,
                     output_tokens=answer,

@@ -21,7 +21,7 @@ from ownerserve.cache.effects import (  # noqa: E402
 )
 from ownerserve.cache.tails import Table  # noqa: E402
 from ownerserve.engines.hf.model.checkpoint import load_checkpoint  # noqa: E402
-from ownerserve.engines.hf.model.runner import ALL_LOGITS, DecodeRow, Runner  # noqa: E402
+from ownerserve.engines.hf.model.runner import ALL_LOGITS, DecodeRow, ModelRunner  # noqa: E402
 from ownerserve.engines.hf.model.tiny import TINY_MODELS, random_model  # noqa: E402
 from ownerserve.kv.descriptor import TailForm  # noqa: E402
 
@@ -37,7 +37,7 @@ class Lab:
         self, model: Any, *, slots: int = 200, hca_tail: TailForm = TailForm.RAW_ROWS
     ) -> None:
         self.model = model
-        self.runner = Runner(model, hca_tail=hca_tail)
+        self.runner = ModelRunner(model, hca_tail=hca_tail)
         self.layout = self.runner.layout
         self.block = self.layout.block_tokens
         self._slots = slots

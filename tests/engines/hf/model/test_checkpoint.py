@@ -13,7 +13,7 @@ import torch
 from ownerserve.cache.effects import ResetState
 from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.model.checkpoint import load_checkpoint, save_tiny
-from ownerserve.engines.hf.model.runner import ALL_LOGITS, DecodeRow, Runner
+from ownerserve.engines.hf.model.runner import ALL_LOGITS, DecodeRow, ModelRunner
 from ownerserve.engines.hf.model.tiny import TINY_MODELS
 from ownerserve.engines.hf.model.tokenizer import EOS_ID, PRINTABLE_IDS, VOCAB_SIZE
 from ownerserve.kv.errors import InvalidInput
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.engine
 
 
 def prompt_logits(model, tokens):
-    runner = Runner(model)
+    runner = ModelRunner(model)
     runner.allocate({c.name: 8 for c in runner.layout.components}, 1)
     table = Table({name: list(range(8)) for name in runner.layout.range_names}, 0)
     runner.apply([ResetState(0)])

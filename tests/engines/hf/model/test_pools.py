@@ -13,20 +13,20 @@ from ownerserve.cache.effects import (  # noqa: E402
     ResetState,
     SavePoint,
 )
-from ownerserve.engines.hf.state.pools import Pool, Pools  # noqa: E402
-from ownerserve.engines.hf.state.states import ModelStates, Part, Section  # noqa: E402
+from ownerserve.engines.hf.state.pools import DevicePool, Pools  # noqa: E402
+from ownerserve.engines.hf.state.states import ComponentTensors, ModelStates, StateTensor  # noqa: E402
 from ownerserve.kv.errors import InvalidInput, SpecMismatch  # noqa: E402
 from ownerserve.kv.specs import Coverage  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
-BLOCKS = Section("dense", Coverage.RANGE, (Part("keys", (2, 4, 3), torch.float32),))
-WINDOW = Section(
+BLOCKS = ComponentTensors("dense", Coverage.RANGE, (StateTensor("keys", (2, 4, 3), torch.float32),))
+WINDOW = ComponentTensors(
     "swa",
     Coverage.POINT,
-    (Part("keys", (3, 5), torch.bfloat16), Part("values", (3, 5), torch.float32)),
+    (StateTensor("keys", (3, 5), torch.bfloat16), StateTensor("values", (3, 5), torch.float32)),
 )
-TAIL = Section("tail", None, (Part("kv", (1, 7), torch.float32),))
+TAIL = ComponentTensors("tail", None, (StateTensor("kv", (1, 7), torch.float32),))
 STATES = ModelStates(block_tokens=16, layers=(), sections=(BLOCKS, WINDOW, TAIL))
 
 
@@ -40,7 +40,7 @@ def fill(pool, slot, value):
 
 
 def test_parts_are_views_into_the_slot_bytes():
-    pool = Pool((WINDOW,), slots=2, device=torch.device("cpu"))
+    pool = DevicePool((WINDOW,), slots=2, device=torch.device("cpu"))
     pool.part("swa", "values")[1, 2, 4] = 1.0
     raw = pool.read(1)
     assert pool.part("swa", "keys").shape == (3, 3, 5)

@@ -17,17 +17,22 @@ from contextlib import suppress
 from ownerserve.cache.metrics import Snapshot
 from ownerserve.engines.hf.engine.inbox import (
     Abort,
-    Ask,
     AskCache,
     AskInventory,
     Call,
     EngineDead,
-    Stop,
+    LivenessProbe,
+    StopLoop,
     Submit,
 )
 from ownerserve.engines.hf.engine.loop import StepLoop
 from ownerserve.engines.hf.metrics.status import HfStatus
-from ownerserve.engines.hf.scheduling.requests import Failed, Finished, Request, StreamEvent
+from ownerserve.engines.hf.scheduling.requests import (
+    EngineRequest,
+    RequestFailed,
+    RequestFinished,
+    StreamEvent,
+)
 from ownerserve.kv.wire.inventory import Page
 from ownerserve.kv.wire.rpc import Answer as RpcAnswer
 from ownerserve.kv.wire.rpc import Probe
@@ -41,7 +46,7 @@ JOIN_S = 30.0
 """How long a stop waits for the step in progress."""
 
 
-class Stream:
+class RequestStream:
     """Events of one request, in order. Ends after Finished or Failed."""
 
     def __init__(self, request_id: str) -> None:
@@ -59,16 +64,16 @@ class Stream:
         while True:
             event = await self.next()
             yield event
-            if isinstance(event, Finished | Failed):
+            if isinstance(event, RequestFinished | RequestFailed):
                 return
 
 
-class Engine:
+class AsyncEngine:
     """Start and stop it on the event loop that uses it."""
 
     def __init__(self, loop: StepLoop) -> None:
         self._steps = loop
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, RequestStream] = {}
         self._thread: threading.Thread | None = None
         self._asyncio: asyncio.AbstractEventLoop | None = None
 
@@ -95,12 +100,12 @@ class Engine:
         if thread is None:
             return
         with suppress(EngineDead):  # it has ended by itself
-            self._steps.inbox.put(Stop())
+            self._steps.inbox.put(StopLoop())
         await asyncio.to_thread(thread.join, JOIN_S)
 
-    def submit(self, request: Request) -> Stream:
+    def submit(self, request: EngineRequest) -> RequestStream:
         """Enter a request. Raises EngineDead."""
-        stream = Stream(request.request_id)
+        stream = RequestStream(request.request_id)
         self._streams[request.request_id] = stream
         try:
             self._steps.inbox.put(Submit(request, time.monotonic()))
@@ -119,7 +124,7 @@ class Engine:
     async def status(self, timeout_s: float) -> HfStatus:
         """The engine thread's own answer. Raises EngineDead, or TimeoutError when it is stuck."""
         answer: Future[HfStatus] = Future()
-        self._steps.inbox.put(Ask(answer))
+        self._steps.inbox.put(LivenessProbe(answer))
         return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
 
     async def cache(self, timeout_s: float) -> Snapshot:
@@ -173,5 +178,5 @@ class Engine:
             if stream is None:
                 continue  # given up meanwhile
             stream.push(event)
-            if isinstance(event, Finished | Failed):
+            if isinstance(event, RequestFinished | RequestFailed):
                 del self._streams[request_id]

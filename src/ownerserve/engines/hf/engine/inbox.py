@@ -14,14 +14,14 @@ import msgspec
 
 from ownerserve.cache.metrics import Snapshot
 from ownerserve.engines.hf.metrics.status import HfStatus
-from ownerserve.engines.hf.scheduling.requests import Request
+from ownerserve.engines.hf.scheduling.requests import EngineRequest
 from ownerserve.kv.wire.inventory import Page
 from ownerserve.kv.wire.rpc import Answer as RpcAnswer
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 
 
 class Submit(msgspec.Struct, frozen=True):
-    request: Request
+    request: EngineRequest
     arrived_s: float
 
 
@@ -29,7 +29,7 @@ class Abort(msgspec.Struct, frozen=True):
     request_id: str
 
 
-class Ask(msgspec.Struct, frozen=True):
+class LivenessProbe(msgspec.Struct, frozen=True):
     """Answered by the engine thread itself: proof that it still takes turns."""
 
     answer: Future[HfStatus]
@@ -55,11 +55,11 @@ class Call(msgspec.Struct, frozen=True):
     answer: Future[RpcAnswer]
 
 
-class Stop(msgspec.Struct, frozen=True):
+class StopLoop(msgspec.Struct, frozen=True):
     pass
 
 
-Command = Submit | Abort | Ask | AskCache | AskInventory | Call | Stop
+Command = Submit | Abort | LivenessProbe | AskCache | AskInventory | Call | StopLoop
 
 
 class EngineDead(RuntimeError):

@@ -23,20 +23,20 @@ from ownerserve.cache.outcomes import Install
 from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.engine.inbox import (
     Abort,
-    Ask,
     AskCache,
     AskInventory,
     Call,
     EngineDead,
     Inbox,
-    Stop,
+    LivenessProbe,
+    StopLoop,
     Submit,
 )
-from ownerserve.engines.hf.engine.turn_admission import Desk, LetIn
+from ownerserve.engines.hf.engine.turn_admission import LetIn, TurnAdmission
 from ownerserve.engines.hf.metrics.prometheus import WorkerMetrics
 from ownerserve.engines.hf.metrics.status import (
     HfStatus,
-    Identity,
+    WorkerIdentity,
     worker_load,
     worker_profile,
     worker_status,
@@ -44,23 +44,28 @@ from ownerserve.engines.hf.metrics.status import (
 from ownerserve.engines.hf.model.runner import DecodeRow
 from ownerserve.engines.hf.model.sampling import Sampler, sample
 from ownerserve.engines.hf.model.text import Choice, Decoder
-from ownerserve.engines.hf.node.restoring import STOP_WITHIN_S, Measuring, Restoring, WithoutNode
+from ownerserve.engines.hf.node.restoring import (
+    STOP_WITHIN_S,
+    Restoring,
+    SchedulerObserver,
+    WithoutNode,
+)
 from ownerserve.engines.hf.scheduling.requests import (
     Admitted,
     Delta,
-    Failed,
-    Finished,
-    Request,
+    EngineRequest,
+    RequestFailed,
+    RequestFinished,
     Sampled,
     StreamEvent,
 )
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import (
-    Admission,
-    Arrival,
+    AdmittedPrompt,
     Intake,
     Queued,
-    Rejected,
+    RequestArrival,
+    RequestRejected,
     StepPlan,
 )
 from ownerserve.kv.execution import execution_mode, lost_tokens
@@ -152,7 +157,7 @@ Outbox = Callable[[Sequence[tuple[str, StreamEvent]]], None]
 
 
 class RunnerPort(Protocol):
-    """What a step needs of `runner.Runner`."""
+    """What a step needs of `runner.ModelRunner`."""
 
     device: torch.device
 
@@ -167,7 +172,7 @@ class _Live(msgspec.Struct, eq=False):
     """A request on its way; `open` counts its choices that have not ended. `first_choice` are the
     tokens of the first, which a session goes on from."""
 
-    request: Request
+    request: EngineRequest
     prompt: PromptPrefix
     arrived_s: float
     open: int
@@ -197,7 +202,7 @@ class StepLoop:
         *,
         cache: HeteroCache,
         decoder: Decoder,
-        identity: Identity,
+        identity: WorkerIdentity,
         metrics: WorkerMetrics,
     ) -> None:
         self.inbox = Inbox()
@@ -208,9 +213,9 @@ class StepLoop:
         self._identity = identity
         self._metrics = metrics
         self._restoring: Restoring = WithoutNode(cache, scheduler)
-        self._measuring = Measuring(self._restoring.calibration)
+        self._measuring = SchedulerObserver(self._restoring.calibration)
         self._intake = IntakeClock(metrics.taken_in)
-        self._desk = Desk(cache, scheduler, identity)
+        self._desk = TurnAdmission(cache, scheduler, identity)
         self.ownership: Owning = Unowned()
         self._known = KnownSessions(cache.layout.block_tokens)
         self._live: dict[str, _Live] = {}
@@ -228,7 +233,7 @@ class StepLoop:
     def attach(self, restoring: Restoring) -> None:
         """Serve with a node beside the engine; before `run`."""
         self._restoring = restoring
-        self._measuring = Measuring(restoring.calibration)
+        self._measuring = SchedulerObserver(restoring.calibration)
 
     @property
     def inventory(self) -> Inventory:
@@ -269,13 +274,13 @@ class StepLoop:
             command = self.inbox.take(min((s for s in waits if s is not None), default=None))
         while command is not None:
             match command:
-                case Stop():
+                case StopLoop():
                     return False
                 case Submit():
                     self._submit(command)
                 case Abort(request_id):
                     self._abort(request_id)
-                case Ask(answer):
+                case LivenessProbe(answer):
                     if answer.set_running_or_notify_cancel():
                         answer.set_result(self._status())
                 case Call(request, called):
@@ -324,10 +329,10 @@ class StepLoop:
         turn_ids = _turn_ids(request)
         block = self._cache.layout.block_tokens
         prompt = request.prefix or prefix_of(request.prompt, block)
-        answer: LetIn | Queued | Rejected = self._desk.let_in(request)
+        answer: LetIn | Queued | RequestRejected = self._desk.let_in(request)
         if isinstance(answer, LetIn):
             answer = self._scheduler.arrive(
-                Arrival(
+                RequestArrival(
                     request_id=request.request_id,
                     turn_ids=turn_ids,
                     prompt=prompt,
@@ -337,8 +342,8 @@ class StepLoop:
                     is_promised=answer.is_promised,
                 )
             )
-        if isinstance(answer, Rejected):
-            self._emit(request.request_id, Failed(answer.reason, answer.message))
+        if isinstance(answer, RequestRejected):
+            self._emit(request.request_id, RequestFailed(answer.reason, answer.message))
             self._metrics.refused(answer.reason)
             return
         self._restoring.arrived(turn_ids[0], request, prompt)
@@ -418,13 +423,13 @@ class StepLoop:
         for request_id in plan.failed:
             reason = WorkerRefusal.NO_ROOM
             message = "the request needs more KV memory than there is, even alone"
-            self._emit(request_id, Failed(reason, message))
+            self._emit(request_id, RequestFailed(reason, message))
             self._forget(request_id)
             self._restoring.gone(TurnId(f"{request_id}.0"))
             self._metrics.refused(reason)
         self._metrics.preempted(len(plan.preempted))
 
-    def _admitted(self, admission: Admission) -> None:
+    def _admitted(self, admission: AdmittedPrompt) -> None:
         live = self._live[admission.request_id]
         request, restored = live.request, admission.restored
         if admission.turn_id != _turn_ids(request)[0]:
@@ -486,7 +491,9 @@ class StepLoop:
         if not live.open:
             self._emit(
                 request_id,
-                Finished(len(live.request.prompt), live.completion_tokens, live.cached_tokens),
+                RequestFinished(
+                    len(live.request.prompt), live.completion_tokens, live.cached_tokens
+                ),
             )
             self._left(live)
             self._forget(request_id)
@@ -546,17 +553,17 @@ class StepLoop:
         left = self.inbox.close(because)
         waiting = [*self._live, *(c.request.request_id for c in left if isinstance(c, Submit))]
         for request_id in waiting:
-            self._emit(request_id, Failed(WorkerRefusal.ENGINE_DEAD, because))
+            self._emit(request_id, RequestFailed(WorkerRefusal.ENGINE_DEAD, because))
         for command in left:
             if (
-                isinstance(command, Ask | AskCache | AskInventory | Call)
+                isinstance(command, LivenessProbe | AskCache | AskInventory | Call)
                 and command.answer.set_running_or_notify_cancel()
             ):
                 command.answer.set_exception(EngineDead(because))
         self._hand_out(outbox)
 
 
-def _turn_ids(request: Request) -> tuple[TurnId, ...]:
+def _turn_ids(request: EngineRequest) -> tuple[TurnId, ...]:
     """One for each choice; the first one runs the prompt."""
     return tuple(TurnId(f"{request.request_id}.{i}") for i in range(request.choices))
 

@@ -13,10 +13,10 @@ from itertools import count
 import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.engines.hf.metrics.status import Identity, worker_load
-from ownerserve.engines.hf.scheduling.requests import Request
+from ownerserve.engines.hf.metrics.status import WorkerIdentity, worker_load
+from ownerserve.engines.hf.scheduling.requests import EngineRequest
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
-from ownerserve.engines.hf.scheduling.step import Rejected
+from ownerserve.engines.hf.scheduling.step import RequestRejected
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Answer,
@@ -43,14 +43,14 @@ class LetIn(msgspec.Struct, frozen=True):
     is_promised: bool
 
 
-class Desk:
+class TurnAdmission:
     """See the module. Keeps promised room from turns that stand behind it (step.Promises)."""
 
     def __init__(
         self,
         cache: HeteroCache,
         scheduler: Scheduler,
-        identity: Identity,
+        identity: WorkerIdentity,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,7 +100,7 @@ class Desk:
 
     # ---- turns that are here
 
-    def let_in(self, request: Request) -> LetIn | Rejected:
+    def let_in(self, request: EngineRequest) -> LetIn | RequestRejected:
         """Judge a request before any work is done for it, and use up its place.
 
         One that names no open place is refused: whoever reserved it has been told that it is gone,
@@ -110,17 +110,19 @@ class Desk:
         if request.reservation is None:
             refusal = self.standing().judge_append(tokens) if request.is_judged else None
             if refusal is not None:
-                return Rejected(refusal, f"{tokens} tokens do not fit beside those that wait")
+                return RequestRejected(
+                    refusal, f"{tokens} tokens do not fit beside those that wait"
+                )
             return LetIn(next(self._orders), is_promised=False)
         place = self.admission.arrived(request.reservation, self._now())
         if not isinstance(place, Arrived):
             number = request.reservation
             message = f"reservation {number} is not open here: it was used, released or has expired"
-            return Rejected(place.reason, message)
+            return RequestRejected(place.reason, message)
         whole = -(-tokens // self._block) * self._block
         if tokens > place.tokens and whole > self.standing().spare_tokens:
             message = f"{tokens} tokens are more than the {place.tokens} that were promised room"
-            return Rejected(WorkerRefusal.NO_ROOM, message)
+            return RequestRejected(WorkerRefusal.NO_ROOM, message)
         return LetIn(place.order, is_promised=True)
 
     # ---- step.Promises

@@ -15,14 +15,14 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ownerserve.engines.hf.engine.async_engine import Stream
+from ownerserve.engines.hf.engine.async_engine import RequestStream
 from ownerserve.engines.hf.model.text import ChatCodec
 from ownerserve.engines.hf.scheduling.requests import (
     Admitted,
     Delta,
-    Failed,
-    Finished,
-    Request,
+    EngineRequest,
+    RequestFailed,
+    RequestFinished,
     Sampled,
     TokenLogprob,
 )
@@ -61,7 +61,7 @@ class Format(ABC):
     chunk_object: str
 
     def __init__(
-        self, envelope: Envelope, request: Request, codec: ChatCodec, wishes: Wishes
+        self, envelope: Envelope, request: EngineRequest, codec: ChatCodec, wishes: Wishes
     ) -> None:
         self._envelope = envelope
         self.request = request
@@ -95,13 +95,13 @@ class Format(ABC):
         choice = self._choice(delta, self._delta_body(delta.text))
         return self._object(self.chunk_object, [choice])
 
-    def closing(self, finished: Finished) -> Json | None:
+    def closing(self, finished: RequestFinished) -> Json | None:
         """The usage chunk, if it was asked for."""
         if not self._wishes.stream_usage:
             return None
         return {**self._object(self.chunk_object, []), "usage": usage(finished)}
 
-    def whole(self, deltas: Sequence[Delta], finished: Finished) -> Json:
+    def whole(self, deltas: Sequence[Delta], finished: RequestFinished) -> Json:
         """The answer at once, from all its deltas in order."""
         choices = []
         for i in range(self.request.choices):
@@ -211,7 +211,7 @@ class CompletionFormat(Format):
         }
 
 
-def usage(finished: Finished) -> Json:
+def usage(finished: RequestFinished) -> Json:
     return {
         "prompt_tokens": finished.prompt_tokens,
         "completion_tokens": finished.completion_tokens,
@@ -268,14 +268,14 @@ def error_response(error: ApiError) -> Response:
     return json_response(error.body(), error.status, headers)
 
 
-def failure(event: Failed) -> ApiError:
+def failure(event: RequestFailed) -> ApiError:
     return ApiError(
         STATUS_OF_REASON[event.reason], event.message, code=event.reason.value, param=None
     )
 
 
 def turn_headers(
-    request: Request, admitted: Admitted, load: WorkerLoad, owner: OwnerIs | None
+    request: EngineRequest, admitted: Admitted, load: WorkerLoad, owner: OwnerIs | None
 ) -> dict[str, str]:
     """What came of the prompt, for people; and the line for gateways. `owner`: of its session."""
     return {
@@ -298,7 +298,7 @@ def load_headers(load: WorkerLoad) -> dict[str, str]:
 
 
 def _line_of(
-    request: Request, admitted: Admitted, load: WorkerLoad, owner: OwnerIs | None
+    request: EngineRequest, admitted: Admitted, load: WorkerLoad, owner: OwnerIs | None
 ) -> AnswerLine:
     """What gateways are told. Once it is computed the device holds the prompt's full blocks."""
     prefix = request.prefix
@@ -365,7 +365,12 @@ class EventStream(Response):
     """Server-sent events from a request's stream. Gives the request up however it ends."""
 
     def __init__(
-        self, stream: Stream, form: Format, *, give_up: Callable[[], None], headers: dict[str, str]
+        self,
+        stream: RequestStream,
+        form: Format,
+        *,
+        give_up: Callable[[], None],
+        headers: dict[str, str],
     ) -> None:
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
@@ -397,11 +402,11 @@ class EventStream(Response):
                 case Delta():
                     if (shown := self._form.chunk(event)) is not None:
                         yield _event(shown)
-                case Finished():
+                case RequestFinished():
                     if (closing := self._form.closing(event)) is not None:
                         yield _event(closing)
                     yield b"data: [DONE]\n\n"
-                case Failed():  # no [DONE]: the answer is not complete
+                case RequestFailed():  # no [DONE]: the answer is not complete
                     yield _event(failure(event).body())
 
 
@@ -409,14 +414,14 @@ def _event(body: object) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-async def collect(stream: Stream) -> tuple[list[Delta], Finished]:
+async def collect(stream: RequestStream) -> tuple[list[Delta], RequestFinished]:
     deltas: list[Delta] = []
     async for event in stream:
         match event:
             case Delta():
                 deltas.append(event)
-            case Finished():
+            case RequestFinished():
                 return deltas, event
-            case Failed():
+            case RequestFailed():
                 raise failure(event)
     raise AssertionError("a stream ends with Finished or Failed")

@@ -1,4 +1,4 @@
-"""OpenAI request bodies to `Request`s. Parsing and refusing; never sends anything.
+"""OpenAI request bodies to `EngineRequest`s. Parsing and refusing; never sends anything.
 
 A field is understood, harmless here and ignored (IGNORED), accepted at the one value that changes
 nothing (NEUTRAL), or refused by name. Nothing that would change the answer is dropped silently.
@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from ownerserve.engines.hf.model.text import ChatCodec
-from ownerserve.engines.hf.scheduling.requests import Request, Sampling, Stopping
+from ownerserve.engines.hf.scheduling.requests import EngineRequest, Sampling, Stopping
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
@@ -102,7 +102,7 @@ class CompletionBody(Body, kw_only=True):
 B = TypeVar("B", bound=Body)
 
 
-class Told(msgspec.Struct, frozen=True):
+class TurnHeaders(msgspec.Struct, frozen=True):
     """What a turn's headers say beside its body. `is_final`: its session ends with it; `is_judged`:
     it is an append that nobody asked about; `is_named`: a gateway named the session, which can be
     owned then; `parent`: whose fork it is; `group`: of sessions that share a head; `epoch`: the
@@ -188,9 +188,9 @@ def make_request(
     *,
     facts: Facts,
     request_id: str,
-    turn: Told,
+    turn: TurnHeaders,
     fresh_seed: int,
-) -> Request:
+) -> EngineRequest:
     """Check a parsed body against the model; `fresh_seed` serves a body without one."""
     _check_model(body.model, facts)
     if not prompt:
@@ -200,7 +200,7 @@ def make_request(
             "prompt", f"token {max(prompt)} is unknown", f"use tokens below {facts.vocab_size}"
         )
     seed = fresh_seed if body.seed is None else body.seed
-    return Request(
+    return EngineRequest(
         request_id=request_id,
         prompt=prompt,
         stopping=_stopping(body, len(prompt), facts),
@@ -218,13 +218,13 @@ def make_request(
     )
 
 
-def told_of(headers: Mapping[str, str], body: Body, line: TurnLine | None) -> Told:
+def told_of(headers: Mapping[str, str], body: Body, line: TurnLine | None) -> TurnHeaders:
     """What the headers say of a turn. With a gateway's `line` the session is the gateway's, and a
     client's own word for it names nothing; without one it is the client's."""
     reservation = _reservation(headers.get(RESERVATION_HEADER))
     if line is not None:
         place = reservation if line.reservation is None else line.reservation
-        return Told(
+        return TurnHeaders(
             line.name,
             line.final,
             place,
@@ -242,7 +242,7 @@ def told_of(headers: Mapping[str, str], body: Body, line: TurnLine | None) -> To
         )
     if session_id and body.session_id and session_id != body.session_id:
         raise InvalidInput("session_id", "differs from x-session-id", "send one of them")
-    return Told(body.session_id or session_id, reservation=reservation)
+    return TurnHeaders(body.session_id or session_id, reservation=reservation)
 
 
 def _reservation(number: str | None) -> int | None:

@@ -22,7 +22,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ownerserve.engines.hf.build import Worker
+from ownerserve.engines.hf.build import HfWorker
 from ownerserve.engines.hf.engine.inbox import EngineDead
 from ownerserve.engines.hf.http.answering import (
     ApiError,
@@ -57,8 +57,8 @@ from ownerserve.engines.hf.metrics.prometheus import render
 from ownerserve.engines.hf.metrics.status import HfStatus
 from ownerserve.engines.hf.scheduling.requests import (
     Admitted,
-    Failed,
-    Request,
+    EngineRequest,
+    RequestFailed,
 )
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
@@ -82,7 +82,7 @@ CLIENT_GONE = 499
 class Endpoints:
     """The routes, over one worker."""
 
-    def __init__(self, worker: Worker, rpc: str | None) -> None:
+    def __init__(self, worker: HfWorker, rpc: str | None) -> None:
         self._worker = worker
         self._rpc = rpc
         self._started_s = int(time.time())
@@ -166,7 +166,7 @@ class Endpoints:
 
     async def _request(
         self, http: HttpRequest, body: ChatBody | CompletionBody, prompt: list[int]
-    ) -> Request:
+    ) -> EngineRequest:
         line = turn_line.received(http.headers)
         if line is not None:
             check_target(line.target, self._worker.engine.latest.unit.incarnation)
@@ -183,15 +183,15 @@ class Endpoints:
         tokens = unpack(prefix.tokens)
         return msgspec.structs.replace(request, prefix=prefix, prompt=tokens)
 
-    def _owner_of(self, request: Request) -> OwnerIs | None:
+    def _owner_of(self, request: EngineRequest) -> OwnerIs | None:
         """Who owns the turn's session, as far as is known here."""
         if not request.is_named or request.session_id is None:
             return None
         return self._worker.ownership.owner_of(SessionId(request.session_id))
 
     def _form(
-        self, prefix: str, body: Body, request: Request
-    ) -> tuple[Envelope, Request, Any, Wishes]:
+        self, prefix: str, body: Body, request: EngineRequest
+    ) -> tuple[Envelope, EngineRequest, Any, Wishes]:
         envelope = Envelope(
             f"{prefix}-{request.request_id}", int(time.time()), self._worker.facts.model
         )
@@ -213,7 +213,7 @@ class Endpoints:
         is_handed_on = False
         try:
             first = await while_connected(http.receive, stream.next())
-            if isinstance(first, Failed):
+            if isinstance(first, RequestFailed):
                 raise failure(first)
             assert isinstance(first, Admitted)
             headers = turn_headers(request, first, engine.latest, self._owner_of(request))
@@ -265,7 +265,7 @@ def _error(
     return error_response(ApiError(status, str(problem), code=code, param=param))
 
 
-def make_app(worker: Worker, *, rpc: str | None = None) -> Starlette:
+def make_app(worker: HfWorker, *, rpc: str | None = None) -> Starlette:
     """The ASGI application; its lifespan is the engine thread's. `rpc`: the node's RPC address."""
 
     @asynccontextmanager

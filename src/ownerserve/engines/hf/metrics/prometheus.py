@@ -24,7 +24,7 @@ from ownerserve.cache.metrics import Counters, Snapshot
 from ownerserve.directory.owner.state import OwnerPhase
 from ownerserve.engines.hf.metrics.status import pool_uses
 from ownerserve.engines.hf.scheduling.requests import Admitted
-from ownerserve.engines.hf.scheduling.step import Intake, Load
+from ownerserve.engines.hf.scheduling.step import Intake, SchedulerLoad
 from ownerserve.kv.messages import ExecutionMode, RestoreAction
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Answer as RpcAnswer
@@ -92,7 +92,7 @@ class WorkerMetrics:
     def preempted(self, sequences: int) -> None:
         self._preemptions.inc(sequences)
 
-    def step(self, kind: str, *, took_s: float, load: Load, cache: HeteroCache) -> None:
+    def step(self, kind: str, *, took_s: float, load: SchedulerLoad, cache: HeteroCache) -> None:
         """An iteration ended; `kind` is prefill, decode or mixed."""
         self._step_seconds.labels(kind).observe(took_s)
         self._running.set(load.running)

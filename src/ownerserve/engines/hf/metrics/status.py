@@ -8,7 +8,7 @@ import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Layout
-from ownerserve.engines.hf.scheduling.step import Load
+from ownerserve.engines.hf.scheduling.step import SchedulerLoad
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.specs import Coverage
@@ -23,7 +23,7 @@ from ownerserve.node.runtime.stating import actions_of, speed_statement, tier_st
 from ownerserve.plan.cost.model import CostModel
 
 
-class PoolUse(msgspec.Struct, frozen=True):
+class SlotUse(msgspec.Struct, frozen=True):
     """Slots of one pool. `free` ones are unused now; more can be evicted."""
 
     capacity: int
@@ -48,7 +48,7 @@ class HfStatus(WorkerStatus, frozen=True, kw_only=True):
     device: DeviceStatement
 
 
-class Identity(msgspec.Struct, frozen=True):
+class WorkerIdentity(msgspec.Struct, frozen=True):
     """What of the status does not change in a worker's life."""
 
     model: str
@@ -63,13 +63,13 @@ class Identity(msgspec.Struct, frozen=True):
         return RoutingUnit(self.worker, 0, Incarnation(self.incarnation))
 
 
-def pool_uses(cache: HeteroCache) -> dict[str, PoolUse]:
+def pool_uses(cache: HeteroCache) -> dict[str, SlotUse]:
     """Every pool by component name, and the state blocks. O(components)."""
     rooms = cache.rooms
-    blocks = PoolUse(rooms.blocks.capacity, rooms.blocks.free)
+    blocks = SlotUse(rooms.blocks.capacity, rooms.blocks.free)
     uses = dict.fromkeys(cache.layout.range_names, blocks)
     for pool in (*rooms.points, rooms.states):
-        uses[pool.name] = PoolUse(pool.capacity, pool.free)
+        uses[pool.name] = SlotUse(pool.capacity, pool.free)
     return uses
 
 
@@ -80,7 +80,7 @@ def slot_bytes(cache: HeteroCache) -> dict[str, int]:
 
 
 def worker_load(
-    identity: Identity, cache: HeteroCache, *, load: Load, as_of_s: float
+    identity: WorkerIdentity, cache: HeteroCache, *, load: SchedulerLoad, as_of_s: float
 ) -> WorkerLoad:
     """The stamp on answers. Bytes are those of range blocks: they are what runs short."""
     blocks = cache.rooms.blocks
@@ -98,7 +98,7 @@ def worker_load(
 
 
 def worker_profile(
-    identity: Identity, layout: Layout, *, costs: CostModel, tiers: Mapping[Tier, int | None]
+    identity: WorkerIdentity, layout: Layout, *, costs: CostModel, tiers: Mapping[Tier, int | None]
 ) -> ProfileStatement:
     """What the worker is, at the speed that was measured until now. State from a tier comes with
     its points, so nothing is replayed after a load."""

@@ -20,8 +20,8 @@ from ownerserve.kv.errors import InvalidInput
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-class Checkpoint(msgspec.Struct, frozen=True):
-    """A model ready for a Runner, and how to speak to it. `eos_ids` end an answer; `folder` is
+class LoadedCheckpoint(msgspec.Struct, frozen=True):
+    """A model ready for a ModelRunner, and how to speak to it. `eos_ids` end an answer; `folder` is
     where its weights were read, None when they were drawn."""
 
     name: str
@@ -37,7 +37,7 @@ def load_checkpoint(
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     seed: int = 0,
-) -> Checkpoint:
+) -> LoadedCheckpoint:
     """A tiny model ("tiny-v4", ...) drawn from `seed`, or the checkpoint in a folder.
 
     `dtype` None: float32 for a tiny model, the checkpoint's own for a folder.
@@ -64,7 +64,7 @@ def save_tiny(name: str, folder: Path, *, seed: int = 0) -> None:
     checkpoint.tokenizer.save_pretrained(folder)
 
 
-def _load_folder(folder: Path, *, device: str, dtype: torch.dtype | None) -> Checkpoint:
+def _load_folder(folder: Path, *, device: str, dtype: torch.dtype | None) -> LoadedCheckpoint:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     _check_family(folder / "config.json")
@@ -133,9 +133,9 @@ def _unify_dtype(model: Any) -> None:
             parameter.data = parameter.data.to(model.dtype)
 
 
-def _checkpoint(name: str, model: Any, tokenizer: Any) -> Checkpoint:
+def _checkpoint(name: str, model: Any, tokenizer: Any) -> LoadedCheckpoint:
     configured = model.generation_config.eos_token_id
     if configured is None:
         configured = tokenizer.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
-    return Checkpoint(name, model, tokenizer, frozenset(i for i in ids if i is not None))
+    return LoadedCheckpoint(name, model, tokenizer, frozenset(i for i in ids if i is not None))

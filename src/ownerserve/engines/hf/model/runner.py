@@ -17,7 +17,7 @@ from ownerserve.cache.effects import Effect
 from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.state.layers import PagedCache
 from ownerserve.engines.hf.state.pools import Pools
-from ownerserve.engines.hf.state.span import Span, batch_inputs
+from ownerserve.engines.hf.state.span import ForwardRows, batch_inputs
 from ownerserve.engines.hf.state.states import describe
 from ownerserve.engines.hf.state.v4 import borrow
 from ownerserve.kv.descriptor import TailForm
@@ -36,7 +36,7 @@ class DecodeRow(msgspec.Struct):
     position: int
 
 
-class Runner:
+class ModelRunner:
     """A model with its pools.
 
     `prefill` and `decode` write the state of the tokens they are given and return logits on the
@@ -142,8 +142,8 @@ class Runner:
         *,
         new_tokens: int,
         write_floor: int = 0,
-    ) -> Span:
-        return Span(
+    ) -> ForwardRows:
+        return ForwardRows(
             tables,
             starts,
             new_tokens=new_tokens,
@@ -153,7 +153,7 @@ class Runner:
         )
 
     def _forward(
-        self, span: Span, tokens: Sequence[Sequence[int]], *, inputs: Mapping[str, Any]
+        self, span: ForwardRows, tokens: Sequence[Sequence[int]], *, inputs: Mapping[str, Any]
     ) -> Tensor:
         """Logits [R, kept, vocab]."""
         cache = PagedCache(self._states, span, self._allocated, borrowed=self._borrowed)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ownerserve.engines.hf.scheduling.requests import Request, Sampled, Sampling, TokenLogprob
+from ownerserve.engines.hf.scheduling.requests import EngineRequest, Sampled, Sampling, TokenLogprob
 
 SEEDS = 1 << 63
 """torch takes a seed as a signed 64-bit integer."""
@@ -26,7 +26,7 @@ class Sampler:
 
     __slots__ = ("_banned", "_generator", "_min_tokens", "_written", "sampling")
 
-    def __init__(self, request: Request, choice: int, device: torch.device) -> None:
+    def __init__(self, request: EngineRequest, choice: int, device: torch.device) -> None:
         self.sampling = request.sampling
         self._written: Counter[int] = Counter()
         self._min_tokens = request.stopping.min_tokens

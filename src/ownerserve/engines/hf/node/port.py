@@ -14,8 +14,8 @@ import msgspec
 import torch
 from xxhash import xxh3_128_digest
 
-from ownerserve.engines.hf.model.checkpoint import Checkpoint
-from ownerserve.engines.hf.model.runner import Runner
+from ownerserve.engines.hf.model.checkpoint import LoadedCheckpoint
+from ownerserve.engines.hf.model.runner import ModelRunner
 from ownerserve.kv.artifacts import SALT_BYTES, Identity, Numerics
 from ownerserve.kv.payload import FORMAT
 from ownerserve.node.storage.weights import weight_files_digest
@@ -27,9 +27,9 @@ SLOT_FORMAT = FORMAT
 
 
 class HfPort:
-    """A Runner as an EnginePort."""
+    """A ModelRunner as an EnginePort."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
     @property
@@ -43,7 +43,7 @@ class HfPort:
         self._runner.write_slots(component, slots, data)
 
 
-def identity_of(checkpoint: Checkpoint, runner: Runner) -> Identity:
+def identity_of(checkpoint: LoadedCheckpoint, runner: ModelRunner) -> Identity:
     """What a worker's state is called. Reads every weight once: as long as loading took.
 
     Weights that were read from files are named by them, as other engines name them too.

@@ -1,8 +1,8 @@
 """The engine loop's side of a node: who waits for state, what was done, what it took.
 
 Translates between the loop's words and the node's; decides nothing. Lives on the engine thread.
-A loop without a node has `WithoutNode`, and behaves as if there were none. `Measuring` learns from
-the loop's own steps, with or without a node.
+A loop without a node has `WithoutNode`, and behaves as if there were none. `SchedulerObserver`
+learns from the loop's own steps, with or without a node.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgspec
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.pressure import Checkpoint
 from ownerserve.engines.hf.metrics.prometheus import RestoreMetrics
-from ownerserve.engines.hf.scheduling.requests import Request
+from ownerserve.engines.hf.scheduling.requests import EngineRequest
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
-from ownerserve.engines.hf.scheduling.step import Admission, Chunk, StepPlan
+from ownerserve.engines.hf.scheduling.step import AdmittedPrompt, Chunk, StepPlan
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.node.ownership.inventory import Inventory, OnDevice
@@ -50,7 +50,7 @@ class _Prompt(msgspec.Struct, eq=False):
     replay_ms: float = 0.0
 
 
-class Measuring:
+class SchedulerObserver:
     """What prompts and decode steps cost on this engine, from the steps themselves.
 
     The class owns the prompts that are being measured; the calibration owns what was learnt. A
@@ -67,7 +67,7 @@ class Measuring:
         """What was learnt so far."""
         return self._calibration.model
 
-    def admitted(self, admission: Admission) -> None:
+    def admitted(self, admission: AdmittedPrompt) -> None:
         """A prompt begins. One that comes back from a preemption is no measurement."""
         restored = admission.restored
         if not admission.again:
@@ -117,7 +117,7 @@ STOP_WITHIN_S = 5.0
 """How long a stopping worker may go on copying idle sessions to the store."""
 
 
-class Brought(msgspec.Struct, frozen=True):
+class RestoreSummary(msgspec.Struct, frozen=True):
     """What brought a turn's state: how much of it, the actions taken, the price that was asked."""
 
     tokens: int = 0
@@ -137,10 +137,10 @@ class Restoring(Protocol):
     @property
     def inventory(self) -> Inventory: ...
 
-    def arrived(self, turn_id: TurnId, request: Request, prompt: PromptPrefix) -> None: ...
+    def arrived(self, turn_id: TurnId, request: EngineRequest, prompt: PromptPrefix) -> None: ...
     def poll(self) -> None: ...
     def wait_s(self) -> float | None: ...
-    def began(self, admission: Admission) -> Brought: ...
+    def began(self, admission: AdmittedPrompt) -> RestoreSummary: ...
     def computed(self, plan: StepPlan) -> None: ...
     def ended(self, turn_ids: Iterable[TurnId]) -> None: ...
     def gone(self, turn_id: TurnId) -> None: ...
@@ -165,7 +165,7 @@ class WithoutNode:
         """None: state is kept on the device only."""
         return {}
 
-    def arrived(self, turn_id: TurnId, request: Request, prompt: PromptPrefix) -> None:
+    def arrived(self, turn_id: TurnId, request: EngineRequest, prompt: PromptPrefix) -> None:
         """Its session is what is told of."""
         if request.session_id:
             self._session_of[turn_id] = SessionId(request.session_id)
@@ -184,8 +184,8 @@ class WithoutNode:
         due = self._sessions.next_due()
         return None if due is None else max(0.0, due - time.monotonic())
 
-    def began(self, admission: Admission) -> Brought:
-        return Brought()
+    def began(self, admission: AdmittedPrompt) -> RestoreSummary:
+        return RestoreSummary()
 
     def computed(self, plan: StepPlan) -> None: ...
 
@@ -240,7 +240,7 @@ class WithNode:
         """What the node tells that it holds."""
         return self._node.state.inventory
 
-    def arrived(self, turn_id: TurnId, request: Request, prompt: PromptPrefix) -> None:
+    def arrived(self, turn_id: TurnId, request: EngineRequest, prompt: PromptPrefix) -> None:
         """A queued turn keeps its place and waits for the node's word."""
         now, load = time.monotonic(), self._scheduler.load()
         count = prompt.count
@@ -275,11 +275,11 @@ class WithNode:
                 turn.started_s, turn.report = time.monotonic(), report
                 self._metrics.decided(report)
 
-    def began(self, admission: Admission) -> Brought:
+    def began(self, admission: AdmittedPrompt) -> RestoreSummary:
         """What was brought for the turn, and by which actions."""
         turn = self._turns.get(admission.turn_id)
         if turn is None:
-            return Brought()
+            return RestoreSummary()
         turn.began_s = time.monotonic()
         turn.restored = admission.restored
         actions, plan, tokens = list[RestoreAction](), "", 0
@@ -296,7 +296,7 @@ class WithNode:
             actions.append(RestoreAction.REPLAY)
         actions.append(RestoreAction.PREFILL)
         self._metrics.acted(actions)
-        return Brought(tokens, " + ".join(dict.fromkeys(actions)), plan)
+        return RestoreSummary(tokens, " + ".join(dict.fromkeys(actions)), plan)
 
     def computed(self, plan: StepPlan) -> None:
         """A step's forwards are done."""

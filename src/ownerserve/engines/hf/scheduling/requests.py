@@ -57,7 +57,7 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: frozenset[int] = frozenset()
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and `choices` continuations of it. `is_final`: its session ends with it.
     `is_named`: a gateway named the session, which can be owned then; `parent`: whose fork it is;
     `group`: of sessions that share a head;
@@ -130,7 +130,7 @@ class Delta(msgspec.Struct, frozen=True):
     finish: FinishReason | None = None
 
 
-class Finished(msgspec.Struct, frozen=True):
+class RequestFinished(msgspec.Struct, frozen=True):
     """All choices ended."""
 
     prompt_tokens: int
@@ -138,12 +138,12 @@ class Finished(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class Failed(msgspec.Struct, frozen=True):
+class RequestFailed(msgspec.Struct, frozen=True):
     """The request ends without (or in the middle of) an answer."""
 
     reason: WorkerRefusal
     message: str
 
 
-StreamEvent = Admitted | Delta | Finished | Failed
+StreamEvent = Admitted | Delta | RequestFinished | RequestFailed
 """In order: Admitted, Delta ..., Finished; or Failed at any point. Nothing follows the last two."""

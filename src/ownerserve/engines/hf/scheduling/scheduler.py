@@ -31,21 +31,21 @@ from ownerserve.cache.continuing import append_of
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.outcomes import Begun, NoRoom, Refused, Turn
 from ownerserve.engines.hf.scheduling.step import (
-    Admission,
-    Arrival,
+    AdmittedPrompt,
     CachePort,
     CheckpointsOf,
     Chunk,
-    Counts,
     Intake,
-    Limits,
-    Load,
     NoPromises,
+    PlannedToken,
     Promises,
     Queued,
-    Rejected,
+    RequestArrival,
+    RequestCounts,
+    RequestRejected,
     ResumeOf,
-    Row,
+    SchedulerLimits,
+    SchedulerLoad,
     StepPlan,
 )
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
@@ -55,7 +55,7 @@ from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.vocabulary.chains import PromptPrefix
 
 
-class Phase(StrEnum):
+class SequencePhase(StrEnum):
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -79,7 +79,7 @@ class Sequence(msgspec.Struct):
     said: list[int] = []
     session_id: SessionId | None = None
     siblings: tuple[TurnId, ...] = ()
-    phase: Phase = Phase.WAITING
+    phase: SequencePhase = SequencePhase.WAITING
     computed: int = 0
     reserved: int = 0
     preempted: int = 0
@@ -183,7 +183,7 @@ class Scheduler:
     def __init__(
         self,
         cache: CachePort,
-        limits: Limits,
+        limits: SchedulerLimits,
         *,
         resume_of: ResumeOf | None = None,
         checkpoints_of: CheckpointsOf | None = None,
@@ -193,7 +193,7 @@ class Scheduler:
             raise InvalidInput(
                 "chunk", f"{limits.chunk_tokens} tokens", f"use a multiple of the block, {block}"
             )
-        self.counts = Counts()
+        self.counts = RequestCounts()
         self.promises: Promises = NoPromises()
         """Keeps room for turns that are not here yet; set by the desk that answers for it."""
         self._cache = cache
@@ -218,20 +218,22 @@ class Scheduler:
         return head is not None and not self._starved and not self._is_withheld(head)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> SchedulerLimits:
         return self._limits
 
-    def load(self) -> Load:
+    def load(self) -> SchedulerLoad:
         """A dated copy of what is queued and running."""
         pending = sum(s.length for s in self._waiting)
-        pending += sum(s.length - s.computed for s in self._running if s.phase is Phase.PREFILL)
+        pending += sum(
+            s.length - s.computed for s in self._running if s.phase is SequencePhase.PREFILL
+        )
         growth = sum(blocks_to_come(s, self._block) for s in self._running)
         queued = sum(blocks_to_come(s, self._block) for s in self._waiting)
-        return Load(len(self._waiting), len(self._running), pending, growth, queued)
+        return SchedulerLoad(len(self._waiting), len(self._running), pending, growth, queued)
 
     # ---- events
 
-    def arrive(self, arrival: Arrival) -> Queued | Rejected:
+    def arrive(self, arrival: RequestArrival) -> Queued | RequestRejected:
         """Take a request into the queue, or say why it can't ever be served here."""
         self.counts.arrived += 1
         # The last sampled token is never computed, so it needs no slot.
@@ -278,7 +280,7 @@ class Scheduler:
         first to be preempted. Those that have ended are no error. Decoding turns do so anyway."""
         for turn_id in turn_ids:
             sequence = self._sequences.get(turn_id)
-            if sequence is not None and sequence.phase is Phase.PREFILL:
+            if sequence is not None and sequence.phase is SequencePhase.PREFILL:
                 sequence.is_at_risk = True
 
     def abort(self, request_id: str, now: float) -> None:
@@ -294,9 +296,9 @@ class Scheduler:
         plan = StepPlan()
         self._give_way(plan, now)
         for sequence in tuple(self._running):
-            if sequence.phase is Phase.DECODE:
+            if sequence.phase is SequencePhase.DECODE:
                 self._plan_row(sequence, plan, now)
-            elif sequence.phase is Phase.PREFILL:
+            elif sequence.phase is SequencePhase.PREFILL:
                 self._plan_chunk(sequence, plan, now)
             # WAITING: an older one has preempted it in this pass
         if not plan.preempted:
@@ -360,7 +362,9 @@ class Scheduler:
     def _plan_row(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
         if self._make_room(sequence, sequence.computed + 1, plan=plan, now=now):
             table = self._cache.table(sequence.turn_id)
-            plan.rows.append(Row(sequence.turn_id, table, sequence.said[-1], sequence.computed))
+            plan.rows.append(
+                PlannedToken(sequence.turn_id, table, sequence.said[-1], sequence.computed)
+            )
 
     def _plan_chunk(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
         end = self._next_end(sequence)
@@ -439,9 +443,9 @@ class Scheduler:
             plan.effects += effects
             self._waiting.remove(sequence)
             insort(self._running, sequence, key=age_of)
-            sequence.phase, sequence.computed = Phase.PREFILL, restored
+            sequence.phase, sequence.computed = SequencePhase.PREFILL, restored
             plan.admitted.append(
-                Admission(
+                AdmittedPrompt(
                     sequence.request_id,
                     sequence.turn_id,
                     restored,
@@ -496,7 +500,7 @@ class Scheduler:
             plan.effects += self._cache.snapshot(sequence.turn_id, now)
         self._cache.abort(sequence.turn_id, now)
         self._running.remove(sequence)
-        sequence.phase, sequence.computed, sequence.reserved = Phase.WAITING, 0, 0
+        sequence.phase, sequence.computed, sequence.reserved = SequencePhase.WAITING, 0, 0
         sequence.write_floor, sequence.is_at_risk = 0, False
         sequence.preempted += 1
         insort(self._waiting, sequence, key=age_of)
@@ -538,7 +542,7 @@ class Scheduler:
             effects += forked
             self._waiting.remove(child)
             insort(self._running, child, key=age_of)
-            child.phase = Phase.DECODE
+            child.phase = SequencePhase.DECODE
             child.computed, child.reserved = parent.computed, parent.reserved
         parent.siblings = ()
         return effects
@@ -548,7 +552,7 @@ class Scheduler:
     ) -> None:
         """A sequence has its next token: it decodes on, or its choice is over."""
         sequence.said.append(token)
-        sequence.phase = Phase.DECODE
+        sequence.phase = SequencePhase.DECODE
         if sequence.turn_id not in ended:
             return
         self._cache.finish(sequence.turn_id, now, tip=sequence.tip())
@@ -561,9 +565,9 @@ class Scheduler:
             del self._requests[sequence.request_id]
             self.counts.done += 1
 
-    def _reject(self, reason: WorkerRefusal, message: str) -> Rejected:
+    def _reject(self, reason: WorkerRefusal, message: str) -> RequestRejected:
         self.counts.rejected += 1
-        return Rejected(reason, message)
+        return RequestRejected(reason, message)
 
     def _fail(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
         """Alone in the pools and still no room: its request ends here."""
@@ -573,7 +577,7 @@ class Scheduler:
 
     def _drop(self, request_id: str, now: float) -> None:
         for sequence in self._requests.pop(request_id).values():
-            if sequence.phase is Phase.WAITING:
+            if sequence.phase is SequencePhase.WAITING:
                 self._waiting.remove(sequence)
             else:
                 self._cache.abort(sequence.turn_id, now)
@@ -600,10 +604,11 @@ class Scheduler:
             and self._running == sorted(self._running, key=age_of),
             "at most max_running": len(self._running) <= self._limits.max_running,
             "waiting ones hold nothing": all(
-                s.phase is Phase.WAITING and s.computed == s.reserved == 0 for s in self._waiting
+                s.phase is SequencePhase.WAITING and s.computed == s.reserved == 0
+                for s in self._waiting
             ),
             "a decode has one token to compute": all(
-                s.computed == s.length - 1 for s in self._running if s.phase is Phase.DECODE
+                s.computed == s.length - 1 for s in self._running if s.phase is SequencePhase.DECODE
             ),
         }
         for statement, holds in problems.items():

@@ -23,7 +23,7 @@ from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.vocabulary.chains import PromptPrefix
 
 
-class Known(Protocol):
+class SessionPositions(Protocol):
     """Where the sessions of a cache stand."""
 
     def get(self, session_id: SessionId) -> Session | None: ...
@@ -35,7 +35,7 @@ class CachePort(Protocol):
     @property
     def layout(self) -> Layout: ...
     @property
-    def sessions(self) -> Known: ...
+    def sessions(self) -> SessionPositions: ...
     def begin(self, turn: Turn, now: float, *, resume: Resume | None = None) -> Begun | Refused: ...
     def append(self, turn: Append, now: float) -> Begun | Refused: ...
     def reserve(self, turn_id: TurnId, upto: int, now: float) -> tuple[Effect, ...] | NoRoom: ...
@@ -59,7 +59,7 @@ CheckpointsOf = Callable[[int, int], Collection[int]]
 end). It is kept where a chunk ends there: chunks are never cut for it."""
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker takes on.
 
     `chunk_tokens` is the prefill grid, a multiple of B. A step computes whole chunks up to
@@ -74,7 +74,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     sequence_tokens: int
 
 
-class Arrival(msgspec.Struct, frozen=True, kw_only=True):
+class RequestArrival(msgspec.Struct, frozen=True, kw_only=True):
     """A request enters. `turn_ids` has one id for each choice; the first one runs the prompt.
 
     `order`: where it stands among arrivals; None: behind all that came before. A place and its room
@@ -94,7 +94,7 @@ class Queued(msgspec.Struct, frozen=True):
     """The request will be served (or fail with a reason in a later plan)."""
 
 
-class Rejected(msgspec.Struct, frozen=True):
+class RequestRejected(msgspec.Struct, frozen=True):
     """The request is not taken, and nothing of it is kept."""
 
     reason: WorkerRefusal
@@ -116,7 +116,7 @@ class Chunk(msgspec.Struct, frozen=True):
     write_floor: int = 0
 
 
-class Row(msgspec.Struct, frozen=True):
+class PlannedToken(msgspec.Struct, frozen=True):
     """Compute `token` at `position` and sample the next one."""
 
     turn_id: TurnId
@@ -134,7 +134,7 @@ class Intake(StrEnum):
     """The cache compared the whole prompt."""
 
 
-class Admission(msgspec.Struct, frozen=True):
+class AdmittedPrompt(msgspec.Struct, frozen=True):
     """A prompt left the queue; its first `restored` tokens need no compute, and up to `floor`
     range state is kept (a replay when that is more). `again` counts the preemptions it comes back
     from.
@@ -155,8 +155,8 @@ class StepPlan(msgspec.Struct):
 
     effects: list[Effect] = []
     chunks: list[Chunk] = []
-    rows: list[Row] = []
-    admitted: list[Admission] = []
+    rows: list[PlannedToken] = []
+    admitted: list[AdmittedPrompt] = []
     preempted: list[TurnId] = []
     failed: list[str] = []
 
@@ -165,7 +165,7 @@ class StepPlan(msgspec.Struct):
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
-class Load(msgspec.Struct, frozen=True):
+class SchedulerLoad(msgspec.Struct, frozen=True):
     """What is in the worker now."""
 
     waiting: int
@@ -197,7 +197,7 @@ class NoPromises:
         return False
 
 
-class Counts(msgspec.Struct):
+class RequestCounts(msgspec.Struct):
     """Requests since the start. Invariant 3: arrived = done + rejected + live, where `done`
     includes the `aborted` and the `failed`.
     """

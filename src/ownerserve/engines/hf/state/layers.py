@@ -1,6 +1,7 @@
 """The cache object that transformers' models are handed, with an object for each kind of layer.
 
-No layer owns state: each reads and writes the pools at the addresses of the forward's `Span`.
+No layer owns state: each reads and writes the pools at the addresses of the forward's
+`ForwardRows`.
 
     DenseLayer                      a key and a value for every token (full attention)
     WindowLayer, SharedWindowLayer  the last W-1 tokens, a ring in the state block
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ownerserve.engines.hf.state.pools import Pools
-from ownerserve.engines.hf.state.span import EntryAddresses, Span
+from ownerserve.engines.hf.state.span import EntryAddresses, ForwardRows
 from ownerserve.engines.hf.state.states import (
     CONV,
     CSA_INDEX,
@@ -49,7 +50,7 @@ class DenseLayer:
     as they were sealed.
     """
 
-    def __init__(self, span: Span, pools: Pools, *, layer: int) -> None:
+    def __init__(self, span: ForwardRows, pools: Pools, *, layer: int) -> None:
         pool = pools.component(DENSE)
         self._at = span.entries(DENSE, 1, zero_slot=pool.zero_slot)
         self._keys = pool.part(DENSE, "keys")[:, layer]
@@ -87,7 +88,7 @@ class WindowLayer:
 
     parts: ClassVar[tuple[str, ...]] = ("keys", "values")
 
-    def __init__(self, span: Span, pools: Pools, *, layer: int, window_tokens: int) -> None:
+    def __init__(self, span: ForwardRows, pools: Pools, *, layer: int, window_tokens: int) -> None:
         self._states = span.states
         self._at = span.window(window_tokens)
         self._rings = [pools.state.part(WINDOW, part)[:, layer] for part in self.parts]
@@ -123,7 +124,7 @@ class DeltaLayer:
 
     record_past = False
 
-    def __init__(self, span: Span, pools: Pools, *, plan: LayerPlan) -> None:
+    def __init__(self, span: ForwardRows, pools: Pools, *, plan: LayerPlan) -> None:
         self._state = span.states[:, 0]
         self._conv = pools.state.part(CONV, "columns")[:, plan.index[CONV]]
         self._recurrent = pools.state.part(RECURRENT, "state")[:, plan.index[RECURRENT]]
@@ -180,7 +181,9 @@ class TailRows(Protocol):
 class RawTail:
     """A row for each waiting token."""
 
-    def __init__(self, span: Span, pools: Pools, *, section: str, layer: int, rate: int) -> None:
+    def __init__(
+        self, span: ForwardRows, pools: Pools, *, section: str, layer: int, rate: int
+    ) -> None:
         self._states = span.states[:, 0]
         self._at = span.tail(rate)
         self._pool = pools.state
@@ -203,7 +206,7 @@ class RawTail:
 class OnlineTail:
     """One row for all waiting tokens of an HCA layer; `bias` [m, dim] is its compressor's."""
 
-    def __init__(self, span: Span, pools: Pools, *, layer: int, bias: Tensor) -> None:
+    def __init__(self, span: ForwardRows, pools: Pools, *, layer: int, bias: Tensor) -> None:
         self._states = span.states[:, 0]
         self._at = span.tail(bias.shape[0])
         self._bias = bias.detach().float()
@@ -270,7 +273,13 @@ class CompressedLayer(SharedWindowLayer):
     entry_sections: ClassVar[Mapping[str, str]] = {COMPRESSOR: HCA}
 
     def __init__(
-        self, span: Span, pools: Pools, *, states: ModelStates, plan: LayerPlan, borrowed: Borrowed
+        self,
+        span: ForwardRows,
+        pools: Pools,
+        *,
+        states: ModelStates,
+        plan: LayerPlan,
+        borrowed: Borrowed,
     ) -> None:
         super().__init__(span, pools, layer=plan.index[WINDOW], window_tokens=states.window_tokens)
         self._span = span
@@ -354,7 +363,7 @@ class PagedCache:
     is_compileable = False
 
     def __init__(
-        self, states: ModelStates, span: Span, pools: Pools, *, borrowed: Borrowed | None
+        self, states: ModelStates, span: ForwardRows, pools: Pools, *, borrowed: Borrowed | None
     ) -> None:
         self._span = span
         self._window_tokens = states.window_tokens
@@ -397,7 +406,12 @@ class PagedCache:
 
 
 def _layer(
-    plan: LayerPlan, states: ModelStates, span: Span, *, pools: Pools, borrowed: Borrowed | None
+    plan: LayerPlan,
+    states: ModelStates,
+    span: ForwardRows,
+    *,
+    pools: Pools,
+    borrowed: Borrowed | None,
 ) -> Any:
     """The layer object that the modeling code of this kind of layer expects."""
     if plan.kind is LayerKind.FULL:

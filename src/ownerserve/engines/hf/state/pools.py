@@ -26,14 +26,16 @@ from ownerserve.cache.effects import (
     ResetState,
     SavePoint,
 )
-from ownerserve.engines.hf.state.states import ModelStates, Section
+from ownerserve.engines.hf.state.states import ComponentTensors, ModelStates
 from ownerserve.kv.errors import InvalidInput, SpecMismatch
 
 
-class Pool:
+class DevicePool:
     """Slots of equal size, plus one hidden slot of zeros that pads short block tables."""
 
-    def __init__(self, sections: Sequence[Section], *, slots: int, device: torch.device) -> None:
+    def __init__(
+        self, sections: Sequence[ComponentTensors], *, slots: int, device: torch.device
+    ) -> None:
         self.slots = slots
         self.slot_bytes = sum(section.slot_bytes for section in sections)
         self._rows = torch.zeros((slots + 1, self.slot_bytes), dtype=torch.uint8, device=device)
@@ -119,12 +121,12 @@ class Pools:
             )
         self._range = tuple(section.name for section in states.range_sections)
         self._components = {
-            section.name: Pool((section,), slots=slots[section.name], device=device)
+            section.name: DevicePool((section,), slots=slots[section.name], device=device)
             for section in sections
         }
-        self.state = Pool(states.live_sections, slots=state_slots, device=device)
+        self.state = DevicePool(states.live_sections, slots=state_slots, device=device)
 
-    def component(self, name: str) -> Pool:
+    def component(self, name: str) -> DevicePool:
         return self._components[name]
 
     def perform(self, effect: Effect) -> None:

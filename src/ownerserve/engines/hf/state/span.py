@@ -67,7 +67,7 @@ class TailAddresses(msgspec.Struct, frozen=True):
     left: Tensor
 
 
-class Span:
+class ForwardRows:
     """Rows of one forward, and their addresses (see the module's text)."""
 
     def __init__(
@@ -220,7 +220,7 @@ class Span:
 # given finished additive masks [R, 1, 1, keys], 0 or the dtype's least number.
 
 
-def batch_inputs(states: ModelStates, span: Span, *, dtype: torch.dtype) -> dict[str, Any]:
+def batch_inputs(states: ModelStates, span: ForwardRows, *, dtype: torch.dtype) -> dict[str, Any]:
     """Keyword arguments that a model's forward needs beside the tokens of a batch."""
     uses = {name for plan in states.layers for name in plan.index}
     masks: dict[str, Tensor | None] = {}
@@ -235,14 +235,14 @@ def batch_inputs(states: ModelStates, span: Span, *, dtype: torch.dtype) -> dict
     return inputs
 
 
-def _window_mask(span: Span, window_tokens: int, *, dtype: torch.dtype) -> Tensor:
+def _window_mask(span: ForwardRows, window_tokens: int, *, dtype: torch.dtype) -> Tensor:
     """Hides left padding: rows of positions below zero."""
     old = span.window(window_tokens).read_positions >= 0
     new = torch.ones((span.rows, span.new_tokens), dtype=torch.bool, device=span.device)
     return _additive(torch.cat((old, new), dim=1), dtype)
 
 
-def _count_mask(span: Span, rate: int, *, dtype: torch.dtype) -> Tensor:
+def _count_mask(span: ForwardRows, rate: int, *, dtype: torch.dtype) -> Tensor:
     """Hides right padding: entries that a row does not have."""
     counts = span.completed(rate)
     longest = max(step.end_entry for step in span.steps(rate))

@@ -64,7 +64,7 @@ KINDS_OF_FAMILY = {
 }
 
 
-class Part(msgspec.Struct, frozen=True):
+class StateTensor(msgspec.Struct, frozen=True):
     """One tensor of a section: `shape` is (layers, rows or entries, ...)."""
 
     name: str
@@ -80,12 +80,12 @@ class Part(msgspec.Struct, frozen=True):
         return -(-self.payload_bytes // PART_ALIGN_BYTES) * PART_ALIGN_BYTES
 
 
-class Section(msgspec.Struct, frozen=True):
+class ComponentTensors(msgspec.Struct, frozen=True):
     """A component's tensors in the order they lie in a slot. `coverage` None: a tail, live only."""
 
     name: str
     coverage: Coverage | None
-    parts: tuple[Part, ...]
+    parts: tuple[StateTensor, ...]
 
     @property
     def slot_bytes(self) -> int:
@@ -108,7 +108,7 @@ class ModelStates(msgspec.Struct, frozen=True):
 
     block_tokens: int
     layers: tuple[LayerPlan, ...]
-    sections: tuple[Section, ...]
+    sections: tuple[ComponentTensors, ...]
     window_tokens: int = 0
     csa_rate: int = 0
     hca_rate: int = 0
@@ -125,15 +125,15 @@ class ModelStates(msgspec.Struct, frozen=True):
         return bool(self.csa_rate or self.hca_rate)
 
     @property
-    def range_sections(self) -> tuple[Section, ...]:
+    def range_sections(self) -> tuple[ComponentTensors, ...]:
         return tuple(s for s in self.sections if s.coverage is Coverage.RANGE)
 
     @property
-    def point_sections(self) -> tuple[Section, ...]:
+    def point_sections(self) -> tuple[ComponentTensors, ...]:
         return tuple(s for s in self.sections if s.coverage is Coverage.POINT)
 
     @property
-    def live_sections(self) -> tuple[Section, ...]:
+    def live_sections(self) -> tuple[ComponentTensors, ...]:
         """What a state block holds: every point component as it is, then the tails."""
         tails = tuple(s for s in self.sections if s.coverage is None)
         return self.point_sections + tails
@@ -201,7 +201,7 @@ class ModelStates(msgspec.Struct, frozen=True):
         )
         return Layout(self.block_tokens, components, state_bytes, tails)
 
-    def _tail(self, section: Section) -> Tail:
+    def _tail(self, section: ComponentTensors) -> Tail:
         """A tail as the cache's books know it."""
         overlaps = section.name == CSA_TAIL
         period = self.csa_rate if overlaps else self.hca_rate
@@ -272,13 +272,14 @@ class _Shapes:
         self._hca_tail_form = hca_tail
         self._rates: dict[str, int] = getattr(config, "compress_rates", None) or {}
 
-    def section(self, name: str, *, layers: int) -> Section:
+    def section(self, name: str, *, layers: int) -> ComponentTensors:
         coverage = _COVERAGE[name]
         shapes = getattr(self, f"_{name}")()
         parts = tuple(
-            Part(part, (layers, *shape), self._part_dtype(name)) for part, shape in shapes.items()
+            StateTensor(part, (layers, *shape), self._part_dtype(name))
+            for part, shape in shapes.items()
         )
-        return Section(name, coverage, parts)
+        return ComponentTensors(name, coverage, parts)
 
     def _part_dtype(self, section: str) -> torch.dtype:
         # The delta rule computes in float32, whatever the model's dtype; an online softmax must.

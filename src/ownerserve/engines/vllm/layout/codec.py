@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ownerserve.engines.vllm.layout.packed import Row
+from ownerserve.engines.vllm.layout.packed import PageRun
 from ownerserve.engines.vllm.layout.shape import ComponentMap, StateShape
-from ownerserve.engines.vllm.worker_commands import Place
+from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.errors import InvalidInput, SpecMismatch
 from ownerserve.kv.payload import CONV, MLA, RECURRENT, WINDOW, WINDOW_PAGES, PayloadPart
 from ownerserve.kv.specs import Coverage
@@ -90,7 +90,7 @@ class Codec:
             return _state(cache, at, group, offset=offset, is_swapped=name in self._transposed)
         return _attention(cache, at, group, order=self._key_orders[name])
 
-    def _row(self, name: str, row: Row, caches: Mapping[str, Any]) -> Series:
+    def _row(self, name: str, row: PageRun, caches: Mapping[str, Any]) -> Series:
         holes, at = [], 0
         for page in row.pages:
             held = _held_bytes(caches[page.layer], page.layer, page.offset, self._num_blocks)
@@ -110,11 +110,11 @@ class Codec:
         block_tokens = self._shape.components[name].block_tokens[row.group]
         return Series(view, row.group, block_tokens, tuple(holes))
 
-    def size(self, place: Place) -> int:
+    def size(self, place: BlockPlace) -> int:
         """Bytes of a place's payload."""
         return self._units(place) * self._shape.components[place.component].section.unit_bytes
 
-    def read(self, place: Place, into: memoryview) -> None:
+    def read(self, place: BlockPlace, into: memoryview) -> None:
         """The place's payload, into `into`."""
         units = torch.frombuffer(into, dtype=torch.uint8).view(self._units(place), -1)
         if self._has_gaps(place):
@@ -128,7 +128,7 @@ class Codec:
         if self._shape.components[place.component].rows:
             self._fill_holes(place, units)
 
-    def write(self, place: Place, data: memoryview) -> None:
+    def write(self, place: BlockPlace, data: memoryview) -> None:
         """The inverse. SpecMismatch when `data` has another length."""
         if len(data) != self.size(place):
             raise SpecMismatch(f"{len(data)} bytes for {self.size(place)} of {place.component}")
@@ -144,12 +144,12 @@ class Codec:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _units(self, place: Place) -> int:
+    def _units(self, place: BlockPlace) -> int:
         if self._shape.components[place.component].section.coverage is Coverage.RANGE:
             return (place.end - place.start) // self._shape.payload.block_tokens
         return 1
 
-    def _has_gaps(self, place: Place) -> bool:
+    def _has_gaps(self, place: BlockPlace) -> bool:
         """Whether something of the unit is not written: padding, or rows of a short window."""
         at = self._shape.components[place.component]
         short = place.component == WINDOW and (
@@ -158,20 +158,20 @@ class Codec:
         short |= any(place.end < reach for reach in at.reaches)
         return short or at.section.unit_bytes != at.section.payload_bytes
 
-    def _fill_holes(self, place: Place, units: Tensor) -> None:
+    def _fill_holes(self, place: BlockPlace, units: Tensor) -> None:
         """Zeros where a block holds bytes of no layer of its group: what is left there of its
         former holders is nobody's to keep."""
         for piece, series in self._typed(place, units):
             for hole in series.holes:
                 piece[..., hole].zero_()
 
-    def _pairs(self, place: Place, units: Tensor) -> Iterator[Piece]:
+    def _pairs(self, place: BlockPlace, units: Tensor) -> Iterator[Piece]:
         """For every part and layer: its piece of the payload, where that lies, and, when rows are
         addressed one by one, which rows of the piece."""
         for piece, series in self._typed(place, units):
             yield from self._pieces(place, piece, series)
 
-    def _typed(self, place: Place, units: Tensor) -> Iterator[tuple[Tensor, Series]]:
+    def _typed(self, place: BlockPlace, units: Tensor) -> Iterator[tuple[Tensor, Series]]:
         """Every part's every layer: its piece of the payload, [units, ...], and where it lies."""
         section = self._shape.components[place.component].section
         offset = 0
@@ -182,7 +182,7 @@ class Codec:
             for layer, series in enumerate(layers):
                 yield typed[:, layer], series
 
-    def _pieces(self, place: Place, piece: Tensor, series: Series) -> Iterator[Piece]:
+    def _pieces(self, place: BlockPlace, piece: Tensor, series: Series) -> Iterator[Piece]:
         ids = place.blocks[series.group]
         if place.component in (CONV, RECURRENT):
             yield piece, (series.view[:, 0, 0], ids), None

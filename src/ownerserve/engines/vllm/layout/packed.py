@@ -38,7 +38,7 @@ FACTS = (
 """What of a spec says how its page is to be read."""
 
 
-class Page(msgspec.Struct, frozen=True):
+class LayerPages(msgspec.Struct, frozen=True):
     """One layer's bytes in every block: `offset` in block 0, `stride` from block to block."""
 
     layer: str
@@ -47,13 +47,13 @@ class Page(msgspec.Struct, frozen=True):
     stride: int
 
 
-class Row(msgspec.Struct, frozen=True):
+class PageRun(msgspec.Struct, frozen=True):
     """Pages of one group without anything between them. `group` counts the component's groups,
     `blocks` are the group's in a unit of the payload."""
 
     group: int
     blocks: int
-    pages: tuple[Page, ...]
+    pages: tuple[LayerPages, ...]
 
     @property
     def offset(self) -> int:
@@ -68,7 +68,7 @@ class Row(msgspec.Struct, frozen=True):
         return sum(page.bytes for page in self.pages)
 
 
-def pages_of(kv_cache_config: Any) -> dict[str, Page]:
+def pages_of(kv_cache_config: Any) -> dict[str, LayerPages]:
     """Every layer's page, from the places that vLLM gave them."""
     pages = {}
     for tensor in getattr(kv_cache_config, "kv_cache_tensors", ()):
@@ -76,30 +76,30 @@ def pages_of(kv_cache_config: Any) -> dict[str, Page]:
         size = min(int(tensor.layer_stride), int(tensor.block_stride))
         for index, name in enumerate(tensor.layers):
             offset = int(tensor.offset) + index * int(tensor.layer_stride)
-            pages[name] = Page(name, offset, size, int(tensor.block_stride))
+            pages[name] = LayerPages(name, offset, size, int(tensor.block_stride))
     return pages
 
 
-def is_mixed(pages: dict[str, Page], names: Iterable[str]) -> bool:
+def is_mixed(pages: dict[str, LayerPages], names: Iterable[str]) -> bool:
     """Whether layers of a group have pages of several sizes: one spec can't describe them."""
     return len({pages[name].bytes for name in names if name in pages}) > 1
 
 
 def rows_of(
-    pages: dict[str, Page], names: Sequence[str], *, group: int, blocks: int
-) -> tuple[Row, ...]:
+    pages: dict[str, LayerPages], names: Sequence[str], *, group: int, blocks: int
+) -> tuple[PageRun, ...]:
     """A group's pages, those that touch in one row: a copy of a row costs what one page's does."""
     missing = [name for name in names if name not in pages]
     if missing:
         raise InvalidInput("kv cache", f"no place for {missing[0]}", "report this to OwnerServe")
-    runs: list[list[Page]] = []
+    runs: list[list[LayerPages]] = []
     for page in sorted((pages[name] for name in names), key=lambda page: page.offset):
         last = runs[-1][-1] if runs else None
         if last and (last.offset + last.bytes, last.stride) == (page.offset, page.stride):
             runs[-1].append(page)
         else:
             runs.append([page])
-    return tuple(Row(group, blocks, tuple(run)) for run in runs)
+    return tuple(PageRun(group, blocks, tuple(run)) for run in runs)
 
 
 def meaning(spec: Any, names: Sequence[str], *, packed_by: str) -> str:

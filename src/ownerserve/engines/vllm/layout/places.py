@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import msgspec
 
 from ownerserve.engines.vllm.layout.shape import StateShape
-from ownerserve.engines.vllm.worker_commands import Place, Tables
+from ownerserve.engines.vllm.worker_commands import BlockPlace, Tables
 from ownerserve.kv.payload import WINDOW, WINDOW_PAGES
 from ownerserve.node.vocabulary.events import Copy, Filling
 
 NOT_OURS = -1
 
 
-class Places:
+class BlockPlaces:
     """One model's. Holds no state."""
 
     def __init__(self, shape: StateShape) -> None:
@@ -25,14 +25,14 @@ class Places:
         self._block = shape.payload.block_tokens
         self._points = shape.layout().point_names
 
-    def source(self, tables: Tables, copy: Copy) -> Place:
+    def source(self, tables: Tables, copy: Copy) -> BlockPlace:
         """What is copied."""
         name = copy.component
         if name in self._points:
             return self._shape.place(name, tables, *self._shape.span(name, copy.slots[0]))
         return self._range(name, tables, copy.slots)
 
-    def point(self, tables: Tables, position: int) -> dict[str, Place]:
+    def point(self, tables: Tables, position: int) -> dict[str, BlockPlace]:
         """Everything of the point at `position`; empty when some block of it is gone."""
         places = {
             name: self._shape.place(name, tables, *self._shape.span(name, position))
@@ -40,7 +40,7 @@ class Places:
         }
         return places if all(map(self._shape.is_there, places.values())) else {}
 
-    def goal(self, tables: Tables, filling: Filling, *, hit: int) -> Place:
+    def goal(self, tables: Tables, filling: Filling, *, hit: int) -> BlockPlace:
         """Where state from outside goes. What the engine had itself, up to `hit`, is shared with
         others that may be reading it: it is left as it is."""
         name = filling.component
@@ -59,7 +59,7 @@ class Places:
         )
         return msgspec.structs.replace(place, blocks=blocks)
 
-    def in_part(self, place: Place) -> set[int]:
+    def in_part(self, place: BlockPlace) -> set[int]:
         """Blocks that a window begins inside of. What stands before it is not its tokens' state,
         so nobody may take such a block for a whole one."""
         if place.component != WINDOW:
@@ -67,10 +67,10 @@ class Places:
         sizes = self._shape.components[WINDOW].block_tokens
         return {ids[0] for ids, size in zip(place.blocks, sizes, strict=True) if place.start % size}
 
-    def is_there(self, place: Place) -> bool:
+    def is_there(self, place: BlockPlace) -> bool:
         """Whether no block of it is the null block."""
         return self._shape.is_there(place)
 
-    def _range(self, name: str, tables: Tables, units: Sequence[int]) -> Place:
+    def _range(self, name: str, tables: Tables, units: Sequence[int]) -> BlockPlace:
         start, end = units[0] * self._block, (units[-1] + 1) * self._block
         return self._shape.place(name, tables, start, end)

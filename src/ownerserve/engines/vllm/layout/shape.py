@@ -19,8 +19,8 @@ import msgspec
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.engines.vllm import compat
 from ownerserve.engines.vllm.layout import packed
-from ownerserve.engines.vllm.layout.packed import Page, Row
-from ownerserve.engines.vllm.worker_commands import Place
+from ownerserve.engines.vllm.layout.packed import LayerPages, PageRun
+from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.payload import (
     CONV,
@@ -81,7 +81,7 @@ class ComponentMap(msgspec.Struct, frozen=True):
     groups: tuple[int, ...]
     block_tokens: tuple[int, ...]
     layers: tuple[LayerAt, ...] = ()
-    rows: tuple[tuple[Row, ...], ...] = ()
+    rows: tuple[tuple[PageRun, ...], ...] = ()
     reaches: tuple[int, ...] = ()
 
     def firsts(self, start: int, end: int) -> list[int]:
@@ -146,7 +146,9 @@ class StateShape(msgspec.Struct, frozen=True):
             return max(0, position - max(self.components[component].reaches)), position
         return position - 1, position
 
-    def place(self, component: str, tables: Sequence[Sequence[int]], start: int, end: int) -> Place:
+    def place(
+        self, component: str, tables: Sequence[Sequence[int]], start: int, end: int
+    ) -> BlockPlace:
         """Where tokens [start, end) lie, given a request's block tables."""
         at = self.components[component]
         blocks = tuple(
@@ -155,9 +157,9 @@ class StateShape(msgspec.Struct, frozen=True):
                 at.groups, at.block_tokens, at.firsts(start, end), strict=True
             )
         )
-        return Place(component, blocks, start, end)
+        return BlockPlace(component, blocks, start, end)
 
-    def is_there(self, place: Place) -> bool:
+    def is_there(self, place: BlockPlace) -> bool:
         """Whether every block of a place is there: 0 is vLLM's null block."""
         at = self.components[place.component]
         firsts = at.firsts(place.start, place.end)
@@ -245,11 +247,11 @@ def _canonical(layers: Sequence[_Layer], block: int) -> dict[str, ComponentMap]:
 
 
 def _packed(
-    name: str, groups: Sequence[_Group], pages: dict[str, Page], block: int
+    name: str, groups: Sequence[_Group], pages: dict[str, LayerPages], block: int
 ) -> ComponentMap:
     """Rows of equal shape are one part. Whole blocks: those of a unit, or a window's last ones."""
     reaches = []
-    by_shape: dict[tuple[int, int], list[Row]] = {}
+    by_shape: dict[tuple[int, int], list[PageRun]] = {}
     for index, group in enumerate(groups):
         size, reach = group.block_tokens, block
         if name == WINDOW_PAGES:
@@ -270,7 +272,7 @@ def _packed(
     )
 
 
-def _groups(kv_cache_config: Any, pages: dict[str, Page]) -> list[_Group]:
+def _groups(kv_cache_config: Any, pages: dict[str, LayerPages]) -> list[_Group]:
     found = []
     for index, at in enumerate(kv_cache_config.kv_cache_groups):
         if not at.layer_names:

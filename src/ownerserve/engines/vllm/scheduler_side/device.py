@@ -23,7 +23,7 @@ from ownerserve.cache.outcomes import (
     Refused,
     Reserved,
 )
-from ownerserve.engines.vllm.worker_commands import Place
+from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.node.restore.sources import Later
@@ -72,7 +72,7 @@ class EngineDevice:
         """vLLM's pool has an order of its own, and says nothing of what goes next is worth."""
 
     def reserve(self, turn_id: TurnId, arrival: Arrival, now: float) -> Reserved | Later:
-        """A slot is a unit's place in the prefix, a point's its position; `Place`s follow."""
+        """A slot is a unit's place in the prefix, a point's its position; `BlockPlace`s follow."""
         if turn_id not in self._taken:
             return Later()
         self._taken.remove(turn_id)
@@ -99,7 +99,7 @@ class Pinned(msgspec.Struct):
     """A point that a running turn may end at, with a reference on every block of it."""
 
     position: int
-    places: dict[str, Place]
+    places: dict[str, BlockPlace]
     blocks: list[Any]
 
 
@@ -115,7 +115,7 @@ class Holds:
         """The pool that the references are on."""
         self._pool = pool
 
-    def hold(self, errand: Errand, places: Sequence[Place]) -> None:
+    def hold(self, errand: Errand, places: Sequence[BlockPlace]) -> None:
         """Keep the blocks of `places` until `release`."""
         self._held[errand] = (time.monotonic(), self._touch(places))
 
@@ -125,13 +125,13 @@ class Holds:
         if held is not None:
             self._free(held[1])
 
-    def pin(self, turn_id: TurnId, position: int, places: dict[str, Place]) -> None:
+    def pin(self, turn_id: TurnId, position: int, places: dict[str, BlockPlace]) -> None:
         """Keep a point's blocks until the turn ends, or a later point is pinned."""
         blocks = self._touch(list(places.values()))
         self.unpin(turn_id)
         self._pinned[turn_id] = Pinned(position, places, blocks)
 
-    def pinned(self, turn_id: TurnId, position: int) -> dict[str, Place]:
+    def pinned(self, turn_id: TurnId, position: int) -> dict[str, BlockPlace]:
         """The places of the pinned point at `position`; none when it was given up."""
         pinned = self._pinned.get(turn_id)
         return pinned.places if pinned is not None and pinned.position == position else {}
@@ -163,7 +163,7 @@ class Holds:
     def __len__(self) -> int:
         return len(self._held)
 
-    def _touch(self, places: Sequence[Place]) -> list[Any]:
+    def _touch(self, places: Sequence[BlockPlace]) -> list[Any]:
         ids = [block for place in places for group in place.blocks for block in group]
         blocks = [self._pool.blocks[block] for block in ids]
         self._pool.touch(blocks)

@@ -18,7 +18,7 @@ MOST_FOLLOWED = 10_000
 """Most records whose removal can be told. Older ones are forgotten: a listener keeps them."""
 
 
-class Span(msgspec.Struct, frozen=True):
+class BlockSpan(msgspec.Struct, frozen=True):
     """Blocks [first, last) of a request, as vLLM's events name them."""
 
     block_hashes: tuple[bytes, ...]
@@ -28,13 +28,13 @@ class Span(msgspec.Struct, frozen=True):
     session_id: str | None
 
 
-def span_of(request: Any, start: int, end: int, *, hash_block_tokens: int) -> Span | None:
+def span_of(request: Any, start: int, end: int, *, hash_block_tokens: int) -> BlockSpan | None:
     """Tokens [start, end) of a vLLM request; None: they hold no whole block."""
     first, last = -(-start // hash_block_tokens), end // hash_block_tokens
     last = min(last, len(request.block_hashes))
     if first >= last:
         return None
-    return Span(
+    return BlockSpan(
         block_hashes=tuple(request.block_hashes[first:last]),
         parent=request.block_hashes[first - 1] if first else None,
         tokens=tuple(request.all_token_ids[first * hash_block_tokens : last * hash_block_tokens]),
@@ -43,15 +43,15 @@ def span_of(request: Any, start: int, end: int, *, hash_block_tokens: int) -> Sp
     )
 
 
-class Residency:
+class ResidencyEvents:
     """Events of one engine core; on the scheduler's thread."""
 
     def __init__(self) -> None:
-        self._pending: dict[int, Span] = {}
-        self._stored: dict[bytes, Span] = {}
+        self._pending: dict[int, BlockSpan] = {}
+        self._stored: dict[bytes, BlockSpan] = {}
         self._events: list[Any] = []
 
-    def ordered(self, errand: int, span: Span | None) -> None:
+    def ordered(self, errand: int, span: BlockSpan | None) -> None:
         """A record of this span is being written."""
         if span is not None:
             self._pending[errand] = span
@@ -82,7 +82,7 @@ class Residency:
         """It was given up."""
         self._pending.pop(errand, None)
 
-    def lost(self, span: Span) -> None:
+    def lost(self, span: BlockSpan) -> None:
         """Of the request that could not be served from the store: what was told of it is void."""
         from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved
 

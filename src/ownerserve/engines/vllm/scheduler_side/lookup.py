@@ -28,7 +28,7 @@ OPEN_AGAIN_S = 1.0
 Chore: TypeAlias = Callable[[], None]
 
 
-class Lookup:
+class StoreLookup:
     """One thread; `submit` and `poll` return at once."""
 
     def __init__(self, directory: Path) -> None:

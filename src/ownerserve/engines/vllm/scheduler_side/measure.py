@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from ownerserve.engines.vllm.worker_commands import Brought
+from ownerserve.engines.vllm.worker_commands import LoadResult
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.node.runtime.calibration import Calibration
@@ -26,7 +26,7 @@ TELL_S = 1.0
 Later: TypeAlias = Callable[[Callable[[], None]], None]
 
 
-class Prompt(msgspec.Struct, eq=False):
+class RunningPrompt(msgspec.Struct, eq=False):
     """One that is being computed from `start` on; `tokens` long."""
 
     start: int
@@ -36,14 +36,14 @@ class Prompt(msgspec.Struct, eq=False):
     is_alone: bool = True
 
 
-class Step(msgspec.Struct, frozen=True):
+class ScheduledStep(msgspec.Struct, frozen=True):
     """One that was scheduled. `batch`: how many decode in it; 0 when one does anything else."""
 
     batch: int
     at_s: float
 
 
-class Measuring:
+class ConnectorObserver:
     """Told of every step, prompt and load."""
 
     def __init__(
@@ -63,8 +63,8 @@ class Measuring:
         self._later = later
         self._tell = tell
         self._least_tokens = least_tokens
-        self._prompts: dict[TurnId, Prompt] = {}
-        self._steps: deque[Step] = deque(maxlen=IN_FLIGHT)
+        self._prompts: dict[TurnId, RunningPrompt] = {}
+        self._steps: deque[ScheduledStep] = deque(maxlen=IN_FLIGHT)
         self._stepped_s = self._told_s = 0.0
         tell(calibration.model)
 
@@ -72,14 +72,14 @@ class Measuring:
         """A step is about to run, with so many tokens of each request."""
         if tokens:
             decodes_only = max(tokens.values()) == 1
-            self._steps.append(Step(len(tokens) if decodes_only else 0, now))
+            self._steps.append(ScheduledStep(len(tokens) if decodes_only else 0, now))
 
     def computing(
         self, turn_id: TurnId, start: int, end: int, *, prompt: int, others: int, now: float
     ) -> None:
         """A step computes [start, end) of a turn, beside `others`."""
         if prompt - start >= self._least_tokens and turn_id not in self._prompts:
-            self._prompts[turn_id] = Prompt(start, prompt, now)
+            self._prompts[turn_id] = RunningPrompt(start, prompt, now)
         running = self._prompts.get(turn_id)
         if running is not None:
             running.end = end
@@ -110,7 +110,7 @@ class Measuring:
         if (data := self._calibration.due(now)) is not None:
             self._later(partial(self._calibration.write, data))
 
-    def loaded(self, brought: Brought) -> None:
+    def loaded(self, brought: LoadResult) -> None:
         """A load is done. The planner is told of one store, so this is one tier's time."""
         self._calibration.observe((Loaded(Tier.DISK, brought.bytes, brought.ms),))
 

@@ -52,7 +52,7 @@ from ownerserve.node.runtime.stating import actions_of
 ADDRESS_FILE = "rpc.address"
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What does not change in the engine's life."""
 
     unit: RoutingUnit
@@ -66,7 +66,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     spec_digest: str = ""
 
 
-class Told(msgspec.Struct, frozen=True, gc=False):
+class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     """What the hooks told last; `as_of` in seconds since 1970."""
 
     as_of: float
@@ -78,10 +78,10 @@ class Told(msgspec.Struct, frozen=True, gc=False):
     evictable_tokens: int = 0
 
 
-class Desk:
+class NodeRpcHandler:
     """`arrived`, `stepped`, `gone` on the scheduler's thread; the rest on any."""
 
-    def __init__(self, limits: Limits, holding: Holding, sessions: SessionsHere) -> None:
+    def __init__(self, limits: EngineLimits, holding: Holding, sessions: SessionsHere) -> None:
         self._limits = limits
         self._holding = holding
         self._sessions = sessions
@@ -89,7 +89,7 @@ class Desk:
         self._waiting: dict[str, int] = {}
         self._running: dict[str, int] = {}
         self._pending_tokens = 0
-        self._told = Told(time.time())
+        self._told = EngineLoad(time.time())
         self._speed: SpeedStatement | None = None
         self._tiers: tuple[TierStatement, ...] = ()
         self._released: SimpleQueue[SessionId] = SimpleQueue()
@@ -144,7 +144,7 @@ class Desk:
                 before = waiting.pop(request_id, 0)
             running[request_id] = tokens
             self._pending_tokens += tokens - before
-        self._told = Told(
+        self._told = EngineLoad(
             time.time(),
             self._pending_tokens,
             len(running),
@@ -163,7 +163,7 @@ class Desk:
         self._pending_tokens -= self._waiting.pop(request_id, 0) + self._running.pop(request_id, 0)
         if not self._running and not self._waiting:
             told = self._told
-            self._told = Told(
+            self._told = EngineLoad(
                 time.time(),
                 free_tokens=told.free_tokens,
                 total_tokens=told.total_tokens,
@@ -268,10 +268,10 @@ def limits_of(
     token_bytes: int,
     sequence_bytes: int,
     spec_digest: str,
-) -> Limits:
+) -> EngineLimits:
     """From vLLM's configuration."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    return Limits(
+    return EngineLimits(
         unit=unit,
         model=str(model.served_model_name or model.model),
         sequence_tokens=int(model.max_model_len),

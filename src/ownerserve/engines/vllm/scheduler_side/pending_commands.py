@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from ownerserve.engines.vllm.worker_commands import Brought, Load, Orders, Save
+from ownerserve.engines.vllm.worker_commands import LoadInto, LoadResult, Orders, Save
 
 NOTHING, NOTHING_YET = Orders(), Orders(is_idle=True)
 
@@ -15,12 +15,12 @@ class Outbox:
 
     def __init__(self) -> None:
         self.bringing: set[int] = set()
-        self._loads: list[Load] = []
+        self._loads: list[LoadInto] = []
         self._saves: list[Save] = []
         self._drops: list[int] = []
         self._failures: list[str] = []
 
-    def load(self, load: Load) -> None:
+    def load(self, load: LoadInto) -> None:
         self._loads.append(load)
         self.bringing.add(load.errand)
 
@@ -60,7 +60,7 @@ class Tally:
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._said: Counter[tuple[str, int]] = Counter()
-        self._failed: dict[int, Brought] = {}
+        self._failed: dict[int, LoadResult] = {}
 
     def complete(self, what: str, errands: Iterable[int]) -> Iterator[int]:
         """Of `errands`, those that the last of the workers has now reported."""
@@ -70,7 +70,7 @@ class Tally:
                 del self._said[what, errand]
                 yield errand
 
-    def over(self, brought: Brought) -> Brought | None:
+    def over(self, brought: LoadResult) -> LoadResult | None:
         """A load when every worker has answered: failed when one of them failed; else None."""
         if brought.reason:
             self._failed[brought.errand] = brought

@@ -21,14 +21,26 @@ from typing import Any
 
 from ownerserve.engines.vllm import compat
 from ownerserve.engines.vllm.identity import why_bypassed
-from ownerserve.engines.vllm.layout.places import Places
+from ownerserve.engines.vllm.layout.places import BlockPlaces
 from ownerserve.engines.vllm.layout.shape import StateShape
 from ownerserve.engines.vllm.scheduler_side.counting import Counting
 from ownerserve.engines.vllm.scheduler_side.device import EngineDevice, Holds
 from ownerserve.engines.vllm.scheduler_side.pending_commands import Outbox, Tally
 from ownerserve.engines.vllm.scheduler_side.scheduler_parts import Around
-from ownerserve.engines.vllm.scheduler_side.turn import MAX_IN_FLIGHT, Turn, is_final, session_of
-from ownerserve.engines.vllm.worker_commands import Brought, Load, Orders, Report, Save, Tables
+from ownerserve.engines.vllm.scheduler_side.turn import (
+    MAX_IN_FLIGHT,
+    TrackedRequest,
+    is_final,
+    session_of,
+)
+from ownerserve.engines.vllm.worker_commands import (
+    LoadInto,
+    LoadResult,
+    Orders,
+    Save,
+    Tables,
+    WorkerStepReport,
+)
 from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
@@ -84,7 +96,7 @@ class SchedulerSide:
             }
         )
         self._device = device
-        self._places = Places(shape)
+        self._places = BlockPlaces(shape)
         self._block = shape.payload.block_tokens
         self._shape, self._step_tokens = shape, around.step_tokens
         self._lookup, self._holding = around.lookup, around.holding
@@ -95,7 +107,7 @@ class SchedulerSide:
         self._bypassed = around.bypassed
         self._known = KnownSessions(max(self._block, *shape.group_tokens))
         self._tally = Tally(around.workers)
-        self._turns: dict[TurnId, Turn] = {}
+        self._turns: dict[TurnId, TrackedRequest] = {}
         self._manager: Any = None
         self._pool: Any = None
 
@@ -119,7 +131,7 @@ class SchedulerSide:
         if reason is not None or tenant is None:
             self._counts[f"bypassed_{reason or 'cache_salt'}"] += 1
             return
-        self._turns[TurnId(request.request_id)] = Turn(request, tenant)
+        self._turns[TurnId(request.request_id)] = TrackedRequest(request, tenant)
         self._look(request)
 
     def matched(self, request: Any, hit: int) -> tuple[int | None, bool]:
@@ -179,7 +191,7 @@ class SchedulerSide:
             self._make_room(sum(scheduled.values()), asking=None)
         return self.outbox.take(is_idle=not scheduled)
 
-    def reported(self, report: Report | None) -> None:
+    def reported(self, report: WorkerStepReport | None) -> None:
         """What the workers did."""
         now = _now()
         if report is not None and not report.is_empty:
@@ -326,7 +338,7 @@ class SchedulerSide:
                 self._perform(self.state.handle(found, now))
             self._perform(self.state.handle(Tick(), now))
 
-    def _computing(self, turn: Turn, count: int, output: Any) -> None:
+    def _computing(self, turn: TrackedRequest, count: int, output: Any) -> None:
         request, block = turn.request, self._block
         start = request.num_computed_tokens
         if not turn.is_told:
@@ -350,7 +362,7 @@ class SchedulerSide:
         event = Computing(turn_id, start, end, self._added(turn, end))
         self._perform(self.state.handle(event, _now()), turn)
 
-    def _begun(self, turn: Turn, cached: int) -> None:
+    def _begun(self, turn: TrackedRequest, cached: int) -> None:
         """A prompt's first step: what came of it. vLLM's hits end at whole blocks of all groups."""
         turn.is_told = True
         prompt, session = pack(turn.request.prompt_token_ids or ()), session_of(turn.request)
@@ -359,13 +371,13 @@ class SchedulerSide:
         self._counts[f"mode_{execution_mode(known, cached, brought)}"] += 1
         self._counts["lost_tokens"] += lost_tokens(known, cached)
 
-    def _added(self, turn: Turn, end: int) -> bytes:
+    def _added(self, turn: TrackedRequest, end: int) -> bytes:
         known = self.state.saves.tokens(TurnId(turn.request.request_id))
         if known is None or known >= end:
             return b""
         return pack(turn.request.all_token_ids[known:end])
 
-    def _brought(self, brought: Brought, now: float) -> None:
+    def _brought(self, brought: LoadResult, now: float) -> None:
         over = self._tally.over(brought)
         if over is None:
             return
@@ -383,7 +395,7 @@ class SchedulerSide:
 
     # -- effects -------------------------------------------------------------------------------
 
-    def _perform(self, effects: Iterable[Effect], turn: Turn | None = None) -> None:
+    def _perform(self, effects: Iterable[Effect], turn: TrackedRequest | None = None) -> None:
         """Do what the node wants; `turn` is the one whose step or end it is about."""
         for effect in effects:
             self.counting.stir()
@@ -429,9 +441,9 @@ class SchedulerSide:
         turn.partial = set().union(*map(self._places.in_part, places))
         until_s = bring.deadline_s - _now()
         request_id = turn.request.request_id
-        self.outbox.load(Load(request_id, bring.errand, bring.wants, places, until_s))
+        self.outbox.load(LoadInto(request_id, bring.errand, bring.wants, places, until_s))
 
-    def _copy(self, turn: Turn, copy: Copy) -> None:
+    def _copy(self, turn: TrackedRequest, copy: Copy) -> None:
         pinned = self.holds.pinned(TurnId(turn.request.request_id), copy.slots[0])
         place = pinned.get(copy.component) or self._places.source(turn.tables, copy)
         if not self._places.is_there(place):
@@ -442,12 +454,12 @@ class SchedulerSide:
         self.outside.ordered(copy.errand, turn.request, copy.meta)
         self.outbox.save(Save(copy.errand, copy.meta, place))
 
-    def _pin(self, turn: Turn, position: int) -> None:
+    def _pin(self, turn: TrackedRequest, position: int) -> None:
         places = self._places.point(turn.tables, position)
         if places:
             self.holds.pin(TurnId(turn.request.request_id), position, places)
 
-    def _discredit(self, turn: Turn) -> None:
+    def _discredit(self, turn: TrackedRequest) -> None:
         """Blocks that were filled in part lose their hash: they may not serve another hit."""
         if turn.partial:
             self._pool.evict_blocks(turn.partial)

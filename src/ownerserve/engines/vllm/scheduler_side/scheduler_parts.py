@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from ownerserve.engines.vllm.scheduler_side.holding import Holding
-from ownerserve.engines.vllm.scheduler_side.lookup import Lookup
-from ownerserve.engines.vllm.scheduler_side.measure import Measuring
+from ownerserve.engines.vllm.scheduler_side.lookup import StoreLookup
+from ownerserve.engines.vllm.scheduler_side.measure import ConnectorObserver
 from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
 from ownerserve.engines.vllm.scheduler_side.soft_references import SoftReferences
 from ownerserve.engines.vllm.scheduler_side.tenants import Tenants
@@ -17,10 +17,10 @@ class Around(msgspec.Struct, frozen=True):
     """What a scheduler's side works with. `bypassed`: why no state of this engine has an identity;
     None when it has. `step_tokens`: most that one step computes."""
 
-    lookup: Lookup
+    lookup: StoreLookup
     holding: Holding
     soft: SoftReferences
-    measuring: Measuring
+    measuring: ConnectorObserver
     outside: Outside
     sessions: SessionsHere
     tenants: Tenants

@@ -46,7 +46,7 @@ class FreeQueue(Protocol):
     num_free_blocks: int
 
 
-class Pool(Protocol):
+class BlockPool(Protocol):
     """vLLM's BlockPool."""
 
     blocks: Sequence[Block]
@@ -74,7 +74,7 @@ class SoftReferences:
 
     def __init__(self, settings: SoftReference) -> None:
         self._settings = settings
-        self._pool: Pool | None = None
+        self._pool: BlockPool | None = None
         self._group_block_tokens: Sequence[int] = ()
         self._ledger: SoftLedger | None = None
 
@@ -87,7 +87,7 @@ class SoftReferences:
         """Blocks that idle sessions wish for."""
         return 0 if self._ledger is None else len(self._ledger)
 
-    def bind(self, pool: Pool, group_block_tokens: Sequence[int] = ()) -> None:
+    def bind(self, pool: BlockPool, group_block_tokens: Sequence[int] = ()) -> None:
         """Use this pool. `group_block_tokens`: tokens a block of each KV cache group spans."""
         self._pool = pool
         self._group_block_tokens = group_block_tokens
@@ -173,7 +173,7 @@ class SoftReferences:
             self._ledger.sessions, len(self._ledger), *(counts[name] for name in names)
         )
 
-    def _front(self, pool: Pool, blocks: int) -> tuple[list[Block], int]:
+    def _front(self, pool: BlockPool, blocks: int) -> tuple[list[Block], int]:
         """Wished-for blocks before the last of the first `blocks` others; how many others."""
         assert self._ledger is not None
         in_the_way: list[Block] = []
@@ -188,7 +188,7 @@ class SoftReferences:
         return in_the_way, others
 
     def _by_position(
-        self, pool: Pool, blocks_by_group: Sequence[Sequence[int]]
+        self, pool: BlockPool, blocks_by_group: Sequence[Sequence[int]]
     ) -> Iterator[SoftBlock]:
         """Cached blocks of all groups in the order of the tokens they end with."""
         lengths = self._group_block_tokens or [1] * len(blocks_by_group)
@@ -207,7 +207,7 @@ class SoftReferences:
         return self._pool.blocks[wished.block_id].block_hash == wished.content
 
 
-def free_blocks(pool: Pool) -> Iterator[Block]:
+def free_blocks(pool: BlockPool) -> Iterator[Block]:
     """The pool's free blocks in the order in which it takes them."""
     block = pool.free_block_queue.fake_free_list_head.next_free_block
     while block is not None and block.block_id >= 0:  # the fake tail is -1

@@ -13,7 +13,7 @@ MAX_IN_FLIGHT = 64
 """Tokens that steps under way may be ahead of what the sequence holds: far fewer than a block."""
 
 
-class Turn(msgspec.Struct, eq=False):
+class TrackedRequest(msgspec.Struct, eq=False):
     """A request whose state has an identity here.
 
     `tenant` is empty for state that all may share. `partial` are blocks that hold a window only in

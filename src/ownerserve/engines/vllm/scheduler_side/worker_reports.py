@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ownerserve.engines.vllm import compat
-from ownerserve.engines.vllm.scheduler_side.events import Residency, Span, span_of
-from ownerserve.engines.vllm.scheduler_side.node_rpc import Desk
+from ownerserve.engines.vllm.scheduler_side.events import BlockSpan, ResidencyEvents, span_of
+from ownerserve.engines.vllm.scheduler_side.node_rpc import NodeRpcHandler
 from ownerserve.kv.wire.status import SpeedStatement, TierStatement
 from ownerserve.store.format.model import Meta
 
@@ -21,8 +21,8 @@ class Outside:
 
     def __init__(
         self,
-        desk: Desk | None,
-        residency: Residency | None,
+        desk: NodeRpcHandler | None,
+        residency: ResidencyEvents | None,
         *,
         component: str,
         groups: Sequence[int],
@@ -121,5 +121,5 @@ class Outside:
         if self._desk is not None:
             self._desk.close()
 
-    def _span(self, request: Any, start: int, end: int) -> Span | None:
+    def _span(self, request: Any, start: int, end: int) -> BlockSpan | None:
         return span_of(request, start, end, hash_block_tokens=self._pool.hash_block_size)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Stream(Protocol):
+class CopyStream(Protocol):
     """Where copies run beside the engine's work."""
 
     def mark(self) -> Any:
@@ -59,6 +59,6 @@ def host_runtime(device: torch.device) -> Any:
     return torch.cuda.cudart() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
-def stream_of(device: torch.device) -> Stream:
+def stream_of(device: torch.device) -> CopyStream:
     """The stream for caches on `device`."""
     return CudaStream(device) if device.type == "cuda" else HostStream()

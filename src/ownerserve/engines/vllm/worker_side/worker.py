@@ -23,8 +23,14 @@ from typing import Any
 import msgspec
 
 from ownerserve.engines.vllm.layout.codec import Codec
-from ownerserve.engines.vllm.worker_commands import Brought, Load, Orders, Report, Save
-from ownerserve.engines.vllm.worker_side.streams import Stream
+from ownerserve.engines.vllm.worker_commands import (
+    LoadInto,
+    LoadResult,
+    Orders,
+    Save,
+    WorkerStepReport,
+)
+from ownerserve.engines.vllm.worker_side.streams import CopyStream
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.node.storage.backing import Backing
 from ownerserve.store.format.model import AlreadyStored, MissReason, ReadHit, WriteDone
@@ -39,13 +45,13 @@ IDLE_WAIT_S = 0.001
 """How long a step that computes nothing waits for a completion, instead of spinning."""
 
 
-NO_REPORT = Report()
+NO_REPORT = WorkerStepReport()
 
 
 class Loading(msgspec.Struct, eq=False):
     """A load under way; `left` batches are not done. Guarded by the worker's condition."""
 
-    load: Load
+    load: LoadInto
     until_s: float
     began_s: float
     left: int
@@ -57,7 +63,7 @@ class WorkerSide:
     """One rank's."""
 
     def __init__(
-        self, backing: Backing | None, codec: Codec, stream: Stream, *, readers: int
+        self, backing: Backing | None, codec: Codec, stream: CopyStream, *, readers: int
     ) -> None:
         """`backing` None: the medium is not to be had, and everything is a miss."""
         self._backing = backing
@@ -69,7 +75,7 @@ class WorkerSide:
         self._uncopied: set[int] = set()
         self._unsaved: set[int] = set()
         self._saver_is_over = False
-        self._done: list[Brought] = []
+        self._done: list[LoadResult] = []
         self._copied: list[int] = []
         self._kept: list[int] = []
         self._not_kept: list[int] = []
@@ -124,13 +130,13 @@ class WorkerSide:
             failed, self._failed = self._failed, set()
         return received, failed
 
-    def report(self) -> Report:
+    def report(self) -> WorkerStepReport:
         """What was done since the last report."""
         lost = self._tiers.losses.take() if self._tiers is not None else None
         if not (lost or self._done or self._copied or self._kept or self._not_kept):
             return NO_REPORT
         with self._changed:
-            report = Report(
+            report = WorkerStepReport(
                 brought=tuple(self._done),
                 copied=tuple(self._copied),
                 kept=tuple(self._kept),
@@ -158,7 +164,7 @@ class WorkerSide:
 
     # -- loads ---------------------------------------------------------------------------------
 
-    def _begin(self, load: Load) -> None:
+    def _begin(self, load: LoadInto) -> None:
         now = time.monotonic()
         batches = list(_batches([self._codec.size(place) for place in load.places]))
         loading = Loading(load, now + load.deadline_s, now, len(batches))
@@ -207,11 +213,11 @@ class WorkerSide:
         del self._loading[load.errand]
         if loading.reason:
             self._failed.add(load.request_id)
-            brought = Brought(
+            brought = LoadResult(
                 load.errand, load.request_id, reason=loading.reason, failed_id=loading.failed_id
             )
         else:
-            brought = Brought(
+            brought = LoadResult(
                 load.errand,
                 load.request_id,
                 ids=tuple(want.id for want in load.wants),
