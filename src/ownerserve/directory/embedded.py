@@ -1,4 +1,4 @@
-"""The directory inside a process: the default. Its memory is this process; workers have the rest.
+"""The directory whose memory is this process: the default. Workers have what rebuilds it.
 
 Not for several threads: the service calls it from one, an embedding router from its loop.
 """
@@ -39,7 +39,7 @@ class EmbeddedDirectory:
         self._state = self._empty(lease_s if opens_in_s is None else opens_in_s)
 
     def execute(self, requests: Sequence[Request]) -> list[Outcome]:
-        """One after another, at one instant."""
+        """Decide on the requests one after another, at one instant."""
         now_s = self._clock.now()
         return [self._handle(request, now_s) for request in requests]
 
@@ -55,7 +55,7 @@ class EmbeddedDirectory:
         )
 
     def sweep(self, limit: int) -> int:
-        """Goes round over all records, `limit` at a time."""
+        """Look at the next `limit` records of all, in rounds; says how many changed."""
         if not self._to_sweep:
             self._to_sweep = self._state.keys()
         part, self._to_sweep = self._to_sweep[:limit], self._to_sweep[limit:]
@@ -67,7 +67,7 @@ class EmbeddedDirectory:
         return self.status()
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """There is nothing to give back."""
 
     def _handle(self, request: Request, now_s: float) -> Outcome:
         state = self._state

@@ -18,7 +18,7 @@ from ownerserve.kv.messages import RoutingUnit
 
 
 class DirectoryRefusal(StrEnum):
-    """Why nothing was changed. A metric label."""
+    """Why the directory changed nothing. A metric label."""
 
     UNKNOWN_HOLDER = "unknown_holder"  # register first: the directory does not know you (any more)
     STALE_INCARNATION = "stale_incarnation"  # a later life of this unit has registered
@@ -47,10 +47,11 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
 
 
 class RenewLease(msgspec.Struct, frozen=True, tag="renew_lease", gc=False):
-    """One lease covers all that a unit owns: a heartbeat costs one message, not one an extent.
+    """A unit extends its lease, which covers all that it owns: a heartbeat costs one message, not
+    one an extent.
 
-    `memory`: as the lease was given. A later memory may know the unit by a `Register` that was long
-    on its way or another gateway's, and nothing of what it owns. None: not known to who renews.
+    `memory`: the directory's when it gave the lease. A later memory may know the unit by a
+    `Register` that was long on its way, and nothing of what it owns. None: not known to who renews.
     """
 
     unit: RoutingUnit
@@ -59,13 +60,14 @@ class RenewLease(msgspec.Struct, frozen=True, tag="renew_lease", gc=False):
 
 
 class Retire(msgspec.Struct, frozen=True, tag="retire"):
-    """The unit leaves: its copies and claims are free at once."""
+    """The unit leaves the fleet: its copies and claims are free at once."""
 
     unit: RoutingUnit
 
 
 class HeldExtent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A line of an inventory. `epoch`: of the last-copy duty; None: a read-only copy."""
+    """A line of an inventory: `kinds` of tokens [0, tokens) of a prefix are held in `tier`.
+    `epoch`: under which the sender has last-copy duty; None: the copy is read-only."""
 
     prefix_hash: PrefixHash
     tokens: int
@@ -76,7 +78,8 @@ class HeldExtent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class HeldSession(msgspec.Struct, frozen=True, array_like=True):
-    """A session that the sender owns under `epoch`, by its own unbroken lease."""
+    """A session that the sender owns under `epoch`, by its own unbroken lease: for a directory that
+    has forgotten."""
 
     session_id: SessionId
     version: int
@@ -104,7 +107,8 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
 
 
 class Bind(msgspec.Struct, frozen=True, tag="bind", gc=False):
-    """`unit` wants to own the session. `parent`: it is a fork and stands on the parent's prefix."""
+    """`unit` wants to own the session. `parent`: the session that it is a fork of, on whose prefix
+    it then stands."""
 
     session_id: SessionId
     unit: RoutingUnit
@@ -129,7 +133,7 @@ class Transfer(msgspec.Struct, frozen=True, tag="transfer", gc=False):
 class Advance(msgspec.Struct, frozen=True, tag="advance", gc=False):
     """The owner finished turns: `version` of them in all, and the session stands on `prefix_hash`.
 
-    It claims that prefix too: `unit` holds `kinds` of it in `tier`, with last-copy duty where
+    The prefix is claimed too: `unit` holds `kinds` of it in `tier`, with last-copy duty where
     nobody alive has it. Taken if the epoch is the record's and the version higher, so that several
     turns go as one. One that comes twice is answered as before, one that comes late by `Conflict`.
     """
@@ -147,7 +151,7 @@ class Advance(msgspec.Struct, frozen=True, tag="advance", gc=False):
 
 
 class EndSession(msgspec.Struct, frozen=True, tag="end_session", gc=False):
-    """The session is over, or idle for too long."""
+    """The owner ends the session: it is over, or idle for too long."""
 
     session_id: SessionId
     unit: RoutingUnit
@@ -155,7 +159,8 @@ class EndSession(msgspec.Struct, frozen=True, tag="end_session", gc=False):
 
 
 class FindSession(msgspec.Struct, frozen=True, tag="find_session"):
-    """Who owns it? A router may have `seen` a later epoch than the directory remembers."""
+    """A router asks who owns the session. It may have `seen` a later epoch than the directory
+    remembers."""
 
     session_id: SessionId
     seen: Epoch | None = None
@@ -165,7 +170,7 @@ class FindSession(msgspec.Struct, frozen=True, tag="find_session"):
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop"):
-    """May `unit` drop its copy in `tier`? Asked before, not told after."""
+    """A unit asks whether it may drop its copy in `tier`: before it does, not after."""
 
     prefix_hash: PrefixHash
     unit: RoutingUnit
@@ -173,15 +178,16 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
-    """The longest of `candidates` of which someone alive holds all of `kinds`."""
+    """Somebody asks for the first of `candidates` of which units that live hold all of `kinds`."""
 
     candidates: tuple[PrefixHash, ...]
     kinds: Kinds = 0
 
 
 class ReplicateReadonly(msgspec.Struct, frozen=True, tag="replicate_readonly"):
-    """A wish: the unit that lives at that place is to hold a read-only copy. It is written down
-    until such a copy is told of or the unit's life is over; no bytes move for it yet."""
+    """Somebody wishes that the unit that lives at that place hold a read-only copy. The wish is
+    written down until such a copy is told of or the unit's life is over; no bytes move for it
+    yet."""
 
     prefix_hash: PrefixHash
     worker: WorkerId
@@ -189,7 +195,7 @@ class ReplicateReadonly(msgspec.Struct, frozen=True, tag="replicate_readonly"):
 
 
 class FindGroup(msgspec.Struct, frozen=True, tag="find_group"):
-    """The hot prefixes of a repository or document."""
+    """Somebody asks for the hot prefixes of a repository or document."""
 
     group: str
 
@@ -204,9 +210,8 @@ Request: TypeAlias = (
 
 
 class Leased(msgspec.Struct, frozen=True, tag="leased"):
-    """Counts from when the request was *sent*: the holder's lease then ends before ours of it.
-
-    `memory` is to be named when it is renewed.
+    """The unit has a lease of `lease_s` from when it *sent* the request: by its own clock the lease
+    then ends before it does by the directory's. `memory` is to be named when it is renewed.
     """
 
     lease_s: float
@@ -214,14 +219,13 @@ class Leased(msgspec.Struct, frozen=True, tag="leased"):
 
 
 class Retired(msgspec.Struct, frozen=True, tag="retired"):
-    """Nothing is held by this life any more."""
+    """The unit has left: nothing is held by this life any more."""
 
 
 class Published(msgspec.Struct, frozen=True, tag="published"):
-    """`adopted`: sessions that are the sender's. Those not named belong to a later owner.
-
-    `forked`: of what was left, the copies that stay known, since other sessions stand on them.
-    `lost`: of what is gone, the last living copies that a session stood on.
+    """An inventory's part is taken over. `adopted`: sessions that are the sender's; the others that
+    it reported belong to a later owner. `forked`: copies that were left and stay known, since other
+    sessions stand on them. `lost`: prefixes whose last living copy is gone, and a session stood on.
     """
 
     extents: int
@@ -251,22 +255,21 @@ class Bound(msgspec.Struct, frozen=True, tag="bound", gc=False):
 
 
 class HeldBy(msgspec.Struct, frozen=True, tag="held_by"):
-    """Someone whose lease runs owns it."""
+    """The session cannot be bound: `owner`, whose lease runs, has it under `epoch`."""
 
     owner: RoutingUnit
     epoch: Epoch
 
 
 class Conflict(msgspec.Struct, frozen=True, tag="conflict"):
-    """Compare-and-set failed: the session is now as `current` says."""
+    """A compare-and-set failed: the session is now as `current` says."""
 
     current: SessionIs
 
 
 class Advanced(msgspec.Struct, frozen=True, tag="advanced", gc=False):
-    """The session stands in `version`.
-
-    `duty`: the epoch of last-copy duty for the tip, when it was taken on with this.
+    """The report is taken, or was before: the session stands in `version`. `duty`: the epoch of
+    last-copy duty for the tip, where the owner took it on with this report.
     """
 
     version: int
@@ -282,8 +285,9 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
 
 
 class Found(msgspec.Struct, frozen=True, tag="found"):
-    """`locations` live, nearest tier first; `owner` None: nobody has last-copy duty. `wanted`: who
-    is to hold a read-only copy, and does not yet."""
+    """A prefix that somebody alive holds: `locations` are its living copies, nearest tier first.
+    `owner` None: nobody has last-copy duty. `wanted`: units that are to hold a read-only copy, and
+    do not yet."""
 
     prefix_hash: PrefixHash
     tokens: int
@@ -297,23 +301,25 @@ class Found(msgspec.Struct, frozen=True, tag="found"):
 
 
 class Wished(msgspec.Struct, frozen=True, tag="wished"):
-    """All that are to hold a read-only copy. Without the unit that was named where it has one."""
+    """The wish is written down: `wanted` are all units that are to hold a read-only copy, without
+    the one that was named where it has one."""
 
     wanted: tuple[RoutingUnit, ...]
 
 
 class Miss(msgspec.Struct, frozen=True, tag="miss"):
-    """Nobody alive holds it, or it was never told of."""
+    """There is no such prefix that somebody alive holds, or no such session."""
 
 
 class GroupIs(msgspec.Struct, frozen=True, tag="group_is"):
-    """(prefix hash, sessions that came to stand on it), most used first."""
+    """A group as (prefix hash, how many sessions came to stand on it), most used first."""
 
     members: tuple[tuple[PrefixHash, int], ...]
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Nothing was changed, unless the reason says so. Ask again after `retry_after_s`."""
+    """The directory changed nothing, unless the reason says so. The request may go again after
+    `retry_after_s`."""
 
     reason: DirectoryRefusal
     retry_after_s: float = 0.0

@@ -1,4 +1,4 @@
-"""What a directory is to its callers, wherever its memory lies. One contract suite over all."""
+"""Directory: what it is to its callers, wherever its memory lies. One contract suite over all."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from ownerserve.directory.messages import Outcome, Request
 from ownerserve.kv.epoch import Term
 
 LEASE_S = 30.0
-"""Long enough that an idle unit asks once in 10 s: frames are what many units cost. So long a dead
-owner's sessions are served by guests, which are as fast and tell nothing."""
+"""A unit's lease. Long enough that an idle unit asks once in 10 s, for frames are what many units
+cost. For so long a dead owner's sessions are served by guests, which are as fast and tell
+nothing."""
 
 
 SWEEP_IDLE_S = 24 * 3600.0
@@ -30,8 +31,8 @@ class RecordCounts(msgspec.Struct, frozen=True):
 
 
 class DirectoryStatus(msgspec.Struct, frozen=True):
-    """`opens_in_s` above 0: rebuilding. `term` None: not reachable. `keys`: a shared backend counts
-    all records, not each kind."""
+    """How a directory is. `opens_in_s` above 0: it is rebuilding. `term` None: its memory cannot be
+    reached. `keys`: records in all, where a shared backend does not count each kind."""
 
     backend: str
     term: Term | None
@@ -41,20 +42,22 @@ class DirectoryStatus(msgspec.Struct, frozen=True):
     records: RecordCounts | None
     keys: int | None = None
     lost_copies: int = 0
-    """Last copies of what sessions stand on that were told as gone, since the service began."""
+    """Prefixes that sessions stand on whose last copy was told as gone, since the service began."""
     asked: dict[str, int] = {}
     """Requests by type since the service began."""
 
 
 class Directory(Protocol):
-    """Requests in, outcomes out, in order. Never raises for what a backend or a network does."""
+    """Takes requests, gives their outcomes in order. `execute` never raises for what a backend or a
+    network does: what could not be done is `Refused`."""
 
     def execute(self, requests: Sequence[Request]) -> list[Outcome]: ...
 
     def status(self) -> DirectoryStatus: ...
 
     def sweep(self, limit: int) -> int:
-        """Clean up behind those who never said good-bye, at most `limit` records looked at."""
+        """Clean up behind units and sessions that never ended; looks at `limit` records at most,
+        and says how many it changed."""
         ...
 
     def forget(self) -> DirectoryStatus:

@@ -30,7 +30,7 @@ class TierCode(IntEnum):
 
 
 class StateKind(IntFlag):
-    """State by its owner rule."""
+    """A kind of state, by the rule of who owns it."""
 
     DENSE = 1
     COMPRESSED = 2
@@ -39,11 +39,11 @@ class StateKind(IntFlag):
 
 
 Kinds: TypeAlias = int
-"""Bits of `StateKind`: a plain integer, for there are as many as there are extents."""
+"""Several `StateKind`s as bits: a plain integer, for there are as many as there are extents."""
 
 
 MAIN_KINDS: Kinds = int(StateKind.DENSE | StateKind.COMPRESSED)
-"""What every worker that has computed a prefix holds of it, whatever the model."""
+"""Kinds that every worker that has computed a prefix holds of it, whatever the model."""
 
 
 Tiers: TypeAlias = frozenset[TierCode]
@@ -58,7 +58,7 @@ REPLICA_TIERS: dict[StateKind, Tiers] = {
     StateKind.CHECKPOINT: AT_REST,
     StateKind.TAIL: NOWHERE,
 }
-"""Where someone other than the authority may hold a copy."""
+"""Tiers in which a unit that is not the authority may hold a copy, by kind."""
 
 _KIND_OF_ROLE = {
     Role.DENSE: StateKind.DENSE,
@@ -77,10 +77,10 @@ _KIND_OF_ROLE = {
 
 
 def kind_of(role: Role) -> StateKind:
-    """The owner rule's kind of a component."""
+    """The kind of state that a component of that role is."""
     return _KIND_OF_ROLE[role]
 
 
 def as_replica(kinds: Kinds, tier: TierCode) -> Kinds:
-    """What of `kinds` someone who is not their authority may hold in `tier`."""
+    """The part of `kinds` that a unit that is not their authority may hold in `tier`."""
     return sum(kind for kind, tiers in REPLICA_TIERS.items() if kind & kinds and tier in tiers)

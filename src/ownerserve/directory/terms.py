@@ -1,4 +1,4 @@
-"""Where new terms come from: the highest that this machine knows of, plus one, and a random nonce.
+"""TermFile: new terms, each the highest that this machine knows of plus one, with a random nonce.
 
 The file is the high-water mark. It is replaced whole and synced before the term is used: a
 directory may lose all else, for workers know it, but a term that was used is not used again. Where
@@ -29,7 +29,7 @@ class TermFile:
 
     @property
     def is_new(self) -> bool:
-        """No term was ever started here."""
+        """Whether no term was ever started here."""
         return self._last is None
 
     def start(self, above: Term | None = None) -> Term:

@@ -90,7 +90,7 @@ def is_told_again(session: SessionRecord, ask: Advance) -> bool:
 
 
 def report_is_later(session: SessionRecord, reported: HeldSession) -> bool:
-    """Of two units that claim a session from before, the later epoch has it."""
+    """The later epoch has a session that two units claim from before."""
     return session.epoch < reported.epoch
 
 
@@ -112,7 +112,7 @@ def is_behind(issued: Epoch, seen: Epoch | None) -> bool:
 def standing(
     holder: HolderRecord | None, unit: RoutingUnit, now_s: float
 ) -> DirectoryRefusal | None:
-    """Why `unit` may not own anything now; None when it may."""
+    """The reason why `unit` may not own anything now; None when it may."""
     if holder is None or holder.incarnation < unit.incarnation:
         # A former life may have come first to a directory that lost its memory.
         return DirectoryRefusal.UNKNOWN_HOLDER

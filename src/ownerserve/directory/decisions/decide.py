@@ -1,4 +1,4 @@
-"""One door to all decisions: which one a request asks for."""
+"""decide(): which decision a request asks for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DECIDERS: dict[type, Decider] = {
 
 
 def decide(records: Records, request: ask.Request, moment: Moment) -> Transaction:
-    """What to answer and what to write. Reads nothing but `records` and its arguments."""
+    """The answer to `request` and what to write for it. Reads nothing but its arguments."""
     return DECIDERS[type(request)](records, request, moment)
 
 

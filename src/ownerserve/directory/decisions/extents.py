@@ -35,7 +35,8 @@ def live_copies(records: Records, prefix: PrefixRecord, now_s: float) -> list[Lo
 
 
 def without_copy(prefix: PrefixRecord, unit: RoutingUnit, tier: TierCode) -> PrefixRecord | None:
-    """The copy is gone; with its owner's last one the duty goes. None: nothing is left to know."""
+    """The prefix without a copy; with its owner's last one the duty goes. None: nothing is left to
+    know."""
     left = without_location(prefix.locations, None if tier is TierCode.REMOTE else unit, tier)
     if not left and prefix.refs == 0:
         return None
@@ -46,8 +47,8 @@ def without_copy(prefix: PrefixRecord, unit: RoutingUnit, tier: TierCode) -> Pre
 def put_prefix(
     draft: TransactionDraft, prefix_hash: PrefixHash, prefix: PrefixRecord | None
 ) -> None:
-    """Write what is known of a prefix, and have its group know it. None: nothing is left to know,
-    and its group forgets it too."""
+    """Write a prefix's record, and have its group know it. None: delete the record, and have its
+    group forget it."""
     before = prefix_of(draft, prefix_hash)
     draft.put(prefix_key(prefix_hash), prefix)
     if prefix is None:
@@ -71,7 +72,7 @@ def count_fork(
 
 
 def _with_forks(prefix: PrefixRecord, change: int) -> PrefixRecord | None:
-    """`change` sessions more stand on it. None: nothing is left to know."""
+    """The prefix with `change` sessions more that stand on it. None: nothing is left to know."""
     refs = prefix.refs + change
     assert refs >= 0, "a fork is counted once"
     if not refs and not prefix.locations:
@@ -83,7 +84,7 @@ def _with_forks(prefix: PrefixRecord, change: int) -> PrefixRecord | None:
 
 
 def _use_in_group(draft: TransactionDraft, name: str, prefix_hash: PrefixHash, more: int) -> None:
-    """`more` uses of a member; a newcomer displaces the least used when the group is full."""
+    """Count `more` uses of a member; a new one displaces the least used when the group is full."""
     group = group_of(draft, name) or GroupRecord(())
     uses = dict(group.members)
     used = uses.pop(prefix_hash, 0) + more

@@ -58,7 +58,7 @@ def register(records: Records, ask: Register, at: Moment) -> Transaction:
 
 
 def renew_lease(records: Records, ask: RenewLease, at: Moment) -> Transaction:
-    """Extends a running lease; a lapsed one is not revived."""
+    """Extend a running lease; a lapsed one is not revived."""
     key = unit_key(ask.unit)
     holder = holder_at(records, key)
     why = checks.standing(holder, ask.unit, at.now_s)
@@ -80,7 +80,7 @@ def retire(records: Records, ask: Retire, at: Moment) -> Transaction:
 
 
 def publish(records: Records, ask: Publish, at: Moment) -> Transaction:
-    """Takes over a part of an inventory. Repeating it changes nothing."""
+    """Take over a part of a unit's inventory. Repeating it changes nothing."""
     why = checks.standing(holder_of(records, ask.unit), ask.unit, at.now_s)
     if why is not None:
         return refuse(why)
@@ -155,7 +155,8 @@ def _forget(
     *,
     at: Moment,
 ) -> bool:
-    """A copy is gone; whether it was the last that lived of what a session stands on."""
+    """Take the copy out of its record. True: it was the last living one of what a session stands
+    on."""
     held = prefix_of(draft, prefix_hash)
     if held is None:
         return False
@@ -169,7 +170,8 @@ def _forget(
 def _leave(
     draft: TransactionDraft, unit: RoutingUnit, prefix_hash: PrefixHash, tier: TierCode
 ) -> bool:
-    """A longer extent holds it as well; whether it stays known, as a session stands on it."""
+    """Take out the copy, which a longer extent holds as well. True: it stays known, for a session
+    stands on it."""
     held = prefix_of(draft, prefix_hash)
     if held is None:
         return False
@@ -180,7 +182,8 @@ def _leave(
 
 
 def _adopt(draft: TransactionDraft, unit: RoutingUnit, reported: HeldSession, at: Moment) -> bool:
-    """Whether the reported session is the reporter's, made so where we did not know better."""
+    """True: the reported session is the reporter's. It is made so where the directory knows no
+    later owner and is rebuilding."""
     session = session_of(draft, reported.session_id)
     if session is not None and checks.owns(session, unit, reported.epoch):
         return True
@@ -199,7 +202,7 @@ def _adopt(draft: TransactionDraft, unit: RoutingUnit, reported: HeldSession, at
 
 
 def _stand_on(draft: TransactionDraft, reported: HeldSession, at: Moment) -> None:
-    """Count the session on its tip. What is held of that may be told after it."""
+    """Count the session among those that stand on its tip, whose copies may be told of after it."""
     tip = reported.prefix_hash
     if tip is not None and count_fork(draft, tip, +1) is None:
         draft.put(

@@ -55,7 +55,8 @@ class ClaimedTip(msgspec.Struct, frozen=True, gc=False):
 
 
 def claimed_tip(records: Records, ask: Advance, at: Moment) -> ClaimedTip:
-    """The reporter's copy is noted in any case; the duty is its own where nobody alive has it."""
+    """The tip's record with the reporter's copy, and with its last-copy duty where nobody alive has
+    that."""
     place = Location(None if ask.tier is _REMOTE else ask.unit, ask.tier, ask.kinds)
     known = prefix_of(records, ask.prefix_hash)
     stands = checks.standing(holder_of(records, ask.unit), ask.unit, at.now_s) is None
@@ -81,7 +82,7 @@ def claimed_tip(records: Records, ask: Advance, at: Moment) -> ClaimedTip:
 
 
 def drop(records: Records, ask: Drop, at: Moment) -> Transaction:
-    """Yes, unless a session would lose the last living copy of what it stands on."""
+    """Let a copy go, unless a session would lose the last living one of what it stands on."""
     prefix = prefix_of(records, ask.prefix_hash)
     if prefix is None:
         return Transaction(Dropped())
@@ -99,7 +100,7 @@ def drop(records: Records, ask: Drop, at: Moment) -> Transaction:
 
 
 def lookup(records: Records, ask: Lookup, at: Moment) -> Transaction:
-    """Candidates are asked in the order given: pass the longest first."""
+    """Find the first candidate that is held, in the order given: the longest belongs first."""
     for prefix_hash in ask.candidates:
         prefix = prefix_of(records, prefix_hash)
         if prefix is None:
@@ -131,7 +132,7 @@ def lookup(records: Records, ask: Lookup, at: Moment) -> Transaction:
 
 
 def replicate_readonly(records: Records, ask: ReplicateReadonly, at: Moment) -> Transaction:
-    """The wish is written down for the life that is at the place now; one with a copy has none."""
+    """Write the wish down for the life that is at the place now, unless that has a copy."""
     prefix = prefix_of(records, ask.prefix_hash)
     if prefix is None:
         return refuse(DirectoryRefusal.UNKNOWN_PREFIX)
@@ -158,7 +159,7 @@ def _live_wishes(records: Records, prefix: PrefixRecord, now_s: float) -> tuple[
 
 
 def find_group(records: Records, ask: FindGroup, _at: Moment) -> Transaction:
-    """An unknown group has no members."""
+    """Say a group's members; an unknown group has none."""
     group = group_of(records, ask.group)
     return Transaction(GroupIs(group.members if group is not None else ()))
 

@@ -28,17 +28,18 @@ from ownerserve.kv.messages import RoutingUnit
 Key = NewType("Key", bytes)
 
 UNITS_CACHED = 4096
-"""Keys of so many routing units are kept: every request names one."""
+"""Routing units whose keys are kept: every request names one."""
 
 WISH_LIMIT = 16
-"""Wishes for copies that a prefix remembers; the oldest goes."""
+"""Wishes for copies that one prefix remembers; beyond, the oldest goes."""
 
 GROUP_LIMIT = 64
-"""Prefixes that a group remembers; the least used goes."""
+"""Prefixes that one group remembers; beyond, the least used goes."""
 
 
 class HolderRecord(msgspec.Struct, frozen=True, array_like=True, tag="w"):
-    """A routing unit without its incarnation; outlives every life of it, so old ones are known."""
+    """A routing unit's present life and its lease. The record outlives every life, so that messages
+    of former ones are known for what they are."""
 
     incarnation: Incarnation
     lease_until_s: float
@@ -47,8 +48,8 @@ class HolderRecord(msgspec.Struct, frozen=True, array_like=True, tag="w"):
 
 
 class SessionRecord(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
-    """`version`: turns that its owners finished, the same after Bind and Transfer; `prefix_hash` is
-    the tip, None before the first seal."""
+    """A session's owner and how far it has come. `version`: turns that its owners finished, the
+    same after Bind and Transfer; `prefix_hash`: its tip, None before the first seal."""
 
     owner: RoutingUnit
     version: int
@@ -59,7 +60,8 @@ class SessionRecord(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=Fa
 
 
 class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A copy. `unit` None: the shared remote tier, which every worker reads (and verifies)."""
+    """A copy of a prefix. `unit` None: in the shared remote tier, which every worker reads (and
+    verifies)."""
 
     unit: RoutingUnit | None
     tier: TierCode
@@ -67,8 +69,8 @@ class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PrefixRecord(msgspec.Struct, frozen=True, array_like=True, tag="x", gc=False):
-    """`owner` has last-copy duty; `refs` counts the sessions that stand on it (forks); `wanted`:
-    units that are to hold a copy too, by somebody's wish."""
+    """A sealed prefix and its copies. `owner` has last-copy duty; `refs` counts the sessions that
+    stand on it (forks); `wanted`: units that are to hold a copy too, by somebody's wish."""
 
     tokens: int
     owner: RoutingUnit | None
@@ -81,7 +83,8 @@ class PrefixRecord(msgspec.Struct, frozen=True, array_like=True, tag="x", gc=Fal
 
 
 class _FormerPrefix(msgspec.Struct, frozen=True, array_like=True, tag="p", gc=False):
-    """A prefix as it was written before wishes: read, and written no more."""
+    """A prefix record as it was written before there were wishes: it is read, and written no
+    more."""
 
     tokens: int
     owner: RoutingUnit | None
@@ -93,7 +96,7 @@ class _FormerPrefix(msgspec.Struct, frozen=True, array_like=True, tag="p", gc=Fa
 
 
 class GroupRecord(msgspec.Struct, frozen=True, array_like=True, tag="g"):
-    """(prefix hash, sessions that came to stand on it), most used first."""
+    """A group as (prefix hash, how many sessions came to stand on it), most used first."""
 
     members: tuple[tuple[PrefixHash, int], ...]
 
@@ -102,7 +105,8 @@ Record: TypeAlias = HolderRecord | SessionRecord | PrefixRecord | GroupRecord
 
 
 class Records(Protocol):
-    """Where a decision reads. May raise to have what is missing fetched and be called again."""
+    """Where a decision reads. `get` may raise, to have what is missing fetched and the decision
+    made anew."""
 
     def get(self, key: Key, /) -> Record | None: ...
 
@@ -125,7 +129,7 @@ def prefix_key(prefix_hash: PrefixHash) -> Key:
 
 
 def prefix_named(key: Key) -> PrefixHash:
-    """The hash in a prefix's key."""
+    """The prefix hash that is in a prefix record's key."""
     return PrefixHash(key.removeprefix(b"p:"))
 
 
@@ -174,7 +178,8 @@ def group_of(records: Records, group: str) -> GroupRecord | None:
 
 
 def with_location(places: Sequence[Location], new: Location) -> tuple[Location, ...]:
-    """`places` with `new` merged in. Copies of the same place's former lives go: they are gone."""
+    """The copies `places` with `new` merged in. Copies of a former life of the same unit are
+    dropped: they are gone."""
     kept = []
     for place in places:
         if place.unit is not None and new.unit is not None and _same_place(place.unit, new.unit):
@@ -197,7 +202,7 @@ def without_location(
 
 
 def still_wanted(wanted: tuple[RoutingUnit, ...], place: Location) -> tuple[RoutingUnit, ...]:
-    """The wishes that are left where `place` is a copy."""
+    """The wishes of `wanted` that are left once `place` is a copy."""
     unit = place.unit
     if not wanted or unit is None:
         return wanted
@@ -216,7 +221,7 @@ encode_record = _encoder.encode
 
 
 def decode_record(data: bytes) -> Record:
-    """Any record, also one that the version before this has written."""
+    """The record that `data` encodes, also where the version before this has written it."""
     found = _decoder.decode(data)
     if isinstance(found, _FormerPrefix):
         return PrefixRecord(

@@ -52,7 +52,7 @@ from ownerserve.kv.messages import RoutingUnit
 
 
 def bind(records: Records, ask: Bind, at: Moment) -> Transaction:
-    """A new session, one whose owner is gone, or the asker's own."""
+    """Make the asker the owner of a session that is new, its own, or whose owner is gone."""
     why = checks.standing(holder_of(records, ask.unit), ask.unit, at.now_s)
     if why is not None:
         return refuse(why)
@@ -81,7 +81,8 @@ def bind(records: Records, ask: Bind, at: Moment) -> Transaction:
 
 
 def transfer(records: Records, ask: Transfer, at: Moment) -> Transaction:
-    """The owner hands over; whoever decided on an older state of the session gets `Conflict`."""
+    """Make the target the owner, if the source owns the session in that very state; else
+    `Conflict`."""
     session = session_of(records, ask.session_id)
     if session is None:
         return refuse(DirectoryRefusal.UNKNOWN_SESSION)
@@ -98,7 +99,7 @@ def transfer(records: Records, ask: Transfer, at: Moment) -> Transaction:
 
 
 def advance(records: Records, ask: Advance, at: Moment) -> Transaction:
-    """The session's tip moves on, and is claimed; a fork that stayed behind keeps the old prefix
+    """Move the session's tip on, and claim it. A fork that stayed behind keeps the old prefix
     counted."""
     if ask.kinds & TAIL:
         return refuse(DirectoryRefusal.SESSION_LOCAL)
@@ -126,7 +127,7 @@ def advance(records: Records, ask: Advance, at: Moment) -> Transaction:
 
 
 def end_session(records: Records, ask: EndSession, at: Moment) -> Transaction:
-    """Forget it; ending what is not known is done already."""
+    """Forget the session. One that is not known has been forgotten already."""
     session = session_of(records, ask.session_id)
     if session is None:
         return Transaction(Ended())
@@ -136,13 +137,13 @@ def end_session(records: Records, ask: EndSession, at: Moment) -> Transaction:
 
 
 def find_session(records: Records, ask: FindSession, at: Moment) -> Transaction:
-    """Says also when its owner is gone: the router then binds another."""
+    """Say who owns the session, and whether the owner lives."""
     session = session_of(records, ask.session_id)
     return Transaction(Miss() if session is None else session_is(records, session, at))
 
 
 def forget_session(records: Records, key: Key, session: SessionRecord) -> Writes:
-    """What to write so that nothing is known of it, nor that it stands on a prefix."""
+    """The writes after which nothing is known of the session, nor that it stands on a prefix."""
     draft = TransactionDraft(records)
     count_fork(draft, session.prefix_hash, -1)
     draft.put(key, None)
@@ -150,7 +151,8 @@ def forget_session(records: Records, key: Key, session: SessionRecord) -> Writes
 
 
 def _owned_by(session: SessionRecord, unit: RoutingUnit, at: Moment) -> SessionRecord:
-    """Under the moment's epoch; a change of owner finishes no turn."""
+    """The session as `unit` owns it under the moment's epoch; a change of owner finishes no
+    turn."""
     return SessionRecord(
         unit, session.version, session.prefix_hash, session.tokens, at.now_s, at.epoch
     )

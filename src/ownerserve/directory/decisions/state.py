@@ -32,7 +32,7 @@ from ownerserve.kv.errors import InvariantViolated
 
 
 class DirectoryState:
-    """One memory of the directory."""
+    """One memory of the directory: all records, the term and the counter of its epochs."""
 
     def __init__(self, term: Term, *, lease_s: float, open_at_s: float) -> None:
         self.lease_s = lease_s
@@ -47,23 +47,24 @@ class DirectoryState:
         return self._issued
 
     def is_behind(self, request: Request) -> bool:
-        """Must a new term be started before this request is answered?"""
+        """Whether a new term must be started before this request is answered."""
         seen = getattr(request, "seen", None)
         return seen is not None and checks.is_behind(self._issued, seen)
 
     def start_term(self, term: Term, *, open_at_s: float) -> None:
-        """Go on under a later term; what is known stays, new owners wait."""
+        """Go on under a later term; what is known stays, and no new owner is made before
+        `open_at_s`."""
         assert term > self.term, "terms grow"
         self.term, self.open_at_s = term, open_at_s
         self._issued, self._at = Epoch(term, 0), None
 
     def handle(self, request: Request, now_s: float) -> Outcome:
-        """Decide and do it."""
+        """Decide on the request, write what that takes, and say the outcome."""
         at = self._moment(now_s)
         return self._apply(decide(self._records, request, at), at)
 
     def sweep(self, keys: Iterable[Key], now_s: float, *, idle_s: float = SWEEP_IDLE_S) -> int:
-        """Clean up behind those who never said good-bye; how many records changed."""
+        """Clean up the records under `keys` that nobody will end; says how many changed."""
         changed = 0
         for key in keys:
             at = self._moment(now_s)
@@ -74,11 +75,11 @@ class DirectoryState:
         return changed
 
     def keys(self) -> list[Key]:
-        """All keys, for a sweep."""
+        """The keys of all records, for a sweep."""
         return list(self._records)
 
     def counts(self) -> RecordCounts:
-        """How much is known."""
+        """How many records of each kind are known."""
         found = Counter(type(record) for record in self._records.values())
         return RecordCounts(
             found[HolderRecord], found[SessionRecord], found[PrefixRecord], found[GroupRecord]
@@ -104,7 +105,8 @@ class DirectoryState:
                 raise InvariantViolated(f"2: {problem}")
 
     def _moment(self, now_s: float) -> Moment:
-        """The same one for all that is asked at an instant, until an epoch is used."""
+        """The moment of a decision: the same for all that is asked at an instant, until its epoch
+        is used."""
         at = self._at
         if at is None or at.now_s != now_s:
             epoch = Epoch(self.term, self._issued.counter + 1)

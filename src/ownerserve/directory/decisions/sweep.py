@@ -1,4 +1,4 @@
-"""What no request cleans up: sessions that never ended, copies of units that never came back."""
+"""sweep(): cleans up sessions that never ended, and copies of units that never came back."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ownerserve.directory.messages import Ended, Miss
 
 
 def sweep(records: Records, key: Key, at: Moment, *, idle_s: float) -> Transaction:
-    """Look at one record. A session whose owner is gone and that nobody took for `idle_s` ends;
-    copies of former lives, and of units silent for as long, go from a prefix, as do wishes for
-    them, and a prefix without copies or forks goes whole."""
+    """Look at the record under `key`. A session whose owner is gone and that nobody took for
+    `idle_s` ends; copies of former lives, and of units silent for as long, go from a prefix, as do
+    wishes for them, and a prefix without copies or forks goes whole."""
     record = records.get(key)
     if isinstance(record, SessionRecord):
         if record.last_access_s + idle_s >= at.now_s:

@@ -18,11 +18,12 @@ from ownerserve.directory.messages import DirectoryRefusal, Outcome, Refused
 from ownerserve.kv.epoch import Epoch
 
 Writes: TypeAlias = tuple[tuple[Key, Record | None], ...]
-"""Records by key; None: it is deleted."""
+"""Records by key, each as it is to be written; None: it is to be deleted."""
 
 
 class Moment(msgspec.Struct, frozen=True, gc=False):
-    """`open_at_s`: until then a directory without memory makes no new owner."""
+    """When a decision is made, by the directory's clock, and with which lease and epoch.
+    `open_at_s`: until then a directory without memory makes no new owner."""
 
     now_s: float
     lease_s: float
@@ -31,7 +32,8 @@ class Moment(msgspec.Struct, frozen=True, gc=False):
 
 
 class Transaction(msgspec.Struct, frozen=True, gc=False):
-    """`guards` were only read, but the decision stands or falls with them."""
+    """An outcome, and what must be written for it. `guards` were only read, but the outcome stands
+    or falls with them; `minted`: the moment's epoch is used up."""
 
     outcome: Outcome
     writes: Writes = ()
@@ -40,7 +42,8 @@ class Transaction(msgspec.Struct, frozen=True, gc=False):
 
 
 class TransactionDraft:
-    """Records as a decision has left them so far. Owns its writes; never changes what is below."""
+    """Records as a decision has left them so far. Owns its writes; never changes what is below
+    it."""
 
     __slots__ = ("_below", "changed")
 
@@ -54,23 +57,23 @@ class TransactionDraft:
         return self._below.get(key)
 
     def put(self, key: Key, record: Record | None) -> None:
-        """Write, or with None delete."""
+        """Write the record under `key`; None: delete it."""
         self.changed[key] = record
 
     def decided(self, outcome: Outcome, *, guards: tuple[Key, ...] = ()) -> Transaction:
-        """What was drafted, without an epoch."""
+        """The transaction of what was drafted. No epoch is used up."""
         return Transaction(outcome, tuple(self.changed.items()), guards)
 
     def granted(self, outcome: Outcome, *, guards: tuple[Key, ...] = ()) -> Transaction:
-        """The same with the moment's epoch used up."""
+        """The transaction of what was drafted, with the moment's epoch used up."""
         return Transaction(outcome, tuple(self.changed.items()), guards, minted=True)
 
 
 def refuse(reason: DirectoryRefusal, *, retry_after_s: float = 0.0) -> Transaction:
-    """Nothing changes."""
+    """The request is refused, and nothing changes."""
     return Transaction(Refused(reason, retry_after_s))
 
 
 def refuse_until_open(at: Moment) -> Transaction:
-    """No epochs yet."""
+    """The request is refused until new epochs may be issued."""
     return refuse(DirectoryRefusal.REBUILDING, retry_after_s=max(0.0, at.open_at_s - at.now_s))

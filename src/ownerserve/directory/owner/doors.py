@@ -46,29 +46,29 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 
 SESSIONS_MAX = 100_000
-"""Some 30 MB. Of sessions that are owned the grant itself has the epoch."""
+"""Doors that are remembered, some 30 MB. An owned session has its epoch in its grant too."""
 
 AGAIN_S = 1.0
 ASKED_FOR_S = 60.0
-"""Two leases: so long a former owner may ask for the hand-over."""
+"""For how long a guest asks: two leases, in which a former owner may ask for the hand-over."""
 GUESTS_MAX = 1000
 
 AT_ONCE = 1000
-"""Ended with one frame."""
+"""Idle sessions that are ended with one frame, at most."""
 
 STALE_EPOCH = "stale_epoch"
 STALE_VERSION = "stale_version"
 
 
 class Heard(msgspec.Struct, frozen=True, gc=False):
-    """The highest epoch of a session, and whose it is, where that was said."""
+    """The highest epoch that was heard of one session, and whose it is, where that was said."""
 
     epoch: Epoch
     owner: RoutingUnit | None = None
 
 
 class Doors:
-    """The highest epoch heard of each session, and whose it is. Owns nothing else."""
+    """The highest epoch heard of each session, and whose it is. Owns that map and nothing else."""
 
     def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
         self._sessions_max = sessions_max
@@ -92,7 +92,7 @@ class Doors:
         return heard.epoch if heard is not None and epoch < heard.epoch else None
 
     def last(self, session_id: SessionId) -> Heard | None:
-        """The highest epoch that was heard."""
+        """The highest epoch that was heard of the session; None: nothing was."""
         return self._heard.get(session_id)
 
 
@@ -102,25 +102,26 @@ class _Guest(msgspec.Struct):
 
 
 class GuestSessions:
-    """Owns nothing but these times. Of too many sessions the oldest is forgotten: its next turn
-    asks for it."""
+    """Sessions whose last turn here was a guest's, and when each is asked for again. Beyond
+    GUESTS_MAX the oldest is forgotten: its next turn asks for it."""
 
     def __init__(self) -> None:
         self._sessions: dict[SessionId, _Guest] = {}
 
     def add(self, session_id: SessionId, now_s: float) -> None:
-        """A turn of it has ended here, or it is said to be ours."""
+        """A guest's turn of the session has ended here, or somebody said that it is ours."""
         self._sessions.pop(session_id, None)
         self._sessions[session_id] = _Guest(now_s + AGAIN_S, AGAIN_S)
         if len(self._sessions) > GUESTS_MAX:
             del self._sessions[next(iter(self._sessions))]
 
     def discard(self, session_id: SessionId) -> None:
-        """It is ours, or over."""
+        """The session is ours, or over: it is not asked for."""
         self._sessions.pop(session_id, None)
 
     def due(self, now_s: float) -> list[SessionId]:
-        """Those that are to be asked for with the frame that goes now."""
+        """Sessions that are to be asked for with the frame that goes now; each waits twice as long
+        for its next time."""
         due = [name for name, guest in self._sessions.items() if guest.due_s <= now_s]
         for name in due:
             guest = self._sessions[name]
@@ -132,7 +133,8 @@ class GuestSessions:
 
 
 class IdleSessions:
-    """When each session last had a turn here, the longest ago first. Owns nothing else."""
+    """When each session last had a turn here, the longest ago first. Owns those times and nothing
+    else."""
 
     def __init__(self) -> None:
         self._used_s: OrderedDict[SessionId, float] = OrderedDict()
@@ -141,16 +143,16 @@ class IdleSessions:
         return len(self._used_s)
 
     def used(self, session_id: SessionId, now_s: float) -> None:
-        """A turn of it is here, or has ended."""
+        """A turn of the session is here, or has ended."""
         self._used_s[session_id] = now_s
         self._used_s.move_to_end(session_id)
 
     def discard(self, session_id: SessionId) -> None:
-        """It is over, or another's."""
+        """The session is over, or another's: it is not idle here."""
         self._used_s.pop(session_id, None)
 
     def due(self, now_s: float) -> list[SessionId]:
-        """Those without a turn for SWEEP_IDLE_S; they are not named again."""
+        """Sessions without a turn for SWEEP_IDLE_S; they are not named again."""
         due: list[SessionId] = []
         for session_id, used_s in self._used_s.items():
             if used_s + SWEEP_IDLE_S > now_s or len(due) == AT_ONCE:
@@ -162,7 +164,7 @@ class IdleSessions:
 
 
 Leaving: TypeAlias = Asks | WorkerRefusal
-"""What to ask so that a session leaves, or why it stays."""
+"""The requests by which a session leaves, or why it stays."""
 
 
 class GuardedOwner:
@@ -185,14 +187,15 @@ class GuardedOwner:
         parent: SessionId | None = None,
         epoch: Epoch | None = None,
     ) -> Asks:
-        """A turn is here. `epoch`: the highest that its gateway knows of the session."""
+        """A turn of the session is here, and it is asked for unless it is ours. `epoch`: the
+        highest that its gateway knows of the session."""
         if epoch is not None:
             self.hear(session_id, epoch)
         self._idle.used(session_id, now_s)
         return self.owner.want(session_id, now_s, parent=parent)
 
     def left(self, session_id: SessionId, tip: SessionTip, now_s: float) -> Asks:
-        """A turn has ended."""
+        """A turn of the session has ended here, and left it at `tip`."""
         if session_id not in self.owner.grants:
             self._guests.add(session_id, now_s)
         self._idle.used(session_id, now_s)
@@ -205,8 +208,9 @@ class GuardedOwner:
         return self.owner.end(session_id, now_s)
 
     def along(self, now_s: float) -> Asks:
-        """What goes with a frame that goes anyway: the lease is renewed, sessions that had no turn
-        for a day end, and those are asked for that may have become ours since their turn."""
+        """Requests that go with a frame that goes anyway: the lease is renewed, sessions that had
+        no turn for a day end, and those are asked for that may have become ours since their
+        turn."""
         asks = self.owner.renewal(now_s)
         for session_id in self._idle.due(now_s):
             asks += self.owner.end(session_id, now_s)
@@ -218,7 +222,8 @@ class GuardedOwner:
         self, session_id: SessionId, epoch: Epoch, target: RoutingUnit | None, *, now_s: float
     ) -> Leaving:
         """Somebody who knows the session under `epoch` wants it to be the target's; None: it is
-        over. No turn of it runs here; from this instant on it is not ours."""
+        over. No turn of it may run here. From this instant on it is not ours, unless it is
+        refused."""
         if self._is_stale(session_id, epoch):
             return self._refuse(WorkerRefusal.STALE_EPOCH)
         self.hear(session_id, epoch)
@@ -234,7 +239,8 @@ class GuardedOwner:
         return self.owner.hand_over(session_id, target, now_s)
 
     def other_owner(self, session_id: SessionId) -> tuple[RoutingUnit, Epoch] | None:
-        """Whose guests turns of the session are here, and under which epoch; None: not heard."""
+        """The other unit that owns the session, as far as was heard, and under which epoch; None:
+        not heard of any. Turns of the session are that owner's guests here."""
         heard = self.doors.last(session_id)
         if heard is None or heard.owner is None or heard.owner == self.owner.unit:
             return None
@@ -260,13 +266,14 @@ class GuardedOwner:
     # ---- the checks
 
     def _is_stale(self, session_id: SessionId, epoch: Epoch) -> bool:
-        """A forgotten door still knows the epoch of a grant."""
+        """Whether somebody was there after `epoch`: by the door, or by the own grant where the door
+        was forgotten."""
         grant = self.owner.grants.get(session_id)
         is_outdone = grant is not None and epoch < grant.epoch
         return is_outdone or self.doors.above(session_id, epoch) is not None
 
     def _void_below(self, session_id: SessionId) -> None:
-        """A grant below its door is history, whenever it was given."""
+        """Void a grant that is below its door, whenever it was given."""
         grant = self.owner.grants.get(session_id)
         if grant is None:
             return
@@ -294,7 +301,7 @@ class GuardedOwner:
 
 
 def _told(request: Request, outcome: Outcome) -> list[tuple[SessionId, Epoch, RoutingUnit]]:
-    """What an answer says of its session's epoch, and whose it is."""
+    """The epoch of its session that an answer tells of, and whose it is; none or one."""
     if not isinstance(request, Bind | Transfer | Advance):
         return []
     match outcome:
@@ -309,7 +316,7 @@ def _told(request: Request, outcome: Outcome) -> list[tuple[SessionId, Epoch, Ro
 
 
 def _granted(request: Request, outcome: Outcome) -> tuple[SessionId, ...]:
-    """Sessions that an answer may have made ours."""
+    """The sessions that an answer may have made ours."""
     if isinstance(request, Bind):
         return (request.session_id,)
     return outcome.adopted if isinstance(outcome, Published) else ()

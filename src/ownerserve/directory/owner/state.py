@@ -1,4 +1,4 @@
-"""The owner's side: what a routing unit may serve now, and what it must ask the directory.
+"""OwnerState: which sessions a routing unit owns now, and what it must ask the directory.
 
 Pure: methods take `now` (the unit's own clock) and return the requests to send. Owns the unit's
 lease, grants and open asks. Its one promise: `may_serve` says yes only while no one else's can.
@@ -59,7 +59,7 @@ RENEW_AT = 3  # a lease is renewed when 1/3 of it is over: an idle unit's, of 30
 
 
 class OwnerPhase(StrEnum):
-    """Where the unit stands with the directory."""
+    """Where a routing unit stands with the directory."""
 
     JOINING = "joining"
     LIVE = "live"
@@ -68,7 +68,7 @@ class OwnerPhase(StrEnum):
 
 
 class SessionGrant(msgspec.Struct, frozen=True):
-    """A session that is ours."""
+    """A session that this unit owns, as far as its owners have come in it."""
 
     epoch: Epoch
     version: int
@@ -77,8 +77,9 @@ class SessionGrant(msgspec.Struct, frozen=True):
 
 
 class SessionTip(msgspec.Struct, frozen=True, gc=False):
-    """Where a finished turn leaves its session: tokens [0, tokens) and what is held of them.
-    `before`: turns that owners finished before, by its gateway's word; told by nobody they count.
+    """Where a finished turn leaves its session: `kinds` of tokens [0, tokens) are held in `tier`.
+    `before`: turns that owners finished before, by the gateway's word: they count even where the
+    directory was told of none.
     """
 
     prefix_hash: PrefixHash
@@ -90,7 +91,8 @@ class SessionTip(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Wanted(msgspec.Struct):
-    """`turns` were finished here since it was asked for. `is_over`: the last one is among them."""
+    """A session that this unit asks for. `turns` have finished here since it was asked for;
+    `is_over`: the session's last one is among them."""
 
     parent: SessionId | None = None
     turns: int = 0
@@ -98,7 +100,8 @@ class _Wanted(msgspec.Struct):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """To be sent; the answer comes back under `number`, or it is asked again at `again_s`."""
+    """A request that is to be sent. The answer comes back under `number`; without one the request
+    goes again at `again_s`, under a new number."""
 
     number: int
     request: Request
@@ -110,7 +113,8 @@ Asks: TypeAlias = list[Ask]
 
 
 class OwnerState:
-    """One life of a routing unit. `margin_s` covers the drift of its clock over one lease."""
+    """One life of a routing unit as an owner of sessions. `margin_s` covers how far its clock may
+    drift over one lease."""
 
     def __init__(self, unit: RoutingUnit, *, margin_s: float = 0.0) -> None:
         self.unit = unit
@@ -118,7 +122,7 @@ class OwnerState:
         self.seen: Epoch | None = None
         self.grants: dict[SessionId, SessionGrant] = {}
         self.refused: Counter[tuple[str, str]] = Counter()
-        """What came to nothing, by verb (VERBS) and reason: metric labels."""
+        """How often a request came to nothing, by verb (VERBS) and reason: metric labels."""
         self._margin_s = margin_s
         self._lease_until_s = float("-inf")
         self._renewed_s = self._renew_at_s = float("-inf")
@@ -128,21 +132,22 @@ class OwnerState:
         # Waiting to be adopted, each with the end of the lease that covered it.
         self._carried: dict[SessionId, tuple[SessionGrant, float]] = {}
         self._wanted: dict[SessionId, _Wanted] = {}
-        """Sessions that are asked for, or will be when we are registered."""
+        """Sessions that are asked for, or will be once this unit is registered."""
         self._tips: dict[SessionId, SessionTip] = {}
-        """The newest of each session, until the directory has it."""
+        """The newest tip of each session, until the directory has it."""
         self._advancing: set[SessionId] = set()
         self._doubted: set[SessionId] = set()
-        """Sessions that the directory said once it does not know."""
+        """Sessions of which the directory has said once that it does not know them."""
 
     # ---- what the engine asks
 
     def may_serve(self, session_id: SessionId, now_s: float) -> SessionGrant | None:
-        """What is ours of the session now; None: a turn of it is a guest's."""
+        """The grant under which this unit owns the session now; None: a turn of it is a guest's."""
         return self.grants.get(session_id) if self._lease_covers(now_s) else None
 
     def want(self, session_id: SessionId, now_s: float, *, parent: SessionId | None = None) -> Asks:
-        """A turn came for a session that isn't ours (yet). `parent`: whose fork it is."""
+        """A turn came: the session is asked for unless it is owned or asked for. `parent`: the
+        session that it is a fork of."""
         self._void_if_over(now_s)
         if session_id in self._wanted:
             self._wanted[session_id].is_over = False
@@ -156,8 +161,8 @@ class OwnerState:
         return self.tick(now_s)
 
     def finished(self, session_id: SessionId, tip: SessionTip, now_s: float) -> Asks:
-        """A turn has ended. Of a guest's nothing is told; one that ended while we asked for the
-        session counts when it is ours."""
+        """A turn has ended. An owner's is told; a guest's is not, but counts later if the session
+        was asked for when it ended."""
         self._void_if_over(now_s)
         grant = self.grants.get(session_id)
         if grant is not None:
@@ -171,8 +176,8 @@ class OwnerState:
         return []
 
     def hand_over(self, session_id: SessionId, target: RoutingUnit, now_s: float) -> Asks:
-        """The session is to be the target's: from this instant on we don't serve it. Turns that the
-        directory may not know of are told before, as `Transfer` names the version."""
+        """The session is to be the target's: from this instant on it is not owned here. Turns that
+        the directory may not know of are told before, as `Transfer` names the version."""
         grant, tip = self.grants.get(session_id), self._tips.get(session_id)
         if grant is None or not self._lease_covers(now_s):
             return []
@@ -185,7 +190,8 @@ class OwnerState:
         return [*asks, self._ask(move, now_s)]
 
     def end(self, session_id: SessionId, now_s: float) -> Asks:
-        """The session is over. One that is asked for ends as it is ours; a guest tells nothing."""
+        """The session is over. One that is still asked for ends as soon as it is owned; a guest
+        tells nothing."""
         self._void_if_over(now_s)
         grant, wanted = self.grants.get(session_id), self._wanted.get(session_id)
         if grant is None:
@@ -196,12 +202,13 @@ class OwnerState:
         return [self._ask(EndSession(session_id, self.unit, grant.epoch), now_s)]
 
     def fenced(self, session_id: SessionId, seen: Epoch) -> None:
-        """A later owner was there: what we hold is history. Binding again gets a later epoch."""
+        """A later owner was there under `seen`: the grant is void. Binding again gets a later
+        epoch."""
         self.seen = later(self.seen, seen)
         self._lose(session_id)
 
     def retire(self, now_s: float) -> Asks:
-        """The unit leaves: from this instant on it owns nothing."""
+        """The unit leaves the fleet: from this instant on it owns nothing."""
         was_known = self.phase is OwnerPhase.LIVE
         self._wanted.clear()
         self._void("retired")
@@ -211,7 +218,7 @@ class OwnerState:
     # ---- time and answers
 
     def renewal(self, now_s: float) -> Asks:
-        """A frame goes anyway: the lease is renewed with it, once a second at most."""
+        """The renewal that goes along with a frame that is sent anyway, once a second at most."""
         if self.phase is not OwnerPhase.LIVE or now_s < self._renewed_s + RENEW_AGAIN_S:
             return []
         asking = {type(ask.request) for ask in self._asks.values()}
@@ -220,7 +227,8 @@ class OwnerState:
         return [self._ask(RenewLease(self.unit, self.seen, self._memory), now_s)]
 
     def tick(self, now_s: float) -> Asks:
-        """Call often: renews, notices the end of the lease, asks again what was not answered."""
+        """Time has passed: the lease is renewed or found to be over, and what was not answered is
+        asked again. To be called several times a lease."""
         self._void_if_over(now_s)
         due = [ask for ask in self._asks.values() if now_s >= ask.again_s]
         asks = [self._ask_again(ask, now_s) for ask in due]
@@ -263,36 +271,38 @@ class OwnerState:
     # ---- the checks that the promise rests on; each alone, so that tests can take one out
 
     def _lease_covers(self, now_s: float) -> bool:
-        """An owner that slept past its lease finds out before it serves."""
+        """Whether the lease still runs: an owner that slept past it finds out before it serves."""
         return now_s < self._lease_until_s
 
     def _lease_end(self, ask: Ask, lease_s: float, _now_s: float) -> float:
-        """From when it was sent: the directory counts from later, so ours ends first."""
+        """The end of a lease by our clock, counted from when it was asked for: the directory counts
+        from later, so ours ends first."""
         return ask.sent_s + lease_s - self._margin_s
 
     def _void_if_over(self, now_s: float) -> None:
-        """What a lapsed lease covered is gone for good, and so are answers still to come."""
+        """A lapsed lease takes with it all that it covered, and all answers still to come."""
         if self.phase is OwnerPhase.LIVE and not self._lease_covers(now_s):
             self._lapse("lease_over")
             self.phase = OwnerPhase.JOINING
 
     def _stop_serving(self, session_id: SessionId) -> None:
-        """Before the hand-over is asked for, not after it was answered."""
+        """Ownership ends before the hand-over is asked for, not after it was answered."""
         self._lose(session_id)
 
     def _take(self, number: int) -> Ask | None:
-        """Each ask is answered once."""
+        """The open request of that number, taken out: each is answered once."""
         return self._asks.pop(number, None)
 
     def _carry(self) -> None:
-        """Grants of a directory that forgot us wait: the new lease does not cover them yet."""
+        """Grants of a directory that forgot this unit wait: the new lease does not cover them
+        yet."""
         until_s = self._lease_until_s
         self._carried.update({name: (one, until_s) for name, one in self.grants.items()})
         self.grants.clear()
 
     def _is_still_ours(self, until_s: float, now_s: float) -> bool:
-        """Until the lease of before ends, no directory without memory makes another owner; after
-        it one may have, and have been forgotten too."""
+        """Whether a carried grant may be adopted: until the lease of before ends, no directory
+        without memory makes another owner; after it one may have, and have been forgotten too."""
         return now_s < until_s
 
     # ---- transitions
@@ -349,7 +359,8 @@ class OwnerState:
         return []
 
     def _advance(self, session_id: SessionId, now_s: float) -> Asks:
-        """Tell the newest tip, unless an earlier one is still under way: then behind it."""
+        """Tell the newest tip, unless an earlier one is still under way: then it goes behind
+        that."""
         grant, tip = self.grants[session_id], self._tips.get(session_id)
         if tip is None or session_id in self._advancing:
             return []
@@ -389,16 +400,18 @@ class OwnerState:
         return asks
 
     def _is_ours(self, current: SessionIs, grant: SessionGrant) -> bool:
-        """A later report of ours was there first."""
+        """Whether the record is still under our grant: then a later report of ours was there
+        first."""
         return current.owner == self.unit and current.epoch == grant.epoch
 
     def _lose(self, session_id: SessionId) -> None:
-        """Nothing of the session is ours any more, and nothing of it is told."""
+        """The session is not owned here any more, and nothing of it is told."""
         self.grants.pop(session_id, None)
         self._tips.pop(session_id, None)
 
     def _transferred(self, request: Transfer, outcome: Outcome, now_s: float) -> Asks:
-        """It is the target's, or by an earlier attempt already was; else we take it again."""
+        """A hand-over is answered: the session is the target's, by this attempt or an earlier one;
+        else it is asked for again."""
         if isinstance(outcome, Bound):
             return []
         if isinstance(outcome, Conflict) and outcome.current.owner != self.unit:
@@ -406,7 +419,8 @@ class OwnerState:
         return self.want(request.session_id, now_s)
 
     def _lost_standing(self, reason: DirectoryRefusal, ask: Ask, now_s: float) -> Asks:
-        """The directory does not count us among the living."""
+        """The directory does not count this life among the living: it registers anew, unless a
+        later life has."""
         if self.phase is not OwnerPhase.LIVE and not isinstance(ask.request, Register | Publish):
             return []
         if reason is DirectoryRefusal.STALE_INCARNATION:
@@ -423,7 +437,8 @@ class OwnerState:
         return [self._ask(Register(self.unit, self.seen), now_s)]
 
     def _lapse(self, reason: str) -> None:
-        """Whom nobody replaced meanwhile the record still names, so it binds what it owned anew."""
+        """The lease is over. What was owned is bound anew: while nobody else took a session, its
+        record still names this unit, and nobody else could have it."""
         owned = {name: _Wanted() for name in list(self.grants)[-WANTED_MAX:]}
         self._void(reason)
         self._wanted = owned | self._wanted
@@ -436,7 +451,8 @@ class OwnerState:
         self._forget_asks()
 
     def _forget_asks(self) -> None:
-        """Sessions that are wanted stay so: they are asked for under the next lease."""
+        """Open requests are dropped. Sessions that are wanted stay so: they are asked for under the
+        next lease."""
         self._asks.clear()
         self._advancing.clear()
         self._doubted.clear()
@@ -450,13 +466,15 @@ class OwnerState:
         return ask
 
     def _ask_again(self, ask: Ask, now_s: float) -> Ask:
-        """Under a new number: an answer counts for the attempt that it belongs to. A lease is
-        counted from its own attempt, so answers of earlier attempts are not waited for."""
+        """The request goes again under a new number: an answer counts for the attempt that it
+        belongs to. A lease is counted from its own attempt, so answers of earlier ones are not
+        waited for."""
         del self._asks[ask.number]
         return self._ask(self._updated(ask.request), now_s)
 
     def _updated(self, request: Request) -> Request:
-        """With what is known by now: of a session's turns, the newest."""
+        """The request with what is known by now: the newest turn of its session, the highest
+        epoch."""
         if isinstance(request, Advance):
             grant, tip = self.grants.get(request.session_id), self._tips.get(request.session_id)
             if grant is not None and tip is not None and grant.epoch == request.epoch:
@@ -467,12 +485,12 @@ class OwnerState:
 
 
 def is_for_later(outcome: Outcome) -> bool:
-    """Nothing was decided: the same is asked again."""
+    """Whether nothing was decided, so that the same is asked again."""
     return isinstance(outcome, Refused) and outcome.reason in _LATER
 
 
 def _is_ahead(request: Request, outcome: Outcome) -> bool:
-    """A hand-over that overtook the report of the turns before it: that one is on its way."""
+    """Whether a hand-over overtook the report of the turns before it, which is on its way."""
     if not isinstance(request, Transfer) or not isinstance(outcome, Conflict):
         return False
     current = outcome.current
@@ -499,7 +517,7 @@ def _told(
 
 
 VERBS: dict[type[Request], str] = {Advance: "advance", Transfer: "hand_over", EndSession: "end"}
-"""What only an owner may ask, under its epoch."""
+"""Requests that only an owner may make, under its epoch, and their names in metrics."""
 
 _ENDED = (OwnerPhase.SUPERSEDED, OwnerPhase.RETIRED)
 _STANDING = (

@@ -1,8 +1,8 @@
-"""Asking a directory elsewhere: a client that blocks.
+"""DirectoryClient: asks a directory in another process, and blocks until it answers.
 
-It answers `unreachable` for what was not answered in time, or by nothing that can be read: it may
-or may not be done, and every request may be asked again (docs/directory.md). A late answer is
-dropped by its number.
+The client answers `unreachable` for what was not answered in time, or by nothing that can be read:
+it may or may not be done, and every request may be asked again (docs/directory.md). A late answer
+is dropped by its number.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from ownerserve.kv.wire.curve import OPTION, FleetKey, connect
 TIMEOUT_S = 3.0
 NUMBER_BYTES = 8
 REQUESTS_MAX = 16_384
-"""In one frame: its answer stays far below a frame's limit too."""
+"""Requests in one frame, at most: its answer stays far below a frame's limit too."""
 
 log = logging.getLogger("ownerserve.directory")
 
 
 class DirectoryClient:
-    """A `Directory` behind a socket. Not for several threads."""
+    """A `Directory` behind a socket. Not for several threads: ZeroMQ's sockets are not."""
 
     def __init__(
         self, address: str, *, timeout_s: float = TIMEOUT_S, key: FleetKey | None = None
@@ -54,7 +54,7 @@ class DirectoryClient:
         connect(self._socket, address, key)
 
     def execute(self, requests: Sequence[Request]) -> list[Outcome]:
-        """All of them, in order: in one frame, or in several where they are too many for one."""
+        """Ask all of them in order: in one frame, or in several where they are too many for one."""
         outcomes: list[Outcome] = []
         for at in range(0, len(requests), REQUESTS_MAX):
             outcomes += self._executed(requests[at : at + REQUESTS_MAX])
@@ -74,15 +74,15 @@ class DirectoryClient:
             return [Refused(DirectoryRefusal.UNREACHABLE) for _ in requests]
 
     def status(self) -> DirectoryStatus:
-        """Raises PeerLost when there is no answer."""
+        """Ask how the directory is. Raises PeerLost when there is no answer."""
         return _status(self._asked(encode(StatusQuestion())))
 
     def forget(self) -> DirectoryStatus:
-        """Raises PeerLost when there is no answer."""
+        """Have the directory lose its memory. Raises PeerLost when there is no answer."""
         return _status(self._asked(encode(ForgetAll())))
 
     def sweep(self, limit: int) -> int:
-        """The service does that itself."""
+        """Look at no record: the service sweeps by itself."""
         return 0
 
     def close(self) -> None:
@@ -104,8 +104,8 @@ class DirectoryClient:
 
 
 def check_address(address: str, key: FleetKey | None, *, field: str) -> None:
-    """Raises InvalidInput naming `field` when no directory can have this address, or none that can
-    be asked without keys."""
+    """Raise InvalidInput that names `field` when no directory can have this address, or none that
+    can be asked without keys."""
     mend = "write it like tcp://127.0.0.1:7700, or curve://10.0.0.5:7700 where it wants keys"
     parse_endpoint(address, field=field, mend=mend)
     if address.startswith(KEYED) and key is None:
@@ -113,7 +113,7 @@ def check_address(address: str, key: FleetKey | None, *, field: str) -> None:
 
 
 def why_silent(address: str, key: FleetKey | None, *, within_s: float = 1.0) -> str:
-    """What a connection to there comes to, for who got no answer."""
+    """A sentence on what a connection to `address` comes to, after it gave no answer."""
     failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     failed |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
     probe: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -133,8 +133,8 @@ def why_silent(address: str, key: FleetKey | None, *, within_s: float = 1.0) -> 
 
 
 def _answer(parts: Sequence[bytes]) -> Answer:
-    """What came beside the number. Raises PeerLost when it is no answer: whether the directory has
-    done what it was asked is as unknown as when it is silent."""
+    """The answer that came beside the number. Raises PeerLost when it is none: whether the
+    directory has done what it was asked is as unknown as when it is silent."""
     try:
         (data,) = parts
         return decode_answer(data)

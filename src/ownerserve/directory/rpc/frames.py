@@ -1,4 +1,4 @@
-"""What is said on the directory's port, and how it is encoded. Version 1.
+"""Frames of the directory's port: what is said, and how it is encoded. Version 1.
 
     request   [number, msgpack [version, Batch | Status | Forget]]
     answer    [number, msgpack [version, Outcomes | StatusIs | Failed]]
@@ -29,24 +29,24 @@ class RequestBatch(msgspec.Struct, frozen=True, tag="batch"):
 
 
 class StatusQuestion(msgspec.Struct, frozen=True, tag="status"):
-    """How is the directory?"""
+    """A question: how is the directory?"""
 
 
 class ForgetAll(msgspec.Struct, frozen=True, tag="forget"):
-    """Lose all memory: workers fill it again from their inventories."""
+    """A demand to lose all memory: workers fill it again from their inventories."""
 
 
 Question: TypeAlias = RequestBatch | StatusQuestion | ForgetAll
 
 
 class Outcomes(msgspec.Struct, frozen=True, tag="outcomes"):
-    """One for each request of the batch."""
+    """The answer to a batch: one outcome for each of its requests, in their order."""
 
     outcomes: tuple[Outcome, ...]
 
 
 class StatusAnswer(msgspec.Struct, frozen=True, tag="status_is"):
-    """The directory as it is now."""
+    """The answer to both other questions: the directory as it is now."""
 
     status: DirectoryStatus
 
@@ -73,17 +73,19 @@ _answers: msgspec.msgpack.Decoder[_Frame[Answer]] = msgspec.msgpack.Decoder(_Fra
 
 
 def encode(body: Question | Answer) -> bytes:
-    """One frame."""
+    """The bytes of one frame."""
     return _encoder.encode(_Frame(VERSION, body))
 
 
 def decode_question(data: bytes) -> Question:
-    """Raises InvalidInput for what is no question of a version that is read here."""
+    """The question in a frame. Raises InvalidInput unless it is one, of a version that is read
+    here."""
     return _opened(data, _questions)
 
 
 def decode_answer(data: bytes) -> Answer:
-    """The same for answers."""
+    """The answer in a frame. Raises InvalidInput unless it is one, of a version that is read
+    here."""
     return _opened(data, _answers)
 
 

@@ -1,4 +1,4 @@
-"""The service: one thread, one socket, one directory behind it.
+"""DirectoryServer: one thread, one socket, one directory behind it.
 
 Owns the socket and calls the directory from its own thread only. What has arrived together is
 decided together: under load a shared backend then takes one trip for many clients' requests.
@@ -36,15 +36,15 @@ log = logging.getLogger("ownerserve.directory")
 
 POLL_MS = 50
 TOGETHER = 256
-"""Frames that are decided in one go."""
+"""Frames that are decided in one go, at most."""
 
 SWEEP_EVERY_S = 1.0
 SWEEP_RECORDS = 1000
 
 
 class DirectoryServer:
-    """Bound when made, serving from `start` to `stop`: on loopback for all who are there; with a
-    key anywhere, for who has it."""
+    """The service: its port is bound when it is made, and served from `start` to `stop`. On
+    loopback it is open to all; with a key it may be anywhere, and is open to holders of that."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class DirectoryServer:
             return [Refused(DirectoryRefusal.MALFORMED) for _ in requests]
 
     def _count_lost(self, outcomes: list[Outcome]) -> None:
-        """What workers were told that was lost with what they let go."""
+        """Count prefixes whose last copy went with what workers have let go."""
         lost = sum(len(one.lost) for one in outcomes if isinstance(one, Published))
         if lost:
             self._lost_copies += lost
@@ -155,5 +155,5 @@ class DirectoryServer:
 
 
 def tag_of(request: Request) -> str:
-    """The request's type, as it is called on the wire."""
+    """The name of the request's type on the wire."""
     return str(request.__struct_config__.tag)

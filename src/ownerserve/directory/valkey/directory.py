@@ -47,14 +47,14 @@ log = logging.getLogger("ownerserve.directory")
 
 ROUNDS = 16
 ROUND_RECORDS = 8_192
-"""Read and written in one trip, or a little more: the server does nothing else meanwhile."""
+"""Records that are read and written in one trip, about: the server does nothing else meanwhile."""
 
 META = NAMESPACE + b"term"
 
 
 class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`min_replicas`: copies that must have a change before it is told; `timeout_s` for each trip,
-    `wait_s` of it for replicas."""
+    """How the backend is used. `min_replicas`: copies that must have a change before it is told;
+    `timeout_s`: the longest that a trip may take, `wait_s` of it for replicas."""
 
     lease_s: float = LEASE_S
     min_replicas: int = 0
@@ -67,8 +67,8 @@ class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Job:
-    """One thing to decide. `outcome` is set when it is done. It reads `keys`, and the extents of an
-    inventory under `new`, which may not be known yet."""
+    """One thing to decide; `outcome` is set when it is done. The decision reads the records under
+    `keys`, and those under `new`: extents of an inventory, which may not be known yet."""
 
     __slots__ = ("decide", "keys", "must_write", "new", "outcome")
 
@@ -88,7 +88,8 @@ class _Job:
 
 
 class ValkeyDirectory:
-    """Not for several threads. Connects when first used, and again after every failure."""
+    """The directory whose memory is a Valkey server. It connects when first used, and again after
+    every failure. Not for several threads."""
 
     def __init__(self, source: ValkeySource, options: ValkeyOptions | None = None) -> None:
         self._source = source
@@ -100,7 +101,8 @@ class ValkeyDirectory:
         self._expects_new = False
 
     def execute(self, requests: Sequence[Request]) -> list[Outcome]:
-        """All in as few trips as they allow; those on the same records one after another."""
+        """Decide on all requests, in as few trips as they allow: those on the same records go one
+        after another."""
         seen: Epoch | None = None
         jobs = []
         for request in requests:
@@ -131,7 +133,7 @@ class ValkeyDirectory:
         return DirectoryStatus("valkey", term, counter, opens_in_s, options.lease_s, None, keys)
 
     def sweep(self, limit: int) -> int:
-        """Goes round with SCAN, about `limit` keys at a time."""
+        """Look at about `limit` keys, in rounds with SCAN; says how many sessions ended."""
         try:
             self._connect()
             self._cursor, found = self._client.scan(
@@ -154,7 +156,8 @@ class ValkeyDirectory:
         return sum(isinstance(_outcome(job), Ended) for job in jobs)
 
     def forget(self) -> DirectoryStatus:
-        """Raises PeerLost when the primary can't be reached."""
+        """Delete all records under a new term. Raises PeerLost when the primary can't be
+        reached."""
         try:
             self._connect()
             self._began(self._client, None, how="forget")
@@ -176,7 +179,7 @@ class ValkeyDirectory:
     # ---- rounds
 
     def _run(self, jobs: list[_Job], seen: Epoch | None) -> None:
-        """Rounds until every job has its outcome, or the server is lost."""
+        """Go on in rounds until every job has its outcome, or the server is lost."""
         waiting, rounds = jobs, 0
         try:
             self._connect()
@@ -194,7 +197,7 @@ class ValkeyDirectory:
             job.outcome = job.outcome or Refused(DirectoryRefusal.CONTENDED)
 
     def _round(self, jobs: list[_Job], seen: Epoch | None) -> list[_Job]:
-        """One read, one commit; the jobs that must go again."""
+        """Read once, decide, commit once; returns the jobs that must go again."""
         fetched, wanted = FetchedRecords(), set().union(*(job.keys for job in jobs))
         expects_new = self._expects_new and all(job.new for job in jobs)
         for job in jobs:
@@ -308,7 +311,7 @@ class ValkeyDirectory:
 
 
 def _fits(jobs: list[_Job]) -> int:
-    """How many of the first go into one round; one always does."""
+    """The number of jobs, from the first on, that go into one round: one at least."""
     records = 0
     for number, job in enumerate(jobs):
         records += len(job.keys) + len(job.new)

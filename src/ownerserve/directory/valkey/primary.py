@@ -1,4 +1,4 @@
-"""Finding the primary: one address, several, or a Sentinel that knows.
+"""find_primary(): by one address, several, or a Sentinel that knows.
 
 valkey://HOST:PORT[,HOST:PORT...][/DB]       of several primaries: the one with the highest term
 sentinel://HOST:PORT[,HOST:PORT...]/NAME
@@ -23,7 +23,7 @@ SYNTAX = "write valkey://HOST:PORT[,HOST:PORT] or sentinel://HOST:PORT/NAME"
 
 
 class ValkeySource(msgspec.Struct, frozen=True):
-    """Where the memory is. `name`: Sentinel's name of it, or the database number."""
+    """Where the Valkey memory is. `name`: Sentinel's name of it, or the number of the database."""
 
     scheme: str
     addresses: tuple[tuple[str, int], ...]
@@ -31,7 +31,8 @@ class ValkeySource(msgspec.Struct, frozen=True):
 
 
 def parse_source(url: str, *, field: str = "--backend") -> ValkeySource:
-    """Raises InvalidInput naming `field` when `url` names no server."""
+    """The source that `url` names. Raises InvalidInput that names `field` when it names no
+    server."""
     scheme, separator, rest = url.partition("://")
     hosts, _, name = rest.partition("/")
     if scheme not in SCHEMES or not separator or (scheme == "sentinel" and not name):

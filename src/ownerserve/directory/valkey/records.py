@@ -27,7 +27,8 @@ from ownerserve.kv.epoch import Epoch
 
 COUNTER_BYTES = 8
 PROVISIONAL = 1 << 40
-"""A counter that is encoded in nine bytes, whose last eight the script writes."""
+"""The counter of an epoch that is not issued yet: it is encoded in nine bytes, whose last eight the
+script writes."""
 NAMESPACE = b"ownerserve:"
 KEEP, SET, DELETE, MINT = range(4)
 ABSENT = b""
@@ -41,7 +42,8 @@ class RecordNotFetched(Exception):
 
 
 class FetchedRecords:
-    """What was read, at one instant or a little later. Raises NotFetched for all else."""
+    """Records that were read, at one instant or a little later. `get` raises RecordNotFetched for
+    all others."""
 
     __slots__ = ("_decoded", "raw")
 
@@ -50,16 +52,17 @@ class FetchedRecords:
         self._decoded: dict[Key, Record] = {}
 
     def add(self, keys: Iterable[Key], values: Iterable[bytes | None]) -> None:
-        """Take in what the server gave for `keys`."""
+        """Take in the values that the server gave for `keys`."""
         for key, value in zip(keys, values, strict=True):
             self.raw[key] = value or ABSENT
 
     def expect_new(self, keys: Iterable[Key]) -> None:
-        """Take all these to be absent. Each must be written, so that the commit finds out."""
+        """Take the records under all these keys to be absent. Each must be written, so that the
+        commit finds out."""
         self.raw.update(dict.fromkeys(keys, ABSENT))
 
     def knows_none(self, keys: Iterable[Key]) -> bool:
-        """Whether all of them are absent."""
+        """Whether the records under all these keys are absent."""
         raw = self.raw
         return all(raw[key] == ABSENT for key in keys)
 
@@ -81,7 +84,7 @@ _WITH_EPOCH = (SessionRecord, PrefixRecord)
 
 
 class CommitBatch:
-    """Decisions of one round, as the commit script takes them."""
+    """The decisions of one round, as the commit script takes them."""
 
     __slots__ = ("_parts", "_touched")
 
@@ -90,11 +93,11 @@ class CommitBatch:
         self._touched: set[Key] = set()
 
     def touches(self, keys: Iterable[Key]) -> bool:
-        """Does an earlier decision of this round change what was read of these?"""
+        """Whether an earlier decision of this round changes what was read of these keys."""
         return not self._touched.isdisjoint(keys)
 
     def add(self, decision: Transaction, fetched: FetchedRecords, epoch: Epoch) -> None:
-        """The decision stands if all it rests on is still as in `fetched`."""
+        """Add a decision, which stands if all that it rests on is still as in `fetched`."""
         items = len(decision.guards) + len(decision.writes)
         raw, add = fetched.raw, self._parts.extend
         add((_DECISION.pack(decision.minted, items),))
@@ -123,7 +126,7 @@ def _item(action: int, key: Key, before: bytes, value: bytes) -> tuple[bytes, ..
 
 
 def with_counter(outcome: Outcome, epoch: Epoch) -> Outcome:
-    """The outcome of a decision that used up `epoch`, now that it is known."""
+    """The outcome of a decision that used up an epoch, with `epoch`, which is known only now."""
     if isinstance(outcome, ask.Bound):
         return replace(outcome, epoch=epoch)
     if isinstance(outcome, ask.Advanced):
@@ -132,7 +135,7 @@ def with_counter(outcome: Outcome, epoch: Epoch) -> Outcome:
 
 
 def keys_of(request: ask.Request) -> Iterator[Key]:
-    """Records that the decision reads for certain, but for those of `new_to`; others are fetched
+    """The keys that the decision reads for certain, but for those of `new_to`; others are fetched
     when it asks for them."""
     for field in ("unit", "source", "target"):
         unit = getattr(request, field, None)
@@ -164,12 +167,13 @@ def keys_of(request: ask.Request) -> Iterator[Key]:
 
 
 def new_to(request: ask.Request) -> frozenset[Key]:
-    """Records of an inventory's extents: a directory that is being rebuilt knows none of them."""
+    """The keys of an inventory's extents, none of which a directory knows that is being rebuilt."""
     if not isinstance(request, ask.Publish):
         return frozenset()
     return frozenset([prefix_key(one.prefix_hash) for one in request.extents])
 
 
 def is_read_only(request: ask.Request) -> bool:
-    """Its answer may come from what is not replicated yet: acting on it is checked again."""
+    """Whether the request only asks: its answer may come from what is not replicated yet, for
+    acting on it is checked again."""
     return isinstance(request, ask.Lookup | ask.FindSession | ask.FindGroup)
