@@ -35,9 +35,9 @@ sys.path.insert(0, str(HERE / "sim"))
 import dynamo_side  # noqa: E402
 
 from ownerserve.kv.errors import InvalidInput  # noqa: E402
+from ownerserve.sim.config.setup import SimSetup  # noqa: E402
 from ownerserve.sim.pool import settled_heap  # noqa: E402
 from ownerserve.sim.run import simulate  # noqa: E402
-from ownerserve.sim.setup import SimSetup  # noqa: E402
 from ownerserve.sim.workload import Capped, Open, Sample, WorkloadShape  # noqa: E402
 from ownerserve.trace.read import read_trace  # noqa: E402
 from result import Row, larger_is_better, report  # noqa: E402

@@ -1,6 +1,6 @@
 """Makes paces: of the simulator's own folder, of any model and GPU with operator tables, of yours.
 
-    python tools/fit_pace.py shipped [NAME ...]         src/ownerserve/sim/paces/*.json, all or some
+    python tools/fit_pace.py shipped [NAME ...]  src/ownerserve/sim/engine/paces/*.json, all or some
     python tools/fit_pace.py tables MODEL --system h200_sxm --gpu H200 --config qwen3-30b-a3b ...
     python tools/fit_pace.py measured steps.csv --name mine@h200 --gpu H200 --config ...
 
@@ -30,8 +30,8 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.registry import build
 from ownerserve.kv.registry.source import find_config, read_config
-from ownerserve.sim.pace import FOLDER, TIMES, PaceFile
-from ownerserve.sim.pace_fit import Fitted, MeasuredStep, fit_steps, read_steps
+from ownerserve.sim.engine.pace import FOLDER, TIMES, PaceFile
+from ownerserve.sim.engine.pace_fit import Fitted, MeasuredStep, fit_steps, read_steps
 
 UTILIZATION = 0.9
 OVERHEAD_BYTES = 3_000_000_000

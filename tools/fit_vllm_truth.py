@@ -29,8 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from ownerserve.sim.pace import TIMES, load_pace
-from ownerserve.sim.pace_fit import MeasuredStep, fit_steps
+from ownerserve.sim.engine.pace import TIMES, load_pace
+from ownerserve.sim.engine.pace_fit import MeasuredStep, fit_steps
 
 Floats = NDArray[np.float64]
 

@@ -16,8 +16,8 @@ import zstandard
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.sim import build
-from ownerserve.sim.layout import unit_model
-from ownerserve.sim.pace import Pace, load_pace
+from ownerserve.sim.engine.pace import Pace, load_pace
+from ownerserve.sim.storage.layout import unit_model
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from ownerserve.kv.prefix import TOKEN_BYTES
-from ownerserve.sim.turns import SimTurn
+from ownerserve.sim.timeline.turns import SimTurn
 from ownerserve.sim.workload import Capped, WorkloadDriver, WorkloadShape
 from ownerserve.trace.model import Run, Trace
 from ownerserve.trace.runs import expand

@@ -6,7 +6,7 @@ it keeps 2 to 5 % of a pool free.
 
 from __future__ import annotations
 
-from ownerserve.sim.nodeport import SimNode
+from ownerserve.sim.storage.nodeport import SimNode
 
 
 class Untouched(SimNode):

@@ -37,13 +37,13 @@ from untouched import Untouched  # noqa: E402
 from ownerserve.cache.pools.budget import ZERO_SLOTS  # noqa: E402
 from ownerserve.engines.hf.scheduling.scheduler import chunk_end  # noqa: E402
 from ownerserve.sim import build  # noqa: E402
-from ownerserve.sim.block_lru import BlockLru  # noqa: E402
 from ownerserve.sim.build import BaselineParts, geometry_of, pace_of  # noqa: E402
-from ownerserve.sim.engine import SimEngine  # noqa: E402
-from ownerserve.sim.layout import unit_model  # noqa: E402
+from ownerserve.sim.config.setup import SimSetup  # noqa: E402
+from ownerserve.sim.engine.block_lru import BlockLru  # noqa: E402
+from ownerserve.sim.engine.engine import SimEngine  # noqa: E402
+from ownerserve.sim.engine.sequence import SimSequence  # noqa: E402
 from ownerserve.sim.run import simulate  # noqa: E402
-from ownerserve.sim.sequence import SimSequence  # noqa: E402
-from ownerserve.sim.setup import SimSetup  # noqa: E402
+from ownerserve.sim.storage.layout import unit_model  # noqa: E402
 from ownerserve.trace.read import read_trace  # noqa: E402
 from result import Row, report  # noqa: E402
 

@@ -30,9 +30,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE.parent))
 
-from ownerserve.sim.pace import PaceFile, load_pace_file  # noqa: E402
+from ownerserve.sim.config.setup import SimSetup  # noqa: E402
+from ownerserve.sim.engine.pace import PaceFile, load_pace_file  # noqa: E402
 from ownerserve.sim.run import simulate  # noqa: E402
-from ownerserve.sim.setup import SimSetup  # noqa: E402
 from ownerserve.sim.workload import Open, WorkloadShape  # noqa: E402
 from ownerserve.trace.model import Trace, TraceRequest, TraceSession  # noqa: E402
 from result import Row, report  # noqa: E402

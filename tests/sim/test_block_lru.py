@@ -8,7 +8,7 @@ from ownerserve.cache.outcomes import Begun, Turn
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Packed, pack
 from ownerserve.kv.specs import Coverage
-from ownerserve.sim.block_lru import BlockLru
+from ownerserve.sim.engine.block_lru import BlockLru
 
 B = 4
 LAYOUT = Layout(B, (Component("kv", Coverage.RANGE, 8, 8),), state_bytes=8)

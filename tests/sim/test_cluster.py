@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ownerserve.cli import simulate
+from ownerserve.cli.simulation import simulate
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.sim.cluster import LOCAL, SERVER_FAILED, SERVER_TRIES, RayRunner
 from ownerserve.sim.metrics.summary import digest

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ownerserve.sim.batch import BatchLimits
+from ownerserve.sim.engine.batch import BatchLimits
 from tests.support.sim.engine_driver import HYBRID, EngineDriver, U, make_engine, own_ids, turn
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import ExecutionMode
-from ownerserve.sim.faults import Draw, Fault, FaultKind, draw, read_faults
-from ownerserve.sim.fleet import SimFleet
+from ownerserve.sim.config.faults import Draw, Fault, FaultKind, draw, read_faults
+from ownerserve.sim.config.setup import Links, SimSetup, Tiers
+from ownerserve.sim.fleet.fleet import SimFleet
 from ownerserve.sim.metrics.rows import MODES, NO_WORKER, SERVED
 from ownerserve.sim.run import simulate
-from ownerserve.sim.setup import Links, SimSetup, Tiers
 from ownerserve.sim.workload import Capped, WorkloadShape
 from tests.support.sim.fleet_driver import MIB, agents, ready, run, setup
 

@@ -10,8 +10,8 @@ import pytest
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import ExecutionMode
 from ownerserve.router.policies import POLICIES
+from ownerserve.sim.config.setup import Links, Tiers
 from ownerserve.sim.metrics.rows import MODES, SERVED
-from ownerserve.sim.setup import Links, Tiers
 from ownerserve.sim.workload import Capped, WorkloadShape
 from tests.support.sim.fleet_driver import MIB, agents, ready, run, setup
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ownerserve.router.policies import POLICIES
+from ownerserve.sim.config.setup import SimSetup, Tiers
 from ownerserve.sim.run import Result, simulate
-from ownerserve.sim.setup import SimSetup, Tiers
 from ownerserve.sim.workload import Capped, WorkloadShape
 from ownerserve.trace.model import Trace
 from tests.support.sim.fleet_driver import MIB, agents, setup

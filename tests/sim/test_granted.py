@@ -9,9 +9,9 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.plan.abilities import ENGINES
 from ownerserve.router.worker import EVERY_ENGINE
-from ownerserve.sim.granted import granted
+from ownerserve.sim.config.granted import granted
+from ownerserve.sim.config.setup import SimSetup, Tiers
 from ownerserve.sim.run import simulate
-from ownerserve.sim.setup import SimSetup, Tiers
 from ownerserve.sim.workload import Capped, WorkloadShape
 from ownerserve.trace.synth.generate import generate
 from ownerserve.trace.synth.options import Options

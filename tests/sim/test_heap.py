@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ownerserve.kv.errors import InvariantViolated
-from ownerserve.sim.heap import Heap
+from ownerserve.sim.timeline.heap import Heap
 
 
 def test_calls_happen_in_order_of_time_then_of_asking() -> None:

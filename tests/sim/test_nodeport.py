@@ -17,10 +17,10 @@ from ownerserve.kv.units import GIB, MIB
 from ownerserve.node.vocabulary.events import Arrived, Gone, RestoreOutcome
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.estimate import Source
-from ownerserve.sim.heap import Heap
-from ownerserve.sim.layout import slots_for, unit_model
-from ownerserve.sim.media import duplex
-from ownerserve.sim.nodeport import make_node, unit_settings
+from ownerserve.sim.storage.layout import slots_for, unit_model
+from ownerserve.sim.storage.nodeport import make_node, unit_settings
+from ownerserve.sim.timeline.heap import Heap
+from ownerserve.sim.timeline.media import duplex
 from ownerserve.store.tiers.placement import OnEviction, Placement, WriteBack
 from tests.support.sim.sim_node_driver import SimNodeDriver, U, disk, geometry_of, host, remote
 

@@ -14,11 +14,11 @@ from ownerserve.cache.tree.node import ResumeDepth, Session
 from ownerserve.cache.tree.prefix_tree import PrefixTree
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.units import GIB
+from ownerserve.sim.config.setup import SimSetup
 from ownerserve.sim.oracle.belady import TurnAccess, bound
 from ownerserve.sim.oracle.horizon import NOW, PARTS, NextUse
 from ownerserve.sim.oracle.infinite import infinite
 from ownerserve.sim.run import simulate
-from ownerserve.sim.setup import SimSetup
 from ownerserve.sim.workload import Capped, WorkloadShape
 from ownerserve.trace.reuse import ideal_reuse
 from ownerserve.trace.synth.generate import generate

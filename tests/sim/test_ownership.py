@@ -15,9 +15,9 @@ from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.node.ownership.ownership import FLUSH_S
 from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd
-from ownerserve.sim.heap import Heap
-from ownerserve.sim.ownership import LEASE_S, SimOwnership
-from ownerserve.sim.turns import prefix_name
+from ownerserve.sim.fleet.ownership import LEASE_S, SimOwnership
+from ownerserve.sim.timeline.heap import Heap
+from ownerserve.sim.timeline.turns import prefix_name
 from ownerserve.sim.workload import Capped, WorkloadShape
 from tests.support.sim.fleet_driver import agents, ready, setup
 

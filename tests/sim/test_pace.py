@@ -16,15 +16,15 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.registry import build
 from ownerserve.kv.registry.source import find_config, read_config
-from ownerserve.sim.pace import Pace, PaceFile, load_pace, load_pace_file, paces
-from ownerserve.sim.pace_fit import MeasuredStep, fit_steps, read_steps
+from ownerserve.sim.engine.pace import Pace, PaceFile, load_pace, load_pace_file, paces
+from ownerserve.sim.engine.pace_fit import MeasuredStep, fit_steps, read_steps
 
 GPUS = ("h20", "h100", "h200", "rtx-pro-6000")
 EVERYWHERE = ("llama-3.1-8b", "qwen3-32b", "qwen3-30b-a3b", "qwen3.5-35b-a3b")
 
 
 def shipped() -> list[PaceFile]:
-    folder = Path(__file__).parents[2] / "src" / "ownerserve" / "sim" / "paces"
+    folder = Path(__file__).parents[2] / "src" / "ownerserve" / "sim" / "engine" / "paces"
     return [load_pace_file(folder / f"{name}.json") for name in paces()]
 
 

@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.sim.config.setup import SimSetup
 from ownerserve.sim.metrics.summary import digest
 from ownerserve.sim.pool import PARTS, run_tasks
 from ownerserve.sim.run import Result, simulate
-from ownerserve.sim.setup import SimSetup
 from ownerserve.sim.sweep import Jobs, run_all
 from tests.support.children import importing
 from tests.support.sim.fleet_driver import agents, setup
@@ -24,7 +24,7 @@ from hashlib import sha256
 from tests.support.sim.fleet_driver import agents, setup
 from ownerserve.sim.metrics.summary import digest
 from ownerserve.sim.run import simulate
-from ownerserve.sim.setup import Tiers
+from ownerserve.sim.config.setup import Tiers
 for policy in ("ownerserve", "static_pd_delta"):
     wanted = setup(policy, tiers=Tiers(host_bytes=1 << 30, disk_bytes=64 << 30))
     result = simulate(agents(), wanted)

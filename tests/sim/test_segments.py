@@ -10,8 +10,8 @@ import pytest
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import MIB
 from ownerserve.plan.cost.load import Medium
-from ownerserve.sim.segments import Segments
-from ownerserve.sim.tier import UPKEEP_S, SimTier, TierPlan
+from ownerserve.sim.storage.segments import Segments
+from ownerserve.sim.storage.tier import UPKEEP_S, SimTier, TierPlan
 from ownerserve.store.format.model import ArtifactKind, Listed, Meta, RefusalReason
 from ownerserve.store.tiers.policy import KindLimits, TierLimits, split
 

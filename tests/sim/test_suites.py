@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ownerserve.cli.evaluate import command
+from ownerserve.cli.simulation.evaluate import command
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.report.figures.panels import Panel, Panels, panels
 from ownerserve.report.page import Verdict
+from ownerserve.sim.config.setup import SimSetup
 from ownerserve.sim.pool import run_tasks
 from ownerserve.sim.run import Result, simulate
-from ownerserve.sim.setup import SimSetup
-from ownerserve.sim.suites import goal, s002_baselines, s002_coupling, s002_pillars, s002_trace
+from ownerserve.sim.suites import goal
 from ownerserve.sim.suites.base import (
     Drawing,
     Experiment,
@@ -41,6 +41,7 @@ from ownerserve.sim.suites.fleet import SESSIONS, agents
 from ownerserve.sim.suites.publish import publish
 from ownerserve.sim.suites.registry import chosen, experiments
 from ownerserve.sim.suites.run import run_work, traces_of, work_of
+from ownerserve.sim.suites.seed_002 import baselines, coupling, pillars, trace
 from ownerserve.sim.suites.traces import ROLES, find, held_out
 from ownerserve.sim.workload import Sample, WorkloadShape
 from ownerserve.sim.workload.cast import cast
@@ -322,13 +323,13 @@ def _run(**told: Any) -> dict[str, Any]:
 
 
 def test_each_baseline_fails_in_its_own_way() -> None:
-    kept = {policy: _run() for policy in s002_baselines.POLICIES}
+    kept = {policy: _run() for policy in baselines.POLICIES}
     kept["round_robin"] = _run(cached_token_share=0.6)
     kept["lmetric"] = _run(cached_token_share=0.85)
     kept["static_pd"] = _run(success_rate=0.6, ttft_ms={"p50": 7000.0})
     kept["sticky"] = _run(interference_index=5.0)
     kept |= {f"{policy}, calm": _run() for policy in ("static_pd", "sticky", "ear")}
-    verdicts = [one.verdict for one in s002_baselines._verdicts(Results(kept, ORIGINS))]
+    verdicts = [one.verdict for one in baselines._verdicts(Results(kept, ORIGINS))]
     assert verdicts == [
         Verdict.HOLDS,
         Verdict.IN_RANGE,
@@ -337,17 +338,17 @@ def test_each_baseline_fails_in_its_own_way() -> None:
         Verdict.HOLDS,
     ]
     level = {label: _run() for label in kept}
-    verdicts = [one.verdict for one in s002_baselines._verdicts(Results(level, ORIGINS))]
+    verdicts = [one.verdict for one in baselines._verdicts(Results(level, ORIGINS))]
     assert set(verdicts) == {Verdict.FAILS}
 
 
 def test_a_pillar_that_changes_nothing_is_told() -> None:
-    kept = {name: _run() for name in s002_pillars.VARIANTS}
-    verdicts = [one.verdict for one in s002_pillars._verdicts(Results(kept, ORIGINS))]
+    kept = {name: _run() for name in pillars.VARIANTS}
+    verdicts = [one.verdict for one in pillars._verdicts(Results(kept, ORIGINS))]
     assert set(verdicts) == {Verdict.FAILS}
     kept["both (EAR)"] = _run(interference_index=1.0, step_latency_ms={"p95": 500.0})
     kept["migration only"] = _run(cached_token_share=0.5)
-    verdicts = [one.verdict for one in s002_pillars._verdicts(Results(kept, ORIGINS))]
+    verdicts = [one.verdict for one in pillars._verdicts(Results(kept, ORIGINS))]
     assert set(verdicts) == {Verdict.HOLDS}
 
 
@@ -355,19 +356,19 @@ def test_points_on_the_law_hold_and_points_off_it_do_not() -> None:
     def results(factor: float) -> Results:
         kept = {}
         for tools in (0.0, 1.0):
-            for rate in s002_coupling.RATES_PER_H:
-                kept[s002_coupling._label("alone", rate, tools)] = {"turn_s": 1.0, "gain": 0.0}
-                for policy in s002_coupling.POLICIES:
+            for rate in coupling.RATES_PER_H:
+                kept[coupling._label("alone", rate, tools)] = {"turn_s": 1.0, "gain": 0.0}
+                for policy in coupling.POLICIES:
                     own = {"turn_s": factor * 2.0, "gain": 0.5}
-                    kept[s002_coupling._label(policy, rate, tools)] = own
+                    kept[coupling._label(policy, rate, tools)] = own
         return Results(kept, ORIGINS)
 
-    assert s002_coupling._law_verdicts(results(1.1))[0].verdict is Verdict.HOLDS
-    assert s002_coupling._law_verdicts(results(4.0))[0].verdict is Verdict.FAILS
+    assert coupling._law_verdicts(results(1.1))[0].verdict is Verdict.HOLDS
+    assert coupling._law_verdicts(results(4.0))[0].verdict is Verdict.FAILS
 
 
 def test_spans_of_a_session_never_overlap() -> None:
-    spans = s002_trace._spans([[0.0, 2.0], [1.0, 3.0], [5.0, 6.0]], "tool")
+    spans = trace._spans([[0.0, 2.0], [1.0, 3.0], [5.0, 6.0]], "tool")
     assert [(span.kind, span.from_s, span.until_s) for span in spans] == [
         ("turn", 0.0, 2.0),
         ("turn", 2.0, 3.0),

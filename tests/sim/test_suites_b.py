@@ -14,13 +14,15 @@ from ownerserve.kv.registry import build as spec_of
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.report.page import Verdict
 from ownerserve.sim.build import BaselineParts
+from ownerserve.sim.config.setup import Links, SimSetup
 from ownerserve.sim.metrics.summary import digest
 from ownerserve.sim.run import Result, simulate
-from ownerserve.sim.setup import Links, SimSetup
-from ownerserve.sim.suites import s000_restore, s000_state, s001_eviction, s003_cliff
 from ownerserve.sim.suites.base import Experiment, Measurement, Results, Scale
 from ownerserve.sim.suites.publish import publish
 from ownerserve.sim.suites.run import run_work, traces_of, work_of
+from ownerserve.sim.suites.seed_000 import restore, state
+from ownerserve.sim.suites.seed_001 import eviction
+from ownerserve.sim.suites.seed_003 import cliff
 from ownerserve.sim.suites.slots import Backup, SlotNode, SlotOrder, SlotRouter, pd_transfers
 from ownerserve.sim.workload import Closed, WorkloadShape
 from ownerserve.trace.model import Trace
@@ -28,7 +30,8 @@ from ownerserve.trace.synth.generate import generate
 from ownerserve.trace.synth.options import Options
 
 MODULES = (
-    "s000_placement", "s000_restore", "s000_state", "s000_workloads", "s001_eviction", "s003_cliff",
+    "seed_000.placement", "seed_000.restore", "seed_000.state", "seed_000.workloads",
+    "seed_001.eviction", "seed_003.cliff",
 )  # fmt: skip
 EXPERIMENTS: list[Experiment] = [
     experiment
@@ -91,7 +94,7 @@ def test_an_experiment_says_something_and_draws_it(experiment: Experiment, tmp_p
 
 
 def test_state_is_told_without_a_simulation() -> None:
-    [experiment] = s000_state.EXPERIMENTS
+    [experiment] = state.EXPERIMENTS
     [job] = experiment.jobs(Scale.FULL).values()
     assert isinstance(job, Measurement)
     results = Results({"state": job.compute(None)}, {})
@@ -108,7 +111,7 @@ def test_state_is_told_without_a_simulation() -> None:
 
 def test_the_dense_layout_keeps_an_entry_a_token_in_every_layer() -> None:
     spec = spec_of(read_config(find_config("deepseek-v4-flash")))
-    dense = Geometry.of(s000_restore.dense_equivalent(spec))
+    dense = Geometry.of(restore.dense_equivalent(spec))
     assert dense.bytes_per_token == Geometry.of(spec).dense_bytes_per_token == 27_884
     assert dense.point_bytes == dense.fixed_bytes_per_sequence == 0
 
@@ -131,7 +134,7 @@ def test_a_session_slot_goes_whole_and_a_block_alone() -> None:
 
 def test_pinned_slots_refuse_what_released_slots_serve() -> None:
     pinned = simulate(swe(), fleet(cache_policy="pinned-slot"))
-    row = s001_eviction._kept(pinned)
+    row = eviction._kept(pinned)
     assert row["error_rate"] > 0.3
 
 
@@ -139,18 +142,18 @@ def test_pinned_slots_refuse_what_released_slots_serve() -> None:
 
 
 def test_a_hard_cap_starves_who_comes_late() -> None:
-    kept = s003_cliff._kept(slotted(1))
+    kept = cliff._kept(slotted(1))
     assert kept["starved_sessions"] == 0.5  # two slots for four sessions
     assert 0 < kept["fast_share"] < 1
 
 
 def test_without_a_cap_every_session_finds_a_slot() -> None:
-    kept = s003_cliff._kept(slotted(4))
+    kept = cliff._kept(slotted(4))
     assert kept["starved_sessions"] == 0.0
 
 
 def test_the_workers_word_gives_slots_by_room() -> None:
-    kept = s003_cliff._kept(slotted(None))
+    kept = cliff._kept(slotted(None))
     assert 0 < kept["fast_share"] < 1
     assert kept["starved_sessions"] < 1
 

@@ -10,10 +10,10 @@ import pytest
 
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.units import GIB
-from ownerserve.sim.fleet import SimFleet
+from ownerserve.sim.config.setup import Links, SimSetup, Tiers
+from ownerserve.sim.fleet.fleet import SimFleet
+from ownerserve.sim.fleet.told import InventoryReaders
 from ownerserve.sim.metrics.rows import ACTIONS, SERVED
-from ownerserve.sim.setup import Links, SimSetup, Tiers
-from ownerserve.sim.told import InventoryReaders
 from tests.support.sim.fleet_driver import MIB, agents, ready, run, setup
 
 DISKS = Tiers(disk_bytes=256 * GIB)

@@ -6,11 +6,11 @@ import pytest
 
 from ownerserve.kv.prefix import pack
 from ownerserve.plan.cost.load import Medium
-from ownerserve.sim.heap import Heap
-from ownerserve.sim.media import duplex
-from ownerserve.sim.sequence import SimSequence, sequence_of
-from ownerserve.sim.transfers import TransferOutcome, TransferResult, Transfers
-from ownerserve.sim.worker import Machine, SimWorker
+from ownerserve.sim.engine.sequence import SimSequence, sequence_of
+from ownerserve.sim.timeline.heap import Heap
+from ownerserve.sim.timeline.media import duplex
+from ownerserve.sim.worker.transfers import TransferOutcome, TransferResult, Transfers
+from ownerserve.sim.worker.worker import Machine, SimWorker
 from tests.support.sim.engine_driver import U, bare_node, make_engine, own_ids, turn
 
 MS = 0.001

@@ -13,7 +13,7 @@ from ownerserve.kv.specs import Coverage
 from ownerserve.kv.units import GIB
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.question import model_state
-from ownerserve.sim.layout import (
+from ownerserve.sim.storage.layout import (
     slots_for,
     unit_coefficients,
     unit_layout,

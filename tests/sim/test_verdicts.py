@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ownerserve.cli.evaluate import COLOURS
+from ownerserve.cli.simulation.evaluate import COLOURS
 from ownerserve.report.page import CLASSES, SIGNS, Verdict
 from ownerserve.sim.suites.base import Experiment, Finding, Origin, Results, Scale
 from ownerserve.sim.suites.registry import experiments
@@ -211,7 +211,8 @@ TRACE = {
 
 def computed(name: str, told: Mapping[str, Any]) -> list[Finding]:
     """What the experiments say that simulate nothing."""
-    from ownerserve.sim.suites import s000_state, s002_trace
+    from ownerserve.sim.suites.seed_000 import state as s000_state
+    from ownerserve.sim.suites.seed_002 import trace as s002_trace
 
     if name == "000-state":
         dense = {"dense_bytes": [9.0] * 6, "is_dense": True}

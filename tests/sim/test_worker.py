@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ownerserve.cache.layout import Layout
-from ownerserve.sim import gauge
-from ownerserve.sim.batch import FOLD_MAX, BatchLimits
+from ownerserve.sim.engine.batch import FOLD_MAX, BatchLimits
+from ownerserve.sim.fleet import gauge
 from tests.support.sim.engine_driver import (
     HYBRID,
     PLAIN,

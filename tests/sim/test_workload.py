@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.sim.turns import SimTurn
+from ownerserve.sim.timeline.turns import SimTurn
 from ownerserve.sim.workload import (
     Capped,
     Closed,

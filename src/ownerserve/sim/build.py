@@ -24,23 +24,23 @@ from ownerserve.router.seats import Seats
 from ownerserve.router.settings import Settings, derive
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile, Role, Speed
-from ownerserve.sim.batch import BatchLimits, NodeHooks
-from ownerserve.sim.engine import SimEngine
-from ownerserve.sim.fleet import SimFleet
-from ownerserve.sim.heap import Heap
+from ownerserve.sim.config.setup import Links, SimSetup
+from ownerserve.sim.engine.batch import BatchLimits, NodeHooks
+from ownerserve.sim.engine.engine import SimEngine
+from ownerserve.sim.engine.pace import Pace, load_pace, load_pace_file
+from ownerserve.sim.fleet.fleet import SimFleet
+from ownerserve.sim.fleet.lobby import SimAdmissionQueue
+from ownerserve.sim.fleet.ownership import SimOwnership
 from ownerserve.sim.injector import Injector
-from ownerserve.sim.layout import slots_for, unit_model
-from ownerserve.sim.lobby import SimAdmissionQueue
-from ownerserve.sim.media import duplex
-from ownerserve.sim.nodeport import SimNode
-from ownerserve.sim.nodes import NodeMaker
 from ownerserve.sim.oracle.horizon import PARTS, Foresight, NextUse
 from ownerserve.sim.oracle.infinite import FreeTransfer
-from ownerserve.sim.ownership import SimOwnership
-from ownerserve.sim.pace import Pace, load_pace, load_pace_file
-from ownerserve.sim.setup import Links, SimSetup
-from ownerserve.sim.transfers import Transfers
-from ownerserve.sim.worker import Machine, SimWorker
+from ownerserve.sim.storage.layout import slots_for, unit_model
+from ownerserve.sim.storage.nodeport import SimNode
+from ownerserve.sim.storage.nodes import NodeMaker
+from ownerserve.sim.timeline.heap import Heap
+from ownerserve.sim.timeline.media import duplex
+from ownerserve.sim.worker.transfers import Transfers
+from ownerserve.sim.worker.worker import Machine, SimWorker
 from ownerserve.sim.workload import WorkloadDriver
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from math import isfinite
 
-from ownerserve.sim.faults import Fault, FaultKind
-from ownerserve.sim.fleet import SimFleet
-from ownerserve.sim.heap import Heap
-from ownerserve.sim.tier import SimTier
+from ownerserve.sim.config.faults import Fault, FaultKind
+from ownerserve.sim.fleet.fleet import SimFleet
+from ownerserve.sim.storage.tier import SimTier
+from ownerserve.sim.timeline.heap import Heap
 
 
 class Injector:

@@ -11,16 +11,16 @@ from functools import partial
 
 import msgspec
 
-from ownerserve.sim import gauge
 from ownerserve.sim.build import PRODUCTION, BaselineParts, Built, build
-from ownerserve.sim.fleet import SimFleet
-from ownerserve.sim.heap import Heap
+from ownerserve.sim.config.setup import SimSetup
+from ownerserve.sim.fleet import gauge
+from ownerserve.sim.fleet.fleet import SimFleet
 from ownerserve.sim.metrics.counters import FleetCounters
 from ownerserve.sim.metrics.rows import Rows
 from ownerserve.sim.metrics.samples import Samples
 from ownerserve.sim.metrics.spreads import Metric
 from ownerserve.sim.metrics.summary import Run, summarise
-from ownerserve.sim.setup import SimSetup
+from ownerserve.sim.timeline.heap import Heap
 from ownerserve.sim.workload import WorkloadDriver
 from ownerserve.trace.model import Trace
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
+from ownerserve.sim.config.setup import SimSetup
 from ownerserve.sim.pool import TaskRunner, Told, run_tasks
 from ownerserve.sim.run import Result, simulate
-from ownerserve.sim.setup import SimSetup
 from ownerserve.trace.model import Trace
 
 Reduce = Callable[[Result], Any]

@@ -20,16 +20,16 @@ from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.inputs import FULL_ABILITIES, ModelState
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.zero import Zero
-from ownerserve.sim.batch import FOLD_MAX, BatchLimits, NodeHooks
-from ownerserve.sim.engine import SimEngine
-from ownerserve.sim.heap import Heap
-from ownerserve.sim.media import duplex
-from ownerserve.sim.nodeport import SimNode
-from ownerserve.sim.pace import Pace
-from ownerserve.sim.sequence import SimSequence, sequence_of
-from ownerserve.sim.store import SimStore
-from ownerserve.sim.turns import SimTurn
-from ownerserve.sim.worker import Machine, SimWorker
+from ownerserve.sim.engine.batch import FOLD_MAX, BatchLimits, NodeHooks
+from ownerserve.sim.engine.engine import SimEngine
+from ownerserve.sim.engine.pace import Pace
+from ownerserve.sim.engine.sequence import SimSequence, sequence_of
+from ownerserve.sim.storage.nodeport import SimNode
+from ownerserve.sim.storage.store import SimStore
+from ownerserve.sim.timeline.heap import Heap
+from ownerserve.sim.timeline.media import duplex
+from ownerserve.sim.timeline.turns import SimTurn
+from ownerserve.sim.worker.worker import Machine, SimWorker
 
 U = 4
 RANGE = Component("kv", Coverage.RANGE, 64, 64)

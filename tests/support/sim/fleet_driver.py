@@ -6,8 +6,8 @@ from random import Random
 from typing import Any
 
 from ownerserve.sim.build import Built, build
-from ownerserve.sim.fleet import SimFleet
-from ownerserve.sim.setup import PD, SimSetup
+from ownerserve.sim.config.setup import PD, SimSetup
+from ownerserve.sim.fleet.fleet import SimFleet
 from ownerserve.sim.workload import Capped, WorkloadDriver, WorkloadShape
 from ownerserve.trace.model import Agent, Trace, TraceRequest, TraceSession
 

@@ -20,12 +20,12 @@ from ownerserve.kv.units import GIB
 from ownerserve.node.vocabulary.events import Arrived, Ended, RestoreOutcome, RestoreReport
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
-from ownerserve.sim.heap import Heap
-from ownerserve.sim.layout import UnitModel, slots_for, unit_model
-from ownerserve.sim.media import duplex
-from ownerserve.sim.nodeport import SimNode, make_node, unit_settings
-from ownerserve.sim.store import SimStore
-from ownerserve.sim.tier import SimTier, TierPlan
+from ownerserve.sim.storage.layout import UnitModel, slots_for, unit_model
+from ownerserve.sim.storage.nodeport import SimNode, make_node, unit_settings
+from ownerserve.sim.storage.store import SimStore
+from ownerserve.sim.storage.tier import SimTier, TierPlan
+from ownerserve.sim.timeline.heap import Heap
+from ownerserve.sim.timeline.media import duplex
 from ownerserve.store.tiers.placement import Placement
 from ownerserve.store.tiers.policy import split
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from ownerserve.sim.turns import SimTurn
+from ownerserve.sim.timeline.turns import SimTurn
 from ownerserve.sim.workload import Key, WorkloadDriver
 from ownerserve.trace.model import Agent, Trace, TraceRequest, TraceSession
 from ownerserve.trace.synth.generate import WORKLOADS, generate

@@ -24,8 +24,8 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Tier
 from ownerserve.router.messages import Gone, Reported
 from ownerserve.router.state import RouterState
-from ownerserve.sim.turns import SimTurn
-from ownerserve.sim.worker import SimWorker
+from ownerserve.sim.timeline.turns import SimTurn
+from ownerserve.sim.worker.worker import SimWorker
 from ownerserve.sim.workload import WorkloadDriver
 from ownerserve.sim.workload.driver import Key as Release
 

@@ -16,7 +16,7 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, Reason, Request, start_at
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.pricing import peer_copy
-from ownerserve.sim.setup import SimSetup
+from ownerserve.sim.config.setup import SimSetup
 
 KV_BYTES = 1 << 52
 """More than any trace fills."""

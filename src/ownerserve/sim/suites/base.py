@@ -16,8 +16,8 @@ import msgspec
 
 from ownerserve.report.figures.style import Draw
 from ownerserve.report.page import Verdict
+from ownerserve.sim.config.setup import SimSetup
 from ownerserve.sim.run import Result
-from ownerserve.sim.setup import SimSetup
 from ownerserve.sim.sweep import metrics_of
 from ownerserve.trace.model import Trace
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ownerserve.report.figures.panels import Panel, Panels, panels
-from ownerserve.sim.granted import EngineAbilities, granted
+from ownerserve.sim.config.granted import EngineAbilities, granted
 from ownerserve.sim.suites.base import (
     Cell,
     Drawing,
@@ -26,7 +26,7 @@ from ownerserve.sim.suites.base import (
 from ownerserve.sim.suites.draws import Compared, compared, inverse, more, over
 from ownerserve.sim.suites.fleet import OURS
 from ownerserve.sim.suites.goal import HOST, LOADS, P95, WORK, setup_of, while_full
-from ownerserve.sim.suites.s000_restore import hybrid_worker
+from ownerserve.sim.suites.seed_000.restore import hybrid_worker
 
 SETS: tuple[EngineAbilities, ...] = ("ideal", "hf", "vllm")
 SEEDS = (1, 2, 3)

@@ -17,9 +17,9 @@ import numpy as np
 
 from ownerserve.report.figures.panels import Panel, Panels, panels
 from ownerserve.report.page import Verdict
+from ownerserve.sim.config.setup import SimSetup, Tiers
 from ownerserve.sim.metrics.rows import SERVED
 from ownerserve.sim.run import Result
-from ownerserve.sim.setup import SimSetup, Tiers
 from ownerserve.sim.suites.base import (
     Cell,
     Drawing,

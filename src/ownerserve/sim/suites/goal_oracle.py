@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ownerserve.report.figures.panels import Panel, Panels, panels
-from ownerserve.sim.setup import Oracle
+from ownerserve.sim.config.setup import Oracle
 from ownerserve.sim.suites.base import (
     Cell,
     Drawing,

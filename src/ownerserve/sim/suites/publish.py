@@ -26,7 +26,7 @@ from ownerserve import __version__
 from ownerserve.report import page
 from ownerserve.report.figures.style import Written, short, write
 from ownerserve.report.page import Block, Claim, Command, Grid, ReportPage, Section, Text, plot_from
-from ownerserve.sim.granted import granted
+from ownerserve.sim.config.granted import granted
 from ownerserve.sim.pool import Told, run_tasks
 from ownerserve.sim.suites.base import Cell, Drawing, Finding, Origin, ResultTable
 from ownerserve.sim.suites.run import Concluded, describe

@@ -1,6 +1,6 @@
 """The experiments of each suite, in the order of the report.
 
-Every module of this folder that has an `EXPERIMENTS` list is part of the suite `seeds`.
+Every module below this folder that has an `EXPERIMENTS` list is part of the suite `seeds`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SUITES = ("seeds",)
 def experiments() -> tuple[Experiment, ...]:
     """All, ordered by module name, then as the module lists them."""
     found: list[Experiment] = []
-    for module in sorted(pkgutil.iter_modules(suites.__path__), key=lambda module: module.name):
-        loaded = importlib.import_module(f"{suites.__name__}.{module.name}")
-        found += getattr(loaded, "EXPERIMENTS", ())
+    modules = pkgutil.walk_packages(suites.__path__, f"{suites.__name__}.")
+    for name in sorted(module.name for module in modules):
+        found += getattr(importlib.import_module(name), "EXPERIMENTS", ())
     return tuple(found)
 
 

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from ownerserve.sim.config.setup import SimSetup
 from ownerserve.sim.pool import PARTS, TaskEnded, TaskRunner, Told, run_tasks
 from ownerserve.sim.run import simulate
-from ownerserve.sim.setup import SimSetup
 from ownerserve.sim.suites.base import Experiment, Job, Measurement, Origin, Results, Scale
 from ownerserve.sim.suites.traces import find
 from ownerserve.trace.model import Trace

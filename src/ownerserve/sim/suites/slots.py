@@ -26,12 +26,12 @@ from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, Reason, Request, run_at, split_over, start_at
 from ownerserve.router.policies.apart import NEEDS, prefillers
 from ownerserve.router.worker import Worker as Unit
-from ownerserve.sim.heap import Heap
-from ownerserve.sim.media import Duplex
-from ownerserve.sim.nodeport import At, SimNode, Started, ToCheckpoint
-from ownerserve.sim.store import SimStore
-from ownerserve.sim.transfers import Then, TransferResult, Transfers
-from ownerserve.sim.worker import SimWorker
+from ownerserve.sim.storage.nodeport import At, SimNode, Started, ToCheckpoint
+from ownerserve.sim.storage.store import SimStore
+from ownerserve.sim.timeline.heap import Heap
+from ownerserve.sim.timeline.media import Duplex
+from ownerserve.sim.worker.transfers import Then, TransferResult, Transfers
+from ownerserve.sim.worker.worker import SimWorker
 
 ANSWER_BLOCKS = 8
 """Kept free for each turn's answer."""

@@ -14,7 +14,7 @@ from typing import NewType
 from weakref import WeakValueDictionary
 
 from ownerserve.kv.ids import SessionId
-from ownerserve.sim.turns import SimTurn
+from ownerserve.sim.timeline.turns import SimTurn
 from ownerserve.sim.workload.cast import PlayedSession, cast
 from ownerserve.sim.workload.course import Course, roots
 from ownerserve.sim.workload.live import LiveSession

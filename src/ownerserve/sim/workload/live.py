@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ownerserve.kv.ids import SessionId
-from ownerserve.sim.turns import UNIT_BYTES
+from ownerserve.sim.timeline.turns import UNIT_BYTES
 from ownerserve.sim.workload.course import Course
 from ownerserve.sim.workload.shape import OutputReuse
 from ownerserve.sim.workload.unit_ids import SessionIds

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.sim.turns import UNIT_BYTES
+from ownerserve.sim.timeline.turns import UNIT_BYTES
 from ownerserve.sim.workload.cast import PlayedSession
 from ownerserve.sim.workload.shape import WorkloadShape
 from ownerserve.trace.model import Run, Runs, Trace, TraceRequest, TraceSession

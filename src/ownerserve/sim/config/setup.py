@@ -1,0 +1,125 @@
+"""What is simulated: a fleet's hardware, its policy and its rules. Plain data with defaults.
+
+Owns every setting of a simulated fleet and its unit, once. `run` builds from it; a sweep varies it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.messages import PlacementAction
+from ownerserve.router.policies import POLICIES
+from ownerserve.router.seats import SeatSettings
+from ownerserve.sim.config.faults import Fault
+from ownerserve.sim.config.faults import check as check_faults
+from ownerserve.sim.config.granted import FROM_TIERS, EngineAbilities, Granted, granted
+from ownerserve.sim.engine.batch import FOLD_MAX
+from ownerserve.sim.workload import WorkloadShape
+
+Oracle = Literal["", "infinite", "horizon", "next-use", "places", "residents", "places-residents"]
+PD = ("static_pd", "static_pd_delta", "round_robin_pd")
+"""Policies that want workers of two kinds."""
+
+
+class Links(msgspec.Struct, frozen=True, kw_only=True):
+    """Media around a worker: GB/s of each direction, ms of latency."""
+
+    nic_gb_s: float = 12.5
+    nic_ms: float = 0.5
+    pcie_gb_s: float = 51.2
+    disk_gb_s: float = 3.0
+    disk_ms: float = 0.3
+    remote_gb_s: float = 1.0
+    remote_ms: float = 8.0
+
+
+class Tiers(msgspec.Struct, frozen=True, kw_only=True):
+    """Room below the device, for each worker; remote is one for all. None of any: no node, and
+    what leaves the device is gone."""
+
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    remote_bytes: int = 0
+    checkpoints: str = "turn-end"
+    """node.retention.checkpoints: full, periodic:N, zero, turn-end or adaptive."""
+    disk_bytes_per_day: float | None = None
+
+    @property
+    def any(self) -> bool:
+        return bool(self.host_bytes or self.disk_bytes or self.remote_bytes)
+
+
+class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """One fleet and how it is driven.
+
+    policy            where turns run: a router policy (POLICIES)
+    workers           routing units; of these `prefill_workers` only prefill (PD)
+    pace              model@gpu of a shipped pace (sim.pace), or a file of one's own
+    kv_bytes          device memory for state of a worker; 0: what the pace's GPUs have
+    step_tokens       tokens of prefill and decode in one engine step
+    running           sequences that an engine runs at once
+    longest_fold      decode steps in one event at most; 1 simulates every step
+    transfer_s        after so long without room a transfer is given up
+    cache_policy      eviction order on the device (cache.policies)
+    abilities         what engines may do: ideal, or what hf or vllm workers state (sim.granted)
+    oracle            "": none; "infinite", "horizon" or a part of that: see sim.oracle
+    seats             how many sessions may run at once (router.seats); None: all that come
+    hot_ms, cool_s    T_hot and T_cool; None: derived from the pace (router.derive)
+    sample_s          how often load is sampled for heat maps and indices
+    directory_ms      to the ownership directory and back
+    faults            what breaks, and when
+    """
+
+    policy: str = "ownerserve"
+    workers: int = 8
+    prefill_workers: int = 0
+    pace: str = "qwen3-30b-a3b@h200"
+    kv_bytes: int = 0
+    step_tokens: int = 8192
+    running: int = 256
+    longest_fold: int = FOLD_MAX
+    transfer_s: float = 30.0
+    cache_policy: str = "cost-aware"
+    abilities: EngineAbilities = "ideal"
+    oracle: Oracle = ""
+    seats: SeatSettings | None = None
+    hot_ms: float | None = None
+    cool_s: float | None = None
+    sample_s: float = 10.0
+    directory_ms: float = 1.0
+    links: Links = Links()
+    tiers: Tiers = Tiers()
+    shape: WorkloadShape = WorkloadShape()
+    faults: tuple[Fault, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise InvalidInput("policy", f"{self.policy!r}", f"use one of {', '.join(POLICIES)}")
+        if self.policy in PD and PlacementAction.REMOTE_PREFILL not in self.granted.actions:
+            raise InvalidInput(
+                "policy",
+                f"{self.policy} needs remote_prefill, which {self.abilities} workers do not offer",
+                "use --engine-abilities ideal, or another policy",
+            )
+        if not 0 <= self.prefill_workers < max(self.workers, 1):
+            raise InvalidInput(
+                "prefill_workers",
+                f"{self.prefill_workers} of {self.workers} workers",
+                "leave one that decodes",
+            )
+        for field in ("workers", "step_tokens", "running", "longest_fold"):
+            if getattr(self, field) < 1:
+                raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")
+        for field in ("transfer_s", "sample_s"):
+            if getattr(self, field) <= 0:
+                raise InvalidInput(field, f"{getattr(self, field)}", "use more than 0")
+        disks = self.workers if self.tiers.disk_bytes else 0
+        check_faults(self.faults, workers=self.workers, disks=disks)
+
+    @property
+    def granted(self) -> Granted:
+        """What this fleet's engines may do."""
+        return granted(self.abilities, tiers=FROM_TIERS if self.tiers.any else frozenset())

@@ -1,0 +1,1 @@
+"""All workers and gateways of a run: dispatch, ownership, line, and what each is told."""

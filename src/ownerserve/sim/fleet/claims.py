@@ -1,0 +1,79 @@
+"""What a simulated gateway hears of owners, and what it asks for: as gateways of real fleets do.
+
+    a session without a place to go to ── FindSession ──> directory ──> Claimed
+    first byte: the answer's line says who owns, under which epoch ───> Claimed
+    AskRelease, by RouterState ── ReleaseSession ──> the owner: lets go, hands over ──> ReleaseEnded
+
+Decides nothing: RouterState hears and asks, the owner refuses while a turn of the session is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd, ReleaseEnded
+from ownerserve.router.state import RouterState
+from ownerserve.sim.fleet.ownership import SimOwnership
+from ownerserve.sim.timeline.heap import Heap
+from ownerserve.sim.worker.worker import SimWorker
+
+
+class Claims:
+    """One gateway's. To a worker's node is as far as from there to the directory."""
+
+    def __init__(
+        self,
+        heap: Heap,
+        router: RouterState,
+        ownership: SimOwnership,
+        *,
+        workers: Sequence[SimWorker],
+    ) -> None:
+        self._heap = heap
+        self._router = router
+        self._ownership = ownership
+        self._workers = workers
+
+    def is_stranger(self, session: SessionId) -> bool:
+        """Whether the directory may know more of it than this gateway."""
+        known = self._router.sessions.get(session)
+        return known is None or known.live_home is None
+
+    def look_up(self, session: SessionId, then: Callable[[float], None], now: float) -> None:
+        """Ask who owns it, `then` go on."""
+        self._ownership.find(session, partial(self._found, then), now)
+
+    def _found(self, then: Callable[[float], None], claimed: Claimed | None, now: float) -> None:
+        if claimed is not None:
+            self._router.handle(claimed, now)
+        then(now)
+
+    def epoch_of(self, session: SessionId) -> Epoch | None:
+        """The highest that was heard of the session: a turn's line takes it down."""
+        known = self._router.sessions.get(session)
+        return None if known is None else known.epoch
+
+    def began(self, session: SessionId, unit: RoutingUnit, now: float) -> None:
+        """A worker's answer begins."""
+        claimed = self._ownership.owner_of(session, unit, now)
+        if claimed is not None:
+            self._router.handle(claimed, now)
+
+    def ask(self, wanted: AskRelease, now: float) -> None:
+        """Ask the owner of a session to hand it over."""
+        self._heap.at(now + self._ownership.delay_s, partial(self._release, wanted))
+
+    def _release(self, asked: AskRelease, now: float) -> None:
+        """At the source and back. A worker that is down says nothing."""
+        living = (worker for worker in self._workers if worker.is_up)
+        source = next((worker for worker in living if worker.unit == asked.source), None)
+        end = ReleaseEnd.KEPT
+        if source is not None and not source.has_turn_of(asked.session):
+            end = self._ownership.release(asked, now)
+            if end is ReleaseEnd.RELEASED and source.cache.sessions.get(asked.session) is not None:
+                source.cache.sessions.release(asked.session)  # ordinary cached state from now on
+        self._router.handle(ReleaseEnded(asked.session, asked.epoch, end), now)

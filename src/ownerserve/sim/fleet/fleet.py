@@ -1,0 +1,422 @@
+"""A simulated fleet: one router, its workers, a workload, and a directory, on one heap.
+
+Owns the turns that are live. Every choice is RouterState's; what is chosen is performed here with
+modelled workers and transfers, and what comes of it goes back as the events a gateway would send.
+
+    released -> Arrive -> Dispatch -> (bring | prefill elsewhere) -> worker -> FirstByte -> Done
+                   |                      ^                             |          `-----> Broken
+                   `----> Refuse          `----- another attempt <--- Failed
+
+Every released turn ends in exactly one row: served, refused or failed (invariant 3; `check`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ownerserve.directory.owner.state import SessionTip
+from ownerserve.kv.errors import InvariantViolated
+from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import ExecutionMode, PlacementAction, Reason, Tier
+from ownerserve.router.messages import (
+    Answer,
+    Arrive,
+    AskRelease,
+    Broken,
+    Dispatch,
+    Done,
+    Down,
+    Failed,
+    Failure,
+    FirstByte,
+    Refuse,
+    Reported,
+    WorkerDown,
+    WorkerUp,
+)
+from ownerserve.router.requests.body import Usage
+from ownerserve.router.state import RouterState
+from ownerserve.router.worker import Profile
+from ownerserve.router.worker import Worker as Unit
+from ownerserve.sim.engine.sequence import SimSequence, sequence_of
+from ownerserve.sim.fleet import gauge
+from ownerserve.sim.fleet.accounts import Accounts, LiveTurn
+from ownerserve.sim.fleet.claims import Claims
+from ownerserve.sim.fleet.lobby import SimAdmissionQueue
+from ownerserve.sim.fleet.ownership import SimOwnership
+from ownerserve.sim.fleet.told import InventoryReaders
+from ownerserve.sim.metrics.counters import FleetCounters
+from ownerserve.sim.metrics.rows import NO_WORKER, Rows, TurnRow
+from ownerserve.sim.oracle.horizon import Foresight
+from ownerserve.sim.timeline.heap import Heap
+from ownerserve.sim.timeline.turns import UNIT_BYTES, SimTurn, prefix_name
+from ownerserve.sim.worker.transfers import TransferOutcome, TransferResult, Transfers
+from ownerserve.sim.worker.worker import SimWorker
+from ownerserve.sim.workload import WorkloadDriver
+
+BYTES_PER_TOKEN = 4
+"""Of a request's body; the router learns each session's own ratio from what was counted."""
+
+_BRINGING = frozenset(
+    {
+        PlacementAction.ARTIFACT_FETCH,
+        PlacementAction.STATE_MIGRATION,
+        PlacementAction.TAIL_RECOMPUTE,
+    }
+)
+
+
+class SimFleet:
+    """See the module. Wired by `build`; `run` lets all of the workload happen."""
+
+    def __init__(
+        self,
+        heap: Heap,
+        workload: WorkloadDriver,
+        router: RouterState,
+        *,
+        ownership: SimOwnership,
+        transfers: Transfers,
+        hot_ms: float,
+    ) -> None:
+        self.rows = Rows()
+        self.counters = FleetCounters()
+        self.workers: list[SimWorker] = []
+        self.ownership = ownership
+        self.claims = Claims(heap, router, ownership, workers=self.workers)
+        self.lobby = SimAdmissionQueue(heap, None)
+        self.foresight: Foresight | None = None
+        """An oracle that is told what turns do, and knows when they come back."""
+        self.router = router
+        self._heap = heap
+        self._workload = workload
+        self._transfers = transfers
+        self._told = InventoryReaders(self.workers, router.handle)
+        self._accounts = Accounts(self.workers, self.counters, hot_ms=hot_ms)
+        self._live: dict[TurnId, LiveTurn] = {}
+        self._apart: dict[TurnId, LiveTurn] = {}
+        self._coming = 0  # releases on the heap
+
+    @property
+    def live(self) -> int:
+        """Turns between release and end."""
+        return len(self._live)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a turn is live or will be released."""
+        return self._coming > 0 or bool(self._live) or len(self.lobby) > 0
+
+    def join(self, worker: SimWorker, profile: Profile | None, now: float) -> None:
+        """A worker is up. `profile` None: as in its former life."""
+        if worker.index == len(self.workers):
+            self.workers.append(worker)
+        up = WorkerUp(worker.name, incarnation=worker.incarnation, profile=profile)
+        self.router.handle(up, now)
+        self.ownership.lives(worker.unit, now)
+
+    def down(self, worker: SimWorker, now: float) -> None:
+        """A worker dies. Its connections break, so the gateway knows at once: what it had not
+        begun to answer is tried elsewhere, what it had begun has failed."""
+        self.router.handle(WorkerDown(worker.name, Down.UNREACHABLE), now)
+        self.ownership.silent(worker.unit)
+        worker.crash(now)
+        self._transfers.room_at(worker, now)  # nobody waits for room at the dead
+
+    def back(self, worker: SimWorker, now: float) -> None:
+        """It is up again, in its next life."""
+        worker.rise()
+        self.join(worker, None, now)
+
+    def begin(self) -> None:
+        """Release what is known at the start."""
+        releases = self._workload.first(self._heap.now)
+        self._coming += len(releases)
+        self._heap.begin_with([(when_s, partial(self._release, key)) for when_s, key in releases])
+
+    # -- a turn's way in ------------------------------------------------------------------------
+
+    def _release_all(self, releases: list[tuple[float, Any]]) -> None:
+        heap = self._heap
+        self._coming += len(releases)
+        for when_s, key in releases:
+            heap.at(when_s if when_s > heap.now else heap.now, partial(self._release, key))
+
+    def _release(self, key: Any, now: float) -> None:
+        turn = self._workload.turn(key, now)
+        if self.claims.is_stranger(turn.name):
+            self.claims.look_up(turn.name, partial(self._enter, turn), now)
+        else:
+            self._enter(turn, now)
+
+    def _enter(self, turn: SimTurn, now: float) -> None:
+        self._coming -= 1
+        self.counters.turns_released += 1
+        self.lobby.enter(turn, self._arrive, now)
+
+    def _arrive(self, turn: SimTurn, now: float) -> None:
+        if self.foresight is not None:
+            self.foresight.arrived(turn, now)
+        row = TurnRow(
+            turn.number, turn.session, turn.position, turn.arrived_s, turn.prompt_tokens,
+            turn.output_tokens,
+        )  # fmt: skip
+        row.routed_s = now
+        shared_bytes = turn.shared_tokens * BYTES_PER_TOKEN if turn.parent else None
+        arrive = Arrive(
+            turn.name, turn.prompt_tokens * BYTES_PER_TOKEN, None, turn.parent, shared_bytes
+        )
+        self._told.look(now)
+        owner = self._owner(turn.name)
+        if owner is not None:
+            row.owner, row.owner_wait_ms = owner.order, owner.queue_ms
+        outcome = self.router.handle(arrive, now)
+        if isinstance(outcome, Refuse):
+            self._refused(turn, row, now)
+            return
+        live = LiveTurn(turn, row, outcome, self._at(outcome), self._sequence(turn))
+        self._live[live.sequence.turn_id] = live
+        if owner is None:
+            row.owner_wait_ms = outcome.decision.worker.queue_ms
+        self._place(live, now)
+
+    def _owner(self, session: SessionId) -> Unit | None:
+        known = self.router.sessions.get(session)
+        return None if known is None else known.live_home
+
+    def _at(self, dispatch: Dispatch) -> SimWorker:
+        return self.workers[dispatch.decision.worker.order]
+
+    def _sequence(self, turn: SimTurn) -> SimSequence:
+        return sequence_of(turn, self._workload.block_tokens)
+
+    def _place(self, live: LiveTurn, now: float) -> None:
+        """Perform the decision."""
+        decision, turn = live.dispatch.decision, live.turn
+        live.decided_s = live.row.routed_s = now
+        live.row.action = decision.action
+        if self.foresight is not None:
+            self.foresight.runs_at(turn, live.worker)
+        source = None if decision.source is None else decision.source.worker
+        if decision.prefill is not None:
+            prefiller = self.workers[decision.prefill.order]
+            live.row.prefill_worker = prefiller.index
+            part = _prefill_of(live.sequence)
+            self._apart[part.turn_id] = live
+            prefiller.submit(part, now)
+        elif decision.action in _BRINGING and source is not None and source is not decision.worker:
+            holder = self.workers[source.order]
+            then = partial(self._brought, live)
+            self._transfers.bring(holder, live.worker, live.sequence.prompt, then=then, now=now)
+        else:
+            self._submit(live, now)
+
+    def _submit(self, live: LiveTurn, now: float) -> None:
+        """The turn is at the worker that is to answer it."""
+        turn, worker = live.turn, live.worker
+        epoch = self.claims.epoch_of(turn.name)
+        self.ownership.came(turn.name, worker.unit, parent=turn.parent, epoch=epoch, now=now)
+        worker.submit(live.sequence, now)
+
+    def _brought(self, live: LiveTurn, brought: TransferResult, now: float) -> None:
+        """A transfer for this turn is over, well or not: what landed is in the cache."""
+        moves = live.dispatch.decision.action is PlacementAction.STATE_MIGRATION
+        if brought.landing is TransferOutcome.LOST:
+            if moves:
+                self._accounts.gave_up(live, now)
+            self._lost(live, now, reason=Reason.ENGINE_ERROR)
+            return
+        self._waited(live, brought, now)
+        if brought.landing is TransferOutcome.LANDED:
+            live.landed_s = now
+            live.mode = ExecutionMode.MIGRATE if moves else ExecutionMode.FETCH
+        elif moves and brought.landing is not TransferOutcome.NOTHING_TO_BRING:
+            self._accounts.gave_up(live, now)
+        self._submit(live, now)
+
+    @staticmethod
+    def _waited(live: LiveTurn, brought: TransferResult, now: float) -> None:
+        row = live.row
+        row.restore_queue_ms += brought.waited_s * 1000.0
+        row.restore_load_ms += (now - live.decided_s - brought.waited_s) * 1000.0
+        row.network_bytes += brought.bytes
+        if brought.landing is TransferOutcome.LANDED:
+            live.brought_bytes = brought.bytes
+
+    # -- what workers say -----------------------------------------------------------------------
+
+    def began(self, sequence: SimSequence, now: float) -> None:
+        """First token: the prefill is over."""
+        live = self._live.get(sequence.turn_id)
+        if live is None:
+            return  # the prefill part of a turn that decodes elsewhere
+        live.has_begun = True
+        status = gauge.status(live.worker, now)
+        self.router.handle(FirstByte(live.dispatch.receipt, status), now)
+        self.claims.began(live.turn.name, live.worker.unit, now)
+        self._report(live, now)
+
+    def _report(self, live: LiveTurn, now: float) -> None:
+        """Where the prompt's state is now, as a worker stamps it on its answer."""
+        session, full = live.dispatch.session, live.turn.prompt_tokens // live.sequence.unit_tokens
+        if session is not None and full:
+            tip, unit = _tip(live.sequence, full), live.worker.unit
+            said = Reported(unit, Tier.DEVICE, tip.prefix_hash, tip.tokens, session)
+            self.router.handle(said, now)
+
+    def _left(self, live: LiveTurn, now: float) -> None:
+        """What the worker and the gateway tell of ownership when a turn is complete."""
+        turn, unit, sequence = live.turn, live.worker.unit, live.sequence
+        full = (turn.prompt_tokens + turn.output_tokens - 1) // sequence.unit_tokens
+        if full:
+            self.ownership.left(turn.name, unit, _tip(sequence, full), now)
+        if turn.is_last:
+            self.ownership.over(turn.name, unit, now)
+
+    def served(self, sequence: SimSequence, now: float) -> None:
+        """A turn is complete, or its prefill part is."""
+        live = self._apart.pop(sequence.turn_id, None)
+        if live is not None:
+            self._prefilled(live, sequence, now)
+            return
+        live = self._live.pop(sequence.turn_id)
+        turn, row = live.turn, live.row
+        self._left(live, now)
+        self._accounts.served(live, now)
+        usage = Usage(turn.prompt_tokens, turn.output_tokens, row.cached_tokens)
+        done = Done(live.dispatch.receipt, usage, status=gauge.status(live.worker, now))
+        wanted = self.router.handle(done, now)
+        source = None
+        if isinstance(wanted, AskRelease):
+            source = wanted.source
+            self.claims.ask(wanted, now)
+        self._accounts.left(live, now, released=source)
+        self.rows.add(row)
+        self._over(turn, self._workload.finished(turn, now), now)
+        self._transfers.room_at(live.worker, now)
+
+    def _prefilled(self, live: LiveTurn, part: SimSequence, now: float) -> None:
+        """The prompt is computed elsewhere: bring it, then decode."""
+        prefiller = self.workers[live.row.prefill_worker]
+        live.decided_s = now
+        live.row.started_s = part.begun_s
+        live.row.computed_tokens += part.computed_tokens
+        live.row.cached_tokens = part.restored_tokens
+        live.sequence.landed_tokens = live.turn.prompt_tokens
+        live.mode = ExecutionMode.REMOTE_PREFILL
+        then = partial(self._sent, live)
+        self._transfers.bring(prefiller, live.worker, live.sequence.prompt, then=then, now=now)
+        self._transfers.room_at(prefiller, now)
+
+    def _sent(self, live: LiveTurn, brought: TransferResult, now: float) -> None:
+        """What was computed elsewhere has come, or has not: then it is computed here."""
+        if brought.landing is TransferOutcome.LOST:
+            self._lost(live, now, reason=Reason.ENGINE_ERROR)
+            return
+        if brought.landing is TransferOutcome.NO_ROOM:
+            self._lost(live, now, reason=Reason.NO_ROOM)
+            return
+        self._waited(live, brought, now)
+        if brought.landing in (TransferOutcome.LATE, TransferOutcome.SOURCE_LOST):
+            live.sequence.landed_tokens, live.mode = 0, None
+            live.row.prefill_worker = NO_WORKER
+        self._submit(live, now)
+
+    def lost(self, sequence: SimSequence, now: float) -> None:
+        """A worker can't run it, ever; or has died with it."""
+        live = self._apart.pop(sequence.turn_id, None)
+        if live is not None:
+            where = self.workers[live.row.prefill_worker]
+        else:
+            live = self._live[sequence.turn_id]
+            where = live.worker
+        self._lost(live, now, reason=Reason.TOO_LONG if where.is_up else Reason.ENGINE_ERROR)
+        self._transfers.room_at(where, now)
+
+    def _lost(self, live: LiveTurn, now: float, *, reason: Reason) -> None:
+        """Try another worker while nothing has reached the client; else the turn has failed."""
+        turn, row, receipt = live.turn, live.row, live.dispatch.receipt
+        del self._live[live.sequence.turn_id]
+        outcome: Dispatch | Refuse | None = None
+        if reason is Reason.TOO_LONG:  # a client's error: nobody else is asked
+            self.router.handle(FirstByte(receipt, None, Answer.ERROR), now)
+            self.router.handle(Done(receipt), now)
+        elif live.has_begun:
+            self.router.handle(Broken(receipt), now)
+        else:
+            died = reason is Reason.ENGINE_ERROR
+            failure = Failure.CLOSED if died else Failure.REFUSED
+            outcome = self.router.handle(Failed(receipt, failure), now)
+        if isinstance(outcome, Dispatch):
+            again = LiveTurn(turn, row, outcome, self._at(outcome), self._sequence(turn))
+            row.attempts, row.prefill_worker = outcome.attempt, NO_WORKER
+            self._live[again.sequence.turn_id] = again
+            self._place(again, now)
+            return
+        row.worker, row.mode, row.reason = live.worker.index, ExecutionMode.FAILED, reason
+        if live.has_begun:
+            row.started_s = max(row.started_s, live.sequence.begun_s)
+            row.first_token_s = live.sequence.first_token_s
+        self._close(turn, row, now)
+
+    def _refused(self, turn: SimTurn, row: TurnRow, now: float) -> None:
+        row.mode, row.reason = ExecutionMode.REFUSED, Reason.OVERLOADED
+        self._close(turn, row, now)
+
+    def _close(self, turn: SimTurn, row: TurnRow, now: float) -> None:
+        """A turn that was not served: its times after the last one known are its end."""
+        row.started_s = max(row.started_s, row.routed_s)
+        row.first_token_s = max(row.first_token_s, row.started_s)
+        row.done_s = now
+        self.rows.add(row)
+        self._over(turn, self._workload.failed(turn, now), now)
+
+    def _over(self, turn: SimTurn, releases: list[tuple[float, Any]], now: float) -> None:
+        if self.foresight is not None:
+            self.foresight.over(turn, releases, now)
+        if self._workload.ended > len(self.counters.completed):
+            self.counters.completed.append(turn.session)
+        if turn.is_last:
+            self._accounts.ended(turn.name)
+        self.lobby.ended(turn, now)
+        self._release_all(releases)
+        if not self.is_busy:
+            self._heap.stop()
+
+    def tally(self) -> None:
+        """Bring the counters of all workers together, once, at the end."""
+        counters = self.counters
+        counters.sessions_released = self._workload.sessions
+        for worker in self.workers:
+            gauge.tally(worker, counters)
+
+    def check(self) -> None:
+        """Raise InvariantViolated unless nothing was lost and everybody's books are whole."""
+        released, ended, live = self.counters.turns_released, len(self.rows), len(self._live)
+        if released != ended + live:
+            raise InvariantViolated(f"invariant 3: {released} released, {ended} ended, {live} live")
+        if self.router.live != live:
+            raise InvariantViolated(f"invariant 3: {live} live, the router has {self.router.live}")
+        if not all(other.sequence.turn_id in self._live for other in self._apart.values()):
+            raise InvariantViolated("invariant 3: a prompt is computed for a turn that has ended")
+        self.router.check()
+        for worker in self.workers:
+            worker.check()
+        self.ownership.check(self._heap.now)
+
+
+def _tip(sequence: SimSequence, full: int) -> SessionTip:
+    """Where its first `full` units end."""
+    name = prefix_name(sequence.units[full * UNIT_BYTES - UNIT_BYTES : full * UNIT_BYTES])
+    return SessionTip(name, full * sequence.unit_tokens)
+
+
+def _prefill_of(sequence: SimSequence) -> SimSequence:
+    """The same prompt, for a worker that only computes it."""
+    turn = msgspec.structs.replace(sequence.turn, output_tokens=1, output=b"")
+    part = sequence_of(turn, sequence.unit_tokens)
+    part.turn_id = TurnId(f"{sequence.turn_id}p")
+    return part

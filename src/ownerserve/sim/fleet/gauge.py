@@ -1,0 +1,63 @@
+"""A modelled worker read from outside: its stamp, its memory, what it did. Changes nothing."""
+
+from __future__ import annotations
+
+from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.sim.metrics.counters import FleetCounters
+from ownerserve.sim.metrics.samples import WorkerSample
+from ownerserve.sim.worker.worker import SimWorker
+
+
+def status(worker: SimWorker, now: float) -> WorkerLoad:
+    """The stamp on an answer."""
+    machine, restoring = worker.machine, worker.restoring
+    engine = machine.engine
+    pending, waiting = engine.pending_tokens, engine.waiting
+    if restoring:
+        pending, waiting = pending_tokens(worker), waiting + len(restoring)
+    rooms = machine.cache.rooms
+    running = len(engine.decoding) + len(engine.prefilling)
+    return WorkerLoad(
+        worker.unit,
+        now,
+        pending,
+        running,
+        waiting,
+        kv_bytes_free=rooms.blocks.free * worker.block_bytes,
+        kv_bytes_total=worker.kv_bytes_total,
+        kv_bytes_evictable=rooms.evictable_blocks() * worker.block_bytes,
+    )
+
+
+def pending_tokens(worker: SimWorker) -> int:
+    """Prompt tokens that are there and not computed."""
+    tokens = worker.machine.engine.pending_tokens
+    for sequence in worker.restoring.values():
+        tokens += sequence.pending_tokens
+    return tokens
+
+
+def sample(worker: SimWorker) -> WorkerSample:
+    """Its load now."""
+    engine, blocks = worker.machine.engine, worker.machine.cache.rooms.blocks
+    busy_ms = 0.0
+    for machine in worker.lives:
+        busy_ms += machine.engine.counts.busy_ms
+    pending = pending_tokens(worker) if worker.restoring else engine.pending_tokens
+    used_bytes = (blocks.capacity - blocks.free) * worker.block_bytes
+    running = len(engine.decoding) + len(engine.prefilling)
+    return WorkerSample(pending, running, used_bytes, busy_ms / 1000.0)
+
+
+def tally(worker: SimWorker, counters: FleetCounters) -> None:
+    """Add what all its lives did."""
+    for machine in worker.lives:
+        counts, cache = machine.engine.counts, machine.cache.counters
+        counters.steps += counts.steps
+        counters.preemptions += counts.preemptions
+        counters.decode_alone_ms += counts.decoding_ms - counts.interfered_ms
+        counters.decode_stall_ms += counts.interfered_ms
+        counters.evictions += cache.evictions
+        counters.evicted_tokens += cache.evicted_tokens * worker.unit_tokens
+        counters.evicted_blocks += cache.evicted_tokens // machine.cache.layout.block_tokens
+        counters.wanted_tokens += cache.wanted_tokens * worker.unit_tokens

@@ -1,0 +1,237 @@
+"""Who owns which session in a simulated fleet: each worker's OwnerState and one DirectoryState.
+
+    came, left, over, release ──> OwnerState ── FLUSH_S ──> frame ── delay_s ──> DirectoryState
+    standing <──────────────────── memory <──────────────── answers ────────────────┘
+
+Owns the frames under way. Both are the production classes, and a frame is
+node/ownership/ownership.py's: what a worker wishes within FLUSH_S goes as one and renews its
+lease. Only the way is modelled: `delay_s` there and back. A directory that is lost answers nothing
+until it is back, under a new term and with an empty memory; what it was asked is asked again then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from ownerserve.directory.decisions.records import Key
+from ownerserve.directory.decisions.state import DirectoryState
+from ownerserve.directory.messages import FindSession, Outcome, Refused, Request, SessionIs
+from ownerserve.directory.owner.doors import GuardedOwner
+from ownerserve.directory.owner.state import Asks, OwnerState, SessionGrant, SessionTip
+from ownerserve.kv.epoch import Epoch, Term
+from ownerserve.kv.errors import InvariantViolated
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.node.ownership.ownership import FLUSH_S
+from ownerserve.router.handovers import end_of
+from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd
+from ownerserve.sim.timeline.heap import Heap
+
+LEASE_S = 300.0
+"""Ten times a live fleet's, so that idle workers' frames do not outnumber turns on a trace of days:
+so long others are guests of a dead worker's sessions."""
+LOOK_S = LEASE_S / 6
+"""How often an idle worker that owns a session looks whether something is due: it renews after a
+third of its lease. One that owns none lets it end, and registers with its next turn."""
+AGAIN_S = 0.5
+"""After a refusal that says for how long it holds no better."""
+SWEEP_S = 3600.0
+SWEEP_RECORDS = 500
+"""So many are looked at so often. What a sweep cleans up has been silent for a day."""
+
+Found = Callable[[Claimed | None, float], None]
+
+
+class _Node:
+    """One life of a worker, and what it will ask with its next frame."""
+
+    __slots__ = ("asks", "guarded", "is_asking", "owner")
+
+    def __init__(self, unit: RoutingUnit) -> None:
+        self.owner = OwnerState(unit)
+        self.guarded = GuardedOwner(self.owner)
+        self.asks: Asks = []
+        self.is_asking = False
+
+
+class SimOwnership:
+    """What workers tell the directory and hear of it."""
+
+    def __init__(self, heap: Heap, *, delay_s: float) -> None:
+        self.state = DirectoryState(Term(1, 0), lease_s=LEASE_S, open_at_s=0.0)
+        self._heap = heap
+        self.delay_s = delay_s
+        self._is_up = True
+        self._nodes: dict[RoutingUnit, _Node] = {}
+        self._swept_s = 0.0
+        self._to_sweep: list[Key] = []
+        heap.at(heap.now + LOOK_S, self._look_again)
+
+    # -- workers --------------------------------------------------------------------------------
+
+    def lives(self, unit: RoutingUnit, now: float) -> None:
+        """A worker is up, in this life."""
+        node = self._nodes[unit] = _Node(unit)
+        self._send(node, node.owner.tick(now), now)
+
+    def silent(self, unit: RoutingUnit) -> None:
+        """A worker is down, and what it was about to ask with it."""
+        self._nodes.pop(unit, None)
+
+    def came(
+        self,
+        session: SessionId,
+        unit: RoutingUnit,
+        *,
+        parent: SessionId | None,
+        epoch: Epoch | None,
+        now: float,
+    ) -> None:
+        """A turn is at the worker. `epoch`: the highest that its gateway heard of the session."""
+        node = self._nodes.get(unit)
+        if node is not None:
+            asks = node.guarded.came(session, now, parent=parent, epoch=epoch)
+            self._send(node, asks, now)
+
+    def left(self, session: SessionId, unit: RoutingUnit, tip: SessionTip, now: float) -> None:
+        """The turn is complete there, and leaves its session at `tip`."""
+        node = self._nodes.get(unit)
+        if node is not None:
+            self._send(node, node.guarded.left(session, tip, now), now)
+
+    def over(self, session: SessionId, unit: RoutingUnit, now: float) -> None:
+        """The session ended with a turn there."""
+        node = self._nodes.get(unit)
+        if node is not None:
+            self._send(node, node.guarded.over(session, now), now)
+
+    def standing(self, session: SessionId, unit: RoutingUnit, now: float) -> SessionGrant | None:
+        """What the worker owns of the session; None: it serves as a guest."""
+        node = self._nodes.get(unit)
+        return None if node is None else node.owner.may_serve(session, now)
+
+    def owner_of(self, session: SessionId, unit: RoutingUnit, now: float) -> Claimed | None:
+        """What the worker's answer says of the session's owner: itself, or whose guest it is."""
+        node = self._nodes.get(unit)
+        if node is None:
+            return None
+        grant = node.owner.may_serve(session, now)
+        if grant is not None:
+            return Claimed(session, unit, grant.epoch, grant.version)
+        other = node.guarded.other_owner(session)
+        return None if other is None else Claimed(session, *other)
+
+    def release(self, asked: AskRelease, now: float) -> ReleaseEnd:
+        """The node of a worker where no turn of the session runs is asked to hand it over."""
+        node = self._nodes.get(asked.source)
+        if node is None:
+            return ReleaseEnd.KEPT  # that life is over: it says nothing
+        leaving = node.guarded.release(asked.session, asked.epoch, asked.target, now_s=now)
+        if isinstance(leaving, WorkerRefusal):
+            return end_of(leaving)
+        self._send(node, leaving, now)
+        return ReleaseEnd.RELEASED
+
+    # -- a gateway ------------------------------------------------------------------------------
+
+    def find(self, session: SessionId, then: Found, now: float) -> None:
+        """A gateway asks who owns a session that it has never seen; `then` hears of a live owner,
+        or that none is known. A directory that is lost refuses the connection."""
+        self._heap.at(now + self.delay_s, partial(self._find, session, then))
+
+    def _find(self, session: SessionId, then: Found, now: float) -> None:
+        found = self._handle(FindSession(session), now) if self._is_up else None
+        claimed = None
+        if isinstance(found, SessionIs) and found.owner_live:
+            claimed = Claimed(session, found.owner, found.epoch, found.version)
+        then(claimed, now)
+
+    # -- faults ---------------------------------------------------------------------------------
+
+    def lose(self) -> None:
+        """The directory dies, and forgets."""
+        self._is_up = False
+
+    def restore(self, now: float) -> None:
+        """It is back, under a later term; workers' leases of before may still run."""
+        self._is_up = True
+        self.state = DirectoryState(self._next_term(), lease_s=LEASE_S, open_at_s=now + LEASE_S)
+        for node in self._nodes.values():
+            self._look_at(node, now)
+
+    def check(self, now: float) -> None:
+        """Invariant 2: raise InvariantViolated where two workers may write one session's record."""
+        self.state.check()
+        owners: dict[SessionId, RoutingUnit] = {}
+        for unit, node in self._nodes.items():
+            for session in node.owner.grants:
+                if self.standing(session, unit, now) is None:
+                    continue
+                if session in owners:
+                    raise InvariantViolated(f"2: {owners[session]} and {unit} own {session}")
+                owners[session] = unit
+
+    # -- frames ---------------------------------------------------------------------------------
+
+    def _send(self, node: _Node, asks: Asks, now: float) -> None:
+        """With the worker's next frame."""
+        if not asks:
+            return
+        node.asks += asks
+        if not node.is_asking:
+            self._arm(node, now + FLUSH_S)
+
+    def _arm(self, node: _Node, leaves_s: float) -> None:
+        node.is_asking = True
+        self._heap.at(leaves_s + self.delay_s, partial(self._frame, node))
+
+    def _frame(self, node: _Node, now: float) -> None:
+        """The frame has come, and its answers are back."""
+        asks, node.asks, node.is_asking = node.asks, [], False
+        owner = node.owner
+        if not self._is_up or self._nodes.get(owner.unit) is not node:
+            return
+        again_s = 0.0
+        asks += node.guarded.along(now)
+        for ask in asks:
+            outcome = self._handle(ask.request, now)
+            if isinstance(outcome, Refused):
+                again_s = max(again_s, outcome.retry_after_s or AGAIN_S)
+            node.asks += node.guarded.answered(ask, outcome, now)
+        if node.asks:
+            self._arm(node, now)  # what answers ask for goes at once
+        if again_s:
+            self._heap.at(now + again_s, partial(self._look_at, node))
+        if now - self._swept_s >= SWEEP_S:
+            self._swept_s = now
+            self._sweep(now)
+
+    def _handle(self, request: Request, now: float) -> Outcome:
+        state = self.state
+        if state.is_behind(request):
+            state.start_term(self._next_term(), open_at_s=now + LEASE_S)
+        return state.handle(request, now)
+
+    def _look_again(self, now: float) -> None:
+        self._heap.at(now + LOOK_S, self._look_again)
+        for node in self._nodes.values():
+            if self._is_up and node.owner.grants:
+                self._look_at(node, now)
+
+    def _look_at(self, node: _Node, now: float) -> None:
+        """As an idle worker does: is something due, or was not answered?"""
+        self._send(node, node.owner.tick(now), now)
+
+    def _sweep(self, now: float) -> None:
+        if not self._to_sweep:
+            self._to_sweep = self.state.keys()
+            self._to_sweep.reverse()  # taken from the end: there may be millions
+        part = self._to_sweep[: -SWEEP_RECORDS - 1 : -1]
+        del self._to_sweep[-SWEEP_RECORDS:]
+        self.state.sweep(part, now)
+
+    def _next_term(self) -> Term:
+        """One directory alone: ordinals tell its memories apart, so no nonce has to be drawn."""
+        return Term(self.state.term.ordinal + 1, 0)

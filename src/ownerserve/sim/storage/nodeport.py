@@ -1,0 +1,376 @@
+"""A simulated worker's hands: performs a NodeState's effects on simulated media.
+
+    Copy    device ── PCIe ── room in the store? ── the home's medium ── Kept | NotKept
+    Find    ── the catalogue's latency ── Found
+    Fetch   ── the tiers' media ── PCIe ── Fetched: all of it, or NotFetched
+    Tick    when the node says that something is due, never more often than `TICK_S`
+
+The production counterpart is node.runtime: same effects, same answers, same measurements to the
+cost model. Owns errands under way. Decides nothing, and must never look into a prompt.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import msgspec
+
+from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.outcomes import Resume
+from ownerserve.cache.pressure import Checkpoint
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import Tier
+from ownerserve.kv.prefix import Packed
+from ownerserve.kv.units import GIB
+from ownerserve.node.retention.checkpoints import policy_of
+from ownerserve.node.state import NodeState
+from ownerserve.node.vocabulary.events import (
+    Copy,
+    Drop,
+    Effect,
+    Errand,
+    Event,
+    Fetch,
+    Fetched,
+    Fill,
+    Filled,
+    Find,
+    Forget,
+    Found,
+    Kept,
+    Locate,
+    Located,
+    NotFetched,
+    NotKept,
+    RecordsLost,
+    Remember,
+    Remembered,
+    RestoreReport,
+    Start,
+    Tick,
+)
+from ownerserve.node.vocabulary.records import RecordNames, Tip
+from ownerserve.node.vocabulary.settings import NodeSettings
+from ownerserve.plan.cost.coefficients import Coefficients
+from ownerserve.plan.cost.events import Loaded
+from ownerserve.plan.cost.model import CostModel
+from ownerserve.plan.inputs import FULL_ABILITIES, Abilities
+from ownerserve.plan.restore import Planner
+from ownerserve.sim.storage.layout import UnitModel, unit_defaults, unit_policy
+from ownerserve.sim.storage.store import AlreadyKept, PendingRead, Room, SimStore, TierCopy
+from ownerserve.sim.storage.stored import LostRecords, held_units, located
+from ownerserve.sim.timeline.media import Duplex, in_series
+from ownerserve.store.format.model import MissReason
+
+TICK_S = 0.01
+"""A worker looks at its node between two engine steps: about so often."""
+RECORD_TOKENS = 2048
+"""Tokens of a range record by default, as 8 blocks of an engine with pages of 256: a session of
+110,000 tokens is 54 of each component."""
+COPY_BYTES_A_TICK = 2 * GIB
+COPIES_IN_FLIGHT = 128
+"""The link and the drive decide how fast a session is copied; what is copied in one tick is one
+transfer and one answer here, so that a long session costs a few events."""
+
+At = Callable[[float, Callable[[float], None]], object]
+Started = Callable[[TurnId, float], None]
+ToCheckpoint = Callable[[Sequence[TurnId]], None]
+
+
+def unit_settings(model: UnitModel, **changes: float | None) -> NodeSettings:
+    """A node's settings in units: records of about RECORD_TOKENS tokens, copies as fast as the
+    link. `changes` are NodeSettings' own fields."""
+    blocks = max(1, RECORD_TOKENS // model.block_tokens)
+    base = {"record_blocks": blocks, "copy_bytes_a_tick": COPY_BYTES_A_TICK}
+    base["copies_in_flight"] = COPIES_IN_FLIGHT
+    return NodeSettings(**{**base, **changes})  # type: ignore[arg-type]
+
+
+def make_node(
+    cache: HeteroCache,
+    model: UnitModel,
+    prefill: Coefficients,
+    *,
+    store: SimStore,
+    pcie: Duplex,
+    settings: NodeSettings | None = None,
+    policy: str = "turn-end",
+    abilities: Abilities = FULL_ABILITIES,
+) -> NodeState:
+    """A node in units over `cache`. `prefill` is priced in tokens (a pace's); `policy` names a
+    checkpoint policy as `ownerserve worker` does, periods in tokens."""
+    if cache.layout != model.layout:
+        raise InvalidInput("cache", "has another layout than the model", "make both from one model")
+    media = {t.tier: in_series((t.reads.medium, pcie.back.medium)) for t in store.tiers}
+    settings = settings or unit_settings(model)
+    settings = msgspec.structs.replace(settings, below=frozenset(media))
+    if media:
+        # Stored records are priced as loads from disk; without one, from the tier that keeps them.
+        media.setdefault(Tier.DISK, media[store.tiers[-1].tier])
+    label = "the simulator's own media and pace"
+    prices = unit_defaults(prefill, media, unit_tokens=model.unit_tokens, label=label)
+    costs = CostModel(prices)
+    names = RecordNames(
+        model.identity(), model.layout, engine="sim/1", blocks=settings.record_blocks
+    )
+    return NodeState(
+        cache,
+        names,
+        planner=Planner(model.state, abilities),
+        costs=costs,
+        settings=settings,
+        policy=policy_of(
+            unit_policy(policy, model.unit_tokens) if media else "zero", model.state, costs
+        ),
+    )
+
+
+class SimNode:
+    """One node on simulated media. `at` asks for a call at an instant (sim.heap)."""
+
+    def __init__(
+        self,
+        state: NodeState,
+        store: SimStore,
+        pcie: Duplex,
+        *,
+        at: At,
+        started: Started,
+        checkpoint: ToCheckpoint | None = None,
+    ) -> None:
+        """`started(turn, now)` is called once for each turn that arrived, also from within
+        `handle`; `checkpoint(turns)` names turns to snapshot at their next boundary."""
+        self.inventory = state.inventory
+        self.state = state
+        self.store = store
+        self.pcie = pcie
+        self.is_alive = True
+        self._at = at
+        self._started = started
+        self._checkpoint = checkpoint
+        self._asked: set[Errand] = set()
+        self._fetched: dict[Errand, tuple[bytes, ...]] = {}
+        self._slot_bytes = {c.name: c.slot_bytes for c in state.cache.layout.components}
+        self._armed_s: float | None = None
+        self._ticked_s = 0.0
+        self._file: dict[SessionId, Tip] = {}
+        self._losses = LostRecords(store)
+
+    def goes_on(self, file: dict[SessionId, Tip], now: float) -> None:
+        """The file of a former life, which this one goes on writing."""
+        self._file = file
+        if file:
+            self.handle(Remembered(tuple(file.values())), now)
+
+    # -- the worker's side ---------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> None:
+        """Tell the node, and do what it wants."""
+        self._perform(self.state.handle(event, now), now)
+        if self.store.tiers:
+            self._arm(now)
+
+    def resume(self, tokens: Packed) -> Resume | None:
+        """How the engine should begin a turn of `tokens`, now that it does."""
+        return self.state.resume(tokens)
+
+    def checkpoints(self, start: int, prompt_end: int) -> frozenset[int]:
+        """Positions, in units, at which a prefill should keep state."""
+        return self.state.checkpoints.during(start, prompt_end)
+
+    def report(self, turn_id: TurnId) -> RestoreReport | None:
+        """What came of a turn's restore, once."""
+        return self.state.report(turn_id)
+
+    def stored_units(self, prompt: Packed) -> int:
+        """How much of a prompt lies in this worker's host memory, up to where one could go on."""
+        if not self.store.tiers:
+            return 0
+        return held_units(self.state.names, self.state.chains.peek(prompt), self.store)
+
+    def look(self, now: float) -> None:
+        """To be called when the cache took or gave room: see that a tick comes when one is due.
+
+        With no tier there is nothing to come for by itself: it is looked at here, between two
+        steps, as by a worker's loop.
+        """
+        if self.store.tiers:
+            self._arm(now)
+            return
+        due_s = self.state.next_due()
+        if due_s is not None and due_s <= now:
+            self._perform(self.state.handle(Tick(), now), now)
+
+    def _arm(self, now: float) -> None:
+        due_s = self.state.next_due()
+        if due_s is None:
+            return
+        due_s = max(due_s, self._ticked_s + TICK_S, now)
+        if self._armed_s is None or due_s < self._armed_s:
+            self._armed_s = due_s
+            self._at(due_s, self._tick)
+
+    def die(self) -> None:
+        """The worker is gone with all it had in memory. Its drives keep what they have."""
+        self.is_alive = False
+        self.store.lose_volatile()
+
+    def check(self) -> None:
+        """Raise InvariantViolated unless the node's books and its tiers' agree. Room that is
+        reserved while no restore is under way is a transfer's."""
+        if len(self.state.restores) or not sum(self.state.cache.ingest.counts()):
+            self.state.check()
+        self.store.check()
+
+    # -- effects -------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> None:
+        if now != self._armed_s or not self.is_alive:
+            return  # an earlier one came instead
+        self._armed_s, self._ticked_s = None, now
+        if lost := self._losses.take():
+            self._perform(self.state.handle(RecordsLost(lost), now), now)
+        self.handle(Tick(), now)
+
+    def _perform(self, effects: Iterable[Effect], now: float) -> None:
+        copies: list[Copy] = []
+        waiting = deque(effects)
+        while waiting:
+            effect = waiting.popleft()
+            match effect:
+                case Start(turn_id):
+                    self._started(turn_id, now)
+                case Copy():
+                    copies.append(effect)
+                case Find(errand):
+                    self._asked.add(errand)
+                    self._at(now + self.store.lookup_s, partial(self._found, effect))
+                case Fetch(errand):
+                    self._asked.add(errand)
+                    self._fetch(effect, now)
+                case Fill(errand):
+                    filled = Filled(errand, self._fetched.pop(errand))
+                    waiting.extend(self.state.handle(filled, now))
+                case Drop(errand):
+                    self._asked.discard(errand)
+                    self._fetched.pop(errand, None)
+                case Checkpoint(turns) if self._checkpoint is not None:
+                    self._checkpoint(turns)
+                case Locate(errand):
+                    self._asked.add(errand)
+                    self._at(now + self.store.lookup_s, partial(self._locate, effect))
+                case Remember(tip):
+                    self._file[tip.session_id] = tip
+                case Forget(session_id):
+                    self._file.pop(session_id, None)
+        if copies:
+            self._copy(copies, now)
+
+    def _take(self, errand: Errand) -> bool:
+        """Whether somebody still waits for this errand; once."""
+        if not self.is_alive or errand not in self._asked:
+            return False
+        self._asked.remove(errand)
+        return True
+
+    def _found(self, find: Find, now: float) -> None:
+        if self._take(find.errand):
+            held = self.store.find(find.ids)
+            inside = self.store.inside(find.boundaries)
+            if inside:
+                held |= self.store.find(item.meta.id for item in inside)
+            self.handle(Found(find.errand, held, inside), now)
+
+    def _locate(self, locate: Locate, now: float) -> None:
+        if self._take(locate.errand):
+            self.handle(Located(locate.errand, located(self.store, locate.ids)), now)
+
+    # -- fetching ------------------------------------------------------------------------------
+
+    def _fetch(self, fetch: Fetch, now: float) -> None:
+        reading = self.store.read(fetch.wants, now, deadline_s=fetch.deadline_s)
+        if not isinstance(reading, PendingRead):
+            reason, id_ = reading
+            late = reason is MissReason.DEADLINE
+            when_s = max(now, fetch.deadline_s) if late else now + self.store.lookup_s
+            self._at(when_s, partial(self._missed, NotFetched(fetch.errand, reason, id_)))
+            return
+        self._at(reading.done_s, partial(self._read, fetch, reading))
+        self._start_moves(now)
+
+    def _missed(self, answer: NotFetched, now: float) -> None:
+        if self._take(answer.errand):
+            self.handle(answer, now)
+
+    def _read(self, fetch: Fetch, reading: PendingRead, now: float) -> None:
+        """In host memory: on to the device."""
+        if self.is_alive and fetch.errand in self._asked:
+            done_s = self.pcie.back.take(reading.bytes, now)
+            self._at(done_s, partial(self._landed, fetch, reading))
+
+    def _landed(self, fetch: Fetch, reading: PendingRead, now: float) -> None:
+        if not self._take(fetch.errand):
+            return
+        if reading.tier is not None:
+            service_s = reading.service_s + self.pcie.back.service_s(reading.bytes)
+            self._learn(Loaded(reading.tier, reading.bytes, 1e3 * service_s))
+        self._fetched[fetch.errand] = tuple(want.id for want in fetch.wants)
+        self.handle(Fetched(fetch.errand), now)
+
+    def _learn(self, seen: Loaded) -> None:
+        if seen.ms > 0.0:
+            self.state.costs.observe(seen)
+
+    # -- copying -------------------------------------------------------------------------------
+
+    def _copy(self, copies: Sequence[Copy], now: float) -> None:
+        """All copies of one tick leave together and are answered together."""
+        count = sum(len(copy.slots) * self._slot_bytes[copy.component] for copy in copies)
+        done_s = self.pcie.out.take(count, now)
+        self._at(done_s, partial(self._reserve, copies))
+
+    def _reserve(self, copies: Sequence[Copy], now: float) -> None:
+        if not self.is_alive:
+            return
+        rooms: list[Room] = []
+        written: list[Errand] = []
+        answers: list[Event] = []
+        for copy in copies:
+            size = len(copy.slots) * self._slot_bytes[copy.component]
+            room = self.store.reserve(copy.meta, size, cost_ms=copy.restore_cost_ms, now_s=now)
+            if isinstance(room, Room):
+                rooms.append(room)
+                written.append(copy.errand)
+            elif isinstance(room, AlreadyKept):
+                answers.append(Kept(copy.errand))
+            else:
+                answers.append(NotKept(copy.errand))
+        if rooms:
+            self._at(self.store.write(rooms, now), partial(self._written, rooms, written))
+        self._answer(answers, now)
+
+    def _written(self, rooms: Sequence[Room], errands: Sequence[Errand], now: float) -> None:
+        if self.is_alive:
+            self.store.commit(rooms, now)
+            self._answer([Kept(errand) for errand in errands], now)
+            self._start_moves(now)
+
+    def _answer(self, answers: Sequence[Event], now: float) -> None:
+        for answer in answers:
+            self._perform(self.state.handle(answer, now), now)
+        if answers:
+            self._arm(now)
+
+    def _start_moves(self, now: float) -> None:
+        started = self.store.start_moves(now)
+        if started is not None:
+            done_s, moves = started
+            self._at(done_s, partial(self._moved, moves))
+
+    def _moved(self, moves: Sequence[TierCopy], now: float) -> None:
+        if self.is_alive:
+            self.store.moved(moves, now)
+            self._start_moves(now)

@@ -1,0 +1,321 @@
+"""The store under a simulated node: tiers behind one face, as store.tiered joins them.
+
+    write   reserve ── room, or why not ── the home's pipe ── commit: readable, copies above it
+    read    is all of it there? ── pipes of the tiers that have it ── in host memory
+    moves   what an eviction or a read asks for goes between tiers in the background
+
+Where a record goes and what is worth a move is the store's own Placement, who must go its Ledger.
+Owns what is under way, and no record. Must never know a turn, or schedule anything: who calls is
+told when things are done.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import inf
+
+import msgspec
+
+from ownerserve.kv.messages import Tier
+from ownerserve.node.vocabulary.records import Inside
+from ownerserve.sim.storage.tier import SimTier
+from ownerserve.sim.timeline.media import Duplex, through
+from ownerserve.store.format.model import Listed, Meta, MissReason, RefusalReason, Want
+from ownerserve.store.tiers.placement import HAS_NO_ROOM, Placement, WriteThrough
+
+LOOKUP_S = 0.2e-3
+"""What the catalogue takes to answer: some thousand ids of an index in memory, and a hand-over."""
+
+
+class Room(msgspec.Struct, frozen=True, gc=False):
+    """A record that has room at `level` and is not written yet."""
+
+    level: int
+    record: Listed
+    cost_ms: float
+
+
+class AlreadyKept(msgspec.Struct, frozen=True):
+    """An equal id is there already: the first copy stays."""
+
+
+class PendingRead(msgspec.Struct, frozen=True):
+    """Bytes on their way to host memory: there at `done_s`. `service_s` leaves out the queue;
+    `tier` is None where they come from several."""
+
+    done_s: float
+    bytes: int
+    service_s: float
+    tier: Tier | None
+
+
+class Wear(msgspec.Struct, frozen=True):
+    """Bytes written to drives, compaction included, and those of the records alone."""
+
+    written_bytes: int
+    record_bytes: int
+
+    @property
+    def amplification(self) -> float:
+        """Bytes written for each byte of a record; 1 before the first."""
+        return self.written_bytes / self.record_bytes if self.record_bytes else 1.0
+
+
+class TierCopy(msgspec.Struct, frozen=True, gc=False):
+    """A copy to make, whole: what it is, and the level it goes to."""
+
+    record: Listed
+    level: int
+
+
+class SimStore:
+    """Tiers of one node, fastest first. A tier that several stores are given is shared by them."""
+
+    def __init__(
+        self,
+        tiers: Sequence[SimTier],
+        *,
+        placement: Placement | None = None,
+        nic: Duplex | None = None,
+        lookup_s: float = LOOKUP_S,
+    ) -> None:
+        """`placement` None: written through to the lowest tier, as a worker's store is, so that
+        "kept" means durable, with copies in all above. `nic`: what carries the bytes of a remote
+        tier to this node."""
+        self.tiers = tuple(tiers)
+        home = len(self.tiers) - 1
+        self.placement = placement or Placement(write=WriteThrough(home))
+        self.lookup_s = lookup_s
+        self.counters: Counter[str] = Counter()
+        self.network_bytes = 0
+        self._plan = self.placement.write.plan(len(self.tiers))
+        self.home = self._plan.home
+        """The level whose write is the answer."""
+        if placement is None:
+            self._plan = self._plan._replace(with_it=tuple(range(home)))
+        self._nic = nic
+        self._open: dict[bytes, int] = {}  # id -> level of its room
+        self._moves: dict[tuple[bytes, int], TierCopy] = {}
+
+    # -- the catalogue -------------------------------------------------------------------------
+
+    def find(self, ids: Iterable[bytes]) -> dict[bytes, Tier]:
+        """Where each of `ids` is nearest; those that are nowhere are left out."""
+        found: dict[bytes, Tier] = {}
+        tiers = self.tiers
+        for id_ in ids:
+            for tier in tiers:
+                if tier.get(id_) is not None:
+                    found[id_] = tier.tier
+                    break
+        return found
+
+    def inside(self, boundaries: Iterable[bytes]) -> tuple[Inside, ...]:
+        """Range records on disk that hold the first of `boundaries` that any of them holds."""
+        drives = [tier for tier in self.tiers if tier.segments is not None]
+        for tier in drives:
+            for digest in boundaries:
+                if found := tier.at_boundary(digest):
+                    return tuple(Inside(meta, units, digest) for meta, units in found)
+        return ()
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def read(
+        self, wants: Sequence[Want], now_s: float, *, deadline_s: float = inf
+    ) -> PendingRead | tuple[MissReason, bytes]:
+        """Begin to read all `wants`, each from the nearest tier; a miss when one is gone, or the
+        queues are so long that it would only begin after `deadline_s`."""
+        sizes = [0] * len(self.tiers)
+        found: list[tuple[int, Listed, Want]] = []
+        for want in wants:
+            at = self._nearest(want.id)
+            if at is None:
+                self.counters["miss"] += 1
+                return MissReason.ABSENT, want.id
+            level, record = at
+            found.append((level, record, want))
+            sizes[level] += _bytes_of(want, record)
+        queues = [tier.reads for tier, count in zip(self.tiers, sizes, strict=True) if count]
+        if any(pipe.starts_s(now_s) >= deadline_s for pipe in queues):
+            self.counters["late"] += 1
+            return MissReason.DEADLINE, b""
+        for level, record, want in found:
+            self._took(level, record, want, now_s)
+        done_s = service_s = 0.0
+        for level, count in enumerate(sizes):
+            if count:
+                done_s = max(done_s, self._move_bytes(level, count, now_s))
+                service_s += self.tiers[level].reads.service_s(count)
+        levels = [level for level, count in enumerate(sizes) if count]
+        origin = self.tiers[levels[0]].tier if len(levels) == 1 else None
+        return PendingRead(done_s, sum(sizes), service_s, origin)
+
+    def _nearest(self, id_: bytes) -> tuple[int, Listed] | None:
+        for level, tier in enumerate(self.tiers):
+            record = tier.get(id_)
+            if record is not None:
+                return level, record
+        return None
+
+    def _took(self, level: int, record: Listed, want: Want, now_s: float) -> None:
+        """Count a use, and have what was read whole copied up."""
+        tier = self.tiers[level]
+        tier.touch(want.id, now_s)
+        self.counters[f"hit_{tier.tier}"] += 1
+        whole = _bytes_of(want, record) == record.payload_bytes
+        if level and whole and self.placement.goes_up(record):
+            self._moves[want.id, 0] = TierCopy(record, 0)
+
+    def _move_bytes(self, level: int, count: int, now_s: float) -> float:
+        tier = self.tiers[level]
+        if tier.tier is not Tier.REMOTE or self._nic is None:
+            return tier.reads.take(count, now_s)
+        self.network_bytes += count
+        return through((tier.reads, self._nic.back), count, now_s)
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def reserve(
+        self, meta: Meta, payload_bytes: int, *, cost_ms: float, now_s: float
+    ) -> Room | AlreadyKept | RefusalReason:
+        """Room at the level whose write will be the answer."""
+        outcome = RefusalReason.NO_SPACE
+        for level in (self._plan.home, *self._plan.overflow):
+            if self.tiers[level].get(meta.id) is not None:
+                return AlreadyKept()
+            record = self._reserve_at(level, meta, payload_bytes, now_s)
+            if isinstance(record, Listed):
+                self._open[meta.id] = level
+                return Room(level, record, cost_ms)
+            outcome = record
+            if outcome not in HAS_NO_ROOM:
+                break
+        return outcome
+
+    def _reserve_at(
+        self, level: int, meta: Meta, payload_bytes: int, now_s: float
+    ) -> Listed | RefusalReason:
+        got = self.tiers[level].reserve(meta, payload_bytes, now_s)
+        if isinstance(got, RefusalReason):
+            return got
+        record, victims = got
+        for victim in victims:
+            self._evicted(level, victim)
+        return record
+
+    def _evicted(self, level: int, victim: Listed) -> None:
+        """What leaves a level goes down if it is worth that and is not there anyway."""
+        if level < self._plan.home:
+            self.counters["covered"] += 1  # written through: it was durable before it was here
+        elif level + 1 < len(self.tiers) and self.placement.goes_down(victim):
+            self._moves[victim.meta.id, level + 1] = TierCopy(victim, level + 1)
+        else:
+            self.counters["dropped"] += 1
+
+    def write(self, rooms: Sequence[Room], now_s: float) -> float:
+        """Send what has room to its level; returns when all of it is there. Then `commit`."""
+        sizes = Counter[int]()
+        for room in rooms:
+            sizes[room.level] += room.record.stored_bytes
+        return max((self._send(n, count, now_s) for n, count in sizes.items()), default=now_s)
+
+    def _send(self, level: int, count: int, now_s: float) -> float:
+        tier = self.tiers[level]
+        if tier.tier is not Tier.REMOTE or self._nic is None:
+            return tier.writes.take(count, now_s)
+        self.network_bytes += count
+        return through((self._nic.out, tier.writes), count, now_s)
+
+    def commit(self, rooms: Sequence[Room], now_s: float) -> None:
+        """What was sent is there: readable, and copies of it above, where they find room."""
+        plan = self._plan
+        for room in rooms:
+            meta, size = room.record.meta, room.record.payload_bytes
+            del self._open[meta.id]
+            self.tiers[room.level].commit(meta.id, room.cost_ms, now_s)
+            for level in plan.with_it:
+                if self._copy(TierCopy(self._priced(room), level), now_s) and level:
+                    self._send(level, room.record.stored_bytes, now_s)
+            if plan.later is not None and room.level < plan.later:
+                self._moves[meta.id, plan.later] = TierCopy(self._priced(room), plan.later)
+            self.counters["kept_bytes"] += size
+
+    @staticmethod
+    def _priced(room: Room) -> Listed:
+        return msgspec.structs.replace(room.record, restore_cost_ms=room.cost_ms)
+
+    # -- moving --------------------------------------------------------------------------------
+
+    def start_moves(self, now_s: float) -> tuple[float, tuple[TierCopy, ...]] | None:
+        """Send what waits to where it goes: it is there at the instant returned, then `moved`.
+        None: nothing waits."""
+        if not self._moves:
+            return None
+        moves, self._moves = tuple(self._moves.values()), {}
+        done_s = now_s
+        for move in moves:
+            if move.level:  # what goes up was read into host memory already
+                done_s = max(done_s, self._send(move.level, move.record.stored_bytes, now_s))
+        return done_s, moves
+
+    def moved(self, moves: Iterable[TierCopy], now_s: float) -> None:
+        """The copies are there: those that find room, and are not there by another way."""
+        for move in moves:
+            if move.level and not self.placement.goes_down(move.record):
+                self.counters["low_utility"] += 1
+                continue
+            done = self._copy(move, now_s)
+            self.counters[
+                ("promoted" if move.level == 0 else "demoted") if done else "not_moved"
+            ] += 1
+
+    def _copy(self, move: TierCopy, now_s: float) -> bool:
+        tier, record = self.tiers[move.level], move.record
+        if tier.get(record.meta.id) is not None:
+            return False
+        got = self._reserve_at(move.level, record.meta, record.payload_bytes, now_s)
+        if isinstance(got, RefusalReason):
+            return False
+        tier.commit(record.meta.id, record.restore_cost_ms, now_s, reuse_count=record.reuse_count)
+        return True
+
+    # -- faults and books ----------------------------------------------------------------------
+
+    def lose_volatile(self) -> None:
+        """The process died: host memory is gone, and what was under way; drives keep the rest."""
+        for id_, level in self._open.items():
+            self.tiers[level].forget_coming(id_)
+        self._open.clear()
+        self._moves.clear()
+        for tier in self.tiers:
+            if tier.is_volatile:
+                tier.lose_all()
+
+    @property
+    def wear(self) -> Wear:
+        """What its drives have been written."""
+        logs = [tier.segments for tier in self.tiers if tier.segments is not None]
+        written, appended = (
+            (log.written_bytes for log in logs),
+            (log.appended_bytes for log in logs),
+        )
+        return Wear(sum(written), sum(appended))
+
+    def waiting_bytes(self, now_s: float) -> dict[Tier, int]:
+        """Bytes asked of each tier and not delivered: the planner's backlog."""
+        waiting = {tier.tier: tier.reads.waiting_bytes(now_s) for tier in self.tiers}
+        return {tier: count for tier, count in waiting.items() if count}
+
+    def check(self) -> None:
+        """Raise InvariantViolated unless every tier's books agree."""
+        for tier in self.tiers:
+            tier.check()
+
+
+def _bytes_of(want: Want, record: Listed) -> int:
+    """What of a record a want reads."""
+    units = record.meta.units
+    end = units if want.end_unit is None else want.end_unit
+    return record.payload_bytes * (end - want.first_unit) // units

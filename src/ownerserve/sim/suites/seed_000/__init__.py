@@ -1,0 +1,1 @@
+"""Experiments on seed 000's claims."""

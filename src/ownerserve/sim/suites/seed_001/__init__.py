@@ -1,0 +1,1 @@
+"""Experiments on seed 001's claims."""

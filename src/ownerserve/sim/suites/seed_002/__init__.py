@@ -1,0 +1,1 @@
+"""Experiments on seed 002's claims."""

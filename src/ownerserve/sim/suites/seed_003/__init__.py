@@ -1,0 +1,1 @@
+"""Experiments on seed 003's claims."""

@@ -1,0 +1,1 @@
+"""Simulated time: the event queue, media as queues, and the turns that are played on it."""

@@ -1,0 +1,1 @@
+"""One simulated worker, and transfers between two."""

@@ -1,0 +1,276 @@
+"""A modelled worker: an engine, its cache and its node on the heap.
+
+Owns one routing unit's life: what has arrived at it, the step in flight, its next life after a
+crash. Decides nothing: the cache, the node and the engine's own rules do.
+
+    submit -> (node: restore) -> engine's queue -> steps -> Served | Lost, to the listener
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol
+
+from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.outcomes import Resume
+from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.prefix import TOKEN_BYTES, Packed
+from ownerserve.kv.specs import Coverage
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.vocabulary.events import Arrived, Ended, Event, Gone, RestoreReport
+from ownerserve.plan.inputs import Backlog
+from ownerserve.sim.engine.engine import SimEngine
+from ownerserve.sim.engine.sequence import SimSequence
+from ownerserve.sim.timeline.heap import Call, Heap, TimedCall
+from ownerserve.sim.timeline.media import Duplex
+
+
+class WorkerNode(Protocol):
+    """What brings a turn's state and keeps it when it goes: see sim.nodeport."""
+
+    inventory: Inventory
+
+    def handle(self, event: Event, now: float) -> None: ...
+
+    def look(self, now: float) -> None:
+        """The cache has taken or given room."""
+
+    def resume(self, tokens: Packed) -> Resume | None:
+        """How the engine should begin a turn of `tokens`."""
+
+    def checkpoints(self, start: int, prompt_end: int) -> frozenset[int]:
+        """Positions of a prefill at which state is to be kept."""
+
+    def report(self, turn_id: TurnId) -> RestoreReport | None:
+        """What came of a turn's restore, once."""
+
+    def stored_units(self, prompt: Packed) -> int:
+        """How much of a prompt lies in host memory, ready to be sent."""
+
+    def die(self) -> None:
+        """The process is gone, and what it had in memory."""
+
+    def check(self) -> None:
+        """Raise InvariantViolated unless its own books and those of its tiers agree."""
+
+
+class Listener(Protocol):
+    """Who is told what came of a turn. Never called from within `submit`."""
+
+    def began(self, sequence: SimSequence, now: float) -> None:
+        """Its first token is there."""
+
+    def served(self, sequence: SimSequence, now: float) -> None:
+        """It is complete."""
+
+    def lost(self, sequence: SimSequence, now: float) -> None:
+        """It can never run here; or the worker is not up."""
+
+
+class Machine:
+    """What one life of a worker is made of: state goes with it, links stay."""
+
+    __slots__ = ("cache", "engine", "node")
+
+    def __init__(self, cache: HeteroCache, engine: SimEngine, node: WorkerNode) -> None:
+        self.cache = cache
+        self.engine = engine
+        self.node = node
+
+
+class SimWorker:
+    """See the module. `make` builds the machine of each life; it is told how a turn may start.
+
+    `restoring` are turns whose state is being brought; `lives` the machines of all its lives, the
+    present one last.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        heap: Heap,
+        make: Callable[[SimWorker], Machine],
+        *,
+        nic: Duplex,
+        unit_tokens: int,
+        listener: Listener,
+    ) -> None:
+        self.index = index
+        self.alone = frozenset((index,))
+        self.name = WorkerId(f"w{index}")
+        self.incarnation = Incarnation(1)
+        self.unit = RoutingUnit(self.name, 0, self.incarnation)
+        self.nic = nic
+        self.unit_tokens = unit_tokens
+        self.is_up = True
+        self.heap = heap
+        self._make = make
+        self._listener = listener
+        self.restoring: dict[TurnId, SimSequence] = {}
+        self._began_s = 0.0
+        self._step: TimedCall | None = None
+        self.machine = make(self)
+        self.lives = [self.machine]
+        layout = self.cache.layout
+        per_block = sum(c.payload_bytes for c in layout.components if c.coverage is Coverage.RANGE)
+        self.unit_bytes = per_block / layout.block_tokens
+        self.point_bytes = sum(
+            c.payload_bytes for c in layout.components if c.coverage is Coverage.POINT
+        )
+        slot_bytes = sum(c.slot_bytes for c in layout.components if c.coverage is Coverage.RANGE)
+        self.block_bytes = slot_bytes
+        self._block_units = layout.block_tokens
+        self._most_units = self.cache.rooms.blocks.capacity * layout.block_tokens
+        self.kv_bytes_total = self.cache.rooms.blocks.capacity * slot_bytes
+
+    # -- what others see ------------------------------------------------------------------------
+
+    @property
+    def cache(self) -> HeteroCache:
+        return self.machine.cache
+
+    def resident_units(self, prompt: Packed) -> int:
+        """How much of a prompt's full units lies on the device."""
+        tree = self.machine.cache.tree
+        _, depth = tree.walk(prompt, len(prompt) // tree.block_bytes)
+        return depth * self._block_units
+
+    def has_turn_of(self, session: SessionId) -> bool:
+        """Whether a turn of the session is here, if only in the queue."""
+        everyone = (*self.restoring.values(), *self.machine.engine.everyone())
+        return any(sequence.turn.name == session for sequence in everyone)
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def submit(self, sequence: SimSequence, now: float) -> None:
+        """A turn is here. One that the device can't ever hold is turned away at once."""
+        if not self.is_up or len(sequence.units) // TOKEN_BYTES > self._most_units:
+            self.heap.at(now, partial(self._listener.lost, sequence))
+            return
+        self.settle(now)
+        self.restoring[sequence.turn_id] = sequence
+        node, engine = self.machine.node, self.machine.engine
+        backlog = Backlog(engine.pending_tokens // self.unit_tokens, engine.waiting)
+        turn = sequence.turn
+        arrived = Arrived(sequence.turn_id, turn.name, sequence.prompt, backlog, parent=turn.parent)
+        node.handle(arrived, now)
+        if sequence.turn_id in self.restoring:  # else it is in the queue, and counted there
+            sequence.pending_tokens = self._uncached(sequence)
+
+    def started(self, turn_id: TurnId, now: float) -> None:
+        """The node has nothing more to bring: the turn may run."""
+        sequence = self.restoring.pop(turn_id, None)
+        if sequence is None:
+            return
+        report = self.machine.node.report(turn_id)
+        if report is not None and report.loaded_bytes:
+            sequence.loaded_bytes, sequence.load_s = report.loaded_bytes, report.waited_s
+        self._queue(sequence, now)
+
+    def _queue(self, sequence: SimSequence, now: float) -> None:
+        """Into the engine's queue; an idle engine begins behind this instant's other calls."""
+        sequence.pending_tokens = self._uncached(sequence)
+        self.machine.engine.arrive(sequence)
+        self._kick(now)
+
+    def _kick(self, now: float) -> None:
+        """Something has changed: begin to step, or end a fold with the step under way."""
+        if self._step is None and self.is_up:
+            self._step = self.heap.at(now, self._start)
+        else:
+            self.settle(now)
+
+    def settle(self, now: float) -> None:
+        """Room is about to be taken by others: a fold ends with the step that is under way, and
+        what its steps so far have filled is counted as taken."""
+        if self._step is not None and self.machine.engine.folds:
+            took_s = self.machine.engine.shorten(now - self._began_s, now)
+            if took_s is not None:
+                self._step.cancel()
+                self._step = self.heap.at(max(now, self._began_s + took_s), self._over)
+
+    def look(self, now: float) -> None:
+        """Room may have come free while the engine was idle: its queue is tried again."""
+        if self._step is None and self.machine.engine.waiting:
+            self._kick(now)
+
+    def later(self, when_s: float, call: Call) -> TimedCall:
+        """For the node: a call, after which the queue may go on."""
+        return self.heap.at(when_s, partial(self._then_look, call))
+
+    def _then_look(self, call: Call, now: float) -> None:
+        call(now)
+        self.look(now)
+
+    def checkpoint(self, turns: Iterable[TurnId]) -> None:
+        """Room is short: these turns are kept at their next boundary."""
+        self.machine.engine.checkpoint(turns)
+
+    def crash(self, now: float) -> None:
+        """The process dies: what it ran is lost, what its device and host memory held too. What
+        its disk holds stays for its next life, which begins with `rise`."""
+        if self._step is not None:
+            self._step.cancel()
+            self._step = None
+        self.is_up = False
+        engine, waiting = self.machine.engine, self.restoring
+        self.machine.node.die()
+        lost, self.restoring = [*waiting.values(), *engine.everyone()], {}
+        self.machine = self._make(self)
+        self.lives.append(self.machine)
+        self.incarnation = Incarnation(self.incarnation + 1)
+        self.unit = RoutingUnit(self.name, 0, self.incarnation)
+        for sequence in lost:
+            self._listener.lost(sequence, now)
+
+    def rise(self) -> None:
+        """The next life has begun, with an empty device."""
+        self.is_up = True
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def _uncached(self, sequence: SimSequence) -> int:
+        tokens = self.resident_units(sequence.prompt) * self.unit_tokens
+        if tokens < sequence.landed_tokens:
+            tokens = sequence.landed_tokens
+        left = sequence.target - tokens
+        return left if left > 1 else 1
+
+    def _start(self, now: float) -> None:
+        engine = self.machine.engine
+        self.machine.node.look(now)  # as a serving loop does: between two steps
+        took_s = engine.start(now)
+        self._began_s = now
+        self._step = None if took_s is None else self.heap.at(now + took_s, self._over)
+        for sequence in engine.failed():  # now that others may be submitted
+            self.machine.node.handle(Gone(sequence.turn_id), now)
+            self._listener.lost(sequence, now)
+
+    def _over(self, now: float) -> None:
+        machine = self.machine  # the same to the end: nobody is killed by what it says
+        ended = machine.engine.end(now)
+        for sequence in ended.began:
+            self._listener.began(sequence, now)
+        for sequence in ended.done:
+            machine.node.handle(_ended(sequence), now)
+            self._listener.served(sequence, now)
+        self._start(now)
+
+    def check(self) -> None:
+        """Raise InvariantViolated unless the machine's books are whole."""
+        self.machine.engine.check()
+        self.machine.node.check()
+
+
+def _ended(sequence: SimSequence) -> Ended:
+    """What the node is told of a turn's end, in units."""
+    unit, turn = sequence.unit_tokens, sequence.turn
+    computed = turn.prompt_tokens + turn.output_tokens - 1
+    return Ended(
+        sequence.turn_id,
+        sequence.restored_tokens // unit,
+        turn.prompt_tokens // unit,
+        computed // unit,
+    )
