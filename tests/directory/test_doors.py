@@ -161,9 +161,9 @@ def test_a_later_epoch_in_a_turns_line_voids_the_own_grant() -> None:
 def test_a_grant_that_comes_late_is_void() -> None:
     """A later owner was heard of while the answer to Bind was on its way."""
     fleet = Fleet(A)
-    asks = fleet.units[A].came(S1, 0.0)
+    (bind,) = fleet.units[A].came(S1, 0.0)
     fleet.units[A].hear(S1, Epoch(TERM, 99))
-    fleet.deliver(A, asks)
+    fleet.units[A].answered(bind, fleet.state.handle(bind.request, 0.0), 0.0)
     assert fleet.units[A].owner.may_serve(S1, 0.0) is None
 
 
@@ -200,6 +200,40 @@ def test_a_session_that_ends_before_it_is_bound_ends() -> None:
     assert fleet.units[A].over(S1, 0.0) == []
     fleet.deliver(A, asks)
     assert isinstance(fleet.state.handle(ask.FindSession(S1), 0.0), ask.Miss)
+
+
+def test_what_a_directory_gives_below_what_was_heard_is_asked_for_again() -> None:
+    """It lost its memory and its term file: until who owns the session asks, nobody else can."""
+    fleet = Fleet(A, B)
+    heard = Epoch(Term(2, 7), 5)
+    guarded = fleet.units[A]
+    asks = guarded.came(S1, 0.0)
+    guarded.hear(S1, heard)
+    first = [(one, fleet.state.handle(one.request, 0.0)) for one in asks]
+    (again,) = [one for asked in first for one in guarded.answered(*asked, 0.0)]
+    assert again.request == ask.Bind(S1, A, seen=heard)
+    assert fleet.record().owner == A and S1 not in guarded.owner.grants
+    assert fleet.state.is_behind(again.request)
+    fleet.state.start_term(Term(3, 1), open_at_s=0.0)
+    fleet.deliver(A, [again])
+    assert fleet.epoch(A) == fleet.record().epoch > heard
+
+
+def test_what_is_adopted_below_what_was_heard_is_asked_for_again() -> None:
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    fleet.state = DirectoryState(Term(1, 2), lease_s=LEASE_S, open_at_s=LEASE_S)
+    fleet.now_s = LEASE_S / 3
+    guarded = fleet.units[A]
+    (renewal,) = guarded.owner.tick(fleet.now_s)
+    refused = fleet.state.handle(renewal.request, fleet.now_s)
+    (register,) = guarded.answered(renewal, refused, fleet.now_s)
+    guarded.hear(S1, Epoch(Term(2, 7), 5))
+    fleet.deliver(A, [register])
+    assert fleet.record().owner == A and S1 not in guarded.owner.grants
+    fleet.state.start_term(Term(3, 1), open_at_s=fleet.now_s)
+    fleet.rest(A, 1.0)
+    assert fleet.epoch(A) == fleet.record().epoch
 
 
 def test_doors_are_bounded_and_forget_who_was_heard_of_longest_ago() -> None:

@@ -21,6 +21,7 @@ ONCE_VIOLATED = {
     350: "an owner that ceased to be one went on where it had read before",
     647: "who slept past its lease, and was not replaced, owned its sessions no more",
     1450: "the answer to a probe that was counted as bad brought a former life back",
+    7390: "a directory without memory gave a session below an epoch that its owner had heard",
 }
 """Schedules that found something, and what."""
 

@@ -196,7 +196,7 @@ MUTATIONS = (
     without(Instead(Doors, "above", nothing)),
     without(Instead(Doors, "hear", nothing)),
     without(Instead(GuardedOwner, "_is_stale", no)),
-    without(Instead(GuardedOwner, "_void_below", nothing)),
+    without(Instead(GuardedOwner, "_void_below", no)),
     without(Instead(GuestSessions, "due", never_due)),
     without(Instead(fault_world.World, "new_term", same_term)),
     # The node's

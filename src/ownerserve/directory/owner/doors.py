@@ -247,21 +247,28 @@ class GuardedOwner:
         return heard.owner, heard.epoch
 
     def answered(self, ask: Ask, outcome: Outcome, now_s: float) -> Asks:
-        """The directory's answer, which may be late: what it says of epochs counts all the same."""
+        """The directory's answer, which may be late: what it says of epochs counts all the same.
+
+        A grant that it makes void is asked for again at once: a directory that lost its memory may
+        have given it below what was heard before, and its record names this unit alone.
+        """
         self._count(ask.request, outcome)
-        for session_id, epoch, owner in _told(ask.request, outcome):
-            self.hear(session_id, epoch, owner)
+        voided = [told[0] for told in _told(ask.request, outcome) if self.hear(*told)]
         asks = self.owner.answered(ask.number, outcome, now_s)
         for session_id in _granted(ask.request, outcome):
-            self._void_below(session_id)
-            if session_id in self.owner.grants:
+            if self._void_below(session_id):
+                voided.append(session_id)
+            elif session_id in self.owner.grants:
                 self._guests.discard(session_id)
+        for session_id in voided:
+            asks += self.owner.want(session_id, now_s)
         return asks
 
-    def hear(self, session_id: SessionId, epoch: Epoch, owner: RoutingUnit | None = None) -> None:
-        """Somebody was granted the session under `epoch`: if that is after us, ours is over."""
+    def hear(self, session_id: SessionId, epoch: Epoch, owner: RoutingUnit | None = None) -> bool:
+        """Somebody was granted the session under `epoch`. True: that is after us, and ours is
+        over."""
         self.doors.hear(session_id, epoch, owner)
-        self._void_below(session_id)
+        return self._void_below(session_id)
 
     # ---- the checks
 
@@ -272,15 +279,15 @@ class GuardedOwner:
         is_outdone = grant is not None and epoch < grant.epoch
         return is_outdone or self.doors.above(session_id, epoch) is not None
 
-    def _void_below(self, session_id: SessionId) -> None:
-        """Void a grant that is below its door, whenever it was given."""
+    def _void_below(self, session_id: SessionId) -> bool:
+        """Void a grant that is below its door, whenever it was given. True: there was one."""
         grant = self.owner.grants.get(session_id)
-        if grant is None:
-            return
-        later = self.doors.above(session_id, grant.epoch)
-        if later is not None:
-            self.owner.fenced(session_id, later)
-            self.owner.refused["grant", STALE_EPOCH] += 1
+        later = None if grant is None else self.doors.above(session_id, grant.epoch)
+        if later is None:
+            return False
+        self.owner.fenced(session_id, later)
+        self.owner.refused["grant", STALE_EPOCH] += 1
+        return True
 
     # ---- counts
 
