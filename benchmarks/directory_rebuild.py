@@ -26,7 +26,7 @@ from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.prefix import pack
 from ownerserve.node.ownership.inventory import Inventory
-from ownerserve.node.ownership.ownership import Came, Left, Ownership
+from ownerserve.node.ownership.ownership import Ownership, TurnCame, TurnLeft
 from result import Row, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -58,8 +58,8 @@ def work(address: str, number: int, *, extents: int, sessions: int) -> None:
     node.start()
     for at in range(sessions):
         name = SessionId(f"tenant/{number}/{at:08d}")
-        node.tell(Came(name))
-        node.tell(Left(name, pack([number, at, *range(BLOCK)])))
+        node.tell(TurnCame(name))
+        node.tell(TurnLeft(name, pack([number, at, *range(BLOCK)])))
     sys.stdin.read()
     node.close(within_s=0.0)
 

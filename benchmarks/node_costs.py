@@ -26,7 +26,7 @@ from ownerserve.kv.prefix import pack
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.runtime.calibration import UNMEASURED
 from ownerserve.node.state import NodeState
-from ownerserve.node.vocabulary.events import Arrived, Ended, Gone
+from ownerserve.node.vocabulary.events import TurnArrived, TurnEnded, TurnGone
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
@@ -77,7 +77,7 @@ def median_us(run: Callable[[], None], *, prepare: Callable[[], None], times: in
 
 
 def arrival(blocks: int, *, digests_known: bool) -> float:
-    """A prompt that is nowhere: from `Arrived` to its `Find`."""
+    """A prompt that is nowhere: from `TurnArrived` to its `Find`."""
     state = node(blocks=64, points=16)
     tokens = pack(range(blocks * B + 1))
     turn, session = TurnId("t"), SessionId("s") if digests_known else None
@@ -85,10 +85,10 @@ def arrival(blocks: int, *, digests_known: bool) -> float:
         state.chains.digests(tokens, session)
 
     def arrive() -> None:
-        state.handle(Arrived(turn, session, tokens), 0.0)
+        state.handle(TurnArrived(turn, session, tokens), 0.0)
 
     arrive()
-    return median_us(arrive, prepare=lambda: state.handle(Gone(turn), 0.0) and None, times=15)
+    return median_us(arrive, prepare=lambda: state.handle(TurnGone(turn), 0.0) and None, times=15)
 
 
 def finish_one(state: NodeState, tokens: bytes, number: int, now: float) -> None:
@@ -131,7 +131,7 @@ def pressure(points: int) -> dict[str, float]:
 
 
 def turn_end(gaps: int) -> float:
-    """`Ended` of a session with so many known gaps."""
+    """`TurnEnded` of a session with so many known gaps."""
     state = node(blocks=4096, points=64)
     tokens = pack(range(800 * B))
     finish_one(state, tokens, 0, 0.0)
@@ -139,11 +139,11 @@ def turn_end(gaps: int) -> float:
     now = [0.0]
 
     def ended() -> None:
-        state.handle(Ended(turn, 700 * B, 800 * B, 800 * B), now[0])
+        state.handle(TurnEnded(turn, 700 * B, 800 * B, 800 * B), now[0])
 
     def prepare() -> None:
         now[0] += 3.0
-        state.handle(Arrived(turn, session, tokens), now[0])
+        state.handle(TurnArrived(turn, session, tokens), now[0])
 
     for _ in range(gaps):
         prepare()

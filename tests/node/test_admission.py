@@ -37,8 +37,8 @@ from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.admission.reservations import (
     RESERVED_FOR_S,
     Admission,
-    Arrived,
     Levels,
+    PlaceTaken,
     probe_seed,
 )
 from ownerserve.node.rpc.server import RpcClient, RpcServer
@@ -97,7 +97,7 @@ def test_a_reservation_is_a_place_until_its_turn_arrives(admission: Admission) -
     assert admission.release(two.reservation) == Released()
     assert admission.next_expiry_s() == 5.0 + RESERVED_FOR_S, "as it was committed first"
     assert isinstance(reserve("c", 6.0), Reserved)
-    assert admission.arrived(one.reservation, 6.0) == Arrived(TurnId("a"), tokens=B)
+    assert admission.arrived(one.reservation, 6.0) == PlaceTaken(TurnId("a"), tokens=B)
     gone = Reject(WorkerRefusal.UNKNOWN_RESERVATION)
     assert admission.arrived(one.reservation, 6.0) == gone, "a place is used once"
     assert admission.arrived(two.reservation, 6.0) == gone

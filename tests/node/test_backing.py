@@ -36,12 +36,12 @@ DIGESTS = hash_prefix(pack(range(16 * B)), B)
 KEPT = TierLimits(KindLimits(8 * MIB, 100.0), KindLimits(8 * MIB, 10.0))
 
 
-def write(tiers: NodeTiers, meta: Meta, *, worth_ms: float | None = None) -> None:
+def write(tiers: NodeTiers, meta: Meta, *, record_value_ms: float | None = None) -> None:
     reserved = tiers.reserve(meta, 32 * meta.units)
     assert isinstance(reserved, Reservation), reserved
     reserved.payload[:] = bytes(32 * meta.units)
-    if worth_ms is not None:
-        tiers.worth_ms[meta.id] = worth_ms
+    if record_value_ms is not None:
+        tiers.record_value_ms[meta.id] = record_value_ms
     [outcome] = tiers.commit([reserved])
     assert isinstance(outcome, WriteDone)
 
@@ -50,9 +50,9 @@ def test_a_record_is_priced_when_it_is_written(tmp_path: Path) -> None:
     clock = ManualClock(1000.0)
     tiers = NodeTiers([MemoryTier(clock, split(MIB), order=by_utility), DiskTier(tmp_path, clock)])
     meta = NAMES.range_meta("main", Cell(0, 4), DIGESTS)
-    write(tiers, meta, worth_ms=12.5)
+    write(tiers, meta, record_value_ms=12.5)
     assert [t.find([meta.id])[meta.id].restore_cost_ms for t in tiers.tiers] == [12.5, 12.5]
-    assert not tiers.worth_ms, "said once"
+    assert not tiers.record_value_ms, "said once"
     tiers.close()
 
 
@@ -62,8 +62,8 @@ def test_what_is_worth_least_makes_room(tmp_path: Path) -> None:
     limits = TierLimits(KindLimits(20_000, None), KindLimits(20_000, None))
     tiers = NodeTiers([DiskTier(tmp_path, clock, options=DiskOptions(limits=limits))])
     metas = [NAMES.range_meta("main", Cell(4 * n, 4 * n + 4), DIGESTS) for n in range(3)]
-    for meta, worth_ms in zip(metas, (90.0, 5.0, 40.0), strict=True):
-        write(tiers, meta, worth_ms=worth_ms)
+    for meta, record_value_ms in zip(metas, (90.0, 5.0, 40.0), strict=True):
+        write(tiers, meta, record_value_ms=record_value_ms)
         clock.advance(1.0)
     held = tiers.find([meta.id for meta in metas])
     assert [meta.id in held for meta in metas] == [True, False, True]

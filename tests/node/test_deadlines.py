@@ -11,14 +11,22 @@ from ownerserve.kv.ids import TurnId
 from ownerserve.node.retention.spills import COPY_DEADLINE_S, ECHO_S, FIND_DEADLINE_S, PRESS_WAIT_S
 from ownerserve.node.storage import backing
 from ownerserve.node.storage.backing import Upkeep
-from ownerserve.node.vocabulary.events import Copy, Fetch, Find, Kept, NotKept, RestoreOutcome, Tick
+from ownerserve.node.vocabulary.events import (
+    Fetch,
+    FindRecords,
+    Kept,
+    NotKept,
+    RestoreOutcome,
+    StoreCopy,
+    Tick,
+)
 from ownerserve.node.vocabulary.settings import NodeSettings
 from tests.support.node.node_driver import B, NodeDriver
 
 LATER = NodeSettings(record_blocks=4, spill_after_s=1000.0)
 
 
-def unanswered(driver: NodeDriver, kind: type) -> list[Find | Fetch | Copy]:
+def unanswered(driver: NodeDriver, kind: type) -> list[FindRecords | Fetch | StoreCopy]:
     """What waits for an answer of this kind; nobody will give it."""
     return [asked for asked in driver.pending if isinstance(asked, kind)]
 
@@ -31,7 +39,7 @@ def test_a_silent_spill_locks_nothing_beyond_its_tick() -> None:
     driver.watermarks(Watermarks(low=0.2, high=0.5, idle_s=10.0))
     driver.now = 20.0
     driver.handle(Tick())
-    asked = unanswered(driver, Copy)
+    asked = unanswered(driver, StoreCopy)
     assert asked and driver.cache.pressure.locks(), "the copies are being made"
     assert driver.state.next_due() == 0.0
     for _ in range(2):
@@ -45,10 +53,10 @@ def test_a_silent_spill_locks_nothing_beyond_its_tick() -> None:
     driver.now += COPY_DEADLINE_S
     driver.handle(Tick())
     assert driver.cache.counters.failed_spills == 1
-    assert not driver.state.relief.is_busy
+    assert not driver.state.pressure_relief.is_busy
     driver.check()
     for late in asked:  # the medium wakes up
-        driver.handle(Kept(late.errand) if late is asked[0] else NotKept(late.errand))
+        driver.handle(Kept(late.operation_id) if late is asked[0] else NotKept(late.operation_id))
     assert driver.cache.counters.spilled_points == 0
     driver.check()
 
@@ -74,7 +82,7 @@ def test_silent_copies_of_idle_sessions_give_their_places_to_others() -> None:
     driver.handle(Tick())
     driver.answer(driver.pending.popleft())  # the look-up
     driver.handle(Tick())
-    stuck = unanswered(driver, Copy)
+    stuck = unanswered(driver, StoreCopy)
     assert len(stuck) >= 4
     driver.pending.clear()
     driver.turn(range(5000, 5000 + 4 * B + 1), "b")
@@ -85,12 +93,12 @@ def test_silent_copies_of_idle_sessions_give_their_places_to_others() -> None:
     assert not driver.pending, "all places are taken"
     driver.now += COPY_DEADLINE_S
     driver.idle(1.0)
-    counts = driver.state.spills.counts
+    counts = driver.state.idle_spills.counts
     assert counts["overdue"] == len(stuck)
     assert counts["sessions"] == 2, "the others went on"
     assert not driver.state.is_busy
     for late in stuck:
-        driver.handle(Kept(late.errand))
+        driver.handle(Kept(late.operation_id))
     assert counts["kept"] == len(driver.stored)
     driver.check()
 
@@ -100,7 +108,7 @@ def test_a_silent_look_up_of_an_idle_session_is_given_up() -> None:
     driver.turn(range(10 * B + 1), "a")
     driver.now = 2.0
     driver.handle(Tick())
-    [asked] = unanswered(driver, Find)
+    [asked] = unanswered(driver, FindRecords)
     assert driver.state.is_busy
     driver.pending.clear()
     assert driver.state.next_due() == 2.0 + FIND_DEADLINE_S + ECHO_S
@@ -182,7 +190,7 @@ def test_pressed_sessions_are_waited_for_and_then_tails_go_without_them() -> Non
     free = driver.cache.rooms.blocks.free
     for _ in range(3):
         driver.handle(Tick())
-    asked = unanswered(driver, Find)
+    asked = unanswered(driver, FindRecords)
     assert asked, "their state is looked for in the store"
     assert driver.cache.rooms.blocks.free == free, "nothing goes before it is safe"
     due = driver.state.next_due()

@@ -14,34 +14,34 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed, pack
 from ownerserve.kv.specs import Coverage
-from ownerserve.node.hosted_state import GuestState
+from ownerserve.node.hosted_state import HostedNodeState
 from ownerserve.node.restore.sources import Later
 from ownerserve.node.retention.saves import Capture, Saves
 from ownerserve.node.vocabulary.events import (
-    Arrived,
-    Asked,
-    Bring,
     Computing,
-    Copy,
-    Drop,
+    DeviceAsked,
+    DevicePlaced,
+    DropOperation,
     Effect,
-    Ended,
+    FetchAndFill,
     Filled,
-    Find,
-    Found,
-    Gone,
+    FindRecords,
     Kept,
     NotFetched,
     NotKept,
     Offer,
     Pin,
-    Placed,
+    RecordsFound,
     RestoreOutcome,
     SessionOver,
     Start,
+    StoreCopy,
     Tick,
+    TurnArrived,
+    TurnEnded,
+    TurnGone,
 )
-from ownerserve.node.vocabulary.records import RecordNames, Tip, ids_of, standing
+from ownerserve.node.vocabulary.records import RecordNames, Tip, ids_of, tip_depth
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium
@@ -126,8 +126,8 @@ class Guest:
         )
         names = RecordNames(identity, LAYOUT, engine="test/1", blocks=CELL)
         self.device = EngineBlocks()
-        self.stored: dict[bytes, Copy] = {}
-        self.state = GuestState(
+        self.stored: dict[bytes, StoreCopy] = {}
+        self.state = HostedNodeState(
             self.device,
             names,
             planner=Planner(
@@ -149,22 +149,22 @@ class Guest:
 
     def arrive(self, tokens: list[int]) -> None:
         """Arrival, and the store's answer to what is asked."""
-        [find] = self.handle(Arrived(TURN, SESSION, pack(tokens)))
-        assert isinstance(find, Find)
+        [find] = self.handle(TurnArrived(TURN, SESSION, pack(tokens)))
+        assert isinstance(find, FindRecords)
         held = {id_: Tier.DISK for id_ in find.ids if id_ in self.stored}
-        assert self.handle(Found(find.errand, held)) == [] or not held
+        assert self.handle(RecordsFound(find.operation_id, held)) == [] or not held
 
     def ask(self, hit: int) -> int | None:
         """What is offered beyond `hit`; None: nothing."""
         self.device.hit = hit
-        offers = [e for e in self.handle(Asked(TURN)) if isinstance(e, Offer)]
+        offers = [e for e in self.handle(DeviceAsked(TURN)) if isinstance(e, Offer)]
         return offers[0].position if offers else None
 
-    def place(self) -> Bring:
+    def place(self) -> FetchAndFill:
         self.device.has_blocks = True
-        [bring] = self.handle(Placed(TURN))
+        [bring] = self.handle(DevicePlaced(TURN))
         self.device.has_blocks = False
-        assert isinstance(bring, Bring)
+        assert isinstance(bring, FetchAndFill)
         return bring
 
     def compute(self, tokens: list[int], *steps: int) -> list[Effect]:
@@ -180,10 +180,10 @@ class Guest:
     def keep(self, effects: Iterable[Effect]) -> list[Effect]:
         kept = list(effects)
         for effect in kept:
-            if isinstance(effect, Copy):
+            if isinstance(effect, StoreCopy):
                 assert effect.meta.id not in self.stored, "written twice"
                 self.stored[effect.meta.id] = effect
-                self.handle(Kept(effect.errand))
+                self.handle(Kept(effect.operation_id))
         return kept
 
     def run(self, tokens: list[int], *, prompt: int, steps: Iterable[int]) -> list[Effect]:
@@ -191,14 +191,14 @@ class Guest:
         self.device.hit = None
         self.arrive(tokens[:prompt])
         effects = self.compute(tokens, *steps)
-        effects += self.keep(self.handle(Ended(TURN, 0, prompt, len(tokens))))
-        self.handle(Gone(TURN))
+        effects += self.keep(self.handle(TurnEnded(TURN, 0, prompt, len(tokens))))
+        self.handle(TurnGone(TURN))
         return effects
 
 
 def copies(effects: Iterable[Effect]) -> list[tuple[str, int, int]]:
     """Component and token range (a point: twice its position) of every copy, in order."""
-    found = [effect.meta for effect in effects if isinstance(effect, Copy)]
+    found = [effect.meta for effect in effects if isinstance(effect, StoreCopy)]
     return [(meta.component, meta.first_token, meta.end_token) for meta in found]
 
 
@@ -223,7 +223,7 @@ def test_an_unknown_prompt_is_looked_up_once_and_computes() -> None:
 
 def test_before_the_store_has_answered_the_turn_waits_and_the_deadline_ends_it() -> None:
     guest = Guest()
-    guest.handle(Arrived(TURN, SESSION, pack(PROMPT)), now=10.0)
+    guest.handle(TurnArrived(TURN, SESSION, pack(PROMPT)), now=10.0)
     assert guest.ask(0) is None
     assert guest.state.is_waiting(TURN)
     effects = guest.handle(Tick(), now=15.0)
@@ -243,7 +243,7 @@ def test_what_is_stored_is_offered_brought_and_counts_when_it_is_written() -> No
     ranges = [f.slots for f in bring.fillings if f.component == "dense"]
     assert [slot for slots in ranges for slot in slots] == list(range(12))
     assert [f.slots for f in bring.fillings if f.component == "swa"] == [(192,)]
-    assert guest.handle(Filled(bring.errand, tuple(ids))) == [Start(TURN)]
+    assert guest.handle(Filled(bring.operation_id, tuple(ids))) == [Start(TURN)]
     report = guest.state.report(TURN)
     assert report is not None and report.outcome is RestoreOutcome.LOADED
     assert not guest.device.open
@@ -276,7 +276,7 @@ def test_a_failed_load_is_remembered() -> None:
     guest.arrive([*PROMPT, 1, 2, 3])
     guest.ask(0)
     bring = guest.place()
-    failure = NotFetched(bring.errand, MissReason.CORRUPT, bring.wants[0].id)
+    failure = NotFetched(bring.operation_id, MissReason.CORRUPT, bring.wants[0].id)
     assert guest.handle(failure) == [Start(TURN)]
     assert guest.ask(0) is None and not guest.state.is_waiting(TURN)
     assert not guest.device.open
@@ -291,7 +291,7 @@ def test_what_could_not_be_read_is_stored_anew() -> None:
     broken.arrive(PROMPT)
     broken.ask(0)
     bring = broken.place()
-    broken.handle(NotFetched(bring.errand, MissReason.CORRUPT, bring.wants[0].id))
+    broken.handle(NotFetched(bring.operation_id, MissReason.CORRUPT, bring.wants[0].id))
     broken.stored.clear()
     again = copies(broken.compute(PROMPT, 200))
     assert ("dense", 0, 64) in again and ("swa", 192, 192) in again
@@ -302,7 +302,7 @@ def test_bytes_of_other_records_do_not_count() -> None:
     guest.arrive([*PROMPT, 1, 2, 3])
     guest.ask(0)
     bring = guest.place()
-    guest.handle(Filled(bring.errand, tuple(want.id for want in bring.wants[1:])))
+    guest.handle(Filled(bring.operation_id, tuple(want.id for want in bring.wants[1:])))
     report = guest.state.report(TURN)
     assert report is not None and report.outcome is RestoreOutcome.MISS
 
@@ -312,8 +312,8 @@ def test_a_turn_given_up_while_it_loads_is_dropped() -> None:
     guest.arrive([*PROMPT, 1, 2, 3])
     guest.ask(0)
     bring = guest.place()
-    assert Drop(bring.errand) in guest.handle(Gone(TURN))
-    assert guest.handle(Filled(bring.errand, ())) == []
+    assert DropOperation(bring.operation_id) in guest.handle(TurnGone(TURN))
+    assert guest.handle(Filled(bring.operation_id, ())) == []
     assert not guest.device.open
 
 
@@ -387,16 +387,16 @@ def test_an_aborted_turn_keeps_only_what_is_computed() -> None:
     guest = Guest()
     guest.arrive(PROMPT)
     guest.compute(PROMPT, 100)
-    effects = guest.keep(guest.handle(Ended(TURN, 0, 200, 100)))
+    effects = guest.keep(guest.handle(TurnEnded(TURN, 0, 200, 100)))
     assert copies(effects) == [("dense", 64, 96)]
-    assert copies(guest.handle(Ended(TURN, 0, 200, 100))) == [], "it ends once"
+    assert copies(guest.handle(TurnEnded(TURN, 0, 200, 100))) == [], "it ends once"
 
 
 @pytest.mark.parametrize("limit", [64, 256, 300])
 def test_copies_that_do_not_fit_go_with_a_later_step(limit: int) -> None:
     guest = Guest(in_flight_bytes=limit)
     guest.arrive(PROMPT)
-    first = [e for e in guest.handle(Computing(TURN, 0, 190)) if isinstance(e, Copy)]
+    first = [e for e in guest.handle(Computing(TURN, 0, 190)) if isinstance(e, StoreCopy)]
     assert copies(first) == [("dense", 0, 64)], "one always fits"
     assert copies(guest.handle(Computing(TURN, 189, 190))) == []
     guest.keep(first)
@@ -422,14 +422,14 @@ def left_by(guest: Guest) -> list[Tip]:
 def test_where_a_turn_left_its_session_is_told_once_all_its_copies_are_answered_for() -> None:
     guest = Guest()
     guest.arrive(PROMPT)
-    effects = guest.handle(Computing(TURN, 0, 200)) + guest.handle(Ended(TURN, 0, 200, 200))
-    *first, last = [effect.errand for effect in effects if isinstance(effect, Copy)]
-    for errand in first:
-        guest.handle(Kept(errand))
+    effects = guest.handle(Computing(TURN, 0, 200)) + guest.handle(TurnEnded(TURN, 0, 200, 200))
+    *first, last = [effect.operation_id for effect in effects if isinstance(effect, StoreCopy)]
+    for operation_id in first:
+        guest.handle(Kept(operation_id))
     assert left_by(guest) == []
     guest.handle(NotKept(last))
     [tip] = left_by(guest)
-    copied = {effect.meta.id for effect in effects if isinstance(effect, Copy)}
+    copied = {effect.meta.id for effect in effects if isinstance(effect, StoreCopy)}
     assert (tip.session_id, tip.depth, set(ids_of(guest.state.names, tip))) == (SESSION, 12, copied)
     guest.handle(Kept(last))
     assert left_by(guest) == [], "an answer that comes twice tells nothing"
@@ -440,14 +440,14 @@ def test_a_turn_that_has_nothing_new_to_copy_tells_where_it_left_its_session() -
     [tip] = left_by(guest)
     guest.arrive([*PROMPT[:192], 1])
     guest.handle(Computing(TURN, 192, 193))
-    assert copies(guest.handle(Ended(TURN, 192, 193, 193))) == []
+    assert copies(guest.handle(TurnEnded(TURN, 192, 193, 193))) == []
     assert left_by(guest) == [tip]
 
 
 def test_a_session_that_has_ended_is_told_no_more() -> None:
     guest = Guest()
     guest.arrive(PROMPT)
-    effects = guest.handle(Computing(TURN, 0, 200)) + guest.handle(Ended(TURN, 0, 200, 200))
+    effects = guest.handle(Computing(TURN, 0, 200)) + guest.handle(TurnEnded(TURN, 0, 200, 200))
     guest.handle(SessionOver(SESSION))
     guest.keep(effects)
     assert left_by(guest) == []
@@ -456,14 +456,14 @@ def test_a_session_that_has_ended_is_told_no_more() -> None:
 def test_a_tenants_session_is_looked_for_under_its_own_names() -> None:
     guest = Guest()
     salt = b"s" * 32
-    [find] = guest.handle(Arrived(TURN, SESSION, pack(PROMPT), tenant=salt))
-    assert isinstance(find, Find)
-    guest.handle(Found(find.errand, {}))
+    [find] = guest.handle(TurnArrived(TURN, SESSION, pack(PROMPT), tenant=salt))
+    assert isinstance(find, FindRecords)
+    guest.handle(RecordsFound(find.operation_id, {}))
     effects = guest.keep(guest.handle(Computing(TURN, 0, 200)))
-    effects += guest.keep(guest.handle(Ended(TURN, 0, 200, 200)))
+    effects += guest.keep(guest.handle(TurnEnded(TURN, 0, 200, 200)))
     [tip] = left_by(guest)
     assert set(ids_of(guest.state.names, tip)) == guest.stored.keys()
-    assert standing(guest.state.names, tip, frozenset(guest.stored), can_replay=False).depth == 12
+    assert tip_depth(guest.state.names, tip, frozenset(guest.stored), can_replay=False).depth == 12
 
 
 def test_what_is_given_up_is_waited_for_by_nobody() -> None:

@@ -16,12 +16,12 @@ from ownerserve.kv.ids import TurnId
 from ownerserve.node.vocabulary.events import (
     Fetch,
     Fetched,
-    Find,
-    Gone,
+    FindRecords,
     Kept,
     NotFetched,
     NotKept,
     Tick,
+    TurnGone,
 )
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.store.format.model import MissReason
@@ -43,7 +43,7 @@ class NodeMachine(RuleBasedStateMachine):
         super().__init__()
         self.driver = NodeDriver(blocks=20, points=6, settings=SETTINGS)
         self.driver.watermarks(Watermarks(low=0.2, high=0.5, idle_s=0.4))
-        self.answered: list[Find | Fetch] = []
+        self.answered: list[FindRecords | Fetch] = []
         self.arrived = 0
         self.ran: list[TurnId] = []
         self.given_up: set[TurnId] = set()
@@ -78,22 +78,26 @@ class NodeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.pending)
     @rule(data=st.data(), works=st.sampled_from([True, True, True, False]))
     def store_answers(self, data: st.DataObject, works: bool) -> None:
-        """Any errand, in any order."""
+        """Any operation, in any order."""
         at = data.draw(st.integers(0, len(self.driver.pending) - 1))
         asked = self.driver.pending[at]
         del self.driver.pending[at]
         (self.driver.answer if works else self.driver.fail)(asked)
-        if isinstance(asked, Find | Fetch):
+        if isinstance(asked, FindRecords | Fetch):
             self.answered.append(asked)
 
     @precondition(lambda self: self.answered)
     @rule(data=st.data())
     def store_repeats_itself(self, data: st.DataObject) -> None:
         asked = data.draw(st.sampled_from(self.answered))
-        errand = asked.errand
-        for event in (Fetched(errand), NotFetched(errand, MissReason.CORRUPT), Kept(errand)):
+        operation_id = asked.operation_id
+        for event in (
+            Fetched(operation_id),
+            NotFetched(operation_id, MissReason.CORRUPT),
+            Kept(operation_id),
+        ):
             self.driver.handle(event)
-        self.driver.handle(NotKept(errand))
+        self.driver.handle(NotKept(operation_id))
 
     @precondition(lambda self: self.driver.stored)
     @rule(data=st.data())
@@ -120,7 +124,7 @@ class NodeMachine(RuleBasedStateMachine):
         self.given_up.add(turn_id)
         if turn_id in self.driver.started:
             self.driver.started.remove(turn_id)
-        self.driver.handle(Gone(turn_id))
+        self.driver.handle(TurnGone(turn_id))
 
     @rule(count=st.integers(1, 8))
     def pressure(self, count: int) -> None:
@@ -155,7 +159,10 @@ class NodeMachine(RuleBasedStateMachine):
             while self.driver.pending:
                 self.driver.fail(self.driver.pending.popleft())
             self.driver.handle(Tick())
-        assert not self.driver.cache.pressure.open_spills and not self.driver.state.relief.is_busy
+        assert (
+            not self.driver.cache.pressure.open_spills
+            and not self.driver.state.pressure_relief.is_busy
+        )
         held = snapshot(self.driver.cache, 0.0).pools
         assert not any(pool.protected for pool in held.values())
 

@@ -21,7 +21,13 @@ from ownerserve.kv.prefix import Packed, hash_prefix, pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession
 from ownerserve.node.ownership.inventory import Inventory
-from ownerserve.node.ownership.ownership import Came, Left, Over, Ownership, boot_time_s
+from ownerserve.node.ownership.ownership import (
+    Ownership,
+    SessionLeft,
+    TurnCame,
+    TurnLeft,
+    boot_time_s,
+)
 from ownerserve.node.ownership.publishing import extent_name
 
 S1, S2 = SessionId("s1"), SessionId("s2")
@@ -114,11 +120,11 @@ def test_turns_that_end_together_go_as_one_report(
     server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership]
 ) -> None:
     node = nodes(unit("w1"), server.address)
-    node.tell(Came(S1))
+    node.tell(TurnCame(S1))
     until(lambda: node.standing(S1))
     frames = node.frames
     for number in range(1, 21):
-        node.tell(Left(S1, tokens(number)))
+        node.tell(TurnLeft(S1, tokens(number)))
     until(lambda: is_at(server.address, S1, 20))
     record = found(server.address, S1)
     assert isinstance(record, ask.SessionIs)
@@ -132,8 +138,8 @@ def test_a_turn_that_ends_before_its_session_is_bound_counts(
     server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership]
 ) -> None:
     node = nodes(unit("w1"), server.address)
-    node.tell(Came(S1))
-    node.tell(Left(S1, tokens(1)))
+    node.tell(TurnCame(S1))
+    node.tell(TurnLeft(S1, tokens(1)))
     until(lambda: is_at(server.address, S1, 1))
 
 
@@ -142,11 +148,11 @@ def test_turns_that_an_owner_finished_and_never_told_count_by_their_gateways_wor
     server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership], is_bound: bool
 ) -> None:
     node = nodes(unit("w1"), server.address)
-    node.tell(Came(S1))
+    node.tell(TurnCame(S1))
     until(lambda: node.standing(S1) or not is_bound)
-    node.tell(Left(S1, tokens(1), before=7))
+    node.tell(TurnLeft(S1, tokens(1), before=7))
     until(lambda: is_at(server.address, S1, 8))
-    node.tell(Left(S1, tokens(2), before=7))
+    node.tell(TurnLeft(S1, tokens(2), before=7))
     until(lambda: is_at(server.address, S1, 9))
 
 
@@ -154,17 +160,17 @@ def test_a_guest_tells_nothing_and_owns_once_the_owner_has_left(
     server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership]
 ) -> None:
     first, second = nodes(unit("w1"), server.address), nodes(unit("w2"), server.address)
-    first.tell(Came(S1))
-    first.tell(Left(S1, tokens(1)))
+    first.tell(TurnCame(S1))
+    first.tell(TurnLeft(S1, tokens(1)))
     until(lambda: is_at(server.address, S1, 1))
-    second.tell(Came(S1))
-    second.tell(Left(S1, tokens(2)))
+    second.tell(TurnCame(S1))
+    second.tell(TurnLeft(S1, tokens(2)))
     until(lambda: second.answers["heldby"])
     assert second.standing(S1) is None and is_at(server.address, S1, 1)
     first.close(within_s=5.0)
-    second.tell(Came(S1))
+    second.tell(TurnCame(S1))
     until(lambda: second.standing(S1))
-    second.tell(Left(S1, tokens(3)))
+    second.tell(TurnLeft(S1, tokens(3)))
     until(lambda: is_at(server.address, S1, 2))  # a change of owner finishes no turn
 
 
@@ -172,9 +178,9 @@ def test_an_ended_session_is_forgotten(
     server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership]
 ) -> None:
     node = nodes(unit("w1"), server.address)
-    node.tell(Came(S1))
+    node.tell(TurnCame(S1))
     until(lambda: node.standing(S1))
-    node.tell(Over(S1))
+    node.tell(SessionLeft(S1))
     until(lambda: isinstance(found(server.address, S1), ask.Miss))
     assert node.standing(S1) is None
 
@@ -188,8 +194,8 @@ def test_a_directory_that_comes_late_holds_up_nobody(
     node = nodes(unit("w1"), f"tcp://127.0.0.1:{port}")
     began_s = time.thread_time()
     for number in range(1, 4):
-        node.tell(Came(S1))
-        node.tell(Left(S1, tokens(number)))
+        node.tell(TurnCame(S1))
+        node.tell(TurnLeft(S1, tokens(number)))
         assert node.standing(S1) is None
     assert time.thread_time() - began_s < 0.1
     late = serve(port=port)
@@ -225,7 +231,7 @@ def test_a_fault_of_the_directory_ends_no_thread_and_does_not_spin(
     faulty = Faulty(server.address, fault)
     node = Ownership(unit("w1"), lambda: faulty, block_tokens=BLOCK, scope=SCOPE)  # type: ignore[arg-type, return-value]
     node.start()
-    node.tell(Came(S1))
+    node.tell(TurnCame(S1))
     until(lambda: node.answers["failed"] >= 2)
     time.sleep(1.0)
     assert faulty.asked <= 8
@@ -246,7 +252,7 @@ def test_a_directory_that_cannot_be_opened_yet_is_opened_later(server: Directory
 
     node = Ownership(unit("w1"), opened, block_tokens=BLOCK, scope=SCOPE)
     node.start()
-    node.tell(Came(S1))
+    node.tell(TurnCame(S1))
     until(lambda: node.standing(S1))
     assert node.answers["failed"] == 2
     node.close(within_s=5.0)
@@ -257,7 +263,7 @@ def test_a_node_closes_while_its_directory_fails(server: DirectoryServer) -> Non
     faulty = Faulty(server.address, RuntimeError("boom"))
     node = Ownership(unit("w1"), lambda: faulty, block_tokens=BLOCK, scope=SCOPE)  # type: ignore[arg-type, return-value]
     node.start()
-    node.tell(Came(S1))
+    node.tell(TurnCame(S1))
     until(lambda: node.answers["failed"])
     node.close(within_s=5.0)
     assert not node._thread.is_alive()
@@ -267,12 +273,12 @@ def test_a_former_life_is_told_so_and_owns_nothing(
     server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership]
 ) -> None:
     former = nodes(unit("w1", 1), server.address)
-    former.tell(Came(S1))
+    former.tell(TurnCame(S1))
     until(lambda: former.standing(S1))
     later = nodes(unit("w1", 2), server.address)
-    later.tell(Came(S1))
+    later.tell(TurnCame(S1))
     until(lambda: later.standing(S1))
-    former.tell(Left(S1, tokens(1)))
+    former.tell(TurnLeft(S1, tokens(1)))
     until(lambda: former.standing(S1) is None)
     until(lambda: former.phase is OwnerPhase.SUPERSEDED)
 
@@ -288,12 +294,12 @@ def test_a_session_that_is_released_is_the_targets(
     server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership]
 ) -> None:
     first, second = nodes(unit("w1"), server.address), nodes(unit("w2"), server.address)
-    first.tell(Came(S1))
+    first.tell(TurnCame(S1))
     until(lambda: first.standing(S1))
     until(lambda: second.phase is OwnerPhase.LIVE)
     grant = first.standing(S1)
     assert grant is not None
-    first.tell(Left(S1, tokens(1)))
+    first.tell(TurnLeft(S1, tokens(1)))
     assert release(first, second.owner.unit) == Reject(WorkerRefusal.SESSION_IS_RUNNING)
     until(lambda: release(first, second.owner.unit, grant.epoch) == Released())
     assert first.standing(S1) is None  # at once
@@ -302,13 +308,13 @@ def test_a_session_that_is_released_is_the_targets(
     assert isinstance(record, ask.SessionIs)
     assert (record.owner, record.version) == (second.owner.unit, 1)
 
-    first.tell(Came(S1))  # its own later turn is a guest's
-    first.tell(Left(S1, tokens(9)))
+    first.tell(TurnCame(S1))  # its own later turn is a guest's
+    first.tell(TurnLeft(S1, tokens(9)))
     until(lambda: first.answers["heldby"])
     assert release(first, second.owner.unit, grant.epoch) == Reject(WorkerRefusal.STALE_EPOCH)
-    second.tell(Came(S1))
+    second.tell(TurnCame(S1))
     until(lambda: second.standing(S1))
-    second.tell(Left(S1, tokens(2)))
+    second.tell(TurnLeft(S1, tokens(2)))
     until(lambda: is_at(server.address, S1, 2))
     assert first.owner.refused["release", "stale_epoch"] == 1
 
@@ -323,7 +329,7 @@ def test_a_directory_that_hangs_holds_up_no_release(server: DirectoryServer) -> 
     )
     node.start()
     target.start()
-    node.tell(Came(S1))
+    node.tell(TurnCame(S1))
     until(lambda: node.standing(S1) and target.phase is OwnerPhase.LIVE)
     faulty.fault = RuntimeError("boom")
     began_s = time.thread_time()
@@ -347,12 +353,12 @@ def test_what_a_turns_line_says_counts_at_once(server: DirectoryServer) -> None:
     faulty.fault = None
     node = Ownership(unit("w1"), lambda: faulty, block_tokens=BLOCK, scope=SCOPE)  # type: ignore[arg-type, return-value]
     node.start()
-    node.tell(Came(S1))
+    node.tell(TurnCame(S1))
     until(lambda: node.standing(S1))
     grant = node.standing(S1)
     assert grant is not None
     faulty.fault = RuntimeError("boom")
-    node.tell(Came(S1, epoch=Epoch(grant.epoch.term, grant.epoch.counter + 1)))
+    node.tell(TurnCame(S1, epoch=Epoch(grant.epoch.term, grant.epoch.counter + 1)))
     assert node.standing(S1) is None
     told = ReleaseSession(S1, grant.epoch, unit("w2"))
     assert node.release(told) == Reject(WorkerRefusal.STALE_EPOCH)
@@ -367,14 +373,14 @@ def test_a_round_that_fails_keeps_no_session_for_ever(
     """That one turn is lost, nothing that was told beside it, and its session is given up as any
     other."""
     w1 = nodes(unit("w1"), server.address)
-    w1.tell(Came(S2))
-    w1.tell(Came(S1))
-    w1.tell(Left(S1, tokens(2)))
+    w1.tell(TurnCame(S2))
+    w1.tell(TurnCame(S1))
+    w1.tell(TurnLeft(S1, tokens(2)))
     until(lambda: is_at(server.address, S1, 1) and w1.standing(S2))
     with monkeypatch.context() as patch:
         patch.setattr(w1.publishing, "belongs", raises)
-        w1.tell(Left(S1, tokens(3)))
-        w1.tell(Over(S2))  # with the same frame
+        w1.tell(TurnLeft(S1, tokens(3)))
+        w1.tell(SessionLeft(S2))  # with the same frame
         until(lambda: w1.answers["failed"] == 1)
         until(lambda: w1.standing(S2) is None)
     grant = w1.standing(S1)
@@ -387,11 +393,11 @@ def test_a_version_that_was_told_never_goes_back(
 ) -> None:
     """A turn that leaves less than a block advances nothing: it is not told as counted first."""
     w1 = nodes(unit("w1"), server.address)
-    w1.tell(Came(S1))
+    w1.tell(TurnCame(S1))
     until(lambda: w1.standing(S1))
-    w1.tell(Left(S1, pack(range(3))))
+    w1.tell(TurnLeft(S1, pack(range(3))))
     told = w1.standing(S1)
-    w1.tell(Left(S1, tokens(1)))
+    w1.tell(TurnLeft(S1, tokens(1)))
     until(lambda: is_at(server.address, S1, 1))
     now = w1.standing(S1)
     assert told is not None and now is not None
@@ -402,10 +408,10 @@ def test_a_fork_stands_on_its_parents_tip(
     server: DirectoryServer, nodes: Callable[[RoutingUnit, str], Ownership]
 ) -> None:
     w1 = nodes(unit("w1"), server.address)
-    w1.tell(Came(S1))
-    w1.tell(Left(S1, tokens(2)))
+    w1.tell(TurnCame(S1))
+    w1.tell(TurnLeft(S1, tokens(2)))
     until(lambda: is_at(server.address, S1, 1))
-    w1.tell(Came(S2, parent=S1))
+    w1.tell(TurnCame(S2, parent=S1))
     until(lambda: w1.standing(S2))
     client = DirectoryClient(server.address)
     (tip,) = client.execute([ask.Lookup((name(2),))])
@@ -421,7 +427,7 @@ def test_a_session_whose_last_turn_was_elsewhere_ends_at_its_owner(
     nodes: Callable[[RoutingUnit, str], Ownership], server: DirectoryServer
 ) -> None:
     node = nodes(unit("w1"), server.address)
-    node.tell(Came(S1))
+    node.tell(TurnCame(S1))
     until(lambda: node.standing(S1))
     grant = node.standing(S1)
     assert grant is not None

@@ -22,7 +22,7 @@ from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.prefix import Packed, hash_prefix, pack
 from ownerserve.node.ownership.inventory import Inventory
-from ownerserve.node.ownership.ownership import Came, Left, Ownership, boot_time_s
+from ownerserve.node.ownership.ownership import Ownership, TurnCame, TurnLeft, boot_time_s
 from ownerserve.node.ownership.publishing import extent_name
 
 BLOCK = 16
@@ -112,16 +112,16 @@ def test_what_comes_and_goes_is_told_by_an_idle_worker_with_its_renewal(rig: Rig
 
 def test_a_turn_costs_one_frame_with_all_that_is_told_of_it(rig: Rig) -> None:
     node, inventory = rig.join("w1")
-    node.tell(Came(S1))
+    node.tell(TurnCame(S1))
     until(lambda: node.standing(S1))
     turns = 12
     before, began_s = node.frames, time.monotonic()
     for number in range(1, turns + 1):
-        node.tell(Left(S1, tokens(number), "repo"))
+        node.tell(TurnLeft(S1, tokens(number), "repo"))
         held(inventory, Tier.DEVICE, number)
         held(inventory, Tier.DISK, number)
         until(lambda number=number: rig.tiers(extent_name(ONE, chain(number))))  # type: ignore[misc]
-        node.tell(Came(S1))
+        node.tell(TurnCame(S1))
     renewals = (time.monotonic() - began_s) / (LEASE_S / 3) + 1
     assert node.frames - before <= turns + renewals
     last = extent_name(ONE, chain(turns))
@@ -132,9 +132,9 @@ def test_a_turn_costs_one_frame_with_all_that_is_told_of_it(rig: Rig) -> None:
 def test_equal_tokens_of_two_models_are_two_prefixes(rig: Rig) -> None:
     for name, scope in (("w1", ONE), ("w2", OTHER)):
         node, inventory = rig.join(name, scope=scope)
-        node.tell(Came(SessionId(name)))
+        node.tell(TurnCame(SessionId(name)))
         until(lambda node=node, name=name: node.standing(SessionId(name)))  # type: ignore[misc]
-        node.tell(Left(SessionId(name), tokens(3)))
+        node.tell(TurnLeft(SessionId(name), tokens(3)))
         held(inventory, Tier.DISK, 3)
     for name, scope in (("w1", ONE), ("w2", OTHER)):
         both = [(name, TierCode.DEVICE), (name, TierCode.DISK)]
@@ -149,8 +149,8 @@ def test_a_rebuilt_directory_hears_sessions_and_extents_again(rig: Rig) -> None:
         inventory.has(SessionId(f"t{number}"), Tier.DISK, 16, digest=digest, kinds=MAIN_KINDS)
     sessions = [SessionId(f"s{number}") for number in range(1200)]
     for session in sessions:
-        node.tell(Came(session))
-        node.tell(Left(session, tokens(2)))
+        node.tell(TurnCame(session))
+        node.tell(TurnLeft(session, tokens(2)))
 
     def known() -> tuple[int, int]:
         records = rig.client.status().records
@@ -174,9 +174,9 @@ def test_a_rebuilt_directory_hears_sessions_and_extents_again(rig: Rig) -> None:
 
 def test_who_leaves_says_what_goes_with_it(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     node, inventory = rig.join("w1")
-    node.tell(Came(S1))
+    node.tell(TurnCame(S1))
     until(lambda: node.standing(S1))
-    node.tell(Left(S1, tokens(2)))
+    node.tell(TurnLeft(S1, tokens(2)))
     held(inventory, Tier.DISK, 2)
     until(lambda: len(rig.tiers(extent_name(ONE, chain(2)))) == 2)
     node.close(within_s=5.0)

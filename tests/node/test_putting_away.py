@@ -11,7 +11,7 @@ from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.node.retention.checkpoints import policy_of
 from ownerserve.node.retention.gaps import SPILL_AFTER_S
-from ownerserve.node.vocabulary.events import Copy, Find, RestoreOutcome, Tick
+from ownerserve.node.vocabulary.events import FindRecords, RestoreOutcome, StoreCopy, Tick
 from ownerserve.node.vocabulary.records import Cell, Inside, RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
@@ -25,7 +25,7 @@ COSTS = CostModel(PRICES)
 
 
 def names_of(driver: NodeDriver) -> RecordNames:
-    return driver.state.relief._names
+    return driver.state.pressure_relief._names
 
 
 # ---- when
@@ -40,7 +40,7 @@ def spill_due_s(gaps_s: list[float], *, hold_ms_per_s: float = 1.0) -> float:
         driver.now += gap_s
         driver.turn(tokens)
         tokens += range(9000, 9000 + B)
-    return driver.state.spills._due[SessionId("s")] - driver.now
+    return driver.state.idle_spills._due[SessionId("s")] - driver.now
 
 
 def test_the_first_turns_of_a_session_wait_a_fixed_time() -> None:
@@ -68,7 +68,7 @@ def test_a_given_time_is_kept_whatever_the_gaps() -> None:
     for _ in range(6):
         driver.now += 200.0
         driver.turn(tokens)
-    assert driver.state.spills._due[SessionId("s")] - driver.now == 1.0
+    assert driver.state.idle_spills._due[SessionId("s")] - driver.now == 1.0
 
 
 def test_sessions_are_put_away_in_the_order_of_their_own_times() -> None:
@@ -82,7 +82,7 @@ def test_sessions_are_put_away_in_the_order_of_their_own_times() -> None:
         driver.turn(range(2000, 2000 + 4 * B), "quick")
     driver.now += 0.5
     driver.handle(Tick())
-    finds = [asked for asked in driver.pending if isinstance(asked, Find)]
+    finds = [asked for asked in driver.pending if isinstance(asked, FindRecords)]
     assert len(finds) == 1, "the slow one only, although the quick one ended later"
     due_s = driver.state.next_due()
     assert due_s is not None and due_s > driver.now + 1.0
@@ -109,7 +109,7 @@ def test_a_policy_says_which_point_state_is_stored(text: str, stored: list[int])
     driver.handle(Tick())
     driver.answer(driver.pending.popleft())
     driver.handle(Tick())
-    copies = [c for c in driver.pending if isinstance(c, Copy)]
+    copies = [c for c in driver.pending if isinstance(c, StoreCopy)]
     points = {c.meta.end_token // B for c in copies if c.component in LAYOUT.point_names}
     assert sorted(points) == stored
     assert {c.meta.end_token // B for c in copies} >= {4, 8, 10}, "range state always"
@@ -213,7 +213,7 @@ def test_a_cold_prompt_asks_for_its_first_cells_only() -> None:
     driver = NodeDriver(blocks=300)
     turn = driver.arrive(range(200 * B))
     [find] = driver.pending
-    assert isinstance(find, Find) and len(find.ids) == 16 * 4, "of 199 * 4"
+    assert isinstance(find, FindRecords) and len(find.ids) == 16 * 4, "of 199 * 4"
     driver.settle()
     assert driver.reports[turn].outcome is RestoreOutcome.NOTHING_STORED
 
@@ -227,7 +227,7 @@ def test_a_long_session_is_found_with_one_id_a_cell() -> None:
     driver.forget_device()
     turn = driver.arrive([*tokens, 1])
     looks = []
-    while isinstance(driver.pending[0], Find):
+    while isinstance(driver.pending[0], FindRecords):
         looks.append(driver.pending[0])
         driver.answer(driver.pending.popleft())
     assert [len(look.ids) for look in looks] == [16 * 4, 46 * 2, 64 * 2]
@@ -280,7 +280,7 @@ def test_a_hole_near_the_beginning_ends_the_look() -> None:
     del driver.stored[names_of(driver).range_id("main", Cell(12, 16), digests)]
     turn = driver.arrive([*tokens, 1])
     driver.answer(driver.pending.popleft())
-    assert not any(isinstance(asked, Find) for asked in driver.pending)
+    assert not any(isinstance(asked, FindRecords) for asked in driver.pending)
     driver.settle()
     begun = driver.run(turn)
     assert begun.write_floor == 12 * B

@@ -10,7 +10,7 @@ from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import pack
-from ownerserve.node.vocabulary.events import Copy, Find, RestoreOutcome, Tick
+from ownerserve.node.vocabulary.events import FindRecords, RestoreOutcome, StoreCopy, Tick
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
 from tests.support.node.node_driver import LAYOUT, PRICES, B, NodeDriver
@@ -30,7 +30,9 @@ def short_of_points(*, points: int = 6, sessions: int = 6) -> NodeDriver:
 
 
 def copies(driver: NodeDriver) -> list[tuple[str, int]]:
-    return [(c.component, c.meta.end_token // B) for c in driver.pending if isinstance(c, Copy)]
+    return [
+        (c.component, c.meta.end_token // B) for c in driver.pending if isinstance(c, StoreCopy)
+    ]
 
 
 def test_point_state_is_copied_before_it_goes_and_comes_back() -> None:
@@ -114,7 +116,7 @@ def test_idle_sessions_are_stored_before_their_blocks_go() -> None:
     driver.watermarks(Watermarks(low=0.1, high=0.5))
     driver.handle(Tick())
     assert driver.cache.rooms.blocks.free == 0, "the sessions are looked up first"
-    assert [type(asked) for asked in driver.pending] == [Find] * 4
+    assert [type(asked) for asked in driver.pending] == [FindRecords] * 4
     for _ in range(20):
         driver.settle()
         driver.handle(Tick())
@@ -194,7 +196,7 @@ def test_records_bear_what_a_hit_without_them_would_cost() -> None:
     cost = {
         (c.component, c.meta.first_token // B): c.restore_cost_ms
         for c in driver.pending
-        if isinstance(c, Copy)
+        if isinstance(c, StoreCopy)
     }
     assert cost["main", 0] == cost["index", 0], "shared by bytes, and these are as large"
     assert cost["main", 0] > cost["main", 4] > cost["main", 8] > 0, "behind a gap all is lost"
@@ -209,7 +211,7 @@ def test_what_is_as_cheap_to_compute_is_not_stored() -> None:
     driver.turn(range(10 * B + 5))
     driver.idle()
     assert not driver.stored
-    assert driver.state.spills.counts["low_utility"] == 1
+    assert driver.state.idle_spills.counts["low_utility"] == 1
 
 
 def test_what_others_were_forked_from_is_stored_however_cheap_it_is() -> None:
@@ -217,7 +219,7 @@ def test_what_others_were_forked_from_is_stored_however_cheap_it_is() -> None:
     driver.turn(range(10 * B + 5))
     driver.run(driver.arrive(range(10 * B + 9), "fork", parent="s"))
     driver.idle()
-    assert driver.stored and driver.state.spills.counts["low_utility"] == 1, "the fork's"
+    assert driver.stored and driver.state.idle_spills.counts["low_utility"] == 1, "the fork's"
     driver.forget_device()
     assert "s" in {word.session for word in driver.state.inventory if word.tier == "disk"}
 
@@ -227,7 +229,7 @@ def test_what_others_were_forked_from_is_copied_first_when_room_is_short() -> No
     for n in range(4):
         driver.turn(range(1000 * n, 1000 * n + 4 * B + 1), f"s{n}")
     driver.run(driver.arrive(range(3000, 3000 + 4 * B + 3), "fork", parent="s3"))
-    assert driver.state.spills.press(2) == {"s3", "s0"}
+    assert driver.state.idle_spills.press(2) == {"s3", "s0"}
 
 
 def test_measured_costs_reach_the_evictions_order() -> None:

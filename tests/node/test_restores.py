@@ -11,14 +11,14 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import pack
 from ownerserve.node.retention.record_value import memory_price
 from ownerserve.node.vocabulary.events import (
-    Copy,
     Fetch,
     Fetched,
-    Find,
-    Found,
-    Gone,
+    FindRecords,
+    RecordsFound,
     RestoreOutcome,
+    StoreCopy,
     Tick,
+    TurnGone,
 )
 from ownerserve.node.vocabulary.settings import NodeSettings
 from tests.support.node.node_driver import B, NodeDriver
@@ -40,7 +40,7 @@ def test_an_unknown_prompt_starts_after_one_look() -> None:
     driver = NodeDriver()
     turn = driver.arrive(LONG)
     [asked] = driver.pending
-    assert isinstance(asked, Find) and not driver.started
+    assert isinstance(asked, FindRecords) and not driver.started
     driver.settle()
     assert driver.started == [turn]
     assert driver.reports[turn].outcome is RestoreOutcome.NOTHING_STORED
@@ -117,7 +117,7 @@ def test_a_missing_point_is_replaced_by_a_replay() -> None:
     stored_session(driver)
     turn = driver.arrive([*LONG, 1, 2])
     find = driver.pending.popleft()
-    assert isinstance(find, Find)
+    assert isinstance(find, FindRecords)
     driver.answer(find)
     fetch = driver.pending.popleft()
     assert isinstance(fetch, Fetch)
@@ -141,8 +141,8 @@ def test_a_late_answer_changes_nothing() -> None:
     assert driver.reports[turn].outcome is RestoreOutcome.LATE
     rooms = driver.cache.rooms
     assert rooms.blocks.used == 0, "its reservation is given up"
-    driver.handle(Fetched(fetch.errand))
-    driver.handle(Found(fetch.errand, {b"x": Tier.DISK}))
+    driver.handle(Fetched(fetch.operation_id))
+    driver.handle(RecordsFound(fetch.operation_id, {b"x": Tier.DISK}))
     assert driver.run(turn).restored == 0
     driver.check()
 
@@ -156,7 +156,7 @@ def test_a_restore_waits_for_room_and_is_made_then() -> None:
     assert not driver.pending and turn not in driver.started
     assert later not in driver.started, "nobody passes who waits"
     driver.cache.abort(blocker, driver.now)
-    driver.handle(Gone(blocker))
+    driver.handle(TurnGone(blocker))
     driver.idle(0.0)
     assert driver.reports[turn].outcome is RestoreOutcome.LOADED
     assert driver.started == [turn, later] or driver.started == [later, turn]
@@ -209,7 +209,7 @@ def test_what_is_resident_of_a_turn_in_line_stays() -> None:
     assert driver.started == [turn]
     driver.cache.rooms.evict_blocks(1)
     assert driver.cache.match(driver.waiting[turn].tokens).range_tokens == 3 * B
-    driver.handle(Gone(turn))
+    driver.handle(TurnGone(turn))
     driver.cache.rooms.evict_blocks(1)
     assert driver.cache.match(driver.waiting[turn].tokens).range_tokens == 2 * B
 
@@ -239,7 +239,7 @@ def test_a_client_that_hangs_up_gives_its_slots_back() -> None:
     turn = driver.arrive([*LONG, 1])
     driver.answer(driver.pending.popleft())
     assert driver.cache.rooms.blocks.used == 10
-    driver.handle(Gone(turn))
+    driver.handle(TurnGone(turn))
     assert driver.cache.rooms.blocks.used == 0
     driver.settle()
     driver.check()
@@ -252,7 +252,7 @@ def copies(driver: NodeDriver) -> list[tuple[str, int, int]]:
     return [
         (item.component, item.meta.first_token // B, item.meta.end_token // B)
         for item in driver.pending
-        if isinstance(item, Copy)
+        if isinstance(item, StoreCopy)
     ]
 
 
@@ -303,7 +303,7 @@ def test_what_was_evicted_first_is_not_copied() -> None:
     driver.settle()
     driver.idle()
     assert not driver.stored
-    assert driver.state.spills.counts["evicted_first"] == 4
+    assert driver.state.idle_spills.counts["evicted_first"] == 4
     driver.check()
 
 
@@ -406,13 +406,13 @@ def test_a_regular_session_is_fetched_back_before_it_comes() -> None:
     driver.turn(tokens)
     driver.idle()
     driver.forget_device()
-    while not driver.state.spills.counts["prefetch_loaded"]:
+    while not driver.state.idle_spills.counts["prefetch_loaded"]:
         due = driver.state.next_due()
         assert due is not None and due < driver.now + 100.0, "before its usual gap is over"
         driver.now = due
         driver.handle(Tick())
         driver.settle()
-    assert driver.state.spills.counts["prefetch_loaded"] == 1
+    assert driver.state.idle_spills.counts["prefetch_loaded"] == 1
     driver.check()
     turn = driver.arrive([*tokens, 1, 2])
     assert driver.started == [turn], "nothing is left to load"
@@ -429,7 +429,7 @@ def test_nothing_is_evicted_for_a_prefetch() -> None:
     evicted = driver.cache.counters.evicted_tokens
     driver.idle(200.0)
     assert driver.cache.counters.evicted_tokens == evicted
-    assert not driver.state.spills.counts["prefetch_loaded"]
+    assert not driver.state.idle_spills.counts["prefetch_loaded"]
 
 
 def test_memory_that_costs_more_than_the_load_is_not_spent() -> None:

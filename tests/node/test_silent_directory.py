@@ -12,7 +12,7 @@ from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import pack
-from ownerserve.node.ownership.ownership import Came, Left, Ownership
+from ownerserve.node.ownership.ownership import Ownership, TurnCame, TurnLeft
 
 WAIT_S = 60.0
 NAME = SessionId("a")
@@ -33,9 +33,9 @@ def test_a_silent_directory_keeps_no_turn_and_no_end_waiting() -> None:
         until_s = time.monotonic() + WAIT_S
         while node.answers["unreachable"] < 2:  # it goes on asking
             assert time.monotonic() < until_s
-            node.tell(Came(NAME))
+            node.tell(TurnCame(NAME))
             assert node.standing(NAME) is None
-            node.tell(Left(NAME, pack(range(32))))
+            node.tell(TurnLeft(NAME, pack(range(32))))
             time.sleep(0.01)
         assert node.phase is not OwnerPhase.LIVE
     finally:

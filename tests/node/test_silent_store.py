@@ -28,7 +28,7 @@ from ownerserve.node.storage import backing, journal
 from ownerserve.node.storage.backing import Backing
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.storage.media import open_remote
-from ownerserve.node.vocabulary.events import Arrived, Ended, RestoreOutcome
+from ownerserve.node.vocabulary.events import RestoreOutcome, TurnArrived, TurnEnded
 from ownerserve.node.vocabulary.records import RecordNames, Tip
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.events import Waited
@@ -129,7 +129,7 @@ class Node:
         """A turn of one session, from its arrival to its end; what came of its restore."""
         self._turns += 1
         turn_id, session, tokens = TurnId(f"t{self._turns}"), SessionId("a"), pack(range(count))
-        started = self.runtime.handle(Arrived(turn_id, session, tokens), time.monotonic())
+        started = self.runtime.handle(TurnArrived(turn_id, session, tokens), time.monotonic())
         until_s = time.monotonic() + WAIT_S
         while turn_id not in started:
             assert time.monotonic() < until_s, "the turn waits for the store"
@@ -149,7 +149,7 @@ class Node:
                 if stop % B == 0:
                     self.cache.snapshot(turn_id, now)
         self.cache.finish(turn_id, now)
-        self.runtime.handle(Ended(turn_id, begun.restored, count, count), now)
+        self.runtime.handle(TurnEnded(turn_id, begun.restored, count, count), now)
         return report.outcome
 
     def until(self, holds: Callable[[], object]) -> None:
@@ -161,7 +161,7 @@ class Node:
 
     def stored(self) -> None:
         """Until all that is idle is in the store."""
-        self.until(lambda: self.state.spills.counts["kept"] and not self.state.is_busy)
+        self.until(lambda: self.state.idle_spills.counts["kept"] and not self.state.is_busy)
 
     def forget_device(self) -> None:
         self.cache.rooms.evict_blocks(self.cache.rooms.evictable_blocks())
@@ -236,9 +236,9 @@ def test_a_silent_look_up_is_not_taken_for_an_empty_store(
     def scenario() -> None:
         node.disk.fall_silent()
         node.turn(10 * B + 1)
-        node.until(lambda: node.state.spills.is_busy)
-        node.until(lambda: not node.state.spills.is_busy)
-        assert node.state.spills.counts["overdue"] == 1
+        node.until(lambda: node.state.idle_spills.is_busy)
+        node.until(lambda: not node.state.idle_spills.is_busy)
+        assert node.state.idle_spills.counts["overdue"] == 1
         assert "reserve" not in node.disk.asked
 
     in_time(scenario)

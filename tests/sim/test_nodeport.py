@@ -14,7 +14,7 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.units import GIB, MIB
-from ownerserve.node.vocabulary.events import Arrived, Gone, RestoreOutcome
+from ownerserve.node.vocabulary.events import RestoreOutcome, TurnArrived, TurnGone
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.estimate import Source
 from ownerserve.sim.storage.layout import slots_for, unit_model
@@ -113,7 +113,7 @@ def test_a_write_budget_refuses_and_turns_compute(drivers: list[SimNodeDriver]) 
     ids = driver.fresh(LONG)
     driver.turn("a", ids)
     driver.rest()
-    counts = driver.node.state.spills.counts
+    counts = driver.node.state.idle_spills.counts
     assert counts["not_kept"] > counts["kept"] > 0
     assert driver.store.wear.written_bytes <= 201 * MIB
     assert driver.store.tiers[0].counters["refused_write_budget"] == counts["not_kept"]
@@ -207,7 +207,7 @@ def test_a_turn_that_hangs_up_frees_what_was_reserved(drivers: list[SimNodeDrive
     turn_id = driver.arrive("a", ids[:LONG])
     driver.heap.run(driver.heap.now + 5 * driver.store.lookup_s)
     assert driver.cache.rooms.blocks.used
-    driver.node.handle(Gone(turn_id), driver.heap.now)
+    driver.node.handle(TurnGone(turn_id), driver.heap.now)
     assert driver.cache.rooms.blocks.used == 0
     driver.rest()
     assert turn_id not in driver.started
@@ -254,7 +254,7 @@ def test_what_is_written_back_is_on_the_drive_later(drivers: list[SimNodeDriver]
 def test_without_a_store_a_turn_starts_with_what_the_device_has() -> None:
     driver = SimNodeDriver(())
     prompt = pack(driver.fresh(40))
-    driver.node.handle(Arrived(TurnId("x"), SessionId("s"), prompt), 1.0)
+    driver.node.handle(TurnArrived(TurnId("x"), SessionId("s"), prompt), 1.0)
     assert driver.started == {"x": 1.0} and driver.node.resume(prompt) is None
     assert driver.node.report(TurnId("x")) is None and not driver.node.stored_units(prompt)
 

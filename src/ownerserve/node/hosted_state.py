@@ -1,4 +1,4 @@
-"""GuestState: a node in an engine that owns its blocks. Events with `now` in, effects out. Pure.
+"""HostedNodeState: a node in an engine that owns its blocks. Events in, effects out. Pure.
 
     arrival -> find -> asked -> offer -> placed -> bring -> run -> ended
     `---------------- Restores -----------------'   `--- Saves ---'
@@ -20,23 +20,23 @@ from ownerserve.node.restore.sources import Device
 from ownerserve.node.retention.saves import Saves
 from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.node.vocabulary.events import (
-    Arrived,
-    Asked,
     Computing,
+    DeviceAsked,
+    DevicePlaced,
     Effect,
-    Ended,
     Event,
     Filled,
-    Find,
-    Found,
-    Gone,
+    FindRecords,
     Kept,
     NotFetched,
     NotKept,
-    Placed,
+    RecordsFound,
     RestoreReport,
     SessionOver,
     Tick,
+    TurnArrived,
+    TurnEnded,
+    TurnGone,
 )
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
@@ -56,7 +56,7 @@ class _Hashed:
         return self._prefix
 
 
-class GuestState:
+class HostedNodeState:
     """See the module. Called on the engine's scheduling thread."""
 
     def __init__(
@@ -72,7 +72,7 @@ class GuestState:
         self.restores = Restores(device, names, planner=planner, costs=costs, settings=settings)
         self.names = names
         self.saves = saves
-        self._errands = count(1)
+        self._operation_ids = count(1)
         block = device.layout.block_tokens
         self._chains = Chains(block, block_bytes=block * TOKEN_BYTES)
         self._looking: dict[int, TurnId] = {}
@@ -85,49 +85,49 @@ class GuestState:
     def _handle(self, event: Event, now: float) -> Iterable[Effect]:
         restores, saves = self.restores, self.saves
         match event:
-            case Arrived():
+            case TurnArrived():
                 return self._arrived(event, now)
-            case Found(errand, held):
-                turn_id = self._looking.pop(errand, None)
+            case RecordsFound(operation_id, held):
+                turn_id = self._looking.pop(operation_id, None)
                 if turn_id is not None:
                     saves.known(turn_id, set(held))
-                return restores.found(event, errand=self._next_errand(), now=now)
-            case Asked(turn_id):
+                return restores.found(event, operation_id=self._next_operation(), now=now)
+            case DeviceAsked(turn_id):
                 return restores.asked(turn_id, now=now)
-            case Placed(turn_id):
-                errand = self._next_errand()
-                self._bringing[errand] = turn_id
-                return restores.placed(turn_id, errand=errand, now=now)
-            case NotFetched(errand):
-                turn_id = self._bringing.pop(errand, None)
+            case DevicePlaced(turn_id):
+                operation_id = self._next_operation()
+                self._bringing[operation_id] = turn_id
+                return restores.placed(turn_id, operation_id=operation_id, now=now)
+            case NotFetched(operation_id):
+                turn_id = self._bringing.pop(operation_id, None)
                 if turn_id is not None:
                     saves.doubt(turn_id)
-                return restores.not_fetched(event, errand=self._next_errand(), now=now)
-            case Filled(errand):
-                self._bringing.pop(errand, None)
+                return restores.not_fetched(event, operation_id=self._next_operation(), now=now)
+            case Filled(operation_id):
+                self._bringing.pop(operation_id, None)
                 return restores.filled(event, now)
             case Computing():
-                return saves.computing(event, self._next_errand)
-            case Ended(turn_id):
+                return saves.computing(event, self._next_operation)
+            case TurnEnded(turn_id):
                 self.restores.reports.pop(turn_id, None)
-                return saves.ended(event, self._next_errand)
-            case Gone(turn_id):
+                return saves.ended(event, self._next_operation)
+            case TurnGone(turn_id):
                 dropped = list(restores.gone(turn_id, now))
                 self.restores.reports.pop(turn_id, None)
                 return dropped
-            case Kept(errand):
-                saves.landed(errand, "kept")
-            case NotKept(errand):
-                saves.landed(errand, "not_kept")
+            case Kept(operation_id):
+                saves.landed(operation_id, "kept")
+            case NotKept(operation_id):
+                saves.landed(operation_id, "not_kept")
             case SessionOver(session_id):
                 saves.over(session_id)
             case Tick():
                 return restores.overdue(now)
         return ()
 
-    def take_over(self, other: GuestState) -> None:
-        """Go on counting where `other` ends: answers to its errands mean nothing here."""
-        self._errands = other._errands
+    def take_over(self, other: HostedNodeState) -> None:
+        """Go on counting where `other` ends: answers to its operations mean nothing here."""
+        self._operation_ids = other._operation_ids
         self.saves.counts = other.saves.counts
 
     def is_waiting(self, turn_id: TurnId) -> bool:
@@ -138,9 +138,9 @@ class GuestState:
         """What came of a turn's restore; handed out once."""
         return self.restores.reports.pop(turn_id, None)
 
-    def _arrived(self, event: Arrived, now: float) -> Iterable[Effect]:
+    def _arrived(self, event: TurnArrived, now: float) -> Iterable[Effect]:
         prefix = self._chains.hashed(event.tokens, event.session_id)
-        errand = self._next_errand()
+        operation_id = self._next_operation()
         if event.turn_id in self.saves:
             self.saves.again(event.turn_id)
         else:
@@ -152,10 +152,12 @@ class GuestState:
                 session_id=event.session_id,
                 tenant=event.tenant,
             )
-        effects = list(self.restores.arrived(event, _Hashed(prefix), errand=errand, now=now))
-        if any(isinstance(effect, Find) for effect in effects):
-            self._looking[errand] = event.turn_id
+        effects = list(
+            self.restores.arrived(event, _Hashed(prefix), operation_id=operation_id, now=now)
+        )
+        if any(isinstance(effect, FindRecords) for effect in effects):
+            self._looking[operation_id] = event.turn_id
         return effects
 
-    def _next_errand(self) -> int:
-        return next(self._errands)
+    def _next_operation(self) -> int:
+        return next(self._operation_ids)

@@ -3,11 +3,11 @@
 Owns the life of every turn between its arrival and the session's next one:
 
     arrival -> room -> plan -> restore -> start -> run -> seal -> idle -> spill -> gone
-    `---- Line ----'`---- Restores ----'  `- the engine -'  `--- Spills ---'
+    `- RoomQueue --'`---- Restores ----'  `- the engine -'  `- IdleSpills -'
 
 `cache` owns what is on the device, the store what is below; the node asks both and tells the
 engine. The runtime performs effects and hands what came of them to `handle`: in any order, late,
-or twice; every answer is matched by its errand and one that nobody waits for changes nothing.
+or twice; every answer is matched by its operation and one that nobody waits for changes nothing.
 The simulator runs this very class. With no tier below the device (NodeSettings.below) nothing is
 waited for, planned or copied: a turn starts when it arrives, and what is left of it is told.
 """
@@ -22,29 +22,26 @@ from ownerserve.cache.policies.base import Prices
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Packed
-from ownerserve.node.admission.room_queue import Line
+from ownerserve.node.admission.room_queue import RoomQueue
 from ownerserve.node.ownership.inventory import FOUND_LESS, Inventory, OnDevice, Residency
 from ownerserve.node.restore.restores import Restores
 from ownerserve.node.restore.sources import OwnDevice, Walks
 from ownerserve.node.retention.checkpoints import Checkpoints
-from ownerserve.node.retention.gaps import Gaps, Prefetches
-from ownerserve.node.retention.record_value import KEPT_IN, Worth
-from ownerserve.node.retention.spills import Relief, Spills
+from ownerserve.node.retention.gaps import Prefetches, SessionGaps
+from ownerserve.node.retention.record_value import KEPT_IN, RecordValue
+from ownerserve.node.retention.spills import IdleSpills, PressureRelief
 from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.node.vocabulary.events import (
-    Arrived,
     Effect,
-    Ended,
-    Errand,
     Event,
     Fetched,
     Filled,
-    Found,
-    Gone,
     Kept,
     Located,
     NotFetched,
     NotKept,
+    OperationId,
+    RecordsFound,
     RecordsLost,
     Remembered,
     RestoreOutcome,
@@ -52,6 +49,9 @@ from ownerserve.node.vocabulary.events import (
     SessionOver,
     Start,
     Tick,
+    TurnArrived,
+    TurnEnded,
+    TurnGone,
 )
 from ownerserve.node.vocabulary.records import RecordNames, tip_of
 from ownerserve.node.vocabulary.settings import NodeSettings
@@ -79,26 +79,26 @@ class NodeState:
         policy: CheckpointPolicy | None = None,
     ) -> None:
         settings = settings or NodeSettings()
-        worth = Worth(names, planner, costs)
+        value = RecordValue(names, planner, costs)
         self._has_tiers = bool(settings.below)
         self.cache = cache
         self.costs = costs
-        self._errands = count(1)
+        self._operation_ids = count(1)
         self.chains = Chains(cache.layout.block_tokens, block_bytes=cache.tree.block_bytes)
         self.walks = Walks(cache)
         self.restores = Restores(
             OwnDevice(cache, self.walks), names, planner=planner, costs=costs, settings=settings
         )
-        self.line = Line(
+        self.room_queue = RoomQueue(
             cache, self.walks, self.restores.held_blocks, room_wait_s=settings.room_wait_s
         )
         self.checkpoints = Checkpoints(policy or TurnEnd(), planner.model, costs)
-        self.gaps = Gaps(worth, planner.abilities, settings)
-        self.spills = Spills(
-            cache, names, self.chains, worth=worth, gaps=self.gaps, settings=settings
+        self.gaps = SessionGaps(value, planner.abilities, settings)
+        self.idle_spills = IdleSpills(
+            cache, names, self.chains, value=value, gaps=self.gaps, settings=settings
         )
-        self.relief = Relief(
-            cache, names, self.chains, spills=self.spills, worth=worth, settings=settings
+        self.pressure_relief = PressureRelief(
+            cache, names, self.chains, idle_spills=self.idle_spills, value=value, settings=settings
         )
         self.prefetches = Prefetches(
             cache,
@@ -130,7 +130,7 @@ class NodeState:
 
     def _tell_copied(self, now: float) -> None:
         """Sessions of which all was offered to the store: what came of it is looked for."""
-        over, self.spills.over = self.spills.over, []
+        over, self.idle_spills.over = self.idle_spills.over, []
         size = self.cache.tree.block_bytes
         for batch in over:
             tip = tip_of(
@@ -147,10 +147,10 @@ class NodeState:
         report = self.restores.reports.get(turn_id)
         if report is not None and turn_id in self._turns:
             if report.outcome is RestoreOutcome.LOADED:
-                self.line.loaded(turn_id, now)
+                self.room_queue.loaded(turn_id, now)
             elif report.outcome in FOUND_LESS and session_id is not None:
                 self.residency.missed(session_id, now)
-            ends = self.spills.turn_ends(session_id) if session_id is not None else frozenset()
+            ends = self.idle_spills.turn_ends(session_id) if session_id is not None else frozenset()
             self.checkpoints.restored(report, ends)
 
     def _is_ours(self, effect: Effect) -> bool:
@@ -158,37 +158,39 @@ class NodeState:
         if not isinstance(effect, Start) or not self.prefetches.landed(effect.turn_id):
             return False
         report = self.restores.reports.pop(effect.turn_id)
-        self.spills.counts[f"prefetch_{report.outcome}"] += 1
+        self.idle_spills.counts[f"prefetch_{report.outcome}"] += 1
         return True
 
     def _handle(self, event: Event, now: float) -> list[Effect]:
         restores = self.restores
         match event:
-            case Arrived():
+            case TurnArrived():
                 return self._arrived(event, now)
-            case Found():
-                if self.spills.found(event):
+            case RecordsFound():
+                if self.idle_spills.found(event):
                     return []
-                return list(restores.found(event, errand=self._next_errand(), now=now))
+                return list(restores.found(event, operation_id=self._next_operation(), now=now))
             case Fetched():
                 return list(restores.fetched(event))
             case NotFetched():
-                return list(restores.not_fetched(event, errand=self._next_errand(), now=now))
+                return list(
+                    restores.not_fetched(event, operation_id=self._next_operation(), now=now)
+                )
             case Filled():
                 return list(restores.filled(event, now))
-            case Ended():
+            case TurnEnded():
                 self._ended(event, now)
-            case Gone(turn_id):
+            case TurnGone(turn_id):
                 session_id = self._turns.pop(turn_id, None)
-                self.line.over(turn_id)
+                self.room_queue.over(turn_id)
                 self.walks.over(turn_id)
                 if session_id is not None:
-                    self.spills.stayed(session_id, now)
+                    self.idle_spills.stayed(session_id, now)
                 return list(restores.gone(turn_id, now))
-            case Kept(errand):
-                self._landed(errand, is_kept=True)
-            case NotKept(errand):
-                self._landed(errand, is_kept=False)
+            case Kept(operation_id):
+                self._landed(operation_id, is_kept=True)
+            case NotKept(operation_id):
+                self._landed(operation_id, is_kept=False)
             case SessionOver(session_id):
                 self.residency.forget(session_id)
                 self.inventory.forget(session_id)
@@ -207,20 +209,20 @@ class NodeState:
     def _handle_on_device(self, event: Event, now: float) -> list[Effect]:
         """With nothing below there is nothing to wait for, and nothing to copy."""
         match event:
-            case Arrived(turn_id, session_id):
+            case TurnArrived(turn_id, session_id):
                 self._turns[turn_id] = session_id
                 return [Start(turn_id)]
-            case Ended(turn_id):
+            case TurnEnded(turn_id):
                 session_id = self._turns.pop(turn_id, None)
                 if session_id is not None:
                     self.on_device.ended(session_id)
-            case Gone(turn_id):
+            case TurnGone(turn_id):
                 self._turns.pop(turn_id, None)
             case SessionOver(session_id):
                 self.inventory.forget(session_id)
             case Tick():
                 self.cache.sessions.expire(now)
-                effects = self.relief.tick(now, self._next_errand)
+                effects = self.pressure_relief.tick(now, self._next_operation)
                 self.on_device.tick()
                 return effects
         return []
@@ -229,23 +231,23 @@ class NodeState:
         self._reprice(now)
         self.cache.sessions.expire(now)
         effects = self.restores.overdue(now)
-        for event in self.line.let_on(now):
+        for event in self.room_queue.let_on(now):
             effects += self._restore(event, now)
-        effects += self.relief.tick(now, self._next_errand)
-        effects += self.spills.tick(now, self._next_errand)
+        effects += self.pressure_relief.tick(now, self._next_operation)
+        effects += self.idle_spills.tick(now, self._next_operation)
         self._tell_copied(now)
-        effects += self.residency.tick(now, self._next_errand)
+        effects += self.residency.tick(now, self._next_operation)
         self.on_device.tick()
-        for wish in self.prefetches.due(now):
-            if len(self.line):  # what is here comes before what may come
-                self.prefetches.landed(wish.turn_id)
+        for prefetch in self.prefetches.due(now):
+            if len(self.room_queue):  # what is here comes before what may come
+                self.prefetches.landed(prefetch.turn_id)
             else:
-                effects += self._restore(wish, now)
+                effects += self._restore(prefetch, now)
         return effects
 
-    def _landed(self, errand: Errand, *, is_kept: bool) -> None:
-        copy = self.spills.landed(errand, is_kept=is_kept)
-        copy = copy or self.relief.landed(errand, is_kept=is_kept)
+    def _landed(self, operation_id: OperationId, *, is_kept: bool) -> None:
+        copy = self.idle_spills.landed(operation_id, is_kept=is_kept)
+        copy = copy or self.pressure_relief.landed(operation_id, is_kept=is_kept)
         if copy is not None and is_kept:
             self.checkpoints.kept(copy.meta, self.names.payload_bytes(copy.component, copy.slots))
 
@@ -274,10 +276,10 @@ class NodeState:
             is_due = self.cache.pressure.is_due or self.on_device.is_due
             return 0.0 if is_due else self.cache.sessions.next_due()
         instants = (
-            self.line.next_due(),
+            self.room_queue.next_due(),
             self.restores.next_deadline(),
-            self.relief.next_due(),
-            self.spills.next_due(),
+            self.pressure_relief.next_due(),
+            self.idle_spills.next_due(),
             self.prefetches.next_due(),
             self.cache.sessions.next_due(),
             self.residency.next_due(),
@@ -287,12 +289,12 @@ class NodeState:
     @property
     def is_busy(self) -> bool:
         """Whether anything is being copied to the store, or looked for there to be told."""
-        return self.spills.is_busy or self.relief.is_busy or self.residency.is_busy
+        return self.idle_spills.is_busy or self.pressure_relief.is_busy or self.residency.is_busy
 
     def check(self) -> None:
         """Raise InvariantViolated unless the cache's books and the node's own agree."""
         self.cache.check()
-        self.relief.check()
+        self.pressure_relief.check()
         self.inventory.check()
         reserved, on_hold = self.cache.ingest.counts()
         if on_hold:
@@ -300,37 +302,39 @@ class NodeState:
         if reserved and not len(self.restores):
             raise InvariantViolated("invariant 1: reserved blocks, and no turn waits for them")
 
-    def _arrived(self, event: Arrived, now: float) -> list[Effect]:
+    def _arrived(self, event: TurnArrived, now: float) -> list[Effect]:
         self._turns[event.turn_id] = event.session_id
         self.walks.arrived(event)
         if event.parent is not None:
-            self.spills.forks.add(event.parent)
+            self.idle_spills.forks.add(event.parent)
         if event.session_id is not None:
-            self.spills.resumed(event.session_id, now)
+            self.idle_spills.resumed(event.session_id, now)
             self.prefetches.resumed(event.session_id)
             if event.hashed is not None:
                 self.chains.hashed(event.tokens, event.session_id, event.hashed)
-        self.line.arrived(event, now)
+        self.room_queue.arrived(event, now)
         effects: list[Effect] = []
-        for next_one in self.line.let_on(now):
+        for next_one in self.room_queue.let_on(now):
             effects += self._restore(next_one, now)
         return effects
 
-    def _restore(self, event: Arrived, now: float) -> list[Effect]:
-        return list(self.restores.arrived(event, self.chains, errand=self._next_errand(), now=now))
+    def _restore(self, event: TurnArrived, now: float) -> list[Effect]:
+        return list(
+            self.restores.arrived(event, self.chains, operation_id=self._next_operation(), now=now)
+        )
 
-    def _ended(self, event: Ended, now: float) -> None:
+    def _ended(self, event: TurnEnded, now: float) -> None:
         session_id = self._turns.pop(event.turn_id, None)
-        self.line.over(event.turn_id)
+        self.room_queue.over(event.turn_id)
         self.walks.over(event.turn_id)
         if session_id is not None:
             block = self.cache.layout.block_tokens
             span = TurnSpan(event.restored, event.prompt, event.tokens, block)
             points = self.checkpoints.ended(span)
             ends = frozenset(at // block for at in span.turn_ends())
-            self.spills.ended(session_id, points=points, ends=ends, now=now)
+            self.idle_spills.ended(session_id, points=points, ends=ends, now=now)
             self.prefetches.ended(session_id, now)
             self.on_device.ended(session_id)
 
-    def _next_errand(self) -> int:
-        return next(self._errands)
+    def _next_operation(self) -> int:
+        return next(self._operation_ids)

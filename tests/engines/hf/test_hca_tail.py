@@ -117,7 +117,7 @@ def test_stored_state_is_restored_by_a_worker_of_the_other_form(
     async def one() -> Answer:
         [answer] = await first.ask(request("one", text(500, seed=1), session="s"))
         assert first.node is not None
-        spills, until = first.node.state.spills, time.monotonic() + WAIT_S
+        spills, until = first.node.state.idle_spills, time.monotonic() + WAIT_S
         while spills.counts["sessions"] < 1 or spills.is_busy:
             assert time.monotonic() < until, "never spilled"
             await asyncio.sleep(0.01)

@@ -23,7 +23,7 @@ from ownerserve.kv.clock import ManualClock  # noqa: E402
 from ownerserve.kv.errors import InvalidInput  # noqa: E402
 from ownerserve.kv.ids import SessionId  # noqa: E402
 from ownerserve.kv.units import MIB  # noqa: E402
-from ownerserve.node.retention.record_value import Valued  # noqa: E402
+from ownerserve.node.retention.record_value import SessionValue  # noqa: E402
 from ownerserve.node.storage import backing  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 from ownerserve.store.disk.tier import DiskOptions, DiskTier  # noqa: E402
@@ -113,7 +113,7 @@ def test_a_sessions_own_gaps_say_when_it_is_copied(
     node = NodeSettings(hold_ms_per_s=0.01)
     rig = Rig(max_running=2, options=WorkerOptions(model="tiny-v4", store=tmp_path, node=node))
     assert rig.node is not None
-    counts: Counter[str] = rig.node.state.spills.counts
+    counts: Counter[str] = rig.node.state.idle_spills.counts
 
     async def passes(seconds: float) -> None:
         clock.by_s += seconds
@@ -141,11 +141,11 @@ def test_a_sessions_own_gaps_say_when_it_is_copied(
 def test_what_a_fork_stands_on_is_kept_although_a_load_saves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Valued, "is_low", True)
+    monkeypatch.setattr(SessionValue, "is_low", True)
     node = NodeSettings(spill_after_s=0.0)
     rig = Rig(max_running=2, options=WorkerOptions(model="tiny-v4", store=tmp_path, node=node))
     assert rig.node is not None
-    counts: Counter[str] = rig.node.state.spills.counts
+    counts: Counter[str] = rig.node.state.idle_spills.counts
 
     async def scenario() -> None:
         prompt = text(300)

@@ -118,7 +118,7 @@ class Fleet:
 
     def spilled(self) -> float:
         """Records of idle sessions that the worker's store has kept."""
-        return self.rig.node.state.spills.counts["kept"] if self.rig.node else 0.0
+        return self.rig.node.state.idle_spills.counts["kept"] if self.rig.node else 0.0
 
 
 @pytest.fixture(scope="module")

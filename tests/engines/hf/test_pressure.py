@@ -72,7 +72,7 @@ def test_blocks_go_after_their_sessions_are_stored(tmp_path: Path) -> None:
     answers = rig.play(lambda: converse(rig, sessions=4, turns=3))
     counters = rig.cache.counters
     assert rig.node is not None
-    assert counters.evicted_tokens > 300 and rig.node.state.spills.counts["sessions"] > 0
+    assert counters.evicted_tokens > 300 and rig.node.state.idle_spills.counts["sessions"] > 0
     again = [answer.admitted for answer in answers[4:] if answer.admitted]
     fetched = sum(admitted.mode is ExecutionMode.FETCH for admitted in again)
     assert fetched >= 2, "what was evicted had been stored"

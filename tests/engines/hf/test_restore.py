@@ -65,7 +65,7 @@ def node_rig(store: Path, name: str = "tiny-v4", *, blocks: int = 200, **setting
 async def spilled(rig: Rig, sessions: int = 1) -> None:
     """Wait until that many sessions were copied to the store."""
     assert rig.node is not None
-    spills, until = rig.node.state.spills, time.monotonic() + WAIT_S
+    spills, until = rig.node.state.idle_spills, time.monotonic() + WAIT_S
     while spills.counts["sessions"] < sessions or spills.is_busy:
         assert time.monotonic() < until, spills.counts
         await asyncio.sleep(0.01)

@@ -28,9 +28,17 @@ from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.kv.wire.rpc import Reject, Seed
-from ownerserve.node.admission.reservations import Admission, Levels
-from ownerserve.node.admission.reservations import Arrived as Came
-from ownerserve.node.vocabulary.events import Arrived, Copy, Ended, Event, Fetch, Find, Gone, Tick
+from ownerserve.node.admission.reservations import Admission, Levels, PlaceTaken
+from ownerserve.node.vocabulary.events import (
+    Event,
+    Fetch,
+    FindRecords,
+    StoreCopy,
+    Tick,
+    TurnArrived,
+    TurnEnded,
+    TurnGone,
+)
 from ownerserve.node.vocabulary.records import Inside
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.store.format.model import Meta
@@ -112,7 +120,7 @@ class Life(Protocol):
 class Job(msgspec.Struct, eq=False):
     """A turn at its node, an owner's or a guest's. `begun` once it runs."""
 
-    event: Arrived
+    event: TurnArrived
     session_id: SessionId
     output: Packed
     ticks: int = 0
@@ -153,7 +161,7 @@ class Node(NodeDriver):
             self.counts[f"refused {answer.reason}"] += 1
             return answer.reason
         came = self._admission.arrived(answer.reservation, now_s)
-        if not isinstance(came, Came) or came.turn_id != event.turn_id:
+        if not isinstance(came, PlaceTaken) or came.turn_id != event.turn_id:
             raise Violation(f"the place of {event.turn_id} is another's")
         self._let_in += 1
         self.jobs[event.turn_id] = job
@@ -204,7 +212,7 @@ class Node(NodeDriver):
         self._over += 1
         self.counts["turns run"] += 1
         self.counts["of them resumed"] += begun.restored > 0
-        self.tell(Ended(turn_id, begun.restored, prompt, count))
+        self.tell(TurnEnded(turn_id, begun.restored, prompt, count))
 
     def give_up(self, turn_id: TurnId, reason: str) -> None:
         """It will not run, or not to its end."""
@@ -214,7 +222,7 @@ class Node(NodeDriver):
             self.cache.abort(turn_id, self._net.now_s)
         self._over += 1
         self.counts[f"given up {reason}"] += 1
-        self.tell(Gone(job.event.turn_id))
+        self.tell(TurnGone(job.event.turn_id))
 
     # ---- events, effects and their answers
 
@@ -248,12 +256,12 @@ class Node(NodeDriver):
         for turn_id in started:
             self._life.started(turn_id)
 
-    def _ask_store(self, asked: Find | Fetch | Copy) -> None:
+    def _ask_store(self, asked: FindRecords | Fetch | StoreCopy) -> None:
         net, bad, rng = self._net, self._bad, self._net.rng
         if net.now_s >= net.heal_s:
             net.after(0.002, partial(self._life.deliver, self._answered, asked, self.answer))
             return
-        if not isinstance(asked, Copy) and rng.random() < bad.lost:
+        if not isinstance(asked, StoreCopy) and rng.random() < bad.lost:
             self.counts["answers lost"] += 1
             return
         how = self.fail if rng.random() < bad.failed else self.answer
@@ -262,14 +270,16 @@ class Node(NodeDriver):
             net.after(rng.uniform(0.0005, bad.slowest_s), answer)
 
     def _answered(
-        self, asked: Find | Fetch | Copy, how: Callable[[Find | Fetch | Copy], None]
+        self,
+        asked: FindRecords | Fetch | StoreCopy,
+        how: Callable[[FindRecords | Fetch | StoreCopy], None],
     ) -> None:
         self.now = self._net.now_s
         how(asked)
         self._perform()
 
-    def answer(self, asked: Find | Fetch | Copy) -> None:
-        if isinstance(asked, Copy):
+    def answer(self, asked: FindRecords | Fetch | StoreCopy) -> None:
+        if isinstance(asked, StoreCopy):
             self._store.list_boundaries(asked.meta)
         super().answer(asked)
 

@@ -26,7 +26,7 @@ from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.node.vocabulary.events import Arrived
+from ownerserve.node.vocabulary.events import TurnArrived
 from ownerserve.router.messages import Failure, Receipt, ReleaseEnd
 from tests.support.directory.fault_net import Violation
 from tests.support.directory.fault_node import HUNG_UP, TICK_S, Job, Node
@@ -198,7 +198,7 @@ class Process:
         turn_id = TurnId(f"{self.unit.incarnation}.{next(self._turns)}")
         said = self.world.journals[session_id].said(position, serving.request)
         self._serving[turn_id] = serving
-        arrived = Arrived(turn_id, session_id, said.prompt)
+        arrived = TurnArrived(turn_id, session_id, said.prompt)
         if self.node.admit(Job(arrived, session_id, said.output)) is not None:
             del self._serving[turn_id]
             self._turn_away(serving)

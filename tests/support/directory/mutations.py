@@ -29,7 +29,7 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import HashedPrefix, Packed
 from ownerserve.node.ownership.publishing import Publishing
 from ownerserve.node.restore import sources
-from ownerserve.node.restore.restores import Phase, Restores, Wish
+from ownerserve.node.restore.restores import PendingRestore, RestorePhase, Restores
 from ownerserve.node.restore.sources import OwnDevice
 from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.router import fleet, knowledge
@@ -90,9 +90,9 @@ def never_due(*_: object) -> list[object]:
     return []
 
 
-def any_answer(restores: Restores, errand: int, *_: Phase) -> Wish | None:
+def any_answer(restores: Restores, operation_id: int, *_: RestorePhase) -> PendingRestore | None:
     """Also one that came twice, or for what was done since."""
-    return restores._by_errand.get(errand)
+    return restores._by_operation.get(operation_id)
 
 
 def session_goes_on(
@@ -121,20 +121,20 @@ def abort_only(device: OwnDevice, ticket: int) -> None:
 
 def parts_of_sets(
     names: Any, asked: Any, found: Any, *, without: Any = frozenset()
-) -> sources.Held:
+) -> sources.StoredRecords:
     """Cells of which one component is there count as if all were."""
     whole = held(names, asked, found, without=without)
-    ranges: dict[Any, dict[str, sources.Stored]] = {}
+    ranges: dict[Any, dict[str, sources.StoredRecord]] = {}
     for id_, tier in found.items():
         what = asked.get(id_)
         if what is not None and id_ not in without and what.cell.first != what.cell.end:
-            ranges.setdefault(what.cell, {})[what.component] = sources.Stored(id_, tier)
+            ranges.setdefault(what.cell, {})[what.component] = sources.StoredRecord(id_, tier)
     longest = {cell.first: cell for cell in sorted(ranges, key=lambda cell: cell.end)}
     cells = tuple((cell, ranges[cell]) for _, cell in sorted(longest.items()))
-    return sources.Held(cells, whole.points)
+    return sources.StoredRecords(cells, whole.points)
 
 
-hashed, held = Chains.hashed, sources.held
+hashed, held = Chains.hashed, sources.stored_records
 
 
 class Instead(NamedTuple):
@@ -206,7 +206,7 @@ MUTATIONS = (
     without(Instead(Restores, "_answered", any_answer)),
     without(Instead(Chains, "hashed", session_goes_on)),
     without(Instead(OwnDevice, "abort", abort_only)),
-    without(Instead(sources, "held", parts_of_sets)),
+    without(Instead(sources, "stored_records", parts_of_sets)),
     without(Instead(Publishing, "forgotten", nothing)),
     without(Instead(Publishing, "answered", taken_unheard)),
 )

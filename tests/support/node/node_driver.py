@@ -26,29 +26,29 @@ from ownerserve.kv.specs import Coverage
 from ownerserve.node.state import NodeState
 from ownerserve.node.vocabulary.chains import prefix_of
 from ownerserve.node.vocabulary.events import (
-    Arrived,
-    Copy,
-    Drop,
+    DropOperation,
     Effect,
-    Ended,
     Event,
     Fetch,
     Fetched,
     Fill,
     Filled,
-    Find,
+    FindRecords,
     Forget,
-    Found,
-    Gone,
     Kept,
     Locate,
     Located,
     NotFetched,
     NotKept,
+    RecordsFound,
     Remember,
     RestoreReport,
     Start,
+    StoreCopy,
     Tick,
+    TurnArrived,
+    TurnEnded,
+    TurnGone,
 )
 from ownerserve.node.vocabulary.records import Inside, RecordNames, Tip
 from ownerserve.node.vocabulary.settings import NodeSettings
@@ -131,10 +131,10 @@ class NodeDriver:
         self.stored: dict[bytes, bytes] = {}
         self.metas: dict[bytes, Meta] = {}
         self.checkpointed: list[TurnId] = []
-        self.pending: deque[Find | Fetch | Copy] = deque()
+        self.pending: deque[FindRecords | Fetch | StoreCopy] = deque()
         self.copied: dict[int, bytes] = {}
         self.fetched: dict[int, list[bytes]] = {}
-        self.waiting: dict[TurnId, Arrived] = {}
+        self.waiting: dict[TurnId, TurnArrived] = {}
         self.started: list[TurnId] = []
         self.reports: dict[TurnId, RestoreReport] = {}
         self.file: dict[SessionId, Tip] = {}
@@ -152,7 +152,9 @@ class NodeDriver:
         whose = SessionId(parent) if parent is not None else None
         prompt = prefix_of(tokens, B)
         hashed = prompt.hashed if self._turns % 4 else None  # now and then nobody has made it
-        self.waiting[turn_id] = Arrived(turn_id, name, prompt.tokens, hashed=hashed, parent=whose)
+        self.waiting[turn_id] = TurnArrived(
+            turn_id, name, prompt.tokens, hashed=hashed, parent=whose
+        )
         self.handle(self.waiting[turn_id])
         self.check_walk(turn_id)
         return turn_id
@@ -170,7 +172,7 @@ class NodeDriver:
         return self.run(turn_id)
 
     def settle(self) -> None:
-        """Answer all errands, in order."""
+        """Answer all operations, in order."""
         while self.pending:
             self.answer(self.pending.popleft())
 
@@ -197,36 +199,36 @@ class NodeDriver:
 
     # -- the store -----------------------------------------------------------------------------
 
-    def answer(self, asked: Find | Fetch | Copy) -> None:
+    def answer(self, asked: FindRecords | Fetch | StoreCopy) -> None:
         """What the store would say."""
         match asked:
-            case Find(errand, ids, boundaries=boundaries):
+            case FindRecords(operation_id, ids, boundaries=boundaries):
                 inside = next((m for b in boundaries if (m := self._at_boundary(b))), ())
                 known = (*ids, *(item.meta.id for item in inside))
                 held = {id_: Tier.DISK for id_ in known if id_ in self.stored}
-                self.handle(Found(errand, held, inside))
-            case Fetch(errand, wants):
+                self.handle(RecordsFound(operation_id, held, inside))
+            case Fetch(operation_id, wants):
                 missing = next((want.id for want in wants if want.id not in self.stored), None)
                 if missing is not None:
-                    self.handle(NotFetched(errand, MissReason.ABSENT, missing))
+                    self.handle(NotFetched(operation_id, MissReason.ABSENT, missing))
                     return
-                self.fetched[errand] = [self._read(want) for want in wants]
+                self.fetched[operation_id] = [self._read(want) for want in wants]
                 self._wants = wants
-                self.handle(Fetched(errand))
-            case Copy(errand, meta):
-                self.stored[meta.id] = self.copied[errand]
+                self.handle(Fetched(operation_id))
+            case StoreCopy(operation_id, meta):
+                self.stored[meta.id] = self.copied[operation_id]
                 self.metas[meta.id] = meta
-                self.handle(Kept(errand))
+                self.handle(Kept(operation_id))
 
-    def fail(self, asked: Find | Fetch | Copy) -> None:
+    def fail(self, asked: FindRecords | Fetch | StoreCopy) -> None:
         """The store could not."""
         match asked:
-            case Find(errand):
-                self.handle(Found(errand, {}))
-            case Fetch(errand, wants):
-                self.handle(NotFetched(errand, MissReason.CORRUPT, wants[0].id))
-            case Copy(errand):
-                self.handle(NotKept(errand))
+            case FindRecords(operation_id):
+                self.handle(RecordsFound(operation_id, {}))
+            case Fetch(operation_id, wants):
+                self.handle(NotFetched(operation_id, MissReason.CORRUPT, wants[0].id))
+            case StoreCopy(operation_id):
+                self.handle(NotKept(operation_id))
 
     def _at_boundary(self, digest: bytes) -> tuple[Inside, ...]:
         """Range records that hold it; as in a store, those of one block are found by id alone."""
@@ -255,34 +257,36 @@ class NodeDriver:
                     report = self.state.report(turn_id)
                     assert report is not None
                     self.reports[turn_id] = report
-                case Find() | Fetch() as asked:
+                case FindRecords() | Fetch() as asked:
                     self.pending.append(asked)
-                case Copy() as copy:
+                case StoreCopy() as copy:
                     data = b"".join(self.slots[copy.component, slot] for slot in copy.slots)
-                    self.copied[copy.errand] = data
+                    self.copied[copy.operation_id] = data
                     self.pending.append(copy)
                 case Checkpoint(turns):
                     self.checkpointed += turns
-                case Drop():
+                case DropOperation():
                     pass  # the answer comes all the same, and must change nothing
                 case Fill() as fill:
                     effects.extend(self.state.handle(self._fill(fill), self.now))
-                case Locate(errand, ids):
+                case Locate(operation_id, ids):
                     held = frozenset(ids).intersection(self.stored)
-                    effects.extend(self.state.handle(Located(errand, {Tier.DISK: held}), self.now))
+                    effects.extend(
+                        self.state.handle(Located(operation_id, {Tier.DISK: held}), self.now)
+                    )
                 case Remember(tip):
                     self.file[tip.session_id] = tip
                 case Forget(session_id):
                     del self.file[session_id]
 
     def _fill(self, fill: Fill) -> Filled:
-        parts = self.fetched.pop(fill.errand)
+        parts = self.fetched.pop(fill.operation_id)
         for filling in fill.fillings:
             data = parts[filling.part]
             assert len(data) == 32 * len(filling.slots)
             for i, slot in enumerate(filling.slots):
                 self.slots[filling.component, slot] = data[32 * i : 32 * i + 32]
-        return Filled(fill.errand, tuple(want.id for want in self._wants))
+        return Filled(fill.operation_id, tuple(want.id for want in self._wants))
 
     # -- the engine ----------------------------------------------------------------------------
 
@@ -300,7 +304,7 @@ class NodeDriver:
         tokens, count = event.tokens, len(event.tokens) // TOKEN_BYTES
         if isinstance(self.cache.reserve(turn_id, count, self.now), NoRoom):
             self.cache.abort(turn_id, self.now)
-            self.handle(Gone(turn_id))
+            self.handle(TurnGone(turn_id))
             return begun
         table = self.cache.table(turn_id)
         for block in range(begun.write_floor // B, count // B):
@@ -319,7 +323,7 @@ class NodeDriver:
                         self.slots[name, slot] = truth(name, tokens[: stop * TOKEN_BYTES])
         digests = hash_prefix(tokens, B)
         self.cache.finish(turn_id, self.now, tip=digests[-1] if digests else None)
-        self.handle(Ended(turn_id, begun.restored, count, count))
+        self.handle(TurnEnded(turn_id, begun.restored, count, count))
         return begun
 
     def _check_state(self, begun: Begun, resume: object, tokens: bytes) -> None:

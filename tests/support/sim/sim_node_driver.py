@@ -17,7 +17,7 @@ from ownerserve.kv.prefix import TOKEN_BYTES, pack
 from ownerserve.kv.registry import build as spec_of
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.units import GIB
-from ownerserve.node.vocabulary.events import Arrived, Ended, RestoreOutcome, RestoreReport
+from ownerserve.node.vocabulary.events import RestoreOutcome, RestoreReport, TurnArrived, TurnEnded
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.sim.storage.layout import UnitModel, slots_for, unit_model
@@ -115,7 +115,7 @@ class SimNodeDriver:
     def arrive(self, session: str, ids: list[int]) -> TurnId:
         self._turns += 1
         turn_id = TurnId(f"t{self._turns}")
-        event = Arrived(turn_id, SessionId(session), pack(ids))
+        event = TurnArrived(turn_id, SessionId(session), pack(ids))
         self.node.handle(event, self.heap.now)
         return turn_id
 
@@ -144,7 +144,7 @@ class SimNodeDriver:
         assert not isinstance(self.cache.reserve(turn_id, len(ids), now), NoRoom)
         self._compute(turn_id, begun, ids, prompt)
         self.cache.finish(turn_id, now)
-        self.node.handle(Ended(turn_id, begun.restored, prompt, len(ids)), now)
+        self.node.handle(TurnEnded(turn_id, begun.restored, prompt, len(ids)), now)
         return Ran(report, waited_s, begun.restored, begun.write_floor)
 
     def _compute(self, turn_id: TurnId, begun: Begun, ids: list[int], prompt: int) -> None:

@@ -36,7 +36,7 @@ from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.payload import CONV, DENSE, FORMAT, RECURRENT, WINDOW
 from ownerserve.kv.specs import Coverage
-from ownerserve.node.hosted_state import GuestState
+from ownerserve.node.hosted_state import HostedNodeState
 from ownerserve.node.ownership.inventory import Inventory, kinds_of
 from ownerserve.node.ownership.ownership import Ownership
 from ownerserve.node.retention.saves import Capture, Saves
@@ -126,7 +126,7 @@ class ConnectorParts:
         parts = {section.name: section.parts for section in self.shape.payload.sections}
         return RecordNames(name, self.layout, engine=FORMAT, blocks=self.record_blocks, parts=parts)
 
-    def state(self, name: Identity) -> GuestState:
+    def state(self, name: Identity) -> HostedNodeState:
         """A node whose records bear `name`."""
         settings, names = self.settings, self.names(name)
         saves = Saves(
@@ -140,7 +140,7 @@ class ConnectorParts:
             restore_deadline_s=settings.restore_deadline_s,
             attempts=1,  # vLLM frees a failed load's blocks: a second try would queue again
         )
-        return GuestState(
+        return HostedNodeState(
             self.device,
             names,
             planner=Planner(self.shape.model_state(), self.abilities()),
@@ -149,7 +149,7 @@ class ConnectorParts:
             settings=node,
         )
 
-    def fresh_state(self) -> GuestState:
+    def fresh_state(self) -> HostedNodeState:
         """A node that knows nothing from before: no one else ever bore its name."""
         weights = f"{self.identity.weights} reset {uuid4().hex}"
         return self.state(msgspec.structs.replace(self.identity, weights=weights))

@@ -30,7 +30,7 @@ class LoadInto(msgspec.Struct, frozen=True):
     """Read and verify every want, and write it to the place beside it."""
 
     request_id: str
-    errand: int
+    operation_id: int
     wants: tuple[Want, ...]
     places: tuple[BlockPlace, ...]
     deadline_s: float
@@ -40,7 +40,7 @@ class LoadInto(msgspec.Struct, frozen=True):
 class Save(msgspec.Struct, frozen=True):
     """Copy this place, as it is after the step, and store it as `meta`."""
 
-    errand: int
+    operation_id: int
     meta: Meta
     place: BlockPlace
 
@@ -59,7 +59,7 @@ class Orders(msgspec.Struct, frozen=True):
 class LoadResult(msgspec.Struct, frozen=True):
     """A load is over. `ids` are the records written, in order; none when it failed by `reason`."""
 
-    errand: int
+    operation_id: int
     request_id: str
     ids: tuple[bytes, ...] = ()
     reason: str = ""
@@ -69,7 +69,7 @@ class LoadResult(msgspec.Struct, frozen=True):
 
 
 class WorkerStepReport(msgspec.Struct, frozen=True):
-    """One worker's, of one step. `copied` errands need their blocks no more; `kept` are durable;
+    """One worker's, of one step. `copied` operations need their blocks no more; `kept` are durable;
     `lost`: what each worker's store gave up."""
 
     brought: tuple[LoadResult, ...] = ()
@@ -80,7 +80,7 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
     lost: tuple[RecordsLost, ...] = ()
 
     def joined(self, other: WorkerStepReport) -> WorkerStepReport:
-        """Two workers' reports as one: an errand stands in it once for each."""
+        """Two workers' reports as one: an operation stands in it once for each."""
         return WorkerStepReport(
             brought=self.brought + other.brought,
             copied=self.copied + other.copied,

@@ -60,7 +60,7 @@ class Levels(msgspec.Struct, frozen=True):
     is_draining: bool = False
 
 
-class Arrived(msgspec.Struct, frozen=True):
+class PlaceTaken(msgspec.Struct, frozen=True):
     """The turn that the place was held for: its `order` among arrivals, and the `tokens` that it
     was promised room for."""
 
@@ -180,13 +180,13 @@ class Admission:
 
     # ---- told by the engine
 
-    def arrived(self, reservation: int, now: float) -> Arrived | Reject:
+    def arrived(self, reservation: int, now: float) -> PlaceTaken | Reject:
         """The turn of this reservation is here, committed or not: its place is used up."""
         self._expire(now)
         place = self._places.pop(reservation, None)
         if place is None:
             return self._refuse(WorkerRefusal.UNKNOWN_RESERVATION)
-        return Arrived(place.turn_id, place.order, place.tokens)
+        return PlaceTaken(place.turn_id, place.order, place.tokens)
 
     def standing(self, levels: Levels, now: float) -> Standing:
         """What a turn is judged by now. One that waits is in `levels` with all its tokens."""

@@ -25,17 +25,17 @@ from ownerserve.cache.tree import paths
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Packed
 from ownerserve.node.restore.sources import Walks
-from ownerserve.node.vocabulary.events import Arrived
+from ownerserve.node.vocabulary.events import TurnArrived
 
 
-class Waiting(msgspec.Struct, frozen=True):
+class WaitingTurn(msgspec.Struct, frozen=True):
     """A turn in line."""
 
-    event: Arrived
+    event: TurnArrived
     until_s: float
 
 
-class Line:
+class RoomQueue:
     """Who waits for room, and who was let on. `held_blocks(turn)` are those that its restore has
     reserved or locked."""
 
@@ -51,20 +51,20 @@ class Line:
         self._walks = walks
         self._held_blocks = held_blocks
         self._room_wait_s = room_wait_s
-        self._waiting: OrderedDict[TurnId, Waiting] = OrderedDict()
+        self._waiting: OrderedDict[TurnId, WaitingTurn] = OrderedDict()
         self._let_on: dict[TurnId, Packed] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def arrived(self, event: Arrived, now: float) -> None:
+    def arrived(self, event: TurnArrived, now: float) -> None:
         """A turn is here. What of its prompt is resident is to stay."""
-        self._waiting[event.turn_id] = Waiting(event, now + self._room_wait_s)
+        self._waiting[event.turn_id] = WaitingTurn(event, now + self._room_wait_s)
         self._expect(event.turn_id, event.tokens, now)
 
-    def let_on(self, now: float) -> list[Arrived]:
+    def let_on(self, now: float) -> list[TurnArrived]:
         """Turns that may go on now, in order of arrival."""
-        going: list[Arrived] = []
+        going: list[TurnArrived] = []
         while self._waiting:
             first = next(iter(self._waiting.values()))
             turn_id = first.event.turn_id

@@ -27,14 +27,21 @@ from ownerserve.kv.specs import Coverage, Role
 from ownerserve.kv.wire.inventory import Has, Lost, Page, Word
 from ownerserve.node.vocabulary.events import (
     Effect,
-    Errand,
     Forget,
     Locate,
     Located,
+    OperationId,
     Remember,
     RestoreOutcome,
 )
-from ownerserve.node.vocabulary.records import NOTHING, RecordNames, Tip, ids_of, is_sound, standing
+from ownerserve.node.vocabulary.records import (
+    NOTHING,
+    RecordNames,
+    Tip,
+    ids_of,
+    is_sound,
+    tip_depth,
+)
 
 HAS_KEPT = 16_384
 """Extents that are told; beyond, the one said longest ago is told as gone."""
@@ -208,7 +215,7 @@ class Residency:
         self._tips: OrderedDict[SessionId, Tip] = OrderedDict()
         self._by_end: dict[PrefixHash, set[SessionId]] = {}
         self._due: OrderedDict[SessionId, float] = OrderedDict()  # in the order of their instants
-        self._looking: dict[Errand, tuple[Tip, float]] = {}
+        self._looking: dict[OperationId, tuple[Tip, float]] = {}
         self._in_file: dict[SessionId, int] = {}
         self._to_file: list[Effect] = []
 
@@ -259,8 +266,8 @@ class Residency:
         self._unfile(session_id)
 
     def located(self, event: Located, now: float) -> bool:
-        """The store's answer; whether the errand was one of ours."""
-        looked = self._looking.pop(event.errand, None)
+        """The store's answer; whether the operation was one of ours."""
+        looked = self._looking.pop(event.operation_id, None)
         if looked is None:
             return False
         tip, _ = looked
@@ -272,22 +279,22 @@ class Residency:
             self.forget(tip.session_id)
         return True
 
-    def tick(self, now: float, next_errand: Callable[[], Errand]) -> list[Effect]:
+    def tick(self, now: float, next_operation: Callable[[], OperationId]) -> list[Effect]:
         """What is to be looked for now."""
         effects: list[Effect] = []
-        for errand, (tip, until_s) in list(self._looking.items()):
+        for operation_id, (tip, until_s) in list(self._looking.items()):
             if until_s <= now:
-                del self._looking[errand]
+                del self._looking[operation_id]
                 self._look_at(tip.session_id, now)
         while self._due and len(self._looking) < LOOKS_IN_FLIGHT:
             session_id, at_s = next(iter(self._due.items()))
             if at_s > now:
                 break
             del self._due[session_id]
-            tip, errand = self._tips[session_id], next_errand()
+            tip, operation_id = self._tips[session_id], next_operation()
             deadline_s = now + LOOK_DEADLINE_S
-            self._looking[errand] = tip, deadline_s
-            effects.append(Locate(errand, ids_of(self._names, tip), deadline_s))
+            self._looking[operation_id] = tip, deadline_s
+            effects.append(Locate(operation_id, ids_of(self._names, tip), deadline_s))
         return effects
 
     def to_file(self) -> list[Effect]:
@@ -324,7 +331,7 @@ class Residency:
             so_far |= here
             there = NOTHING
             if here:
-                there = standing(self._names, tip, so_far, can_replay=self._can_replay)
+                there = tip_depth(self._names, tip, so_far, can_replay=self._can_replay)
             tokens = there.depth * self._names.layout.block_tokens
             kinds = self._point_kinds if there.has_point else 0
             self._inventory.has(

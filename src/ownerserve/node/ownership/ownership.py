@@ -68,7 +68,7 @@ MARGIN_S = 0.1
 """By how much this unit's clock may drift from the directory's over one lease."""
 
 
-class Came(msgspec.Struct, frozen=True, gc=False):
+class TurnCame(msgspec.Struct, frozen=True, gc=False):
     """A turn of the session is here. `parent`: whose fork it is; `epoch`: the highest under which
     its gateway knows the session to be owned."""
 
@@ -77,7 +77,7 @@ class Came(msgspec.Struct, frozen=True, gc=False):
     epoch: Epoch | None = None
 
 
-class Left(msgspec.Struct, frozen=True, gc=False):
+class TurnLeft(msgspec.Struct, frozen=True, gc=False):
     """A turn of the session has ended and left it at the last whole block of `tokens`. `group`: of
     prefixes that share a repository or document; `tenant`: the salt of whom its state is; `before`:
     how many turns its owners are known to have finished before it."""
@@ -89,7 +89,7 @@ class Left(msgspec.Struct, frozen=True, gc=False):
     before: int = 0
 
 
-class Over(msgspec.Struct, frozen=True, gc=False):
+class SessionLeft(msgspec.Struct, frozen=True, gc=False):
     """The session is over."""
 
     session: SessionId
@@ -101,7 +101,7 @@ class _Leaves(msgspec.Struct, frozen=True, gc=False):
     asks: Asks
 
 
-Told: TypeAlias = Came | Left | Over | _Leaves
+Told: TypeAlias = TurnCame | TurnLeft | SessionLeft | _Leaves
 
 
 def boot_time_s() -> float:
@@ -206,9 +206,9 @@ class Ownership:
     def tell(self, told: Told) -> None:
         """Never waits. What a turn's line says of its session's epoch counts at once."""
         with self._lock:
-            if isinstance(told, Left) and self._will_count(told):
+            if isinstance(told, TurnLeft) and self._will_count(told):
                 self._to_count[told.session] += 1
-            elif isinstance(told, Came) and told.epoch is not None:
+            elif isinstance(told, TurnCame) and told.epoch is not None:
                 self._guarded.hear(told.session, told.epoch)
         self._inbox.put(told)
 
@@ -296,7 +296,7 @@ class Ownership:
     def _taken(self, told: Told) -> Asks:
         """What comes of one thing told. A fault costs that alone, not what was told beside it."""
         try:
-            tip = self._tip(told) if isinstance(told, Left) else None
+            tip = self._tip(told) if isinstance(told, TurnLeft) else None
             with self._lock:
                 asks = self._take(told, tip, boot_time_s())
                 self._count_off(told)
@@ -308,11 +308,11 @@ class Ownership:
 
     def _count_off(self, told: Told) -> None:
         """A turn that was told is not still to be counted."""
-        if isinstance(told, Left) and self._will_count(told):
+        if isinstance(told, TurnLeft) and self._will_count(told):
             with self._lock:
                 self._to_count -= Counter([told.session])
 
-    def _will_count(self, left: Left) -> bool:
+    def _will_count(self, left: TurnLeft) -> bool:
         """A turn that leaves its session in less than a block leaves nothing to advance to."""
         return len(left.tokens) >= self._block_tokens * TOKEN_BYTES
 
@@ -333,7 +333,7 @@ class Ownership:
             wait_s = until_s - boot_time_s()
         return told, True
 
-    def _tip(self, left: Left) -> SessionTip | None:
+    def _tip(self, left: TurnLeft) -> SessionTip | None:
         """Where a turn left its session; None: in less than a block."""
         hashed = self._chains.digests(left.tokens, left.session)
         if not hashed:
@@ -350,11 +350,11 @@ class Ownership:
 
     def _take(self, told: Told, tip: SessionTip | None, now_s: float) -> Asks:
         match told:
-            case Came(session, parent, epoch):
+            case TurnCame(session, parent, epoch):
                 return self._guarded.came(session, now_s, parent=parent, epoch=epoch)
-            case Left(session):
+            case TurnLeft(session):
                 return [] if tip is None else self._guarded.left(session, tip, now_s)
-            case Over(session):
+            case SessionLeft(session):
                 return self._guarded.over(session, now_s)
             case _Leaves(asks):
                 return asks
@@ -447,11 +447,11 @@ def _with_parents(told: Sequence[Told]) -> list[Told]:
     A session is asked for at the first of these words, and the directory counts a fork only then;
     an engine whose turns and their lines come on two ways may hear of the turn first.
     """
-    came = [one for one in told if isinstance(one, Came)]
+    came = [one for one in told if isinstance(one, TurnCame)]
     parents = {one.session: one.parent for one in came if one.parent is not None}
     return [
         replace(one, parent=parents[one.session])
-        if isinstance(one, Came) and one.session in parents
+        if isinstance(one, TurnCame) and one.session in parents
         else one
         for one in told
     ]

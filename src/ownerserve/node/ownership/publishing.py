@@ -54,7 +54,7 @@ def extent_name(scope: bytes, digest: PrefixHash, tenant: bytes = b"") -> Prefix
     return PrefixHash(hashlib.sha256(DOMAIN + scope + tenant + digest).digest())
 
 
-class Part(msgspec.Struct, frozen=True, gc=False):
+class PublishedPart(msgspec.Struct, frozen=True, gc=False):
     """[0, tokens) of a session under its name."""
 
     name: PrefixHash
@@ -64,9 +64,9 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 class _Holds(msgspec.Struct, eq=False):
     """What one session holds in one tier. `claim`: the tip that a finished turn has told."""
 
-    said: Part | None = None
-    claim: Part | None = None
-    trail: list[Part] = []
+    said: PublishedPart | None = None
+    claim: PublishedPart | None = None
+    trail: list[PublishedPart] = []
 
 
 class _Known(msgspec.Struct, eq=False):
@@ -141,7 +141,7 @@ class Publishing:
         name, tokens = told.prefix_hash, told.tokens
         key = told.session_id, word_of(told.tier)
         holds = self._holds.setdefault(key, _Holds())
-        former, holds.claim = holds.claim, Part(name, tokens)
+        former, holds.claim = holds.claim, PublishedPart(name, tokens)
         if duty is not None:
             self._duties[name] = duty
         is_new = (name, told.tier) not in self._copies
@@ -205,7 +205,7 @@ class Publishing:
                 continue
             key, tokens = asked[copy]
             holds = self._holds.get(key)
-            part = Part(copy[0], tokens)
+            part = PublishedPart(copy[0], tokens)
             if holds is None or _reach(holds) < tokens:
                 self._gone[copy] = None  # it went meanwhile
                 continue
@@ -266,12 +266,12 @@ class Publishing:
                 self._shrink(key, holds, word.tokens)
         return said is not None or not kinds
 
-    def _part_of(self, word: Has) -> Part | None:
+    def _part_of(self, word: Has) -> PublishedPart | None:
         session = SessionId(word.session)
         self.belongs(session, tenant=bytes.fromhex(word.tenant))
         digest = PrefixHash(bytes.fromhex(word.prefix_hash))
         known = digest or self._digest_at(session, word.tokens)
-        return Part(self.name(known, session), word.tokens) if known else None
+        return PublishedPart(self.name(known, session), word.tokens) if known else None
 
     def _shrink(self, key: _Key, holds: _Holds, tokens: int) -> None:
         """No more than `tokens` of the session are there."""
@@ -291,7 +291,7 @@ class Publishing:
                 self._groups.pop(session, None)
                 self._tenants.pop(session, None)
 
-    def _goes_on(self, key: _Key, part: Part, tokens: int) -> bool:
+    def _goes_on(self, key: _Key, part: PublishedPart, tokens: int) -> bool:
         """Whether a session's [0, `tokens`) begins with `part`, as far as is known here."""
         if part.tokens > tokens:
             return False
@@ -301,7 +301,7 @@ class Publishing:
 
     # -- copies --------------------------------------------------------------------------------
 
-    def _take(self, key: _Key, part: Part, kinds: Kinds) -> None:
+    def _take(self, key: _Key, part: PublishedPart, kinds: Kinds) -> None:
         """One session more holds a part."""
         copy = part.name, _tier_of(key[1])
         known = self._copies.get(copy)
@@ -317,7 +317,7 @@ class Publishing:
             self._new[copy] = None
         known.holders += 1
 
-    def _give(self, key: _Key, part: Part, *, goes_on: bool) -> None:
+    def _give(self, key: _Key, part: PublishedPart, *, goes_on: bool) -> None:
         """One session less does; `goes_on`: a longer part begins with it."""
         copy = part.name, _tier_of(key[1])
         known = self._copies[copy]

@@ -9,12 +9,12 @@
 
 FOUND and OFFERED are for a device that answers `Later` (restore.device): a turn waits there in the
 engine's queue and not for us, so they have no deadline; and once it has blocks, one effect
-(`Bring`) reads and writes them, since only its performer knows when it is quiet.
+(`FetchAndFill`) reads and writes them, since only its performer knows when it is quiet.
 
 Whatever goes wrong, the turn starts: with less state and more to compute. What could not be read
 is left out of the next plan, so a bad record costs one attempt and is counted once. Slots are
 reserved before a byte is read, and the reservation pins what of the prefix is resident; it is
-given up before its errand's answer can touch them, since only a `Fill` writes.
+given up before its operation's answer can touch them, since only a `Fill` writes.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from ownerserve.node.restore.sources import Device, Later
 from ownerserve.node.retention.record_value import memory_price
 from ownerserve.node.vocabulary.chains import Hashes
 from ownerserve.node.vocabulary.events import (
-    Arrived,
-    Bring,
-    Drop,
+    DropOperation,
     Effect,
-    Errand,
     Fetch,
+    FetchAndFill,
     Fetched,
     Fill,
     Filled,
     Filling,
-    Find,
-    Found,
+    FindRecords,
     NotFetched,
     Offer,
+    OperationId,
+    RecordsFound,
     RestoreOutcome,
     RestoreReport,
     Start,
+    TurnArrived,
 )
 from ownerserve.node.vocabulary.records import Digests, RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
@@ -80,7 +80,7 @@ NOBODY = TurnId("")
 NOTHING_KNOWN = Match(0, ())
 
 
-class Phase(StrEnum):
+class RestorePhase(StrEnum):
     """See the module's table."""
 
     LOOKING = "looking"
@@ -104,34 +104,34 @@ class Look(StrEnum):
     POINTS = "points"
 
 
-class Wish(msgspec.Struct, eq=False):
+class PendingRestore(msgspec.Struct, eq=False):
     """A turn that waits for state. Owned by `Restores` until its `Start`.
 
     In blocks: the device has range state up to `resident` and a point at `complete`; up to `cap`
     may be restored, up to `upto` every end was asked for, and in `unasked` no point was.
     """
 
-    event: Arrived
+    event: TurnArrived
     names: RecordNames
     digests: Digests
     arrived_s: float
     deadline_s: float
     hashed: HashedPrefix | None = None
-    phase: Phase = Phase.LOOKING
+    phase: RestorePhase = RestorePhase.LOOKING
     look: Look = Look.NEAR
-    errand: Errand = 0
+    operation_id: OperationId = 0
     resident: int = 0
     complete: int = 0
     cap: int = 0
     upto: int = 0
     unasked: tuple[range, ...] = ()
-    asked: dict[bytes, sources.Sought] = {}
+    asked: dict[bytes, sources.RecordQuery] = {}
     found: dict[bytes, Tier] = {}
     bad: set[bytes] = set()
     attempts: int = 0
     misses: int = 0
     plan: RestorePlan | None = None
-    readings: tuple[sources.Reading, ...] = ()
+    readings: tuple[sources.RecordRead, ...] = ()
     arrival: Arrival | None = None
     room: Reserved | None = None
 
@@ -155,21 +155,21 @@ class Restores:
         self._costs = costs
         self._settings = settings
         self._block = device.layout.block_tokens
-        self._wishes: dict[TurnId, Wish] = {}
-        self._by_errand: dict[Errand, Wish] = {}
+        self._pending: dict[TurnId, PendingRestore] = {}
+        self._by_operation: dict[OperationId, PendingRestore] = {}
 
     def __len__(self) -> int:
-        return len(self._wishes)
+        return len(self._pending)
 
     def held_blocks(self, turn_id: TurnId) -> int:
         """Blocks from the prompt's start on that a restore has reserved or locked."""
-        wish = self._wishes.get(turn_id)
-        if wish is None or wish.room is None:
+        pending = self._pending.get(turn_id)
+        if pending is None or pending.room is None:
             return 0
-        return wish.room.start // self._block + len(wish.room.blocks)
+        return pending.room.start // self._block + len(pending.room.blocks)
 
     def __contains__(self, turn_id: TurnId) -> bool:
-        return turn_id in self._wishes
+        return turn_id in self._pending
 
     # -- what a turn goes on from --------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class Restores:
         self,
         names: RecordNames,
         match: Match,
-        stored: sources.Held,
+        stored: sources.StoredRecords,
         *,
         tokens: int,
         backlog: Backlog,
@@ -205,7 +205,7 @@ class Restores:
         prices = self._costs.prices()
         short = self._device.shortage(-(-tokens // self._block) - match.range_tokens // self._block)
         rate = 0.0 if short is None else memory_price(short, prices)
-        question = sources.query(
+        question = sources.restore_query(
             names, match, stored, tokens=tokens, backlog=backlog, hbm_ms_per_gib=rate
         )
         return self._planner.plan(question, prices)
@@ -213,7 +213,7 @@ class Restores:
     # -- events --------------------------------------------------------------------------------
 
     def arrived(
-        self, event: Arrived, chains: Hashes, *, errand: Errand, now: float
+        self, event: TurnArrived, chains: Hashes, *, operation_id: OperationId, now: float
     ) -> Iterable[Effect]:
         """Ask the store, unless the device has all that could be restored."""
         cap = max(0, len(event.tokens) // TOKEN_BYTES - 1) // self._block
@@ -226,228 +226,246 @@ class Restores:
         deadline_s = now + self._settings.restore_deadline_s
         names = self._names.of(event.tenant)
         if complete >= cap:
-            wish = Wish(event, names, (), now, deadline_s)
-            return [self._start(wish, RestoreOutcome.RESIDENT, now)]
+            pending = PendingRestore(event, names, (), now, deadline_s)
+            return [self._start(pending, RestoreOutcome.RESIDENT, now)]
         hashed = chains.hashed(event.tokens, event.session_id, event.hashed)
-        wish = Wish(event, names, hashed.digests, now, deadline_s, hashed=hashed, bad=set())
-        wish.resident = min(cap, match.range_tokens // self._block)
-        wish.complete, wish.cap = complete, cap
+        pending = PendingRestore(
+            event, names, hashed.digests, now, deadline_s, hashed=hashed, bad=set()
+        )
+        pending.resident = min(cap, match.range_tokens // self._block)
+        pending.complete, pending.cap = complete, cap
         # Nothing can be used behind a gap: a long prompt asks for its first cells, and for the
         # rest when those are there. A cold one so costs some ids and not thousands.
         grid = self._names.blocks
-        wish.upto = min(cap, (wish.resident // grid + FIRST_CELLS) * grid)
-        self._wishes[event.turn_id] = wish
-        ends = range(wish.resident, wish.upto)
-        return [self._ask(wish, errand, ends=ends, points=self._last(wish, complete))]
+        pending.upto = min(cap, (pending.resident // grid + FIRST_CELLS) * grid)
+        self._pending[event.turn_id] = pending
+        ends = range(pending.resident, pending.upto)
+        return [self._ask(pending, operation_id, ends=ends, points=self._last(pending, complete))]
 
-    def _last(self, wish: Wish, start: int) -> range:
+    def _last(self, pending: PendingRestore, start: int) -> range:
         """The last depths in (start, upto] to ask for points; the others wait."""
-        first = max(start, wish.upto - LAST_POINTS)
-        wish.unasked += (range(start + 1, first + 1),)
-        return range(first + 1, wish.upto + 1)
+        first = max(start, pending.upto - LAST_POINTS)
+        pending.unasked += (range(start + 1, first + 1),)
+        return range(first + 1, pending.upto + 1)
 
     def _ask(
         self,
-        wish: Wish,
-        errand: Errand,
+        pending: PendingRestore,
+        operation_id: OperationId,
         *,
         ends: range = NONE,
         points: Iterable[int] = (),
         cells: range = NONE,
-    ) -> Find:
+    ) -> FindRecords:
         """Ask for range records that end behind each block of `ends`, or at a depth of `cells`, and
         for point state at the depths `points`."""
         depths = (*range(ends.start + 1, ends.stop + 1), *cells)
-        asked = sources.sought(wish.names, wish.digests, ranges=depths, points=points)
-        wish.asked.update(asked)
-        wish.errand = errand
-        self._by_errand[errand] = wish
-        boundaries = tuple(reversed(wish.digests[ends.start : ends.stop]))
-        tenant = wish.names.tenant
-        return Find(errand, tuple(asked), wish.deadline_s, boundaries, tenant)
+        asked = sources.record_queries(pending.names, pending.digests, ranges=depths, points=points)
+        pending.asked.update(asked)
+        pending.operation_id = operation_id
+        self._by_operation[operation_id] = pending
+        boundaries = tuple(reversed(pending.digests[ends.start : ends.stop]))
+        tenant = pending.names.tenant
+        return FindRecords(operation_id, tuple(asked), pending.deadline_s, boundaries, tenant)
 
-    def found(self, event: Found, *, errand: Errand, now: float) -> Iterable[Effect]:
+    def found(
+        self, event: RecordsFound, *, operation_id: OperationId, now: float
+    ) -> Iterable[Effect]:
         """The catalogue has answered: ask on, or decide, and read what the plan wants."""
-        wish = self._answered(event.errand, Phase.LOOKING)
-        if wish is None:
+        pending = self._answered(event.operation_id, RestorePhase.LOOKING)
+        if pending is None:
             return ()
-        wish.found.update(event.held)
-        wish.asked.update(sources.sought_inside(wish.names, wish.digests, event.inside))
-        find = self._look_on(wish, errand)
-        return self._decide(wish, errand=errand, now=now) if find is None else [find]
+        pending.found.update(event.held)
+        pending.asked.update(sources.queries_inside(pending.names, pending.digests, event.inside))
+        find = self._look_on(pending, operation_id)
+        return self._decide(pending, operation_id=operation_id, now=now) if find is None else [find]
 
-    def _look_on(self, wish: Wish, errand: Errand) -> Find | None:
+    def _look_on(self, pending: PendingRestore, operation_id: OperationId) -> FindRecords | None:
         """The next look, as far as one can still find anything; see `Look`."""
         grid = self._names.blocks
-        stored = sources.held(wish.names, wish.asked, wish.found)
+        stored = sources.stored_records(pending.names, pending.asked, pending.found)
         ends = {cell.end for cell, _ in stored.cells}
-        if wish.look is Look.NEAR:
-            goes_on = wish.upto < wish.cap and wish.upto in ends
-            wish.look = Look.FAR if goes_on else Look.EDGE
-            cells = range(wish.upto + grid, wish.cap + 1, grid)
+        if pending.look is Look.NEAR:
+            goes_on = pending.upto < pending.cap and pending.upto in ends
+            pending.look = Look.FAR if goes_on else Look.EDGE
+            cells = range(pending.upto + grid, pending.cap + 1, grid)
             if goes_on and cells:
-                return self._ask(wish, errand, cells=cells)
-        if wish.look is Look.FAR:
-            wish.look, before, edge = Look.EDGE, wish.upto, wish.upto
+                return self._ask(pending, operation_id, cells=cells)
+        if pending.look is Look.FAR:
+            pending.look, before, edge = Look.EDGE, pending.upto, pending.upto
             while edge + grid in ends:
                 edge += grid
-            wish.upto = min(wish.cap, edge + grid - 1)
-            points = self._last(wish, before)
-            if self._names.point_names or edge < wish.upto:
-                return self._ask(wish, errand, ends=range(edge, wish.upto), points=points)
-        if wish.look is Look.EDGE:
-            wish.look = Look.POINTS
-            depths = [depth for gap in wish.unasked for depth in gap]
-            if depths and self._lacks_point(wish, stored):
-                return self._ask(wish, errand, points=depths)
+            pending.upto = min(pending.cap, edge + grid - 1)
+            points = self._last(pending, before)
+            if self._names.point_names or edge < pending.upto:
+                return self._ask(
+                    pending, operation_id, ends=range(edge, pending.upto), points=points
+                )
+        if pending.look is Look.EDGE:
+            pending.look = Look.POINTS
+            depths = [depth for gap in pending.unasked for depth in gap]
+            if depths and self._lacks_point(pending, stored):
+                return self._ask(pending, operation_id, points=depths)
         return None
 
-    def _lacks_point(self, wish: Wish, stored: sources.Held) -> bool:
+    def _lacks_point(self, pending: PendingRestore, stored: sources.StoredRecords) -> bool:
         """Whether there is range state to go on from, and no point of the store's to do it at."""
         wanted = len(self._names.point_names)
         if not wanted or any(len(parts) == wanted for parts in stored.points.values()):
             return False
-        return bool(stored.cells) or wish.resident > wish.complete
+        return bool(stored.cells) or pending.resident > pending.complete
 
     def asked(self, turn_id: TurnId, *, now: float) -> Iterable[Effect]:
         """The engine has a place for the turn and says what it has: plan, and offer."""
-        wish = self._wishes.get(turn_id)
-        if wish is None or wish.phase not in (Phase.FOUND, Phase.OFFERED):
+        pending = self._pending.get(turn_id)
+        if pending is None or pending.phase not in (RestorePhase.FOUND, RestorePhase.OFFERED):
             return ()
-        return self._decide(wish, errand=0, now=now)
+        return self._decide(pending, operation_id=0, now=now)
 
-    def placed(self, turn_id: TurnId, *, errand: Errand, now: float) -> Iterable[Effect]:
+    def placed(self, turn_id: TurnId, *, operation_id: OperationId, now: float) -> Iterable[Effect]:
         """The engine has taken the offer: the turn has blocks to bring state into."""
-        wish = self._wishes.get(turn_id)
-        if wish is None or wish.phase is not Phase.OFFERED:
+        pending = self._pending.get(turn_id)
+        if pending is None or pending.phase is not RestorePhase.OFFERED:
             return ()
-        assert wish.arrival is not None
-        reserved = self._device.reserve(turn_id, wish.arrival, now)
+        assert pending.arrival is not None
+        reserved = self._device.reserve(turn_id, pending.arrival, now)
         if not isinstance(reserved, Reserved):
-            return [self._start(wish, RestoreOutcome.NO_ROOM, now)]
-        wish.room = reserved
-        wish.attempts += 1
-        wish.phase, wish.errand = Phase.FILLING, errand
-        self._by_errand[errand] = wish
-        wants = tuple(reading.want for reading in wish.readings)
+            return [self._start(pending, RestoreOutcome.NO_ROOM, now)]
+        pending.room = reserved
+        pending.attempts += 1
+        pending.phase, pending.operation_id = RestorePhase.FILLING, operation_id
+        self._by_operation[operation_id] = pending
+        wants = tuple(reading.want for reading in pending.readings)
         until_s = now + self._settings.restore_deadline_s
-        return [Bring(turn_id, errand, wants, self._fillings(wish), until_s)]
+        return [FetchAndFill(turn_id, operation_id, wants, self._fillings(pending), until_s)]
 
     def fetched(self, event: Fetched) -> Iterable[Effect]:
         """The bytes are at hand: into the slots with them."""
-        wish = self._answered(event.errand, Phase.LOADING)
-        if wish is None:
+        pending = self._answered(event.operation_id, RestorePhase.LOADING)
+        if pending is None:
             return ()
-        wish.phase = Phase.FILLING
-        self._by_errand[event.errand] = wish
-        return [Fill(event.errand, self._fillings(wish))]
+        pending.phase = RestorePhase.FILLING
+        self._by_operation[event.operation_id] = pending
+        return [Fill(event.operation_id, self._fillings(pending))]
 
-    def not_fetched(self, event: NotFetched, *, errand: Errand, now: float) -> Iterable[Effect]:
+    def not_fetched(
+        self, event: NotFetched, *, operation_id: OperationId, now: float
+    ) -> Iterable[Effect]:
         """A miss: plan again without what failed, or go on without any."""
-        wish = self._answered(event.errand, Phase.LOADING, Phase.FILLING)
-        if wish is None:
+        pending = self._answered(event.operation_id, RestorePhase.LOADING, RestorePhase.FILLING)
+        if pending is None:
             return ()
-        self._give_up_slots(wish)
-        wish.misses += 1
-        if event.reason is MissReason.DEADLINE or now >= wish.deadline_s:
-            return [self._start(wish, RestoreOutcome.LATE, now)]
-        wish.bad |= {event.id} if event.id else {r.want.id for r in wish.readings}
-        if wish.attempts >= self._settings.attempts:
-            return [self._start(wish, RestoreOutcome.MISS, now)]
-        return self._decide(wish, errand=errand, now=now)
+        self._give_up_slots(pending)
+        pending.misses += 1
+        if event.reason is MissReason.DEADLINE or now >= pending.deadline_s:
+            return [self._start(pending, RestoreOutcome.LATE, now)]
+        pending.bad |= {event.id} if event.id else {r.want.id for r in pending.readings}
+        if pending.attempts >= self._settings.attempts:
+            return [self._start(pending, RestoreOutcome.MISS, now)]
+        return self._decide(pending, operation_id=operation_id, now=now)
 
     def filled(self, event: Filled, now: float) -> Iterable[Effect]:
         """The slots are written: the prefix enters the tree with all its components at once."""
-        wish = self._answered(event.errand, Phase.FILLING)
-        if wish is None:
+        pending = self._answered(event.operation_id, RestorePhase.FILLING)
+        if pending is None:
             return ()
-        assert wish.room is not None
-        room, wish.room = wish.room, None
+        assert pending.room is not None
+        room, pending.room = pending.room, None
         inserted = self._device.commit(room.ticket, signature(event.ids), now)
         good = not isinstance(inserted, Refused)
         outcome = RestoreOutcome.LOADED if good else RestoreOutcome.MISS
-        return [self._start(wish, outcome, now)]
+        return [self._start(pending, outcome, now)]
 
     def gone(self, turn_id: TurnId, now: float) -> Iterable[Effect]:
         """The client has hung up."""
-        wish = self._wishes.get(turn_id)
-        return [] if wish is None else self._abandon(wish, RestoreOutcome.GONE, now)
+        pending = self._pending.get(turn_id)
+        return [] if pending is None else self._abandon(pending, RestoreOutcome.GONE, now)
 
     def overdue(self, now: float) -> list[Effect]:
         """Turns that have waited long enough start with what the device has."""
         effects: list[Effect] = []
-        for wish in [w for w in self._wishes.values() if w.deadline_s <= now]:
-            effects += self._abandon(wish, RestoreOutcome.LATE, now)
-            effects.append(Start(wish.event.turn_id))
+        for pending in [w for w in self._pending.values() if w.deadline_s <= now]:
+            effects += self._abandon(pending, RestoreOutcome.LATE, now)
+            effects.append(Start(pending.event.turn_id))
         return effects
 
     def next_deadline(self) -> float | None:
         """When `overdue` has something to do."""
-        return min((wish.deadline_s for wish in self._wishes.values()), default=None)
+        return min((pending.deadline_s for pending in self._pending.values()), default=None)
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _answered(self, errand: Errand, *phases: Phase) -> Wish | None:
+    def _answered(self, operation_id: OperationId, *phases: RestorePhase) -> PendingRestore | None:
         """The wish that waits for this answer; None for a late, foreign or repeated one."""
-        wish = self._by_errand.get(errand)
-        if wish is None or wish.phase not in phases:
+        pending = self._by_operation.get(operation_id)
+        if pending is None or pending.phase not in phases:
             return None
-        del self._by_errand[errand]
-        return wish
+        del self._by_operation[operation_id]
+        return pending
 
-    def _decide(self, wish: Wish, *, errand: Errand, now: float) -> Iterable[Effect]:
-        event = wish.event
-        stored = sources.held(wish.names, wish.asked, wish.found, without=wish.bad)
+    def _decide(
+        self, pending: PendingRestore, *, operation_id: OperationId, now: float
+    ) -> Iterable[Effect]:
+        event = pending.event
+        stored = sources.stored_records(
+            pending.names, pending.asked, pending.found, without=pending.bad
+        )
         if not stored.cells and not stored.points:
-            missed = RestoreOutcome.MISS if wish.misses else RestoreOutcome.NOTHING_STORED
-            return [self._start(wish, missed, now)]
+            missed = RestoreOutcome.MISS if pending.misses else RestoreOutcome.NOTHING_STORED
+            return [self._start(pending, missed, now)]
         count = len(event.tokens) // TOKEN_BYTES
         match = self._device.match(event.turn_id, event.tokens)
         if isinstance(match, Later):
-            wish.phase, wish.deadline_s = Phase.FOUND, inf
+            pending.phase, pending.deadline_s = RestorePhase.FOUND, inf
             return ()
-        wish.plan = self._plan(wish.names, match, stored, tokens=count, backlog=event.backlog)
-        way = wish.plan.chosen
+        pending.plan = self._plan(pending.names, match, stored, tokens=count, backlog=event.backlog)
+        way = pending.plan.chosen
         if not sources.is_loading(way):
-            missed = RestoreOutcome.MISS if wish.misses else RestoreOutcome.NOT_WORTH_IT
-            return [self._start(wish, missed, now)]
-        reserved = self._reserve(wish, match, way, stored=stored, now=now)
+            missed = RestoreOutcome.MISS if pending.misses else RestoreOutcome.NOT_WORTH_IT
+            return [self._start(pending, missed, now)]
+        reserved = self._reserve(pending, match, way, stored=stored, now=now)
         if isinstance(reserved, Later):
-            wish.phase, wish.deadline_s = Phase.OFFERED, inf
+            pending.phase, pending.deadline_s = RestorePhase.OFFERED, inf
             return [Offer(event.turn_id, way.position)]
         if not isinstance(reserved, Reserved):
-            return [self._start(wish, RestoreOutcome.NO_ROOM, now)]
-        wish.room = reserved
-        wish.attempts += 1
-        wish.phase, wish.errand = Phase.LOADING, errand
-        self._by_errand[errand] = wish
-        wants = tuple(reading.want for reading in wish.readings)
-        return [Fetch(errand, wants, wish.deadline_s)]
+            return [self._start(pending, RestoreOutcome.NO_ROOM, now)]
+        pending.room = reserved
+        pending.attempts += 1
+        pending.phase, pending.operation_id = RestorePhase.LOADING, operation_id
+        self._by_operation[operation_id] = pending
+        wants = tuple(reading.want for reading in pending.readings)
+        return [Fetch(operation_id, wants, pending.deadline_s)]
 
     def _reserve(
-        self, wish: Wish, match: Match, way: Priced, *, stored: sources.Held, now: float
+        self,
+        pending: PendingRestore,
+        match: Match,
+        way: Priced,
+        *,
+        stored: sources.StoredRecords,
+        now: float,
     ) -> Reserved | NoRoom | Refused | Later:
         """Slots for the chosen way, and what to read into them."""
         start = min(match.range_tokens, way.position) // self._block
-        wish.readings = sources.readings(wish.names, stored, way=way, start=start)
-        wish.arrival = Arrival(
-            tokens=wish.event.tokens[: way.position * TOKEN_BYTES],
-            prefix_hash=wish.digests[way.position // self._block - 1],
-            digest=signature(reading.want.id for reading in wish.readings),
-            points=tuple({r.end * self._block for r in wish.readings if r.is_point}),
-            hashed=wish.hashed,
+        pending.readings = sources.record_reads(pending.names, stored, way=way, start=start)
+        pending.arrival = Arrival(
+            tokens=pending.event.tokens[: way.position * TOKEN_BYTES],
+            prefix_hash=pending.digests[way.position // self._block - 1],
+            digest=signature(reading.want.id for reading in pending.readings),
+            points=tuple({r.end * self._block for r in pending.readings if r.is_point}),
+            hashed=pending.hashed,
         )
-        reserved = self._device.reserve(wish.event.turn_id, wish.arrival, now)
+        reserved = self._device.reserve(pending.event.turn_id, pending.arrival, now)
         if isinstance(reserved, Reserved):
             assert reserved.start == start * self._block, "nothing came between match and reserve"
         return reserved
 
-    def _fillings(self, wish: Wish) -> tuple[Filling, ...]:
+    def _fillings(self, pending: PendingRestore) -> tuple[Filling, ...]:
         """Where each part of the fetch belongs."""
-        assert wish.room is not None
-        room, start = wish.room, wish.room.start // self._block
+        assert pending.room is not None
+        room, start = pending.room, pending.room.start // self._block
         fillings = []
-        for part, reading in enumerate(wish.readings):
+        for part, reading in enumerate(pending.readings):
             if reading.is_point:
                 slots: tuple[int, ...] = (
                     room.points[reading.end * self._block][reading.component],
@@ -457,38 +475,40 @@ class Restores:
             fillings.append(Filling(part, reading.component, slots))
         return tuple(fillings)
 
-    def _give_up_slots(self, wish: Wish) -> None:
+    def _give_up_slots(self, pending: PendingRestore) -> None:
         """Nobody writes into them: only a `Fill` does, and it is done before anything else."""
-        if wish.room is not None:
-            self._device.abort(wish.room.ticket)
-            wish.room = None
+        if pending.room is not None:
+            self._device.abort(pending.room.ticket)
+            pending.room = None
 
-    def _abandon(self, wish: Wish, outcome: RestoreOutcome, now: float) -> list[Effect]:
-        self._give_up_slots(wish)
-        self._by_errand.pop(wish.errand, None)
-        self._start(wish, outcome, now)
-        return [Drop(wish.errand)]
+    def _abandon(
+        self, pending: PendingRestore, outcome: RestoreOutcome, now: float
+    ) -> list[Effect]:
+        self._give_up_slots(pending)
+        self._by_operation.pop(pending.operation_id, None)
+        self._start(pending, outcome, now)
+        return [DropOperation(pending.operation_id)]
 
-    def _start(self, wish: Wish, outcome: RestoreOutcome, now: float) -> Start:
-        turn_id = wish.event.turn_id
-        self._wishes.pop(turn_id, None)
+    def _start(self, pending: PendingRestore, outcome: RestoreOutcome, now: float) -> Start:
+        turn_id = pending.event.turn_id
+        self._pending.pop(turn_id, None)
         loaded = outcome is RestoreOutcome.LOADED
         self.reports[turn_id] = RestoreReport(
             outcome=outcome,
-            plan=wish.plan,
-            waited_s=now - wish.arrived_s,
-            loaded_bytes=sum(r.size_bytes for r in wish.readings) if loaded else 0,
-            loaded_point_bytes=sum(r.size_bytes for r in wish.readings if r.is_point)
+            plan=pending.plan,
+            waited_s=now - pending.arrived_s,
+            loaded_bytes=sum(r.size_bytes for r in pending.readings) if loaded else 0,
+            loaded_point_bytes=sum(r.size_bytes for r in pending.readings if r.is_point)
             if loaded
             else 0,
-            brought_tokens=self._brought_tokens(wish) if loaded else 0,
-            misses=wish.misses,
+            brought_tokens=self._brought_tokens(pending) if loaded else 0,
+            misses=pending.misses,
         )
         return Start(turn_id)
 
-    def _brought_tokens(self, wish: Wish) -> int:
-        assert wish.plan is not None, "what is loaded was planned"
-        return max(0, wish.plan.chosen.position - wish.complete * self._block)
+    def _brought_tokens(self, pending: PendingRestore) -> int:
+        assert pending.plan is not None, "what is loaded was planned"
+        return max(0, pending.plan.chosen.position - pending.complete * self._block)
 
 
 def signature(ids: Iterable[bytes]) -> bytes:

@@ -33,7 +33,7 @@ from ownerserve.cache.tree.node import Node, ResumeDepth
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.kv.prefix import HashedPrefix, Packed
-from ownerserve.node.vocabulary.events import Arrived
+from ownerserve.node.vocabulary.events import TurnArrived
 from ownerserve.node.vocabulary.records import Cell, Digests, Inside, RecordNames
 from ownerserve.plan.inputs import Backlog, RestoreQuery
 from ownerserve.plan.outcome import Priced
@@ -66,7 +66,7 @@ class Walks:
         self._cache = cache
         self._prompts: dict[TurnId, _Prompt] = {}
 
-    def arrived(self, event: Arrived) -> None:
+    def arrived(self, event: TurnArrived) -> None:
         """A turn is here. One whose prompt comes without digests of its own is compared."""
         session_id, hashed = event.session_id, event.hashed
         if session_id is not None and hashed is not None and hashed.is_of(event.tokens):
@@ -166,74 +166,74 @@ class OwnDevice:
 LOADS = (RestoreAction.LOAD_GLOBAL, RestoreAction.LOAD_POINT)
 
 
-class Sought(msgspec.Struct, frozen=True):
+class RecordQuery(msgspec.Struct, frozen=True):
     """What an id stands for: blocks of `cell`, or the point at its end when it is empty."""
 
     component: str
     cell: Cell
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StoredRecord(msgspec.Struct, frozen=True):
     """A record, and where it is said to be."""
 
     id: bytes
     tier: Tier
 
 
-class Held(msgspec.Struct, frozen=True):
+class StoredRecords(msgspec.Struct, frozen=True):
     """The store's part of one prompt: for each cell of the grid the longest range that all
     components have; for each depth the point components there."""
 
-    cells: tuple[tuple[Cell, dict[str, Stored]], ...]
-    points: dict[int, dict[str, Stored]]
+    cells: tuple[tuple[Cell, dict[str, StoredRecord]], ...]
+    points: dict[int, dict[str, StoredRecord]]
 
 
-NOTHING_HELD = Held((), {})
+NOTHING_HELD = StoredRecords((), {})
 
 
-def sought(
+def record_queries(
     names: RecordNames, digests: Digests, *, ranges: Iterable[int], points: Iterable[int]
-) -> dict[bytes, Sought]:
+) -> dict[bytes, RecordQuery]:
     """Ids worth asking for, and what each would be: range records that end at a depth of `ranges`
     and point state at those of `points`."""
-    asked: dict[bytes, Sought] = {}
+    asked: dict[bytes, RecordQuery] = {}
     for end in ranges:
         cell = names.cell_ending_at(end)
         for name in names.range_names:
-            asked[names.range_id(name, cell, digests)] = Sought(name, cell)
+            asked[names.range_id(name, cell, digests)] = RecordQuery(name, cell)
     for depth in points if names.point_names else ():
         point = Cell(depth, depth)
         for name in names.point_names:
-            asked[names.point_id(name, depth, digests)] = Sought(name, point)
+            asked[names.point_id(name, depth, digests)] = RecordQuery(name, point)
     return asked
 
 
-def sought_inside(
+def queries_inside(
     names: RecordNames, digests: Digests, inside: Iterable[Inside]
-) -> dict[bytes, Sought]:
+) -> dict[bytes, RecordQuery]:
     """What records that share only their beginning with the prefix are good for."""
     cells = ((item.meta, names.shared_cell(item, digests)) for item in inside)
-    return {meta.id: Sought(meta.component, cell) for meta, cell in cells if cell is not None}
+    return {meta.id: RecordQuery(meta.component, cell) for meta, cell in cells if cell is not None}
 
 
-def held(
+def stored_records(
     names: RecordNames,
-    asked: Mapping[bytes, Sought],
+    asked: Mapping[bytes, RecordQuery],
     found: Mapping[bytes, Tier],
     *,
     without: Set[bytes] = frozenset(),
-) -> Held:
+) -> StoredRecords:
     """What of `found` can be used: whole sets of components only, none that failed before."""
-    ranges: dict[Cell, dict[str, Stored]] = {}
-    points: dict[int, dict[str, Stored]] = {}
+    ranges: dict[Cell, dict[str, StoredRecord]] = {}
+    points: dict[int, dict[str, StoredRecord]] = {}
     for id_, tier in found.items():
         what = asked.get(id_)
         if what is None or id_ in without:
             continue
         if what.cell.first == what.cell.end:
-            points.setdefault(what.cell.end, {})[what.component] = Stored(id_, tier)
+            points.setdefault(what.cell.end, {})[what.component] = StoredRecord(id_, tier)
         else:
-            ranges.setdefault(what.cell, {})[what.component] = Stored(id_, tier)
+            ranges.setdefault(what.cell, {})[what.component] = StoredRecord(id_, tier)
     longest: dict[int, Cell] = {}
     for cell, parts in ranges.items():
         if len(parts) == len(names.range_names):
@@ -241,13 +241,13 @@ def held(
             if before is None or before.end < cell.end:
                 longest[cell.first] = cell
     cells = sorted(longest.values(), key=lambda cell: cell.first)
-    return Held(tuple((cell, ranges[cell]) for cell in cells), points)
+    return StoredRecords(tuple((cell, ranges[cell]) for cell in cells), points)
 
 
-def query(
+def restore_query(
     names: RecordNames,
     match: Match,
-    stored: Held,
+    stored: StoredRecords,
     *,
     tokens: int,
     backlog: Backlog,
@@ -284,7 +284,7 @@ def query(
     )
 
 
-def _range_rows(names: RecordNames, match: Match, stored: Held) -> list[RangeRow]:
+def _range_rows(names: RecordNames, match: Match, stored: StoredRecords) -> list[RangeRow]:
     """A row for each component and each run of cells that touch and lie in one tier."""
     layout, runs = names.layout, list[tuple[int, int, Tier]]()
     for cell, parts in stored.cells:
@@ -310,7 +310,7 @@ def is_loading(way: Priced) -> bool:
     return any(step.action in LOADS for step in way.steps)
 
 
-class Reading(msgspec.Struct, frozen=True):
+class RecordRead(msgspec.Struct, frozen=True):
     """One want and where its bytes belong: blocks [first, end) of the prefix, or a point."""
 
     want: Want
@@ -325,12 +325,14 @@ class Reading(msgspec.Struct, frozen=True):
         return self.first == self.end
 
 
-def readings(names: RecordNames, stored: Held, *, way: Priced, start: int) -> tuple[Reading, ...]:
+def record_reads(
+    names: RecordNames, stored: StoredRecords, *, way: Priced, start: int
+) -> tuple[RecordRead, ...]:
     """What must be read so that blocks [start, way.position) and the way's point are at hand.
 
     Range records first, from the front; units that are resident already are not read.
     """
-    block, found = names.layout.block_tokens, list[Reading]()
+    block, found = names.layout.block_tokens, list[RecordRead]()
     goal = way.position // block
     for cell, parts in stored.cells:
         first, end = max(cell.first, start), min(cell.end, goal)
@@ -340,11 +342,11 @@ def readings(names: RecordNames, stored: Held, *, way: Priced, start: int) -> tu
         for name, record in parts.items():
             want = Want(record.id, *units, descriptor=names.descriptor(name))
             size = names.slot_bytes(name) * (end - first)
-            found.append(Reading(want, name, first, end, size, record.tier))
+            found.append(RecordRead(want, name, first, end, size, record.tier))
     if way.checkpoint is not None and any(s.action is RestoreAction.LOAD_POINT for s in way.steps):
         depth = way.checkpoint // block
         for name, record in stored.points.get(depth, {}).items():
             want = Want(record.id, descriptor=names.descriptor(name))
             size = names.slot_bytes(name)
-            found.append(Reading(want, name, depth, depth, size, record.tier))
+            found.append(RecordRead(want, name, depth, depth, size, record.tier))
     return tuple(found)

@@ -2,8 +2,8 @@
 
     turn ends ── T_spill: copied ── evicted ── T_prefetch: restored, for nobody yet ── next turn
 
-Both instants come from the session's own gaps and the price of a load (plan.gaps). `Gaps` owns gap
-statistics by session, `Prefetches` whose state is to be looked at and when.
+Both instants come from the session's own gaps and the price of a load (plan.gaps). `SessionGaps`
+owns gap statistics by session, `Prefetches` whose state is to be looked at and when.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ownerserve.cache.outcomes import DEFAULT_TTL_S
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
-from ownerserve.node.retention.record_value import Worth
+from ownerserve.node.retention.record_value import RecordValue
 from ownerserve.node.vocabulary.chains import Chains
-from ownerserve.node.vocabulary.events import Arrived
+from ownerserve.node.vocabulary.events import TurnArrived
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.gaps import Gap, GapCosts, GapStats, can_prefetch, plan_gap, prefetch_after_s
@@ -37,11 +37,11 @@ Plans = dict[tuple[Gap, float], float | None]
 """Seconds after a turn's end, by the session's gaps and what a load takes in ms."""
 
 
-class Gaps:
+class SessionGaps:
     """Gap statistics by session, and the spill time that follows from them."""
 
-    def __init__(self, worth: Worth, abilities: Abilities, settings: NodeSettings) -> None:
-        self._worth = worth
+    def __init__(self, value: RecordValue, abilities: Abilities, settings: NodeSettings) -> None:
+        self._value = value
         self._abilities = abilities
         self._settings = settings
         self._stats: dict[SessionId, GapStats] = {}
@@ -72,7 +72,7 @@ class Gaps:
         stats = self.known(session_id)
         if stats is None:
             return SPILL_AFTER_S
-        key = (stats.gap().rounded(), _two_digits(self._worth.load_ms(depth)))
+        key = (stats.gap().rounded(), _two_digits(self._value.load_ms(depth)))
         if key not in self._spill_after:
             gap, load_ms = key
             # Writing is priced as loading: nobody waits for it, and it is the same bytes.
@@ -133,7 +133,7 @@ class Prefetches:
         *,
         model: ModelState,
         abilities: Abilities,
-        gaps: Gaps,
+        gaps: SessionGaps,
     ) -> None:
         self._cache = cache
         self._chains = chains
@@ -167,9 +167,9 @@ class Prefetches:
         """The session is back by itself."""
         self._due.pop(session_id, None)
 
-    def due(self, now: float) -> list[Arrived]:
+    def due(self, now: float) -> list[TurnArrived]:
         """Restores to begin now, as turns that nobody will run."""
-        wishes = []
+        arrivals = []
         while (due_s := self.next_due()) is not None and due_s <= now:
             _, session_id = heappop(self._queue)
             since_s, _ = self._due.pop(session_id)
@@ -181,8 +181,8 @@ class Prefetches:
             else:
                 turn_id = TurnId(f"prefetch/{session_id}")
                 self._under_way.add(turn_id)
-                wishes.append(Arrived(turn_id, None, tokens))
-        return wishes
+                arrivals.append(TurnArrived(turn_id, None, tokens))
+        return arrivals
 
     def landed(self, turn_id: TurnId) -> bool:
         """Whether a `Start` was one of ours: there is nothing to run."""

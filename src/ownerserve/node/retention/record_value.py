@@ -64,7 +64,7 @@ def _benefit(victim: Victim, weights: EvictionWeights, block_bytes: int) -> Bene
     return Benefit(lost_ms, held, 1.0 if victim.is_expected else 1.0 / REUSE_OF_REFERENCED)
 
 
-class Valued(msgspec.Struct, eq=False):
+class SessionValue(msgspec.Struct, eq=False):
     """A session of `depth` blocks, as its next turn would ask if all of it were in the store.
 
     `having_ms` is what that turn takes; the dicts hold what was priced so far, in ms by depth.
@@ -83,7 +83,7 @@ class Valued(msgspec.Struct, eq=False):
         return self.benefit_ms < DROP_BELOW_MS
 
 
-class Worth:
+class RecordValue:
     """Prices records. Holds no state but where prices come from."""
 
     def __init__(self, names: RecordNames, planner: Planner, costs: CostModel) -> None:
@@ -94,7 +94,7 @@ class Worth:
         self._range_bytes = sum(sizes(name) for name in layout.range_names)
         self._point_bytes = sum(sizes(name) for name in layout.point_names)
 
-    def session(self, depth: int, points: Iterable[int]) -> Valued:
+    def session(self, depth: int, points: Iterable[int]) -> SessionValue:
         """A session of `depth` blocks with point state at `points`, at the present prices."""
         block = self._names.layout.block_tokens
         span = Span(0, depth * block, (Piece(KEPT_IN, depth * self._range_bytes),))
@@ -106,14 +106,14 @@ class Worth:
         tokens = depth * block + 1
         query = RestoreQuery(tokens=tokens, spans=(span,), points=held, known_tokens=tokens - 1)
         plan = self._planner.plan(query, self._costs.prices())
-        return Valued(query, depth, plan.chosen.terms.total_ms, plan.reuse_benefit_ms)
+        return SessionValue(query, depth, plan.chosen.terms.total_ms, plan.reuse_benefit_ms)
 
     def load_ms(self, depth: int) -> float:
         """What bringing back [0, depth) and one point takes."""
         count = depth * self._range_bytes + self._point_bytes
         return self._costs.load(KEPT_IN, count).ms
 
-    def cost_ms(self, session: Valued, piece: Cell, component: str) -> float:
+    def cost_ms(self, session: SessionValue, piece: Cell, component: str) -> float:
         """What a hit costs more without this record of the session; a piece without blocks is the
         point state at its end."""
         if piece.first == piece.end:
@@ -122,7 +122,7 @@ class Worth:
             lost_ms, whole = self._range_ms(session, piece.first), self._range_bytes
         return lost_ms * self._names.slot_bytes(component) / max(whole, 1)
 
-    def _point_ms(self, session: Valued, depth: int) -> float:
+    def _point_ms(self, session: SessionValue, depth: int) -> float:
         known = session.points.get(depth)
         if known is None:
             known = session.points[depth] = max(
@@ -137,7 +137,7 @@ class Worth:
             )
         return known
 
-    def _range_ms(self, session: Valued, first: int) -> float:
+    def _range_ms(self, session: SessionValue, first: int) -> float:
         """Between the knots around `first`; behind the last cell there is nothing to lose."""
         grid = self._names.blocks
         step = ceil(session.depth / (KNOTS * grid)) * grid
@@ -149,7 +149,7 @@ class Worth:
         at_high = self._knot_ms(session, high) if high < session.depth else 0.0
         return at_low + (at_high - at_low) * (first - low) / (high - low)
 
-    def _knot_ms(self, session: Valued, first: int) -> float:
+    def _knot_ms(self, session: SessionValue, first: int) -> float:
         known = session.ranges.get(first)
         if known is None:
             start = first * self._names.layout.block_tokens

@@ -20,7 +20,14 @@ import msgspec
 
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import PrefixChain
-from ownerserve.node.vocabulary.events import Computing, Copy, Effect, Ended, Errand, Pin
+from ownerserve.node.vocabulary.events import (
+    Computing,
+    Effect,
+    OperationId,
+    Pin,
+    StoreCopy,
+    TurnEnded,
+)
 from ownerserve.node.vocabulary.records import Cell, RecordNames, Tip, tip_of
 from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan
 
@@ -34,7 +41,7 @@ class Capture(msgspec.Struct, frozen=True):
     exact_end: bool
 
 
-class Running(msgspec.Struct, eq=False):
+class SavingTurn(msgspec.Struct, eq=False):
     """A turn that the engine computes, or whose copies are not all answered for.
 
     `session_id` None: nobody asks for what it leaves by a name. `tip`: what it left, once it ended.
@@ -77,8 +84,8 @@ class Saves:
         self._capture = capture
         self._limit = in_flight_bytes
         self._block = names.layout.block_tokens
-        self._running: dict[TurnId, Running] = {}
-        self._in_flight: dict[Errand, tuple[int, Running]] = {}
+        self._running: dict[TurnId, SavingTurn] = {}
+        self._in_flight: dict[OperationId, tuple[int, SavingTurn]] = {}
         self._bytes = 0
 
     # -- events --------------------------------------------------------------------------------
@@ -96,7 +103,7 @@ class Saves:
         span = TurnSpan(0, prompt, prompt, self._block)
         points = frozenset(self._policy.checkpoints(span))
         names = self._names.of(tenant)
-        self._running[turn_id] = Running(names, tenant, chain, prompt, points, session_id)
+        self._running[turn_id] = SavingTurn(names, tenant, chain, prompt, points, session_id)
 
     def known(self, turn_id: TurnId, ids: set[bytes]) -> None:
         """These records stand in the store."""
@@ -110,7 +117,9 @@ class Saves:
         if running is not None:
             running.stored.clear()
 
-    def computing(self, event: Computing, next_errand: Callable[[], Errand]) -> list[Effect]:
+    def computing(
+        self, event: Computing, next_operation: Callable[[], OperationId]
+    ) -> list[Effect]:
         """A step's worth: what of it is to be copied once it is done."""
         running = self._running.get(event.turn_id)
         if running is None:
@@ -121,17 +130,17 @@ class Saves:
         effects: list[Effect] = []
         for position in self._passed(running, event):
             if position in running.points:
-                effects += self._point(running, position, next_errand)
+                effects += self._point(running, position, next_operation)
             elif position > running.prompt:
                 running.pinned = position
                 effects.append(Pin(event.turn_id, position))
         last = min(event.end // self._block, len(running.chain.digests))
-        effects += self._whole_cells(running, last, next_errand)
+        effects += self._whole_cells(running, last, next_operation)
         if event.start < running.prompt <= event.end:
-            effects += self._rest(running, last, next_errand)
+            effects += self._rest(running, last, next_operation)
         return effects
 
-    def ended(self, event: Ended, next_errand: Callable[[], Errand]) -> list[Effect]:
+    def ended(self, event: TurnEnded, next_operation: Callable[[], OperationId]) -> list[Effect]:
         """The turn is over; so many tokens of it are computed beyond doubt."""
         running = self._running.pop(event.turn_id, None)
         if running is None:
@@ -139,9 +148,9 @@ class Saves:
         last = min(event.tokens // self._block, len(running.chain.digests))
         effects: list[Effect] = []
         if running.pinned and running.pinned == last * self._block:
-            effects += self._point(running, running.pinned, next_errand)
-        effects += self._whole_cells(running, last, next_errand)
-        effects += self._rest(running, last, next_errand)
+            effects += self._point(running, running.pinned, next_operation)
+        effects += self._whole_cells(running, last, next_operation)
+        effects += self._rest(running, last, next_operation)
         if running.session_id is not None and last:
             running.tip = tip_of(
                 running.names,
@@ -173,9 +182,9 @@ class Saves:
         if running is not None:
             running.end = running.cells = running.pinned = 0
 
-    def landed(self, errand: Errand, outcome: str) -> None:
+    def landed(self, operation_id: OperationId, outcome: str) -> None:
         """A copy was kept, or was not."""
-        copied = self._in_flight.pop(errand, None)
+        copied = self._in_flight.pop(operation_id, None)
         if copied is not None:
             size, running = copied
             self._bytes -= size
@@ -196,13 +205,13 @@ class Saves:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _answered(self, running: Running) -> None:
+    def _answered(self, running: SavingTurn) -> None:
         """Once no copy of an ended turn is open, what it left can be looked for."""
         if running.tip is not None and not running.open:
             self.left.append(running.tip)
             running.tip = None
 
-    def _passed(self, running: Running, event: Computing) -> Iterator[int]:
+    def _passed(self, running: SavingTurn, event: Computing) -> Iterator[int]:
         """Boundaries whose state this step leaves behind it."""
         if not self._names.layout.point_names:
             return
@@ -215,24 +224,24 @@ class Saves:
                     yield position
 
     def _point(
-        self, running: Running, position: int, next_errand: Callable[[], Errand]
-    ) -> Iterator[Copy]:
+        self, running: SavingTurn, position: int, next_operation: Callable[[], OperationId]
+    ) -> Iterator[StoreCopy]:
         names, depth, digests = running.names, position // self._block, running.chain.digests
         running.depths.add(depth)
         for name in names.layout.point_names:
             id_ = names.point_id(name, depth, digests)
             if id_ not in running.stored:
                 meta = names.point_meta(name, depth, digests)
-                yield self._copy(running, Copy(next_errand(), meta, name, (position,)))
+                yield self._copy(running, StoreCopy(next_operation(), meta, name, (position,)))
 
     def _whole_cells(
-        self, running: Running, last: int, next_errand: Callable[[], Errand]
-    ) -> Iterator[Copy]:
+        self, running: SavingTurn, last: int, next_operation: Callable[[], OperationId]
+    ) -> Iterator[StoreCopy]:
         """Cells that are full at depth `last`, in order, as far as there is room for copies."""
         names = self._names
         while running.cells + names.blocks <= last:
             cell = Cell(running.cells, running.cells + names.blocks)
-            copies = list(self._cell(running, cell, next_errand))
+            copies = list(self._cell(running, cell, next_operation))
             size = sum(len(copy.slots) * names.slot_bytes(copy.component) for copy in copies)
             if self._bytes and self._bytes + size > self._limit:
                 return
@@ -240,28 +249,28 @@ class Saves:
             running.cells = cell.end
 
     def _rest(
-        self, running: Running, last: int, next_errand: Callable[[], Errand]
-    ) -> Iterator[Copy]:
+        self, running: SavingTurn, last: int, next_operation: Callable[[], OperationId]
+    ) -> Iterator[StoreCopy]:
         """The cell that is begun at depth `last`; it is written again, whole, when it is full."""
         if last - running.cells >= self._names.blocks:
             self.counts["shed"] += 1
         elif running.cells < last:
-            for copy in self._cell(running, Cell(running.cells, last), next_errand):
+            for copy in self._cell(running, Cell(running.cells, last), next_operation):
                 yield self._copy(running, copy)
 
     def _cell(
-        self, running: Running, cell: Cell, next_errand: Callable[[], Errand]
-    ) -> Iterator[Copy]:
+        self, running: SavingTurn, cell: Cell, next_operation: Callable[[], OperationId]
+    ) -> Iterator[StoreCopy]:
         names, digests = running.names, running.chain.digests
         for name in names.layout.range_names:
             if names.range_id(name, cell, digests) not in running.stored:
                 meta = names.range_meta(name, cell, digests)
-                yield Copy(next_errand(), meta, name, tuple(range(cell.first, cell.end)))
+                yield StoreCopy(next_operation(), meta, name, tuple(range(cell.first, cell.end)))
 
-    def _copy(self, running: Running, copy: Copy) -> Copy:
+    def _copy(self, running: SavingTurn, copy: StoreCopy) -> StoreCopy:
         size = len(copy.slots) * self._names.slot_bytes(copy.component)
         running.stored.add(copy.meta.id)
         running.open += 1
-        self._in_flight[copy.errand] = size, running
+        self._in_flight[copy.operation_id] = size, running
         self._bytes += size
         return copy

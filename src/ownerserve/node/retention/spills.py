@@ -22,10 +22,17 @@ from ownerserve.cache.tree.node import Node
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed
-from ownerserve.node.retention.gaps import Gaps
-from ownerserve.node.retention.record_value import Valued, Worth
+from ownerserve.node.retention.gaps import SessionGaps
+from ownerserve.node.retention.record_value import RecordValue, SessionValue
 from ownerserve.node.vocabulary.chains import Chains
-from ownerserve.node.vocabulary.events import Copy, Drop, Effect, Errand, Find, Found
+from ownerserve.node.vocabulary.events import (
+    DropOperation,
+    Effect,
+    FindRecords,
+    OperationId,
+    RecordsFound,
+    StoreCopy,
+)
 from ownerserve.node.vocabulary.records import Cell, Digests, RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
 
@@ -59,7 +66,7 @@ class Forks:
         return session_id in self._parents
 
 
-class Idle(msgspec.Struct, eq=False):
+class IdleSession(msgspec.Struct, eq=False):
     """A session between two turns; `points` are the depths whose state is wanted in the store,
     `ends` those of the last turn's end."""
 
@@ -68,7 +75,7 @@ class Idle(msgspec.Struct, eq=False):
     ends: frozenset[int]
 
 
-class Batch(msgspec.Struct, eq=False):
+class SpillBatch(msgspec.Struct, eq=False):
     """One session's copies. `missing` None: the store has not been heard yet.
 
     `pieces` are cells of range state, and empty ones that stand for the point at their end.
@@ -82,21 +89,21 @@ class Batch(msgspec.Struct, eq=False):
     pieces: deque[Cell]
     missing: dict[bytes, Cell]
     unstored: Counter[int]
-    worth: Valued
+    value: SessionValue
     open: int = 0
     is_asked: bool = False
     until_s: float = 0.0
 
 
-class Flying(msgspec.Struct, eq=False):
+class OpenCopy(msgspec.Struct, eq=False):
     """A copy that was asked for and that nobody has answered."""
 
-    copy: Copy
-    batch: Batch
+    copy: StoreCopy
+    batch: SpillBatch
     until_s: float
 
 
-class Spills:
+class IdleSpills:
     """Sessions that went idle: who is, what of theirs is being copied, and what was kept.
 
         turn ends ── gap, or pressed ── Find what is missing ── Copy, some bytes a tick ── Kept
@@ -114,26 +121,26 @@ class Spills:
         names: RecordNames,
         chains: Chains,
         *,
-        worth: Worth,
-        gaps: Gaps,
+        value: RecordValue,
+        gaps: SessionGaps,
         settings: NodeSettings,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._gaps = gaps
-        self._worth = worth
+        self._value = value
         self._cache = cache
         self._names = names
         self._chains = chains
         self._settings = settings
-        self._idle: OrderedDict[SessionId, Idle] = OrderedDict()
+        self._idle: OrderedDict[SessionId, IdleSession] = OrderedDict()
         self.forks = Forks()
         """Sessions that others stand on: copied before others, and also when that saves little."""
         self._due: dict[SessionId, float] = {}
         self._queue: list[tuple[float, SessionId]] = []  # of _due; entries may be out of date
-        self._looking: dict[Errand, Batch] = {}
-        self._copying: deque[Batch] = deque()
-        self._in_flight: dict[Errand, Flying] = {}
-        self.over: list[Batch] = []
+        self._looking: dict[OperationId, SpillBatch] = {}
+        self._copying: deque[SpillBatch] = deque()
+        self._in_flight: dict[OperationId, OpenCopy] = {}
+        self.over: list[SpillBatch] = []
         """Batches all of whose copies were answered for; whoever tells of them empties it."""
 
     # -- events --------------------------------------------------------------------------------
@@ -145,7 +152,7 @@ class Spills:
         `points` is wanted in the store."""
         before = self._idle.pop(session_id, None)
         wanted = {*points, *(before.points if before is not None else ())}
-        self._idle[session_id] = Idle(now, wanted, ends)
+        self._idle[session_id] = IdleSession(now, wanted, ends)
         self._wait(session_id, now)
         if len(self._idle) > SESSIONS_KEPT:
             forgotten, _ = self._idle.popitem(last=False)
@@ -204,9 +211,9 @@ class Spills:
             self._due.get(name) == 0.0 for name in sessions
         )
 
-    def found(self, event: Found) -> bool:
-        """The store has said what it has of a batch; whether the errand was one of ours."""
-        batch = self._looking.pop(event.errand, None)
+    def found(self, event: RecordsFound) -> bool:
+        """The store has said what it has of a batch; whether the operation was one of ours."""
+        batch = self._looking.pop(event.operation_id, None)
         if batch is None:
             return False
         for id_ in event.held:
@@ -218,9 +225,9 @@ class Spills:
         self._copying.append(batch)
         return True
 
-    def landed(self, errand: Errand, *, is_kept: bool) -> Copy | None:
+    def landed(self, operation_id: OperationId, *, is_kept: bool) -> StoreCopy | None:
         """A copy was kept, or was not; the copy. None for one that nobody knows: an echo."""
-        flying = self._in_flight.pop(errand, None)
+        flying = self._in_flight.pop(operation_id, None)
         if flying is None:
             return None
         flying.batch.open -= 1
@@ -230,7 +237,7 @@ class Spills:
             self._stored(flying.batch, flying.batch.missing[flying.copy.meta.id])
         return flying.copy
 
-    def _stored(self, batch: Batch, cell: Cell) -> None:
+    def _stored(self, batch: SpillBatch, cell: Cell) -> None:
         """One record more is below. Point state that is there whole may go early."""
         if cell.first == cell.end:
             batch.unstored[cell.end] -= 1
@@ -238,7 +245,7 @@ class Spills:
                 size = self._cache.tree.block_bytes
                 self._cache.pressure.backed(batch.tokens[: cell.end * size])
 
-    def tick(self, now: float, next_errand: Callable[[], Errand]) -> list[Effect]:
+    def tick(self, now: float, next_operation: Callable[[], OperationId]) -> list[Effect]:
         """Open batches for who is due, and copy some bytes."""
         effects: list[Effect] = self._give_up(now)
         while self._queue and self._queue[0][0] <= now:
@@ -248,10 +255,12 @@ class Spills:
             del self._due[session_id]
             batch = self._batch(session_id, self._idle[session_id])
             if batch is not None:
-                errand = next_errand()
+                operation_id = next_operation()
                 batch.until_s = now + FIND_DEADLINE_S + ECHO_S
-                self._looking[errand] = batch
-                effects.append(Find(errand, tuple(batch.missing), now + FIND_DEADLINE_S))
+                self._looking[operation_id] = batch
+                effects.append(
+                    FindRecords(operation_id, tuple(batch.missing), now + FIND_DEADLINE_S)
+                )
         left = self._settings.copy_bytes_a_tick
         while self._copying and left > 0 and len(self._in_flight) < self._settings.copies_in_flight:
             batch = self._copying[0]
@@ -261,9 +270,9 @@ class Spills:
                 batch.is_asked = True
                 self._close(batch)
                 continue
-            for copy in self._copies(batch, batch.pieces.popleft(), next_errand):
+            for copy in self._copies(batch, batch.pieces.popleft(), next_operation):
                 left -= len(copy.slots) * self._names.slot_bytes(copy.component)
-                self._in_flight[copy.errand] = Flying(copy, batch, now + COPY_DEADLINE_S)
+                self._in_flight[copy.operation_id] = OpenCopy(copy, batch, now + COPY_DEADLINE_S)
                 batch.open += 1
                 effects.append(copy)
         return effects
@@ -285,16 +294,16 @@ class Spills:
         """Look-ups and copies that were not answered in time; what comes later is an echo. Both
         tables are in the order of their deadlines."""
         late = list(takewhile(lambda item: item[1].until_s <= now, self._looking.items()))
-        for errand, _ in late:
-            del self._looking[errand]
+        for operation_id, _ in late:
+            del self._looking[operation_id]
         lost = list(takewhile(lambda item: item[1].until_s <= now, self._in_flight.items()))
-        for errand, flying in lost:
-            del self._in_flight[errand]
+        for operation_id, flying in lost:
+            del self._in_flight[operation_id]
             flying.batch.open -= 1
             self._close(flying.batch)
         if late or lost:
             self.counts["overdue"] += len(late) + len(lost)
-        return [Drop(errand) for errand, _ in (*late, *lost)]
+        return [DropOperation(operation_id) for operation_id, _ in (*late, *lost)]
 
     @property
     def is_busy(self) -> bool:
@@ -303,7 +312,7 @@ class Spills:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _close(self, batch: Batch) -> None:
+    def _close(self, batch: SpillBatch) -> None:
         if batch.is_asked and not batch.open:
             self.over.append(batch)
 
@@ -313,7 +322,7 @@ class Spills:
         if idle is not None:
             idle.points.clear()
 
-    def _batch(self, session_id: SessionId, idle: Idle) -> Batch | None:
+    def _batch(self, session_id: SessionId, idle: IdleSession) -> SpillBatch | None:
         """What of the session stands on the device, cut into records."""
         session = self._cache.sessions.get(session_id)
         if session is None or session.node is None or not session.depth or session.running:
@@ -321,8 +330,8 @@ class Spills:
         tree = self._cache.tree
         tokens = paths.tokens(session.node, 0, session.depth, block_bytes=tree.block_bytes)
         digests = self._chains.digests(tokens, session_id)
-        worth = self._worth.session(session.depth, idle.points)
-        if worth.is_low and session_id not in self.forks:
+        value = self._value.session(session.depth, idle.points)
+        if value.is_low and session_id not in self.forks:
             self.counts["low_utility"] += 1
             return None
         names, unstored = self._names, Counter[int]()
@@ -336,11 +345,11 @@ class Spills:
                 unstored[depth] = len(names.point_names)
                 for name in names.point_names:
                     missing[names.point_id(name, depth, digests)] = cell
-        return Batch(session_id, tokens, digests, pieces, missing, unstored, worth)
+        return SpillBatch(session_id, tokens, digests, pieces, missing, unstored, value)
 
     def _copies(
-        self, batch: Batch, piece: Cell, next_errand: Callable[[], Errand]
-    ) -> Iterable[Copy]:
+        self, batch: SpillBatch, piece: Cell, next_operation: Callable[[], OperationId]
+    ) -> Iterable[StoreCopy]:
         """The copies of one piece: all of its components that are missing, or none if it went."""
         node, depth = self._cache.tree.walk(batch.tokens, piece.end)
         if depth < piece.end:
@@ -351,8 +360,8 @@ class Spills:
             for name, slot in self._point_slots(node, piece.end).items():
                 if names.point_id(name, piece.end, batch.digests) in missing:
                     meta = names.point_meta(name, piece.end, batch.digests)
-                    cost_ms = self._worth.cost_ms(batch.worth, piece, name)
-                    yield Copy(next_errand(), meta, name, (slot,), cost_ms)
+                    cost_ms = self._value.cost_ms(batch.value, piece, name)
+                    yield StoreCopy(next_operation(), meta, name, (slot,), cost_ms)
             return
         slots: tuple[int, ...] | None = None
         for name in names.range_names:
@@ -360,8 +369,8 @@ class Spills:
                 if slots is None:  # all range components fill in lock-step: one row for all
                     slots = tuple(paths.row(node, piece.end)[piece.first :])
                 meta = names.range_meta(name, piece, batch.digests)
-                cost_ms = self._worth.cost_ms(batch.worth, piece, name)
-                yield Copy(next_errand(), meta, name, slots, cost_ms)
+                cost_ms = self._value.cost_ms(batch.value, piece, name)
+                yield StoreCopy(next_operation(), meta, name, slots, cost_ms)
 
     def _point_slots(self, node: Node, depth: int) -> dict[str, int]:
         """Slots of the complete point state at `depth`; none when something of it is gone."""
@@ -382,17 +391,17 @@ PRESSED_SESSIONS = 8
 PRESS_WAIT_S = 0.5
 
 
-class Ticket(msgspec.Struct, eq=False):
+class OpenSpill(msgspec.Struct, eq=False):
     """An open spill: copies that were not asked for yet, and those that nobody has answered."""
 
-    copies: Iterator[Copy]
-    waiting: dict[Errand, Copy]
+    copies: Iterator[StoreCopy]
+    waiting: dict[OperationId, StoreCopy]
     until_s: float
     is_asked: bool = False
     is_bad: bool = False
 
 
-class Relief:
+class PressureRelief:
     """What a node does when the cache is short of room: copies first, then lets go.
 
         watermark crossed ── press: the longest idle sessions are copied to the store at once
@@ -414,8 +423,8 @@ class Relief:
         names: RecordNames,
         chains: Chains,
         *,
-        spills: Spills,
-        worth: Worth,
+        idle_spills: IdleSpills,
+        value: RecordValue,
         settings: NodeSettings,
     ) -> None:
         pressure = cache.pressure
@@ -424,18 +433,18 @@ class Relief:
         self._cache = cache
         self._names = names
         self._chains = chains
-        self._spills = spills
-        self._worth = worth
+        self._spills = idle_spills
+        self._value = value
         self._settings = settings
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, OpenSpill] = {}
         self._queue: deque[int] = deque()
-        self._by_errand: dict[Errand, int] = {}
+        self._by_operation: dict[OperationId, int] = {}
         self._copied: list[int] = []
         """Tickets all of whose bytes were read by the effects of the last tick."""
         self._pressed: set[SessionId] = set()
         self._pressed_until_s = 0.0
 
-    def tick(self, now: float, next_errand: Callable[[], Errand]) -> list[Effect]:
+    def tick(self, now: float, next_operation: Callable[[], OperationId]) -> list[Effect]:
         """Relieve when it is due, and copy some bytes of what is being spilled."""
         for number in self._copied:
             if number in self._tickets:
@@ -446,14 +455,16 @@ class Relief:
             for directive in self._cache.pressure.relieve(now):
                 match directive:
                     case Spill():
-                        copies = self._copies(directive, next_errand)
+                        copies = self._copies(directive, next_operation)
                         until_s = now + COPY_DEADLINE_S
-                        self._tickets[directive.ticket] = Ticket(copies, {}, until_s)
+                        self._tickets[directive.ticket] = OpenSpill(copies, {}, until_s)
                         self._queue.append(directive.ticket)
                     case Checkpoint():
                         effects.append(directive)
         left = self._settings.copy_bytes_a_tick
-        while self._queue and left > 0 and len(self._by_errand) < self._settings.copies_in_flight:
+        while (
+            self._queue and left > 0 and len(self._by_operation) < self._settings.copies_in_flight
+        ):
             number = self._queue[0]
             ticket = self._tickets[number]
             copy = next(ticket.copies, None)
@@ -464,25 +475,25 @@ class Relief:
                 self._report(number)
                 continue
             left -= self._names.slot_bytes(copy.component)
-            ticket.waiting[copy.errand] = copy
-            self._by_errand[copy.errand] = number
+            ticket.waiting[copy.operation_id] = copy
+            self._by_operation[copy.operation_id] = number
             effects.append(copy)
         return effects
 
-    def landed(self, errand: Errand, *, is_kept: bool) -> Copy | None:
+    def landed(self, operation_id: OperationId, *, is_kept: bool) -> StoreCopy | None:
         """A copy is in the store, or is not; the copy. None for one that is not ours."""
-        number = self._by_errand.pop(errand, None)
+        number = self._by_operation.pop(operation_id, None)
         if number is None:
             return None
         ticket = self._tickets[number]
-        copy = ticket.waiting.pop(errand)
+        copy = ticket.waiting.pop(operation_id)
         ticket.is_bad = ticket.is_bad or not is_kept
         self._report(number)
         return copy
 
     def next_due(self) -> float | None:
         """When `tick` has something to do; 0: now."""
-        if self._queue and len(self._by_errand) < self._settings.copies_in_flight:
+        if self._queue and len(self._by_operation) < self._settings.copies_in_flight:
             return 0.0
         if self._copied:
             return 0.0
@@ -509,9 +520,9 @@ class Relief:
         effects: list[Effect] = []
         for number in [n for n, ticket in self._tickets.items() if ticket.until_s <= now]:
             ticket = self._tickets.pop(number)
-            for errand in ticket.waiting:
-                del self._by_errand[errand]
-                effects.append(Drop(errand))
+            for operation_id in ticket.waiting:
+                del self._by_operation[operation_id]
+                effects.append(DropOperation(operation_id))
             if number in self._queue:
                 self._queue.remove(number)
             self._cache.pressure.spill_failed(number)
@@ -541,13 +552,15 @@ class Relief:
         else:
             self._cache.pressure.spilled(number)
 
-    def _copies(self, spill: Spill, next_errand: Callable[[], Errand]) -> Iterator[Copy]:
+    def _copies(
+        self, spill: Spill, next_operation: Callable[[], OperationId]
+    ) -> Iterator[StoreCopy]:
         """Lazily: the slots are held, so each can be read as late as there is budget for it."""
         for point in spill.points:
             digests = self._chains.peek(point.prefix, point.sessions)
             depth = len(digests)
-            session = self._worth.session(depth, (depth,))
+            session = self._value.session(depth, (depth,))
             for name, slot in point.slots.items():
-                cost_ms = self._worth.cost_ms(session, Cell(depth, depth), name)
+                cost_ms = self._value.cost_ms(session, Cell(depth, depth), name)
                 meta = self._names.point_meta(name, depth, digests)
-                yield Copy(next_errand(), meta, name, (slot,), cost_ms)
+                yield StoreCopy(next_operation(), meta, name, (slot,), cost_ms)

@@ -26,27 +26,27 @@ from ownerserve.node.state import NodeState
 from ownerserve.node.storage.backing import MEDIUM_OF, Backing, ListedPart
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.vocabulary.events import (
-    Copy,
-    Drop,
+    DropOperation,
     Effect,
-    Errand,
     Event,
     Fetch,
     Fetched,
     Fill,
     Filled,
-    Find,
+    FindRecords,
     Forget,
-    Found,
     Kept,
     Locate,
     Located,
     NotFetched,
     NotKept,
+    OperationId,
+    RecordsFound,
     Remember,
     Remembered,
     RestoreReport,
     Start,
+    StoreCopy,
     Tick,
 )
 from ownerserve.node.vocabulary.records import Inside, Tip
@@ -118,9 +118,9 @@ class NodeRuntime:
         self._store = backing.service
         self.calibration = calibration
         self._journal = journal
-        self._asked: dict[Errand, tuple[Ticket, Find | Fetch | Locate]] = {}
-        self._parts: dict[Errand, tuple[ReadPart, ...]] = {}
-        self._writing: dict[Errand, tuple[Ticket, Writing]] = {}
+        self._asked: dict[OperationId, tuple[Ticket, FindRecords | Fetch | Locate]] = {}
+        self._parts: dict[OperationId, tuple[ReadPart, ...]] = {}
+        self._writing: dict[OperationId, tuple[Ticket, Writing]] = {}
         self._to_checkpoint: list[TurnId] = []
         self.stored_bytes = 0
         if journal is not None and journal.found:
@@ -135,14 +135,14 @@ class NodeRuntime:
     def poll(self, now: float) -> list[TurnId]:
         """Take what the store has answered, and let time pass."""
         started: list[TurnId] = []
-        for errand, (ticket, asked) in list(self._asked.items()):
+        for operation_id, (ticket, asked) in list(self._asked.items()):
             answer = self._store.poll(ticket)
             if not isinstance(answer, NotYet):
-                del self._asked[errand]
-                if (event := self._event(errand, asked, answer)) is not None:
+                del self._asked[operation_id]
+                if (event := self._event(operation_id, asked, answer)) is not None:
                     started += self.handle(event, now)
-        for errand, (ticket, writing) in list(self._writing.items()):
-            self._advance(errand, ticket, writing, now)
+        for operation_id, (ticket, writing) in list(self._writing.items()):
+            self._advance(operation_id, ticket, writing, now)
         if (lost := self._backing.tiers.losses.take()) is not None:
             started += self.handle(lost, now)
         self.calibration.observe(_taken(self._backing.tiers.timings))
@@ -189,7 +189,7 @@ class NodeRuntime:
 
     def close(self, now: float, *, within_s: float) -> None:
         """Copy what is idle, as far as `within_s` goes, and close the store."""
-        self.state.spills.hurry()
+        self.state.idle_spills.hurry()
         until = time.monotonic() + within_s
         self.handle(Tick(), now)
         while (self.state.is_busy or self._writing) and time.monotonic() < until:
@@ -211,32 +211,32 @@ class NodeRuntime:
             match effect:
                 case Start(turn_id):
                     started.append(turn_id)
-                case Find(errand, ids, deadline_s, boundaries, tenant):
+                case FindRecords(operation_id, ids, deadline_s, boundaries, tenant):
                     until_s = time.time() + deadline_s - now  # the store's clock is the wall's
                     look = partial(self._backing.tiers.sighted, ids, boundaries, tenant=tenant)
                     ticket = self._store.submit_look(look, deadline_s=until_s)
-                    self._asked[errand] = (ticket, effect)
-                case Fetch(errand, wants, deadline_s):
+                    self._asked[operation_id] = (ticket, effect)
+                case Fetch(operation_id, wants, deadline_s):
                     until_s = time.time() + deadline_s - now
                     ticket = self._store.submit_read(wants, deadline_s=until_s)
-                    self._asked[errand] = (ticket, effect)
-                case Drop(errand):
-                    asked = self._asked.pop(errand, None)
+                    self._asked[operation_id] = (ticket, effect)
+                case DropOperation(operation_id):
+                    asked = self._asked.pop(operation_id, None)
                     if asked is not None:
                         self._store.cancel(asked[0])
-                    self._parts.pop(errand, None)
-                    self._forget_copy(errand)
+                    self._parts.pop(operation_id, None)
+                    self._forget_copy(operation_id)
                 case Fill():
                     waiting.extend(self.state.handle(self._fill(effect), now))
-                case Copy():
+                case StoreCopy():
                     self._copy(effect)
                 case Checkpoint(turns):
                     self._to_checkpoint += turns
-                case Locate(errand, ids, deadline_s):
+                case Locate(operation_id, ids, deadline_s):
                     until_s = time.time() + deadline_s - now
                     locate = partial(self._backing.tiers.located, ids)
                     ticket = self._store.submit_look(locate, deadline_s=until_s)
-                    self._asked[errand] = (ticket, effect)
+                    self._asked[operation_id] = (ticket, effect)
                 case Remember(tip) if self._journal is not None:
                     self._journal.write(tip)
                 case Forget(session_id) if self._journal is not None:
@@ -244,54 +244,60 @@ class NodeRuntime:
         return started
 
     def _fill(self, fill: Fill) -> Filled:
-        parts = self._parts.pop(fill.errand)
+        parts = self._parts.pop(fill.operation_id)
         for filling in fill.fillings:
             data = parts[filling.part].data
             self._engine.write_slots(filling.component, filling.slots, data)
-        return Filled(fill.errand, tuple(part.meta.id for part in parts))
+        return Filled(fill.operation_id, tuple(part.meta.id for part in parts))
 
-    def _copy(self, copy: Copy) -> None:
+    def _copy(self, copy: StoreCopy) -> None:
         payload = self._engine.read_slots(copy.component, copy.slots)
-        self._backing.tiers.worth_ms[copy.meta.id] = copy.restore_cost_ms
+        self._backing.tiers.record_value_ms[copy.meta.id] = copy.restore_cost_ms
         ticket = self._store.submit_reserve(copy.meta, len(payload))
-        self._writing[copy.errand] = (ticket, Writing(copy.meta, payload))
+        self._writing[copy.operation_id] = (ticket, Writing(copy.meta, payload))
 
-    def _forget_copy(self, errand: Errand) -> None:
+    def _forget_copy(self, operation_id: OperationId) -> None:
         """Nobody waits for this copy any more. One that is being committed may become durable."""
-        ticket, writing = self._writing.pop(errand, (None, None))
+        ticket, writing = self._writing.pop(operation_id, (None, None))
         if ticket is not None and writing is not None:
             self._store.cancel(ticket)
-            self._backing.tiers.worth_ms.pop(writing.meta.id, None)
+            self._backing.tiers.record_value_ms.pop(writing.meta.id, None)
 
     # -- answers -------------------------------------------------------------------------------
 
-    def _event(self, errand: Errand, asked: Find | Fetch | Locate, answer: object) -> Event | None:
+    def _event(
+        self, operation_id: OperationId, asked: FindRecords | Fetch | Locate, answer: object
+    ) -> Event | None:
         """What the store's answer is to the node; None for a look that came to nothing in its time:
         the node has a deadline of its own, and must not take silence for an empty store."""
         if isinstance(asked, Locate):
             found = answer if isinstance(answer, Mapping) else {}
-            return Located(errand, {MEDIUM_OF[tier]: ids for tier, ids in found.items()})
+            return Located(operation_id, {MEDIUM_OF[tier]: ids for tier, ids in found.items()})
         match answer:
-            case ReadMiss(reason) if isinstance(asked, Find):
-                return None if reason is MissReason.DEADLINE else Found(errand, {})
+            case ReadMiss(reason) if isinstance(asked, FindRecords):
+                return None if reason is MissReason.DEADLINE else RecordsFound(operation_id, {})
             case ReadHit(parts):
-                self._parts[errand] = parts
-                return Fetched(errand)
+                self._parts[operation_id] = parts
+                return Fetched(operation_id)
             case ReadMiss(reason, id_):
-                return NotFetched(errand, reason, id_)
+                return NotFetched(operation_id, reason, id_)
             case Mapping():
-                assert isinstance(asked, Find)
+                assert isinstance(asked, FindRecords)
                 inside = tuple(
                     Inside(item.meta, item.units, item.boundary)
                     for seen in answer.values()
                     if isinstance(item := seen.listed, ListedPart)
                 )
-                return Found(errand, {id_: seen.near for id_, seen in answer.items()}, inside)
+                return RecordsFound(
+                    operation_id, {id_: seen.near for id_, seen in answer.items()}, inside
+                )
             case _:
                 assert isinstance(asked, Fetch)
-                return NotFetched(errand, MissReason.BUSY)
+                return NotFetched(operation_id, MissReason.BUSY)
 
-    def _advance(self, errand: Errand, ticket: Ticket, writing: Writing, now: float) -> None:
+    def _advance(
+        self, operation_id: OperationId, ticket: Ticket, writing: Writing, now: float
+    ) -> None:
         """A copy's next step: room -> bytes -> durable."""
         answer = self._store.poll(ticket)
         match answer:
@@ -301,14 +307,16 @@ class NodeRuntime:
                 assert writing.payload is not None
                 answer.payload[:] = writing.payload
                 writing.payload = None
-                self._writing[errand] = (self._store.submit_commit(answer), writing)
+                self._writing[operation_id] = (self._store.submit_commit(answer), writing)
                 return
             case WriteDone(stored_bytes=count):
                 self.stored_bytes += count
-        del self._writing[errand]
+        del self._writing[operation_id]
         kept = isinstance(answer, WriteDone | AlreadyStored)
-        self._backing.tiers.worth_ms.pop(writing.meta.id, None)  # not written, if it is still there
-        self.handle(Kept(errand) if kept else NotKept(errand), now)
+        self._backing.tiers.record_value_ms.pop(
+            writing.meta.id, None
+        )  # not written, if it is still there
+        self.handle(Kept(operation_id) if kept else NotKept(operation_id), now)
 
 
 def _taken(timings: deque[Loaded]) -> Iterable[Observation]:

@@ -3,7 +3,7 @@ timing only.
 
 Unless told otherwise, what is written is durable below when it is "kept", and a copy stays in host
 memory, from where it comes back fastest: the store's placement does that. `Upkeep` is the thread
-beside it that forgets what nobody asked for, `Losses` what the store's threads say is gone.
+beside it that forgets what nobody asked for, `RecordLosses` what the store's threads say is gone.
 """
 
 from __future__ import annotations
@@ -78,16 +78,16 @@ class NodeTiers(TieredStore):
     """Written as `write` says (None: through to the lowest tier), read from the fastest.
 
     Times every read in the thread that makes it, so that a busy engine does not look like a slow
-    disk. `timings` is filled by reading threads and emptied by the node's. `worth_ms` is filled by
-    the node, for records that it is about to write, and emptied by the writing thread: what is
-    stored is priced at once, before anything can be evicted for it.
+    disk. `timings` is filled by reading threads and emptied by the node's. `record_value_ms` is
+    filled by the node, for records that it is about to write, and emptied by the writing thread:
+    what is stored is priced at once, before anything can be evicted for it.
     """
 
     def __init__(self, tiers: Sequence[TierBackend], write: WritePolicy | None = None) -> None:
         super().__init__(tiers, Placement(write=write or WriteThrough(len(tiers) - 1)))
         self.timings: deque[Loaded] = deque(maxlen=256)
-        self.worth_ms: dict[bytes, float] = {}
-        self.losses = Losses()
+        self.record_value_ms: dict[bytes, float] = {}
+        self.losses = RecordLosses()
         for tier in tiers:
             if isinstance(tier, Telling):
                 tier.on_removed = self.losses.add
@@ -96,7 +96,7 @@ class NodeTiers(TieredStore):
         """As the placement says, then prices."""
         ids = [reserved.meta.id for reserved in reservations]
         outcomes = super().commit(reservations)
-        priced = {id_: ms for id_ in ids if (ms := self.worth_ms.pop(id_, None)) is not None}
+        priced = {id_: ms for id_ in ids if (ms := self.record_value_ms.pop(id_, None)) is not None}
         if priced:
             self.price(priced)
         return outcomes
@@ -337,7 +337,7 @@ class Upkeep:
 LISTED = 4096
 
 
-class Losses:
+class RecordLosses:
     """Records that went from a worker's tiers, as the store's threads tell it: a short list.
 
     Any thread may add; the node's thread takes, and so empties it. What is too much to list is

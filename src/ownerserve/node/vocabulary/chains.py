@@ -183,7 +183,7 @@ MARKS_KEPT = 8
 """For a session, the longest first: four turns may be taken back."""
 
 
-class Text(Protocol):
+class HashedText(Protocol):
     """Tokens, and the digests of their first so many."""
 
     @property
@@ -216,7 +216,7 @@ class Mark(msgspec.Struct, frozen=True):
     tokens: int
     digest: bytes
 
-    def begins(self, text: Text) -> bool:
+    def begins(self, text: HashedText) -> bool:
         """Whether `text` begins with the tokens of this mark."""
         return text.digest_at(self.tokens) == self.digest
 
@@ -244,7 +244,7 @@ class KnownSessions:
         self._limit = limit
         self._marks: OrderedDict[SessionId, tuple[Mark, ...]] = OrderedDict()
 
-    def left(self, session_id: SessionId, text: Text, *, prompt_tokens: int) -> None:
+    def left(self, session_id: SessionId, text: HashedText, *, prompt_tokens: int) -> None:
         """A turn of the session has ended: `text` is computed, the prompt's tokens first."""
         ends = {self._floor(text.count), self._floor(prompt_tokens)} - {0}
         before = self._marks.get(session_id, ())
@@ -257,7 +257,7 @@ class KnownSessions:
         if len(self._marks) > self._limit:
             self._marks.popitem(last=False)
 
-    def tokens_of(self, session_id: SessionId, prompt: Text) -> int:
+    def tokens_of(self, session_id: SessionId, prompt: HashedText) -> int:
         """Tokens of `prompt` that the session's last turn left: full blocks, and never all of a
         prompt, whose last token must be computed in any case."""
         most = self._floor(max(0, prompt.count - 1))

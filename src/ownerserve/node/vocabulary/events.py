@@ -1,6 +1,6 @@
 """What happens to a node and what it asks for: the vocabulary between `state` and `runtime`.
 
-An errand is one thing asked of the store, by number; what comes of it comes back under the same
+An operation is one thing asked of the store, by number; what comes of it comes back under the same
 number, late, twice or not at all. Data only.
 """
 
@@ -20,13 +20,13 @@ from ownerserve.plan.inputs import Backlog
 from ownerserve.plan.outcome import RestorePlan
 from ownerserve.store.format.model import SHARED, Meta, MissReason, Want
 
-Errand = int
+OperationId = int
 
 
 # ---- events
 
 
-class Arrived(msgspec.Struct, frozen=True):
+class TurnArrived(msgspec.Struct, frozen=True):
     """A turn is here. It is not to run before its `Start`."""
 
     turn_id: TurnId
@@ -41,25 +41,25 @@ class Arrived(msgspec.Struct, frozen=True):
     """Whose fork the session is: it stands on what the parent has left."""
 
 
-class Found(msgspec.Struct, frozen=True):
-    """The catalogue's answer to a `Find`: where each id is, as a hint. Absent ones are left out.
+class RecordsFound(msgspec.Struct, frozen=True):
+    """The catalogue's answer to `FindRecords`: where each id is, as a hint. Absent ones lack.
 
     `inside` are records that were not asked for by id and hold one of the boundaries; their ids
     are in `held` too.
     """
 
-    errand: Errand
+    operation_id: OperationId
     held: Mapping[bytes, Tier]
     inside: tuple[Inside, ...] = ()
 
 
-class Asked(msgspec.Struct, frozen=True):
+class DeviceAsked(msgspec.Struct, frozen=True):
     """The engine has a place for the turn, and has told its device what of it is there."""
 
     turn_id: TurnId
 
 
-class Placed(msgspec.Struct, frozen=True):
+class DevicePlaced(msgspec.Struct, frozen=True):
     """The engine took the offer: the turn has the blocks that it goes into."""
 
     turn_id: TurnId
@@ -68,13 +68,13 @@ class Placed(msgspec.Struct, frozen=True):
 class Fetched(msgspec.Struct, frozen=True):
     """A `Fetch` is done: every want is at hand and verified."""
 
-    errand: Errand
+    operation_id: OperationId
 
 
 class NotFetched(msgspec.Struct, frozen=True):
     """A `Fetch` gave nothing: `id` is what failed first (empty: nobody knows)."""
 
-    errand: Errand
+    operation_id: OperationId
     reason: MissReason
     id: bytes = b""
 
@@ -82,11 +82,11 @@ class NotFetched(msgspec.Struct, frozen=True):
 class Filled(msgspec.Struct, frozen=True):
     """A `Fill` is done: the bytes are in the slots. `ids` are the records they came from."""
 
-    errand: Errand
+    operation_id: OperationId
     ids: tuple[bytes, ...]
 
 
-class Ended(msgspec.Struct, frozen=True):
+class TurnEnded(msgspec.Struct, frozen=True):
     """The turn is over. `restored` tokens were not computed; `prompt` + output are `tokens`."""
 
     turn_id: TurnId
@@ -95,7 +95,7 @@ class Ended(msgspec.Struct, frozen=True):
     tokens: int
 
 
-class Gone(msgspec.Struct, frozen=True):
+class TurnGone(msgspec.Struct, frozen=True):
     """The turn was given up, wherever it was."""
 
     turn_id: TurnId
@@ -109,21 +109,21 @@ class SessionOver(msgspec.Struct, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """A `Copy` is stored, and is READY: it has its digest."""
+    """A `StoreCopy` is stored, and is READY: it has its digest."""
 
-    errand: Errand
+    operation_id: OperationId
 
 
 class NotKept(msgspec.Struct, frozen=True):
-    """A `Copy` was refused or failed; nothing of it is left behind."""
+    """A `StoreCopy` was refused or failed; nothing of it is left behind."""
 
-    errand: Errand
+    operation_id: OperationId
 
 
 class Located(msgspec.Struct, frozen=True):
     """Which of the ids of a `Locate` each tier has. Empty: there was no answer."""
 
-    errand: Errand
+    operation_id: OperationId
     held: Mapping[Tier, frozenset[bytes]]
 
 
@@ -158,16 +158,16 @@ class Computing(msgspec.Struct, frozen=True):
 
 
 Event = (
-    Arrived
-    | Found
-    | Asked
-    | Placed
+    TurnArrived
+    | RecordsFound
+    | DeviceAsked
+    | DevicePlaced
     | Fetched
     | NotFetched
     | Filled
     | Computing
-    | Ended
-    | Gone
+    | TurnEnded
+    | TurnGone
     | SessionOver
     | Kept
     | NotKept
@@ -181,11 +181,11 @@ Event = (
 # ---- effects
 
 
-class Find(msgspec.Struct, frozen=True):
+class FindRecords(msgspec.Struct, frozen=True):
     """Which of `ids` are stored, and where? And which records hold the first of `boundaries` that
     any holds: a branch shares only the beginning of those."""
 
-    errand: Errand
+    operation_id: OperationId
     ids: tuple[bytes, ...]
     deadline_s: float
     boundaries: tuple[bytes, ...] = ()
@@ -195,7 +195,7 @@ class Find(msgspec.Struct, frozen=True):
 class Fetch(msgspec.Struct, frozen=True):
     """Read and verify all `wants`, or none."""
 
-    errand: Errand
+    operation_id: OperationId
     wants: tuple[Want, ...]
     deadline_s: float
 
@@ -209,9 +209,9 @@ class Filling(msgspec.Struct, frozen=True):
 
 
 class Fill(msgspec.Struct, frozen=True):
-    """Write what was fetched under `errand` into slots."""
+    """Write into slots what was fetched under the same operation."""
 
-    errand: Errand
+    operation_id: OperationId
     fillings: tuple[Filling, ...]
 
 
@@ -222,23 +222,23 @@ class Offer(msgspec.Struct, frozen=True):
     position: int
 
 
-class Bring(msgspec.Struct, frozen=True):
+class FetchAndFill(msgspec.Struct, frozen=True):
     """Read and verify all `wants`, then write them: a `Fetch` and its `Fill` in one.
 
     The performer answers when no write is under way any more, and by `deadline_s` at the latest.
     """
 
     turn_id: TurnId
-    errand: Errand
+    operation_id: OperationId
     wants: tuple[Want, ...]
     fillings: tuple[Filling, ...]
     deadline_s: float
 
 
-class Drop(msgspec.Struct, frozen=True):
-    """Nobody waits for this errand any more."""
+class DropOperation(msgspec.Struct, frozen=True):
+    """Nobody waits for this operation any more."""
 
-    errand: Errand
+    operation_id: OperationId
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -247,14 +247,14 @@ class Start(msgspec.Struct, frozen=True):
     turn_id: TurnId
 
 
-class Copy(msgspec.Struct, frozen=True):
+class StoreCopy(msgspec.Struct, frozen=True):
     """Copy these slots out, now, and store them as `meta`: one unit a slot, in order.
 
     `restore_cost_ms` is what a hit without this record would cost more, by measured prices: the
     store keeps by it.
     """
 
-    errand: Errand
+    operation_id: OperationId
     meta: Meta
     component: str
     slots: tuple[int, ...]
@@ -271,7 +271,7 @@ class Pin(msgspec.Struct, frozen=True):
 class Locate(msgspec.Struct, frozen=True):
     """Which of `ids` has each tier? For what is told to others: no turn waits for it."""
 
-    errand: Errand
+    operation_id: OperationId
     ids: tuple[bytes, ...]
     deadline_s: float
 
@@ -289,14 +289,14 @@ class Forget(msgspec.Struct, frozen=True):
 
 
 Effect = (
-    Find
+    FindRecords
     | Fetch
     | Fill
     | Offer
-    | Bring
-    | Drop
+    | FetchAndFill
+    | DropOperation
     | Start
-    | Copy
+    | StoreCopy
     | Pin
     | Checkpoint
     | Locate

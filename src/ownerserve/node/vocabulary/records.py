@@ -292,7 +292,7 @@ class Tip(msgspec.Struct, frozen=True):
     tenant: bytes = b""
 
 
-class Standing(msgspec.Struct, frozen=True):
+class TipDepth(msgspec.Struct, frozen=True):
     """How much of a tip can be had from a tier: `depth` blocks, up to `digest`. `has_point`: with
     the point state there, else up to it by a replay."""
 
@@ -301,7 +301,7 @@ class Standing(msgspec.Struct, frozen=True):
     has_point: bool = False
 
 
-NOTHING = Standing(0)
+NOTHING = TipDepth(0)
 
 
 def tip_of(
@@ -325,7 +325,9 @@ def ids_of(names: RecordNames, tip: Tip) -> tuple[bytes, ...]:
     return tuple(id_ for ids in (*_cells(names, tip), *_points(names, tip).values()) for id_ in ids)
 
 
-def standing(names: RecordNames, tip: Tip, held: frozenset[bytes], *, can_replay: bool) -> Standing:
+def tip_depth(
+    names: RecordNames, tip: Tip, held: frozenset[bytes], *, can_replay: bool
+) -> TipDepth:
     """How much of the tip can be brought back from what is `held`.
 
     Range state counts as far as no record lacks; a model with point state goes on at the deepest
@@ -341,7 +343,7 @@ def standing(names: RecordNames, tip: Tip, held: frozenset[bytes], *, can_replay
         whole = [at for at, ids in points.items() if at <= depth and held.issuperset(ids)]
         if whole or not can_replay:
             depth, has_point = max(whole, default=0), True
-    return Standing(depth, tip.ends.get(depth - 1), has_point) if depth else NOTHING
+    return TipDepth(depth, tip.ends.get(depth - 1), has_point) if depth else NOTHING
 
 
 def _cells(names: RecordNames, tip: Tip) -> Iterator[tuple[bytes, ...]]:

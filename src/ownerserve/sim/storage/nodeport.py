@@ -6,7 +6,7 @@
     Tick    when the node says that something is due, never more often than `TICK_S`
 
 The production counterpart is node.runtime: same effects, same answers, same measurements to the
-cost model. Owns errands under way. Decides nothing, and must never look into a prompt.
+cost model. Owns operations under way. Decides nothing, and must never look into a prompt.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from ownerserve.kv.units import GIB
 from ownerserve.node.retention.checkpoints import policy_of
 from ownerserve.node.state import NodeState
 from ownerserve.node.vocabulary.events import (
-    Copy,
-    Drop,
+    DropOperation,
     Effect,
-    Errand,
     Event,
     Fetch,
     Fetched,
     Fill,
     Filled,
-    Find,
+    FindRecords,
     Forget,
-    Found,
     Kept,
     Locate,
     Located,
     NotFetched,
     NotKept,
+    OperationId,
+    RecordsFound,
     RecordsLost,
     Remember,
     Remembered,
     RestoreReport,
     Start,
+    StoreCopy,
     Tick,
 )
 from ownerserve.node.vocabulary.records import RecordNames, Tip
@@ -151,8 +151,8 @@ class SimNode:
         self._at = at
         self._started = started
         self._checkpoint = checkpoint
-        self._asked: set[Errand] = set()
-        self._fetched: dict[Errand, tuple[bytes, ...]] = {}
+        self._asked: set[OperationId] = set()
+        self._fetched: dict[OperationId, tuple[bytes, ...]] = {}
         self._slot_bytes = {c.name: c.slot_bytes for c in state.cache.layout.components}
         self._armed_s: float | None = None
         self._ticked_s = 0.0
@@ -236,31 +236,31 @@ class SimNode:
         self.handle(Tick(), now)
 
     def _perform(self, effects: Iterable[Effect], now: float) -> None:
-        copies: list[Copy] = []
+        copies: list[StoreCopy] = []
         waiting = deque(effects)
         while waiting:
             effect = waiting.popleft()
             match effect:
                 case Start(turn_id):
                     self._started(turn_id, now)
-                case Copy():
+                case StoreCopy():
                     copies.append(effect)
-                case Find(errand):
-                    self._asked.add(errand)
+                case FindRecords(operation_id):
+                    self._asked.add(operation_id)
                     self._at(now + self.store.lookup_s, partial(self._found, effect))
-                case Fetch(errand):
-                    self._asked.add(errand)
+                case Fetch(operation_id):
+                    self._asked.add(operation_id)
                     self._fetch(effect, now)
-                case Fill(errand):
-                    filled = Filled(errand, self._fetched.pop(errand))
+                case Fill(operation_id):
+                    filled = Filled(operation_id, self._fetched.pop(operation_id))
                     waiting.extend(self.state.handle(filled, now))
-                case Drop(errand):
-                    self._asked.discard(errand)
-                    self._fetched.pop(errand, None)
+                case DropOperation(operation_id):
+                    self._asked.discard(operation_id)
+                    self._fetched.pop(operation_id, None)
                 case Checkpoint(turns) if self._checkpoint is not None:
                     self._checkpoint(turns)
-                case Locate(errand):
-                    self._asked.add(errand)
+                case Locate(operation_id):
+                    self._asked.add(operation_id)
                     self._at(now + self.store.lookup_s, partial(self._locate, effect))
                 case Remember(tip):
                     self._file[tip.session_id] = tip
@@ -269,24 +269,24 @@ class SimNode:
         if copies:
             self._copy(copies, now)
 
-    def _take(self, errand: Errand) -> bool:
-        """Whether somebody still waits for this errand; once."""
-        if not self.is_alive or errand not in self._asked:
+    def _take(self, operation_id: OperationId) -> bool:
+        """Whether somebody still waits for this operation; once."""
+        if not self.is_alive or operation_id not in self._asked:
             return False
-        self._asked.remove(errand)
+        self._asked.remove(operation_id)
         return True
 
-    def _found(self, find: Find, now: float) -> None:
-        if self._take(find.errand):
+    def _found(self, find: FindRecords, now: float) -> None:
+        if self._take(find.operation_id):
             held = self.store.find(find.ids)
             inside = self.store.inside(find.boundaries)
             if inside:
                 held |= self.store.find(item.meta.id for item in inside)
-            self.handle(Found(find.errand, held, inside), now)
+            self.handle(RecordsFound(find.operation_id, held, inside), now)
 
     def _locate(self, locate: Locate, now: float) -> None:
-        if self._take(locate.errand):
-            self.handle(Located(locate.errand, located(self.store, locate.ids)), now)
+        if self._take(locate.operation_id):
+            self.handle(Located(locate.operation_id, located(self.store, locate.ids)), now)
 
     # -- fetching ------------------------------------------------------------------------------
 
@@ -296,29 +296,29 @@ class SimNode:
             reason, id_ = reading
             late = reason is MissReason.DEADLINE
             when_s = max(now, fetch.deadline_s) if late else now + self.store.lookup_s
-            self._at(when_s, partial(self._missed, NotFetched(fetch.errand, reason, id_)))
+            self._at(when_s, partial(self._missed, NotFetched(fetch.operation_id, reason, id_)))
             return
         self._at(reading.done_s, partial(self._read, fetch, reading))
         self._start_moves(now)
 
     def _missed(self, answer: NotFetched, now: float) -> None:
-        if self._take(answer.errand):
+        if self._take(answer.operation_id):
             self.handle(answer, now)
 
     def _read(self, fetch: Fetch, reading: PendingRead, now: float) -> None:
         """In host memory: on to the device."""
-        if self.is_alive and fetch.errand in self._asked:
+        if self.is_alive and fetch.operation_id in self._asked:
             done_s = self.pcie.back.take(reading.bytes, now)
             self._at(done_s, partial(self._landed, fetch, reading))
 
     def _landed(self, fetch: Fetch, reading: PendingRead, now: float) -> None:
-        if not self._take(fetch.errand):
+        if not self._take(fetch.operation_id):
             return
         if reading.tier is not None:
             service_s = reading.service_s + self.pcie.back.service_s(reading.bytes)
             self._learn(Loaded(reading.tier, reading.bytes, 1e3 * service_s))
-        self._fetched[fetch.errand] = tuple(want.id for want in fetch.wants)
-        self.handle(Fetched(fetch.errand), now)
+        self._fetched[fetch.operation_id] = tuple(want.id for want in fetch.wants)
+        self.handle(Fetched(fetch.operation_id), now)
 
     def _learn(self, seen: Loaded) -> None:
         if seen.ms > 0.0:
@@ -326,36 +326,38 @@ class SimNode:
 
     # -- copying -------------------------------------------------------------------------------
 
-    def _copy(self, copies: Sequence[Copy], now: float) -> None:
+    def _copy(self, copies: Sequence[StoreCopy], now: float) -> None:
         """All copies of one tick leave together and are answered together."""
         count = sum(len(copy.slots) * self._slot_bytes[copy.component] for copy in copies)
         done_s = self.pcie.out.take(count, now)
         self._at(done_s, partial(self._reserve, copies))
 
-    def _reserve(self, copies: Sequence[Copy], now: float) -> None:
+    def _reserve(self, copies: Sequence[StoreCopy], now: float) -> None:
         if not self.is_alive:
             return
         rooms: list[Room] = []
-        written: list[Errand] = []
+        written: list[OperationId] = []
         answers: list[Event] = []
         for copy in copies:
             size = len(copy.slots) * self._slot_bytes[copy.component]
             room = self.store.reserve(copy.meta, size, cost_ms=copy.restore_cost_ms, now_s=now)
             if isinstance(room, Room):
                 rooms.append(room)
-                written.append(copy.errand)
+                written.append(copy.operation_id)
             elif isinstance(room, AlreadyKept):
-                answers.append(Kept(copy.errand))
+                answers.append(Kept(copy.operation_id))
             else:
-                answers.append(NotKept(copy.errand))
+                answers.append(NotKept(copy.operation_id))
         if rooms:
             self._at(self.store.write(rooms, now), partial(self._written, rooms, written))
         self._answer(answers, now)
 
-    def _written(self, rooms: Sequence[Room], errands: Sequence[Errand], now: float) -> None:
+    def _written(
+        self, rooms: Sequence[Room], operation_ids: Sequence[OperationId], now: float
+    ) -> None:
         if self.is_alive:
             self.store.commit(rooms, now)
-            self._answer([Kept(errand) for errand in errands], now)
+            self._answer([Kept(operation_id) for operation_id in operation_ids], now)
             self._start_moves(now)
 
     def _answer(self, answers: Sequence[Event], now: float) -> None:

@@ -21,7 +21,7 @@ from ownerserve.cache.tree.node import Session
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.node.state import NodeState
-from ownerserve.node.vocabulary.events import Arrived, Ended, Event, Gone
+from ownerserve.node.vocabulary.events import Event, TurnArrived, TurnEnded, TurnGone
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, Reason, Request, run_at, split_over, start_at
 from ownerserve.router.policies.apart import NEEDS, prefillers
@@ -65,10 +65,10 @@ class SlotNode(SimNode):
 
     def handle(self, event: Event, now: float) -> None:
         """A turn that arrives needs room for all of its prompt."""
-        if isinstance(event, Arrived):
+        if isinstance(event, TurnArrived):
             self._wanted[event.turn_id] = event.session_id, event.tokens
             self._make_room()
-        elif isinstance(event, Ended | Gone):
+        elif isinstance(event, TurnEnded | TurnGone):
             self._wanted.pop(event.turn_id, None)
         super().handle(event, now)
 

@@ -19,7 +19,7 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.ownership.inventory import Inventory
-from ownerserve.node.vocabulary.events import Arrived, Ended, Event, Gone, RestoreReport
+from ownerserve.node.vocabulary.events import Event, RestoreReport, TurnArrived, TurnEnded, TurnGone
 from ownerserve.plan.inputs import Backlog
 from ownerserve.sim.engine.engine import SimEngine
 from ownerserve.sim.engine.sequence import SimSequence
@@ -154,7 +154,9 @@ class SimWorker:
         node, engine = self.machine.node, self.machine.engine
         backlog = Backlog(engine.pending_tokens // self.unit_tokens, engine.waiting)
         turn = sequence.turn
-        arrived = Arrived(sequence.turn_id, turn.name, sequence.prompt, backlog, parent=turn.parent)
+        arrived = TurnArrived(
+            sequence.turn_id, turn.name, sequence.prompt, backlog, parent=turn.parent
+        )
         node.handle(arrived, now)
         if sequence.turn_id in self.restoring:  # else it is in the queue, and counted there
             sequence.pending_tokens = self._uncached(sequence)
@@ -245,7 +247,7 @@ class SimWorker:
         self._began_s = now
         self._step = None if took_s is None else self.heap.at(now + took_s, self._over)
         for sequence in engine.failed():  # now that others may be submitted
-            self.machine.node.handle(Gone(sequence.turn_id), now)
+            self.machine.node.handle(TurnGone(sequence.turn_id), now)
             self._listener.lost(sequence, now)
 
     def _over(self, now: float) -> None:
@@ -264,11 +266,11 @@ class SimWorker:
         self.machine.node.check()
 
 
-def _ended(sequence: SimSequence) -> Ended:
+def _ended(sequence: SimSequence) -> TurnEnded:
     """What the node is told of a turn's end, in units."""
     unit, turn = sequence.unit_tokens, sequence.turn
     computed = turn.prompt_tokens + turn.output_tokens - 1
-    return Ended(
+    return TurnEnded(
         sequence.turn_id,
         sequence.restored_tokens // unit,
         turn.prompt_tokens // unit,

@@ -77,7 +77,7 @@ from ownerserve.kv.wire.rpc import ListHeld, PageIs, Reject, ReleaseSession, Res
 from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.ownership.inventory import Inventory
-from ownerserve.node.ownership.ownership import Came, Left, Over, Owning, Unowned
+from ownerserve.node.ownership.ownership import Owning, SessionLeft, TurnCame, TurnLeft, Unowned
 from ownerserve.node.vocabulary.chains import KnownSessions, PromptPrefix, prefix_of
 
 # ---- taking turns in
@@ -352,7 +352,7 @@ class StepLoop:
             now = time.monotonic()
             if take_over(self._cache, name, self.ownership, prompt=prompt, now=now):
                 self._metrics.took_over()
-            self.ownership.tell(Came(name, request.parent, request.epoch))
+            self.ownership.tell(TurnCame(name, request.parent, request.epoch))
         live = _Live(request, prompt, submit.arrived_s, request.choices)
         self._live[request.request_id] = live
         for i, turn_id in enumerate(turn_ids):
@@ -512,7 +512,7 @@ class StepLoop:
             self._known.left(name, live.prompt.answered(said), prompt_tokens=live.prompt.count)
             if request.is_named:
                 tokens = live.prompt.tokens + said
-                self.ownership.tell(Left(name, tokens, request.group, before=request.version))
+                self.ownership.tell(TurnLeft(name, tokens, request.group, before=request.version))
 
     def _end_sessions(self) -> None:
         """What these sessions have here is ordinary cached state from now on. One that another
@@ -524,7 +524,7 @@ class StepLoop:
                 sessions.release(session.session_id)
                 self._known.forget(session.session_id)
                 self._restoring.over(session.session_id)
-                self.ownership.tell(Over(session.session_id))
+                self.ownership.tell(SessionLeft(session.session_id))
 
     # ---- events out
 

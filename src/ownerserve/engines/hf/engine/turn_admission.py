@@ -33,7 +33,13 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.kv.wire.rpc import Request as Asked
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.node.admission.reservations import Admission, Arrived, Levels, Standing, probe_seed
+from ownerserve.node.admission.reservations import (
+    Admission,
+    Levels,
+    PlaceTaken,
+    Standing,
+    probe_seed,
+)
 
 
 class LetIn(msgspec.Struct, frozen=True):
@@ -115,7 +121,7 @@ class TurnAdmission:
                 )
             return LetIn(next(self._orders), is_promised=False)
         place = self.admission.arrived(request.reservation, self._now())
-        if not isinstance(place, Arrived):
+        if not isinstance(place, PlaceTaken):
             number = request.reservation
             message = f"reservation {number} is not open here: it was used, released or has expired"
             return RequestRejected(place.reason, message)

@@ -27,12 +27,12 @@ from ownerserve.node.runtime.calibration import Calibration
 from ownerserve.node.runtime.node_runtime import NodeRuntime
 from ownerserve.node.vocabulary.chains import PromptPrefix
 from ownerserve.node.vocabulary.events import (
-    Arrived,
-    Ended,
-    Gone,
     RestoreOutcome,
     RestoreReport,
     SessionOver,
+    TurnArrived,
+    TurnEnded,
+    TurnGone,
 )
 from ownerserve.plan.cost.events import Prefilled, Replayed, Stepped, Waited
 from ownerserve.plan.cost.model import CostModel
@@ -248,7 +248,7 @@ class WithNode:
         session = SessionId(request.session_id) if request.session_id else None
         self._turns[turn_id] = _Turn(count, backlog, now)
         self._scheduler.hold(turn_id)
-        event = Arrived(
+        event = TurnArrived(
             turn_id, session, prompt.tokens, backlog, hashed=prompt.hashed, parent=request.parent
         )
         self._start(self._node.handle(event, now))
@@ -258,7 +258,7 @@ class WithNode:
         self._start(self._node.poll(time.monotonic()))
         self._scheduler.checkpoint(self._node.checkpoints())
         state = self._node.state
-        self._metrics.stored(state.spills.counts, self._node.stored_bytes)
+        self._metrics.stored(state.idle_spills.counts, self._node.stored_bytes)
         self._metrics.store.wrote(state.checkpoints.account)
         self._metrics.store.spilled(state.checkpoints.spilled_slots)
         self._metrics.store.tidied(self._node.upkeep_counts)
@@ -328,13 +328,13 @@ class WithNode:
             if turn is not None:
                 # The last sampled token is never computed.
                 tokens = turn.prompt + max(0, turn.sampled - 1)
-                event = Ended(turn_id, turn.restored, turn.prompt, tokens)
+                event = TurnEnded(turn_id, turn.restored, turn.prompt, tokens)
                 self._node.handle(event, time.monotonic())
 
     def gone(self, turn_id: TurnId) -> None:
         """The turn's request was given up or has failed."""
         if self._turns.pop(turn_id, None) is not None:
-            self._node.handle(Gone(turn_id), time.monotonic())
+            self._node.handle(TurnGone(turn_id), time.monotonic())
             self._node.report(turn_id)
 
     def over(self, session_id: SessionId) -> None:

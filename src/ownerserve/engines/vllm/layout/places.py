@@ -12,7 +12,7 @@ import msgspec
 from ownerserve.engines.vllm.layout.shape import StateShape
 from ownerserve.engines.vllm.worker_commands import BlockPlace, Tables
 from ownerserve.kv.payload import WINDOW, WINDOW_PAGES
-from ownerserve.node.vocabulary.events import Copy, Filling
+from ownerserve.node.vocabulary.events import Filling, StoreCopy
 
 NOT_OURS = -1
 
@@ -25,7 +25,7 @@ class BlockPlaces:
         self._block = shape.payload.block_tokens
         self._points = shape.layout().point_names
 
-    def source(self, tables: Tables, copy: Copy) -> BlockPlace:
+    def source(self, tables: Tables, copy: StoreCopy) -> BlockPlace:
         """What is copied."""
         name = copy.component
         if name in self._points:

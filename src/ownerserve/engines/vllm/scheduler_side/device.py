@@ -27,7 +27,7 @@ from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.node.restore.sources import Later
-from ownerserve.node.vocabulary.events import Errand
+from ownerserve.node.vocabulary.events import OperationId
 
 STUCK_S = 1.0
 """Holds older than this are no reason to wait for before a preemption."""
@@ -108,20 +108,20 @@ class Holds:
 
     def __init__(self) -> None:
         self._pool: Any = None
-        self._held: dict[Errand, tuple[float, list[Any]]] = {}
+        self._held: dict[OperationId, tuple[float, list[Any]]] = {}
         self._pinned: dict[TurnId, Pinned] = {}
 
     def bind(self, pool: Any) -> None:
         """The pool that the references are on."""
         self._pool = pool
 
-    def hold(self, errand: Errand, places: Sequence[BlockPlace]) -> None:
+    def hold(self, operation_id: OperationId, places: Sequence[BlockPlace]) -> None:
         """Keep the blocks of `places` until `release`."""
-        self._held[errand] = (time.monotonic(), self._touch(places))
+        self._held[operation_id] = (time.monotonic(), self._touch(places))
 
-    def release(self, errand: Errand) -> None:
+    def release(self, operation_id: OperationId) -> None:
         """The copy is made."""
-        held = self._held.pop(errand, None)
+        held = self._held.pop(operation_id, None)
         if held is not None:
             self._free(held[1])
 
@@ -152,8 +152,8 @@ class Holds:
     def release_all(self) -> None:
         """The engine stops."""
         self.unpin_all()
-        for errand in list(self._held):
-            self.release(errand)
+        for operation_id in list(self._held):
+            self.release(operation_id)
 
     def is_releasing(self) -> bool:
         """Whether copies are about to give blocks back."""

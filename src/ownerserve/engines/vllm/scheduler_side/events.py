@@ -51,16 +51,16 @@ class ResidencyEvents:
         self._stored: dict[bytes, BlockSpan] = {}
         self._events: list[Any] = []
 
-    def ordered(self, errand: int, span: BlockSpan | None) -> None:
+    def ordered(self, operation_id: int, span: BlockSpan | None) -> None:
         """A record of this span is being written."""
         if span is not None:
-            self._pending[errand] = span
+            self._pending[operation_id] = span
 
-    def kept(self, errand: int) -> None:
+    def kept(self, operation_id: int) -> None:
         """It is READY."""
         from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
 
-        span = self._pending.pop(errand, None)
+        span = self._pending.pop(operation_id, None)
         if span is None:
             return
         self._stored[span.block_hashes[-1]] = span
@@ -78,9 +78,9 @@ class ResidencyEvents:
         _tell(event, ownership=OWNERSHIP, session_id=span.session_id)
         self._events.append(event)
 
-    def not_kept(self, errand: int) -> None:
+    def not_kept(self, operation_id: int) -> None:
         """It was given up."""
-        self._pending.pop(errand, None)
+        self._pending.pop(operation_id, None)
 
     def lost(self, span: BlockSpan) -> None:
         """Of the request that could not be served from the store: what was told of it is void."""

@@ -55,7 +55,7 @@ class Holding:
         self._residency = Residency(names, self.inventory, can_replay=can_replay)
         self._shards = Shards(directories)
         self._journal: Journal | None = Journal(journal)
-        self._errands = count(1)
+        self._operation_ids = count(1)
         self._inbox: SimpleQueue[Chore | None] = SimpleQueue()
         found = self._journal.found
         self._tell(lambda: self._residency.remembered(found, _now()))
@@ -130,11 +130,11 @@ class Holding:
 
     def _look(self) -> None:
         now = _now()
-        for effect in self._residency.tick(now, lambda: next(self._errands)):
+        for effect in self._residency.tick(now, lambda: next(self._operation_ids)):
             assert isinstance(effect, Locate)
             held = self._shards.held(effect.ids)
             located = {} if held is None else {Tier.DISK: held}
-            self._residency.located(Located(effect.errand, located), now)
+            self._residency.located(Located(effect.operation_id, located), now)
         self._write_down()
 
     def _write_down(self) -> None:

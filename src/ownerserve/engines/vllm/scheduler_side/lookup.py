@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.messages import Tier
-from ownerserve.node.vocabulary.events import Find, Found
+from ownerserve.node.vocabulary.events import FindRecords, RecordsFound
 from ownerserve.node.vocabulary.records import Inside
 from ownerserve.store.disk.snapshot import StoreSnapshot
 
@@ -35,12 +35,12 @@ class StoreLookup:
         self._directory = directory
         self._snapshot: StoreSnapshot | None = None
         self._tried_s = -OPEN_AGAIN_S
-        self._asked: queue.SimpleQueue[Find | Chore | None] = queue.SimpleQueue()
-        self._found: deque[Found] = deque()
+        self._asked: queue.SimpleQueue[FindRecords | Chore | None] = queue.SimpleQueue()
+        self._found: deque[RecordsFound] = deque()
         self._thread = Thread(target=self._run, name="ownerserve-lookup", daemon=True)
         self._thread.start()
 
-    def submit(self, find: Find) -> None:
+    def submit(self, find: FindRecords) -> None:
         """Every `find` gets one answer."""
         self._asked.put(find)
 
@@ -53,7 +53,7 @@ class StoreLookup:
         """Whether `poll` has any."""
         return bool(self._found)
 
-    def poll(self) -> Iterable[Found]:
+    def poll(self) -> Iterable[RecordsFound]:
         """The answers since the last call."""
         while self._found:
             yield self._found.popleft()
@@ -66,22 +66,24 @@ class StoreLookup:
     def _run(self) -> None:
         while (asked := self._asked.get()) is not None:
             try:
-                answer = self._answer(asked) if isinstance(asked, Find) else asked()
+                answer = self._answer(asked) if isinstance(asked, FindRecords) else asked()
             except Exception:  # the root of this thread; a turn that is not answered would wait
                 log.exception("%s failed", asked)
-                answer = Found(asked.errand, {}) if isinstance(asked, Find) else None
+                answer = (
+                    RecordsFound(asked.operation_id, {}) if isinstance(asked, FindRecords) else None
+                )
             if answer is not None:
                 self._found.append(answer)
         if self._snapshot is not None:
             self._snapshot.close()
 
-    def _answer(self, find: Find) -> Found:
+    def _answer(self, find: FindRecords) -> RecordsFound:
         snapshot = self._open()
         if snapshot is None:
-            return Found(find.errand, {})
+            return RecordsFound(find.operation_id, {})
         inside = _inside(snapshot, find)
         ids = [*snapshot.find(find.ids), *(item.meta.id for item in inside)]
-        return Found(find.errand, dict.fromkeys(ids, Tier.DISK), inside)
+        return RecordsFound(find.operation_id, dict.fromkeys(ids, Tier.DISK), inside)
 
     def _open(self) -> StoreSnapshot | None:
         """The store may not be there yet: its writer makes it."""
@@ -94,7 +96,7 @@ class StoreLookup:
         return self._snapshot
 
 
-def _inside(snapshot: StoreSnapshot, find: Find) -> tuple[Inside, ...]:
+def _inside(snapshot: StoreSnapshot, find: FindRecords) -> tuple[Inside, ...]:
     """The tenant's records that hold the first boundary that any of them holds: a branch shares
     their front."""
     for digest in find.boundaries:

@@ -23,7 +23,14 @@ from ownerserve.kv.prefix import Packed
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import AskLine, Reject, Released, ReleaseSession
 from ownerserve.kv.wire.turn_line import is_name
-from ownerserve.node.ownership.ownership import Came, Left, Over, OwnerIs, Ownership, Told
+from ownerserve.node.ownership.ownership import (
+    OwnerIs,
+    Ownership,
+    SessionLeft,
+    Told,
+    TurnCame,
+    TurnLeft,
+)
 
 FIELD = "kv_connector_extra_config.directory"
 HEARD_KEPT = 4096
@@ -85,7 +92,7 @@ class SessionsHere:
         with self._lock:
             self._turns[session] += 1
         if is_name(session):
-            self._tell(Came(SessionId(session)))
+            self._tell(TurnCame(SessionId(session)))
 
     def ended(self, request: Any, tokens: Packed, tenant: bytes = b"") -> None:
         """A turn is here no more. Unless it was given up it leaves `tokens` computed, or was the
@@ -103,9 +110,9 @@ class SessionsHere:
             return
         if not is_final(request):
             name, before = SessionId(session), heard.version
-            self._tell(Left(name, tokens, heard.group, tenant=tenant, before=before))
+            self._tell(TurnLeft(name, tokens, heard.group, tenant=tenant, before=before))
         elif is_alone:  # else whoever said that it ends was wrong
-            self._tell(Over(SessionId(session)))
+            self._tell(SessionLeft(SessionId(session)))
 
     def close(self) -> None:
         """Give all back, if the directory answers in time."""
@@ -138,5 +145,5 @@ class SessionsHere:
                 if len(self._heard) > HEARD_KEPT:
                     del self._heard[next(iter(self._heard))]
         if asked.parent is not None or asked.epoch is not None:
-            self._tell(Came(session, asked.parent, asked.epoch))
+            self._tell(TurnCame(session, asked.parent, asked.epoch))
         return self._ownership.owner_of(session)

@@ -22,14 +22,14 @@ class Outbox:
 
     def load(self, load: LoadInto) -> None:
         self._loads.append(load)
-        self.bringing.add(load.errand)
+        self.bringing.add(load.operation_id)
 
     def save(self, save: Save) -> None:
         self._saves.append(save)
 
-    def drop(self, errand: int) -> None:
+    def drop(self, operation_id: int) -> None:
         """Nobody waits for this load; it still has to end."""
-        self._drops.append(errand)
+        self._drops.append(operation_id)
 
     def fail(self, request_id: str) -> None:
         """The engine waits for a load that was never ordered."""
@@ -55,25 +55,25 @@ class Outbox:
 
 
 class Tally:
-    """Answers by errand; one counts when every worker has given it."""
+    """Answers by operation; one counts when every worker has given it."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._said: Counter[tuple[str, int]] = Counter()
         self._failed: dict[int, LoadResult] = {}
 
-    def complete(self, what: str, errands: Iterable[int]) -> Iterator[int]:
-        """Of `errands`, those that the last of the workers has now reported."""
-        for errand in errands:
-            self._said[what, errand] += 1
-            if self._said[what, errand] >= self._workers:
-                del self._said[what, errand]
-                yield errand
+    def complete(self, what: str, operation_ids: Iterable[int]) -> Iterator[int]:
+        """Of `operation_ids`, those that the last of the workers has now reported."""
+        for operation_id in operation_ids:
+            self._said[what, operation_id] += 1
+            if self._said[what, operation_id] >= self._workers:
+                del self._said[what, operation_id]
+                yield operation_id
 
     def over(self, brought: LoadResult) -> LoadResult | None:
         """A load when every worker has answered: failed when one of them failed; else None."""
         if brought.reason:
-            self._failed[brought.errand] = brought
-        if not any(self.complete("brought", (brought.errand,))):
+            self._failed[brought.operation_id] = brought
+        if not any(self.complete("brought", (brought.operation_id,))):
             return None
-        return self._failed.pop(brought.errand, brought)
+        return self._failed.pop(brought.operation_id, brought)

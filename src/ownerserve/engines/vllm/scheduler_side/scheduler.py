@@ -1,7 +1,7 @@
 """The scheduler's side: vLLM's hooks to a node's events, effects to orders for the workers.
 
 Owns which requests are turns of ours and the orders of the step being built. Decides nothing
-(GuestState does) and waits for nothing: lookups run on a thread, bytes move in the workers.
+(HostedNodeState does) and waits for nothing: lookups run on a thread, bytes move in the workers.
 
     on_new_request                Arrived -> Find
     get_num_new_matched_tokens    Asked -> Offer, nothing, or wait
@@ -45,30 +45,30 @@ from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.turn_line import is_name
-from ownerserve.node.hosted_state import GuestState
+from ownerserve.node.hosted_state import HostedNodeState
 from ownerserve.node.ownership.inventory import FOUND_LESS
 from ownerserve.node.vocabulary.chains import KnownSessions, Plain
 from ownerserve.node.vocabulary.events import (
-    Arrived,
-    Asked,
-    Bring,
     Computing,
-    Copy,
-    Drop,
+    DeviceAsked,
+    DevicePlaced,
+    DropOperation,
     Effect,
-    Ended,
+    FetchAndFill,
     Filled,
-    Find,
-    Gone,
+    FindRecords,
     Kept,
     NotFetched,
     NotKept,
     Offer,
     Pin,
-    Placed,
     SessionOver,
     Start,
+    StoreCopy,
     Tick,
+    TurnArrived,
+    TurnEnded,
+    TurnGone,
 )
 from ownerserve.plan.explain import summary
 from ownerserve.store.format.model import MissReason
@@ -80,7 +80,7 @@ class SchedulerSide:
     """One for each engine core; called on its thread."""
 
     def __init__(
-        self, state: GuestState, device: EngineDevice, shape: StateShape, around: Around
+        self, state: HostedNodeState, device: EngineDevice, shape: StateShape, around: Around
     ) -> None:
         self.state = state
         self.holds = Holds()
@@ -148,7 +148,7 @@ class SchedulerSide:
             self._look(request)
         turn.hit, turn.offer, turn.partial = hit, 0, set()
         self._device.heard(turn_id, hit)
-        self._perform(self.state.handle(Asked(turn_id), _now()))
+        self._perform(self.state.handle(DeviceAsked(turn_id), _now()))
         if turn.offer > hit:
             return turn.offer - hit, True
         return (None, False) if self.state.is_waiting(turn_id) else (0, False)
@@ -163,15 +163,15 @@ class SchedulerSide:
         turn.tables = tables
         if tokens == 0:
             self._discredit(turn)
-            self._perform(self.state.handle(Gone(turn_id), _now()))
+            self._perform(self.state.handle(TurnGone(turn_id), _now()))
             return
         before = len(self.outbox.bringing)
         if turn.hit + tokens == turn.offer:
             self._device.took(turn_id)
-            self._perform(self.state.handle(Placed(turn_id), _now()))
+            self._perform(self.state.handle(DevicePlaced(turn_id), _now()))
         if len(self.outbox.bringing) == before:  # vLLM waits for a word on this load
             self._counts["misplaced"] += 1
-            self._perform(self.state.handle(Gone(turn_id), _now()))
+            self._perform(self.state.handle(TurnGone(turn_id), _now()))
             self.outbox.fail(request.request_id)
 
     def build(self, output: Any) -> Orders:
@@ -196,15 +196,15 @@ class SchedulerSide:
         now = _now()
         if report is not None and not report.is_empty:
             self.counting.stir()
-            for errand in self._tally.complete("copied", report.copied):
-                self.holds.release(errand)
-            for errand in self._tally.complete("kept", report.kept):
-                self._perform(self.state.handle(Kept(errand), now))
-                self.outside.kept(errand)
-            for errand in self._tally.complete("not_kept", report.not_kept):
-                self.holds.release(errand)
-                self.outside.not_kept(errand)
-                self._perform(self.state.handle(NotKept(errand), now))
+            for operation_id in self._tally.complete("copied", report.copied):
+                self.holds.release(operation_id)
+            for operation_id in self._tally.complete("kept", report.kept):
+                self._perform(self.state.handle(Kept(operation_id), now))
+                self.outside.kept(operation_id)
+            for operation_id in self._tally.complete("not_kept", report.not_kept):
+                self.holds.release(operation_id)
+                self.outside.not_kept(operation_id)
+                self._perform(self.state.handle(NotKept(operation_id), now))
             for brought in report.brought:
                 self._brought(brought, now)
             for lost in report.lost:
@@ -227,7 +227,7 @@ class SchedulerSide:
             return
         now = _now()
         is_loading = self.state.is_waiting(turn_id)
-        self._perform(self.state.handle(Gone(turn_id), now))
+        self._perform(self.state.handle(TurnGone(turn_id), now))
         turn.tables = tables
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         known = 0 if is_loading else min(turn.end, computed, request.num_tokens)
@@ -239,7 +239,7 @@ class SchedulerSide:
             prompt = min(known, request.num_prompt_tokens)
             self._known.left(SessionId(session), Plain(tokens), prompt_tokens=prompt)
         restored = max(turn.hit, turn.offer)
-        ended = Ended(turn_id, restored, request.num_prompt_tokens, known)
+        ended = TurnEnded(turn_id, restored, request.num_prompt_tokens, known)
         self._perform(effects + self.state.handle(ended, now), turn)
         self._tell_left()
         self._sessions.ended(request, tokens, turn.tenant)
@@ -273,7 +273,7 @@ class SchedulerSide:
         self.holds.unpin_all()
         self.state.saves.give_up()
 
-    def reset(self, state: GuestState) -> None:
+    def reset(self, state: HostedNodeState) -> None:
         """Nothing from before counts any more: `state` knows it under another name."""
         self.outbox.give_up_loads()
         self._turns.clear()
@@ -299,7 +299,7 @@ class SchedulerSide:
         session, tokens = session_of(request), pack(request.all_token_ids)
         turn_id = TurnId(request.request_id)
         turn = self._turns[turn_id]
-        event = Arrived(
+        event = TurnArrived(
             turn_id, SessionId(session) if session else None, tokens, tenant=turn.tenant
         )
         self._device.forget(turn_id)
@@ -381,15 +381,15 @@ class SchedulerSide:
         over = self._tally.over(brought)
         if over is None:
             return
-        errand = over.errand
-        self.outbox.bringing.discard(errand)
+        operation_id = over.operation_id
+        self.outbox.bringing.discard(operation_id)
         if over.reason:
             reason = MissReason(over.reason)
-            event: NotFetched | Filled = NotFetched(errand, reason, over.failed_id)
+            event: NotFetched | Filled = NotFetched(operation_id, reason, over.failed_id)
             if (turn := self._turns.get(TurnId(over.request_id))) is not None:
                 self.outside.missed(turn.request, turn.offer)
         else:
-            event = Filled(errand, over.ids)
+            event = Filled(operation_id, over.ids)
             self._measuring.loaded(over)
         self._perform(self.state.handle(event, now))
 
@@ -400,20 +400,20 @@ class SchedulerSide:
         for effect in effects:
             self.counting.stir()
             match effect:
-                case Find():
+                case FindRecords():
                     self._lookup.submit(effect)
                 case Offer(turn_id, position):
                     self._turns[turn_id].offer = position
-                case Bring():
+                case FetchAndFill():
                     self._bring(effect)
-                case Copy():
+                case StoreCopy():
                     assert turn is not None
                     self._copy(turn, effect)
                 case Pin(position=position):
                     assert turn is not None
                     self._pin(turn, position)
-                case Drop(errand):
-                    self.outbox.drop(errand)
+                case DropOperation(operation_id):
+                    self.outbox.drop(operation_id)
                 case Start(turn_id):
                     self._started(turn_id)
                 case _:
@@ -431,7 +431,7 @@ class SchedulerSide:
             if session is not None and report.outcome in FOUND_LESS:
                 self._holding.missed(SessionId(session))
 
-    def _bring(self, bring: Bring) -> None:
+    def _bring(self, bring: FetchAndFill) -> None:
         turn = self._turns[bring.turn_id]
         places = tuple(
             self._places.goal(turn.tables, filling, hit=turn.hit) for filling in bring.fillings
@@ -441,18 +441,18 @@ class SchedulerSide:
         turn.partial = set().union(*map(self._places.in_part, places))
         until_s = bring.deadline_s - _now()
         request_id = turn.request.request_id
-        self.outbox.load(LoadInto(request_id, bring.errand, bring.wants, places, until_s))
+        self.outbox.load(LoadInto(request_id, bring.operation_id, bring.wants, places, until_s))
 
-    def _copy(self, turn: TrackedRequest, copy: Copy) -> None:
+    def _copy(self, turn: TrackedRequest, copy: StoreCopy) -> None:
         pinned = self.holds.pinned(TurnId(turn.request.request_id), copy.slots[0])
         place = pinned.get(copy.component) or self._places.source(turn.tables, copy)
         if not self._places.is_there(place):
             self._counts["gone_first"] += 1
-            self.state.handle(NotKept(copy.errand), _now())
+            self.state.handle(NotKept(copy.operation_id), _now())
             return
-        self.holds.hold(copy.errand, (place,))
-        self.outside.ordered(copy.errand, turn.request, copy.meta)
-        self.outbox.save(Save(copy.errand, copy.meta, place))
+        self.holds.hold(copy.operation_id, (place,))
+        self.outside.ordered(copy.operation_id, turn.request, copy.meta)
+        self.outbox.save(Save(copy.operation_id, copy.meta, place))
 
     def _pin(self, turn: TrackedRequest, position: int) -> None:
         places = self._places.point(turn.tables, position)

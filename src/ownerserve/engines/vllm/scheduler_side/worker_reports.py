@@ -87,21 +87,21 @@ class Outside:
 
     # -- the store -----------------------------------------------------------------------------
 
-    def ordered(self, errand: int, request: Any, meta: Meta) -> None:
+    def ordered(self, operation_id: int, request: Any, meta: Meta) -> None:
         """A record is being written."""
         if self._residency is not None and meta.component == self._component:
             span = self._span(request, meta.first_token, meta.end_token)
-            self._residency.ordered(errand, span)
+            self._residency.ordered(operation_id, span)
 
-    def kept(self, errand: int) -> None:
+    def kept(self, operation_id: int) -> None:
         """It is READY."""
         if self._residency is not None:
-            self._residency.kept(errand)
+            self._residency.kept(operation_id)
 
-    def not_kept(self, errand: int) -> None:
+    def not_kept(self, operation_id: int) -> None:
         """It was given up."""
         if self._residency is not None:
-            self._residency.not_kept(errand)
+            self._residency.not_kept(operation_id)
 
     def missed(self, request: Any, end: int) -> None:
         """Its first `end` tokens are not stored after all: what was told of them is void."""

@@ -96,8 +96,8 @@ class WorkerSide:
         for load in orders.loads:
             self._begin(load)
         with self._changed:
-            for errand in orders.drops:
-                loading = self._loading.get(errand)
+            for operation_id in orders.drops:
+                loading = self._loading.get(operation_id)
                 if loading is not None and not loading.reason:
                     loading.reason = MissReason.CANCELLED
             self._received.update(orders.failures)
@@ -109,9 +109,9 @@ class WorkerSide:
             return
         ready = self._stream.mark()
         with self._changed:
-            errands = [save.errand for save in orders.saves]
-            self._uncopied.update(errands)
-            self._unsaved.update(errands)
+            operation_ids = [save.operation_id for save in orders.saves]
+            self._uncopied.update(operation_ids)
+            self._unsaved.update(operation_ids)
             if self._saver_is_over:
                 self._give_up_saves()
                 return
@@ -169,7 +169,7 @@ class WorkerSide:
         batches = list(_batches([self._codec.size(place) for place in load.places]))
         loading = Loading(load, now + load.deadline_s, now, len(batches))
         with self._changed:
-            self._loading[load.errand] = loading
+            self._loading[load.operation_id] = loading
         ready = self._stream.mark()  # zeroing of these blocks may be queued
         for first, end in batches:
             self._readers.submit(self._bring, loading, first, end, ready)
@@ -210,15 +210,18 @@ class WorkerSide:
     def _over(self, loading: Loading) -> None:
         load = loading.load
         self._received.add(load.request_id)
-        del self._loading[load.errand]
+        del self._loading[load.operation_id]
         if loading.reason:
             self._failed.add(load.request_id)
             brought = LoadResult(
-                load.errand, load.request_id, reason=loading.reason, failed_id=loading.failed_id
+                load.operation_id,
+                load.request_id,
+                reason=loading.reason,
+                failed_id=loading.failed_id,
             )
         else:
             brought = LoadResult(
-                load.errand,
+                load.operation_id,
                 load.request_id,
                 ids=tuple(want.id for want in load.wants),
                 bytes=sum(self._codec.size(place) for place in load.places),
@@ -267,11 +270,11 @@ class WorkerSide:
             log.warning("save of %s failed: %s", save.meta.component, error)
         waits = bool(filled) and filled[-1][0] is save
         with self._changed:
-            self._uncopied.discard(save.errand)
-            self._copied.append(save.errand)
+            self._uncopied.discard(save.operation_id)
+            self._copied.append(save.operation_id)
             if not waits:
-                self._unsaved.discard(save.errand)
-                (self._kept if kept else self._not_kept).append(save.errand)
+                self._unsaved.discard(save.operation_id)
+                (self._kept if kept else self._not_kept).append(save.operation_id)
             self._changed.notify_all()
 
     def _reserve(self, save: Save, ready: Any, filled: list[tuple[Save, Reservation]]) -> bool:
@@ -299,11 +302,11 @@ class WorkerSide:
             self._tiers.settle()
         except (OwnerServeError, OSError) as error:
             log.warning("commit of %d records failed: %s", len(filled), error)
-            not_kept = [save.errand for save, _ in filled]
+            not_kept = [save.operation_id for save, _ in filled]
         else:
             for (save, _), outcome in zip(filled, outcomes, strict=True):
                 stands = isinstance(outcome, WriteDone | AlreadyStored)
-                (kept if stands else not_kept).append(save.errand)
+                (kept if stands else not_kept).append(save.operation_id)
                 count += outcome.stored_bytes if isinstance(outcome, WriteDone) else 0
         with self._changed:
             self._unsaved.difference_update(kept, not_kept)
