@@ -4,7 +4,9 @@ again after the directory has forgotten."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,10 @@ from ownerserve.directory.rules import TierCode
 from ownerserve.directory.terms import TermFile
 from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.ids import PrefixHash
+from ownerserve.node.storage import backing
 from ownerserve.node.vocabulary.settings import NodeSettings
+from ownerserve.store.disk.tier import DiskOptions
+from ownerserve.store.tiers.policy import KindLimits, TierLimits
 from tests.support.hf.fleet_rig import ServedWorker, until
 from tests.support.hf.owning_fleet import NAME, PROMPT, BootClock, serve_at
 
@@ -28,7 +33,7 @@ GROUP = "a" * 32
 class Rig:
     """A directory and two workers of one model, each with a store."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, **options: Any) -> None:
         embedded = EmbeddedDirectory(BootClock(), TermFile(), lease_s=1.5, opens_in_s=0.0)
         self.server = DirectoryServer(embedded)
         self.server.start()
@@ -39,10 +44,10 @@ class Rig:
                     model="tiny-qwen3",
                     kv_bytes=8 << 20,
                     store=home / f"w{number}",
-                    host_cache_bytes=4 << 20,
                     node=NodeSettings(spill_after_s=0.1, record_blocks=2),
                     directory=self.server.address,
                     worker_id=f"w{number}",
+                    **{"host_cache_bytes": 4 << 20, **options},
                 )
             )
             for number in range(2)
@@ -102,3 +107,20 @@ def test_tips_copies_and_groups_are_known_and_known_again_after_a_rebuild(rig: R
     guest.close()
     rig.workers.remove(guest)
     until(lambda: rig.places() == mine)
+
+
+def test_what_upkeep_removes_is_withdrawn_from_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the inventory's word that it is gone: nothing waits for the directory's leave."""
+    short = TierLimits(*(KindLimits(1 << 26, ttl_s=3.0) for _ in range(2)))
+    monkeypatch.setattr(backing, "DiskOptions", partial(DiskOptions, limits=short))
+    rig = Rig(tmp_path, host_cache_bytes=0, store_upkeep_s=0.2)
+    try:
+        serve_at(rig.workers[0], PROMPT)
+        until(lambda: rig.places() == [("w0", TierCode.DEVICE), ("w0", TierCode.DISK)])
+        until(lambda: rig.places() == [("w0", TierCode.DEVICE)])
+        asked = rig.client.status().asked
+        assert asked["publish"] and "drop" not in asked
+    finally:
+        rig.close()

@@ -169,8 +169,11 @@ class NodeRuntime:
         """How long an idle engine may sleep before the next `poll`; None: until something comes."""
         if self._asked or self._writing:
             return POLL_S
-        due = self.state.next_due()
-        return None if due is None else max(0.0, due - now)
+        due, every_s = self.state.next_due(), self._backing.upkeep.every_s
+        wait_s = None if due is None else max(0.0, due - now)
+        if not every_s:
+            return wait_s
+        return every_s if wait_s is None else min(wait_s, every_s)  # what upkeep removed is told
 
     def resume(self, tokens: Packed) -> Resume | None:
         """How to begin a turn of `tokens` now."""

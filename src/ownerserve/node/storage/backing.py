@@ -280,14 +280,14 @@ class Upkeep:
             raise InvalidInput("store-upkeep", f"{every_s:g} s", "use 0 (never) or more")
         self.counts: Counter[str] = Counter()  # replaced whole: any thread may read it
         self._tiers = tiers
-        self._every_s = every_s
+        self.every_s = every_s
         self._landing = BufferPool()
         self._stopping = Event()
         self._thread = Thread(target=self._serve, name="store-upkeep", daemon=True)
 
     def start(self) -> None:
         """Begin; the first pass comes after one interval."""
-        if self._every_s:
+        if self.every_s:
             self._thread.start()
 
     def stop(self) -> bool:
@@ -318,12 +318,12 @@ class Upkeep:
                 total["compacted_bytes"] += done.bytes_copied
                 total["quarantine_released"] += done.quarantine_released
         self.counts = total
-        return min(MORE_AFTER_S, self._every_s) if has_more else self._every_s
+        return min(MORE_AFTER_S, self.every_s) if has_more else self.every_s
 
     def _serve(self) -> None:
-        after_s = self._every_s
+        after_s = self.every_s
         while not self._stopping.wait(after_s):
-            after_s = self._every_s
+            after_s = self.every_s
             try:
                 after_s = self.run_once()
             except Exception:  # a thread's root: a store that can't be tidied still serves
