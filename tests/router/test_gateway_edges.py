@@ -151,6 +151,21 @@ def test_stamps_are_the_workers_load_also_when_it_idles(play: Play) -> None:
     play(scenario, engines=1, health_interval_s=0.05)
 
 
+def test_what_a_worker_says_of_its_prompt_is_expected_there(play: Play) -> None:
+    """Where nobody counts tokens: the worker's word alone says what its device holds."""
+
+    async def scenario(world: World) -> None:
+        client, (engine,) = await world.client(), world.engines
+        engine.says, engine.usage = said(tip=HASH, tokens=64), b"null"
+        for expected in ("0", "64"):
+            answer = await client.post(
+                "/v1/chat/completions", conversation("a"), x__session__id="a"
+            )
+            assert answer["x-ownerserve-expected-cached-tokens"] == expected
+
+    play(scenario, engines=1, health_interval_s=10.0)
+
+
 def test_a_restart_is_seen_on_the_first_answer_and_what_was_held_is_gone(play: Play) -> None:
     """llm-d-router#2853, aibrix#2287: an index that credits a cache which a restart has emptied."""
 

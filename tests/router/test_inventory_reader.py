@@ -106,11 +106,11 @@ def test_one_that_fails_now_is_asked_again_and_nothing_is_forgotten() -> None:
     rig = Rig()
 
     async def scenario() -> None:
-        rig.says = [ONE, (503, b"{}"), (401, b""), NO_MORE]
-        for _ in range(4):
+        rig.says = [ONE, (503, b"{}"), (401, b""), None, NO_MORE]
+        for _ in range(5):
             await rig.reader.read()
-        assert len(rig.asked) == 4
+        assert len(rig.asked) == 5
         assert len(rig.news) == 1
-        assert rig.reader.counts["failed"] == 2
+        assert rig.reader.counts["failed"] == 3
 
     rig.play(scenario)

@@ -61,6 +61,8 @@ async def fetch(address: Address, target: bytes, access: Access) -> SmallAnswer:
         while not answer.is_whole and read_bytes < ANSWER_MAX_BYTES:
             data = await reader.read(16 * KIB)
             if not data:
+                if not read_bytes:
+                    raise ConnectionResetError("it ended without an answer")
                 break
             read_bytes += len(data)
             parser.feed_data(data)
