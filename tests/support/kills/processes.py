@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from tests.support.kills.cutting import Cuts, DirectoryWire, NodeWire, WorkerWire
 from tests.support.kills.wires import WAIT_S, Wires
 
 LEASE_S = 2.0
@@ -84,10 +85,15 @@ class Member:
 class Worker(Member):
     """A worker with a store. `port` and `rpc` are its own, `url` leads over the wire."""
 
-    def __init__(self, name: str, folder: Path, wires: Wires, *, directory: str) -> None:
+    def __init__(
+        self, name: str, folder: Path, wires: Wires, *, directory: str, cuts: Cuts
+    ) -> None:
         self.port, rpc = free_port(), free_port()
-        told = {f":{rpc}".encode(): f":{wires.lay(rpc)}".encode()}
-        self.url = f"http://127.0.0.1:{wires.lay(self.port, told=told)}"
+        asked = wires.lay(rpc, between=lambda: NodeWire(cuts))
+        told = {f":{rpc}".encode(): f":{asked}".encode()}
+        self.rpc = f"tcp://127.0.0.1:{asked}"
+        served = wires.lay(self.port, told=told, between=lambda: WorkerWire(cuts))
+        self.url = f"http://127.0.0.1:{served}"
         given = f"worker --model tiny-qwen3 --kv-memory 8MiB --threads 1 --worker-id {name}"
         given += f" --port {self.port} --rpc-port {rpc} --store {folder / name}"
         given += f" --spill-after 0 --directory {directory}"
@@ -107,14 +113,17 @@ class Fleet:
         self, folder: Path, *, policy: str, workers: int = 2, gateways: int = 1, backend: str = ""
     ) -> None:
         self.wires = Wires()
+        self.cuts = Cuts()
         port = free_port()
         self.directory = f"tcp://127.0.0.1:{port}"
-        asked = f"tcp://127.0.0.1:{self.wires.lay(port)}"
+        laid = self.wires.lay(port, between=lambda: DirectoryWire(self.cuts))
+        self.asked = asked = f"tcp://127.0.0.1:{laid}"
         given = f"directory serve --port {port} --lease {LEASE_S}"
         given += f" --backend {backend}" if backend else f" --home {folder / 'home'}"
         members: list[Member] = [Member("directory", folder, given.split())]
         self.workers = [
-            Worker(f"w{n}", folder, self.wires, directory=asked) for n in range(workers)
+            Worker(f"w{n}", folder, self.wires, directory=asked, cuts=self.cuts)
+            for n in range(workers)
         ]
         self.ports = [free_port() for _ in range(gateways)]
         self.admins = [free_port() for _ in range(gateways)]

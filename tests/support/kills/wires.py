@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine
 from enum import Enum
 from typing import Any, TypeVar
 
+from tests.support.kills.cutting import Between
+
 T = TypeVar("T")
 WAIT_S = 60.0
 
@@ -54,13 +56,24 @@ class Wires:
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
 
-    def lay(self, port: int, *, told: dict[bytes, bytes] | None = None) -> int:
+    def lay(
+        self,
+        port: int,
+        *,
+        told: dict[bytes, bytes] | None = None,
+        between: Callable[[], Between] = Between,
+    ) -> int:
         """A port before 127.0.0.1:`port`. `told`: bytes of answers that are said otherwise, as
-        long as they were; may grow while the proxy runs."""
+        long as they were; may grow while the proxy runs. `between`: made for each connection, sees
+        all that passes."""
 
         async def made() -> int:
             server = await asyncio.start_server(
-                lambda reader, writer: self._pipe(reader, writer, port, told or {}), "127.0.0.1", 0
+                lambda reader, writer: self._pipe(
+                    reader, writer, port, told=told or {}, between=between()
+                ),
+                "127.0.0.1",
+                0,
             )
             self._servers.append(server)
             return int(server.sockets[0].getsockname()[1])
@@ -89,7 +102,9 @@ class Wires:
         here: asyncio.StreamReader,
         back: asyncio.StreamWriter,
         port: int,
+        *,
         told: dict[bytes, bytes],
+        between: Between,
     ) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -100,7 +115,8 @@ class Wires:
             writers.append(forth)
             asked = asyncio.Event()
             await _first(
-                self._requests(here, forth, asked), self._answers(there, back, told, asked)
+                self._requests(here, forth, asked, between),
+                self._answers(there, back, told, asked=asked, between=between),
             )
         except OSError:
             pass  # whoever is behind is down: the caller's connection ends too
@@ -110,7 +126,11 @@ class Wires:
                 writer.close()
 
     async def _requests(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: asyncio.Event
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        asked: asyncio.Event,
+        between: Between,
     ) -> None:
         """Until a side ends, or the trap takes one: that one and all behind it are lost."""
         while data := await reader.read(1 << 16):
@@ -120,7 +140,7 @@ class Wires:
                     await asyncio.to_thread(trap.spring)
                     return
                 asked.set()
-            writer.write(data)
+            writer.write(between.down(data))
             await writer.drain()
 
     async def _answers(
@@ -128,7 +148,9 @@ class Wires:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         told: dict[bytes, bytes],
+        *,
         asked: asyncio.Event,
+        between: Between,
     ) -> None:
         """The same back: what is answered behind the trapped request is lost."""
         while data := await reader.read(1 << 16):
@@ -137,7 +159,7 @@ class Wires:
                 return
             for said, instead in told.items():
                 data = data.replace(said, instead)
-            writer.write(data)
+            writer.write(between.up(data))
             await writer.drain()
 
 

@@ -1,0 +1,175 @@
+"""One wire cut: what passes between two processes is read, and one kind of thing is taken out.
+
+    directory bind    requests of a type in a batch: answered `unreachable`, as if it was lost
+    node reserve      a message on a worker's RPC port: lost
+    turn version      a field of the line down with each turn
+    answer tip        a field of the line up with each answer
+    status rpc        a field of a worker's statement
+    inventory         the question what a worker holds: its connection ends
+
+A field is cut by renaming it: readers pass over those that they do not know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import msgspec
+
+GREETING_BYTES = 64
+MORE, LONG, COMMAND = 1, 2, 4
+UNREACHABLE = {"type": "refused", "reason": "unreachable"}
+
+Parts: TypeAlias = list[bytes]
+_DOWN = re.compile(rb"(?i)x-ownerserve-session: (\{[^\r]*\})\r\n")
+_UP = re.compile(rb"(?i)x-ownerserve-answer: (\{[^\r]*\})\r\n")
+
+
+class Cuts:
+    """The wire that is cut now, on all proxies of a fleet; "": none."""
+
+    def __init__(self) -> None:
+        self.wire = ""
+        self.taken: set[str] = set()
+        """Wires of which something was taken out."""
+        self.lines: dict[str, dict[str, Any]] = {}
+        """The line of each session's newest turn, as its gateway said it."""
+
+    def takes(self, wire: str) -> bool:
+        if wire != self.wire:
+            return False
+        self.taken.add(wire)
+        return True
+
+    def without(self, kind: str, text: bytes) -> bytes:
+        """JSON, a field less where one of this kind is cut; as long as it was."""
+        found, _, name = self.wire.partition(" ")
+        key = f'"{name}":'.encode()
+        if found != kind or key not in text:
+            return text
+        self.taken.add(self.wire)
+        return text.replace(key, b'"-' + key[2:])
+
+
+class Between:
+    """What stands between two ends of one connection: each way bytes in, bytes out."""
+
+    def down(self, data: bytes) -> bytes:
+        return data
+
+    def up(self, data: bytes) -> bytes:
+        return data
+
+
+class Zmtp:
+    """One way of a ZeroMQ connection. `change` gets each message's parts; None: it is lost."""
+
+    def __init__(self, change: Callable[[Parts], Parts | None]) -> None:
+        self._change = change
+        self._greeting = GREETING_BYTES
+        self._data = b""
+        self._parts: Parts = []
+
+    def feed(self, data: bytes) -> bytes:
+        out, self._data = data[: self._greeting], self._data + data[self._greeting :]
+        self._greeting -= len(out)
+        while (frame := self._frame()) is not None:
+            raw, flags, body = frame
+            self._data = self._data[len(raw) :]
+            if flags & COMMAND:
+                out += raw
+                continue
+            self._parts.append(body)
+            if not flags & MORE:
+                changed, self._parts = self._change(self._parts), []
+                out += b"" if changed is None else _framed(changed)
+        return out
+
+    def _frame(self) -> tuple[bytes, int, bytes] | None:
+        """The first whole one: all of it, its flags, its body."""
+        if len(self._data) < 2:
+            return None
+        flags = self._data[0]
+        head = 9 if flags & LONG else 2
+        size = int.from_bytes(self._data[1:head], "big")
+        if len(self._data) < head + size:
+            return None
+        raw = self._data[: head + size]
+        return raw, flags, raw[head:]
+
+
+def _framed(parts: Parts) -> bytes:
+    last = len(parts) - 1
+    return b"".join(
+        bytes([LONG | (MORE if at < last else 0)]) + len(part).to_bytes(8, "big") + part
+        for at, part in enumerate(parts)
+    )
+
+
+class DirectoryWire(Between):
+    """Batches to a directory, and what it answers."""
+
+    def __init__(self, cuts: Cuts) -> None:
+        self._cuts = cuts
+        self._lost: dict[bytes, list[int]] = {}
+        self.down, self.up = Zmtp(self._asked).feed, Zmtp(self._answered).feed  # type: ignore[method-assign]
+
+    def _asked(self, parts: Parts) -> Parts:
+        version, body = msgspec.msgpack.decode(parts[-1])
+        requests = body.get("requests", [])
+        lost = [
+            at for at, one in enumerate(requests) if self._cuts.takes(f"directory {one['type']}")
+        ]
+        if not lost:
+            return parts
+        self._lost[parts[0]] = lost
+        body["requests"] = [one for at, one in enumerate(requests) if at not in lost]
+        return [parts[0], msgspec.msgpack.encode([version, body])]
+
+    def _answered(self, parts: Parts) -> Parts:
+        lost = self._lost.pop(parts[0], None)
+        if lost is None:
+            return parts
+        version, body = msgspec.msgpack.decode(parts[-1])
+        for at in lost:
+            body["outcomes"].insert(at, UNREACHABLE)
+        return [parts[0], msgspec.msgpack.encode([version, body])]
+
+
+class NodeWire(Between):
+    """Messages to a worker's RPC port."""
+
+    def __init__(self, cuts: Cuts) -> None:
+        self._cuts = cuts
+        self.down = Zmtp(self._asked).feed  # type: ignore[method-assign]
+
+    def _asked(self, parts: Parts) -> Parts | None:
+        _, body, *_ = msgspec.msgpack.decode(parts[-1])
+        return None if self._cuts.takes(f"node {body['type']}") else parts
+
+
+class WorkerWire(Between):
+    """HTTP to a worker."""
+
+    def __init__(self, cuts: Cuts) -> None:
+        self._cuts = cuts
+
+    def down(self, data: bytes) -> bytes:
+        if b"GET /ownerserve/inventory" in data and self._cuts.takes("inventory"):
+            raise ConnectionResetError("the question is lost")
+        found = _DOWN.search(data)
+        if found is None:
+            return data
+        line = msgspec.json.decode(found[1])
+        if "name" in line:
+            self._cuts.lines[line["name"]] = line
+        return data[: found.start(1)] + self._cuts.without("turn", found[1]) + data[found.end(1) :]
+
+    def up(self, data: bytes) -> bytes:
+        found = _UP.search(data)
+        if found is not None:
+            line = self._cuts.without("answer", found[1])
+            return data[: found.start(1)] + line + data[found.end(1) :]
+        return self._cuts.without("status", data) if b'"profile":' in data else data
