@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-ENGINE_FILE = "pytestmark = pytest.mark.engine"
+ENGINE_FILE = re.compile(r"^pytestmark = .*\bpytest\.mark\.engine\b", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -18,4 +19,4 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         files = list(collection_path.rglob("test_*.py"))
     elif not collection_path.name.startswith("test_"):
         return None
-    return (bool(files) and all(ENGINE_FILE in file.read_text() for file in files)) or None
+    return (bool(files) and all(ENGINE_FILE.search(file.read_text()) for file in files)) or None

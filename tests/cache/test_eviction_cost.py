@@ -29,8 +29,7 @@ def test_a_run_asks_for_the_keys_of_what_it_evicts() -> None:
     """A pool full of idle sessions' state: 5 % are to go, a few are copied out first."""
     driver = Driver(blocks=4 * COUNT, points=COUNT, policy=Counting())
     cache = driver.cache
-    for number in range(COUNT):
-        driver.turn(f"t{number}", blocks_of(number + 1), session=f"s{number}")
+    driver.fill((f"s{number}", blocks_of(number + 1)) for number in range(COUNT))
     assert not cache.rooms.points[0].free
     cache.pressure.watermarks = Watermarks(low=0.02, high=0.2, idle_s=1.0, spills=8, tier="disk")
     Counting.asked = 0
@@ -80,8 +79,7 @@ def test_a_look_at_what_goes_next_names_it_and_moves_nothing() -> None:
 
 def test_a_look_at_what_goes_next_is_bounded() -> None:
     driver = Driver(DENSE, blocks=4 * COUNT)
-    for number in range(COUNT):
-        driver.turn(f"t{number}", blocks_of(number + 1, number + 1), session=f"s{number}")
+    driver.fill((f"s{number}", blocks_of(number + 1, number + 1)) for number in range(COUNT))
     short = driver.cache.rooms.shortage(4 * COUNT)
     assert len(short.victims) == LOOK_TAILS < COUNT
     assert {v.tokens for v in short.victims} == {32}, "both blocks of each"

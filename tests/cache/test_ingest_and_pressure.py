@@ -234,8 +234,7 @@ def test_a_copy_made_elsewhere_makes_point_state_cheap() -> None:
 
 def test_a_run_looks_at_a_bounded_part_of_a_large_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(blocks=1000, points=500)
-    for number in range(500):
-        driver.turn(str(number), blocks_of(number, 7, tail=1), session=str(number))
+    driver.fill((str(number), blocks_of(number, 7, tail=1)) for number in range(500))
     monkeypatch.setattr("ownerserve.cache.pressure.LOOK", 16)
     pressure = driver.cache.pressure
     pressure.watermarks = Watermarks(low=0.1, high=0.2, idle_s=1.0, tier="host", spills=1000)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import pytest
@@ -87,19 +87,24 @@ def feed(*pieces: bytes) -> Wire:
 
     async def run() -> Wire:
         gateway = Gateway(Config(workers=(Address("127.0.0.1", 1),), **CAPS))
-        connection, wire = ClientConnection(gateway), Wire()
-        connection.connection_made(wire)  # type: ignore[arg-type]
-        answered = 0
-        for piece in pieces:
-            connection.data_received(piece)
-            while answered < len(Recorder.kept):
-                Recorder.kept[answered].answer()
-                answered += 1
-                await asyncio.sleep(0)
-        connection.connection_lost(None)
-        return wire
+        return await connect(gateway, pieces)
 
     return asyncio.run(run())
+
+
+async def connect(gateway: Gateway, pieces: Sequence[bytes]) -> Wire:
+    """The wire of one connection to `gateway`, closed behind the last of `pieces`."""
+    connection, wire = ClientConnection(gateway), Wire()
+    connection.connection_made(wire)  # type: ignore[arg-type]
+    answered = 0
+    for piece in pieces:
+        connection.data_received(piece)
+        while answered < len(Recorder.kept):
+            Recorder.kept[answered].answer()
+            answered += 1
+            await asyncio.sleep(0)
+    connection.connection_lost(None)
+    return wire
 
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\n"
@@ -112,6 +117,12 @@ PLAIN = HEAD + b"Content-Length: 5\r\nX-A: 1\r\n\r\nabcde"
 PIPELINED = PLAIN + CHUNKED + b"GET /v1/files HTTP/1.1\r\nHost: h\r\n\r\n"
 
 
+def splits(raw: bytes) -> list[Sequence[bytes]]:
+    """`raw` in two, everywhere; and a byte at a time."""
+    in_two = [(raw[:at], raw[at:]) for at in range(1, len(raw))]
+    return [*in_two, [raw[at : at + 1] for at in range(len(raw))]]
+
+
 def shape(kept: list[Recorder]) -> list[tuple[bytes, bytes, bytes]]:
     return [(one.request.head.method, one.request.head.lines, one.request.body) for one in kept]
 
@@ -122,13 +133,15 @@ def test_every_split_gives_the_same_requests(raw: bytes, requests: list[Recorder
     whole = shape(requests)
     assert whole[0] == (b"POST", b"Host: h\r\nX-A: 1\r\n", b"abcde")
     assert len(whole) == (3 if raw is PIPELINED else 1)
-    for at in range(1, len(raw)):
-        requests.clear()
-        feed(raw[:at], raw[at:])
-        assert shape(requests) == whole, at
-    requests.clear()
-    feed(*(raw[at : at + 1] for at in range(len(raw))))
-    assert shape(requests) == whole
+
+    async def all_splits() -> None:
+        gateway = Gateway(Config(workers=(Address("127.0.0.1", 1),), **CAPS))
+        for pieces in splits(raw):
+            requests.clear()
+            await connect(gateway, pieces)
+            assert shape(requests) == whole, pieces
+
+    asyncio.run(all_splits())
 
 
 def test_pipelined_requests_wait_their_turn_and_a_deep_queue_stops_reading(
@@ -272,8 +285,7 @@ ANSWERS: dict[str, tuple[bytes, bytes, bytes]] = {
 @pytest.mark.parametrize("case", ANSWERS)
 def test_every_split_gives_the_same_answer(case: str) -> None:
     raw, body, tail = ANSWERS[case]
-    splits: list[tuple[bytes, ...]] = [(raw[:at], raw[at:]) for at in range(1, len(raw))]
-    for pieces in [(raw,), *splits, tuple(raw[at : at + 1] for at in range(len(raw)))]:
+    for pieces in [(raw,), *splits(raw)]:
         sink, pool = receive(*pieces)
         assert sink.head is not None
         assert (sink.data, sink.end, sink.tail) == (body, "end", tail), pieces

@@ -11,6 +11,7 @@ The oracle knows each resident prefix as plain bytes, and answers a match by try
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 from ownerserve.cache.continuing import append_of
@@ -110,6 +111,7 @@ class Driver:
         self.resident: set[bytes] = set()
         self.sealed: set[bytes] = set()
         self.evicted_before = 0
+        self.is_filling = False
 
     # -- the engine ----------------------------------------------------------------------------
 
@@ -360,6 +362,17 @@ class Driver:
         self.finish(name)
         return begun
 
+    def fill(self, sessions: Iterable[tuple[str, bytes]]) -> None:
+        """A turn of each session, without eviction: all is looked at once, behind the last.
+
+        Looking at all of a large cache after each of its turns takes seconds.
+        """
+        self.is_filling = True
+        for name, tokens in sessions:
+            self.turn(name, tokens, session=name)
+        self.is_filling = False
+        self.check()
+
     def evict(self, count: int) -> int:
         """Evict up to `count` blocks; returns how many."""
         count = min(count, self.cache.rooms.evictable_blocks())
@@ -406,6 +419,8 @@ class Driver:
 
     def check(self) -> None:
         """The cache's own invariants, then what the oracle knows."""
+        if self.is_filling:
+            return
         self.cache.check()
         self.account()
         for prefix in self.resident:
@@ -418,6 +433,8 @@ class Driver:
 
     def account(self) -> None:
         """What was resident or sealed since is resident still, or was counted as evicted."""
+        if self.is_filling:
+            return
         evicted = self.cache.counters.evicted_tokens // B
         if not self.sealed and evicted == self.evicted_before:
             return
