@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from ownerserve.gateway.config import Address, Config
+from ownerserve.gateway.config import Config
+from ownerserve.gateway.http.access import Address
 from ownerserve.gateway.service import Gateway
 
 EVENTS = 5

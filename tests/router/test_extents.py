@@ -8,7 +8,6 @@ from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.router.decision import Reason
-from ownerserve.router.extents import CLEAN_MIN, Prefix, PrefixIndex
 from ownerserve.router.messages import (
     Arrive,
     Claimed,
@@ -25,6 +24,7 @@ from ownerserve.router.messages import (
 )
 from ownerserve.router.policies import make_policy
 from ownerserve.router.requests.body import Usage
+from ownerserve.router.sessions import CLEAN_MIN, Prefix, PrefixIndex
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile
 from tests.support.router.fleets import ABLE, dispatched, raise_up, served, unit

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from ownerserve.gateway.admin import admin_app
-from ownerserve.gateway.config import Address, Config, parse_worker
+from ownerserve.gateway.config import Config
+from ownerserve.gateway.http.access import Address, parse_worker
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.errors import InvalidInput
 
@@ -72,7 +73,7 @@ def test_connections_are_kept_on_both_sides(play: Play) -> None:
             answer = await client.post("/v1/chat/completions", x__session__id="a")
             assert answer.status == 200, number
         assert engine.connections == before + 1
-        (pool,) = world.gateway.pools.values()
+        (pool,) = world.gateway.turns.pools.values()
         assert (pool.opened, pool.reused, pool.idle) == (1, 19, 1)
 
     play(scenario, engines=1)

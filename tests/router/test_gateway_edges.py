@@ -60,7 +60,7 @@ def test_a_session_can_say_that_it_ends(play: Play) -> None:
             await client.post("/v1/chat/completions", conversation("a"))
             await client.post("/v1/chat/completions", conversation("a", turns=2), **{name: "true"})
             assert len(world.gateway.state.sessions) == 0
-            assert len(world.gateway.asking.chain) == 0
+            assert len(world.gateway.turns.asking.chain) == 0
 
     play(scenario, engines=1)
 
@@ -112,7 +112,7 @@ def test_a_clients_own_mistake_is_no_refusal(play: Play) -> None:
         client, (engine,) = await world.client(), world.engines
         engine.refuses = (400, "")
         assert (await client.post("/v1/chat/completions")).status == 400
-        assert not world.gateway.observer.pressure
+        assert not world.gateway.turns.observer.pressure
 
     play(scenario, engines=1)
 
@@ -226,7 +226,7 @@ def test_receipts_are_compared_with_what_the_engine_found(play: Play) -> None:
         assert first["x-ownerserve-action"] == "colocated_prefill"
         second = await client.post("/v1/chat/completions", body, x__session__id="a")
         expected = int(second["x-ownerserve-expected-cached-tokens"] or 0)
-        observer = world.gateway.observer
+        observer = world.gateway.turns.observer
         assert expected > 1000
         assert (observer.zero_hits, observer.receipt_error_tokens.sum) == (1, expected)
         engine.cached_tokens = expected - 7
@@ -263,7 +263,7 @@ def test_a_fleet_of_several_models_sends_each_request_to_its_own(play: Play) -> 
         for engine, model in zip(world.engines, ("tiny-a", "tiny-b"), strict=True):
             engine.says = said() | {"x-ownerserve-model": model}
         async with asyncio.timeout(3):
-            while not world.gateway.asking.serves_many:
+            while not world.gateway.turns.asking.serves_many:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
         for model, engine in (("tiny-a", 0), ("tiny-b", 1)) * 2:
@@ -292,7 +292,7 @@ def test_a_keyless_request_that_is_sent_again_is_no_other_session(play: Play) ->
         await client.post("/v1/chat/completions", conversation("a"))
         engine.refuses = None
         await client.post("/v1/chat/completions", conversation("a"))
-        assert len(world.gateway.asking.chain) == 1
+        assert len(world.gateway.turns.asking.chain) == 1
 
     play(scenario, engines=1)
 

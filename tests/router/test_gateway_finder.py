@@ -27,7 +27,8 @@ from ownerserve.directory.messages import (
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.terms import TermFile
 from ownerserve.gateway.admin import admin_app
-from ownerserve.gateway.config import Address, Config
+from ownerserve.gateway.config import Config
+from ownerserve.gateway.http.access import Address
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
@@ -187,8 +188,8 @@ def test_a_directory_that_hangs_delays_the_turns_that_asked_it_first_and_no_othe
             for name in "abcde":
                 answer = await client.post("/v1/chat/completions", x__session__id=name)
                 assert answer.status == 200
-            assert gateway.finder is not None
-            assert gateway.finder.answers == {"too_slow": 1, "not_asked": 4}
+            assert gateway.turns.finder is not None
+            assert gateway.turns.finder.answers == {"too_slow": 1, "not_asked": 4}
             assert hanging.asked == 1
             hanging.go_on.set()
 

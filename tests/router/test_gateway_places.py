@@ -119,7 +119,7 @@ async def introduced(world: World, *rpcs: str | None) -> None:
     for engine, rpc in zip(world.engines, rpcs, strict=True):
         engine.states = record(rpc)
     worker = WorkerId(f"127.0.0.1:{world.engines[0].port}")
-    await until(lambda: world.gateway.places.can_ask(worker) == (rpcs[0] is not None))
+    await until(lambda: world.gateway.turns.places.can_ask(worker) == (rpcs[0] is not None))
 
 
 def test_a_worker_that_dies_while_it_is_asked_costs_nobody_a_turn(play: Play) -> None:
@@ -149,7 +149,7 @@ def test_a_worker_that_moves_its_port_while_it_is_asked_costs_nobody_a_turn(play
         await until(lambda: first.reserves)
         world.engines[0].states = record(second.address)
         assert (await answer).status == 200
-        assert world.gateway.observer.pressure["unasked", "no_word"] == 1
+        assert world.gateway.turns.observer.pressure["unasked", "no_word"] == 1
         first.close()
         second.close()
 
@@ -166,17 +166,17 @@ def test_a_fault_of_ours_is_told_and_gives_the_receipt_back(
 ) -> None:
     async def scenario(world: World) -> None:
         gateway, admission = world.gateway, Admission()
-        (pool,) = gateway.pools.values()
+        (pool,) = gateway.turns.pools.values()
         await introduced(world, admission.address)
         client = await world.client()
         with monkeypatch.context() as patch:
             if task == "look_up":
                 nobody = EmbeddedDirectory(ManualClock(), TermFile())
-                finder = SessionFinder(nobody, gateway.lives, tell=print)
-                patch.setattr(gateway, "finder", finder)
+                finder = SessionFinder(nobody, gateway.turns.lives, tell=print)
+                patch.setattr(gateway.turns, "finder", finder)
                 patch.setattr(finder, "look_up", _broken)
             elif task == "ask":
-                patch.setattr(gateway.places, "reserve", _broken)
+                patch.setattr(gateway.turns.places, "reserve", _broken)
             else:
                 patch.setattr(pool, "connect", _broken)
             async with asyncio.timeout(3):
@@ -186,7 +186,7 @@ def test_a_fault_of_ours_is_told_and_gives_the_receipt_back(
         await world.settled()
         account = gateway.state.account
         assert (account.received, account.done) == ((0, 0) if task == "look_up" else (1, 1))
-        assert gateway.observer.pressure["error", "gateway_fault"] == 1
+        assert gateway.turns.observer.pressure["error", "gateway_fault"] == 1
         (logged,) = [line for line in caplog.records if line.exc_info]
         assert "a fault of ours" in str(logged.exc_info and logged.exc_info[1])
         if task == "connect":
@@ -209,7 +209,7 @@ def test_a_worker_that_states_no_address_is_served_unasked(play: Play, rpc: obje
         (monitor,) = world.gateway.monitors.values()
         assert monitor.problem_counts["profile.rpc"] >= 1
         assert monitor.problems[0].startswith("profile.rpc: ")
-        assert not world.gateway.places.can_ask(monitor.address.worker)
+        assert not world.gateway.turns.places.can_ask(monitor.address.worker)
         assert (await client.post("/v1/completions", x__session__id="a")).status == 200
         await engine.kill()
         await until(lambda: not world.gateway.state.fleet.up)
@@ -223,7 +223,7 @@ def test_an_address_that_turns_bad_is_given_up_and_the_probes_go_on(play: Play) 
         await introduced(world, admission.address)
         engine.states = record("tcp://[::1")
         (monitor,) = world.gateway.monitors.values()
-        await until(lambda: not world.gateway.places.can_ask(monitor.address.worker))
+        await until(lambda: not world.gateway.turns.places.can_ask(monitor.address.worker))
         await engine.kill()
         await until(lambda: not world.gateway.state.fleet.up)
         admission.close()
@@ -244,7 +244,7 @@ def test_a_fault_while_a_worker_is_looked_after_is_logged_and_it_is_probed_on(
             if part == "answer":
                 patch.setattr("ownerserve.gateway.workers.health.read_status", fails)
             else:
-                patch.setattr(world.gateway.lines, "learn", fails)
+                patch.setattr(world.gateway.turns.lines, "learn", fails)
             await until(lambda: any(line.exc_info for line in caplog.records))
         await until(lambda: world.gateway.state.fleet.up)
         await engine.kill()
@@ -277,7 +277,7 @@ def test_a_client_that_hangs_up_before_the_first_byte_gives_its_place_back(
     play: Play, stage: str
 ) -> None:
     async def scenario(world: World) -> None:
-        (pool,), admission = world.gateway.pools.values(), Admission()
+        (pool,), admission = world.gateway.turns.pools.values(), Admission()
         await introduced(world, admission.address)
         client, never = await world.client(), asyncio.Event()
         if stage == "asked":  # it has its place, and no connection yet
@@ -287,7 +287,7 @@ def test_a_client_that_hangs_up_before_the_first_byte_gives_its_place_back(
         turn = asyncio.create_task(client.post("/v1/completions", x__session__id="a"))
         heard = Commit(1) if stage == "sent" else None
         await until(lambda: admission.reserves and (heard is None or heard in admission.asked))
-        await until(lambda: world.gateway.places.counts["reserved"] == 1)
+        await until(lambda: world.gateway.turns.places.counts["reserved"] == 1)
         client.hang_up()
         await until(lambda: Release(1) in admission.asked)
         turn.cancel()
@@ -309,7 +309,7 @@ def test_a_client_that_hangs_up_while_a_worker_is_asked_calls_that_off(play: Pla
         client.hang_up()
         await until(lambda: admission.cancelled)
         assert admission.cancelled == [admission.nonces[0]]
-        await until(lambda: world.gateway.places.counts["cancelled"] == 1)
+        await until(lambda: world.gateway.turns.places.counts["cancelled"] == 1)
         turn.cancel()
         admission.close()
 
@@ -326,7 +326,7 @@ def test_a_silent_worker_is_asked_again_and_then_called_off(play: Play) -> None:
         await until(lambda: admission.cancelled)
         assert len(admission.reserves) == 1, "one wish"
         assert len(admission.nonces) > 1 and set(admission.nonces) == set(admission.cancelled)
-        assert world.gateway.places.counts["no_answer"] == 1
+        assert world.gateway.turns.places.counts["no_answer"] == 1
         admission.close()
 
     play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)
@@ -364,10 +364,10 @@ def test_a_turn_that_all_refused_for_room_is_one_request_sent_unasked(play: Play
         account = gateway.state.account
         assert (account.received, account.done, account.rejected) == (1, 1, 0)
         assert account.reasons[Reason.RETRY_UNASKED] == 1
-        decided = [decision[3] for decision in gateway.observer.decisions]
+        decided = [decision[3] for decision in gateway.turns.observer.decisions]
         assert not [one for one in decided if isinstance(one, Refuse)]
         assert [one.attempt for one in decided] == [1, 2, 3]
-        assert gateway.observer.pressure["unasked", "all_refused"] == 1
+        assert gateway.turns.observer.pressure["unasked", "all_refused"] == 1
         for engine in world.engines:
             engine.refuses = (429, "no_room")
         told = await client.post("/v1/chat/completions", x__session__id="b")
@@ -386,6 +386,6 @@ def test_no_more_tokens_are_lost_than_the_prompt_has(play: Play) -> None:
         engine.usage = b'{"prompt_tokens": 30, "completion_tokens": 1}'
         await client.post("/v1/completions", x__session__id="a")
         await world.settled()
-        assert world.gateway.observer.lost_tokens == 30
+        assert world.gateway.turns.observer.lost_tokens == 30
 
     play(scenario, engines=1)

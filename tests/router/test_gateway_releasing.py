@@ -131,7 +131,7 @@ def test_the_owner_is_asked_and_its_word_is_followed(
         node = Node(says)
         owner.states, guest.states = record(0, node.address), record(1, None)
         name_here = WorkerId(f"127.0.0.1:{owner.port}")
-        await until(lambda: gateway.lines.of(name_here))
+        await until(lambda: gateway.turns.lines.of(name_here))
         owner.says = stamp(0, **OWNED, version=4)
         guest.says = stamp(1)
         client = await world.client()
@@ -151,14 +151,14 @@ def test_the_owner_is_asked_and_its_word_is_followed(
             assert isinstance(told.name, str)
             wanted = ReleaseSession(SessionId(told.name), EPOCH, own_unit(1))
             heard = min(number + 1, times)
-            await until(lambda heard=heard: gateway.releasing.counts[outcome] >= heard)
+            await until(lambda heard=heard: gateway.turns.releasing.counts[outcome] >= heard)
             owner.says = stamp(0)  # from now on it serves as a guest
             if number == 0:
                 assert node.asked == [wanted]
                 assert await turn() is owner
         assert node.asked == [wanted] * times
-        assert gateway.releasing.counts == {outcome: times}
-        assert gateway.lines.asked["release_session"] == times
+        assert gateway.turns.releasing.counts == {outcome: times}
+        assert gateway.turns.lines.asked["release_session"] == times
         node.close()
 
     play(
@@ -190,7 +190,7 @@ def test_a_guest_says_who_owns_and_the_session_goes_back_there(play: Play) -> No
         assert await turn() is here
         assert await turn() is there
         assert line_of(there.seen[-1][0]).epoch == Epoch(Term(3, 77), 6)
-        assert not gateway.releasing.counts
+        assert not gateway.turns.releasing.counts
 
     play(
         scenario,
@@ -208,7 +208,7 @@ def test_an_owner_that_cannot_be_asked_costs_nobody_a_turn(play: Play) -> None:
         for _ in range(4):
             answer = await client.post("/v1/completions", x__session__id="a")
             assert answer.status == 200
-        await until(lambda: world.gateway.releasing.counts == {"unreachable": 2})
+        await until(lambda: world.gateway.turns.releasing.counts == {"unreachable": 2})
         assert json.loads(answer.body)
 
     play(
@@ -225,14 +225,14 @@ def test_the_owner_is_told_that_the_last_turn_was_done_elsewhere(play: Play) -> 
         node = Node(Released())
         owner.states, guest.states = record(0, node.address), record(1, None)
         name_here = WorkerId(f"127.0.0.1:{owner.port}")
-        await until(lambda: gateway.lines.of(name_here))
+        await until(lambda: gateway.turns.lines.of(name_here))
         owner.says, guest.says = stamp(0, **OWNED, version=4), stamp(1)
         client = await world.client()
         await client.post("/v1/completions", x__session__id="a")
         final = {"x__session__id": "a", "x__ownerserve__session__final": "true"}
         answer = await client.post("/v1/completions", **final)
         assert world.engine_of(answer) is guest
-        await until(lambda: gateway.releasing.counts["released"])
+        await until(lambda: gateway.turns.releasing.counts["released"])
         name = line_of(guest.seen[-1][0]).name
         assert name is not None
         assert node.asked == [ReleaseSession(SessionId(name), EPOCH)]

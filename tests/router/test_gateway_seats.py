@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ownerserve.gateway import service
+from ownerserve.router.admission import SeatSettings
 from ownerserve.router.messages import Down, WorkerDown, WorkerUp
-from ownerserve.router.seats import SeatSettings
 from ownerserve.router.worker import Profile
 
 Play = Callable[..., None]
@@ -35,7 +35,7 @@ def small(world: World) -> None:
 
 async def waiting(world: World, count: int) -> None:
     async with asyncio.timeout(2):
-        while world.gateway.lobby.waiting != count:
+        while len(world.gateway.turns.admission) != count:
             await asyncio.sleep(0.001)
 
 
@@ -51,8 +51,8 @@ def test_a_new_session_waits_until_another_is_over(play: Play) -> None:
         ended = await first.post(CHAT, ONE, x__session__id="a", x__ownerserve__session__final="1")
         assert ended.status == 200
         assert (await answer).status == 200
-        assert world.gateway.lobby.waiting == 0
-        world.gateway.lobby.seats.check()
+        assert len(world.gateway.turns.admission) == 0
+        world.gateway.turns.admission.admission.check()
 
     play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
 
@@ -66,7 +66,7 @@ def test_nobody_waits_beyond_the_patience(play: Play, monkeypatch: pytest.Monkey
         client = await world.client()
         assert (await client.post(CHAT, ONE, x__session__id="a")).status == 200
         assert (await client.post(CHAT, OTHER, x__session__id="b")).status == 200
-        assert world.gateway.lobby.seats.impatient == 1
+        assert world.gateway.turns.admission.admission.impatient == 1
 
     patient = SeatSettings(share=1.0, growth_tokens=0, patience_s=0.3)
     play(scenario, engines=1, seats=patient, health_interval_s=60.0)
@@ -88,7 +88,7 @@ def test_small_sessions_enter_a_small_worker_that_states_its_memory(play: Play) 
                 body = b'{"prompt": "%b %b"}' % (name.encode(), b"z" * 20)
                 async with asyncio.timeout(2):
                     assert (await client.post(CHAT, body, x__session__id=name)).status == 200
-        assert world.gateway.lobby.seats.impatient == 0
+        assert world.gateway.turns.admission.admission.impatient == 0
 
     states = [json.dumps(state).encode()]
     play(scenario, engines=1, states=states, seats=SeatSettings(share=0.9))
@@ -170,6 +170,6 @@ def test_while_no_worker_is_up_a_new_session_is_refused_at_once(play: Play) -> N
         world.gateway.state.handle(WorkerDown(worker.id, Down.REMOVED), world.gateway.now())
         async with asyncio.timeout(2):
             assert (await client.post(CHAT, OTHER, x__session__id="b")).status == 503
-        world.gateway.lobby.seats.check()
+        world.gateway.turns.admission.admission.check()
 
     play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)

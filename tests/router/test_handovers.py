@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
-from ownerserve.router.handovers import IN_FLIGHT_MAX
+from ownerserve.router.knowledge import IN_FLIGHT_MAX
 from ownerserve.router.messages import (
     NOTED,
     Aborted,
@@ -18,7 +18,6 @@ from ownerserve.router.messages import (
     Done,
     Down,
     FirstByte,
-    Receipt,
     ReleaseEnd,
     ReleaseEnded,
     SessionEnd,
@@ -26,6 +25,7 @@ from ownerserve.router.messages import (
     WorkerUp,
 )
 from ownerserve.router.requests.body import Usage
+from ownerserve.router.worker import Receipt
 from tests.support.router.fleets import unit
 from tests.support.router.homes import Fleet, S, epoch, stamp
 

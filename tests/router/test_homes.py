@@ -30,7 +30,6 @@ from ownerserve.router.messages import (
     FirstByte,
     Gone,
     Migrated,
-    Receipt,
     Refuse,
     Reported,
     SessionEnd,
@@ -42,6 +41,7 @@ from ownerserve.router.policies import make_policy
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.settings import Settings
 from ownerserve.router.state import RouterState
+from ownerserve.router.worker import Receipt
 from tests.support.router.fleets import ABLE, unit
 from tests.support.router.homes import FORK, NAMES, TIP, Fleet, S, epoch, stamp
 

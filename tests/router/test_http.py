@@ -8,15 +8,14 @@ from typing import ClassVar
 
 import pytest
 
-from ownerserve.gateway.config import Address, Config
-from ownerserve.gateway.http import client as client_module
-from ownerserve.gateway.http.access import open_access
-from ownerserve.gateway.http.client import ClientConnection
+from ownerserve.gateway import service
+from ownerserve.gateway.config import Config
+from ownerserve.gateway.http.access import Address, open_access
+from ownerserve.gateway.http.client import ClientConnection, Request
 from ownerserve.gateway.http.heads import ResponseHead
-from ownerserve.gateway.http.pool import WorkerPool
-from ownerserve.gateway.http.requests import Request
-from ownerserve.gateway.http.upstream import UpstreamConnection
+from ownerserve.gateway.http.upstream import UpstreamConnection, WorkerPool
 from ownerserve.gateway.service import Gateway
+from ownerserve.gateway.turns import Turns
 from ownerserve.router.messages import Failure
 
 CAPS = {"head_max_bytes": 2048, "body_max_bytes": 4096}
@@ -59,7 +58,9 @@ class Recorder:
 
     kept: ClassVar[list[Recorder]] = []
 
-    def __init__(self, gateway: Gateway, client: ClientConnection, request: Request) -> None:
+    def __init__(
+        self, turns: Turns, client: ClientConnection, request: Request, request_id: bytes
+    ) -> None:
         self.request = request
         self.client = client
         self.aborted = False
@@ -77,7 +78,7 @@ class Recorder:
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorder]]:
-    monkeypatch.setattr(client_module, "Exchange", Recorder)
+    monkeypatch.setattr(service, "Exchange", Recorder)
     Recorder.kept = []
     yield Recorder.kept
 
@@ -235,8 +236,9 @@ class Sink:
         self.end: object = None
         self.tail = b""
 
-    def answer_begin(self, head: ResponseHead, first: bytes) -> None:
+    def answer_begin(self, head: ResponseHead, first: bytes) -> Sink:
         self.head, self.data = head, first
+        return self
 
     def answer_bytes(self, data: bytes) -> None:
         self.data += data

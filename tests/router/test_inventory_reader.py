@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from ownerserve.gateway.config import Address, Config
-from ownerserve.gateway.http.access import open_access
+from ownerserve.gateway.config import Config
+from ownerserve.gateway.http.access import Address, open_access
 from ownerserve.gateway.workers.inventory import InventoryReader
 from ownerserve.kv.ids import Incarnation
 from ownerserve.kv.wire.inventory import Has, Page

@@ -13,7 +13,8 @@ import uvloop
 from click.testing import CliRunner
 
 from ownerserve.cli.gateway import command
-from ownerserve.gateway.config import Address, Config
+from ownerserve.gateway.config import Config
+from ownerserve.gateway.http.access import Address
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, WorkerId

@@ -40,7 +40,7 @@ def test_what_a_plain_engine_lost_of_the_last_prompt_is_seen(
                 b' "prompt_tokens_details": {"cached_tokens": %d}}' % (prompt, output, cached)
             )
             await client.post("/v1/chat/completions", BODY, x__session__id="a")
-        observer = world.gateway.observer
+        observer = world.gateway.turns.observer
         assert (observer.reseeds, observer.lost_tokens) == (int(lost > 0), lost)
 
     play(scenario, engines=1)

@@ -12,9 +12,9 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.router.admission import ENTER, Enter, SeatSettings, SessionAdmission, Ticket, Wait
 from ownerserve.router.candidates import room_tokens
 from ownerserve.router.messages import WorkerUp
-from ownerserve.router.seats import ENTER, Enter, Seats, SeatSettings, Ticket, Wait
 from ownerserve.router.worker import Load, Profile, Worker
 from tests.support.router.fleets import PLAIN, fleet_of, load
 
@@ -27,18 +27,20 @@ def s(name: str) -> SessionId:
     return SessionId(name)
 
 
-def seats(*profiles: Profile, rules: SeatSettings = RULES) -> Seats:
+def seats(*profiles: Profile, rules: SeatSettings = RULES) -> SessionAdmission:
     """In front of workers that all have something to do."""
     fleet = fleet_of(*(profiles or (KNOWN,)))
     for worker in fleet:
         load(worker, sequences=1)
-    return Seats(fleet, rules)
+    return SessionAdmission(fleet, rules)
 
 
-def idle_seats(*profiles: Profile, rules: SeatSettings = RULES) -> tuple[Seats, list[Worker]]:
+def idle_seats(
+    *profiles: Profile, rules: SeatSettings = RULES
+) -> tuple[SessionAdmission, list[Worker]]:
     """In front of workers that do nothing, and those."""
     fleet = fleet_of(*profiles)
-    return Seats(fleet, rules), list(fleet)
+    return SessionAdmission(fleet, rules), list(fleet)
 
 
 def word(
@@ -216,7 +218,7 @@ def test_who_comes_while_others_wait_enters_where_none_of_them_fits() -> None:
 def test_while_no_worker_is_up_nobody_waits_and_nobody_is_promised_anything() -> None:
     """A new session waited 45 s for the refusal that it gets at once without seats."""
     fleet = fleet_of(KNOWN)
-    (worker,), room = fleet, Seats(fleet, RULES)
+    (worker,), room = fleet, SessionAdmission(fleet, RULES)
     worker.add(Load(0.0, 0, 10))
     room.ask(s("a"), 95_000, parent=None, now_s=0.0)
     waits = room.ask(s("b"), 60_000, parent=None, now_s=1.0)

@@ -199,7 +199,7 @@ def test_a_session_with_aliases_ends_whole(play: Play) -> None:
         assert last.final
         assert read_session_id(session_id or "") == TurnLine(name=last.name, final=True)
         await world.settled()
-        assert len(world.gateway.asking.chain) == 0
+        assert len(world.gateway.turns.asking.chain) == 0
         assert len(world.gateway.state.sessions) == 0
 
     play(scenario, engines=1)
@@ -269,7 +269,7 @@ def test_no_session_is_renamed_when_the_fleet_learns_of_a_second_model(play: Pla
             if turns == 1:
                 two.says = says("tiny-b", life=2)
                 async with asyncio.timeout(3):
-                    while not gateway.asking.serves_many:
+                    while not gateway.turns.asking.serves_many:
                         await asyncio.sleep(0.01)
         assert [sorted(known) for known in names] == [sorted(names[0])] * 3
         assert len(names[0]) == 2

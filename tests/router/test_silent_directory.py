@@ -15,7 +15,8 @@ import zmq
 
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.gateway.admin import admin_app
-from ownerserve.gateway.config import Address, Config
+from ownerserve.gateway.config import Config
+from ownerserve.gateway.http.access import Address
 from ownerserve.gateway.service import Gateway
 
 WAIT_S = 60.0

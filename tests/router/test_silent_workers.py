@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ownerserve.gateway.config import Address, Config, parse_worker
-from ownerserve.gateway.http.access import open_access
-from ownerserve.gateway.http.pool import WorkerPool
+from ownerserve.gateway.config import Config
+from ownerserve.gateway.http.access import Address, open_access, parse_worker
+from ownerserve.gateway.http.upstream import WorkerPool
 from ownerserve.gateway.workers.health import HealthMonitor
 from ownerserve.gateway.workers.inventory import InventoryReader
 from ownerserve.kv.ids import Incarnation
@@ -123,7 +123,7 @@ def test_an_answer_that_goes_on_is_left_alone_though_its_worker_is_taken_out(
     """Probes may go unanswered at a worker that is merely busy."""
 
     async def scenario(world: World) -> None:
-        (engine,), (pool,) = world.engines, world.gateway.pools.values()
+        (engine,), (pool,) = world.engines, world.gateway.turns.pools.values()
         client = await world.client()
         client.writer.write(b"POST /v1/slow HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\n\r\n{}")
         await client.reader.readuntil(b"\r\n\r\n")

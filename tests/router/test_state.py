@@ -21,7 +21,6 @@ from ownerserve.router.messages import (
     Failed,
     Failure,
     FirstByte,
-    Receipt,
     Refusal,
     Refuse,
     SessionEnd,
@@ -32,6 +31,7 @@ from ownerserve.router.messages import (
 from ownerserve.router.policies import make_policy
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.state import RetryBudget, RouterState
+from ownerserve.router.worker import Receipt
 
 W = [WorkerId(f"w{number}") for number in range(3)]
 S, T = SessionId("s"), SessionId("t")

@@ -225,6 +225,6 @@ def test_a_usage_of_400_digits_costs_the_gateway_nothing(play: Play) -> None:
         gateway = world.gateway
         gateway.state.check()
         assert (gateway.state.account.finished, gateway.state.account.usages_refused) == (3, 3)
-        assert gateway.observer.prompt_tokens == 0
+        assert gateway.turns.observer.prompt_tokens == 0
 
     play(scenario, engines=1)

@@ -19,9 +19,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ownerserve.gateway.admin import admin_app
-from ownerserve.gateway.config import Address, Config, parse_worker
-from ownerserve.gateway.http.access import open_access, read_key
-from ownerserve.gateway.http.pool import WorkerPool
+from ownerserve.gateway.config import Config
+from ownerserve.gateway.http.access import Address, open_access, parse_worker, read_key
+from ownerserve.gateway.http.upstream import WorkerPool
 from ownerserve.gateway.workers.health import HealthMonitor
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.router.messages import Down, WorkerDown

@@ -24,8 +24,8 @@ from ownerserve.kv.wire.status import (
     WorkerStatus,
     unit_statement,
 )
+from ownerserve.router.admission import SeatSettings
 from ownerserve.router.messages import Down
-from ownerserve.router.seats import SeatSettings
 from ownerserve.router.worker import DEFAULT_SPEED, Role
 
 Play = Callable[..., None]

@@ -16,11 +16,11 @@ from ownerserve.cli.output import OutputFile
 from ownerserve.directory.opening import opener_of
 from ownerserve.directory.port import Directory
 from ownerserve.gateway.admin import admin_server
-from ownerserve.gateway.config import Config, parse_worker
-from ownerserve.gateway.http.access import read_key
+from ownerserve.gateway.config import Config
+from ownerserve.gateway.http.access import parse_worker, read_key
 from ownerserve.gateway.service import Gateway
+from ownerserve.router.admission import SeatSettings
 from ownerserve.router.policies import POLICIES, make_policy
-from ownerserve.router.seats import SeatSettings
 from ownerserve.router.settings import DEFAULTS
 from ownerserve.router.worker import DEFAULT_SPEED, Speed
 
@@ -214,7 +214,9 @@ def _announce(gateway: Gateway, admin_port: int, ready_file: Path | None) -> Non
     """Say where we are; the ready file appears whole or not at all."""
     host, up = gateway.config.host, len(gateway.state.fleet.up)
     data_url, admin_url = f"http://{host}:{gateway.port}", f"http://{host}:{admin_port}"
-    click.echo(f"gateway {data_url}  admin {admin_url}  {up} of {len(gateway.pools)} workers up")
+    click.echo(
+        f"gateway {data_url}  admin {admin_url}  {up} of {len(gateway.turns.pools)} workers up"
+    )
     if ready_file is not None:
         part = ready_file.with_name(ready_file.name + ".part")
         part.write_text(f"{data_url}\n{admin_url}\n")

@@ -24,11 +24,11 @@ from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.shape import shape_of
 from ownerserve.plan.question import model_state
 from ownerserve.router.decision import TERMS, Decision, Option, Request, classify
-from ownerserve.router.extents import Copy
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import WorkerUp
 from ownerserve.router.policies import POLICIES, make_policy
 from ownerserve.router.pricing import Pricer, rank
+from ownerserve.router.sessions import Copy
 from ownerserve.router.settings import Settings, derive
 from ownerserve.router.worker import EVERY_ACTION, LOADED_TIERS, Load, Profile, Role, Speed, Worker
 

@@ -21,8 +21,8 @@ from ownerserve.gateway.metrics import GatewayCollector
 from ownerserve.gateway.observe import Decided
 from ownerserve.gateway.workers.health import HealthMonitor
 from ownerserve.router.decision import Decision
-from ownerserve.router.extents import Copy
 from ownerserve.router.messages import Dispatch
+from ownerserve.router.sessions import Copy
 from ownerserve.router.worker import Worker
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def status(gateway: Gateway) -> dict[str, Any]:
         "policy": gateway.config.policy,
         "draining": gateway.draining,
         "sessions": len(state.sessions),
-        "content_sessions": len(gateway.asking.chain),
+        "content_sessions": len(gateway.turns.asking.chain),
         "directory": _directory(gateway),
         "clients": len(gateway.clients),
         "live": state.live,
@@ -59,24 +59,26 @@ def status(gateway: Gateway) -> dict[str, Any]:
                 "batch": worker.batch,
                 "occupancy": round(worker.occupancy, 4),
                 "profile": _profile(gateway, worker),
-                "connections_opened": gateway.pools[worker.id].opened,
-                "connections_reused": gateway.pools[worker.id].reused,
-                "connections_idle": gateway.pools[worker.id].idle,
+                "connections_opened": gateway.turns.pools[worker.id].opened,
+                "connections_reused": gateway.turns.pools[worker.id].reused,
+                "connections_idle": gateway.turns.pools[worker.id].idle,
             }
             for worker in state.fleet
         ],
         "probes": {name: _probe(monitor) for name, monitor in gateway.monitors.items()},
-        "never_up": [name for name in gateway.pools if name not in {w.id for w in state.fleet}],
+        "never_up": [
+            name for name in gateway.turns.pools if name not in {w.id for w in state.fleet}
+        ],
     }
 
 
 def _directory(gateway: Gateway) -> dict[str, Any] | None:
     """What the directory answered, and who owns sessions there; None: none is asked."""
-    if gateway.finder is None:
+    if gateway.turns.finder is None:
         return None
     stated = {name: monitor.stated for name, monitor in gateway.monitors.items()}
     owning = [name for name, one in stated.items() if one and one.profile.owns_sessions]
-    return {"answers": dict(gateway.finder.answers), "workers_owning": owning}
+    return {"answers": dict(gateway.turns.finder.answers), "workers_owning": owning}
 
 
 def _probe(monitor: HealthMonitor) -> dict[str, Any]:
@@ -178,7 +180,7 @@ def admin_app(gateway: Gateway) -> Starlette:
         last = request.query_params.get("last", "100")
         if not last.isdigit():
             return _json({"error": f"last: {last!r} is no count; write ?last=100"}, 400)
-        kept = list(gateway.observer.decisions)[-int(last) :] if int(last) else []
+        kept = list(gateway.turns.observer.decisions)[-int(last) :] if int(last) else []
         return _json({"decisions": [decision(one, gateway.now()) for one in reversed(kept)]})
 
     async def get_metrics(request: Request) -> Response:

@@ -14,9 +14,9 @@ from http import HTTPStatus
 
 import msgspec
 
+from ownerserve.gateway.http.client import Request
 from ownerserve.gateway.http.heads import GROUP_HEADER, RequestHead
 from ownerserve.gateway.http.replies import Rejected
-from ownerserve.gateway.http.requests import Request
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.messages import Arrive

@@ -26,7 +26,7 @@ from ownerserve.directory.messages import (
     SessionIs,
 )
 from ownerserve.directory.port import Directory
-from ownerserve.gateway.lives import Lives
+from ownerserve.gateway.workers.rpc import Lives
 from ownerserve.kv.epoch import Epoch, later
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId

@@ -52,7 +52,7 @@ class GatewayCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._requests()
         yield from self._workers()
-        observer = self._gateway.observer
+        observer = self._gateway.turns.observer
         yield _histogram(
             "first_byte_seconds", "Arrival to the answer's first byte.", observer.first_byte_s
         )
@@ -67,7 +67,7 @@ class GatewayCollector(Collector):
             )
 
     def _requests(self) -> Iterator[Metric]:
-        account, observer = self._gateway.state.account, self._gateway.observer
+        account, observer = self._gateway.state.account, self._gateway.turns.observer
         yield CounterMetricFamily(
             "ownerserve_requests", "Requests that asked for a worker.", value=account.received
         )
@@ -86,7 +86,7 @@ class GatewayCollector(Collector):
         yield GaugeMetricFamily(
             "ownerserve_sessions_waiting",
             "New sessions that wait for a seat.",
-            value=self._gateway.lobby.waiting,
+            value=len(self._gateway.turns.admission),
         )
         for attribute, name, text, label in _BY_LABEL:
             family = CounterMetricFamily(name, text, labels=[label])
@@ -100,7 +100,7 @@ class GatewayCollector(Collector):
 
     def _receipts(self) -> Iterator[Metric]:
         """Decisions against what came of them."""
-        observer = self._gateway.observer
+        observer = self._gateway.turns.observer
         pressure = CounterMetricFamily(
             "ownerserve_pressure",
             "What did not go as decided: workers' refusals, lost attempts, state that was not "
@@ -142,27 +142,29 @@ class GatewayCollector(Collector):
         yield _counts(
             "places",
             "What workers said when asked for a place before a turn was sent.",
-            outcome=gateway.places.counts,
+            outcome=gateway.turns.places.counts,
         )
         yield _counts(
             "releases",
             "What owners answered when asked to hand a session over to where its turn was done.",
-            outcome=gateway.releasing.counts,
+            outcome=gateway.turns.releasing.counts,
         )
         yield _counts(
-            "node_requests", "Requests on workers' RPC ports, by type.", request=gateway.lines.asked
+            "node_requests",
+            "Requests on workers' RPC ports, by type.",
+            request=gateway.turns.lines.asked,
         )
         yield _counts(
             "answer_line_problems",
             "Fields of workers' x-ownerserve-answer that could not be used.",
-            field=gateway.observer.bad_lines,
+            field=gateway.turns.observer.bad_lines,
         )
-        if gateway.finder is not None:
+        if gateway.turns.finder is not None:
             yield _counts(
                 "directory_answers",
                 "What the directory answered when asked who owns a session: outcomes, and refusals "
                 "by reason.",
-                answer=gateway.finder.answers,
+                answer=gateway.turns.finder.answers,
             )
 
     def _workers(self) -> Iterator[Metric]:
@@ -202,7 +204,7 @@ class GatewayCollector(Collector):
             "Connections opened to a worker, and exchanges on a kept one.",
             labels=["worker", "kind"],
         )
-        for name, pool in self._gateway.pools.items():
+        for name, pool in self._gateway.turns.pools.items():
             connections.add_metric([name, "opened"], pool.opened)
             connections.add_metric([name, "reused"], pool.reused)
         yield connections

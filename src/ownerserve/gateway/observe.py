@@ -11,8 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from ownerserve.gateway.came import Came
 from ownerserve.gateway.http.replies import Rejected
+from ownerserve.gateway.stamps import Came
 from ownerserve.kv.messages import ExecutionMode
 from ownerserve.router.decision import Reason
 from ownerserve.router.messages import Dispatch, Refuse

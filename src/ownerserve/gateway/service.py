@@ -12,40 +12,25 @@ import os
 from itertools import count
 
 from ownerserve.directory.port import Directory
-from ownerserve.gateway.asking import Asking
 from ownerserve.gateway.config import Config
-from ownerserve.gateway.finder import SessionFinder
-from ownerserve.gateway.http.access import open_access
-from ownerserve.gateway.http.client import ClientConnection
-from ownerserve.gateway.http.pool import WorkerPool
-from ownerserve.gateway.lives import Lives
-from ownerserve.gateway.lobby import Lobby
-from ownerserve.gateway.observe import Observer
+from ownerserve.gateway.exchange import Exchange
+from ownerserve.gateway.http.client import ClientConnection, Request
+from ownerserve.gateway.http.model_list import Models, union
+from ownerserve.gateway.http.replies import Rejected
+from ownerserve.gateway.turns import Turns
 from ownerserve.gateway.workers.health import HealthMonitor, News
 from ownerserve.gateway.workers.inventory import InventoryReader
-from ownerserve.gateway.workers.lines import Lines
-from ownerserve.gateway.workers.model_list import Models, union
-from ownerserve.gateway.workers.places import Places
-from ownerserve.gateway.workers.releasing import Releasing
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.router.messages import (
-    Arrive,
-    Claimed,
     Down,
     Drain,
-    Gone,
-    ReleaseEnded,
-    Reported,
     Stamped,
     WorkerDown,
     WorkerUp,
 )
-from ownerserve.router.policies import POLICIES, make_policy
+from ownerserve.router.policies import POLICIES
 from ownerserve.router.policies.apart import lacking, unmet
-from ownerserve.router.seats import Seats
-from ownerserve.router.state import RouterState
 
 SWEEP_INTERVAL_S = 5.0
 BACKLOG = 4096
@@ -72,37 +57,19 @@ class Gateway:
         if len({address.worker for address in config.workers}) < len(config.workers):
             raise InvalidInput("worker", "one address is given twice", "give each once")
         self.config = config
-        self.policy = make_policy(config.policy, config.settings)
-        self.state = RouterState(self.policy, settings=config.settings)
-        self.access = open_access(config.worker_key, config.worker_ca_file)
+        self.turns = turns = Turns(config, directory)
+        self.now = turns.now
+        self.state = turns.state
+        self.limits = config.limits
         self.clients: set[ClientConnection] = set()
-        self.pools: dict[WorkerId, WorkerPool] = {
-            address.worker: WorkerPool(
-                address, self.access, connect_timeout_s=config.connect_timeout_s
-            )
-            for address in config.workers
-        }
         self.draining = False
-        loop = asyncio.get_running_loop()
-        self.now = loop.time
-        seats = None if config.seats is None else Seats(self.state.fleet, config.seats)
-        self.lobby = Lobby(seats, self.now)
-        self.asking = Asking(resolve=self.state.sessions.resolve, is_known=self._is_known)
-        self.lives = Lives()
-        self.finder = None
-        if directory is not None:
-            self.finder = SessionFinder(directory, self.lives, tell=self.claimed)
-        self.observer = Observer(self.now, decisions_kept=config.decisions_kept)
         self.monitors = {
-            address.worker: HealthMonitor(address, config, access=self.access, tell=self._heard)
+            address.worker: HealthMonitor(address, config, access=turns.access, tell=self._heard)
             for address in config.workers
         }
-        self.lines = Lines(key=config.fleet_key)
-        self.places = Places(self.lines)
-        self.releasing = Releasing(self.lines, self.lives, tell=self._told)
         self.inventories = {
             address.worker: InventoryReader(
-                address, config, access=self.access, fleet=self.state.fleet, tell=self._told
+                address, config, access=turns.access, fleet=self.state.fleet, tell=turns.told
             )
             for address in config.workers
         }
@@ -111,21 +78,32 @@ class Gateway:
         self._ids = count(1)
         self._id_prefix = f"os-{os.urandom(6).hex()}-"
 
+    # What client connections ask (http.client.ClientPort)
+
+    @property
+    def workers_up(self) -> int:
+        """Workers that may be chosen."""
+        return len(self.state.fleet.up)
+
     def next_request_id(self) -> bytes:
         """An id for a request that came without one: unique among gateways, cheap."""
         return f"{self._id_prefix}{next(self._ids)}".encode()
 
-    def stranger(self, arrive: Arrive) -> SessionId | None:
-        """The session's name, if the directory may know more of it than this gateway.
+    def models(self) -> Models:
+        """What the workers that are up serve, together."""
+        up = {worker.id for worker in self.state.fleet.up}
+        return union(monitor.models for name, monitor in self.monitors.items() if name in up)
 
-        One without a place to go to is new here, known by a worker's inventory alone, or its owner
-        is lost: another gateway may have sent it elsewhere since.
-        """
-        name = arrive.session
-        if not name or self.finder is None:
-            return None
-        known = self.state.sessions.get(self.state.sessions.resolve(name))
-        return None if known is not None and known.live_home is not None else name
+    def rejected(self, rejected: Rejected) -> None:
+        """A client is told no."""
+        self.turns.observer.rejected(rejected)
+
+    def begin(self, client: ClientConnection, request: Request) -> Exchange:
+        """Whoever has the request answered; not started."""
+        given = request.head.request_id
+        return Exchange(self.turns, client, request, given or self.next_request_id())
+
+    # The process
 
     @property
     def port(self) -> int:
@@ -157,7 +135,7 @@ class Gateway:
         """Take no more; wait for what is live, at most `drain_timeout_s`; then close all."""
         self.draining = True
         self.state.handle(Drain(), self.now())
-        self.lobby.let_all_in()
+        self.turns.admission.let_all_in(self.now())
         assert self._server is not None
         self._server.close()
         deadline_s = self.now() + self.config.drain_timeout_s
@@ -174,12 +152,12 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for client in list(self.clients):
             client.close()
-        for pool in self.pools.values():
+        for pool in self.turns.pools.values():
             pool.close_idle()
-        if self.finder is not None:
-            self.finder.close()
-        self.releasing.close()
-        self.lines.close()
+        if self.turns.finder is not None:
+            self.turns.finder.close()
+        self.turns.releasing.close()
+        self.turns.lines.close()
         await asyncio.sleep(0)  # let the transports report their end
 
     def _heard(self, event: News) -> None:
@@ -190,54 +168,37 @@ class Gateway:
                 stated = self.monitors[worker].stated
                 if incarnation is not None:
                     unit = RoutingUnit(worker, dp_rank, incarnation)
-                    self.lives.up(unit, None if stated is None else stated.unit.worker)
+                    self.turns.lives.up(unit, None if stated is None else stated.unit.worker)
                 rpc = None if stated is None else stated.profile.rpc
-                self.lines.learn(worker, self.pools[worker].address.host, rpc)
+                self.turns.lines.learn(worker, self.turns.pools[worker].address.host, rpc)
             case WorkerDown(worker, why):
-                self.lives.down(worker)
-                self.lines.learn(worker, self.pools[worker].address.host, None)
-                self.pools[worker].close_idle()
+                self.turns.lives.down(worker)
+                self.turns.lines.learn(worker, self.turns.pools[worker].address.host, None)
+                self.turns.pools[worker].close_idle()
                 if why is Down.UNHEALTHY:  # one that nobody listens at may be ending what it has
-                    self.pools[worker].found_out()
+                    self.turns.pools[worker].found_out()
             case Stamped():
                 return
         names = {name for one in self.state.fleet for name in one.profile.names}
         if any(monitor.unlearnt is not None for monitor in self.monitors.values()):
             names.add(SOME_OTHER)
-        self.asking.serves(names)
-
-    def models(self) -> Models:
-        """What the workers that are up serve, together."""
-        up = {worker.id for worker in self.state.fleet.up}
-        return union(monitor.models for name, monitor in self.monitors.items() if name in up)
-
-    def _told(self, event: Reported | Gone | ReleaseEnded) -> None:
-        self.state.handle(event, self.now())
+        self.turns.asking.serves(names)
 
     def _look_at_offers(self) -> None:
         """Can the policy be what its name says, over the workers that answered?"""
         answered = len({worker.id for worker in self.state.fleet if worker.up})
-        action = unmet(self.policy, self.state.fleet.candidates(None))
+        action = unmet(self.turns.policy, self.state.fleet.candidates(None))
         if action is None:
             return
-        if answered == len(self.pools):
-            if self.finder is not None:
-                self.finder.close()
+        if answered == len(self.turns.pools):
+            if self.turns.finder is not None:
+                self.turns.finder.close()
             raise lacking(self.config.policy, action, answered)
         log.warning(
             "policy %s needs %s, which none of the %d workers that answered offers; %d have not"
             " answered: until one offers it, turns run on the spot (reason not_offered)",
-            self.config.policy, action.value, answered, len(self.pools) - answered,
+            self.config.policy, action.value, answered, len(self.turns.pools) - answered,
         )  # fmt: skip
-
-    def claimed(self, event: Claimed) -> None:
-        """A worker or the directory says who owns a session."""
-        self.state.handle(event, self.now())
-        if self.finder is not None:
-            self.finder.heard(event.epoch)
-
-    def _is_known(self, name: SessionId) -> bool:
-        return self.state.sessions.get(name) is not None
 
     async def _sweep(self) -> None:
         """Close clients that keep us waiting: one timer for all of them."""
@@ -246,4 +207,4 @@ class Gateway:
             now = self.now()
             for client in list(self.clients):
                 client.expire(now)
-            self.lobby.look()
+            self.turns.admission.look(now)

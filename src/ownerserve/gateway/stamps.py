@@ -1,4 +1,4 @@
-"""A worker's word about itself and its turn, as the gateway takes it: from its answer's head.
+"""What heads say of a turn: the worker's word on it, the gateway's to worker and client. Pure.
 
 A worker that sends no line (any other engine) is served all the same; what can't be used of a line
 is counted by its field, and taken as not said: a bad one may cost a cache hit, never a request.
@@ -8,6 +8,8 @@ is counted by its field, and taken as not said: a bad one may cost a cache hit, 
 | x-ownerserve-answer | the line: unit, load, owner, tip, mode (kv/wire/answer_line.py) |
 | x-ownerserve-refusal | admission said no, and why |
 | x-ownerserve-model | on /health: what it serves |
+
+What came of a prompt is the worker's word where it gives one, else the counts in `usage`.
 """
 
 from __future__ import annotations
@@ -17,15 +19,21 @@ from collections.abc import Mapping
 
 import msgspec
 
+from ownerserve.gateway.asking import Asked
 from ownerserve.gateway.http.heads import PREFIX
 from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import PrefixHash, WorkerId
-from ownerserve.kv.messages import ExecutionMode, RoutingUnit
-from ownerserve.kv.wire import answer_line
+from ownerserve.kv.messages import ExecutionMode, PlacementAction, RoutingUnit
+from ownerserve.kv.wire import answer_line, turn_line
 from ownerserve.kv.wire.answer_line import AnswerLine, AnswerRead
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.router.messages import Answer
+from ownerserve.kv.wire.turn_line import TurnLine
+from ownerserve.router.decision import Option, Reason, TurnClass
+from ownerserve.router.messages import Answer, Dispatch
+from ownerserve.router.requests.body import Usage
+from ownerserve.router.sessions import Session
 
 ANSWER = answer_line.HEADER.encode().removeprefix(PREFIX)
 
@@ -67,7 +75,7 @@ class Stamp(msgspec.Struct, frozen=True, gc=False):
     lost_tokens: int = 0
 
 
-NOTHING = Stamp()
+NO_STAMP = Stamp()
 
 
 def refusal_of(status: int, headers: Mapping[bytes, bytes]) -> WorkerRefusal | None:
@@ -96,7 +104,7 @@ def read_stamp(worker: WorkerId, headers: Mapping[bytes, bytes], refused: Counte
     """The worker's line, by the gateway's name of it; `refused` counts the fields that can't be."""
     value = headers.get(ANSWER)
     if value is None:
-        return NOTHING
+        return NO_STAMP
     line = _counted(answer_line.read(value), refused)
     stamp = Stamp(mode=line.mode, lost_tokens=line.lost_tokens)
     if line.unit is None:
@@ -140,3 +148,97 @@ def _owned(unit: RoutingUnit, line: AnswerLine) -> Owned | None:
         return None
     is_itself = (owner.incarnation, owner.dp_rank) == (unit.incarnation, unit.dp_rank)
     return Owned(unit if is_itself else owner, line.epoch, line.version or 0)
+
+
+BLOCK_TOKENS_MAX = 528
+"""A plain engine does not tell its blocks. Most of vLLM's have 16 tokens, those of hybrids with
+recurrent state 528 (vLLM #40696); where they are longer, rounding may be called a loss."""
+
+
+class Came(msgspec.Struct, frozen=True, gc=False):
+    """What came of a prompt. `mode` None: nobody can say."""
+
+    mode: ExecutionMode | None = None
+    lost_tokens: int = 0
+
+
+def what_came(stamp: Stamp, usage: Usage | None, last_prompt: int) -> Came:
+    """`last_prompt`: tokens of the session's last prompt by the gateway's own table; 0: no turn
+    was counted.
+
+    A worker that says its mode has compared the prompt itself. Of a plain engine the counts
+    decide. The last answer does not count, because many clients leave its reasoning out: that it
+    was lost is not seen. A prompt shorter than the last one is an edited history, which loses
+    nothing.
+    """
+    if stamp.mode is not None:
+        return Came(stamp.mode, stamp.lost_tokens)
+    if usage is None or not usage.tells_cached:
+        return Came()
+    known, cached = last_prompt, usage.cached_tokens
+    if usage.prompt_tokens < last_prompt or lost_tokens(known, cached) < _rounding(cached):
+        known = min(known, cached)
+    return Came(execution_mode(known, cached, 0), lost_tokens(known, cached))
+
+
+def _rounding(cached: int) -> int:
+    """Tokens below which nothing need be lost: engines keep whole blocks, and one that speculates
+    gives up the last of them. What is cached is one block at least."""
+    return 2 * min(cached or BLOCK_TOKENS_MAX, BLOCK_TOKENS_MAX)
+
+
+PRICED_MAX = 4
+"""Alternatives in the header; the admin port has all of them, with their terms."""
+
+_LINE, _ENGINE_LINE = turn_line.HEADER.encode(), turn_line.ENGINE_HEADER.encode()
+_REASON = {reason: b"x-ownerserve-reason: %b\r\n" % reason.value.encode() for reason in Reason}
+_ACTION = {
+    action: b"x-ownerserve-action: %b\r\n" % action.value.encode() for action in PlacementAction
+}
+_TURN = {turn: b"x-ownerserve-turn: %b\r\n" % turn.value.encode() for turn in TurnClass}
+
+
+def receipt_lines(dispatch: Dispatch) -> bytes:
+    """Where the turn ran, why, by which action, how much was expected to be cached, and what else
+    was priced: ACTION@WORKER=MS, cheapest first."""
+    decision = dispatch.decision
+    lines = b"x-ownerserve-worker: %b\r\n%b%b%bx-ownerserve-expected-cached-tokens: %d\r\n" % (
+        dispatch.worker.encode(),
+        _REASON[dispatch.reason],
+        _ACTION[decision.action],
+        _TURN[dispatch.turn],
+        decision.cached_tokens,
+    )
+    if decision.alternatives:
+        priced = ", ".join(map(_priced, decision.alternatives[:PRICED_MAX]))
+        lines += b"x-ownerserve-priced: %b\r\n" % priced.encode()
+    return lines
+
+
+def turn_line_of(dispatch: Dispatch, asked: Asked, session: Session | None) -> TurnLine:
+    """The line that says whose turn this is and for which worker: another life of the worker
+    refuses it (seed 003, v2). `session`: what is known of it, who owned it at which version."""
+    return TurnLine(
+        name=dispatch.session,
+        parent=asked.named_parent or asked.arrive.parent,
+        group=None if dispatch.session is None else asked.group,
+        final=asked.identity.final,
+        epoch=None if session is None else session.epoch,
+        version=None if session is None or session.grant is None else session.grant.version,
+        target=dispatch.decision.worker.unit,
+    )
+
+
+def order_lines(line: TurnLine) -> bytes:
+    """The worker's orders for the turn. The name is also the engine's session id, in place of the
+    client's."""
+    if line == turn_line.NOTHING:
+        return b""
+    lines = b"%b: %b\r\n" % (_LINE, turn_line.encode(line))
+    if line.name is not None:
+        lines += b"%b: %b\r\n" % (_ENGINE_LINE, turn_line.session_id_of(line).encode())
+    return lines
+
+
+def _priced(option: Option) -> str:
+    return f"{option.action.value}@{option.worker.id}={option.total_ms:.1f}"

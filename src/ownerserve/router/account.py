@@ -16,9 +16,9 @@ import msgspec
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.router.decision import Reason
 from ownerserve.router.fleet import Fleet
-from ownerserve.router.messages import Down, Failure, Receipt, Refusal
+from ownerserve.router.messages import Down, Failure, Refusal
 from ownerserve.router.sessions import SessionTable
-from ownerserve.router.worker import Load, Worker
+from ownerserve.router.worker import Load, Receipt, Worker
 
 
 class Account:

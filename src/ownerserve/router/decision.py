@@ -27,7 +27,7 @@ import msgspec
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.extents import Copy
+from ownerserve.router.sessions import Copy
 from ownerserve.router.settings import Settings
 from ownerserve.router.worker import Worker
 

@@ -1,12 +1,20 @@
-"""All routing units ever seen, in a stable order, and the candidates for each model.
+"""All routing units ever seen, in a stable order, the candidates for each model, and their speeds.
 
 Owns who is up and in which life. A model has candidates of its own: the workers that name it (as
 their model or an adapter) and those that name none. So has a request that names no model: all.
+
+A worker is priced at its own speed once it has measured it, before that at its like's. One that has
+not run a turn states what it assumes; beside one that has measured itself on a slower or busier
+machine it would look many times as fast, and sessions would leave their state for it. Workers of
+one spec digest are taken to be alike until they say otherwise. One of them gives the measure: a
+fleet of N that measures itself for the first time is not priced anew N x N times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+
+from msgspec.structs import replace
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import WorkerId
@@ -14,8 +22,46 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.messages import WorkerUp
-from ownerserve.router.presumed import PresumedSpeeds
-from ownerserve.router.worker import Profile, Worker
+from ownerserve.router.worker import Profile, Speed, Worker
+
+
+class PresumedSpeeds:
+    """The worker that gives the measure for each spec digest, and its speed when last told."""
+
+    def __init__(self) -> None:
+        self._by_digest: dict[str, tuple[Worker, Speed]] = {}
+
+    def speed_of(self, profile: Profile) -> Speed:
+        """What a worker of this profile is priced at. What state takes in its memory and over its
+        media is always its own statement."""
+        known = self._by_digest.get(profile.spec_digest)
+        if profile.is_measured or known is None:
+            return profile.speed
+        like = known[1]
+        return replace(
+            profile.speed,
+            prefill=like.prefill,
+            step_ms=like.step_ms,
+            step_ms_per_sequence=like.step_ms_per_sequence,
+        )
+
+    def measured(self, worker: Worker) -> bool:
+        """Take in a worker's statement; whether it changes what others are presumed to be.
+
+        A worker that states no digest is like none. The first that measured itself gives the
+        measure until it is down.
+        """
+        profile = worker.profile
+        digest = profile.spec_digest
+        if not profile.is_measured or not digest:
+            return False
+        known = self._by_digest.get(digest)
+        if known is not None:
+            giver, speed = known
+            if (giver is not worker and giver.up) or speed == profile.speed:
+                return False
+        self._by_digest[digest] = worker, profile.speed
+        return True
 
 
 class Fleet:

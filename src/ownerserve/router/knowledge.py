@@ -1,7 +1,15 @@
-"""How the dated copy of extents and owners follows what is told. Owns the names of prefixes.
+"""How the dated copy of extents and owners follows what is told, and who is asked to hand over.
 
-Told by workers (turn reports, inventories) and by the directory, in any order and late: nothing
-here is trusted beyond an estimate, and what names an earlier life of a worker is ignored.
+Owns the names of prefixes and the hand-overs under way. Workers (turn reports, inventories) and the
+directory tell, in any order and late: nothing here is trusted beyond an estimate, and what names an
+earlier life of a worker is ignored.
+
+A session whose turns are done at T while S owns it is handed over: one hand-over for each session
+at a time, and none again before its next turn ends.
+
+    done at T, home is T, S is up and owns ── AskRelease ──> S
+                                 <── ReleaseEnded: released, not_owner: S is not known as owner now
+                                                   kept: S still is; the next turn's end asks again
 """
 
 from __future__ import annotations
@@ -11,18 +19,22 @@ from collections import OrderedDict
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Tier
-from ownerserve.router.extents import Prefix, PrefixIndex
+from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import (
     NOTED,
     Arrive,
+    AskRelease,
     Claimed,
     Gone,
     Migrated,
     Noted,
+    ReleaseEnd,
+    ReleaseEnded,
     Reported,
 )
-from ownerserve.router.sessions import Grant, Session, SessionTable
+from ownerserve.router.sessions import Grant, Prefix, PrefixIndex, Session, SessionTable
+from ownerserve.router.worker import Worker
 
 ENDED_KEPT = 8192
 NO_TERM = Term(0, 0)
@@ -159,3 +171,55 @@ class Knowledge:
 def _is_earlier(epoch: Epoch, known: Epoch | None) -> bool:
     """A word that came late, or from a directory that lost its memory."""
     return known is not None and epoch < known
+
+
+IN_FLIGHT_MAX = 1024
+"""Hand-overs under way; beyond, a session waits for the end of its next turn."""
+
+
+_NO_OWNER = (
+    WorkerRefusal.STALE_EPOCH,
+    WorkerRefusal.NOT_OWNER,
+    WorkerRefusal.UNKNOWN_SESSION,
+)
+
+
+def end_of(refusal: WorkerRefusal) -> ReleaseEnd:
+    """What an owner's refusal says of who owns the session."""
+    return ReleaseEnd.NOT_OWNER if refusal in _NO_OWNER else ReleaseEnd.KEPT
+
+
+class Handovers:
+    """Decides when an owner is asked to hand a session over."""
+
+    def __init__(self) -> None:
+        self._under_way: set[SessionId] = set()
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def done(self, name: SessionId, session: Session, worker: Worker) -> AskRelease | Noted:
+        """A turn of the session ended at `worker`: is somebody else to hand it over?"""
+        grant, target = session.grant, worker.unit
+        if grant is None or target is None or session.live_home is not worker:
+            return NOTED
+        source = grant.live_owner
+        if source is None or source is worker or source.unit is None:
+            return NOTED
+        if name in self._under_way or len(self._under_way) >= IN_FLIGHT_MAX:
+            return NOTED
+        self._under_way.add(name)
+        return AskRelease(name, source.unit, grant.epoch, target)
+
+    def over(self, name: SessionId) -> None:
+        """The session has ended."""
+        self._under_way.discard(name)
+
+    def ended(self, event: ReleaseEnded, session: Session | None) -> None:
+        """The owner answered, or did not."""
+        self._under_way.discard(event.session)
+        grant = None if session is None else session.grant
+        if grant is None or grant.epoch != event.epoch or event.end is ReleaseEnd.KEPT:
+            return
+        assert session is not None
+        session.grant = None

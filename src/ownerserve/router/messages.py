@@ -10,8 +10,6 @@ A request in events and outcomes:
 
 from __future__ import annotations
 
-from typing import NewType
-
 import msgspec
 
 from ownerserve.kv.epoch import Epoch
@@ -20,10 +18,7 @@ from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.decision import Decision, Label, Reason, TurnClass
 from ownerserve.router.requests.body import Prompt, Usage
-from ownerserve.router.worker import Profile
-
-Receipt = NewType("Receipt", int)
-"""Stands for one counted dispatch. Single-use: it is given back exactly once (invariant 5)."""
+from ownerserve.router.worker import Profile, Receipt
 
 
 class Refusal(Label):

@@ -65,7 +65,7 @@ from ownerserve.router.decision import (
     TurnClass,
     take,
 )
-from ownerserve.router.extents import Copy
+from ownerserve.router.sessions import Copy
 from ownerserve.router.settings import Settings
 from ownerserve.router.worker import Worker
 

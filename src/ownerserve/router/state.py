@@ -44,8 +44,7 @@ from ownerserve.router.account import Account, Books, audit
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, Reason, Request, classify
 from ownerserve.router.fleet import Fleet
-from ownerserve.router.handovers import Handovers
-from ownerserve.router.knowledge import Knowledge
+from ownerserve.router.knowledge import Handovers, Knowledge
 from ownerserve.router.messages import (
     NOTED,
     Aborted,
@@ -66,7 +65,6 @@ from ownerserve.router.messages import (
     Migrated,
     Noted,
     Outcome,
-    Receipt,
     Refusal,
     Refuse,
     ReleaseEnded,
@@ -82,7 +80,7 @@ from ownerserve.router.policies.base import Policy
 from ownerserve.router.requests.body import Prompt, believed
 from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, Session, SessionTable
 from ownerserve.router.settings import DEFAULTS, Settings
-from ownerserve.router.worker import Load, Worker
+from ownerserve.router.worker import Load, Receipt, Worker
 
 
 def ask(

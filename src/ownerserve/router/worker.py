@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from enum import StrEnum
+from typing import NewType
 
 import msgspec
 
@@ -138,6 +139,10 @@ RECENT_MAX = 256
 """Dispatches a worker that may be younger than its next stamp; all others count as seen."""
 
 _INFINITE = float("inf")
+
+
+Receipt = NewType("Receipt", int)
+"""Stands for one counted dispatch. Single-use: it is given back exactly once (invariant 5)."""
 
 
 class Load(msgspec.Struct, gc=False):

@@ -18,9 +18,9 @@ from ownerserve.kv.registry import build as spec_of
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.specs import ModelSpec
 from ownerserve.plan.cost.load import Medium
+from ownerserve.router.admission import SessionAdmission
 from ownerserve.router.policies import Policy, make_policy
 from ownerserve.router.policies.apart import lacking, unmet
-from ownerserve.router.seats import Seats
 from ownerserve.router.settings import Settings, derive
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile, Role, Speed
@@ -28,8 +28,8 @@ from ownerserve.sim.config.setup import Links, SimSetup
 from ownerserve.sim.engine.batch import BatchLimits, NodeHooks
 from ownerserve.sim.engine.engine import SimEngine
 from ownerserve.sim.engine.pace import Pace, load_pace, load_pace_file
+from ownerserve.sim.fleet.admission import SimAdmissionQueue
 from ownerserve.sim.fleet.fleet import SimFleet
-from ownerserve.sim.fleet.lobby import SimAdmissionQueue
 from ownerserve.sim.fleet.ownership import SimOwnership
 from ownerserve.sim.injector import Injector
 from ownerserve.sim.oracle.horizon import PARTS, Foresight, NextUse
@@ -123,7 +123,7 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
             parts = msgspec.structs.replace(parts, order=order)
     nodes = NodeMaker(setup, pace, model)
     if setup.seats is not None:
-        fleet.lobby = SimAdmissionQueue(heap, Seats(router.fleet, setup.seats))
+        fleet.admission = SimAdmissionQueue(heap, SessionAdmission(router.fleet, setup.seats))
     make = _machines(setup, pace, nodes, parts)
     for index in range(setup.workers):
         nic = duplex(f"w{index} nic", _medium(setup.links.nic_gb_s, setup.links.nic_ms))

@@ -23,8 +23,8 @@ from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.engines.hf.engine.turn_admission import TurnAdmission
 from ownerserve.engines.hf.http import server
 from ownerserve.gateway import service
-from ownerserve.gateway.workers.lines import REPEAT_S
-from ownerserve.gateway.workers.places import ASK_S, Places
+from ownerserve.gateway.workers.reservations import ASK_S, Places
+from ownerserve.gateway.workers.rpc import REPEAT_S
 from ownerserve.kv.ids import TurnId, WorkerId
 from ownerserve.kv.wire.rpc import (
     Cancel,
@@ -103,7 +103,7 @@ def test_a_new_session_comes_with_a_place_and_its_next_turn_without(
     second = gateway.complete([*text(300, 1), *answer, *text(20, 2)], "a")
     assert second.headers["x-ownerserve-mode"] == "direct_append"
     assert gateway.metric("ownerserve_places_total", outcome="reserved") == 1, "sent unasked"
-    assert not gateway.read(lambda: dict(gateway.gateway.observer.pressure))
+    assert not gateway.read(lambda: dict(gateway.gateway.turns.observer.pressure))
 
 
 def test_who_has_no_room_is_not_sent_the_turn(
@@ -143,7 +143,7 @@ def test_a_silent_admission_delays_a_turn_by_the_deadline_and_no_more(
     gateway = ServedGateway(*workers, health_interval_s=60.0)
     silent = zmq.Context.instance().socket(zmq.ROUTER)
     port = silent.bind_to_random_port("tcp://127.0.0.1")
-    lines = gateway.gateway.lines
+    lines = gateway.gateway.turns.lines
     names = [WorkerId(worker.name) for worker in workers]
     try:
         address = f"tcp://127.0.0.1:{port}"
@@ -207,7 +207,7 @@ def test_a_place_is_kept_for_a_turn_that_is_on_its_way(
     monkeypatch.setattr(server, "completion_prompt", read)
     assert gateway.complete(text(300, 60), "slow to read").status_code == 200
     assert gateway.metric("ownerserve_places_total", outcome="reserved") == 1
-    assert not gateway.read(lambda: dict(gateway.gateway.observer.pressure))
+    assert not gateway.read(lambda: dict(gateway.gateway.turns.observer.pressure))
 
 
 def test_a_client_that_hangs_up_gives_its_place_back(
@@ -221,7 +221,7 @@ def test_a_client_that_hangs_up_gives_its_place_back(
         return sum(worker.worker.engine.standing.places for worker in workers)
 
     never = asyncio.Event()
-    for pool in gateway.gateway.pools.values():
+    for pool in gateway.gateway.turns.pools.values():
         gateway.read(pool.close_idle)
         monkeypatch.setattr(pool, "connect", never.wait)
     body = json.dumps({"prompt": text(300, 50), "max_tokens": 4}).encode()
@@ -323,5 +323,5 @@ def test_a_client_that_hangs_up_calls_off_what_its_gateway_asked_of_a_busy_worke
         assert not step.is_set()
     finally:
         step.set()
-    until(lambda: gateway.read(lambda: gateway.gateway.places.counts["cancelled"]))
+    until(lambda: gateway.read(lambda: gateway.gateway.turns.places.counts["cancelled"]))
     assert gateway.read(lambda: gateway.gateway.state.live) == 0

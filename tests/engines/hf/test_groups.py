@@ -34,7 +34,7 @@ def test_the_tips_of_sessions_that_share_a_head_are_one_group(fleet: Fleet) -> N
         )
         assert answer.status_code == 200, answer.text
     name = name_of(gateway)
-    group = gateway.read(lambda: gateway.gateway.asking.chain.group(name))  # type: ignore[arg-type]
+    group = gateway.read(lambda: gateway.gateway.turns.asking.chain.group(name))  # type: ignore[arg-type]
     assert group is not None
     client = DirectoryClient(fleet.server.address)
 

@@ -25,7 +25,8 @@ from ownerserve.engines.hf.http.openai_api import Facts
 from ownerserve.engines.hf.http.serve import listen, url_of
 from ownerserve.engines.hf.http.server import make_app
 from ownerserve.engines.hf.model.text import ChatCodec
-from ownerserve.gateway.config import Config, parse_worker
+from ownerserve.gateway.config import Config
+from ownerserve.gateway.http.access import parse_worker
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.ids import SessionId
 from ownerserve.node.vocabulary.chains import PromptPrefixes
@@ -107,7 +108,7 @@ class Fleet:
         answer = self.http.post(f"{to}/v1/chat/completions", json=body, **request)
         assert answer.status_code == 200, answer.text
         self._until(lambda: not self.gateway.state.live)
-        name = self.gateway.observer.decisions[-1][2].session
+        name = self.gateway.turns.observer.decisions[-1][2].session
         assert name is not None
         return SessionId(name)
 

@@ -18,8 +18,8 @@ pytest.importorskip("transformers")
 from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.wire.status import ProfileStatement, read_status
+from ownerserve.router.admission import SeatSettings
 from ownerserve.router.messages import Dispatch
-from ownerserve.router.seats import SeatSettings
 from ownerserve.router.worker import Worker
 from tests.support.hf.fleet_rig import ServedGateway, ServedWorker, until
 
@@ -77,7 +77,7 @@ class Fleet:
         assert answer.status_code == 200
         until(lambda: not self.gateway.read(lambda: self.gateway.gateway.state.live))
         took_ms = (worker.metric("ownerserve_step_seconds_sum") - before) * 1e3
-        outcome = self.gateway.read(lambda: self.gateway.gateway.observer.decisions[-1][3])
+        outcome = self.gateway.read(lambda: self.gateway.gateway.turns.observer.decisions[-1][3])
         assert isinstance(outcome, Dispatch)
         return outcome, took_ms, [*prompt, *answer.json()["choices"][0]["token_ids"]]
 
@@ -143,5 +143,5 @@ def test_three_small_sessions_have_seats_on_a_small_worker(fleet: Fleet) -> None
     for _ in range(2):
         for name in "abc":
             fleet.turn(0, [ord(name)] * 10, f"seat-{name}")
-    lobby = fleet.gateway.gateway.lobby
-    assert lobby.seats is not None and lobby.seats.impatient == 0
+    admission = fleet.gateway.gateway.turns.admission.admission
+    assert admission is not None and admission.impatient == 0

@@ -28,7 +28,8 @@ import uvicorn  # noqa: E402
 from ownerserve.engines.hf.build import HfWorker, WorkerOptions, build_worker  # noqa: E402
 from ownerserve.engines.hf.http.serve import listen, url_of  # noqa: E402
 from ownerserve.engines.hf.http.server import make_app  # noqa: E402
-from ownerserve.gateway.config import Config, parse_worker  # noqa: E402
+from ownerserve.gateway.config import Config  # noqa: E402
+from ownerserve.gateway.http.access import parse_worker  # noqa: E402
 from ownerserve.gateway.service import Gateway  # noqa: E402
 from ownerserve.kv.messages import Tier  # noqa: E402
 from ownerserve.node.runtime.calibration import Calibration  # noqa: E402

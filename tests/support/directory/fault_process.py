@@ -27,7 +27,8 @@ from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.vocabulary.events import TurnArrived
-from ownerserve.router.messages import Failure, Receipt, ReleaseEnd
+from ownerserve.router.messages import Failure, ReleaseEnd
+from ownerserve.router.worker import Receipt
 from tests.support.directory.fault_net import Violation
 from tests.support.directory.fault_node import HUNG_UP, TICK_S, Job, Node
 from tests.support.directory.fault_publisher import Publisher

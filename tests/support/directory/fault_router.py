@@ -38,7 +38,6 @@ from ownerserve.router.messages import (
     Failed,
     Failure,
     FirstByte,
-    Receipt,
     ReleaseEnd,
     ReleaseEnded,
     Stamped,
@@ -48,6 +47,7 @@ from ownerserve.router.messages import (
 from ownerserve.router.policies import make_policy
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.state import RouterState
+from ownerserve.router.worker import Receipt
 from tests.support.directory.fault_net import Violation
 
 if TYPE_CHECKING:

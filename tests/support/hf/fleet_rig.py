@@ -18,7 +18,8 @@ from ownerserve.engines.hf.build import HfWorker, WorkerOptions, build_worker
 from ownerserve.engines.hf.http.serve import listen, url_of
 from ownerserve.engines.hf.http.server import make_app
 from ownerserve.engines.hf.metrics.prometheus import RpcCollector
-from ownerserve.gateway.config import Config, parse_worker
+from ownerserve.gateway.config import Config
+from ownerserve.gateway.http.access import parse_worker
 from ownerserve.gateway.metrics import GatewayCollector
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.messages import RoutingUnit

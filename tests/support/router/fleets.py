@@ -10,10 +10,10 @@ from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.router.decision import Request
-from ownerserve.router.extents import Copy
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import Arrive, Dispatch, Done, FirstByte, WorkerUp
 from ownerserve.router.requests.body import Usage
+from ownerserve.router.sessions import Copy
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import EVERY_ACTION, Load, Profile, Speed, Worker
 

@@ -7,10 +7,11 @@ from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, Reason, Request, run_at
-from ownerserve.router.messages import Arrive, Dispatch, Done, Event, FirstByte, Receipt, WorkerUp
+from ownerserve.router.messages import Arrive, Dispatch, Done, Event, FirstByte, WorkerUp
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.state import RouterState
+from ownerserve.router.worker import Receipt
 from tests.support.router.fleets import unit
 
 S, FORK = SessionId("s"), SessionId("fork")

@@ -1,7 +1,8 @@
-"""How workers are reached: the key that is presented to them, and whose certificates are believed.
+"""How workers are reached: where, with which key, and whose certificates are believed.
 
-Owns both for one gateway. An operator whose workers want a key gives it here once; it goes with
-every probe and every turn in place of the client's own, which then only tells tenants apart.
+Owns key and certificates for one gateway. An operator whose workers want a key gives it here once;
+it goes with every probe and every turn in place of the client's own, which then only tells tenants
+apart.
 """
 
 from __future__ import annotations
@@ -9,12 +10,31 @@ from __future__ import annotations
 import ssl
 from functools import cache
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
+from ownerserve.kv.addresses import parse_address
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import WorkerId
 
 KEY_MAX_CHARACTERS = 4096
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a worker listens. Its id is "host:port".
+
+    `models`: what it serves, by its operator's word; none: what it says itself.
+    """
+
+    host: str
+    port: int
+    scheme: str = "http"
+    models: tuple[str, ...] = ()
+
+    @property
+    def worker(self) -> WorkerId:
+        return WorkerId(f"{self.host}:{self.port}")
 
 
 class Access(msgspec.Struct, frozen=True):
@@ -28,7 +48,6 @@ class Access(msgspec.Struct, frozen=True):
         return f"Access({'with' if self.line else 'without'} a key)"
 
 
-NOTHING: frozenset[bytes] = frozenset()
 CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 """A client's headers that do not go on to a worker which wants the operator's key."""
 
@@ -71,3 +90,38 @@ def read_key(path: Path) -> str:
     if not key or not key.isprintable() or " " in key or len(key) > KEY_MAX_CHARACTERS:
         raise InvalidInput("worker-key-file", f"{path} holds no key", mend)
     return key
+
+
+def parse_worker(url: str) -> Address:
+    """The address in "http://host:port" or "https://host:port", with the models that the operator
+    says it serves after "=": "http://host:port=model-a,model-b". Raises InvalidInput."""
+    mend = "write it like http://127.0.0.1:8001, or http://127.0.0.1:8001=model-a,model-b"
+    place, assigned, names = url.partition("=")
+    models = tuple(name.strip() for name in names.split(","))
+    if assigned and not all(models):
+        raise InvalidInput("worker", f"{url!r} assigns no model", mend)
+    try:
+        parts = urlsplit(place)
+        port = parts.port
+    except ValueError as error:
+        raise InvalidInput("worker", f"{url!r}: {error}", mend) from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or port is None:
+        raise InvalidInput("worker", f"{url!r} is no http or https URL with a port", mend)
+    if parts.path not in ("", "/") or parts.query:
+        raise InvalidInput("worker", f"{url!r} has a path", mend)
+    _check_host(place, parts.hostname, port)
+    return Address(parts.hostname, port, parts.scheme, models if assigned else ())
+
+
+def _check_host(place: str, host: str, port: int) -> None:
+    """Raises InvalidInput for a host that no look-up takes: it would be asked for for ever."""
+    mend = "write it like http://127.0.0.1:8001"
+    if not place.isprintable() or " " in place:
+        raise InvalidInput("worker", f"{place[:80]!r}: its host has a space or control in it", mend)
+    try:
+        name = host.encode("idna").decode("ascii")
+    except UnicodeError as error:
+        problem = f"{place[:80]!r}: its host has an empty part, or one over 63 characters"
+        raise InvalidInput("worker", problem, mend) from error
+    named = f"[{name.partition('%')[0]}]" if ":" in name else name
+    parse_address(f"{named}:{port}", field="worker", mend=mend)

@@ -1,27 +1,181 @@
 """One client connection: requests in, in order; one is answered at a time.
 
-Owns the order of answers. What follows a request (pipelining) waits in the queue, and behind a few
-waiting requests the socket is not read any more. While a request is being answered the socket is
-read, so that a hang-up is seen at once; a half-closed client counts as gone, as with nginx.
-A request that is refused while another is being answered gets its answer after that, then the
-connection closes: past a refused head nobody can say where the next one starts.
+RequestReader turns bytes into requests, message by message: it owns the parser and the message that
+is being read, does no I/O and answers nobody. It gives whole requests and, at most once and last, a
+refusal, past which nothing of the input can be believed.
+
+ClientConnection owns the order of answers. What follows a request (pipelining) waits in the queue,
+and behind a few waiting requests the socket is not read any more. While a request is being answered
+the socket is read, so that a hang-up is seen at once; a half-closed client counts as gone, as with
+nginx. A request that is refused while another is being answered gets its answer after that, then
+the connection closes: past a refused head nobody can say where the next one starts.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Set
 from http import HTTPStatus
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
-from ownerserve.gateway.exchange import Exchange
+import httptools
+import msgspec
+
+from ownerserve.gateway.http.heads import Header, RequestHead, read_request_head
+from ownerserve.gateway.http.model_list import Models, model_answer
 from ownerserve.gateway.http.replies import Rejected, error_reply, refused, reply
-from ownerserve.gateway.http.requests import Request, RequestReader
-from ownerserve.gateway.workers.model_list import model_answer
 from ownerserve.router.messages import Refusal
 
-if TYPE_CHECKING:
-    from ownerserve.gateway.service import Gateway
+
+class Request(msgspec.Struct, frozen=True):
+    """A whole request as the client sent it. `keep_alive`: another may follow."""
+
+    head: RequestHead
+    body: bytes
+    keep_alive: bool
+
+
+class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client may send, how long it may take, and which of its headers go no further."""
+
+    head_max_bytes: int
+    body_max_bytes: int
+    head_timeout_s: float
+    body_timeout_s: float
+    idle_timeout_s: float
+    replaced: Set[bytes]
+
+
+class RequestReader:
+    """Feeds the parser; collects what becomes whole."""
+
+    def __init__(self, limits: ClientLimits) -> None:
+        self.in_message = False
+        self.over = False
+        """A request was refused: nothing more is read."""
+        self._head_max_bytes = limits.head_max_bytes
+        self._body_max_bytes = limits.body_max_bytes
+        self._replaced = limits.replaced
+        self._parser = httptools.HttpRequestParser(self)
+        self._items: list[Request | Rejected] = []
+        self._url = b""
+        self._headers: list[Header] = []
+        self._head: RequestHead | None = None
+        self._read_bytes: int | None = None
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+
+    @property
+    def in_head(self) -> bool:
+        return self.in_message and self._head is None
+
+    @property
+    def awaits_continue(self) -> bool:
+        """The client has sent a head, and wants to hear that its body is welcome."""
+        if not self.in_message or self._head is None or self._body:
+            return False
+        return self._head.special.get(b"expect", b"").lower() == b"100-continue"
+
+    def feed(self, data: bytes) -> list[Request | Rejected]:
+        """Requests that are whole with `data`; a refusal comes last."""
+        if self.over:
+            return []
+        try:
+            self._parser.feed_data(data)
+            if self.in_message and self._head is None:
+                self._count_read(len(data))
+        except httptools.HttpParserCallbackError as error:
+            if not isinstance(error.__context__, Rejected):
+                raise
+            self.refuse(error.__context__)
+        except httptools.HttpParserError as error:
+            self.refuse(Rejected(HTTPStatus.BAD_REQUEST, "malformed", f"request: {error}"))
+        except Rejected as rejected:
+            self.refuse(rejected)
+        items = self._items
+        if items:
+            self._items = []
+        return items
+
+    def refuse(self, rejected: Rejected) -> None:
+        """Read nothing more; the next `feed` or `rest` gives the refusal."""
+        self.over = True
+        self._items.append(rejected)
+
+    def rest(self) -> list[Request | Rejected]:
+        """What is whole and was not given out yet."""
+        items, self._items = self._items, []
+        return items
+
+    def _count_read(self, read_bytes: int) -> None:
+        """Bound a head whose end does not come: the parser holds it until a header is whole.
+
+        The read in which the message began is not counted: earlier messages may share it.
+        """
+        self._read_bytes = 0 if self._read_bytes is None else self._read_bytes + read_bytes
+        if self._read_bytes > self._head_max_bytes:
+            raise self._head_too_large()
+
+    def _head_too_large(self) -> Rejected:
+        return Rejected(
+            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+            "head_too_large",
+            f"headers: over {self._head_max_bytes} bytes; send fewer or shorter ones",
+        )
+
+    def _body_too_large(self) -> Rejected:
+        return Rejected(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            "body_too_large",
+            f"body: over {self._body_max_bytes} bytes; send less, or raise the gateway's limit",
+        )
+
+    # httptools callbacks
+
+    def on_message_begin(self) -> None:
+        self.in_message = True
+        self._url = b""
+        self._headers = []
+        self._head = self._read_bytes = None
+        self._body = []
+        self._body_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head is None:  # else a trailer, which is not passed on
+            self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        parser = self._parser
+        version = parser.get_http_version()
+        head = self._head = read_request_head(
+            parser.get_method(),
+            self._url,
+            b"1.1" if version == "1.1" else version.encode(),
+            headers=self._headers,
+            replaced=self._replaced,
+        )
+        if head.bytes_held > self._head_max_bytes:
+            raise self._head_too_large()
+        length = head.special.get(b"content-length")
+        if length is not None and int(length) > self._body_max_bytes:
+            raise self._body_too_large()
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+        self._body_bytes += len(body)
+        if self._body_bytes > self._body_max_bytes:
+            raise self._body_too_large()
+
+    def on_message_complete(self) -> None:
+        assert self._head is not None
+        self.in_message = False
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._items.append(Request(self._head, body, self._parser.should_keep_alive()))
+
 
 QUEUE_MAX = 4
 LINGER_S = 2.0
@@ -30,17 +184,44 @@ LINGER_S = 2.0
 _CLOSE_LINE = b"connection: close\r\n"
 
 
+class Answering(Protocol):
+    """Who has a request answered."""
+
+    def start(self) -> None: ...
+    def abort(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class ClientPort(Protocol):
+    """What a client connection asks of the gateway."""
+
+    clients: set[ClientConnection]
+    draining: bool
+
+    @property
+    def limits(self) -> ClientLimits: ...
+    @property
+    def workers_up(self) -> int: ...
+
+    def now(self) -> float: ...
+    def next_request_id(self) -> bytes: ...
+    def models(self) -> Models: ...
+    def rejected(self, rejected: Rejected) -> None: ...
+    def begin(self, client: ClientConnection, request: Request) -> Answering: ...
+
+
 class ClientConnection(asyncio.Protocol):
     """A client."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: ClientPort) -> None:
         self.connection_line = b""
         """The Connection header line of the present answer."""
         self._gateway = gateway
-        self._reader = RequestReader(gateway.config)
+        self._reader = RequestReader(gateway.limits)
         self._transport: asyncio.Transport | None = None
         self._queue: deque[Request | Rejected] = deque()
-        self._exchange: Exchange | None = None
+        self._exchange: Answering | None = None
         self._waiting_since_s = gateway.now()
         self._reading = self._writable = True
         self._closing = False
@@ -112,7 +293,7 @@ class ClientConnection(asyncio.Protocol):
             if head.method == b"GET" and (path + b"/").startswith(b"/v1/models/"):
                 self._answer_models(path)
                 continue
-            self._exchange = Exchange(self._gateway, self, item)
+            self._exchange = self._gateway.begin(self, item)
             self._exchange.start()
         self._balance_reading()
 
@@ -129,7 +310,7 @@ class ClientConnection(asyncio.Protocol):
             transport.pause_reading()
 
     def _answer_health(self) -> None:
-        up = len(self._gateway.state.fleet.up)
+        up = self._gateway.workers_up
         status = HTTPStatus.OK if up else HTTPStatus.SERVICE_UNAVAILABLE
         self.write(
             reply(
@@ -145,7 +326,7 @@ class ClientConnection(asyncio.Protocol):
         """The union of what the workers serve: no worker is asked."""
         gateway = self._gateway
         request_id = gateway.next_request_id()
-        if not gateway.state.fleet.up:
+        if not gateway.workers_up:
             self.answer_rejected(refused(Refusal.NO_WORKER), request_id)
             return
         body = model_answer(path, gateway.models())
@@ -159,7 +340,7 @@ class ClientConnection(asyncio.Protocol):
     def _refuse_and_linger(self, rejected: Rejected) -> None:
         """Refuse, then read and drop input for a while: closing at once would reset the answer."""
         request_id = self._gateway.next_request_id()
-        self._gateway.observer.rejected(rejected)
+        self._gateway.rejected(rejected)
         self.write(error_reply(rejected, request_id=request_id, connection=b"close"))
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write_eof()
@@ -181,7 +362,7 @@ class ClientConnection(asyncio.Protocol):
 
     def answer_rejected(self, rejected: Rejected, request_id: bytes) -> None:
         """Nothing was sent to a worker, or nothing came back."""
-        self._gateway.observer.rejected(rejected)
+        self._gateway.rejected(rejected)
         connection = b"close" if self.connection_line else b"keep-alive"
         self.write(error_reply(rejected, request_id=request_id, connection=connection))
         self.answer_complete()
@@ -213,11 +394,11 @@ class ClientConnection(asyncio.Protocol):
         """Close when the client has kept us waiting for a request too long."""
         if self._exchange is not None or self._closing:
             return
-        config, reader, waited_s = self._gateway.config, self._reader, now - self._waiting_since_s
+        limits, reader, waited_s = self._gateway.limits, self._reader, now - self._waiting_since_s
         if not reader.in_message:
-            if waited_s > config.idle_timeout_s:
+            if waited_s > limits.idle_timeout_s:
                 self.close()
-        elif waited_s > (config.head_timeout_s if reader.in_head else config.body_timeout_s):
+        elif waited_s > (limits.head_timeout_s if reader.in_head else limits.body_timeout_s):
             self._refuse_and_linger(
                 Rejected(HTTPStatus.REQUEST_TIMEOUT, "timeout", "request: came in too slowly")
             )

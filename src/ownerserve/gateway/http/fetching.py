@@ -9,8 +9,7 @@ import asyncio
 
 import httptools
 
-from ownerserve.gateway.config import Address
-from ownerserve.gateway.http.access import Access
+from ownerserve.gateway.http.access import Access, Address
 from ownerserve.gateway.http.heads import Header
 from ownerserve.kv.units import KIB, MIB
 

@@ -8,6 +8,7 @@ may set.
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from functools import lru_cache
 from http import HTTPStatus
 
@@ -119,7 +120,7 @@ def read_request_head(
     version: bytes,
     *,
     headers: list[Header],
-    replaced: frozenset[bytes] = frozenset(),
+    replaced: Set[bytes] = frozenset(),
 ) -> RequestHead:
     """Sort a client's headers; the `replaced` ones are looked at and go no further. Raises Rejected
     for a head that two readers could read differently.

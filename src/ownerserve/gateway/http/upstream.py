@@ -1,6 +1,9 @@
-"""One connection to a worker: a request out, its answer in, then back to the pool.
+"""The connections to workers: a request out, its answer in, then back to the pool.
 
-Bytes of the body are handed on as they came, chunk frames and all; never bytes past the end.
+Bytes of the body are handed on as they came, chunk frames and all; never bytes past the end. The
+parser (AnswerReader) only watches for a body's end and shows its payload (without chunk frames), of
+which the last bytes are kept for the usage scan. A pool owns who is idle and who is not; the last
+connection used is the first one taken: it is the least likely to be stale.
 
     IDLE ─send─> WAITING ─head─> BODY ─end─> IDLE (kept) | CLOSED
                     └──────lost───┴──────lost──────────────> CLOSED
@@ -9,32 +12,133 @@ Bytes of the body are handed on as they came, chunk frames and all; never bytes 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
-from ownerserve.gateway.http.answers import AnswerReader, Malformed
-from ownerserve.gateway.http.heads import ResponseHead
+import httptools
+
+from ownerserve.gateway.http.access import Access, Address
+from ownerserve.gateway.http.heads import Header, ResponseHead, read_response_head
 from ownerserve.kv.units import KIB
 from ownerserve.router.messages import Failure
+from ownerserve.router.requests.body import TAIL_BYTES
 
-if TYPE_CHECKING:
-    from ownerserve.gateway.http.pool import WorkerPool
+_HEAD_END = b"\r\n\r\n"
+_INTERIM = b"HTTP/1.1 1"
+_HEAD_MAX_BYTES = 64 * KIB
+
+
+class Malformed(Exception):
+    """The worker's bytes are no answer, or more than one."""
+
+
+class AnswerReader:
+    """Reads one answer after another; `begin` stands between two."""
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self.begin(b"")
+
+    def begin(self, method: bytes) -> None:
+        """The next bytes answer a request of `method`."""
+        self.head: ResponseHead | None = None
+        self.tail = b""
+        self.complete = self.keep_alive = False
+        self.pending = b""
+        """Bytes of a head that is not whole yet."""
+        self._bodiless = method == b"HEAD"
+        self._overrun = False
+        self._phrase = b""
+        self._headers: list[Header] = []
+        self._parts: list[bytes] = []
+
+    @property
+    def payload(self) -> bytes:
+        """Body bytes of the last read, without chunk frames."""
+        return b"".join(self._parts)
+
+    def feed_head(self, data: bytes) -> tuple[ResponseHead, bytes] | None:
+        """None until the head is whole; then it, and the body bytes that came after it.
+
+        Raises Malformed.
+        """
+        data = self.pending + data if self.pending else data
+        while (end := data.find(_HEAD_END)) >= 0:
+            end += len(_HEAD_END)
+            if not data.startswith(_INTERIM):
+                break
+            self._feed(data[:end])  # 100, 103: not for the client
+            data, self._headers, self.complete = data[end:], [], False
+        else:
+            self.pending = data
+            if len(data) > _HEAD_MAX_BYTES:
+                raise Malformed("a worker's head is too large")
+            return None
+        self._feed(data[:end] if self._bodiless else data)
+        status = self._parser.get_status_code()
+        self.head = read_response_head(status, self._phrase, self._headers)
+        if self._bodiless:
+            self.complete, self.keep_alive = True, False
+            return self.head, b""
+        return self.head, data[end:]
+
+    def feed_body(self, data: bytes) -> None:
+        """Body bytes, to be passed on as they are when this returns. Raises Malformed."""
+        self._parts.clear()
+        self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            raise Malformed(str(error)) from error
+        if self._overrun:
+            raise Malformed("a worker sent more than its answer")
+        for part in self._parts:
+            self.tail = (self.tail + part if len(part) < TAIL_BYTES else part)[-TAIL_BYTES:]
+
+    # httptools callbacks
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            self._overrun = True
+
+    def on_status(self, phrase: bytes) -> None:
+        self._phrase = phrase
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name, value))
+
+    def on_body(self, body: bytes) -> None:
+        self._parts.append(body)
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+        self.keep_alive = self._parser.should_keep_alive()  # the parser knows only now
+
 
 _JOIN_MAX_BYTES = 16 * KIB
 """Below this, copying a body behind its head is cheaper than a second buffer."""
 
 
-class Sink(Protocol):
-    """Who asked: told of the answer as it comes. After an end of any kind: nothing more."""
+class BodySink(Protocol):
+    """Who gets an answer's body as it comes. After an end of any kind it hears nothing more."""
 
-    def answer_begin(self, head: ResponseHead, first: bytes) -> None: ...
     def answer_bytes(self, data: bytes) -> None: ...
     def answer_end(self, tail: bytes) -> None: ...
 
-    def answer_failed(self, failure: Failure) -> None:
-        """Nothing of an answer has come; another worker may be asked."""
-
     def answer_broken(self) -> None:
         """The answer stops in its middle."""
+
+
+class HeadSink(Protocol):
+    """Who waits for an answer to begin."""
+
+    def answer_begin(self, head: ResponseHead, first: bytes) -> BodySink:
+        """The head is here, and `first` of the body behind it; who is given the rest."""
+        ...
+
+    def answer_failed(self, failure: Failure) -> None:
+        """Nothing of an answer has come; another worker may be asked."""
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -46,16 +150,17 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._reader = AnswerReader()
-        self._sink: Sink | None = None
+        self._awaiting: HeadSink | None = None
+        self._relaying: BodySink | None = None
         self._paused = False
         self._was_silent = False
         """Whether it was asked to give up, and has heard nothing since."""
 
     # What an exchange may do
 
-    def send(self, head: bytes, body: bytes, *, method: bytes, sink: Sink) -> None:
+    def send(self, head: bytes, body: bytes, *, method: bytes, sink: HeadSink) -> None:
         """Send a request and report the answer to `sink`."""
-        self._sink = sink
+        self._awaiting, self._relaying = sink, None
         self._was_silent = False
         self._reader.begin(method)
         transport = self._transport
@@ -68,7 +173,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Hang up; the worker sees it and stops. The sink hears nothing more."""
-        self._sink = None
+        self._awaiting = self._relaying = None
         if self._transport is not None:
             self._transport.abort()
 
@@ -92,7 +197,8 @@ class UpstreamConnection(asyncio.Protocol):
     def give_up_if_silent(self) -> None:
         """The worker is out of reach: end the wait, unless something has come since this was last
         called, or the client is who keeps us waiting."""
-        if self._sink is None or self._paused:
+        is_idle = self._awaiting is None and self._relaying is None
+        if is_idle or self._paused:
             return
         if self._was_silent:
             self._lose(Failure.SILENT)
@@ -110,56 +216,133 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.begun(self)
 
     def data_received(self, data: bytes) -> None:
-        sink, reader = self._sink, self._reader
+        reader, body = self._reader, self._relaying
         self._was_silent = False
-        if sink is None:  # a worker speaks out of turn: what follows can't be trusted
-            self.abort()
-            return
         try:
-            if reader.head is not None:
+            if body is not None:
                 reader.feed_body(data)
-                sink.answer_bytes(data)
+                body.answer_bytes(data)
+            elif self._awaiting is None:  # a worker that speaks out of turn can't be trusted
+                self.abort()
+                return
             else:
                 begun = reader.feed_head(data)
-                if begun is not None:
-                    sink.answer_begin(*begun)
+                if begun is None:
+                    return
+                awaiting = self._awaiting
+                body = awaiting.answer_begin(*begun)
+                if self._awaiting is not awaiting:
+                    return
+                self._awaiting, self._relaying = None, body
         except Malformed:
             self._lose(Failure.MALFORMED)
             return
-        if reader.complete and self._sink is sink:
-            self._end(sink)
+        if reader.complete and self._relaying is body:
+            self._end(body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._pool.forget(self)
-        sink, head = self._sink, self._reader.head
-        if sink is None:
-            return
-        if head is not None and head.ends_by_close and exc is None:
-            self._end(sink)
+        body, head = self._relaying, self._reader.head
+        if body is not None and head is not None and head.ends_by_close and exc is None:
+            self._end(body)
         else:
             self._lose(Failure.CLOSED)
 
-    def _end(self, sink: Sink) -> None:
+    def _end(self, body: BodySink) -> None:
         """The answer is whole: free the connection first, so that it can be used at once."""
         reader = self._reader
-        self._sink = None
+        self._relaying = None
         transport = self._transport
         if reader.keep_alive and transport is not None and not transport.is_closing():
             self.resume()
             self._pool.give_back(self)
         else:
             self.close()
-        sink.answer_end(reader.tail)
+        body.answer_end(reader.tail)
 
     def _lose(self, failure: Failure) -> None:
         """The answer will not come, or not to its end."""
-        sink, reader = self._sink, self._reader
+        awaiting, body, reader = self._awaiting, self._relaying, self._reader
         silent = failure is Failure.CLOSED and not reader.pending
         self.abort()
-        if sink is None:
+        if body is not None:
+            body.answer_broken()
+        elif awaiting is not None:
+            awaiting.answer_failed(Failure.STALE if silent and self.kept else failure)
+
+
+IDLE_MAX = 1024
+
+
+class WorkerPool:
+    """Connections to one worker."""
+
+    def __init__(self, address: Address, access: Access, *, connect_timeout_s: float) -> None:
+        self.address = address
+        self.opened = 0
+        self.reused = 0
+        self._tls = access.tls if address.scheme == "https" else None
+        self._connect_timeout_s = connect_timeout_s
+        self._idle: dict[UpstreamConnection, None] = {}
+        self._busy: set[UpstreamConnection] = set()
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    def take(self) -> UpstreamConnection | None:
+        """An idle connection, or None."""
+        if not self._idle:
+            return None
+        connection, _ = self._idle.popitem()
+        self._busy.add(connection)
+        self.reused += 1
+        return connection
+
+    async def connect(self) -> UpstreamConnection:
+        """A new connection. Raises OSError (TimeoutError among them) when there is none."""
+        loop = asyncio.get_running_loop()
+        connection = UpstreamConnection(self)
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                await loop.create_connection(
+                    lambda: connection, self.address.host, self.address.port, ssl=self._tls
+                )
+        except UnicodeError as error:
+            connection.abort()
+            raise OSError(f"{self.address.host!r} is no host: {error}") from error
+        except BaseException:
+            connection.abort()  # cancelled just as it came about: nobody else would close it
+            raise
+        self.opened += 1
+        return connection
+
+    def begun(self, connection: UpstreamConnection) -> None:
+        """`connection` is open, for whoever had it made."""
+        self._busy.add(connection)
+
+    def give_back(self, connection: UpstreamConnection) -> None:
+        """`connection` has finished an exchange and may carry another."""
+        self._busy.discard(connection)
+        if len(self._idle) >= IDLE_MAX:
+            connection.close()
             return
-        if reader.head is not None:
-            sink.answer_broken()
-        else:
-            sink.answer_failed(Failure.STALE if silent and self.kept else failure)
+        connection.kept = True
+        self._idle[connection] = None
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        """`connection` is closed."""
+        self._idle.pop(connection, None)
+        self._busy.discard(connection)
+
+    def found_out(self) -> None:
+        """A probe found the worker out of reach: who has heard nothing since the last one that did
+        waits no longer."""
+        for connection in list(self._busy):
+            connection.give_up_if_silent()
+
+    def close_idle(self) -> None:
+        for connection in list(self._idle):
+            connection.close()
+        self._idle.clear()

@@ -12,8 +12,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-from ownerserve.gateway.config import Address, Config
-from ownerserve.gateway.http.access import Access
+from ownerserve.gateway.config import Config
+from ownerserve.gateway.http.access import Access, Address
 from ownerserve.gateway.http.fetching import fetch
 from ownerserve.kv.wire.inventory import decode_page
 from ownerserve.router.fleet import Fleet

@@ -1,7 +1,7 @@
 """Asks owners to hand sessions over to where their turns are done now, or to end one whose last
 turn was done elsewhere: off the request path.
 
-Owns the questions under way; router/handovers.py decides which are asked, and how many at once.
+Owns the questions under way; router/knowledge.py decides which are asked, and how many at once.
 
     AskRelease ── ReleaseSession over the node's RPC ──> the owner ── Transfer ──> directory
     ReleaseEnded <── Released, Reject(reason), or nothing in RELEASE_S ──┘
@@ -13,10 +13,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from ownerserve.gateway.lives import Lives
-from ownerserve.gateway.workers.lines import Lines
+from ownerserve.gateway.workers.rpc import Lines, Lives
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession, Said
-from ownerserve.router.handovers import end_of
+from ownerserve.router.knowledge import end_of
 from ownerserve.router.messages import AskRelease, ReleaseEnd, ReleaseEnded
 
 RELEASE_S = 2.0

@@ -11,8 +11,8 @@ import msgspec
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import PlacementAction
+from ownerserve.router.admission import SeatSettings
 from ownerserve.router.policies import POLICIES
-from ownerserve.router.seats import SeatSettings
 from ownerserve.sim.config.faults import Fault
 from ownerserve.sim.config.faults import check as check_faults
 from ownerserve.sim.config.granted import FROM_TIERS, EngineAbilities, Granted, granted

@@ -44,8 +44,8 @@ from ownerserve.router.worker import Worker as Unit
 from ownerserve.sim.engine.sequence import SimSequence, sequence_of
 from ownerserve.sim.fleet import gauge
 from ownerserve.sim.fleet.accounts import Accounts, LiveTurn
+from ownerserve.sim.fleet.admission import SimAdmissionQueue
 from ownerserve.sim.fleet.claims import Claims
-from ownerserve.sim.fleet.lobby import SimAdmissionQueue
 from ownerserve.sim.fleet.ownership import SimOwnership
 from ownerserve.sim.fleet.told import InventoryReaders
 from ownerserve.sim.metrics.counters import FleetCounters
@@ -87,7 +87,7 @@ class SimFleet:
         self.workers: list[SimWorker] = []
         self.ownership = ownership
         self.claims = Claims(heap, router, ownership, workers=self.workers)
-        self.lobby = SimAdmissionQueue(heap, None)
+        self.admission = SimAdmissionQueue(heap, None)
         self.foresight: Foresight | None = None
         """An oracle that is told what turns do, and knows when they come back."""
         self.router = router
@@ -108,7 +108,7 @@ class SimFleet:
     @property
     def is_busy(self) -> bool:
         """Whether a turn is live or will be released."""
-        return self._coming > 0 or bool(self._live) or len(self.lobby) > 0
+        return self._coming > 0 or bool(self._live) or len(self.admission) > 0
 
     def join(self, worker: SimWorker, profile: Profile | None, now: float) -> None:
         """A worker is up. `profile` None: as in its former life."""
@@ -155,7 +155,7 @@ class SimFleet:
     def _enter(self, turn: SimTurn, now: float) -> None:
         self._coming -= 1
         self.counters.turns_released += 1
-        self.lobby.enter(turn, self._arrive, now)
+        self.admission.enter(turn, self._arrive, now)
 
     def _arrive(self, turn: SimTurn, now: float) -> None:
         if self.foresight is not None:
@@ -381,7 +381,7 @@ class SimFleet:
             self.counters.completed.append(turn.session)
         if turn.is_last:
             self._accounts.ended(turn.name)
-        self.lobby.ended(turn, now)
+        self.admission.ended(turn, now)
         self._release_all(releases)
         if not self.is_busy:
             self._heap.stop()

@@ -25,7 +25,7 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.ownership.ownership import FLUSH_S
-from ownerserve.router.handovers import end_of
+from ownerserve.router.knowledge import end_of
 from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd
 from ownerserve.sim.timeline.heap import Heap
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ownerserve.router.seats import SeatSettings
+from ownerserve.router.admission import SeatSettings
 from ownerserve.sim.config.setup import PD, SimSetup, Tiers
 from ownerserve.sim.suites.base import Scale, Simulation
 from ownerserve.sim.workload import Capped, Sample, WorkloadShape

@@ -1,4 +1,4 @@
-"""Seats: how many sessions may run at once. A session that would not fit waits; a turn never does.
+"""How many sessions may run at once: one that would not fit waits for a seat; a turn never does.
 
 Above the memory of the fleet every policy thrashes: each turn finds its state evicted, computes it
 again (seconds instead of tenths) and evicts another's (seed 003's capacity cliff). So the *first*
@@ -26,6 +26,7 @@ Owns who is inside and who waits. Pure: time comes as `now_s`, tokens are the ro
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from math import inf
 from typing import NewType, TypeAlias
 
@@ -92,8 +93,8 @@ class _Waiting(msgspec.Struct, gc=False):
     until_s: float
 
 
-class Seats:
-    """Of one router. `ask` before every turn of a session, `ended` after it."""
+class SessionAdmission:
+    """Decides for one router: `ask` before every turn of a session, `ended` after it."""
 
     def __init__(self, fleet: Fleet, settings: SeatSettings | None = None) -> None:
         self.settings = settings or SeatSettings()
@@ -293,3 +294,80 @@ def _take(idle: list[Worker], prompt: int, beside_tokens: float) -> bool:
             idle.remove(worker)
             return True
     return False
+
+
+Go: TypeAlias = Callable[[float], None]
+"""What a turn does once it may enter, at the time that it is given (seconds)."""
+
+
+class AdmissionQueue:
+    """The first turns that wait for a seat, each with what it does once it may enter.
+
+    Decides nothing: it asks `admission` and calls whom that names. Without one, every turn goes on
+    at once. Gateway and simulator stand the same queue in front of their routers.
+    """
+
+    def __init__(self, admission: SessionAdmission | None) -> None:
+        self.admission = admission
+        self._waiting: dict[Ticket, Go] = {}
+
+    def __len__(self) -> int:
+        """Sessions that wait."""
+        return len(self._waiting)
+
+    def enter(
+        self, session: SessionId, tokens: int, go: Go, *, parent: SessionId | None, now_s: float
+    ) -> Ticket | None:
+        """Call `go` now, or once there is a seat: then the ticket to `leave` with.
+
+        A turn of `tokens` prompt tokens. `parent`: whose sub-agent or fork it is (`forked_from`).
+        """
+        if self.admission is not None:
+            answer = self.admission.ask(session, tokens, parent=parent, now_s=now_s)
+            if isinstance(answer, Wait):
+                self._waiting[answer.ticket] = go
+                return answer.ticket
+        go(now_s)
+        return None
+
+    def leave(self, ticket: Ticket) -> None:
+        """The client hung up."""
+        if self.admission is not None and self._waiting.pop(ticket, None) is not None:
+            self.admission.leave(ticket)
+
+    def ended(self, session: SessionId, tokens: int, now_s: float) -> None:
+        """A turn is over; its session's context is `tokens` (0: not told)."""
+        if self.admission is not None:
+            self.admission.ended(session, tokens, now_s)
+            self.look(now_s)
+
+    def over(self, session: SessionId, now_s: float) -> None:
+        """The session is over."""
+        if self.admission is not None:
+            self.admission.over(session)
+            self.look(now_s)
+
+    def look(self, now_s: float) -> None:
+        """Let in whom there is room for, and whose patience is over."""
+        if self.admission is not None:
+            for ticket in self.admission.due(now_s):
+                self._waiting.pop(ticket)(now_s)
+
+    def let_all_in(self, now_s: float) -> None:
+        """The router drains: who waits is to be refused, not to wait on."""
+        waiting, self._waiting = self._waiting, {}
+        for ticket, go in waiting.items():
+            if self.admission is not None:
+                self.admission.leave(ticket)
+            go(now_s)
+
+
+def forked_from(
+    named: SessionId | None, like: SessionId | None, *, shared: float, prompt: float
+) -> SessionId | None:
+    """Whose sub-agent or fork a session is: whom its client `named`, else the one that it begins
+    `like`, if it shares at least half of its prompt (`shared` and `prompt` in one unit, bytes or
+    tokens). A system prompt in common is not enough."""
+    if named is not None:
+        return named
+    return like if 2 * shared >= prompt else None

@@ -1,7 +1,11 @@
-"""The gateway's connections to its workers' RPC ports: one each, many requests in flight on it.
+"""The gateway's connections to its workers' RPC ports, and workers' two names.
 
-Owns the sockets. Each wait has a deadline; until then a request that may be lost is said again,
-under its nonce. A place that comes later is given back.
+Owns the sockets: one for each worker, many requests in flight on it. Each wait has a deadline;
+until then a request that may be lost is said again, under its nonce. A place that comes later is
+given back.
+
+Owns too which life of a worker has which names: the gateway's, the address where it reaches it, and
+its own, known to the directory and to its peers.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ import zmq.asyncio
 
 from ownerserve.kv.addresses import is_loopback, parse_endpoint
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import WorkerId
+from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.curve import FleetKey, connect
 from ownerserve.kv.wire.rpc import (
     Cancel,
@@ -179,3 +184,37 @@ class Line:
                 self.tell(Release(answer.reservation))
             elif isinstance(answer, Cancelled):
                 self._counts["cancelled"] += 1
+
+
+Life = tuple[Incarnation, int]
+
+
+class Lives:
+    """Lives of routing units that answer: when one began, to the nanosecond, and its rank say which
+    one it is, under whatever name."""
+
+    def __init__(self) -> None:
+        self._here: dict[Life, RoutingUnit] = {}
+        self._own_names: dict[Life, WorkerId] = {}
+
+    def up(self, unit: RoutingUnit, own_name: str | None) -> None:
+        """A worker answers; `own_name`: what it calls itself, where it says so."""
+        life = unit.incarnation, unit.dp_rank
+        self._here[life] = unit
+        if own_name is not None:
+            self._own_names[life] = WorkerId(own_name)
+
+    def down(self, worker: str) -> None:
+        """A worker is silent."""
+        for life in [life for life, unit in self._here.items() if unit.worker == worker]:
+            del self._here[life]
+            self._own_names.pop(life, None)
+
+    def here(self, unit: RoutingUnit) -> RoutingUnit:
+        """The unit as this gateway names it."""
+        return self._here.get((unit.incarnation, unit.dp_rank), unit)
+
+    def to_workers(self, unit: RoutingUnit) -> RoutingUnit | None:
+        """The unit as the directory and its peers name it; None: it never said."""
+        name = self._own_names.get((unit.incarnation, unit.dp_rank))
+        return None if name is None else RoutingUnit(name, unit.dp_rank, unit.incarnation)

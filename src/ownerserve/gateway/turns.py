@@ -1,0 +1,261 @@
+"""The request path's side of the gateway: what an exchange asks, from who asks to what came of it.
+
+Owns the router's state and all that a turn passes beside its bytes: who asks (asking), whose the
+session is (finder), the queue before the fleet (admission), places and connections at workers, and
+what is counted (observer). One call of each step of a turn; nothing here knows a socket's bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeAlias
+
+from ownerserve.directory.port import Directory
+from ownerserve.gateway.asking import Asked, Asking
+from ownerserve.gateway.config import Config
+from ownerserve.gateway.finder import SessionFinder
+from ownerserve.gateway.http.access import open_access
+from ownerserve.gateway.http.client import Request
+from ownerserve.gateway.http.heads import ResponseHead
+from ownerserve.gateway.http.upstream import WorkerPool
+from ownerserve.gateway.observe import Observer
+from ownerserve.gateway.stamps import (
+    Stamp,
+    answer_of,
+    read_stamp,
+    refusal_of,
+    turn_line_of,
+    what_came,
+)
+from ownerserve.gateway.workers.releasing import Releasing
+from ownerserve.gateway.workers.reservations import Place, Places, seed_of
+from ownerserve.gateway.workers.rpc import Lines, Lives
+from ownerserve.kv.ids import SessionId, WorkerId
+from ownerserve.kv.messages import Tier
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import Reject
+from ownerserve.kv.wire.turn_line import TurnLine
+from ownerserve.router.admission import AdmissionQueue, Go, SessionAdmission, Ticket, forked_from
+from ownerserve.router.decision import Reason
+from ownerserve.router.messages import (
+    Aborted,
+    AskRelease,
+    Broken,
+    Claimed,
+    Dispatch,
+    Done,
+    Failed,
+    Failure,
+    FirstByte,
+    Gone,
+    Refuse,
+    ReleaseEnded,
+    Reported,
+    SessionEnd,
+    Stamped,
+    Unpromised,
+)
+from ownerserve.router.policies import make_policy
+from ownerserve.router.requests.body import believed, place_of_prompt, scan_usage
+from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, Session
+from ownerserve.router.state import RouterState
+
+Why: TypeAlias = Failure | WorkerRefusal
+"""Why nothing of an answer came: what went wrong, or what the worker's admission said."""
+
+
+class Turns:
+    """What turns pass in one gateway. `directory`: as of Gateway."""
+
+    def __init__(self, config: Config, directory: Directory | None) -> None:
+        self.now = asyncio.get_running_loop().time
+        self.policy = make_policy(config.policy, config.settings)
+        self.state = RouterState(self.policy, settings=config.settings)
+        self.access = open_access(config.worker_key, config.worker_ca_file)
+        self.pools: dict[WorkerId, WorkerPool] = {
+            address.worker: WorkerPool(
+                address, self.access, connect_timeout_s=config.connect_timeout_s
+            )
+            for address in config.workers
+        }
+        seats = config.seats
+        self.admission = AdmissionQueue(
+            None if seats is None else SessionAdmission(self.state.fleet, seats)
+        )
+        self.asking = Asking(resolve=self.state.sessions.resolve, is_known=self._is_known)
+        self.lives = Lives()
+        self.finder = None
+        if directory is not None:
+            self.finder = SessionFinder(directory, self.lives, tell=self.told)
+        self.observer = Observer(self.now, decisions_kept=config.decisions_kept)
+        self.lines = Lines(key=config.fleet_key)
+        self.places = Places(self.lines)
+        self.releasing = Releasing(self.lines, self.lives, tell=self.told)
+
+    def told(self, event: Reported | Gone | ReleaseEnded | Claimed) -> None:
+        """A worker or the directory has news for the state."""
+        self.state.handle(event, self.now())
+        if isinstance(event, Claimed) and self.finder is not None:
+            self.finder.heard(event.epoch)
+
+    # A turn, step by step
+
+    def read(self, request: Request) -> Asked:
+        """Who asks, for what. Raises Rejected."""
+        return self.asking.read(request)
+
+    def find_owner(self, asked: Asked) -> Coroutine[Any, Any, None] | None:
+        """Ask the directory, if it may know more of the session than this gateway; None: not.
+
+        One without a place to go to is new here, known by a worker's inventory alone, or its owner
+        is lost: another gateway may have sent it elsewhere since.
+        """
+        name = asked.arrive.session
+        if not name or self.finder is None:
+            return None
+        known = self.state.sessions.get(self.state.sessions.resolve(name))
+        if known is not None and known.live_home is not None:
+            return None
+        return self.finder.look_up(name)
+
+    def enter(self, asked: Asked, go: Go) -> Ticket | None:
+        """Call `go` now, or once there is a seat: then the ticket to leave with."""
+        arrive = asked.arrive
+        if arrive.session is None or self.admission.admission is None:
+            go(self.now())
+            return None
+        parent = forked_from(
+            asked.named_parent,
+            arrive.parent,
+            shared=arrive.shared_bytes or 0,
+            prompt=arrive.prompt_bytes,
+        )
+        tokens = int(arrive.prompt_bytes / DEFAULT_BYTES_PER_TOKEN)
+        return self.admission.enter(arrive.session, tokens, go, parent=parent, now_s=self.now())
+
+    def leave(self, asked: Asked, ticket: Ticket | None = None) -> None:
+        """The turn ends before it was let in."""
+        if ticket is not None:
+            self.admission.leave(ticket)
+        self.asking.ended(asked.identity)
+
+    def decide(self, asked: Asked, *, request_id: bytes) -> Dispatch | Refuse:
+        """Where the turn runs."""
+        outcome = self.state.handle(asked.arrive, self.now())
+        self.observer.decided(request_id, asked.identity, outcome)
+        return outcome
+
+    def decide_again(
+        self, asked: Asked, dispatch: Dispatch, why: Why, *, request_id: bytes
+    ) -> Dispatch | Refuse:
+        """Where it runs after a dispatch of which nothing came."""
+        receipt = dispatch.receipt
+        event: Failed | Unpromised
+        if isinstance(why, Failure):
+            self.observer.pressed("failed", why.value)
+            event = Failed(receipt, why)
+        else:
+            self.observer.pressed("refused", why.value)
+            has_no_room = why is WorkerRefusal.NO_ROOM
+            event = Unpromised(receipt) if has_no_room else Failed(receipt, Failure.REFUSED)
+        outcome = self.state.handle(event, self.now())
+        self.observer.decided(request_id, asked.identity, outcome)
+        if isinstance(outcome, Dispatch) and outcome.reason is Reason.RETRY_UNASKED:
+            self.observer.pressed("unasked", "all_refused")
+        return outcome
+
+    async def reserve(self, dispatch: Dispatch, request_id: bytes) -> Place | Reject | None:
+        """A place at the worker for the turn, or why not; None: nothing was heard in time."""
+        seed = seed_of(dispatch, self.state.sessions)
+        came = await self.places.reserve(dispatch.worker, request_id.decode(), seed)
+        if came is None:
+            self.observer.pressed("unasked", "no_word")
+        return came
+
+    def line_of(self, asked: Asked, dispatch: Dispatch) -> TurnLine:
+        """What the worker is told of the turn."""
+        return turn_line_of(dispatch, asked, self._session(dispatch))
+
+    def began(
+        self, dispatch: Dispatch, head: ResponseHead, *, started_s: float
+    ) -> Stamp | WorkerRefusal:
+        """An answer's head is here: the worker's word on it, or why it refuses the turn."""
+        now = self.now()
+        stamp = read_stamp(dispatch.worker, head.stamp, self.observer.bad_lines)
+        refusal = refusal_of(head.status, head.stamp)
+        if refusal is not None:
+            if stamp.status is not None:
+                self.state.handle(Stamped(stamp.status), now)
+            return refusal
+        answer = answer_of(head.status, stamp)
+        self.state.handle(FirstByte(dispatch.receipt, stamp.status, answer), now)
+        self.observer.first_byte(now - started_s)
+        self._report(dispatch, stamp, now)
+        return stamp
+
+    def finished(
+        self,
+        asked: Asked,
+        dispatch: Dispatch,
+        stamp: Stamp,
+        tail: bytes,
+        *,
+        alias: SessionId | None,
+        started_s: float,
+    ) -> None:
+        """The answer is whole; `tail` are its last bytes."""
+        now, session = self.now(), asked.arrive.session
+        told = scan_usage(tail)
+        usage = believed(told, dispatch.decision.worker.profile.sequence_tokens)
+        known = self._session(dispatch)
+        came = what_came(stamp, usage, 0 if known is None else known.prompt_tokens)
+        done = Done(dispatch.receipt, told, alias, prompt=place_of_prompt(asked.fields))
+        wanted = self.state.handle(done, now)
+        if isinstance(wanted, AskRelease) and asked.identity.final:
+            self.releasing.end(wanted)
+        elif isinstance(wanted, AskRelease):
+            self.releasing.ask(wanted)
+        self.observer.finished(now - started_s, usage)
+        self.observer.compared(dispatch, usage, came)
+        self._over(asked, 0 if usage is None else usage.prompt_tokens + usage.output_tokens)
+        if asked.identity.final and session is not None:
+            self.state.handle(SessionEnd(session), now)
+            self.asking.chain.forget(session)
+            self.admission.over(session, self.now())
+
+    def ended(self, asked: Asked, event: Aborted | Broken | None = None) -> None:
+        """A turn that was let in ends without a whole answer. `event`: its live dispatch's end."""
+        if isinstance(event, Broken):
+            self.observer.pressed("failed", "broken")
+        if event is not None:
+            self.state.handle(event, self.now())
+        self._over(asked, 0)
+
+    def _over(self, asked: Asked, tokens: int) -> None:
+        """Nothing of the turn runs any more; its session's context is `tokens` (0: not told)."""
+        self.asking.ended(asked.identity)
+        if self.admission.admission is not None and asked.arrive.session is not None:
+            self.admission.ended(asked.arrive.session, tokens, self.now())
+
+    def _report(self, dispatch: Dispatch, stamp: Stamp, now: float) -> None:
+        """The worker says where the prompt's state will be once the turn has run, and who owns the
+        session."""
+        session, extent, owned = dispatch.session, stamp.extent, stamp.owned
+        if session is None:
+            return
+        if extent is not None:
+            tip, tokens = extent.prefix_hash, extent.tokens
+            report = Reported(stamp.unit, Tier.DEVICE, tip, tokens, session=session)
+            self.state.handle(report, now)
+        if owned is not None:
+            owner = self.lives.here(owned.unit)
+            self.told(Claimed(session, owner, owned.epoch, owned.version))
+
+    def _session(self, dispatch: Dispatch) -> Session | None:
+        """The turn's session, as the router knows it now."""
+        name = dispatch.session
+        return None if name is None else self.state.sessions.get(name)
+
+    def _is_known(self, name: SessionId) -> bool:
+        return self.state.sessions.get(name) is not None
