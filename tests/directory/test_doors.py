@@ -5,7 +5,7 @@ from __future__ import annotations
 from ownerserve.directory import messages as ask
 from ownerserve.directory.decisions.state import DirectoryState
 from ownerserve.directory.owner.doors import Doors, GuardedOwner
-from ownerserve.directory.owner.state import Asks, OwnerState, SessionTip
+from ownerserve.directory.owner.state import Ask, Asks, OwnerState, SessionTip
 from ownerserve.directory.port import SWEEP_IDLE_S
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
@@ -233,6 +233,50 @@ def test_what_is_adopted_below_what_was_heard_is_asked_for_again() -> None:
     assert fleet.record().owner == A and S1 not in guarded.owner.grants
     fleet.state.start_term(Term(3, 1), open_at_s=fleet.now_s)
     fleet.rest(A, 1.0)
+    assert fleet.epoch(A) == fleet.record().epoch
+
+
+def published_anew(fleet: Fleet) -> tuple[Ask, ask.Outcome]:
+    """The directory forgets, and adopts what A tells of its inventory; the answer is on its way."""
+    fleet.turn(A, 1)
+    fleet.state = DirectoryState(Term(2, 1), lease_s=LEASE_S, open_at_s=LEASE_S)
+    fleet.now_s = LEASE_S / 3
+    guarded = fleet.units[A]
+    (renewal,) = guarded.owner.tick(fleet.now_s)
+    refused = fleet.state.handle(renewal.request, fleet.now_s)
+    (register,) = guarded.answered(renewal, refused, fleet.now_s)
+    leased = fleet.state.handle(register.request, fleet.now_s)
+    (publish,) = guarded.answered(register, leased, fleet.now_s)
+    return publish, fleet.state.handle(publish.request, fleet.now_s)
+
+
+def test_what_was_adopted_and_heard_of_too_late_is_asked_for_again() -> None:
+    """The lease that covered it is over; the record names its owner of before, which is there."""
+    fleet = Fleet(A)
+    publish, adopted = published_anew(fleet)
+    epoch = fleet.record().epoch
+    fleet.now_s = LEASE_S + 1.0
+    fleet.deliver(A, fleet.units[A].answered(publish, adopted, fleet.now_s))
+    assert fleet.epoch(A) == fleet.record().epoch > epoch
+
+
+def test_what_was_being_adopted_as_the_unit_fell_asleep_is_asked_for_again() -> None:
+    fleet = Fleet(A)
+    published_anew(fleet)
+    epoch = fleet.record().epoch
+    fleet.rest(A, 2 * LEASE_S)
+    assert fleet.epoch(A) == fleet.record().epoch > epoch
+
+
+def test_a_report_that_finds_the_own_record_under_another_epoch_binds_anew() -> None:
+    """A Bind that was long on its way was taken by a directory without memory."""
+    fleet = Fleet(A)
+    fleet.turn(A, 1)
+    fleet.state = DirectoryState(Term(0, 1), lease_s=LEASE_S, open_at_s=0.0)
+    for late in (ask.Register(A), ask.Bind(S1, A)):
+        fleet.state.handle(late, 0.0)
+    fleet.state.start_term(Term(3, 1), open_at_s=0.0)
+    fleet.turn(A, 2)
     assert fleet.epoch(A) == fleet.record().epoch
 
 

@@ -259,7 +259,7 @@ class OwnerState:
             case Register() | RenewLease() if isinstance(outcome, Leased):
                 return self._leased(ask, outcome, now_s)
             case Publish() if isinstance(outcome, Published):
-                self._adopted(ask.request, outcome, now_s)
+                return self._adopted(ask.request, outcome, now_s)
             case Bind(session_id):
                 return self._bound(session_id, outcome, now_s)
             case Advance() as told:
@@ -331,13 +331,20 @@ class OwnerState:
         parent = self._wanted[session_id].parent
         return self._ask(Bind(session_id, self.unit, parent, self.seen), now_s)
 
-    def _adopted(self, told: Publish, outcome: Published, now_s: float) -> None:
+    def _adopted(self, told: Publish, outcome: Published, now_s: float) -> Asks:
+        """Sessions that were reported are ours again. One that was adopted and may not be is asked
+        for: its record names this unit, and nobody else could have it."""
+        asks: Asks = []
         adopted = set(outcome.adopted)
         for one in told.sessions:
             grant, until_s = self._carried.pop(one.session_id, (None, 0.0))
-            is_ours = one.session_id in adopted and self._is_still_ours(until_s, now_s)
-            if grant is not None and is_ours:
+            if one.session_id not in adopted:
+                continue
+            if grant is not None and self._is_still_ours(until_s, now_s):
                 self.grants[one.session_id] = grant
+            else:
+                asks += self.want(one.session_id, now_s)
+        return asks
 
     def _bound(self, session_id: SessionId, outcome: Outcome, now_s: float) -> Asks:
         wanted = self._wanted.pop(session_id, None)
@@ -375,7 +382,8 @@ class OwnerState:
             return []
         if isinstance(outcome, Conflict) and not self._is_ours(outcome.current, grant):
             self._lose(session_id)
-            return []
+            is_named = outcome.current.owner == self.unit  # then nobody else could have it
+            return self.want(session_id, now_s) if is_named else []
         if isinstance(outcome, Advanced):
             self.seen = later(self.seen, outcome.duty)
         elif isinstance(outcome, Refused) and outcome.reason is DirectoryRefusal.UNKNOWN_SESSION:
@@ -437,9 +445,9 @@ class OwnerState:
         return [self._ask(Register(self.unit, self.seen), now_s)]
 
     def _lapse(self, reason: str) -> None:
-        """The lease is over. What was owned is bound anew: while nobody else took a session, its
-        record still names this unit, and nobody else could have it."""
-        owned = {name: _Wanted() for name in list(self.grants)[-WANTED_MAX:]}
+        """The lease is over. What was owned, or was being adopted, is bound anew: while nobody else
+        took a session, its record still names this unit, and nobody else could have it."""
+        owned = {name: _Wanted() for name in [*self._carried, *self.grants][-WANTED_MAX:]}
         self._void(reason)
         self._wanted = owned | self._wanted
 
