@@ -55,6 +55,7 @@ check: setup     ## lint, types, layers, size ratchet, dead wires
 	$(BIN)/lint-imports
 	$(BIN)/python tools/ratchet.py
 	$(BIN)/python tools/wires.py
+	$(BIN)/python tools/closed.py
 
 bench: setup bench-envs ## every benchmark; results in benchmarks/results/
 	$(BIN)/python benchmarks/run.py

@@ -158,7 +158,7 @@ def plan(*, free: int) -> float:
     finish_one(state, tokens, 0, 0.0)
     for number in range(1, 2001):
         finish_one(state, pack(range(number * 1000, number * 1000 + 2 * B)), number, float(number))
-    assert state.cache.rooms.blocks.free == free
+    assert state.cache.occupancy.blocks.free == free
     prompt = tokens[: 700 * B * 4] + pack(range(100 * B))
 
     def resume() -> None:

@@ -55,7 +55,7 @@ OUTSIDE: dict[str, str] = {
     "ownerserve.kv.wire.rpc.Admit": "who asks POST /ownerserve/admit of vLLM's server reads it",
     "ownerserve.plan.gaps.expected_cost_ms": ORACLE,
     "ownerserve.plan.inputs.check_query": ORACLE,
-    "ownerserve.sim.engine.block_lru.BlockLru": ORACLE,
+    "ownerserve.cache.policies.block_lru.BlockLru": ORACLE,
     "ownerserve.sim.oracle.belady.bound": ORACLE,
     "ownerserve.sim.oracle.infinite.infinite": ORACLE,
     "ownerserve.sim.engine.pace_fit.fit_steps": FITTING,

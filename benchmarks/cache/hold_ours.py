@@ -95,14 +95,14 @@ class Ours:
         if not self._pins:
             return False
         cache = self.cache
-        idle = [s for s in cache.sessions.all() if s.pin is not None and not s.running]
+        idle = [s for s in cache.sessions if s.pin is not None and not s.running]
         if not idle:
             return False
-        before = cache.rooms.evictable_blocks()
+        before = cache.occupancy.evictable_blocks()
         cache.sessions.release(min(idle, key=lambda s: s.last_s).session_id)
-        freed = cache.rooms.evictable_blocks() - before
+        freed = cache.occupancy.evictable_blocks() - before
         if freed:
-            cache.rooms.evict_blocks(freed)
+            cache.pressure.evict_blocks(freed)
             self._drops += 1
             self._dropped += freed
             cache.counters.wanted_tokens += min(freed, self._missing) - freed

@@ -30,11 +30,11 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import dynamo_side as dynamo  # noqa: E402
 from untouched import Untouched  # noqa: E402
 
+from ownerserve.cache.policies.block_lru import BlockLru  # noqa: E402
 from ownerserve.cache.pools.budget import ZERO_SLOTS  # noqa: E402
 from ownerserve.router.policies import dynamo as dynamo_policy  # noqa: E402
 from ownerserve.sim import build  # noqa: E402
 from ownerserve.sim.config.setup import SimSetup  # noqa: E402
-from ownerserve.sim.engine.block_lru import BlockLru  # noqa: E402
 from ownerserve.sim.run import simulate  # noqa: E402
 from ownerserve.sim.workload import Open, WorkloadShape  # noqa: E402
 from ownerserve.trace.model import Trace, TraceRequest, TraceSession  # noqa: E402

@@ -11,7 +11,7 @@ trace's lengths; what they say differs, and nobody asks for it again (output_reu
 The simulator's cache is the production HeteroCache. The reference engine has the very same class,
 so what is compared there is the modelled engine around it: eviction order "lru", relief of
 pressure, and chunks as that engine cuts them (GridEngine). vLLM has its own block pool and no
-relief: there the cache is compared too, in vLLM's order (sim.block_lru).
+relief: there the cache is compared too, in vLLM's order (cache.policies.block_lru).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 from lockstep import Case, Replayed, scaled  # noqa: E402
 from untouched import Untouched  # noqa: E402
 
+from ownerserve.cache.policies.block_lru import BlockLru  # noqa: E402
 from ownerserve.cache.pools.budget import ZERO_SLOTS  # noqa: E402
 from ownerserve.engines.hf.scheduling.scheduler import chunk_end  # noqa: E402
 from ownerserve.sim import build  # noqa: E402
 from ownerserve.sim.build import BaselineParts, geometry_of, pace_of  # noqa: E402
 from ownerserve.sim.config.setup import SimSetup  # noqa: E402
-from ownerserve.sim.engine.block_lru import BlockLru  # noqa: E402
 from ownerserve.sim.engine.engine import SimEngine  # noqa: E402
 from ownerserve.sim.engine.sequence import SimSequence  # noqa: E402
 from ownerserve.sim.run import simulate  # noqa: E402

@@ -29,7 +29,7 @@ from typing import Any
 
 import pytest
 
-from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.hetero import HeteroCache, parts_of
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, Turn
 from ownerserve.cache.policies.lru import Lru
@@ -125,12 +125,12 @@ class Ours:
         self.cache.abort(TurnId(f"lock {name}"), float(self._turns))
 
     def evict(self, tokens: int) -> int:
-        rooms = self.cache.rooms
+        rooms = self.cache.occupancy
         count = min(-(-tokens // PAGE), rooms.evictable_blocks())
-        return len(rooms.evict_blocks(count).blocks) * PAGE if count else 0
+        return len(self.cache.pressure.evict_blocks(count)) * PAGE if count else 0
 
     def sizes(self) -> list[int]:
-        tree = self.cache.tree
+        tree = parts_of(self.cache).tree
         return [(tree.blocks - tree.protected) * PAGE, tree.protected * PAGE]
 
 

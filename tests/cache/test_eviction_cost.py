@@ -30,7 +30,7 @@ def test_a_run_asks_for_the_keys_of_what_it_evicts() -> None:
     driver = Driver(blocks=4 * COUNT, points=COUNT, policy=Counting())
     cache = driver.cache
     driver.fill((f"s{number}", blocks_of(number + 1)) for number in range(COUNT))
-    assert not cache.rooms.points[0].free
+    assert not cache.occupancy.points[0].free
     cache.pressure.watermarks = Watermarks(low=0.02, high=0.2, idle_s=1.0, spills=8, tier="disk")
     Counting.asked = 0
     spill, dropped = cache.pressure.relieve(driver.now + 100.0)
@@ -43,9 +43,9 @@ def test_a_run_asks_for_the_keys_of_what_it_evicts() -> None:
     # What was held is found again when its copy is made, and goes next.
     cache.pressure.spilled(spill.ticket)
     driver.check()
-    held = cache.rooms.points[0].free
-    cache.rooms.evict_points(0, 8)
-    assert cache.rooms.points[0].free == held + 8
+    held = cache.occupancy.points[0].free
+    cache.pressure.evict_points(0, 8)
+    assert cache.occupancy.points[0].free == held + 8
     for number in range(8):
         status = cache.sessions.status(SessionId(f"s{number}"))
         assert status is not None
@@ -59,7 +59,7 @@ def test_a_look_at_what_goes_next_names_it_and_moves_nothing() -> None:
             f"t{number}", blocks_of(number + 1, number + 1, number + 1), session=f"s{number}"
         )
         driver.now += 1.0
-    rooms, before = driver.cache.rooms, driver.resident
+    rooms, before = driver.cache.occupancy, driver.resident
     short = rooms.shortage(5)
     driver.check()
     assert driver.resident == before and rooms.blocks.free == 0
@@ -80,6 +80,6 @@ def test_a_look_at_what_goes_next_names_it_and_moves_nothing() -> None:
 def test_a_look_at_what_goes_next_is_bounded() -> None:
     driver = Driver(DENSE, blocks=4 * COUNT)
     driver.fill((f"s{number}", blocks_of(number + 1, number + 1)) for number in range(COUNT))
-    short = driver.cache.rooms.shortage(4 * COUNT)
+    short = driver.cache.occupancy.shortage(4 * COUNT)
     assert len(short.victims) == LOOK_TAILS < COUNT
     assert {v.tokens for v in short.victims} == {32}, "both blocks of each"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ownerserve.cache.metrics import Lost, snapshot
+from ownerserve.cache.counters import Lost
+from ownerserve.cache.hetero import parts_of
+from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import (
     Arrival,
     Begun,
@@ -50,7 +52,7 @@ def test_a_wrong_digest_is_a_miss_and_frees_the_slots() -> None:
     got = arrive(driver, blocks_of(1, 2), (B,))
     assert driver.land(got.ticket, b"other") == Refused(Reason.DIGEST_MISMATCH)
     assert driver.check_match(blocks_of(1, 2)).range_tokens == 0
-    assert driver.cache.rooms.blocks.used == 0 and driver.cache.counters.quarantined == 1
+    assert driver.cache.occupancy.blocks.used == 0 and driver.cache.counters.quarantined == 1
 
 
 def test_a_wrong_prefix_hash_never_gets_slots() -> None:
@@ -83,7 +85,7 @@ def test_two_producers_of_one_prefix_leave_one_copy() -> None:
     second = arrive(driver, blocks_of(1, 2, 3), (3 * B,))
     driver.land(second.ticket)
     assert driver.land(first.ticket) == Inserted(3 * B, 3)
-    rooms = driver.cache.rooms
+    rooms = driver.cache.occupancy
     assert rooms.blocks.used == 3 and [pool.used for pool in rooms.points] == [1, 1]
 
 
@@ -112,8 +114,8 @@ def test_an_idle_sessions_point_state_is_spilled_then_goes_first() -> None:
     assert spill.points[0].prefix == blocks_of(0, 5) and spill.points[0].sessions == ("a",)
     assert snapshot(driver.cache, 0.0).pools["swa"].protected == 1
     assert driver.evict(100) == 2, "what is being copied out is not re-used"
-    for index, pool in enumerate(driver.cache.rooms.points):
-        driver.cache.rooms.evict_points(index, 100)
+    for index, pool in enumerate(driver.cache.occupancy.points):
+        driver.cache.pressure.evict_points(index, 100)
         assert pool.used == 1, "nor its point state"
     pressure.spilled(spill.ticket)
     with pytest.raises(InvalidInput, match="open spill"):
@@ -131,7 +133,7 @@ def test_spilled_state_goes_before_what_must_be_computed_again() -> None:
     [spill] = pressure.relieve(driver.now)
     assert isinstance(spill, Spill) and [p.sessions for p in spill.points] == [("a",)]
     pressure.spilled(spill.ticket)
-    driver.cache.rooms.evict_points(0, 1)
+    driver.cache.pressure.evict_points(0, 1)
     prompts = (blocks_of(0, 0, 0, 0, 9), blocks_of(1, 9))
     lacks = [bool(driver.check_match(prompt).points[0].lacks) for prompt in prompts]
     assert lacks == [True, False]
@@ -167,7 +169,7 @@ def test_nothing_is_looked_at_while_nothing_is_short() -> None:
     assert not pressure.is_due and pressure.relieve(0.0) == ()
     pressure.watermarks = Watermarks(low=0.0, high=0.0)
     driver.turn("2", blocks_of(*range(10, 28)))
-    assert driver.cache.rooms.blocks.free == 0
+    assert driver.cache.occupancy.blocks.free == 0
     assert not pressure.is_due, "a watermark of 0 leaves all to demand"
 
 
@@ -240,7 +242,7 @@ def test_a_run_looks_at_a_bounded_part_of_a_large_cache(monkeypatch: pytest.Monk
     pressure.watermarks = Watermarks(low=0.1, high=0.2, idle_s=1.0, tier="host", spills=1000)
     [spill, *_] = pressure.relieve(100.0)
     assert isinstance(spill, Spill) and len(spill.points) == 16
-    assert len(driver.cache.evictor.next_points(16)) <= 32
+    assert len(parts_of(driver.cache).evictor.next_points(16)) <= 32
 
 
 def test_state_in_a_replay_is_no_snapshot() -> None:

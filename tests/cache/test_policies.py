@@ -64,7 +64,7 @@ def test_all_that_no_turn_or_pin_holds_can_go(name: str) -> None:
     driver = filled(POLICIES[name]())
     driver.evict(1000)
     assert left(driver) == [0, 0, 0]
-    assert driver.cache.rooms.blocks.used == 0
+    assert driver.cache.occupancy.blocks.used == 0
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -205,7 +205,7 @@ def idle_sessions_fill_the_pool(policy: Policy) -> Driver:
     driver = Driver(DENSE, blocks=12, policy=policy)
     for name in "abc":
         driver.turn(name, prompt(name), session=name)
-    assert driver.cache.rooms.blocks.free == 0 and not driver.cache.running
+    assert driver.cache.occupancy.blocks.free == 0 and not driver.cache.running
     return driver
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ownerserve.cache.hetero import parts_of
 from ownerserve.cache.outcomes import DEFAULT_TTL_S, Append, Begun, Install, Reason, Refused
 from ownerserve.cache.policies.session_reference import SessionReference
 from ownerserve.cache.sessions import FORGET_CHECK_S
@@ -211,9 +212,9 @@ def test_an_agent_that_drops_part_of_each_output_keeps_a_short_path() -> None:
     for number in range(12):
         driver.turn(str(number), tokens, blocks_of(7, number % 5), session="a")
         tokens += blocks_of(number % 3, 8)
-    node, depth = driver.cache.tree.walk(tokens, 100)
+    node, depth = parts_of(driver.cache).tree.walk(tokens, 100)
     assert depth * B == len(tokens) // 4 - 2 * B
-    assert node.parent is driver.cache.tree.root
+    assert node.parent is parts_of(driver.cache).tree.root
 
 
 def test_a_version_that_was_counted_elsewhere_goes_on_here() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.hetero import HeteroCache, parts_of
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import (
     Begun,
@@ -54,12 +54,12 @@ def test_a_branch_without_point_state_is_reported_with_its_lack() -> None:
 def test_a_replay_keeps_range_state_and_writes_only_behind_the_floor() -> None:
     driver = Driver()
     driver.turn("1", blocks_of(1, 2, 3, 4, 5))
-    private = driver.cache.rooms.blocks.used
+    private = driver.cache.occupancy.blocks.used
     begun = driver.begin("2", blocks_of(1, 2, 3, 7), resume=Replay(start=0, floor=3 * B))
     assert isinstance(begun, Begun)
     assert (begun.restored, begun.write_floor) == (0, 3 * B)
     assert driver.prefill("2")
-    assert driver.cache.rooms.blocks.used == private + 1, "only the new block took a slot"
+    assert driver.cache.occupancy.blocks.used == private + 1, "only the new block took a slot"
     driver.finish("2")
     assert driver.check_match(blocks_of(1, 2, 3, 7, 8)).range_tokens == 4 * B
 
@@ -134,7 +134,7 @@ def test_two_turns_that_compute_the_same_keep_one_copy() -> None:
         driver.begin(name, blocks_of(1, 2, 3))
     driver.prefill("1")
     driver.prefill("2")
-    assert driver.cache.rooms.blocks.used == 3
+    assert driver.cache.occupancy.blocks.used == 3
     assert driver.cache.counters.duplicate_blocks == 3
     driver.finish("1")
     driver.finish("2")
@@ -145,10 +145,10 @@ def test_a_fork_copies_only_the_unfinished_block() -> None:
     driver.begin("1", blocks_of(1, 2, tail=3))
     driver.prefill("1")
     assert driver.fork("1", "2")
-    assert driver.cache.rooms.blocks.used == 4
+    assert driver.cache.occupancy.blocks.used == 4
     driver.decode("1", blocks_of(5))
     driver.decode("2", blocks_of(6))
-    assert driver.cache.rooms.blocks.used == 2 + 2 * 2
+    assert driver.cache.occupancy.blocks.used == 2 + 2 * 2
     driver.finish("1")
     driver.finish("2")
     driver.check_match(blocks_of(1, 2, tail=3) + blocks_of(6))
@@ -211,11 +211,11 @@ def test_pools_that_disagree_are_refused_with_the_mend() -> None:
 def test_release_frees_nothing_by_itself() -> None:
     driver = Driver()
     driver.turn("1", blocks_of(1, 2, 3), session="a")
-    used = driver.cache.rooms.blocks.used
+    used = driver.cache.occupancy.blocks.used
     driver.cache.sessions.release(A)
     driver.check()
-    assert driver.cache.rooms.blocks.used == used
-    assert driver.cache.rooms.evictable_blocks() == used
+    assert driver.cache.occupancy.blocks.used == used
+    assert driver.cache.occupancy.evictable_blocks() == used
 
 
 def test_every_finish_inserts_its_output() -> None:
@@ -257,7 +257,9 @@ def test_pressure_trims_blocks_and_no_session_goes_at_once() -> None:
         driver.now = float(number)
         driver.turn(name, blocks_of(number, *range(10, 19)), session=name)
     driver.evict(1)
-    statuses = {s.session_id: s.resident_tokens for s in driver.cache.sessions.list()}
+    sessions = driver.cache.sessions
+    known = [sessions.status(session.session_id) for session in sessions]
+    statuses = {s.session_id: s.resident_tokens for s in known if s is not None}
     assert statuses == {"a": 9 * B, "b": 10 * B, "c": 10 * B}
     assert driver.cache.counters.largest_eviction_tokens == B
 
@@ -283,7 +285,7 @@ def test_committed_tokens_never_shrink_while_the_turn_runs() -> None:
     for upto in range(B, 11 * B, B):
         driver.prefill("1", upto=upto)
         driver.evict(100)
-        sealed = driver.cache.running[TurnId("1")].sealed
+        sealed = parts_of(driver.cache).running[TurnId("1")].sealed
         assert sealed >= covered
         covered = sealed
     assert covered == 10
@@ -293,7 +295,7 @@ def test_committed_tokens_never_shrink_while_the_turn_runs() -> None:
 def test_a_lock_receipt_is_single_use() -> None:
     driver = Driver()
     driver.turn("1", blocks_of(1, 2))
-    tree = driver.cache.tree
+    tree = parts_of(driver.cache).tree
     node, depth = tree.walk(blocks_of(1, 2), 2)
     receipt = tree.lock(node, depth)
     tree.unlock(receipt)
@@ -306,7 +308,7 @@ def test_a_trim_over_several_stops_keeps_their_sessions_and_heat() -> None:
     driver = Driver()
     driver.turn("1", blocks_of(1, 2, tail=1), session="a")
     driver.turn("2", blocks_of(1, 2, 3, 4, tail=1), session="b")
-    tree = driver.cache.tree
+    tree = parts_of(driver.cache).tree
     node, _ = tree.walk(blocks_of(1, 2, 3, 4), 4)
     freed = Freed([], [])
     uses = max(stop.uses for stop in node.stops)
@@ -315,7 +317,7 @@ def test_a_trim_over_several_stops_keeps_their_sessions_and_heat() -> None:
     [stop] = node.stops
     assert (stop.depth, stop.refs, sorted(stop.anchors or {})) == (1, 2, ["a", "b"])
     assert stop.uses == uses
-    assert all(session.stop is stop for session in driver.cache.sessions.all())
+    assert all(session.stop is stop for session in driver.cache.sessions)
 
 
 def test_a_turn_without_a_session_leaves_no_trace_of_one() -> None:

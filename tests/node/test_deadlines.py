@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from ownerserve.cache.hetero import parts_of
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import TurnId
 from ownerserve.node.retention.spills import COPY_DEADLINE_S, ECHO_S, FIND_DEADLINE_S, PRESS_WAIT_S
@@ -45,9 +46,9 @@ def test_a_silent_spill_locks_nothing_beyond_its_tick() -> None:
     for _ in range(2):
         driver.handle(Tick())
     assert not driver.cache.pressure.locks()
-    assert driver.cache.tree.protected == 0
-    driver.cache.rooms.evict_blocks(driver.cache.rooms.evictable_blocks())
-    assert driver.cache.rooms.blocks.free == 32, "all of it can be had"
+    assert parts_of(driver.cache).tree.protected == 0
+    driver.cache.pressure.evict_blocks(driver.cache.occupancy.evictable_blocks())
+    assert driver.cache.occupancy.blocks.free == 32, "all of it can be had"
     driver.check()
     assert driver.state.is_busy
     driver.now += COPY_DEADLINE_S
@@ -187,17 +188,17 @@ def test_pressed_sessions_are_waited_for_and_then_tails_go_without_them() -> Non
         driver.turn(range(1000 * n, 1000 * n + 5 * B + 1), f"s{n}")
     driver.watermarks(Watermarks(low=0.2, high=0.5, idle_s=10.0))
     driver.now = 20.0
-    free = driver.cache.rooms.blocks.free
+    free = driver.cache.occupancy.blocks.free
     for _ in range(3):
         driver.handle(Tick())
     asked = unanswered(driver, FindRecords)
     assert asked, "their state is looked for in the store"
-    assert driver.cache.rooms.blocks.free == free, "nothing goes before it is safe"
+    assert driver.cache.occupancy.blocks.free == free, "nothing goes before it is safe"
     due = driver.state.next_due()
     assert due is not None and due <= 20.0 + PRESS_WAIT_S
     driver.now = 20.0 + PRESS_WAIT_S
     driver.handle(Tick())
-    assert driver.cache.rooms.blocks.free >= 16
+    assert driver.cache.occupancy.blocks.free >= 16
     driver.check()
     for late in asked:
         driver.answer(late)

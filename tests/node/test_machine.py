@@ -128,10 +128,10 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 8))
     def pressure(self, count: int) -> None:
-        rooms = self.driver.cache.rooms
+        rooms = self.driver.cache.occupancy
         wanted = min(count, rooms.evictable_blocks())
         if wanted:
-            rooms.evict_blocks(wanted)
+            self.driver.cache.pressure.evict_blocks(wanted)
 
     @rule(low=st.sampled_from([0.0, 0.2, 0.6]), more=st.sampled_from([0.0, 0.3]))
     def watermarks_move(self, low: float, more: float) -> None:

@@ -115,12 +115,12 @@ def test_idle_sessions_are_stored_before_their_blocks_go() -> None:
         driver.now += 1.0
     driver.watermarks(Watermarks(low=0.1, high=0.5))
     driver.handle(Tick())
-    assert driver.cache.rooms.blocks.free == 0, "the sessions are looked up first"
+    assert driver.cache.occupancy.blocks.free == 0, "the sessions are looked up first"
     assert [type(asked) for asked in driver.pending] == [FindRecords] * 4
     for _ in range(20):
         driver.settle()
         driver.handle(Tick())
-    assert driver.cache.rooms.blocks.free == 10
+    assert driver.cache.occupancy.blocks.free == 10
     driver.check()
     turn = driver.arrive(range(5 * B + 3), "s0")
     driver.settle()
@@ -139,7 +139,7 @@ def test_a_store_that_is_silent_delays_room_only_so_long() -> None:
     assert due_s is not None and 0.0 < due_s < 1.0
     driver.now = due_s
     driver.handle(Tick())
-    assert driver.cache.rooms.blocks.free == 10
+    assert driver.cache.occupancy.blocks.free == 10
     driver.check()
 
 
@@ -237,7 +237,7 @@ def test_measured_costs_reach_the_evictions_order() -> None:
     prefill is says how much earlier it goes."""
     assert LAYOUT.point_names
     driver = NodeDriver()
-    policy = driver.cache.evictor.policy
+    policy = driver.cache.policy
     driver.handle(Tick())
     assert policy.prices.context_tokens > 1e9, "PRICES have no quadratic term"  # type: ignore[attr-defined]
     per_byte = policy.prices.reload_tokens_per_byte  # type: ignore[attr-defined]

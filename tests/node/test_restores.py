@@ -139,7 +139,7 @@ def test_a_late_answer_changes_nothing() -> None:
     driver.now += driver.settings.restore_deadline_s
     driver.idle(0.0)
     assert driver.reports[turn].outcome is RestoreOutcome.LATE
-    rooms = driver.cache.rooms
+    rooms = driver.cache.occupancy
     assert rooms.blocks.used == 0, "its reservation is given up"
     driver.handle(Fetched(fetch.operation_id))
     driver.handle(RecordsFound(fetch.operation_id, {b"x": Tier.DISK}))
@@ -193,7 +193,7 @@ def test_what_was_brought_stays_until_its_turn_begins() -> None:
     assert driver.reports[turn].outcome is RestoreOutcome.LOADED
     driver.now += 1.0
     driver.turn([*range(700, 700 + 12 * B)], session="other")
-    driver.cache.rooms.evict_blocks(12)
+    driver.cache.pressure.evict_blocks(12)
     assert driver.run(turn).restored == 10 * B
     assert not driver.cache.sessions.expected
     driver.check()
@@ -207,10 +207,10 @@ def test_what_is_resident_of_a_turn_in_line_stays() -> None:
     turn = driver.arrive([*LONG[: 3 * B], *range(900, 900 + 12 * B)], session=None)
     driver.settle()
     assert driver.started == [turn]
-    driver.cache.rooms.evict_blocks(1)
+    driver.cache.pressure.evict_blocks(1)
     assert driver.cache.match(driver.waiting[turn].tokens).range_tokens == 3 * B
     driver.handle(TurnGone(turn))
-    driver.cache.rooms.evict_blocks(1)
+    driver.cache.pressure.evict_blocks(1)
     assert driver.cache.match(driver.waiting[turn].tokens).range_tokens == 2 * B
 
 
@@ -229,7 +229,7 @@ def test_two_turns_of_one_prefix_leave_one_copy() -> None:
     turns = [driver.arrive([*LONG, n], session=None) for n in range(2)]
     driver.settle()
     assert [driver.reports[turn].outcome for turn in turns] == [RestoreOutcome.LOADED] * 2
-    assert driver.cache.rooms.blocks.used == 10
+    assert driver.cache.occupancy.blocks.used == 10
     driver.check()
 
 
@@ -238,9 +238,9 @@ def test_a_client_that_hangs_up_gives_its_slots_back() -> None:
     stored_session(driver)
     turn = driver.arrive([*LONG, 1])
     driver.answer(driver.pending.popleft())
-    assert driver.cache.rooms.blocks.used == 10
+    assert driver.cache.occupancy.blocks.used == 10
     driver.handle(TurnGone(turn))
-    assert driver.cache.rooms.blocks.used == 0
+    assert driver.cache.occupancy.blocks.used == 0
     driver.settle()
     driver.check()
 
@@ -347,8 +347,8 @@ def branched(driver: NodeDriver) -> list[int]:
 def fill(driver: NodeDriver, *, free: int) -> None:
     """Somebody else's session takes all room but so many blocks."""
     driver.watermarks(Watermarks(low=0.0, high=0.0))
-    driver.turn([77] * ((driver.cache.rooms.blocks.free - free) * B), session="other")
-    assert driver.cache.rooms.blocks.free == free
+    driver.turn([77] * ((driver.cache.occupancy.blocks.free - free) * B), session="other")
+    assert driver.cache.occupancy.blocks.free == free
 
 
 def test_a_plan_changes_when_memory_is_dear() -> None:
@@ -356,7 +356,7 @@ def test_a_plan_changes_when_memory_is_dear() -> None:
     keeps the 16 tokens that are resident, and takes no second block for them."""
     driver = NodeDriver(blocks=40)
     prompt = branched(driver)
-    assert driver.cache.rooms.blocks.free > len(prompt) // B
+    assert driver.cache.occupancy.blocks.free > len(prompt) // B
     assert resumed_with(driver, prompt) == Restore(144)
     fill(driver, free=0)
     assert resumed_with(driver, prompt) == Replay(144, 160)
@@ -368,7 +368,7 @@ def test_memory_has_a_price_as_soon_as_something_would_go(free: int) -> None:
     driver = NodeDriver(blocks=40)
     prompt = branched(driver)
     fill(driver, free=free)
-    short = driver.cache.rooms.shortage(3)
+    short = driver.cache.occupancy.shortage(3)
     assert sum(victim.blocks for victim in short.victims) == 3 - free
     price = memory_price(short, driver.state.costs.prices())
     assert (price > 0.0) is (free < 3)

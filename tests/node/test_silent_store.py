@@ -164,7 +164,7 @@ class Node:
         self.until(lambda: self.state.idle_spills.counts["kept"] and not self.state.is_busy)
 
     def forget_device(self) -> None:
-        self.cache.rooms.evict_blocks(self.cache.rooms.evictable_blocks())
+        self.cache.pressure.evict_blocks(self.cache.occupancy.evictable_blocks())
 
 
 @pytest.fixture

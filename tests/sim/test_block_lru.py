@@ -5,10 +5,10 @@ from __future__ import annotations
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, Turn
+from ownerserve.cache.policies.block_lru import BlockLru
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Packed, pack
 from ownerserve.kv.specs import Coverage
-from ownerserve.sim.engine.block_lru import BlockLru
 
 B = 4
 LAYOUT = Layout(B, (Component("kv", Coverage.RANGE, 8, 8),), state_bytes=8)
@@ -46,10 +46,10 @@ def test_the_path_of_the_last_turn_is_the_youngest() -> None:
     driver.turn(LONG)
     driver.turn(OTHER)
     driver.turn([*HEAD, 7])  # reads the head of LONG: its own tail stays old
-    driver.cache.rooms.evict_blocks(4)
+    driver.cache.pressure.evict_blocks(4)
     assert driver.resident(LONG) == len(HEAD), "the tail that nobody has read since goes first"
     assert driver.resident(OTHER) == len(OTHER)
-    driver.cache.rooms.evict_blocks(4)
+    driver.cache.pressure.evict_blocks(4)
     assert driver.resident(OTHER) == 0
     assert driver.resident(HEAD) == len(HEAD)
 
@@ -58,13 +58,13 @@ def test_turns_that_end_at_one_instant_are_in_order() -> None:
     driver = Driver()
     driver.turn(OTHER, now=5.0)
     driver.turn(HEAD, now=5.0)
-    driver.cache.rooms.evict_blocks(4)
+    driver.cache.pressure.evict_blocks(4)
     assert (driver.resident(OTHER), driver.resident(HEAD)) == (0, len(HEAD))
 
 
 def test_blocks_go_from_a_tail_just_as_many_as_are_wanted() -> None:
     driver = Driver()
     driver.turn(LONG)
-    driver.cache.rooms.evict_blocks(3)
+    driver.cache.pressure.evict_blocks(3)
     assert driver.resident(LONG) == len(LONG) - 3 * B
     assert driver.turn([*LONG, 1]) == len(LONG) - 3 * B

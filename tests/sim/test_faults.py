@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from ownerserve.cache.hetero import parts_of
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import ExecutionMode
 from ownerserve.sim.config.faults import Draw, Fault, FaultKind, draw, read_faults
@@ -32,7 +33,7 @@ def spec(text: str, *, workers: int = 4, disks: int = 4) -> tuple[Fault, ...]:
 
 def held(fleet: SimFleet) -> dict[int, int]:
     """Blocks by worker."""
-    return {worker.index: worker.cache.tree.blocks for worker in fleet.workers}
+    return {worker.index: parts_of(worker.cache).tree.blocks for worker in fleet.workers}
 
 
 # -- as data

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.hetero import HeteroCache, parts_of
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
@@ -49,7 +49,7 @@ def test_an_idle_session_is_put_away_and_comes_back(drivers: list[SimNodeDriver]
     assert first.report.outcome is RestoreOutcome.NOTHING_STORED and first.restored == 0
     driver.rest()
     spilled = driver.pcie.out.moved_bytes
-    assert spilled == (LONG + 2) * driver.cache.evictor.block_bytes
+    assert spilled == (LONG + 2) * parts_of(driver.cache).evictor.block_bytes
     assert driver.store.counters["kept_bytes"] == spilled
     driver.forget_device()
     second = driver.turn("a", ids + driver.fresh(8))
@@ -80,7 +80,7 @@ def test_prices_are_those_of_the_media(drivers: list[SimNodeDriver]) -> None:
         driver.rest()
         driver.forget_device()
         driver.turn("a", ids[:LONG])
-    loaded = LONG * driver.cache.evictor.block_bytes
+    loaded = LONG * parts_of(driver.cache).evictor.block_bytes
     assert costs.sources()[Tier.DISK] is Source.MEASURED
     true_ms = 3.0 * loaded / 6e6 + loaded / 50e6
     assert costs.load(Tier.DISK, loaded).ms == pytest.approx(true_ms, rel=0.1)
@@ -206,9 +206,9 @@ def test_a_turn_that_hangs_up_frees_what_was_reserved(drivers: list[SimNodeDrive
     driver.forget_device()
     turn_id = driver.arrive("a", ids[:LONG])
     driver.heap.run(driver.heap.now + 5 * driver.store.lookup_s)
-    assert driver.cache.rooms.blocks.used
+    assert driver.cache.occupancy.blocks.used
     driver.node.handle(TurnGone(turn_id), driver.heap.now)
-    assert driver.cache.rooms.blocks.used == 0
+    assert driver.cache.occupancy.blocks.used == 0
     driver.rest()
     assert turn_id not in driver.started
 
@@ -221,7 +221,7 @@ def test_short_room_presses_sessions_out_first(drivers: list[SimNodeDriver]) -> 
         driver.turn(name, ids)
         driver.rest(0.2)
     driver.rest(20.0)
-    assert driver.cache.rooms.blocks.free >= 0.3 * driver.cache.rooms.blocks.capacity
+    assert driver.cache.occupancy.blocks.free >= 0.3 * driver.cache.occupancy.blocks.capacity
     assert driver.cache.counters.evictions
     back = driver.turn("a", sessions["a"][:LONG])
     assert back.report.outcome is RestoreOutcome.LOADED and back.restored == LONG - 1
@@ -263,13 +263,13 @@ def test_without_a_store_what_the_device_holds_is_told_and_short_room_is_evicted
     driver = SimNodeDriver((), hbm_bytes=8 * GIB)
     cache = driver.cache
     cache.pressure.watermarks = Watermarks(low=0.3, high=0.5)
-    blocks = cache.rooms.blocks.capacity // 3
+    blocks = cache.occupancy.blocks.capacity // 3
     for name in ("a", "b", "c"):
         driver.turn(name, driver.fresh(blocks * driver.block))
         driver.node.look(driver.heap.now)
-    assert cache.rooms.blocks.free >= 0.3 * cache.rooms.blocks.capacity
+    assert cache.occupancy.blocks.free >= 0.3 * cache.occupancy.blocks.capacity
     told = sum(word.tokens for word in driver.node.inventory)
-    used = cache.rooms.blocks.capacity - cache.rooms.blocks.free
+    used = cache.occupancy.blocks.capacity - cache.occupancy.blocks.free
     assert 0 < told <= used * driver.block, "what went is told"
     driver.rest(1000.0)
     assert not driver.node.state.is_busy and not driver.pcie.out.moved_bytes

@@ -10,9 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ownerserve.cache.tree.node import ResumeDepth, Session
-from ownerserve.cache.tree.prefix_tree import PrefixTree
-from ownerserve.kv.ids import SessionId
 from ownerserve.kv.units import GIB
 from ownerserve.sim.config.setup import SimSetup
 from ownerserve.sim.oracle.belady import TurnAccess, bound
@@ -119,6 +116,4 @@ def test_what_nobody_comes_back_to_goes_first_then_what_is_wanted_last() -> None
 
 def stop(*names: str) -> Any:
     """What an order sees: a place in the tree at which these conversations stand."""
-    heat = ResumeDepth(node=PrefixTree(4).root, depth=1, last_s=0.0, born_s=0.0)
-    heat.anchors = {name: Session(session_id=SessionId(name), generation=1) for name in names}
-    return SimpleNamespace(heat=heat)
+    return SimpleNamespace(heat=SimpleNamespace(anchors=dict.fromkeys(names), last_s=0.0))

@@ -133,13 +133,13 @@ def test_what_finds_no_room_in_time_is_given_up() -> None:
 
 def test_a_cut_link_makes_it_late_and_its_room_is_free_again(pair: Pair) -> None:
     pair.workers[1].nic.back.cut(5.0)
-    free = pair.workers[1].cache.rooms.blocks.free
+    free = pair.workers[1].cache.occupancy.blocks.free
     pair.bring(1, 10)
-    assert pair.workers[1].cache.rooms.blocks.free == free - 9
+    assert pair.workers[1].cache.occupancy.blocks.free == free - 9
     pair.heap.run()
     [(when_s, brought)] = pair.heard
     assert brought.landing is TransferOutcome.LATE and when_s == pytest.approx(2.0)
-    assert pair.workers[1].cache.rooms.blocks.free == free
+    assert pair.workers[1].cache.occupancy.blocks.free == free
     pair.check()
 
 

@@ -7,17 +7,14 @@ here. O(cache), for tests and for an operator's `check`.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
+from ownerserve.cache.parts import Parts
 from ownerserve.cache.pools.slot_pools import SlotPool
 from ownerserve.cache.sessions import MORE_EXPECTED
 from ownerserve.cache.tree import paths
 from ownerserve.cache.tree.node import ABSENT, Node
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.prefix import TOKEN_BYTES
-
-if TYPE_CHECKING:
-    from ownerserve.cache.hetero import HeteroCache
 
 
 def require(holds: object, number: int, problem: str) -> None:
@@ -26,36 +23,36 @@ def require(holds: object, number: int, problem: str) -> None:
         raise InvariantViolated(f"invariant {number}: {problem}")
 
 
-def check(cache: HeteroCache) -> None:
+def check(parts: Parts) -> None:
     """All of a cache's invariants."""
-    nodes = list(paths.nodes(cache.tree.root))
-    check_conservation(cache, nodes)
-    check_turns(cache)
-    check_locks(cache, nodes)
-    check_structure(cache, nodes)
-    check_running(cache)
-    check_sessions(cache, nodes)
-    check_evictable(cache, nodes)
-    check_tails(cache, nodes)
+    nodes = list(paths.nodes(parts.tree.root))
+    check_conservation(parts, nodes)
+    check_turns(parts)
+    check_locks(parts, nodes)
+    check_structure(parts, nodes)
+    check_running(parts)
+    check_sessions(parts, nodes)
+    check_evictable(parts, nodes)
+    check_tails(parts, nodes)
 
 
-def check_conservation(cache: HeteroCache, nodes: list[Node]) -> None:
+def check_conservation(parts: Parts, nodes: list[Node]) -> None:
     """1: every slot of every pool is in exactly one place."""
-    rooms, runs = cache.rooms, cache.running.values()
+    pools, runs = parts.pools, parts.running.values()
     blocks = [slot for node in nodes for slot in node.blocks]
-    require(len(blocks) == cache.tree.blocks, 1, "the tree's block count is off")
+    require(len(blocks) == parts.tree.blocks, 1, "the tree's block count is off")
     blocks += [slot for run in runs for slot in run.row[run.sealed :]]
-    blocks += cache.ingest.block_slots()
-    _check_pool(rooms.blocks, blocks)
-    for index, pool in enumerate(rooms.points):
+    blocks += parts.ingest.block_slots()
+    _check_pool(pools.blocks, blocks)
+    for index, pool in enumerate(pools.points):
         slots = [
             stop.slots[index]
             for node in nodes
             for stop in node.stops
             if stop.slots is not None and stop.slots[index] != ABSENT
         ]
-        _check_pool(pool, slots + cache.ingest.point_slots(index))
-    _check_pool(rooms.states, [run.table.state for run in runs])
+        _check_pool(pool, slots + parts.ingest.point_slots(index))
+    _check_pool(pools.states, [run.table.state for run in runs])
 
 
 def _check_pool(pool: SlotPool, used: list[int]) -> None:
@@ -67,18 +64,18 @@ def _check_pool(pool: SlotPool, used: list[int]) -> None:
     require(len(used) == pool.used, 1, f"{pool.name}: {pool.used} counted as used")
 
 
-def check_turns(cache: HeteroCache) -> None:
+def check_turns(parts: Parts) -> None:
     """3: every turn that was begun is running, or has ended one way."""
-    counters = cache.counters
+    counters = parts.counters
     ended = counters.turns_finished + counters.turns_aborted
-    require(counters.turns_begun == ended + len(cache.running), 3, "a turn has vanished")
+    require(counters.turns_begun == ended + len(parts.running), 3, "a turn has vanished")
 
 
-def check_locks(cache: HeteroCache, nodes: list[Node]) -> None:
+def check_locks(parts: Parts, nodes: list[Node]) -> None:
     """5: locks in the tree are exactly the live receipts, and parents are held by children."""
-    receipts = [run.lock for run in cache.running.values()]
-    receipts += [session.pin for session in cache.sessions.all() if session.pin is not None]
-    receipts += cache.ingest.locks() + cache.pressure.locks()
+    receipts = [run.lock for run in parts.running.values()]
+    receipts += [session.pin for session in parts.sessions if session.pin is not None]
+    receipts += parts.ingest.locks() + parts.pressure.locks()
     expected: dict[int, Counter[int]] = {id(node): Counter() for node in nodes}
     for receipt in receipts:
         require(not receipt.is_spent, 5, "a spent receipt is still held")
@@ -94,13 +91,13 @@ def check_locks(cache: HeteroCache, nodes: list[Node]) -> None:
         require(node.pinned == max(node.pins, default=node.start), 5, "pinned depth is off")
         require(node.pinned <= node.end, 7, "a running turn's path was trimmed")
         protected += node.pinned - node.start
-    require(protected == cache.tree.protected, 5, "the count of protected blocks is off")
+    require(protected == parts.tree.protected, 5, "the count of protected blocks is off")
 
 
-def check_structure(cache: HeteroCache, nodes: list[Node]) -> None:
+def check_structure(parts: Parts, nodes: list[Node]) -> None:
     """9: the tree is one: keys fit blocks, branches part from what they hang on, stops stand in
     their interval, in order."""
-    size = cache.tree.block_bytes
+    size = parts.tree.block_bytes
     for node in nodes:
         require(node.blocks and node.is_live, 9, "an empty interval hangs in the tree")
         require(len(node.keys) == len(node.blocks) * size, 9, "keys do not fit blocks")
@@ -119,10 +116,10 @@ def check_structure(cache: HeteroCache, nodes: list[Node]) -> None:
         require(all(stop.node is node for stop in node.stops), 9, "a stop has another home")
 
 
-def check_running(cache: HeteroCache) -> None:
+def check_running(parts: Parts) -> None:
     """7: a running turn's row begins with its locked path, slot by slot."""
-    block, size = cache.layout.block_tokens, cache.tree.block_bytes
-    for run in cache.running.values():
+    block, size = parts.layout.block_tokens, parts.tree.block_bytes
+    for run in parts.running.values():
         require(run.lock.depth == run.sealed, 7, "a lock is not where the turn sealed to")
         path = paths.row(run.lock.node, run.sealed)
         require(run.row[: run.sealed] == path, 7, f"{run.turn_id}: the row left its path")
@@ -132,13 +129,13 @@ def check_running(cache: HeteroCache) -> None:
         require(run.position <= len(run.row) * block, 7, "tokens without a slot")
 
 
-def check_sessions(cache: HeteroCache, nodes: list[Node]) -> None:
+def check_sessions(parts: Parts, nodes: list[Node]) -> None:
     """6: sessions own nothing: each frontier is a stop of the tree, and counts are by sight."""
     anchored = {
         name: stop for node in nodes for stop in node.stops for name in (stop.anchors or {})
     }
-    running = Counter(id(run.session) for run in cache.running.values() if run.session)
-    for session in (*cache.sessions.all(), *cache.sessions.expected.values()):
+    running = Counter(id(run.session) for run in parts.running.values() if run.session)
+    for session in (*parts.sessions, *parts.sessions.expected.values()):
         stop = anchored.pop(session.session_id, None)
         require(stop is session.stop, 6, "a session stands at a stop that is not in the tree")
         if stop is not None and session.row is not None:
@@ -146,7 +143,7 @@ def check_sessions(cache: HeteroCache, nodes: list[Node]) -> None:
             require(session.row[: stop.depth] == path, 6, "a session's row left its path")
         require(session.running == running[id(session)], 6, "running turns are miscounted")
         require(session.depth <= session.sealed, 6, "more is resident than was sealed")
-    expected = list(cache.sessions.expected.values())
+    expected = list(parts.sessions.expected.values())
     require(not anchored, 6, f"frontiers of forgotten sessions: {list(anchored)[:5]}")
     for node in nodes:
         for stop in node.stops:
@@ -156,9 +153,9 @@ def check_sessions(cache: HeteroCache, nodes: list[Node]) -> None:
             require(stop.refs == live, 6, f"{stop.refs} soft references counted, {live} live")
 
 
-def check_evictable(cache: HeteroCache, nodes: list[Node]) -> None:
+def check_evictable(parts: Parts, nodes: list[Node]) -> None:
     """7: everything under no lock can be found by the evictor, so the pool can't deadlock."""
-    known = {id(node) for node in cache.tree.exposed}
+    known = {id(node) for node in parts.tree.exposed}
     for node in nodes:
         if node.end > node.floor:
             require(node.stops and node.stops[-1].depth == node.end, 7, "a free tail has no stop")
@@ -171,12 +168,12 @@ def check_evictable(cache: HeteroCache, nodes: list[Node]) -> None:
                 require(slot == ABSENT or queued, 7, "the evictor can't find a point")
 
 
-def check_tails(cache: HeteroCache, nodes: list[Node]) -> None:
+def check_tails(parts: Parts, nodes: list[Node]) -> None:
     """12: each token of a running turn is in a finalized entry or waits, and what waits is not
     sealed; where state is kept nothing waits."""
-    layout = cache.layout
+    layout = parts.layout
     block = layout.block_tokens
-    for run in cache.running.values():
+    for run in parts.running.values():
         book = run.table.tails
         require(book.position == run.position, 12, f"{run.turn_id}: the tails are elsewhere")
         require(book.tails == layout.tails, 12, f"{run.turn_id}: tails of another layout")

@@ -1,7 +1,15 @@
 """HeteroCache: what a worker keeps in device memory, decided block by block.
 
 The facade of the package and the main path of a turn. Owns the running turns; composes the tree
-(residency, recency, locks), the rooms (slots), the evictor (order) and the sessions (metadata).
+(residency, recency, locks), the pools (slots), the evictor (order) and the sessions (metadata).
+Those parts are its own: others ask its calls, or one of its public sides:
+
+    sessions    who goes on from what, and until when somebody is expected back
+    residents   what of a token sequence is here, and in which slots
+    occupancy   how full the pools are
+    ingest      state from outside
+    pressure    room that is made before it is short
+
 Knows positions and slot numbers; must never see a tensor, read a clock or hash a known prefix.
 
     begin | append --> reserve --> advance --> ... --> finish | abort
@@ -13,9 +21,10 @@ docs/cache.md draws the parts and the transition table; docs/invariants.md numbe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ownerserve.cache import check as checks
+from ownerserve.cache.counters import Counters, Lost
 from ownerserve.cache.effects import (
     CopyBlock,
     CopyState,
@@ -25,9 +34,8 @@ from ownerserve.cache.effects import (
     SavePoint,
 )
 from ownerserve.cache.ingest import Ingest
-from ownerserve.cache.installing import check_install, stand
 from ownerserve.cache.layout import Layout
-from ownerserve.cache.metrics import Counters, Lost
+from ownerserve.cache.occupancy import Occupancy
 from ownerserve.cache.outcomes import (
     Append,
     Begun,
@@ -40,11 +48,13 @@ from ownerserve.cache.outcomes import (
     Resume,
     Turn,
 )
+from ownerserve.cache.parts import Parts
 from ownerserve.cache.policies.base import Policy
 from ownerserve.cache.policies.cost_aware import CostAware
 from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.pressure import Pressure
+from ownerserve.cache.residents import Residents
 from ownerserve.cache.running import Running
 from ownerserve.cache.sessions import Sessions
 from ownerserve.cache.tails import Table, TailBook
@@ -71,15 +81,19 @@ class HeteroCache:
         self.layout = layout
         self.counters = Counters()
         self.policy = policy or CostAware()
-        self.running: dict[TurnId, Running] = {}
-        self.tree = PrefixTree(layout.block_tokens * TOKEN_BYTES)
-        self.evictor = Evictor(self.tree, layout, self.policy)
-        self.rooms = SlotPools(
-            layout, slots, state_slots=state_slots, evictor=self.evictor, counters=self.counters
+        self._running: dict[TurnId, Running] = {}
+        self._tree = PrefixTree(layout.block_tokens * TOKEN_BYTES)
+        self._evictor = Evictor(self._tree, layout, self.policy)
+        self._pools = SlotPools(
+            layout, slots, state_slots=state_slots, evictor=self._evictor, counters=self.counters
         )
-        self.sessions = Sessions(self.tree, layout, policy=self.policy)
-        self.ingest = Ingest(self.tree, self.rooms, self.counters)
-        self.pressure = Pressure(self.rooms, self.evictor, self.running, counters=self.counters)
+        self.occupancy: Occupancy = self._pools
+        self.running: Collection[TurnId] = self._running.keys()
+        """Turns that were begun, and have not ended."""
+        self.sessions = Sessions(self._tree, layout, policy=self.policy)
+        self.residents = Residents(self._tree, self.sessions, names=layout.point_names)
+        self.ingest = Ingest(self._tree, self._pools, self.counters)
+        self.pressure = Pressure(self._pools, self._evictor, self._running, counters=self.counters)
         self._order = 0
         self._block = layout.block_tokens
         self._range_names = layout.range_names
@@ -92,7 +106,7 @@ class HeteroCache:
         that the prompt is known to reach."""
         known = len(tokens) // TOKEN_BYTES
         node, depth = (None, 0) if behind is None else (behind.node, behind.depth)
-        node, depth = self.tree.walk(tokens, known // self._block, node=node, depth=depth)
+        node, depth = self._tree.walk(tokens, known // self._block, node=node, depth=depth)
         cap = min(depth, max(known - 1, 0) // self._block)
         points = paths.points(node, cap, names=self._point_names, block_tokens=self._block)
         return Match(depth * self._block, points)
@@ -114,7 +128,7 @@ class HeteroCache:
         refusal = self._refusal(turn.turn_id, known)
         if refusal is not None:
             return refusal
-        node, depth = self.tree.walk(turn.tokens, (known - 1) // self._block)
+        node, depth = self._tree.walk(turn.tokens, (known - 1) // self._block)
         place: Place | None
         if resume is not None:
             place = paths.chosen(
@@ -150,28 +164,28 @@ class HeteroCache:
         if session.depth < session.sealed:
             return self._refuse(Reason.POINT_GONE)
         fresh = session.tail + turn.suffix
-        node, depth = self.tree.walk(
+        node, depth = self._tree.walk(
             fresh,
             (known - 1) // self._block,
-            node=session.node or self.tree.root,
+            node=session.node or self._tree.root,
             depth=session.depth,
             skip=session.depth,
         )
         place = paths.deepest(node, depth, names=self._point_names)
         first = min(place.floor, session.depth)
         if first < session.depth:  # its point state went: compute again from tokens the tree has
-            size = self.tree.block_bytes
+            size = self._tree.block_bytes
             fresh = paths.tokens(node, first, session.depth, block_bytes=size) + fresh
         whole = Turn(turn.turn_id, turn.session_id, fresh, turn.priority, turn.ttl_s)
         prompt_at = first * self._block
         return self._open(whole, session, prompt_at=prompt_at, node=node, place=place, now=now)
 
     def _refusal(self, turn_id: TurnId, known: int) -> Refused | None:
-        if turn_id in self.running:
+        if turn_id in self._running:
             return self._refuse(Reason.TURN_IS_LIVE)
-        if known > self.rooms.blocks.capacity * self._block:
+        if known > self._pools.blocks.capacity * self._block:
             return self._refuse(Reason.TOO_LONG)
-        if not self.rooms.states.free:
+        if not self._pools.states.free:
             return self._refuse(Reason.NO_STATE_BLOCK)
         return None
 
@@ -196,9 +210,9 @@ class HeteroCache:
             stop.last_s, stop.trimmed = now, 0
             stop.uses += 1
             self.policy.touched(stop)
-        lock = self.tree.lock(node, floor)
+        lock = self._tree.lock(node, floor)
         row = self._row(session, node, floor)
-        state = self.rooms.states.take_one()
+        state = self._pools.states.take_one()
         self._order += 1
         known = prompt_at + len(turn.tokens) // TOKEN_BYTES
         restored = place.start * self._block
@@ -212,7 +226,7 @@ class HeteroCache:
             turn.turn_id, session, self._order, now, restored, expected, turn.priority, turn.ttl_s,
             turn.tokens, prompt_at, known, restored, floor, row, table, lock, bytearray(),
         )  # fmt: skip
-        self.running[turn.turn_id] = run
+        self._running[turn.turn_id] = run
         self._count(run, 1)
         effect: Effect
         if stop is not None:
@@ -253,10 +267,10 @@ class HeteroCache:
 
     def reserve(self, turn_id: TurnId, upto: int, now: float) -> tuple[Effect, ...] | NoRoom:
         """Range slots for all tokens before position `upto`. Evicts as needed; all or nothing."""
-        run = self.running.get(turn_id) or self._run(turn_id)
+        run = self._running.get(turn_id) or self._run(turn_id)
         missing = -(-upto // self._block) - len(run.row)
         if missing > 0:
-            taken = self.rooms.take_blocks(missing)
+            taken = self._pools.take_blocks(missing)
             if isinstance(taken, NoRoom):
                 return taken
             run.row += taken
@@ -267,7 +281,7 @@ class HeteroCache:
 
         Raises InvalidInput when they contradict the prompt or have no reserved slots.
         """
-        run = self.running.get(turn_id) or self._run(turn_id)
+        run = self._running.get(turn_id) or self._run(turn_id)
         before = run.position
         after = before + len(tokens) // TOKEN_BYTES
         if before < run.prompt_end:
@@ -289,7 +303,7 @@ class HeteroCache:
         first = run.sealed * self._block
         if before < first:  # a replay: these blocks are sealed already
             tokens = tokens[(first - before) * TOKEN_BYTES :]
-        size = self.tree.block_bytes
+        size = self._tree.block_bytes
         if len(run.tail) + len(tokens) < size:
             run.tail += tokens
             return
@@ -302,12 +316,12 @@ class HeteroCache:
 
     def _seal(self, run: Running, keys: Packed) -> None:
         """Put full blocks, which follow what is sealed, into the tree and move the lock behind."""
-        tree, whole = self.tree, len(keys) // self.tree.block_bytes
+        tree, whole = self._tree, len(keys) // self._tree.block_bytes
         blocks = run.row[run.sealed : run.sealed + whole]
         node, depth, spares = tree.extend(run.lock.node, run.sealed, keys, blocks)
         if spares:
             run.row[run.sealed : depth] = blocks
-            self.rooms.blocks.give(spares)
+            self._pools.blocks.give(spares)
             self.counters.duplicate_blocks += len(spares)
         tree.relock(run.lock, node, depth)
         run.sealed = depth
@@ -332,7 +346,7 @@ class HeteroCache:
             )
         if not self._point_names or not depth:
             return ()
-        stop = self.tree.stop_at(paths.locate(run.lock.node, depth), depth, now)
+        stop = self._tree.stop_at(paths.locate(run.lock.node, depth), depth, now)
         former = run.decode_stop
         if former is not None and former is not stop:
             self._supersede(former)
@@ -342,9 +356,9 @@ class HeteroCache:
             return ()
         if stop.slots is None:
             self.policy.touched(stop)
-        taken = self.rooms.fill_point(stop)
+        taken = self._pools.fill_point(stop)
         if isinstance(taken, NoRoom):
-            self.tree.prune(stop)
+            self._tree.prune(stop)
             return ()
         run.decode_stop = stop if is_decode else None
         return (SavePoint(run.table.state, taken),)
@@ -352,7 +366,7 @@ class HeteroCache:
     def _supersede(self, stop: ResumeDepth) -> None:
         """Free a decode snapshot that its own turn has passed, unless somebody uses it."""
         if stop.slots is not None and not stop.anchors and not stop.holds and stop.uses <= 1:
-            self.rooms.drop_point(stop, Lost.SUPERSEDED)
+            self._pools.drop_point(stop, Lost.SUPERSEDED)
 
     def fork(
         self, turn_id: TurnId, child_id: TurnId, now: float
@@ -366,13 +380,13 @@ class HeteroCache:
         if refusal is not None:
             return refusal
         unfinished = bool(run.tail)
-        taken = self.rooms.take_blocks(int(unfinished))
+        taken = self._pools.take_blocks(int(unfinished))
         if isinstance(taken, NoRoom):
             return taken
-        [state] = self.rooms.states.take(1)
+        [state] = self._pools.states.take(1)
         self._order += 1
         row = run.row[: run.sealed] + taken
-        self.running[child_id] = Running(
+        self._running[child_id] = Running(
             turn_id=child_id,
             session=None,
             order=self._order,
@@ -388,7 +402,7 @@ class HeteroCache:
             sealed=run.sealed,
             row=row,
             table=Table(dict.fromkeys(self._range_names, row), state, run.table.tails.copy()),
-            lock=self.tree.lock(run.lock.node, run.sealed),
+            lock=self._tree.lock(run.lock.node, run.sealed),
             tail=bytearray(run.tail),
         )
         self.counters.turns_begun += 1
@@ -401,14 +415,8 @@ class HeteroCache:
     def install(self, install: Install, now: float) -> Refused | None:
         """A session that was counted elsewhere: what its owners left is its frontier from now on,
         as far as it is resident. Refused while a turn of it runs: that one will count."""
-        check_install(install, self.tree.block_bytes)
         self.sessions.expire(now)
-        session = self.sessions.open(install.session_id, now)
-        if session.running:
-            return Refused(Reason.TURN_IS_LIVE)
-        stand(self, session, install, now=now)
-        session.frontier_order = self._order
-        return None
+        return self.sessions.install(install, self._order, now)
 
     # -- ending --------------------------------------------------------------------------------
 
@@ -432,14 +440,15 @@ class HeteroCache:
             del run.row[depth:]
             session.row = run.row if stop is not None else None
             version = session.version
-        self.tree.unlock(run.lock)
-        if self.tree.cooled:
-            self.evictor.look_at_cooled()
+        self._tree.unlock(run.lock)
+        if self._tree.cooled:
+            self._evictor.look_at_cooled()
         return Finished(run.position, depth * self._block, version)
 
     def _moves_frontier(self, run: Running, session: Session) -> bool:
         """Not when the session was released meanwhile, or a turn begun later has finished."""
-        return self.sessions.is_current(session) and run.order > session.frontier_order
+        is_current = self.sessions.get(session.session_id) is session
+        return is_current and run.order > session.frontier_order
 
     def abort(self, turn_id: TurnId, now: float) -> None:
         """The turn is over and never was: private slots go, the session's frontier stays.
@@ -452,21 +461,21 @@ class HeteroCache:
             self.counters.turns_aborted += 1
         else:
             self._count(run, -1)
-        self.tree.unlock(run.lock)
+        self._tree.unlock(run.lock)
 
     def _leave(self, run: Running, depth: int, now: float) -> ResumeDepth | None:
         """Give back all that is private; returns the stop at `depth`, where the turn ends."""
-        del self.running[run.turn_id]
+        del self._running[run.turn_id]
         if run.session is not None:
             run.session.running -= 1
         row, sealed = run.row, run.sealed
         if sealed < len(row):
-            self.rooms.blocks.give(row[sealed:])
+            self._pools.blocks.give(row[sealed:])
             del row[sealed:]
-        self.rooms.states.give_one(run.table.state)
+        self._pools.states.give_one(run.table.state)
         if not depth:
             return None
-        stop = self.tree.stop_at(paths.locate(run.lock.node, depth), depth, now)
+        stop = self._tree.stop_at(paths.locate(run.lock.node, depth), depth, now)
         stop.last_s, stop.trimmed = now, 0
         if stop.born_s < run.begun_s:
             stop.uses += 1
@@ -483,10 +492,29 @@ class HeteroCache:
 
     def check(self) -> None:
         """Raise InvariantViolated unless invariants 1, 3, 5-7, 9, 12 hold. O(cache): for tests."""
-        checks.check(self)
+        checks.check(self._parts())
+
+    def _parts(self) -> Parts:
+        return Parts(
+            layout=self.layout,
+            counters=self.counters,
+            tree=self._tree,
+            evictor=self._evictor,
+            pools=self._pools,
+            running=self._running,
+            sessions=self.sessions,
+            residents=self.residents,
+            ingest=self.ingest,
+            pressure=self.pressure,
+        )
 
     def _run(self, turn_id: TurnId) -> Running:
-        run = self.running.get(turn_id)
+        run = self._running.get(turn_id)
         if run is None:
             raise InvalidInput("turn_id", f"{turn_id!r} is not running", "begin it first")
         return run
+
+
+def parts_of(cache: HeteroCache) -> Parts:
+    """The parts of a cache, to look at: for checks, snapshots and tests. Not to be kept."""
+    return cache._parts()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ownerserve.cache.metrics import Counters
+from ownerserve.cache.counters import Counters
 from ownerserve.cache.outcomes import Arrival, Inserted, NoRoom, Reason, Refused, Reserved
 from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.tree import paths
@@ -38,11 +38,11 @@ class Pending(msgspec.Struct, eq=False):
 class Ingest:
     """The verified insert. Several producers may feed one prefix; the first to commit wins."""
 
-    def __init__(self, tree: PrefixTree, rooms: SlotPools, counters: Counters) -> None:
+    def __init__(self, tree: PrefixTree, pools: SlotPools, counters: Counters) -> None:
         self._tree = tree
-        self._rooms = rooms
+        self._pools = pools
         self._counters = counters
-        self._block = rooms.layout.block_tokens
+        self._block = pools.layout.block_tokens
         self._pending: dict[int, Pending] = {}
         self._tickets = 0
 
@@ -63,13 +63,13 @@ class Ingest:
             return Refused(Reason.PREFIX_MISMATCH)
         node, depth = self._tree.walk(arrival.tokens, total)
         lock = self._tree.lock(node, depth)
-        blocks = self._rooms.take_blocks(total - depth)
+        blocks = self._pools.take_blocks(total - depth)
         if isinstance(blocks, NoRoom):
             self._tree.unlock(lock)
             return blocks
         points: dict[int, dict[str, int]] = {}
         for position in arrival.points:
-            taken = self._rooms.take_point()
+            taken = self._pools.take_point()
             if isinstance(taken, NoRoom):
                 self._give(Pending(arrival, None, blocks, points))
                 self._tree.unlock(lock)
@@ -98,11 +98,11 @@ class Ingest:
             return Refused(Reason.DIGEST_MISMATCH)
         keys = arrival.tokens[lock.depth * tree.block_bytes :]
         node, depth, spares = tree.extend(lock.node, lock.depth, keys, pending.blocks)
-        self._rooms.blocks.give(spares)
+        self._pools.blocks.give(spares)
         self._counters.duplicate_blocks += len(spares)
         tree.stop_at(node, depth, now)
         for position, taken in pending.points.items():
-            self._rooms.hang_point(self._stop(node, position // self._block, now), taken)
+            self._pools.hang_point(self._stop(node, position // self._block, now), taken)
         tree.unlock(lock)
         tree.expose(node)
         return Inserted(depth * self._block, len(spares))
@@ -126,9 +126,9 @@ class Ingest:
         self._give(self._pending.pop(ticket))
 
     def _give(self, pending: Pending) -> None:
-        self._rooms.blocks.give(pending.blocks)
+        self._pools.blocks.give(pending.blocks)
         for taken in pending.points.values():
-            self._rooms.give_point(taken)
+            self._pools.give_point(taken)
 
     # -- what the checks and the metrics read --------------------------------------------------
 
@@ -150,7 +150,7 @@ class Ingest:
 
     def point_slots(self, index: int) -> list[int]:
         """The same for point component `index`."""
-        name = self._rooms.points[index].name
+        name = self._pools.points[index].name
         return [p[name] for pending in self._pending.values() for p in pending.points.values()]
 
     def locks(self) -> list[Receipt]:

@@ -14,6 +14,7 @@ import msgspec
 
 from ownerserve.cache.tails import Tail
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.prefix import TOKEN_BYTES
 from ownerserve.kv.specs import Coverage
 
 
@@ -55,6 +56,11 @@ class Layout(msgspec.Struct, frozen=True):
                     f"{self.block_tokens} cuts a window of {tail.name}",
                     f"use a multiple of {tail.period}",
                 )
+
+    @property
+    def packed_block_bytes(self) -> int:
+        """Bytes of one block's tokens, packed (kv.prefix)."""
+        return self.block_tokens * TOKEN_BYTES
 
     @property
     def range_names(self) -> tuple[str, ...]:

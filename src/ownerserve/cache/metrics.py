@@ -1,58 +1,15 @@
-"""What the cache counted. `Counters` only rise; `Snapshot` is a dated copy with the levels."""
+"""Snapshot: a dated copy of all that a cache has counted, with the levels of its pools."""
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import TYPE_CHECKING
-
 import msgspec
 
+from ownerserve.cache.counters import Counters
+from ownerserve.cache.hetero import HeteroCache, parts_of
+from ownerserve.cache.parts import Parts
 from ownerserve.cache.tails import Tail
 from ownerserve.cache.tree import paths
 from ownerserve.kv.specs import Coverage
-
-if TYPE_CHECKING:
-    from ownerserve.cache.hetero import HeteroCache
-
-
-class Lost(StrEnum):
-    """Why a restorable point is one no more."""
-
-    RANGE_EVICTED = "range_evicted"
-    POINT_EVICTED = "point_evicted"
-    SUPERSEDED = "superseded"
-    NO_ROOM = "no_room"
-
-
-class Counters(msgspec.Struct):
-    """Sums since the start. Evicted tokens and bytes are those of range blocks."""
-
-    turns_begun: int = 0
-    turns_refused: int = 0
-    turns_finished: int = 0
-    turns_aborted: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    reprefilled_tokens: int = 0
-    """Tokens a known session had computed before and must compute again."""
-    evictions: int = 0
-    evicted_tokens: int = 0
-    evicted_bytes: int = 0
-    wanted_tokens: int = 0
-    """What those evictions were asked for; evicted minus wanted is waste, here always none."""
-    largest_eviction_tokens: int = 0
-    duplicate_blocks: int = 0
-    no_room: int = 0
-    quarantined: int = 0
-    points_lost: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Lost, 0))
-    evicted_points: dict[str, int] = msgspec.field(default_factory=dict)
-    """Slots of each point component that were evicted; superseded ones are not among them."""
-    relief_runs: int = 0
-    """Times that a watermark was crossed and the pressure engine freed or spilled something."""
-    spilled_points: int = 0
-    """Boundaries whose point state was copied below for the room it takes."""
-    failed_spills: int = 0
-    """Spills, each of several boundaries, that came to nothing."""
 
 
 class PoolLevel(msgspec.Struct, frozen=True):
@@ -109,10 +66,11 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 def snapshot(cache: HeteroCache, now: float) -> Snapshot:
     """Count and copy. O(stops in the tree)."""
-    layout = cache.layout
+    parts = parts_of(cache)
+    layout = parts.layout
     stops = [
         stop
-        for node in paths.nodes(cache.tree.root)
+        for node in paths.nodes(parts.tree.root)
         for stop in node.stops
         if stop.slots is not None
     ]
@@ -121,40 +79,40 @@ def snapshot(cache: HeteroCache, now: float) -> Snapshot:
     for stop in stops:
         for index, slot in enumerate(stop.slots or ()):
             protected[index] += slot >= 0 and stop.holds > 0
-    cached = cache.tree.blocks * layout.block_tokens
+    cached = parts.tree.blocks * layout.block_tokens
     return Snapshot(
         as_of_s=now,
         counters=msgspec.structs.replace(
-            cache.counters,
-            points_lost=dict(cache.counters.points_lost),
-            evicted_points=dict(cache.counters.evicted_points),
+            parts.counters,
+            points_lost=dict(parts.counters.points_lost),
+            evicted_points=dict(parts.counters.evicted_points),
         ),
-        pools=_levels(cache, protected),
+        pools=_levels(parts, protected),
         cached_tokens=dict.fromkeys(layout.range_names, cached),
         restorable_points=complete,
         partial_points=len(stops) - complete,
-        sessions=len(cache.sessions),
-        running=len(cache.running),
-        fragmentation=_fragmentation(cache),
-        tail_tokens={tail.name: sum(_waiting(cache, tail)) for tail in layout.tails},
+        sessions=len(parts.sessions),
+        running=len(parts.running),
+        fragmentation=_fragmentation(parts),
+        tail_tokens={tail.name: sum(_waiting(parts, tail)) for tail in layout.tails},
     )
 
 
-def _levels(cache: HeteroCache, protected_points: list[int]) -> dict[str, PoolLevel]:
-    rooms, tree = cache.rooms, cache.tree
-    reserved, held = cache.ingest.counts()
+def _levels(parts: Parts, protected_points: list[int]) -> dict[str, PoolLevel]:
+    pools, tree = parts.pools, parts.tree
+    reserved, held = parts.ingest.counts()
     blocks = PoolLevel(
-        capacity=rooms.blocks.capacity,
-        free=rooms.blocks.free,
+        capacity=pools.blocks.capacity,
+        free=pools.blocks.free,
         reserved=reserved,
-        private=sum(len(run.row) - run.sealed for run in cache.running.values()),
+        private=sum(len(run.row) - run.sealed for run in parts.running.values()),
         held=held,
         protected=tree.protected,
-        evictable=rooms.evictable_blocks(),
+        evictable=pools.evictable_blocks(),
     )
-    levels = dict.fromkeys(cache.layout.range_names, blocks)
-    reserved, held = cache.ingest.point_counts()
-    for pool, protected in zip(rooms.points, protected_points, strict=True):
+    levels = dict.fromkeys(parts.layout.range_names, blocks)
+    reserved, held = parts.ingest.point_counts()
+    for pool, protected in zip(pools.points, protected_points, strict=True):
         levels[pool.name] = PoolLevel(
             capacity=pool.capacity,
             free=pool.free,
@@ -163,37 +121,37 @@ def _levels(cache: HeteroCache, protected_points: list[int]) -> dict[str, PoolLe
             protected=protected,
             evictable=pool.used - reserved - held - protected,
         )
-    states = rooms.states
+    states = pools.states
     levels[states.name] = PoolLevel(states.capacity, states.free, private=states.used)
     return levels
 
 
-def _waiting(cache: HeteroCache, tail: Tail) -> list[int]:
+def _waiting(parts: Parts, tail: Tail) -> list[int]:
     """Tokens that wait in `tail`, by running turn."""
-    return [run.table.tails.waiting[tail.name] for run in cache.running.values()]
+    return [run.table.tails.waiting[tail.name] for run in parts.running.values()]
 
 
-def _fragmentation(cache: HeteroCache) -> Fragmentation:
-    rooms, block = cache.rooms, cache.layout.block_tokens
-    used = {pool.name: pool.used for pool in rooms.points}
-    usable = min((pool.free for pool in rooms.points), default=0)
+def _fragmentation(parts: Parts) -> Fragmentation:
+    pools, block = parts.pools, parts.layout.block_tokens
+    used = {pool.name: pool.used for pool in pools.points}
+    usable = min((pool.free for pool in pools.points), default=0)
     unfilled = sum(
         len(run.row) * block - max(run.position, run.sealed * block)
-        for run in cache.running.values()
+        for run in parts.running.values()
     )
     internal, external = {}, {}
-    for component in cache.layout.components:
+    for component in parts.layout.components:
         padding = component.slot_bytes - component.payload_bytes
-        slots = used.get(component.name, rooms.blocks.used)
+        slots = used.get(component.name, pools.blocks.used)
         internal[component.name] = slots * padding
         if component.coverage is Coverage.RANGE:
             internal[component.name] += unfilled * component.payload_bytes // block
-    for tail in cache.layout.tails:
+    for tail in parts.layout.tails:
         internal[tail.name] = sum(
             tail.slot_bytes - tail.rows_held(waiting) * tail.row_bytes
-            for waiting in _waiting(cache, tail)
+            for waiting in _waiting(parts, tail)
         )
-    for pool in rooms.points:
-        size = next(c.slot_bytes for c in cache.layout.components if c.name == pool.name)
+    for pool in pools.points:
+        size = next(c.slot_bytes for c in parts.layout.components if c.name == pool.name)
         external[pool.name] = (pool.free - usable) * size
     return Fragmentation(internal, external)

@@ -1,8 +1,8 @@
 """The policy engine: what to do before memory is short, in one aggregated directive a run.
 
-Decides with watermarks whether to evict, spill, checkpoint or drop; `rooms` evicts by itself when
-a turn needs slots at once. Owns the open spills, whose point state is held until the copy is done:
-a slot that is re-used while it is being copied out would be stored as wrong bytes.
+Decides with watermarks whether to evict, spill, checkpoint or drop; the pools evict by themselves
+when a turn needs slots at once. Owns the open spills, whose point state is held until the copy is
+done: a slot that is re-used while it is being copied out would be stored as wrong bytes.
 
     free slots below `low`  ->  drop   superseded point state: no session stands there
                                 spill  idle sessions' point state, when there is a tier for it
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from ownerserve.cache.metrics import Counters, Lost
+from ownerserve.cache.counters import Counters, Lost
 from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.pools.slot_pools import SlotPool, SlotPools
 from ownerserve.cache.running import Running
@@ -87,7 +87,7 @@ class Checkpoint(msgspec.Struct, frozen=True, tag=True):
 Directive = Spill | Dropped | Checkpoint
 
 
-class _OpenSpill(msgspec.Struct):
+class OpenSpill(msgspec.Struct):
     """A spill that waits for a report. `held` is empty once its bytes are copied off the device."""
 
     prefixes: tuple[Packed, ...]
@@ -99,19 +99,21 @@ class Pressure:
 
     def __init__(
         self,
-        rooms: SlotPools,
+        pools: SlotPools,
         evictor: Evictor,
         running: Mapping[TurnId, Running],
         *,
         counters: Counters,
     ) -> None:
         self._watermarks = Watermarks()
-        self._rooms = rooms
-        self._blocks, self._points = rooms.blocks, rooms.points
+        self._pools = pools
+        self._blocks, self._points = pools.blocks, pools.points
         self._evictor = evictor
+        self._block_tokens = pools.layout.block_tokens
         self._running = running
         self._counters = counters
-        self._spills: dict[int, _OpenSpill] = {}
+        self.open_spills: dict[int, OpenSpill] = {}
+        """Spills that wait for a report, by ticket."""
         self._tickets = 0
         # The levels at which the last run found nothing to free: until they change none will.
         self._stuck: tuple[int, ...] = ()
@@ -139,15 +141,15 @@ class Pressure:
     @property
     def are_blocks_short(self) -> bool:
         """Whether range blocks are to be evicted by the next run."""
-        return self._is_short(self._rooms.blocks)
+        return self._is_short(self._pools.blocks)
 
     def _is_short(self, pool: SlotPool) -> bool:
         return pool.free < self.watermarks.low * pool.capacity
 
     def _levels(self) -> tuple[int, ...]:
-        rooms = self._rooms
-        free = [pool.free for pool in (rooms.blocks, *rooms.points)]
-        return (*free, rooms.evictable_blocks(), len(self._spills), len(self._running))
+        pools = self._pools
+        free = [pool.free for pool in (pools.blocks, *pools.points)]
+        return (*free, pools.evictable_blocks(), len(self.open_spills), len(self._running))
 
     # -- what ----------------------------------------------------------------------------------
 
@@ -161,10 +163,10 @@ class Pressure:
             directives.append(spill)
         blocks = 0
         if self.are_blocks_short:
-            short = self._missing(self._rooms.blocks)
-            blocks = min(short, self._rooms.evictable_blocks())
+            short = self._missing(self._pools.blocks)
+            blocks = min(short, self._pools.evictable_blocks())
             if blocks:
-                self._rooms.evict_blocks(blocks)
+                self._pools.evict_blocks(blocks)
             if blocks < short and self._running:
                 directives.append(self._checkpoint())
         if blocks or points:
@@ -184,9 +186,9 @@ class Pressure:
 
     def _relieve_points(self, now: float) -> tuple[Spill | None, int]:
         """Room in the point pools: a spill, and how many stops or slots went at once."""
-        rooms = self._rooms
-        pools = [pool for pool in rooms.points if self._is_short(pool)]
-        if not pools:
+        pools = self._pools
+        short_pools = [pool for pool in pools.points if self._is_short(pool)]
+        if not short_pools:
             return None, 0
         near = self._evictor.next_points(LOOK)
         gone = self._drop_superseded(near)
@@ -194,19 +196,19 @@ class Pressure:
         if self.watermarks.tier and self._spill_again:
             kept = [stop for stop in near if stop.is_complete and not stop.holds]
             ready = sum(self.watermarks.tier in stop.backed for stop in kept)
-            wanted = max(map(self._missing, pools)) - ready - self._coming
+            wanted = max(map(self._missing, short_pools)) - ready - self._coming
             spill = self._spill(kept, min(wanted, self.watermarks.spills), now)
         self._spill_again = True
-        for index, pool in enumerate(rooms.points):
-            if pool in pools:
+        for index, pool in enumerate(pools.points):
+            if pool in short_pools:
                 short = self._missing(pool) - self._coming
-                gone += rooms.evict_points(index, short) if short > 0 else 0
+                gone += pools.evict_points(index, short) if short > 0 else 0
         return spill, gone
 
     @property
     def _coming(self) -> int:
         """Slots of each point pool that open spills will make easy to free."""
-        return sum(len(spill.prefixes) for spill in self._spills.values())
+        return sum(len(spill.prefixes) for spill in self.open_spills.values())
 
     def _drop_superseded(self, near: Iterable[ResumeDepth]) -> int:
         """Point state that can restore nothing, or that no session stands at while a later stop
@@ -220,8 +222,20 @@ class Pressure:
             if not stop.holds and not branch and (lonely or not stop.is_complete):
                 superseded.append(stop)
         for stop in superseded:
-            self._rooms.drop_point(stop, Lost.SUPERSEDED)
+            self._pools.drop_point(stop, Lost.SUPERSEDED)
         return len(superseded)
+
+    def evict_blocks(self, count: int, *, wanted: int | None = None) -> tuple[int, ...]:
+        """Evict so many blocks now, whatever the watermarks say; they must be evictable. `wanted`:
+        how many of them somebody asked for, where that is fewer. Returns the slots."""
+        freed = self._pools.evict_blocks(count)
+        if wanted is not None:
+            self._counters.wanted_tokens -= (count - wanted) * self._block_tokens
+        return tuple(freed.blocks)
+
+    def evict_points(self, index: int, count: int) -> int:
+        """Evict up to `count` slots of point component `index` now; returns how many went."""
+        return self._pools.evict_points(index, count)
 
     # -- spills --------------------------------------------------------------------------------
 
@@ -243,13 +257,13 @@ class Pressure:
             points.append(self._describe(stop))
         self._tickets += 1
         prefixes = tuple(point.prefix for point in points)
-        self._spills[self._tickets] = _OpenSpill(prefixes, held)
+        self.open_spills[self._tickets] = OpenSpill(prefixes, held)
         return Spill(self._tickets, marks.tier, tuple(points))
 
     def _describe(self, stop: ResumeDepth) -> SpilledPoint:
         size = self._evictor.tree.block_bytes
         prefix = paths.tokens(stop.node, 0, stop.depth, block_bytes=size)
-        slots = dict(zip((p.name for p in self._rooms.points), stop.slots or (), strict=True))
+        slots = dict(zip((p.name for p in self._pools.points), stop.slots or (), strict=True))
         return SpilledPoint(prefix, slots, tuple(SessionId(name) for name in stop.anchors or ()))
 
     def copied(self, ticket: int) -> None:
@@ -289,30 +303,25 @@ class Pressure:
             stop.backed = (*stop.backed, self.watermarks.tier)
         self._evictor.offer(stop)
 
-    def _spill_of(self, ticket: int) -> _OpenSpill:
-        spill = self._spills.get(ticket)
+    def _spill_of(self, ticket: int) -> OpenSpill:
+        spill = self.open_spills.get(ticket)
         if spill is None:
             raise InvalidInput("ticket", f"{ticket} is no open spill", "report each one once")
         return spill
 
     def _close(self, ticket: int) -> tuple[Packed, ...]:
         spill = self._spill_of(ticket)
-        del self._spills[ticket]
+        del self.open_spills[ticket]
         self._let_go(spill)
         return spill.prefixes
 
-    def _let_go(self, spill: _OpenSpill) -> None:
+    def _let_go(self, spill: OpenSpill) -> None:
         for stop, lock in spill.held:
             stop.holds -= 1
             self._evictor.tree.cool(stop)
             self._evictor.tree.unlock(lock)
         spill.held = []
 
-    @property
-    def open_spills(self) -> tuple[int, ...]:
-        """Tickets that wait for a report."""
-        return tuple(self._spills)
-
     def locks(self) -> list[Receipt]:
         """Locks of open spills."""
-        return [lock for spill in self._spills.values() for _, lock in spill.held]
+        return [lock for spill in self.open_spills.values() for _, lock in spill.held]

@@ -6,16 +6,27 @@ A soft reference orders eviction and nothing else; what a session may re-use is 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
+from typing import Protocol
 
 from ownerserve.cache.layout import Layout
-from ownerserve.cache.outcomes import SessionStatus
+from ownerserve.cache.outcomes import (
+    DEFAULT_TTL_S,
+    Append,
+    Install,
+    Reason,
+    Refused,
+    SessionStatus,
+    Turn,
+)
 from ownerserve.cache.policies.base import Policy
 from ownerserve.cache.tree import paths
 from ownerserve.cache.tree.node import ResumeDepth, Session
 from ownerserve.cache.tree.prefix_tree import PrefixTree
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
+from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 
 FORGET_CHECK_S = 600.0
 """How long a session of which nothing is resident is remembered, unless its reference lasts longer:
@@ -27,12 +38,41 @@ MORE_EXPECTED = 1
 state of any idle one."""
 
 
+DigestAt = Callable[[int], PrefixHash | None]
+"""The digest of a prompt's first n tokens, where it is known."""
+
+
+class SessionView(Protocol):
+    """What others may read of a session's record; the record itself is the cache's."""
+
+    @property
+    def session_id(self) -> SessionId: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def sealed(self) -> int: ...
+    @property
+    def tail(self) -> Packed: ...
+    @property
+    def tip(self) -> PrefixHash | None: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def last_s(self) -> float: ...
+    @property
+    def pin(self) -> object | None: ...
+
+
 class Sessions:
     """Sessions by id, and in a heap when to look at each next."""
 
     def __init__(self, tree: PrefixTree, layout: Layout, *, policy: Policy) -> None:
         self._tree = tree
-        self._pins_idle = policy.pins_idle_sessions
+        self._policy = policy
         self._layout = layout
         self._by_id: dict[SessionId, Session] = {}
         self.expected: dict[TurnId, Session] = {}
@@ -66,10 +106,6 @@ class Sessions:
             session.queued_s = at_s
             heappush(self._checks, (at_s, session.generation, session))
 
-    def is_current(self, session: Session) -> bool:
-        """False for a record that was released while a turn still held it."""
-        return self._by_id.get(session.session_id) is session
-
     def move(self, session: Session, stop: ResumeDepth | None, *, ttl_s: float, now: float) -> None:
         """The frontier goes to `stop` with a fresh soft reference until now + ttl_s; None: the
         turn sealed no block, there is nothing to stand at."""
@@ -86,13 +122,68 @@ class Sessions:
             self._tree.anchor(session, stop)
         if before is not None:
             self._tree.prune(before)  # only now: it may be the same one
-        if self._pins_idle and stop is not None:
+        if self._policy.pins_idle_sessions and stop is not None:
             self._pin(session, stop)
 
     def _pin(self, session: Session, stop: ResumeDepth) -> None:
         former, session.pin = session.pin, self._tree.lock(stop.node, stop.depth)
         if former is not None:
             self._tree.unlock(former)
+
+    def append_of(self, turn: Turn, digest_at: DigestAt) -> Append | None:
+        """`turn` as what it adds to its session, by digests alone; None when its session is not
+        known, its history was edited, or not all that the session left is at hand.
+
+            session   |======= sealed =======|- tail -|          tip: the digest of what is sealed
+            prompt    |=======================--------+++++|     its digest there is the tip, the
+                                                                 tail follows: +++ is the suffix
+
+        Equal digests mean equal tokens (kv.prefix), so nothing of what is sealed is compared again.
+        """
+        session = None if turn.session_id is None else self._by_id.get(turn.session_id)
+        if session is None:
+            return None
+        known, sealed = session.tokens * TOKEN_BYTES, session.sealed
+        sealed_tokens, stop = sealed * self._layout.block_tokens, session.stop
+        if not session.version or len(turn.tokens) <= known:
+            return None
+        if sealed and (session.tip is None or digest_at(sealed_tokens) != session.tip):
+            return None
+        if sealed and (stop is None or stop.depth < sealed):
+            return None
+        if stop is not None and self._layout.point_names and not stop.is_complete:
+            return None
+        if not turn.tokens.startswith(session.tail, sealed_tokens * TOKEN_BYTES):
+            return None
+        return Append(
+            turn.turn_id,
+            session.session_id,
+            session.version,
+            turn.tokens[known:],
+            turn.priority,
+            turn.ttl_s,
+        )
+
+    def install(self, install: Install, order: int, now: float) -> Refused | None:
+        """Put a session that was counted elsewhere at the deepest resident block of what its owners
+        left; nothing becomes resident by this. Turns up to the `order`th began before. Refused
+        while a turn of it runs: that one will count."""
+        _check_install(install, self._tree.block_bytes)
+        session = self.open(install.session_id, now)
+        if session.running:
+            return Refused(Reason.TURN_IS_LIVE)
+        blocks = len(install.tokens) // self._tree.block_bytes
+        node, depth = self._tree.walk(install.tokens, blocks)
+        stop = None
+        if depth:
+            stop = self._tree.stop_at(paths.locate(node, depth), depth, now)
+            self._policy.touched(stop)
+        session.version, session.sealed = install.version, blocks
+        session.tokens = (len(install.tokens) + len(install.open_tokens)) // TOKEN_BYTES
+        session.tail, session.tip, session.row = install.open_tokens, install.tip, None
+        self.move(session, stop, ttl_s=DEFAULT_TTL_S, now=now)
+        session.frontier_order = order
+        return None
 
     def expire(self, now: float) -> None:
         """Drop the soft references that are due; forget sessions of which nothing is left."""
@@ -104,7 +195,7 @@ class Sessions:
             left.clear()
         while checks and checks[0][0] <= now:
             due, _, session = heappop(checks)
-            if due != session.queued_s or not self.is_current(session):
+            if due != session.queued_s or self._by_id.get(session.session_id) is not session:
                 continue
             session.queued_s = -1.0
             if due < session.next_check_s:
@@ -128,14 +219,16 @@ class Sessions:
             self._tree.cool(session.stop)
         session.is_referenced = False
 
-    def release(self, session_id: SessionId) -> None:
-        """Forget the session. Frees nothing: its blocks are ordinary ones from now on.
+    def release(self, session_id: SessionId) -> int:
+        """Forget the session. Frees nothing: its blocks are ordinary ones from now on. Returns how
+        many of them, at the end of its path, no branch and no running turn needs.
 
         Raises InvalidInput when the id is unknown.
         """
         session = self._by_id.pop(session_id, None)
         if session is None:
             raise InvalidInput("session_id", f"{session_id!r} is unknown", "list the sessions")
+        node, depth = session.node, session.depth
         stop = self._tree.lift(session)
         if stop is not None:
             self._tree.prune(stop)
@@ -144,6 +237,13 @@ class Sessions:
         if session.pin is not None:
             self._tree.unlock(session.pin)
             session.pin = None
+        return 0 if node is None else max(0, depth - node.floor)
+
+    def reorder(self, session_id: SessionId) -> None:
+        """What the session stands at may be worth less to the eviction order than before."""
+        session = self._by_id.get(session_id)
+        if session is not None and session.stop is not None:
+            self._tree.cool(session.stop)
 
     def expect(self, turn_id: TurnId, stop: ResumeDepth, now: float) -> None:
         """A turn that goes on from `stop` is here and can't begin yet: a soft reference of its own,
@@ -177,18 +277,14 @@ class Sessions:
             stop.refs -= MORE_EXPECTED
         return stop
 
-    def all(self) -> list[Session]:
+    def __iter__(self) -> Iterator[Session]:
         """Every record, oldest generation first."""
-        return list(self._by_id.values())
+        return iter(tuple(self._by_id.values()))
 
     def status(self, session_id: SessionId) -> SessionStatus | None:
         """What the tree holds for a session now; None when the id is unknown."""
         session = self._by_id.get(session_id)
         return self._status(session) if session is not None else None
-
-    def list(self) -> tuple[SessionStatus, ...]:
-        """All sessions, as `status` gives them."""
-        return tuple(self._status(session) for session in self._by_id.values())
 
     def _status(self, session: Session) -> SessionStatus:
         layout, node = self._layout, session.node
@@ -214,3 +310,16 @@ class Sessions:
             last_s=session.last_s,
             expires_s=session.expires_s,
         )
+
+
+def _check_install(install: Install, block_bytes: int) -> None:
+    """Raise InvalidInput for tokens that are no whole blocks, or a version that no turn made."""
+    tail = len(install.open_tokens)
+    if len(install.tokens) % block_bytes or tail >= block_bytes or tail % TOKEN_BYTES:
+        raise InvalidInput(
+            "tokens",
+            f"{len(install.tokens)} bytes and {tail} open ones",
+            f"give whole blocks of {block_bytes} bytes, and less than one behind them",
+        )
+    if install.version < 1:
+        raise InvalidInput("version", f"{install.version}", "a session begins with its first turn")

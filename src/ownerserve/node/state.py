@@ -84,7 +84,7 @@ class NodeState:
         self.cache = cache
         self.costs = costs
         self._operation_ids = count(1)
-        self.chains = Chains(cache.layout.block_tokens, block_bytes=cache.tree.block_bytes)
+        self.chains = Chains(cache.layout.block_tokens, block_bytes=cache.layout.packed_block_bytes)
         self.walks = Walks(cache)
         self.restores = Restores(
             OwnDevice(cache, self.walks), names, planner=planner, costs=costs, settings=settings
@@ -131,7 +131,7 @@ class NodeState:
     def _tell_copied(self, now: float) -> None:
         """Sessions of which all was offered to the store: what came of it is looked for."""
         over, self.idle_spills.over = self.idle_spills.over, []
-        size = self.cache.tree.block_bytes
+        size = self.cache.layout.packed_block_bytes
         for batch in over:
             tip = tip_of(
                 self.names,
@@ -259,7 +259,7 @@ class NodeState:
         weights = eviction_weights(self.costs.prices(), copies=KEPT_IN)
         per_byte = weights.reload_ms_per_byte
         reload = None if per_byte is None else per_byte / weights.ms_per_token
-        self.cache.evictor.reprice(Prices(weights.context_tokens, reload))
+        self.cache.policy.reprice(Prices(weights.context_tokens, reload))
         self.checkpoints.reprice()
 
     def resume(self, tokens: Packed) -> Resume | None:

@@ -153,7 +153,7 @@ def test_too_long_is_refused_and_the_rest_goes_on() -> None:
 
 def test_abort_gives_the_pool_back() -> None:
     rig = Rig()
-    rooms = rig.cache.rooms
+    rooms = rig.cache.occupancy
 
     async def scenario() -> None:
         stream = rig.engine.submit(request("a", text(100), new=1000, choices=2))

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ownerserve.cache.metrics import Lost  # noqa: E402
+from ownerserve.cache.counters import Lost  # noqa: E402
 from ownerserve.cache.pressure import Watermarks  # noqa: E402
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
 from ownerserve.kv.messages import ExecutionMode  # noqa: E402
@@ -116,7 +116,7 @@ def test_without_a_store_room_is_made_all_the_same() -> None:
     answers = rig.play(lambda: converse(rig, sessions=4, turns=2))
     counters = rig.cache.counters
     assert counters.relief_runs > 0 and counters.evicted_tokens > 0
-    assert rig.cache.rooms.blocks.free >= 0.3 * 40, "kept free between turns"
+    assert rig.cache.occupancy.blocks.free >= 0.3 * 40, "kept free between turns"
     assert counters.spilled_points == 0
     for answer in answers:
         assert_right(answer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ownerserve.cache.effects import CopyState, LoadPoint, ResetState, SavePoint
-from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.hetero import HeteroCache, parts_of
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Append, Begun, Replay, Turn
 from ownerserve.engines.hf.scheduling.requests import WorkerRefusal
@@ -123,7 +123,7 @@ def test_snapshots_stand_where_the_next_turn_resumes() -> None:
     saved = []
     while bench.scheduler.has_work:
         bench.step()
-        position = bench.cache.running["a.0"].position if bench.cache.running else None
+        position = parts_of(bench.cache).running["a.0"].position if bench.cache.running else None
         saved += [position for effect in bench.effects if isinstance(effect, SavePoint)]
     # 8 = (N-1)//B*B, 12 = N//B*B, 16 = the decode's; 20 would need one more token
     assert saved == [8, 12, 16]
@@ -243,7 +243,7 @@ def test_choices_without_room_wait_and_reuse_the_prompt() -> None:
 
 def test_abort_frees_what_was_private_and_forgets_the_request() -> None:
     bench = Bench()
-    free = bench.cache.rooms.blocks.free
+    free = bench.cache.occupancy.blocks.free
     bench.arrive("a", [1] * 20, choices=2)
     bench.arrive("queued", [2] * 20)
     bench.step()
@@ -252,7 +252,7 @@ def test_abort_frees_what_was_private_and_forgets_the_request() -> None:
     bench.scheduler.abort("never heard of", bench.now)
     bench.scheduler.check()
     assert not bench.scheduler.has_work
-    assert bench.cache.rooms.blocks.free + bench.cache.rooms.evictable_blocks() == free
+    assert bench.cache.occupancy.blocks.free + bench.cache.occupancy.evictable_blocks() == free
     assert bench.scheduler.load() == SchedulerLoad(0, 0, 0)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from ownerserve.cache.continuing import append_of
 from ownerserve.cache.effects import (
     CopyBlock,
     CopyState,
@@ -23,7 +22,7 @@ from ownerserve.cache.effects import (
     ResetState,
     SavePoint,
 )
-from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.hetero import HeteroCache, parts_of
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import (
@@ -242,7 +241,7 @@ class Driver:
         def digest_at(tokens: int) -> PrefixHash | None:
             return digests[tokens // B - 1] if 0 < tokens // B <= len(digests) else None
 
-        append = append_of(session, turn, digest_at, layout=self.layout)
+        append = self.cache.sessions.append_of(turn, digest_at)
         goes_on = turn.tokens.startswith(said) and len(turn.tokens) > len(said)
         if append is not None:
             assert goes_on and append.suffix == turn.tokens[len(said) :]
@@ -375,10 +374,10 @@ class Driver:
 
     def evict(self, count: int) -> int:
         """Evict up to `count` blocks; returns how many."""
-        count = min(count, self.cache.rooms.evictable_blocks())
+        count = min(count, self.cache.occupancy.evictable_blocks())
         if count:
-            freed = self.cache.rooms.evict_blocks(count)
-            assert len(freed.blocks) == count
+            freed = self.cache.pressure.evict_blocks(count)
+            assert len(freed) == count
         self.check()
         return count
 
@@ -427,7 +426,7 @@ class Driver:
             shorter = prefix[:-BLOCK_BYTES]
             assert not shorter or shorter in self.resident, "a hole in a path"
         for turn_id, live in self.live.items():
-            floor = self.cache.running[turn_id].sealed * BLOCK_BYTES
+            floor = parts_of(self.cache).running[turn_id].sealed * BLOCK_BYTES
             assert not floor or live.tokens[:floor] in self.resident, "a live path is gone"
         self.check_levels()
 
@@ -448,7 +447,7 @@ class Driver:
     def look(self) -> set[bytes]:
         """Every resident prefix, read out of the tree and compared with the memory."""
         found: set[bytes] = set()
-        for node in paths.nodes(self.cache.tree.root):
+        for node in paths.nodes(parts_of(self.cache).tree.root):
             whole = paths.tokens(node, 0, node.end, block_bytes=BLOCK_BYTES)
             for offset, slot in enumerate(node.blocks):
                 prefix = whole[: (node.start + offset + 1) * BLOCK_BYTES]
@@ -490,7 +489,7 @@ class Driver:
     def restorable(self, tokens: bytes) -> set[int]:
         """Boundaries of `tokens` whose point state the tree has in full, by reading every stop."""
         found = set()
-        for node in paths.nodes(self.cache.tree.root):
+        for node in paths.nodes(parts_of(self.cache).tree.root):
             for stop in node.stops:
                 prefix = paths.tokens(node, 0, stop.depth, block_bytes=BLOCK_BYTES)
                 if stop.is_complete and tokens.startswith(prefix):

@@ -81,7 +81,7 @@ class Play:
             self.end_spill()
         self.driver.check()
         self.driver.evict(10**6)
-        rooms = self.cache.rooms
+        rooms = self.cache.occupancy
         assert rooms.blocks.used == 0 and rooms.states.used == 0
         assert all(pool.used == 0 for pool in rooms.points)
 

@@ -147,7 +147,7 @@ class Node(NodeDriver):
 
     def admit(self, job: Job) -> str | None:
         """Let it in, or say why not. It is to run when it is `started`."""
-        event, now_s, rooms = job.event, self._net.now_s, self.cache.rooms
+        event, now_s, rooms = job.event, self._net.now_s, self.cache.occupancy
         levels = Levels(
             waiting=len(self.waiting),
             max_waiting=WAITING_MAX,

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import msgspec
 
 from ownerserve.cache.effects import LoadPoint, SavePoint
-from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.hetero import HeteroCache, parts_of
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, NoRoom, Replay, Turn
 from ownerserve.cache.pressure import Checkpoint, Watermarks
@@ -161,9 +161,8 @@ class NodeDriver:
 
     def check_walk(self, turn_id: TurnId) -> None:
         """A prompt that is not compared from the root is where it would be if it were."""
-        tree, tokens = self.cache.tree, self.waiting[turn_id].tokens
-        found = self.state.walks.walk(turn_id, tokens)
-        assert found == tree.walk(tokens, len(tokens) // tree.block_bytes)
+        tokens = self.waiting[turn_id].tokens
+        assert self.state.walks.match(turn_id, tokens) == self.cache.match(tokens)
 
     def turn(self, tokens: Iterable[int], session: str | None = "s") -> Begun:
         """Arrive, answer everything, run."""
@@ -193,9 +192,9 @@ class NodeDriver:
 
     def forget_device(self) -> None:
         """Everything evictable goes."""
-        count = self.cache.rooms.evictable_blocks()
+        count = self.cache.occupancy.evictable_blocks()
         if count:
-            self.cache.rooms.evict_blocks(count)
+            self.cache.pressure.evict_blocks(count)
 
     # -- the store -----------------------------------------------------------------------------
 
@@ -339,8 +338,8 @@ class NodeDriver:
     def check(self) -> None:
         """All books, and every resident block and point is what its tokens say."""
         self.state.check()
-        size = self.cache.tree.block_bytes
-        for node in paths.nodes(self.cache.tree.root):
+        size = self.cache.layout.packed_block_bytes
+        for node in paths.nodes(parts_of(self.cache).tree.root):
             prefix = paths.tokens(node, 0, node.end, block_bytes=size)
             for i, slot in enumerate(node.blocks, start=node.start + 1):
                 for name in LAYOUT.range_names:

@@ -171,9 +171,9 @@ class SimNodeDriver:
 
     def forget_device(self) -> None:
         """Everything evictable goes."""
-        count = self.cache.rooms.evictable_blocks()
+        count = self.cache.occupancy.evictable_blocks()
         if count:
-            self.cache.rooms.evict_blocks(count)
+            self.cache.pressure.evict_blocks(count)
 
     def check(self) -> None:
         self.node.state.check()

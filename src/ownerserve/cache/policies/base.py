@@ -7,6 +7,7 @@ a candidate: the evictor keeps them in a lazy heap and asks again before it beli
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, Protocol
 
 Key = tuple[float, ...]
@@ -22,6 +23,11 @@ class Heat(Protocol):
     priority: int
     refs: int
     inflation: float
+
+    @property
+    def anchors(self) -> Mapping[str, object] | None:
+        """Sessions that stand there, by id; None when there are none."""
+        ...
 
 
 class Candidate(Protocol):

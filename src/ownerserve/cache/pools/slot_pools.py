@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from ownerserve.cache.counters import Counters, Lost
 from ownerserve.cache.layout import Layout
-from ownerserve.cache.metrics import Counters, Lost
 from ownerserve.cache.outcomes import NoRoom, Shortage
 from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.tree.node import ABSENT, ResumeDepth

@@ -21,7 +21,6 @@ from collections.abc import Callable
 import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.tree import paths
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Packed
 from ownerserve.node.restore.sources import Walks
@@ -60,7 +59,7 @@ class RoomQueue:
     def arrived(self, event: TurnArrived, now: float) -> None:
         """A turn is here. What of its prompt is resident is to stay."""
         self._waiting[event.turn_id] = WaitingTurn(event, now + self._room_wait_s)
-        self._expect(event.turn_id, event.tokens, now)
+        self._walks.retain(event.turn_id, event.tokens, now)
 
     def let_on(self, now: float) -> list[TurnArrived]:
         """Turns that may go on now, in order of arrival."""
@@ -77,13 +76,13 @@ class RoomQueue:
 
     def loaded(self, turn_id: TurnId, now: float) -> None:
         """State was brought for a turn: it is to stay until the turn has begun."""
-        self._expect(turn_id, self._let_on[turn_id], now)
+        self._walks.retain(turn_id, self._let_on[turn_id], now)
 
     def over(self, turn_id: TurnId) -> None:
         """The turn has ended, or was given up wherever it was."""
         self._waiting.pop(turn_id, None)
         self._let_on.pop(turn_id, None)
-        self._cache.sessions.met(turn_id)
+        self._cache.residents.release(turn_id)
 
     def next_due(self) -> float | None:
         """When `let_on` has something to do; 0: now."""
@@ -95,28 +94,16 @@ class RoomQueue:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _expect(self, turn_id: TurnId, tokens: Packed, now: float) -> None:
-        node, depth = self._walks.walk(turn_id, tokens)
-        if depth:
-            stop = self._cache.tree.stop_at(node, depth, now)
-            self._cache.sessions.expect(turn_id, stop, now)
-
     def _has_room(self, turn_id: TurnId, tokens: Packed) -> bool:
         """For a whole prompt behind all that were let on. One longer than the device never has
         any: the engine says so."""
-        rooms, running = self._cache.rooms, self._cache.running
-        if -(-len(tokens) // self._cache.tree.block_bytes) > rooms.blocks.capacity:
+        occupancy, running = self._cache.occupancy, self._cache.running
+        if -(-len(tokens) // self._cache.layout.packed_block_bytes) > occupancy.blocks.capacity:
             return True
-        spare = rooms.obtainable_blocks() - self._lacking(turn_id, tokens)
+        spare = occupancy.obtainable_blocks() - self._walks.missing_blocks(turn_id, tokens)
         for other, others in self._let_on.items():
             if spare < 0:
                 return False
             if other not in running:
-                spare -= self._lacking(other, others, held=self._held_blocks(other))
+                spare -= self._walks.missing_blocks(other, others, held=self._held_blocks(other))
         return spare >= 0
-
-    def _lacking(self, turn_id: TurnId, tokens: Packed, *, held: int = 0) -> int:
-        """Blocks of a prompt that are not held for it or for a running turn, resident or not."""
-        node, depth = self._walks.walk(turn_id, tokens)
-        kept = max(held, paths.locked_depth(node, depth))
-        return -(-len(tokens) // self._cache.tree.block_bytes) - kept

@@ -385,7 +385,7 @@ DigestAt = Callable[[SessionId, int], PrefixHash | None]
 class OnDevice:
     """What of each session one cache could go on from, told as it comes and goes.
 
-    The tree owns what is resident and says which frontiers slid; this class looks at those alone.
+    The cache owns what is resident and says whose was evicted; this class looks at those alone.
     `digest_at` None: nobody hashes here.
     """
 
@@ -398,7 +398,7 @@ class OnDevice:
         self._kinds = kinds_of(cache.layout, Coverage.RANGE) | kinds_of(
             cache.layout, Coverage.POINT
         )
-        cache.tree.slid = set()
+        cache.residents.watch()
 
     def ended(self, session_id: SessionId) -> None:
         """A turn of the session is over."""
@@ -412,15 +412,10 @@ class OnDevice:
     @property
     def is_due(self) -> bool:
         """Whether a frontier slid since the last `tick`."""
-        return bool(self._cache.tree.slid)
+        return self._cache.residents.has_lost
 
     def tick(self) -> None:
         """Some time has passed: blocks may have gone."""
-        slid = self._cache.tree.slid
-        if not slid:
-            return
-        stops, self._cache.tree.slid = slid, set()
-        for stop in stops:
-            for session in (stop.anchors or {}).values():
-                if self._inventory.tokens(session.session_id, Tier.DEVICE):
-                    self.ended(session.session_id)
+        for session_id in self._cache.residents.take_lost():
+            if self._inventory.tokens(session_id, Tier.DEVICE):
+                self.ended(session_id)

@@ -14,7 +14,7 @@ Abilities (plan.inputs) say what may be planned for a device; nothing here asks 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -29,7 +29,6 @@ from ownerserve.cache.outcomes import (
     Reserved,
     Shortage,
 )
-from ownerserve.cache.tree.node import Node, ResumeDepth
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.kv.prefix import HashedPrefix, Packed
@@ -43,7 +42,7 @@ from ownerserve.store.format.model import Want
 # ---- the device
 
 
-class _Prompt(msgspec.Struct, frozen=True):
+class _Prompt(NamedTuple):
     session_id: SessionId
     hashed: HashedPrefix
     blocks: int
@@ -70,31 +69,30 @@ class Walks:
         """A turn is here. One whose prompt comes without digests of its own is compared."""
         session_id, hashed = event.session_id, event.hashed
         if session_id is not None and hashed is not None and hashed.is_of(event.tokens):
-            blocks = len(event.tokens) // self._cache.tree.block_bytes
+            blocks = len(event.tokens) // self._cache.layout.packed_block_bytes
             self._prompts[event.turn_id] = _Prompt(session_id, hashed, blocks)
 
     def over(self, turn_id: TurnId) -> None:
         """The turn has ended or is gone; one that never came is no error."""
         self._prompts.pop(turn_id, None)
 
-    def behind(self, turn_id: TurnId) -> ResumeDepth | None:
-        """A place of the tree that the turn's prompt is known to reach; None: not beyond doubt."""
+    def match(self, turn_id: TurnId, tokens: Packed) -> Match:
+        """What the turn could go on from."""
         prompt = self._prompts.get(turn_id)
-        session = None if prompt is None else self._cache.sessions.get(prompt.session_id)
-        if prompt is None or session is None or session.stop is None or session.tip is None:
-            return None
-        sealed = session.sealed
-        if sealed > prompt.blocks or prompt.hashed.digests[sealed - 1] != session.tip:
-            return None
-        return session.stop
+        behind = None if prompt is None else self._cache.residents.behind(*prompt)
+        return self._cache.match(tokens, behind=behind)
 
-    def walk(self, turn_id: TurnId, tokens: Packed) -> tuple[Node, int]:
-        """The place in the tree where the turn's `tokens` part from what is resident."""
-        tree, stop = self._cache.tree, self.behind(turn_id)
-        limit = len(tokens) // tree.block_bytes
-        if stop is None:
-            return tree.walk(tokens, limit)
-        return tree.walk(tokens, limit, node=stop.node, depth=stop.depth)
+    def missing_blocks(self, turn_id: TurnId, tokens: Packed, *, held: int = 0) -> int:
+        """Blocks of the prompt that are not held for it or for a running turn, resident or not."""
+        prompt = self._prompts.get(turn_id)
+        behind = None if prompt is None else self._cache.residents.behind(*prompt)
+        return self._cache.residents.missing_blocks(tokens, behind=behind, held=held)
+
+    def retain(self, turn_id: TurnId, tokens: Packed, now: float) -> None:
+        """What of the prompt is resident is to stay until the turn is over."""
+        prompt = self._prompts.get(turn_id)
+        behind = None if prompt is None else self._cache.residents.behind(*prompt)
+        self._cache.residents.retain(turn_id, tokens, now, behind=behind)
 
 
 class Later(msgspec.Struct, frozen=True):
@@ -142,10 +140,10 @@ class OwnDevice:
         return self._cache.layout
 
     def match(self, turn_id: TurnId, tokens: Packed) -> Match:
-        return self._cache.match(tokens, behind=self._walks.behind(turn_id))
+        return self._walks.match(turn_id, tokens)
 
     def shortage(self, blocks: int) -> Shortage:
-        return self._cache.rooms.shortage(blocks)
+        return self._cache.occupancy.shortage(blocks)
 
     def reserve(
         self, turn_id: TurnId, arrival: Arrival, now: float

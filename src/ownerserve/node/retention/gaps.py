@@ -206,7 +206,7 @@ class Prefetches:
             return None
         count = len(tokens) // TOKEN_BYTES
         missing = count - status.restorable_tokens
-        free = self._cache.rooms.blocks.free * self._model.block_tokens
+        free = self._cache.occupancy.blocks.free * self._model.block_tokens
         if missing <= 0 or missing > free or TurnId(f"prefetch/{session_id}") in self._under_way:
             return None
         return tokens + ANY_TOKEN

@@ -17,8 +17,7 @@ import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.pressure import Checkpoint, Spill
-from ownerserve.cache.tree import paths
-from ownerserve.cache.tree.node import Node
+from ownerserve.cache.residents import ResidentPrefix
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed
@@ -242,7 +241,7 @@ class IdleSpills:
         if cell.first == cell.end:
             batch.unstored[cell.end] -= 1
             if not batch.unstored[cell.end]:
-                size = self._cache.tree.block_bytes
+                size = self._cache.layout.packed_block_bytes
                 self._cache.pressure.backed(batch.tokens[: cell.end * size])
 
     def tick(self, now: float, next_operation: Callable[[], OperationId]) -> list[Effect]:
@@ -325,10 +324,9 @@ class IdleSpills:
     def _batch(self, session_id: SessionId, idle: IdleSession) -> SpillBatch | None:
         """What of the session stands on the device, cut into records."""
         session = self._cache.sessions.get(session_id)
-        if session is None or session.node is None or not session.depth or session.running:
+        if session is None or not session.depth or session.running:
             return None
-        tree = self._cache.tree
-        tokens = paths.tokens(session.node, 0, session.depth, block_bytes=tree.block_bytes)
+        tokens = self._cache.residents.tokens_of(session_id)
         digests = self._chains.digests(tokens, session_id)
         value = self._value.session(session.depth, idle.points)
         if value.is_low and session_id not in self.forks:
@@ -351,13 +349,13 @@ class IdleSpills:
         self, batch: SpillBatch, piece: Cell, next_operation: Callable[[], OperationId]
     ) -> Iterable[StoreCopy]:
         """The copies of one piece: all of its components that are missing, or none if it went."""
-        node, depth = self._cache.tree.walk(batch.tokens, piece.end)
-        if depth < piece.end:
+        prefix = self._cache.residents.prefix(batch.tokens, piece.end)
+        if prefix is None:
             self.counts["evicted_first"] += 1
             return
         missing, names = batch.missing, self._names
         if piece.first == piece.end:
-            for name, slot in self._point_slots(node, piece.end).items():
+            for name, slot in self._point_slots(prefix).items():
                 if names.point_id(name, piece.end, batch.digests) in missing:
                     meta = names.point_meta(name, piece.end, batch.digests)
                     cost_ms = self._value.cost_ms(batch.value, piece, name)
@@ -367,19 +365,18 @@ class IdleSpills:
         for name in names.range_names:
             if names.range_id(name, piece, batch.digests) in missing:
                 if slots is None:  # all range components fill in lock-step: one row for all
-                    slots = tuple(paths.row(node, piece.end)[piece.first :])
+                    slots = prefix.range_slots(piece.first)
                 meta = names.range_meta(name, piece, batch.digests)
                 cost_ms = self._value.cost_ms(batch.value, piece, name)
                 yield StoreCopy(next_operation(), meta, name, slots, cost_ms)
 
-    def _point_slots(self, node: Node, depth: int) -> dict[str, int]:
-        """Slots of the complete point state at `depth`; none when something of it is gone."""
-        names = self._names.point_names
-        stop = paths.complete_stop(node, depth)
-        if stop is None or stop.depth != depth or stop.slots is None:
+    def _point_slots(self, prefix: ResidentPrefix) -> dict[str, int]:
+        """Slots of the complete point state behind it; none when something of it is gone."""
+        slots = prefix.point_slots()
+        if slots is None:
             self.counts["point_gone"] += 1
             return {}
-        return dict(zip(names, stop.slots, strict=True))
+        return slots
 
 
 # ---- under pressure

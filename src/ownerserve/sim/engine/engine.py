@@ -61,7 +61,8 @@ class SimEngine:
         self._waiting: deque[SimSequence] = deque()
         self.prefilling: list[SimSequence] = []
         self._order = 0
-        self._starved_room = -1  # blocks to be had when the queue's head was refused; -1: it wasn't
+        # Blocks to be had when the queue's head was refused; None: it was not.
+        self._starved_room: int | None = None
         self._has_preempted = False
         self._steps = 0
         self._chunks: list[tuple[SimSequence, int]] = []
@@ -180,7 +181,7 @@ class SimEngine:
         for sequence in ended.done:
             self._cache.finish(sequence.turn_id, now)
         if ended.done:
-            self._starved_room = -1
+            self._starved_room = None
         return ended
 
     # -- time -----------------------------------------------------------------------------------
@@ -220,13 +221,13 @@ class SimEngine:
         than to where a pool is called short, or shorter: the node looks then. The first one's
         blocks are reserved."""
         steps = min(self._longest_fold, *[sequence.left for sequence in self.decoding])
-        rooms, low = self._cache.rooms, self._cache.pressure.watermarks.low
-        spare = rooms.blocks.free - low * rooms.blocks.capacity
+        levels, low = self._cache.occupancy, self._cache.pressure.watermarks.low
+        spare = levels.blocks.free - low * levels.blocks.capacity
         most = len(self.decoding) * (steps // self._unit // self._block + 2)
         if most > spare:  # else there is room enough wherever they stand
-            steps = self._within(steps, rooms.obtainable_blocks())
+            steps = self._within(steps, levels.obtainable_blocks())
             steps = min(steps, self._within(steps, max(0, int(spare))) + 1)
-        for pool in rooms.points:
+        for pool in levels.points:
             if pool.free - len(self.decoding) < low * pool.capacity:
                 size = self._unit * self._block
                 return min(steps, *[size - s.position % size for s in self.decoding])
@@ -274,7 +275,8 @@ class SimEngine:
         running = len(self.decoding) + len(self.prefilling)
         if running >= self._limits.running or (self._has_preempted and running):
             return False
-        return self._starved_room < 0 or self._cache.rooms.obtainable_blocks() > self._starved_room
+        starved = self._starved_room
+        return starved is None or self._cache.occupancy.obtainable_blocks() > starved
 
     def _admit(self, sequence: SimSequence, budget: int, now: float) -> int:
         """Begin the queue's head and plan its first chunk; 0 when it can't begin now: only the
@@ -287,7 +289,7 @@ class SimEngine:
             if begun.reason is Reason.TOO_LONG:
                 self._give_up(sequence)
             else:
-                self._starved_room = self._cache.rooms.obtainable_blocks()
+                self._starved_room = self._cache.occupancy.obtainable_blocks()
             return 0
         unit, restored = self._unit, begun.restored
         sequence.told, sequence.write_floor = restored, begun.write_floor
@@ -301,13 +303,13 @@ class SimEngine:
         tokens = min(budget, sequence.target - sequence.position)
         upto = -(-(sequence.position + tokens) // unit)
         units = len(turn.tokens) // TOKEN_BYTES - begun.write_floor
-        is_room = -(-units // self._block) <= self._cache.rooms.obtainable_blocks()
+        is_room = -(-units // self._block) <= self._cache.occupancy.obtainable_blocks()
         if not is_room or isinstance(self._cache.reserve(sequence.turn_id, upto, now), NoRoom):
             self._cache.abort(sequence.turn_id, now)
             if not self.running and self._room_is_all():
                 self._give_up(sequence)
             else:
-                self._starved_room = self._cache.rooms.obtainable_blocks()
+                self._starved_room = self._cache.occupancy.obtainable_blocks()
             return 0
         sequence.reserved = max(upto, sequence.reserved)
         if sequence.begun_s < 0.0:
@@ -390,7 +392,7 @@ class SimEngine:
         self._recount(sequence, sequence.target)
         older = [other for other in self._waiting if other.order < sequence.order]
         self._waiting.insert(len(older), sequence)
-        self._starved_room = -1
+        self._starved_room = None
 
     def _recount(self, sequence: SimSequence, tokens: int) -> None:
         self.pending_tokens += tokens - sequence.pending_tokens

@@ -15,7 +15,7 @@ def status(worker: SimWorker, now: float) -> WorkerLoad:
     pending, waiting = engine.pending_tokens, engine.waiting
     if restoring:
         pending, waiting = pending_tokens(worker), waiting + len(restoring)
-    rooms = machine.cache.rooms
+    levels = machine.cache.occupancy
     running = len(engine.decoding) + len(engine.prefilling)
     return WorkerLoad(
         worker.unit,
@@ -23,9 +23,9 @@ def status(worker: SimWorker, now: float) -> WorkerLoad:
         pending,
         running,
         waiting,
-        kv_bytes_free=rooms.blocks.free * worker.block_bytes,
+        kv_bytes_free=levels.blocks.free * worker.block_bytes,
         kv_bytes_total=worker.kv_bytes_total,
-        kv_bytes_evictable=rooms.evictable_blocks() * worker.block_bytes,
+        kv_bytes_evictable=levels.evictable_blocks() * worker.block_bytes,
     )
 
 
@@ -39,7 +39,7 @@ def pending_tokens(worker: SimWorker) -> int:
 
 def sample(worker: SimWorker) -> WorkerSample:
     """Its load now."""
-    engine, blocks = worker.machine.engine, worker.machine.cache.rooms.blocks
+    engine, blocks = worker.machine.engine, worker.machine.cache.occupancy.blocks
     busy_ms = 0.0
     for machine in worker.lives:
         busy_ms += machine.engine.counts.busy_ms

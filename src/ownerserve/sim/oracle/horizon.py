@@ -19,7 +19,6 @@ from typing import ClassVar
 import msgspec
 
 from ownerserve.cache.policies.base import Candidate, Key, Policy
-from ownerserve.cache.tree.node import ResumeDepth
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Tier
 from ownerserve.router.messages import Gone, Reported
@@ -62,7 +61,6 @@ class NextUse(Policy):
 
     def key(self, candidate: Candidate) -> Key:
         heat = candidate.heat
-        assert isinstance(heat, ResumeDepth), "the tree's own"
         next_s = self._next_s
         soonest = min([next_s.get(name, inf) for name in heat.anchors or ()], default=inf)
         return (-soonest, heat.last_s)
@@ -123,6 +121,4 @@ class Foresight:
     def _look_at(self, name: SessionId) -> None:
         """Its state may be worth less than before: evictors must look."""
         for worker in self._workers:
-            session = worker.cache.sessions.get(name)
-            if session is not None and session.stop is not None:
-                worker.cache.tree.cool(session.stop)
+            worker.cache.sessions.reorder(name)

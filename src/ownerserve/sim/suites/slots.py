@@ -17,7 +17,7 @@ import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.policies.session_reference import SessionReference
-from ownerserve.cache.tree.node import Session
+from ownerserve.cache.sessions import SessionView
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.node.state import NodeState
@@ -81,11 +81,11 @@ class SlotNode(SimNode):
         cache = self.state.cache
         head, needed = self._largest()
         needed += ANSWER_BLOCKS * (1 + len(cache.running))
-        while (short := needed - cache.rooms.blocks.free - cache.rooms.evictable_blocks()) > 0:
+        while (short := needed - cache.occupancy.obtainable_blocks()) > 0:
             victim = self._least_recent(head)
             if victim is None:
                 return
-            free_session(cache, victim, short_blocks=short)
+            free_session(cache, victim.session_id, short_blocks=short)
 
     def _largest(self) -> tuple[SessionId | None, int]:
         """The waiting turn that lacks most, and the blocks that it lacks."""
@@ -102,27 +102,21 @@ class SlotNode(SimNode):
                     session, most = name, lacking
         return session, -(-most // size)
 
-    def _least_recent(self, head: SessionId | None) -> Session | None:
+    def _least_recent(self, head: SessionId | None) -> SessionView | None:
         waiting = {session for session, _ in self._wanted.values()}
         idle = [
             session
-            for session in self.state.cache.sessions.all()
+            for session in self.state.cache.sessions
             if session.pin is not None and not session.running and session.session_id != head
         ]
         return min(idle, key=lambda one: (one.session_id in waiting, one.last_s), default=None)
 
 
-def free_session(cache: HeteroCache, session: Session, *, short_blocks: int) -> None:
+def free_session(cache: HeteroCache, session_id: SessionId, *, short_blocks: int) -> None:
     """All that only this session holds goes at once, though `short_blocks` would do."""
-    node, depth = session.node, session.depth
-    cache.sessions.release(session.session_id)
-    if node is None:
-        return
-    own = min(depth - node.floor, cache.rooms.evictable_blocks())
+    own = min(cache.sessions.release(session_id), cache.occupancy.evictable_blocks())
     if own > 0:
-        cache.rooms.evict_blocks(own)
-        spare = max(0, own - max(0, short_blocks))
-        cache.counters.wanted_tokens -= spare * cache.layout.block_tokens
+        cache.pressure.evict_blocks(own, wanted=min(own, max(0, short_blocks)))
 
 
 # -- seed 003: transfers -----------------------------------------------------------------------
@@ -187,13 +181,10 @@ class PdTransfers(Transfers):
 
 def _forget(cache: HeteroCache, prompt: Packed) -> None:
     """Release the session that stands on `prompt`, and what it alone holds."""
-    for session in cache.sessions.all():
-        node = session.node
-        if node is None or session.running:
-            continue
-        found, depth = cache.tree.walk(prompt, session.depth)
-        if depth == session.depth and found is node:
-            free_session(cache, session, short_blocks=session.depth)
+    for session in cache.sessions:
+        resident = cache.residents.tokens_of(session.session_id)
+        if resident and not session.running and prompt.startswith(resident):
+            free_session(cache, session.session_id, short_blocks=session.depth)
             return
 
 

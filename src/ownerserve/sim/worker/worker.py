@@ -122,8 +122,8 @@ class SimWorker:
         slot_bytes = sum(c.slot_bytes for c in layout.components if c.coverage is Coverage.RANGE)
         self.block_bytes = slot_bytes
         self._block_units = layout.block_tokens
-        self._most_units = self.cache.rooms.blocks.capacity * layout.block_tokens
-        self.kv_bytes_total = self.cache.rooms.blocks.capacity * slot_bytes
+        self._most_units = self.cache.occupancy.blocks.capacity * layout.block_tokens
+        self.kv_bytes_total = self.cache.occupancy.blocks.capacity * slot_bytes
 
     # -- what others see ------------------------------------------------------------------------
 
@@ -133,9 +133,7 @@ class SimWorker:
 
     def resident_units(self, prompt: Packed) -> int:
         """How much of a prompt's full units lies on the device."""
-        tree = self.machine.cache.tree
-        _, depth = tree.walk(prompt, len(prompt) // tree.block_bytes)
-        return depth * self._block_units
+        return self.machine.cache.residents.blocks(prompt) * self._block_units
 
     def has_turn_of(self, session: SessionId) -> bool:
         """Whether a turn of the session is here, if only in the queue."""

@@ -135,7 +135,7 @@ class TurnAdmission:
 
     def withholds(self, blocks: int, order: int) -> bool:
         kept = self.admission.withheld_tokens(order, self._block) // self._block
-        return kept > 0 and self._cache.rooms.obtainable_blocks() - kept < blocks
+        return kept > 0 and self._cache.occupancy.obtainable_blocks() - kept < blocks
 
     def revoke(self) -> bool:
         return self.admission.revoke()
@@ -144,7 +144,7 @@ class TurnAdmission:
 
     def _levels(self) -> Levels:
         load, limits = self._scheduler.load(), self._scheduler.limits
-        blocks = self._cache.rooms.obtainable_blocks() - load.growth_blocks - load.queued_blocks
+        blocks = self._cache.occupancy.obtainable_blocks() - load.growth_blocks - load.queued_blocks
         return Levels(
             waiting=load.waiting,
             max_waiting=limits.max_waiting,
@@ -152,7 +152,7 @@ class TurnAdmission:
             room_tokens=blocks * self._block,
             sequence_tokens=limits.sequence_tokens,
             queued_tokens=load.queued_blocks * self._block,
-            capacity_tokens=self._cache.rooms.blocks.capacity * self._block,
+            capacity_tokens=self._cache.occupancy.blocks.capacity * self._block,
             block_tokens=self._block,
         )
 

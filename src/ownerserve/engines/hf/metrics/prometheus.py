@@ -19,8 +19,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ownerserve.cache.counters import Counters
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.metrics import Counters, Snapshot
+from ownerserve.cache.metrics import Snapshot
 from ownerserve.directory.owner.state import OwnerPhase
 from ownerserve.engines.hf.metrics.status import pool_uses
 from ownerserve.engines.hf.scheduling.requests import Admitted

@@ -65,10 +65,10 @@ class WorkerIdentity(msgspec.Struct, frozen=True):
 
 def pool_uses(cache: HeteroCache) -> dict[str, SlotUse]:
     """Every pool by component name, and the state blocks. O(components)."""
-    rooms = cache.rooms
-    blocks = SlotUse(rooms.blocks.capacity, rooms.blocks.free)
+    levels = cache.occupancy
+    blocks = SlotUse(levels.blocks.capacity, levels.blocks.free)
     uses = dict.fromkeys(cache.layout.range_names, blocks)
-    for pool in (*rooms.points, rooms.states):
+    for pool in (*levels.points, levels.states):
         uses[pool.name] = SlotUse(pool.capacity, pool.free)
     return uses
 
@@ -76,14 +76,14 @@ def pool_uses(cache: HeteroCache) -> dict[str, SlotUse]:
 def slot_bytes(cache: HeteroCache) -> dict[str, int]:
     """What one slot of each pool occupies."""
     sizes = {component.name: component.slot_bytes for component in cache.layout.components}
-    return {**sizes, cache.rooms.states.name: cache.layout.state_bytes}
+    return {**sizes, cache.occupancy.states.name: cache.layout.state_bytes}
 
 
 def worker_load(
     identity: WorkerIdentity, cache: HeteroCache, *, load: SchedulerLoad, as_of_s: float
 ) -> WorkerLoad:
     """The stamp on answers. Bytes are those of range blocks: they are what runs short."""
-    blocks = cache.rooms.blocks
+    blocks = cache.occupancy.blocks
     block_bytes = _slot_bytes(cache.layout, Coverage.RANGE)
     return WorkerLoad(
         unit=identity.unit,
@@ -93,7 +93,7 @@ def worker_load(
         waiting_sequences=load.waiting,
         kv_bytes_free=blocks.free * block_bytes,
         kv_bytes_total=blocks.capacity * block_bytes,
-        kv_bytes_evictable=cache.rooms.evictable_blocks() * block_bytes,
+        kv_bytes_evictable=cache.occupancy.evictable_blocks() * block_bytes,
     )
 
 
@@ -130,7 +130,7 @@ def worker_status(
             slots={name: use.capacity for name, use in uses.items()},
             free_slots={name: use.free for name, use in uses.items()},
             slot_bytes=slot_bytes(cache),
-            evictable_blocks=cache.rooms.evictable_blocks(),
+            evictable_blocks=cache.occupancy.evictable_blocks(),
             steps=steps,
         ),
     )

@@ -27,7 +27,6 @@ from enum import StrEnum
 
 import msgspec
 
-from ownerserve.cache.continuing import append_of
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.outcomes import Begun, NoRoom, Refused, Turn
 from ownerserve.engines.hf.scheduling.step import (
@@ -164,12 +163,10 @@ def open_turn(
     other one is a begin, which compares all of it.
     """
     turn = Turn(sequence.turn_id, sequence.session_id, sequence.packed())
-    session = None if turn.session_id is None else cache.sessions.get(turn.session_id)
-    if session is not None:
-        append = append_of(session, turn, sequence.prompt.digest_at, layout=cache.layout)
-        if append is not None:
-            sequence.intake = Intake.APPEND
-            return cache.append(append, now)
+    append = cache.sessions.append_of(turn, sequence.prompt.digest_at)
+    if append is not None:
+        sequence.intake = Intake.APPEND
+        return cache.append(append, now)
     sequence.intake = Intake.BEGIN
     resume = resume_of(turn.tokens)
     if resume is None:

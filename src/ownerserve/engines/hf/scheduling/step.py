@@ -15,9 +15,9 @@ import msgspec
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import Append, Begun, NoRoom, Refused, Resume, Turn
+from ownerserve.cache.sessions import DigestAt
 from ownerserve.cache.tails import Table
-from ownerserve.cache.tree.node import Session
-from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
+from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.prefix import Packed
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.vocabulary.chains import PromptPrefix
@@ -26,7 +26,7 @@ from ownerserve.node.vocabulary.chains import PromptPrefix
 class SessionPositions(Protocol):
     """Where the sessions of a cache stand."""
 
-    def get(self, session_id: SessionId) -> Session | None: ...
+    def append_of(self, turn: Turn, digest_at: DigestAt) -> Append | None: ...
 
 
 class CachePort(Protocol):

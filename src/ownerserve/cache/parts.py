@@ -1,0 +1,35 @@
+"""The parts of one cache, for who looks at all of them: invariants, snapshots, tests.
+
+No other package may: what it needs of a cache, HeteroCache answers (tools/closed.py holds this).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ownerserve.cache.counters import Counters
+from ownerserve.cache.ingest import Ingest
+from ownerserve.cache.layout import Layout
+from ownerserve.cache.pools.evictor import Evictor
+from ownerserve.cache.pools.slot_pools import SlotPools
+from ownerserve.cache.pressure import Pressure
+from ownerserve.cache.residents import Residents
+from ownerserve.cache.running import Running
+from ownerserve.cache.sessions import Sessions
+from ownerserve.cache.tree.prefix_tree import PrefixTree
+from ownerserve.kv.ids import TurnId
+
+
+class Parts(NamedTuple):
+    """Live: the objects that the cache works with."""
+
+    layout: Layout
+    counters: Counters
+    tree: PrefixTree
+    evictor: Evictor
+    pools: SlotPools
+    running: dict[TurnId, Running]
+    sessions: Sessions
+    residents: Residents
+    ingest: Ingest
+    pressure: Pressure
