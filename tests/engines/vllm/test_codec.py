@@ -12,7 +12,7 @@ import torch
 from ownerserve.engines.hf.state.pools import DevicePool
 from ownerserve.engines.hf.state.states import describe as hf_describe
 from ownerserve.engines.vllm.layout import shape as vllm_shape
-from ownerserve.engines.vllm.layout.codec import Codec
+from ownerserve.engines.vllm.layout.codec import PageCodec
 from ownerserve.engines.vllm.layout.shape import StateShape
 from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.errors import InvalidInput, SpecMismatch
@@ -66,17 +66,17 @@ def test_a_window_takes_no_more_blocks_than_it_and_a_step_need() -> None:
     assert shape.blocks_for(whole, step_tokens=2 * W) == (-(-3 * W // BS) + 1) + (1000 + 1)
 
 
-def codec_and_caches(order: list[int] | None) -> tuple[Codec, dict[str, Any]]:
+def codec_and_caches(order: list[int] | None) -> tuple[PageCodec, dict[str, Any]]:
     caches = {
         name: paged(order, number, TABLES[number % 2], 256)
         for number in range(4)
         for name in specs.layers(number)
     }
     orders = {DENSE: order, WINDOW: order}
-    return Codec(model(), caches, num_blocks=BLOCKS, key_orders=orders), caches
+    return PageCodec(model(), caches, num_blocks=BLOCKS, key_orders=orders), caches
 
 
-def read(codec: Codec, place: BlockPlace) -> bytes:
+def read(codec: PageCodec, place: BlockPlace) -> bytes:
     data = bytearray(codec.size(place))
     codec.read(place, memoryview(data))
     return bytes(data)

@@ -21,14 +21,14 @@ import json
 from types import SimpleNamespace
 import msgspec
 from vllm.distributed.kv_events import KVEventBatch
-from ownerserve.engines.vllm.scheduler_side.events import Residency, span_of
+from ownerserve.engines.vllm.scheduler_side.events import ResidencyEvents, span_of
 
 request = SimpleNamespace(
     block_hashes=[bytes([n]) * 32 for n in range(4)],
     all_token_ids=list(range(70)),
     session_id="s",
 )
-residency = Residency()
+residency = ResidencyEvents()
 
 def told():
     batch = KVEventBatch(ts=0.0, events=residency.take())

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from ownerserve.engines.vllm.layout.codec import Codec
+from ownerserve.engines.vllm.layout.codec import PageCodec
 from ownerserve.engines.vllm.layout.shape import StateShape, describe
 from ownerserve.kv.artifacts import Identity, Numerics, PointKey
 from ownerserve.kv.errors import InvalidInput
@@ -202,10 +202,10 @@ def test_a_page_in_pieces_is_refused() -> None:
     shape = describe(config)
     views = {name: torch.zeros(4, blocks, 32, 16, dtype=torch.uint8).transpose(0, 1)}
     with pytest.raises(InvalidInput, match="not in one piece"):
-        Codec(shape, views, num_blocks=blocks, key_orders={})
+        PageCodec(shape, views, num_blocks=blocks, key_orders={})
     views = {name: torch.zeros(blocks + 1, 1, 1, head, dtype=torch.uint8)[1:]}
     with pytest.raises(InvalidInput, match="lies elsewhere"):
-        Codec(shape, views, num_blocks=blocks, key_orders={})
+        PageCodec(shape, views, num_blocks=blocks, key_orders={})
 
 
 def test_what_can_not_be_restored_is_refused() -> None:

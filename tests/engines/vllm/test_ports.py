@@ -1,4 +1,4 @@
-"""An engine core's desk, asked from its own host and from others. Needs no vLLM."""
+"""An engine core's RPC handler, asked from its own host and from others. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from ownerserve.engines.vllm.scheduler_side.node_rpc import (
     EngineLimits,
     NodeRpcHandler,
 )
-from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
-from ownerserve.engines.vllm.scheduler_side.ports import gateway_port
+from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere, gateway_port
 from ownerserve.engines.vllm.settings import decode
 from ownerserve.kv.addresses import is_loopback
 from ownerserve.kv.errors import InvalidInput
@@ -57,8 +56,8 @@ def test_a_desk_is_asked_from_other_hosts_with_keys_and_here_without(tmp_path: P
     host, file = own_address(), tmp_path / "fleet.key"
     write_fleet_key(file, field="--out")
     key = read_fleet_key(file)
-    desk = NodeRpcHandler(LIMITS, Nothing(), SessionsHere(None))
-    desk.open(tmp_path, gateway_port(host, 0, str(file)))
+    handler = NodeRpcHandler(LIMITS, Nothing(), SessionsHere(None))
+    handler.open(tmp_path, gateway_port(host, 0, str(file)))
     try:
         here = RpcClient((tmp_path / ADDRESS_FILE).read_text())
         told = here.ask(Status())
@@ -73,20 +72,20 @@ def test_a_desk_is_asked_from_other_hosts_with_keys_and_here_without(tmp_path: P
         for client in (here, elsewhere, plain):
             client.close()
     finally:
-        desk.close()
+        handler.close()
     assert not (tmp_path / ADDRESS_FILE).exists()
 
 
 def test_without_an_address_only_this_host_asks(tmp_path: Path) -> None:
     assert gateway_port("", 0, "") is None
-    desk = NodeRpcHandler(LIMITS, Nothing(), SessionsHere(None))
-    desk.open(tmp_path, None)
+    handler = NodeRpcHandler(LIMITS, Nothing(), SessionsHere(None))
+    handler.open(tmp_path, None)
     here = RpcClient((tmp_path / ADDRESS_FILE).read_text())
     told = here.ask(Status())
     assert isinstance(told, StatusIs) and told.profile is not None
     assert told.profile.rpc == (tmp_path / ADDRESS_FILE).read_text()
     here.close()
-    desk.close()
+    handler.close()
 
 
 def test_what_can_not_listen_is_one_error_with_its_field(tmp_path: Path) -> None:
@@ -98,7 +97,7 @@ def test_what_can_not_listen_is_one_error_with_its_field(tmp_path: Path) -> None
         decode({"store": str(tmp_path), "rpc_port": 65536})
     store = tmp_path / "a-file"
     store.write_text("")
-    desk = NodeRpcHandler(LIMITS, Nothing(), SessionsHere(None))
+    handler = NodeRpcHandler(LIMITS, Nothing(), SessionsHere(None))
     with pytest.raises(OSError, match="exists"):
-        desk.open(store, None)
-    desk.close()
+        handler.open(store, None)
+    handler.close()

@@ -13,8 +13,8 @@ import pytest
 from ownerserve.engines.vllm.worker_commands import (
     BlockPlace,
     LoadInto,
-    Orders,
-    Save,
+    SaveCommand,
+    WorkerCommands,
     WorkerStepReport,
 )
 from ownerserve.engines.vllm.worker_side.streams import HostStream
@@ -68,7 +68,9 @@ def meta(number: int) -> Meta:
 
 
 def save(worker: WorkerSide, *numbers: int) -> None:
-    worker.save(Orders(saves=tuple(Save(number, meta(number), PLACE) for number in numbers)))
+    worker.save(
+        WorkerCommands(saves=tuple(SaveCommand(number, meta(number), PLACE) for number in numbers))
+    )
 
 
 def until(worker: WorkerSide, done: Callable[[WorkerStepReport], bool]) -> WorkerStepReport:
@@ -76,7 +78,7 @@ def until(worker: WorkerSide, done: Callable[[WorkerStepReport], bool]) -> Worke
     report, deadline = WorkerStepReport(), time.monotonic() + WAIT_S
     while not done(report):
         assert time.monotonic() < deadline, report
-        worker.results(Orders(is_idle=True))
+        worker.results(WorkerCommands(is_idle=True))
         report = report.joined(worker.report())
     return report
 
@@ -99,9 +101,9 @@ def test_what_is_saved_is_brought(worker: WorkerSide, pages: Pages) -> None:
     report = until(worker, lambda r: len(r.kept) == 3)
     assert sorted(report.copied) == [1, 2, 3] and not report.not_kept
     wants = tuple(Want(meta(number).id) for number in (1, 2))
-    worker.load(Orders(loads=(LoadInto("r", 9, wants, (PLACE, PLACE), WAIT_S),)))
-    report = until(worker, lambda r: bool(r.brought))
-    assert report.brought[0].reason == ""
+    worker.load(WorkerCommands(loads=(LoadInto("r", 9, wants, (PLACE, PLACE), WAIT_S),)))
+    report = until(worker, lambda r: bool(r.loads))
+    assert report.loads[0].reason == ""
     assert pages.written == [b"k" * SIZE] * 2
 
 
@@ -132,8 +134,8 @@ def test_a_mistake_of_ours_ends_saving_and_gives_every_block_back(
     save(worker, 4)
     report = until(worker, lambda r: bool(r.not_kept))
     assert (report.copied, report.not_kept) == ((4,), (4,))
-    worker.load(Orders(loads=(LoadInto("r", 9, (Want(meta(1).id),), (PLACE,), WAIT_S),)))
-    assert until(worker, lambda r: bool(r.brought)).brought[0].reason == ""
+    worker.load(WorkerCommands(loads=(LoadInto("r", 9, (Want(meta(1).id),), (PLACE,), WAIT_S),)))
+    assert until(worker, lambda r: bool(r.loads)).loads[0].reason == ""
 
 
 def test_a_mistake_of_ours_in_a_load_is_that_loads_failure(
@@ -142,16 +144,16 @@ def test_a_mistake_of_ours_in_a_load_is_that_loads_failure(
     save(worker, 1)
     until(worker, lambda r: bool(r.kept))
     pages.fault = failing(AttributeError("a bug"))
-    worker.load(Orders(loads=(LoadInto("r", 9, (Want(meta(1).id),), (PLACE,), WAIT_S),)))
+    worker.load(WorkerCommands(loads=(LoadInto("r", 9, (Want(meta(1).id),), (PLACE,), WAIT_S),)))
     received: set[str] = set()
     failed: set[str] = set()
     deadline = time.monotonic() + WAIT_S
     while not received:
         assert time.monotonic() < deadline
-        one, other = worker.results(Orders(is_idle=True))
+        one, other = worker.results(WorkerCommands(is_idle=True))
         received, failed = received | one, failed | other
     assert (received, failed) == ({"r"}, {"r"})
-    assert worker.report().brought[0].reason
+    assert worker.report().loads[0].reason
 
 
 def test_reports_join() -> None:

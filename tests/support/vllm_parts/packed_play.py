@@ -16,10 +16,15 @@ import torch
 from torch import Tensor
 
 from ownerserve.engines.vllm import compat
-from ownerserve.engines.vllm.layout.codec import Codec
+from ownerserve.engines.vllm.layout.codec import PageCodec
 from ownerserve.engines.vllm.layout.places import BlockPlaces
 from ownerserve.engines.vllm.layout.shape import StateShape, describe
-from ownerserve.engines.vllm.worker_commands import BlockPlace, LoadInto, Orders, Save
+from ownerserve.engines.vllm.worker_commands import (
+    BlockPlace,
+    LoadInto,
+    SaveCommand,
+    WorkerCommands,
+)
 from ownerserve.engines.vllm.worker_side.streams import host_runtime, stream_of
 from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.specs import Coverage
@@ -41,7 +46,7 @@ class Pool:
         self.config = config
         self.caches = caches
         self.shape: StateShape = describe(config, block_tokens=block_tokens, packed_by="test")
-        self.codec = Codec(self.shape, caches, num_blocks=config.num_blocks, key_orders={})
+        self.codec = PageCodec(self.shape, caches, num_blocks=config.num_blocks, key_orders={})
         first = next(iter(caches.values()))
         self.bytes = torch.empty(0, dtype=torch.uint8, device=first.device)
         self.bytes.set_(first.untyped_storage())  # type: ignore[call-overload]
@@ -155,21 +160,21 @@ def through_a_store(
     worker = WorkerSide(backing, pool.codec, stream_of(device), readers=2)
     try:
         forward()
-        saves = tuple(Save(n, meta(n, place), place) for n, place in enumerate(sources, 1))
-        worker.save(Orders(saves=saves))
+        saves = tuple(SaveCommand(n, meta(n, place), place) for n, place in enumerate(sources, 1))
+        worker.save(WorkerCommands(saves=saves))
         report = worker.report()
         deadline = time.monotonic() + WAIT_S
         while len(report.kept) < len(saves):
             assert time.monotonic() < deadline and not report.not_kept, report
-            worker.results(Orders(is_idle=True))
+            worker.results(WorkerCommands(is_idle=True))
             report = report.joined(worker.report())
         reuse()
         wants = tuple(Want(meta(n, place).id) for n, place in enumerate(sources, 1))
-        worker.load(Orders(loads=(LoadInto("r", 99, wants, tuple(goals), WAIT_S),)))
+        worker.load(WorkerCommands(loads=(LoadInto("r", 99, wants, tuple(goals), WAIT_S),)))
         received: set[str] = set()
         while not received:
             assert time.monotonic() < deadline
-            received, failed = worker.results(Orders(is_idle=True))
+            received, failed = worker.results(WorkerCommands(is_idle=True))
             assert not failed, worker.report()
     finally:
         worker.close()

@@ -1,4 +1,4 @@
-"""Runs in vLLM's environment: its own loader, an application, the routes, a desk behind them."""
+"""Runs in vLLM's environment: its own loader, an application, the routes, a handler behind them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Listening:
         return Released()
 
 
-def make_desk(sessions: Listening) -> Any:
+def make_handler(sessions: Listening) -> Any:
     from ownerserve.engines.vllm.scheduler_side.node_rpc import EngineLimits, NodeRpcHandler
     from ownerserve.kv.ids import Incarnation, WorkerId
     from ownerserve.kv.messages import RoutingUnit
@@ -131,12 +131,12 @@ def play(server: Server, store: Path, report: dict[str, object]) -> None:
     report["turn, silent core"] = turn(session)
     time.sleep(1.1)  # it is asked again after a pause
     sessions = Listening()
-    desk = make_desk(sessions)
-    desk.open(store)
-    desk.arrived("one", 300)
-    desk.arrived("two", 50)
-    desk.stepped({"one": 200}, free_tokens=300, evictable_tokens=400, total_tokens=800)
-    desk.measured(*measured())
+    handler = make_handler(sessions)
+    handler.open(store)
+    handler.arrived("one", 300)
+    handler.arrived("two", 50)
+    handler.stepped({"one": 200}, free_tokens=300, evictable_tokens=400, total_tokens=800)
+    handler.measured(*measured())
     report["status"] = ask("/ownerserve/status")
     report["turn"] = turn(session)
     turn(json.dumps({"name": "5" * 32, "parent": "6" * 32, "group": "7" * 32}))
@@ -153,16 +153,16 @@ def play(server: Server, store: Path, report: dict[str, object]) -> None:
     report["absurd"] = [
         ask("/ownerserve/admit", {"tokens": tokens}) for tokens in (-1, 10**30, 1 << 54)
     ]
-    desk.arrived("three", 1)
-    desk.stepped({}, free_tokens=700, total_tokens=800)
+    handler.arrived("three", 1)
+    handler.stepped({}, free_tokens=700, total_tokens=800)
     report["queue full"] = ask("/ownerserve/admit", {"tokens": 1})
     report["release"] = ask("/ownerserve/release", {"session_id": "s"})
-    report["released"] = [desk.released(), desk.released()]
+    report["released"] = [handler.released(), handler.released()]
     for request in ("one", "two", "three"):
-        desk.gone(request)
-    desk.stepped({}, free_tokens=800, total_tokens=800)
+        handler.gone(request)
+    handler.stepped({}, free_tokens=800, total_tokens=800)
     report["idle"] = ask("/ownerserve/status")
-    desk.close()
+    handler.close()
     report["turn, core gone"] = turn(session)
     report["closed"] = ask("/ownerserve/status")
 

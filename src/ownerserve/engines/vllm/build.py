@@ -13,20 +13,18 @@ import msgspec
 
 from ownerserve.engines.vllm import compat, identity
 from ownerserve.engines.vllm.layout import shape
-from ownerserve.engines.vllm.layout.codec import Codec
+from ownerserve.engines.vllm.layout.codec import PageCodec
 from ownerserve.engines.vllm.scheduler_side.device import EngineDevice
 from ownerserve.engines.vllm.scheduler_side.events import ResidencyEvents
 from ownerserve.engines.vllm.scheduler_side.holding import Holding
 from ownerserve.engines.vllm.scheduler_side.lookup import StoreLookup
 from ownerserve.engines.vllm.scheduler_side.measure import ConnectorObserver
 from ownerserve.engines.vllm.scheduler_side.node_rpc import EngineLimits, NodeRpcHandler, limits_of
-from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere, opener
-from ownerserve.engines.vllm.scheduler_side.ports import gateway_port
-from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerSide
-from ownerserve.engines.vllm.scheduler_side.scheduler_parts import Around
+from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere, gateway_port, opener
+from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerParts, SchedulerSide
 from ownerserve.engines.vllm.scheduler_side.soft_references import SoftReferences
 from ownerserve.engines.vllm.scheduler_side.tenants import Tenants
-from ownerserve.engines.vllm.scheduler_side.worker_reports import Outside
+from ownerserve.engines.vllm.scheduler_side.worker_reports import WorkerReports
 from ownerserve.engines.vllm.settings import ConnectorSettings, decode
 from ownerserve.engines.vllm.worker_side.streams import host_runtime, stream_of
 from ownerserve.engines.vllm.worker_side.worker import WorkerSide
@@ -74,7 +72,7 @@ ALWAYS = Defaults(
 
 
 class ConnectorParts:
-    """One engine's configuration, read once. Raises InvalidInput for what an operator must mend."""
+    """An engine's configuration, read once. Raises InvalidInput for what an operator must mend."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
@@ -164,7 +162,7 @@ class ConnectorParts:
 
 
 def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
-    """For the engine core."""
+    """Make the scheduler's side of an engine core, with the threads that work beside it."""
     why = identity.why_not(parts.config, is_recurrent=parts.shape.is_recurrent)
     if why is not None:
         log.warning("state is neither kept nor restored: %s", why)
@@ -173,15 +171,15 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
     lookup = StoreLookup(parts.settings.store_of(rank=0, world=parts.world))
     unit, kept = unit_of(parts), holding(parts)
     sessions = SessionsHere(ownership(parts, unit, kept.inventory) if why is None else None)
-    told = outside(
+    reports = worker_reports(
         parts, opened(NodeRpcHandler(limits(parts, unit), kept, sessions), parts.settings)
     )
     tiers = tiers_of(parts.settings)
 
     def tell(costs: CostModel) -> None:
-        told.measured(speed_statement(costs, replay_tokens=0), tier_statements(costs, tiers))
+        reports.measured(speed_statement(costs, replay_tokens=0), tier_statements(costs, tiers))
 
-    around = Around(
+    scheduler_parts = SchedulerParts(
         lookup=lookup,
         holding=kept,
         soft=SoftReferences(parts.settings.soft_reference),
@@ -192,18 +190,18 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
             tell=tell,
             least_tokens=parts.layout.block_tokens,
         ),
-        outside=told,
+        reports=reports,
         sessions=sessions,
         tenants=Tenants.of(parts.settings.store_of(rank=0, world=1)),
         workers=parts.world,
         step_tokens=int(parts.config.scheduler_config.max_num_batched_tokens),
         bypassed=why,
     )
-    return SchedulerSide(parts.state(parts.identity), parts.device, parts.shape, around)
+    return SchedulerSide(parts.state(parts.identity), parts.device, parts.shape, scheduler_parts)
 
 
 def unit_of(parts: ConnectorParts) -> RoutingUnit:
-    """Who this engine core is, in this life."""
+    """The routing unit that this engine core is, in this life."""
     rank = int(parts.config.parallel_config.data_parallel_rank)
     return RoutingUnit(worker_id(parts), rank, Incarnation(time.time_ns()))
 
@@ -236,13 +234,13 @@ def holding(parts: ConnectorParts) -> Holding:
     )
 
 
-def outside(parts: ConnectorParts, desk: NodeRpcHandler | None) -> Outside:
-    """The desk, and events where vLLM publishes them."""
+def worker_reports(parts: ConnectorParts, handler: NodeRpcHandler | None) -> WorkerReports:
+    """Make the reports of this engine: by RPC, and as KV events where vLLM publishes them."""
     ranges = parts.layout.range_names
     events = getattr(parts.config, "kv_events_config", None)
     follows = events is not None and events.enable_kv_cache_events
-    return Outside(
-        desk,
+    return WorkerReports(
+        handler,
         ResidencyEvents() if follows and ranges else None,
         component=ranges[0] if ranges else "",
         groups=parts.shape.group_tokens,
@@ -250,7 +248,7 @@ def outside(parts: ConnectorParts, desk: NodeRpcHandler | None) -> Outside:
 
 
 def limits(parts: ConnectorParts, unit: RoutingUnit) -> EngineLimits:
-    """What the desk says of this engine, and what does not change."""
+    """What the RPC handler says of this engine and does not change in its life."""
     layout = parts.layout
     slot_bytes = {component.name: component.slot_bytes for component in layout.components}
     return limits_of(
@@ -276,19 +274,19 @@ def tiers_of(settings: ConnectorSettings) -> dict[Tier, int | None]:
     return {Tier.HOST: settings.host_cache_bytes, **disk} if settings.host_cache_bytes else disk
 
 
-def opened(desk: NodeRpcHandler, settings: ConnectorSettings) -> NodeRpcHandler | None:
-    """A desk that answers; None where its address can't be left in the store."""
+def opened(handler: NodeRpcHandler, settings: ConnectorSettings) -> NodeRpcHandler | None:
+    """A handler that answers; None where its address can't be left in the store."""
     port = gateway_port(settings.rpc_host, settings.rpc_port, settings.curve_key_file)
     try:
-        desk.open(settings.store_of(rank=0, world=1), port)
+        handler.open(settings.store_of(rank=0, world=1), port)
     except OSError as error:
         log.warning("%s; /ownerserve/* has no answers", error)
         return None
-    return desk
+    return handler
 
 
 def worker_side(parts: ConnectorParts, kv_caches: dict[str, Any]) -> WorkerSide:
-    """For one rank, once its caches exist."""
+    """Make the worker's side of one rank, once its caches exist."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     rank = get_tensor_model_parallel_rank()
@@ -310,7 +308,7 @@ def worker_side(parts: ConnectorParts, kv_caches: dict[str, Any]) -> WorkerSide:
         CONV: parts.shape.is_recurrent and compat.conv_columns_first(),
         RECURRENT: parts.shape.is_recurrent and compat.delta_state_is_transposed(),
     }
-    codec = Codec(
+    codec = PageCodec(
         parts.shape,
         kv_caches,
         num_blocks=parts.kv_cache_config.num_blocks,

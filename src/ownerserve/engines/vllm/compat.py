@@ -30,8 +30,8 @@ def group_spec(group: Any) -> Any:
 
 
 def packed_by(vllm_config: Any) -> str:
-    """Whose bytes a page without a canonical payload holds: the version of vLLM, the device's, and
-    the settings by which its kernels choose what they write."""
+    """The origin of the bytes in a page without a canonical payload: vLLM's version, the device's,
+    and the settings by which its kernels choose what they write."""
     import vllm
     from vllm.platforms import current_platform
 

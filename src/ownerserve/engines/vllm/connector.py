@@ -26,22 +26,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from ownerserve.engines.vllm.build import ConnectorParts, scheduler_side, worker_side
 from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerSide
 from ownerserve.engines.vllm.scheduler_side.stats import OwnerServeProm, OwnerServeStats
-from ownerserve.engines.vllm.worker_commands import Orders, WorkerStepReport
+from ownerserve.engines.vllm.worker_commands import WorkerCommands, WorkerStepReport
 
 log = logging.getLogger("vllm.ownerserve")
 
 T = TypeVar("T")
 
 
-class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's orders, from the scheduler to every worker."""
+class StepCommands(KVConnectorMetadata):  # type: ignore[misc]
+    """The commands of one step, on their way from the scheduler to every worker."""
 
-    def __init__(self, orders: Orders) -> None:
-        self.orders = orders
+    def __init__(self, commands: WorkerCommands) -> None:
+        self.commands = commands
 
 
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What the workers did, on its way back."""
+    """The results of what workers did, on their way back to the scheduler."""
 
     def __init__(self, report: WorkerStepReport) -> None:
         self.report = report
@@ -60,7 +60,7 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._parts = parts
         self._scheduler = scheduler_side(parts) if role is KVConnectorRole.SCHEDULER else None
         self._worker: Any = None
-        self._saved: Orders | None = None
+        self._saved: WorkerCommands | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -73,24 +73,24 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._worker = worker_side(self._parts, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Nothing: blocks that are still to be copied have a reference of ours."""
+        """Do nothing: blocks that are still to be copied have a reference of ours."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
-            self._worker.load(self._orders())
+            self._worker.load(self._commands())
 
     def has_connector_metadata(self) -> bool:
         """Asked once a layer: whether the two hooks below are to be called. Never."""
         return False
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a load is whole before its request runs."""
+        """Do nothing: a load is whole before its request runs."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
-        """Nothing: saves are a step's, so that full CUDA graphs stay."""
+        """Do nothing: saves are a step's, so that full CUDA graphs stay."""
 
     def wait_for_save(self) -> None:
-        self._save(self._orders())
+        self._save(self._commands())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received, failed = self._results()
@@ -100,23 +100,23 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         report = self._worker.report() if self._worker is not None else WorkerStepReport()
         return None if report.is_empty else StepReport(report)
 
-    def _orders(self) -> Orders:
+    def _commands(self) -> WorkerCommands:
         metadata = self._connector_metadata
-        return metadata.orders if isinstance(metadata, StepOrders) else Orders()
+        return metadata.commands if isinstance(metadata, StepCommands) else WorkerCommands()
 
     def _results(self) -> tuple[set[str], set[str]]:
         if self._worker is None:
             return set(), set()
-        orders = self._orders()
-        self._save(orders)  # vLLM 0.30 has no `wait_for_save` in a step that computes nothing
-        results: tuple[set[str], set[str]] = self._worker.results(orders)
+        commands = self._commands()
+        self._save(commands)  # vLLM 0.30 has no `wait_for_save` in a step that computes nothing
+        results: tuple[set[str], set[str]] = self._worker.results(commands)
         return results
 
-    def _save(self, orders: Orders) -> None:
+    def _save(self, commands: WorkerCommands) -> None:
         """A step's saves, once."""
-        if self._worker is not None and orders is not self._saved:
-            self._saved = orders
-            self._worker.save(orders)
+        if self._worker is not None and commands is not self._saved:
+            self._saved = commands
+            self._worker.save(commands)
 
     # -- scheduler -----------------------------------------------------------------------------
 
@@ -137,9 +137,9 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         tables = blocks.get_block_ids()
         self._safely(lambda: self._side.placed(request, tables, num_external_tokens), None)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        orders = self._safely(lambda: self._side.build(scheduler_output), None)
-        return StepOrders(orders or self._side.outbox.take(is_idle=False))
+    def build_connector_meta(self, scheduler_output: Any) -> StepCommands:
+        commands = self._safely(lambda: self._side.build(scheduler_output), None)
+        return StepCommands(commands or self._side.pending.take(is_idle=False))
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = getattr(connector_output, "kv_connector_worker_meta", None)
@@ -162,12 +162,12 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         """Steps go on until copies are answered for; such a step waits, it does not spin."""
         side = self._scheduler
         return side is not None and (
-            len(side.holds) > 0 or len(side.state.saves) > 0 or side.outside.is_waiting()
+            len(side.holds) > 0 or len(side.state.saves) > 0 or side.reports.is_waiting()
         )
 
     def take_events(self) -> list[Any]:
         """KV events of what stands in the store."""
-        return self._safely(self._side.outside.events, [])
+        return self._safely(self._side.reports.events, [])
 
     def reset_cache(self) -> bool:
         """The weights may be others from now on: what is stored is not for them."""

@@ -18,7 +18,7 @@ from ownerserve.node.storage.weights import weight_files_digest
 
 
 def identity_of(vllm_config: Any, payload: Payload, *, weights: str, cache: Path) -> Identity:
-    """Of the model that this engine serves. `cache` remembers digests of files between starts."""
+    """The identity of what this engine serves. `cache` keeps digests of files between starts."""
     model = vllm_config.model_config
     config = model.hf_text_config
     rope = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None)

@@ -53,7 +53,7 @@ class SessionPolicy(CachePolicy):  # type: ignore[misc]
         self._used(order_request_keys(key_groups, req_context), reused_keys)
 
     def evict(self, n: int, protected: set[bytes]) -> list[tuple[bytes, ChunkStatus]] | None:
-        """All `n` of them, or None and nothing has changed."""
+        """Evict `n` chunks, oldest first; None, with nothing changed, when there are fewer."""
         chosen: list[tuple[bytes, ChunkStatus]] = []
         for key, chunk in chain(self._once.items(), self._again.items()):
             if len(chosen) == n:
@@ -71,7 +71,7 @@ class SessionPolicy(CachePolicy):  # type: ignore[misc]
         self._again.clear()
 
     def _used(self, keys: Sequence[bytes], reused: Iterable[bytes]) -> None:
-        """One request's, heads first: the tail becomes the older."""
+        """Note the use of one request's chunks, given heads first: the tail becomes the older."""
         again = set(reused)
         for key in reversed(keys):
             if key in self._once and key in again:

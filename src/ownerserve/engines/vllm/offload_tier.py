@@ -155,7 +155,7 @@ class OwnerServeTier(SecondaryTierManager):  # type: ignore[misc]
         return failed
 
     def _store(self, keys: list[bytes], places: list[memoryview]) -> list[bytes]:
-        """All in one group, so that it costs one sync."""
+        """Store all chunks as one group, with one sync; give the keys that were not stored."""
         reserved: list[Reservation] = []
         failed = []
         for key, place in zip(keys, places, strict=True):

@@ -7,27 +7,42 @@
     POST /ownerserve/admit      {"tokens": 1200} -> admitted, or 429 and why
     POST /ownerserve/release    {"session_id": "s"}: the session has gone elsewhere
 
-Owns no state: each request asks the engine core's desk over loopback (desk.py), found by the
-address that the connector leaves in its store. vLLM's allow-list is for all plug-ins: whoever sets
-it names every other plug-in in use too.
+A request asks the engine core's RPC handler (scheduler_side/node_rpc.py) over loopback, found by
+the address that the connector leaves in its store. vLLM's allow-list is for all plug-ins: whoever
+sets it names every other plug-in in use too.
+
+`AnswerLines` puts the worker's line on vLLM's answers, as ASGI middleware:
+
+    a turn comes, of parent, group, epoch, version ── AskLine ──> engine core
+    its answer's head ── AskLine ──> engine core ── LineIs ──> x-ownerserve-answer
+
+vLLM's request has no place for these. They are told when the turn comes, and not again with its
+answer: the session may have ended by then.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import zmq
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ownerserve.engines.vllm.lines import AnswerLines, CoreLine
 from ownerserve.engines.vllm.scheduler_side.node_rpc import ADDRESS_FILE
-from ownerserve.kv.errors import UNREADABLE
+from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import SessionId
+from ownerserve.kv.wire import answer_line, turn_line
 from ownerserve.kv.wire.rpc import (
+    AskLine,
+    LineIs,
     ListHeld,
     PageIs,
     Probe,
@@ -47,10 +62,96 @@ from ownerserve.kv.wire.status import (
     load_statement,
     unit_statement,
 )
+from ownerserve.kv.wire.turn_line import TurnLine
 from ownerserve.node.rpc.server import RpcClient
 
 NO_CONNECTOR = "this vLLM runs without OwnerServe's connector: set --kv-transfer-config"
 NO_ANSWER = "the engine core does not answer: it is starting or gone"
+
+
+ASK_S = 0.25
+PAUSE_S = 1.0
+"""How long a silent engine core is not asked again."""
+
+_TURN, _ANSWER = turn_line.HEADER.encode(), answer_line.HEADER.encode()
+
+Send = Callable[[Any], Awaitable[None]]
+
+
+class CoreLine:
+    """The engine core whose store this is, asked by a thread over the one connection owned here.
+
+    A core that is silent costs the line and ASK_S of one answer a second, never an answer.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self._address = store / ADDRESS_FILE
+        self._thread = ThreadPoolExecutor(1, "ownerserve-line")
+        self._client: RpcClient | None = None
+        self._again_s = 0.0
+
+    async def ask(self, question: AskLine) -> Said | None:
+        """The core's answer; None: it is silent."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, question)
+
+    def tell(self, question: AskLine) -> None:
+        """Tell the core what the question says; nobody waits for the answer."""
+        self._thread.submit(self._ask, question)
+
+    def _ask(self, question: AskLine) -> Said | None:
+        if time.monotonic() < self._again_s:
+            return None
+        try:
+            if self._client is None:
+                self._client = RpcClient(self._address.read_text().strip(), timeout_s=ASK_S)
+            return self._client.ask(question)
+        except (OSError, zmq.ZMQError, InvalidInput):  # silent, gone: the address is read anew
+            if self._client is not None:
+                self._client.close()
+            self._client, self._again_s = None, time.monotonic() + PAUSE_S
+            return None
+
+
+class AnswerLines:
+    """ASGI middleware that puts the line on answers to turns that gateways sent, on no others.
+
+    `core` says whom to ask; None: nobody yet, or ever.
+    """
+
+    def __init__(self, app: Any, *, core: Callable[[], CoreLine | None]) -> None:
+        self._app = app
+        self._core = core
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        core = self._core()
+        line = _turn_of(scope) if core is not None else None
+        if core is None or line is None:
+            await self._app(scope, receive, send)
+            return
+        if line.name is not None and (line.parent or line.epoch or line.group or line.version):
+            group, version = line.group or "", line.version or 0
+            core.tell(AskLine(line.name, line.parent, group, line.epoch, version))
+
+        async def sent(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                said = await core.ask(AskLine(line.name))
+                if isinstance(said, LineIs):
+                    told = (_ANSWER, answer_line.encode(said.line))
+                    message = {**message, "headers": [*message.get("headers", ()), told]}
+            await send(message)
+
+        await self._app(scope, receive, sent)
+
+
+def _turn_of(scope: Any) -> TurnLine | None:
+    """What a gateway says of the turn; None: no gateway sent it, or not in a form that is read."""
+    if scope["type"] != "http":
+        return None
+    value = next((value for name, value in scope["headers"] if name == _TURN), None)
+    try:
+        return None if value is None else turn_line.decode(value.decode("latin-1"))
+    except InvalidInput:
+        return None
 
 
 class AdmitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +163,7 @@ class ReleaseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OwnerServeEndpoints:
-    """vLLM makes one for each API server process."""
+    """The endpoint plug-in, of which vLLM makes one for each API server process."""
 
     name = "ownerserve"
     required_tasks = ("generate",)
@@ -137,7 +238,7 @@ class OwnerServeEndpoints:
 
 
 def ask(store: Path, request: RpcRequest) -> Said:
-    """Ask the engine core whose store this is. OSError: it has no desk; TimeoutError: silence."""
+    """Ask the engine core whose store this is. OSError: none answers; TimeoutError: silence."""
     client = RpcClient((store / ADDRESS_FILE).read_text().strip())
     try:
         return client.ask(request)

@@ -54,7 +54,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     directory           address of the ownership directory that this engine owns its sessions under:
                         tcp:// or curve://HOST:PORT, valkey:// or sentinel://; empty: it owns none
     curve_key_file      the fleet's keys, which a curve:// directory and rpc_host want; empty: none
-    rpc_host            address at which gateways on other hosts reach the desk; empty: none does
+    rpc_host            address at which gateways on other hosts ask this engine; empty: none does
     rpc_port            its port; 0: a free one
     weights             digest or revision of the weights; empty: made from the checkpoint's files
     """

@@ -1,4 +1,4 @@
-"""What the scheduler side asks of the worker side in a step, and what comes back. Data only.
+"""The commands of the scheduler side to the worker side in a step, and their results. Data only.
 
 vLLM carries both (as metadata of a step and of its output), also between processes. Torch-free.
 """
@@ -17,7 +17,7 @@ Tables = Sequence[Sequence[int]]
 
 
 class BlockPlace(msgspec.Struct, frozen=True):
-    """Where tokens [start, end) of one component lie: for each KV group that holds layers of it,
+    """The place of tokens [start, end) of one component: for each KV group that holds layers of it,
     the ids of the blocks from the one with token `start` on; -1: not to be written."""
 
     component: str
@@ -37,7 +37,7 @@ class LoadInto(msgspec.Struct, frozen=True):
     """Seconds from now."""
 
 
-class Save(msgspec.Struct, frozen=True):
+class SaveCommand(msgspec.Struct, frozen=True):
     """Copy this place, as it is after the step, and store it as `meta`."""
 
     operation_id: int
@@ -45,11 +45,11 @@ class Save(msgspec.Struct, frozen=True):
     place: BlockPlace
 
 
-class Orders(msgspec.Struct, frozen=True):
-    """One step's. `is_idle`: the step computes nothing, so waiting a moment delays nobody."""
+class WorkerCommands(msgspec.Struct, frozen=True):
+    """The commands of one step. `is_idle`: it computes nothing, so to wait a moment is free."""
 
     loads: tuple[LoadInto, ...] = ()
-    saves: tuple[Save, ...] = ()
+    saves: tuple[SaveCommand, ...] = ()
     drops: tuple[int, ...] = ()
     failures: tuple[str, ...] = ()
     """Requests whose load can't be begun; they are reported as failed."""
@@ -69,10 +69,13 @@ class LoadResult(msgspec.Struct, frozen=True):
 
 
 class WorkerStepReport(msgspec.Struct, frozen=True):
-    """One worker's, of one step. `copied` operations need their blocks no more; `kept` are durable;
-    `lost`: what each worker's store gave up."""
+    """The report of one worker on one step.
 
-    brought: tuple[LoadResult, ...] = ()
+    `copied` operations need their blocks no more; `kept` are durable; `lost`: what the store of
+    each worker gave up.
+    """
+
+    loads: tuple[LoadResult, ...] = ()
     copied: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     not_kept: tuple[int, ...] = ()
@@ -80,9 +83,9 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
     lost: tuple[RecordsLost, ...] = ()
 
     def joined(self, other: WorkerStepReport) -> WorkerStepReport:
-        """Two workers' reports as one: an operation stands in it once for each."""
+        """The reports of two workers as one: an operation stands in it once for each."""
         return WorkerStepReport(
-            brought=self.brought + other.brought,
+            loads=self.loads + other.loads,
             copied=self.copied + other.copied,
             kept=self.kept + other.kept,
             not_kept=self.not_kept + other.not_kept,
@@ -92,5 +95,5 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
 
     @property
     def is_empty(self) -> bool:
-        told = (self.brought, self.copied, self.kept, self.not_kept, self.lost)
+        told = (self.loads, self.copied, self.kept, self.not_kept, self.lost)
         return not any(told)

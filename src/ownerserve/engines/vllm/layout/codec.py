@@ -46,7 +46,7 @@ class Series(msgspec.Struct, frozen=True):
         return self.view.shape[2]
 
 
-class Codec:
+class PageCodec:
     """Reads and writes places. Thread-safe: it only makes views."""
 
     def __init__(

@@ -18,7 +18,7 @@ NOT_OURS = -1
 
 
 class BlockPlaces:
-    """One model's. Holds no state."""
+    """The places of one model's state in vLLM's blocks; the object holds no state of its own."""
 
     def __init__(self, shape: StateShape) -> None:
         self._shape = shape
@@ -26,7 +26,7 @@ class BlockPlaces:
         self._points = shape.layout().point_names
 
     def source(self, tables: Tables, copy: StoreCopy) -> BlockPlace:
-        """What is copied."""
+        """The place that a copy of the node reads from."""
         name = copy.component
         if name in self._points:
             return self._shape.place(name, tables, *self._shape.span(name, copy.slots[0]))

@@ -101,7 +101,7 @@ class StateShape(msgspec.Struct, frozen=True):
     """Tokens back that each KV group is read; 0: all of them."""
 
     def layout(self) -> Layout:
-        """As cache and node need it."""
+        """The layout of this state as cache and node need it."""
         components = tuple(
             Component(
                 name=section.name,
@@ -114,7 +114,7 @@ class StateShape(msgspec.Struct, frozen=True):
         return Layout(self.payload.block_tokens, components)
 
     def model_state(self) -> ModelState:
-        """As the planner needs it. No replay: an engine that owns its blocks offers none."""
+        """The model as the planner needs it. An engine that owns its blocks offers no replay."""
         sections, block = self.payload.sections, self.payload.block_tokens
         ranges = [s.unit_bytes for s in sections if s.coverage is Coverage.RANGE]
         points = [s.unit_bytes for s in sections if s.coverage is Coverage.POINT]

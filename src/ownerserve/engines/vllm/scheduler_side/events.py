@@ -44,7 +44,7 @@ def span_of(request: Any, start: int, end: int, *, hash_block_tokens: int) -> Bl
 
 
 class ResidencyEvents:
-    """Events of one engine core; on the scheduler's thread."""
+    """The KV events of one engine core's store; used on the scheduler's thread."""
 
     def __init__(self) -> None:
         self._pending: dict[int, BlockSpan] = {}
@@ -52,12 +52,12 @@ class ResidencyEvents:
         self._events: list[Any] = []
 
     def ordered(self, operation_id: int, span: BlockSpan | None) -> None:
-        """A record of this span is being written."""
+        """Remember that a record of this span is being written."""
         if span is not None:
             self._pending[operation_id] = span
 
     def kept(self, operation_id: int) -> None:
-        """It is READY."""
+        """A record that was ordered is READY: its blocks are told as stored."""
         from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
 
         span = self._pending.pop(operation_id, None)
@@ -79,11 +79,11 @@ class ResidencyEvents:
         self._events.append(event)
 
     def not_kept(self, operation_id: int) -> None:
-        """It was given up."""
+        """A record that was ordered was given up: nothing is told of it."""
         self._pending.pop(operation_id, None)
 
     def lost(self, span: BlockSpan) -> None:
-        """Of the request that could not be served from the store: what was told of it is void."""
+        """Tell as removed what was told of `span`, which could not be served from the store."""
         from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved
 
         for block in span.block_hashes:

@@ -42,7 +42,7 @@ Chore = Callable[[], None]
 
 
 class Holding:
-    """One engine's. What is told never waits; `page` gives a future."""
+    """The inventory of one engine's store. What is told never waits; `page` gives a future."""
 
     def __init__(
         self, names: RecordNames, directories: Sequence[Path], journal: Path, *, can_replay: bool
@@ -82,7 +82,7 @@ class Holding:
         self._tell(lambda: self._forget(session_id))
 
     def renamed(self, names: RecordNames) -> None:
-        """Nothing from before is found under these names; no later life will know them."""
+        """Go on under `names`; nothing from before is found under them or known to a later life."""
         self._tell(lambda: self._rename(names))
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ Chore: TypeAlias = Callable[[], None]
 
 
 class StoreLookup:
-    """One thread; `submit` and `poll` return at once."""
+    """The thread that looks records up in the store; `submit` and `poll` return at once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

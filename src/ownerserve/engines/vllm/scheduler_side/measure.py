@@ -27,7 +27,7 @@ Later: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 class RunningPrompt(msgspec.Struct, eq=False):
-    """One that is being computed from `start` on; `tokens` long."""
+    """A prompt of `tokens` that is being computed from token `start` on."""
 
     start: int
     tokens: int
@@ -37,14 +37,14 @@ class RunningPrompt(msgspec.Struct, eq=False):
 
 
 class ScheduledStep(msgspec.Struct, frozen=True):
-    """One that was scheduled. `batch`: how many decode in it; 0 when one does anything else."""
+    """A step that was scheduled. `batch`: sequences that decode in it; 0 when any does more."""
 
     batch: int
     at_s: float
 
 
 class ConnectorObserver:
-    """Told of every step, prompt and load."""
+    """The measurement of every step, prompt and load of one engine, for the node's cost model."""
 
     def __init__(
         self,
@@ -110,9 +110,9 @@ class ConnectorObserver:
         if (data := self._calibration.due(now)) is not None:
             self._later(partial(self._calibration.write, data))
 
-    def loaded(self, brought: LoadResult) -> None:
+    def loaded(self, result: LoadResult) -> None:
         """A load is done. The planner is told of one store, so this is one tier's time."""
-        self._calibration.observe((Loaded(Tier.DISK, brought.bytes, brought.ms),))
+        self._calibration.observe((Loaded(Tier.DISK, result.bytes, result.ms),))
 
     def forget(self, turn_id: TurnId) -> None:
         """The turn is over, or lost its blocks. What it taught is told: no step may follow."""

@@ -1,7 +1,7 @@
-"""The engine core's desk: what the worker says of itself, on the node's RPC port (loopback).
+"""The engine core's RPC handler: what the worker says of itself, on the node's RPC port (loopback).
 
-vLLM's scheduler thread sleeps while there is no request, so nothing is asked of it: the desk keeps
-what the hooks told last, and answers from that on its own thread. What must happen on the
+vLLM's scheduler thread sleeps while there is no request, so nothing is asked of it: the handler
+keeps what the hooks told last, and answers from that on its own thread. What must happen on the
 scheduler's thread (a session's release) waits for the next hook; nothing is taken before that.
 
 The address is written to STORE/rpc.address, where the API server's process looks (plugin.py).
@@ -53,7 +53,7 @@ ADDRESS_FILE = "rpc.address"
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change in the engine's life."""
+    """The facts about an engine that do not change in its life."""
 
     unit: RoutingUnit
     model: str
@@ -67,7 +67,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, gc=False):
-    """What the hooks told last; `as_of` in seconds since 1970."""
+    """The load that the hooks told last; `as_of` in seconds since 1970."""
 
     as_of: float
     pending_tokens: int = 0
@@ -79,7 +79,10 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class NodeRpcHandler:
-    """`arrived`, `stepped`, `gone` on the scheduler's thread; the rest on any."""
+    """The answerer of the engine core's RPC port.
+
+    `arrived`, `stepped` and `gone` are called on the scheduler's thread, the rest on any.
+    """
 
     def __init__(self, limits: EngineLimits, holding: Holding, sessions: SessionsHere) -> None:
         self._limits = limits
@@ -180,7 +183,7 @@ class NodeRpcHandler:
     # -- asked from outside --------------------------------------------------------------------
 
     def answer(self, request: Request) -> Future[Answer]:
-        """At once, but for what the store holds: there is nobody to wait for."""
+        """Answer a request at once, but for what the store holds: there is nobody to wait for."""
         if isinstance(request, ListHeld):
             return self._holding.page(request.after, self._unit)
         future: Future[Answer] = Future()
@@ -204,7 +207,7 @@ class NodeRpcHandler:
                 return Reject(WorkerRefusal.UNKNOWN_RESERVATION)
 
     def _probe(self, wanted: Seed) -> Admit | Reject:
-        """vLLM's queue takes what fits its length."""
+        """Admit what fits the length of vLLM's queue and its memory."""
         status, limits = self._status(), self._limits
         if wanted.tokens > limits.sequence_tokens:
             return Reject(WorkerRefusal.TOO_LONG)
@@ -215,7 +218,7 @@ class NodeRpcHandler:
         return Admit(ahead_prefill_tokens=status.pending_prefill_tokens)
 
     def _line(self, asked: AskLine) -> AnswerLine:
-        """Who speaks, under what load, and whose the session is."""
+        """The worker's line: its name, its load, and whose the session is."""
         owner = self._sessions.heard(asked)
         return AnswerLine(
             unit=self._unit,
@@ -245,7 +248,7 @@ class NodeRpcHandler:
         )
 
     def _profile(self) -> ProfileStatement:
-        """A desk is only there beside a store."""
+        """What the worker can do. A handler stands beside a store, so the disk tier is there."""
         limits, servers = self._limits, self._servers
         return ProfileStatement(
             models=(limits.model,),
@@ -269,7 +272,7 @@ def limits_of(
     sequence_bytes: int,
     spec_digest: str,
 ) -> EngineLimits:
-    """From vLLM's configuration."""
+    """Read what does not change from vLLM's configuration."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     return EngineLimits(
         unit=unit,

@@ -1,25 +1,26 @@
-"""Whose the sessions are that have turns here: what the scheduler tells, and what is asked of it.
+"""The sessions that have turns here: what the scheduler tells of them, and what is asked.
 
-Owns which sessions have a turn here now; `Ownership` owns the grants, on a thread of its own. Told
-on the scheduler's thread, asked on the RPC's. Without a directory nothing is owned: gateways keep
-the sessions in their own tables.
+Owns which sessions have a turn here now; `Ownership` owns the grants, on a thread of its own. The
+scheduler's thread tells, the RPC's asks. Without a directory nothing is owned: gateways keep the
+sessions in their own tables. The ports and keys of an engine core are made here too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from ownerserve.directory.opening import opener_of
 from ownerserve.directory.port import Directory
-from ownerserve.engines.vllm.scheduler_side.ports import fleet_key
 from ownerserve.engines.vllm.scheduler_side.turn import is_final, session_of
-from ownerserve.kv.addresses import KEYED
+from ownerserve.kv.addresses import KEYED, is_loopback
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed
+from ownerserve.kv.wire.curve import FleetKey, read_fleet_key
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import AskLine, Reject, Released, ReleaseSession
 from ownerserve.kv.wire.turn_line import is_name
@@ -31,6 +32,7 @@ from ownerserve.node.ownership.ownership import (
     TurnCame,
     TurnLeft,
 )
+from ownerserve.node.rpc.server import RpcServer
 
 FIELD = "kv_connector_extra_config.directory"
 HEARD_KEPT = 4096
@@ -38,8 +40,31 @@ CLOSE_S = 2.0
 """How long a stopping engine waits for the directory to take its sessions back."""
 
 
+KEY_FIELD = "kv_connector_extra_config.curve_key_file"
+HOST_FIELD = "kv_connector_extra_config.rpc_host"
+
+
+def fleet_key(key_file: str) -> FleetKey | None:
+    """The keys in `key_file`; empty: none. Raises InvalidInput."""
+    return read_fleet_key(Path(key_file), field=KEY_FIELD) if key_file else None
+
+
+def gateway_port(host: str, port: int, key_file: str) -> RpcServer | None:
+    """The port at which gateways of other hosts ask; None without a `host`.
+
+    Raises InvalidInput where nothing can listen there, or nobody may without keys.
+    """
+    if not host:
+        return None
+    key = fleet_key(key_file)
+    if key is None and not is_loopback(host):
+        problem = f"{host} is reachable from outside, and there are no keys"
+        raise InvalidInput(HOST_FIELD, problem, "set curve_key_file too")
+    return RpcServer(host=host, port=port, key=key)
+
+
 def opener(url: str, key_file: str = "") -> Callable[[], Directory]:
-    """What makes a client of the directory at `url`, with the fleet's keys in `key_file` (empty:
+    """A maker of clients of the directory at `url`, with the fleet's keys in `key_file` (empty:
     none). Raises InvalidInput for what names none, or one whose client is not installed beside
     vLLM."""
     key = fleet_key(key_file)
@@ -56,7 +81,7 @@ _NOTHING = AskLine()
 
 
 class SessionsHere:
-    """One engine's. `ownership` None: there is no directory."""
+    """The sessions with turns at one engine. `ownership` None: there is no directory."""
 
     def __init__(self, ownership: Ownership | None) -> None:
         self._ownership = ownership

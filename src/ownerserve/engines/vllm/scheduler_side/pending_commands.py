@@ -1,22 +1,27 @@
-"""What a step is to carry to the workers, and which of their answers are complete. Pure."""
+"""The commands that a step is to carry to the workers, and which answers are complete. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from ownerserve.engines.vllm.worker_commands import LoadInto, LoadResult, Orders, Save
+from ownerserve.engines.vllm.worker_commands import (
+    LoadInto,
+    LoadResult,
+    SaveCommand,
+    WorkerCommands,
+)
 
-NOTHING, NOTHING_YET = Orders(), Orders(is_idle=True)
+NOTHING, NOTHING_YET = WorkerCommands(), WorkerCommands(is_idle=True)
 
 
-class Outbox:
-    """The orders of the step being built, and the loads that are not answered."""
+class PendingCommands:
+    """The commands of the step being built, and the loads that are not answered."""
 
     def __init__(self) -> None:
         self.bringing: set[int] = set()
         self._loads: list[LoadInto] = []
-        self._saves: list[Save] = []
+        self._saves: list[SaveCommand] = []
         self._drops: list[int] = []
         self._failures: list[str] = []
 
@@ -24,26 +29,26 @@ class Outbox:
         self._loads.append(load)
         self.bringing.add(load.operation_id)
 
-    def save(self, save: Save) -> None:
+    def save(self, save: SaveCommand) -> None:
         self._saves.append(save)
 
     def drop(self, operation_id: int) -> None:
-        """Nobody waits for this load; it still has to end."""
+        """Give up a load that nobody waits for; it still has to end."""
         self._drops.append(operation_id)
 
     def fail(self, request_id: str) -> None:
-        """The engine waits for a load that was never ordered."""
+        """Fail the request: the engine waits for a load that was never ordered."""
         self._failures.append(request_id)
 
     def give_up_loads(self) -> None:
-        """All loads, begun or not, end as failures."""
+        """Let all loads, begun or not, end as failures."""
         self._drops += self.bringing
 
-    def take(self, *, is_idle: bool) -> Orders:
-        """What was ordered since the last call."""
+    def take(self, *, is_idle: bool) -> WorkerCommands:
+        """The commands since the last call."""
         if not (self._loads or self._saves or self._drops or self._failures):
             return NOTHING_YET if is_idle else NOTHING
-        orders = Orders(
+        commands = WorkerCommands(
             loads=tuple(self._loads),
             saves=tuple(self._saves),
             drops=tuple(self._drops),
@@ -51,7 +56,7 @@ class Outbox:
             is_idle=is_idle,
         )
         self._loads, self._saves, self._drops, self._failures = [], [], [], []
-        return orders
+        return commands
 
 
 class Tally:
@@ -63,17 +68,17 @@ class Tally:
         self._failed: dict[int, LoadResult] = {}
 
     def complete(self, what: str, operation_ids: Iterable[int]) -> Iterator[int]:
-        """Of `operation_ids`, those that the last of the workers has now reported."""
+        """Yield those of `operation_ids` that the last of the workers has now reported."""
         for operation_id in operation_ids:
             self._said[what, operation_id] += 1
             if self._said[what, operation_id] >= self._workers:
                 del self._said[what, operation_id]
                 yield operation_id
 
-    def over(self, brought: LoadResult) -> LoadResult | None:
+    def over(self, result: LoadResult) -> LoadResult | None:
         """A load when every worker has answered: failed when one of them failed; else None."""
-        if brought.reason:
-            self._failed[brought.operation_id] = brought
-        if not any(self.complete("brought", (brought.operation_id,))):
+        if result.reason:
+            self._failed[result.operation_id] = result
+        if not any(self.complete("loads", (result.operation_id,))):
             return None
-        return self._failed.pop(brought.operation_id, brought)
+        return self._failed.pop(result.operation_id, result)

@@ -1,6 +1,6 @@
-"""The scheduler's side: vLLM's hooks to a node's events, effects to orders for the workers.
+"""The scheduler's side: vLLM's hooks to a node's events, effects to commands for the workers.
 
-Owns which requests are turns of ours and the orders of the step being built. Decides nothing
+Owns which requests are turns of ours and the commands of the step being built. Decides nothing
 (HostedNodeState does) and waits for nothing: lookups run on a thread, bytes move in the workers.
 
     on_new_request                Arrived -> Find
@@ -16,29 +16,36 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import msgspec
 
 from ownerserve.engines.vllm import compat
 from ownerserve.engines.vllm.identity import why_bypassed
 from ownerserve.engines.vllm.layout.places import BlockPlaces
 from ownerserve.engines.vllm.layout.shape import StateShape
-from ownerserve.engines.vllm.scheduler_side.counting import Counting
 from ownerserve.engines.vllm.scheduler_side.device import EngineDevice, Holds
-from ownerserve.engines.vllm.scheduler_side.pending_commands import Outbox, Tally
-from ownerserve.engines.vllm.scheduler_side.scheduler_parts import Around
+from ownerserve.engines.vllm.scheduler_side.holding import Holding
+from ownerserve.engines.vllm.scheduler_side.lookup import StoreLookup
+from ownerserve.engines.vllm.scheduler_side.measure import ConnectorObserver
+from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
+from ownerserve.engines.vllm.scheduler_side.pending_commands import PendingCommands, Tally
+from ownerserve.engines.vllm.scheduler_side.soft_references import SoftReferences
+from ownerserve.engines.vllm.scheduler_side.tenants import Tenants
 from ownerserve.engines.vllm.scheduler_side.turn import (
     MAX_IN_FLIGHT,
     TrackedRequest,
     is_final,
     session_of,
 )
+from ownerserve.engines.vllm.scheduler_side.worker_reports import WorkerReports
 from ownerserve.engines.vllm.worker_commands import (
     LoadInto,
     LoadResult,
-    Orders,
-    Save,
+    SaveCommand,
     Tables,
+    WorkerCommands,
     WorkerStepReport,
 )
 from ownerserve.kv.execution import execution_mode, lost_tokens
@@ -76,37 +83,89 @@ from ownerserve.store.format.model import MissReason
 log = logging.getLogger("vllm.ownerserve")
 
 
+class SchedulerParts(msgspec.Struct, frozen=True):
+    """The parts that a scheduler's side works with, each of which decides nothing about a turn.
+
+    `bypassed`: why no state of this engine has an identity;
+    None when it has. `step_tokens`: most that one step computes."""
+
+    lookup: StoreLookup
+    holding: Holding
+    soft: SoftReferences
+    measuring: ConnectorObserver
+    reports: WorkerReports
+    sessions: SessionsHere
+    tenants: Tenants
+    workers: int
+    step_tokens: int
+    bypassed: str | None = None
+
+
+class Counting:
+    """Counters of several owners as one, since the start or since they were last taken."""
+
+    def __init__(self, sources: Mapping[str, Callable[[], Mapping[str, int]]]) -> None:
+        """`sources`: a prefix, and who counts what stands under it."""
+        self._sources = sources
+        self._told: dict[str, dict[str, int]] = {prefix: {} for prefix in sources}
+        self._stirred = False
+
+    def stir(self) -> None:
+        """Something may have been counted."""
+        self._stirred = True
+
+    def totals(self) -> Counter[str]:
+        """The counts since the start."""
+        totals: Counter[str] = Counter()
+        for prefix, source in self._sources.items():
+            totals.update({f"{prefix}{name}": number for name, number in source().items()})
+        return totals
+
+    def take(self) -> dict[str, int]:
+        """The counts since the last call, of every step: where nothing stirred it is free."""
+        taken: dict[str, int] = {}
+        if self._stirred:
+            self._stirred = False
+            for prefix, source in self._sources.items():
+                told = self._told[prefix]
+                for name, number in source().items():
+                    if number != (before := told.get(name, 0)):
+                        told[name] = number
+                        taken[prefix + name] = number - before
+        return taken
+
+
 class SchedulerSide:
-    """One for each engine core; called on its thread."""
+    """The scheduler's side of one engine core, called on its thread."""
 
     def __init__(
-        self, state: HostedNodeState, device: EngineDevice, shape: StateShape, around: Around
+        self, state: HostedNodeState, device: EngineDevice, shape: StateShape, parts: SchedulerParts
     ) -> None:
         self.state = state
         self.holds = Holds()
-        self.outbox = Outbox()
-        self.outside = around.outside
+        self.pending = PendingCommands()
+        self.reports = parts.reports
         self._counts: Counter[str] = Counter()
         self.counting = Counting(
             {
                 "": lambda: self._counts,
                 "save_": lambda: self.state.saves.counts,
-                "soft_": lambda: around.soft.counts,
-                "owner_": lambda: around.sessions.counts,
+                "soft_": lambda: parts.soft.counts,
+                "owner_": lambda: parts.sessions.counts,
             }
         )
         self._device = device
         self._places = BlockPlaces(shape)
         self._block = shape.payload.block_tokens
-        self._shape, self._step_tokens = shape, around.step_tokens
-        self._lookup, self._holding = around.lookup, around.holding
-        self._sessions = around.sessions
-        self._soft = around.soft
-        self._measuring = around.measuring
-        self._tenants = around.tenants
-        self._bypassed = around.bypassed
+        self._shape, self._step_tokens = shape, parts.step_tokens
+        self._lookup, self._holding = parts.lookup, parts.holding
+        self._sessions = parts.sessions
+        self._soft = parts.soft
+        self._measuring = parts.measuring
+        self._tenants = parts.tenants
+        self._bypassed = parts.bypassed
         self._known = KnownSessions(max(self._block, *shape.group_tokens))
-        self._tally = Tally(around.workers)
+        self._tally = Tally(parts.workers)
         self._turns: dict[TurnId, TrackedRequest] = {}
         self._manager: Any = None
         self._pool: Any = None
@@ -116,7 +175,7 @@ class SchedulerSide:
         self._pool, self._manager = pool, manager
         self.holds.bind(pool)
         self._soft.bind(pool, self._shape.group_tokens)
-        self.outside.bind(pool)
+        self.reports.bind(pool)
 
     # -- hooks ---------------------------------------------------------------------------------
 
@@ -124,7 +183,7 @@ class SchedulerSide:
         """A new request: look for its state."""
         self.counting.stir()
         self._soft.resumed(session_of(request), _now())
-        self.outside.arrived(request)
+        self.reports.arrived(request)
         self._sessions.came(request)
         reason = self._bypassed or why_bypassed(request)
         tenant = self._tenants.salt(request.cache_salt)
@@ -144,7 +203,7 @@ class SchedulerSide:
         self._poll()
         if request.num_preemptions != turn.preemptions:
             turn.preemptions = request.num_preemptions
-            self.outside.arrived(request)
+            self.reports.arrived(request)
             self._look(request)
         turn.hit, turn.offer, turn.partial = hit, 0, set()
         self._device.heard(turn_id, hit)
@@ -165,17 +224,17 @@ class SchedulerSide:
             self._discredit(turn)
             self._perform(self.state.handle(TurnGone(turn_id), _now()))
             return
-        before = len(self.outbox.bringing)
+        before = len(self.pending.bringing)
         if turn.hit + tokens == turn.offer:
             self._device.took(turn_id)
             self._perform(self.state.handle(DevicePlaced(turn_id), _now()))
-        if len(self.outbox.bringing) == before:  # vLLM waits for a word on this load
+        if len(self.pending.bringing) == before:  # vLLM waits for a word on this load
             self._counts["misplaced"] += 1
             self._perform(self.state.handle(TurnGone(turn_id), _now()))
-            self.outbox.fail(request.request_id)
+            self.pending.fail(request.request_id)
 
-    def build(self, output: Any) -> Orders:
-        """What the step saves and loads."""
+    def build(self, output: Any) -> WorkerCommands:
+        """The commands of a step: what it saves and loads."""
         self._poll()
         for loaded in self._turns.values():
             self._discredit(loaded)
@@ -185,14 +244,14 @@ class SchedulerSide:
             turn = self._turns.get(TurnId(request_id))
             if turn is not None:
                 self._computing(turn, count, output)
-        for session in self.outside.stepped(scheduled):
+        for session in self.reports.stepped(scheduled):
             self._soft.released(session)
         if scheduled:  # the next step takes about as much
             self._make_room(sum(scheduled.values()), asking=None)
-        return self.outbox.take(is_idle=not scheduled)
+        return self.pending.take(is_idle=not scheduled)
 
     def reported(self, report: WorkerStepReport | None) -> None:
-        """What the workers did."""
+        """Take in what the workers did."""
         now = _now()
         if report is not None and not report.is_empty:
             self.counting.stir()
@@ -200,13 +259,13 @@ class SchedulerSide:
                 self.holds.release(operation_id)
             for operation_id in self._tally.complete("kept", report.kept):
                 self._perform(self.state.handle(Kept(operation_id), now))
-                self.outside.kept(operation_id)
+                self.reports.kept(operation_id)
             for operation_id in self._tally.complete("not_kept", report.not_kept):
                 self.holds.release(operation_id)
-                self.outside.not_kept(operation_id)
+                self.reports.not_kept(operation_id)
                 self._perform(self.state.handle(NotKept(operation_id), now))
-            for brought in report.brought:
-                self._brought(brought, now)
+            for result in report.loads:
+                self._loaded(result, now)
             for lost in report.lost:
                 self._holding.lost(lost)
             self._tell_left()
@@ -216,7 +275,7 @@ class SchedulerSide:
     def finished(self, request: Any, tables: Tables) -> None:
         """A request is over, or was given up: keep what is computed beyond doubt."""
         self.counting.stir()
-        self.outside.gone(request.request_id)
+        self.reports.gone(request.request_id)
         if request.status.name != "FINISHED_ABORTED":
             self._measuring.stepped(_now())  # its last step may have ended the prompt
             self._turn_ended(request, tables)
@@ -253,7 +312,7 @@ class SchedulerSide:
         return {
             "turns": len(self._turns),
             "holds": len(self.holds),
-            "loads": len(self.outbox.bringing),
+            "loads": len(self.pending.bringing),
             "wished_blocks": len(self._soft),
             **self.counting.totals(),
         }
@@ -263,19 +322,21 @@ class SchedulerSide:
         return self.holds.unpin_all() > 0 or self.holds.is_releasing()
 
     def switch_off(self) -> None:
-        """No request is ours any more; what is being loaded fails, what is held is released when
-        it is copied."""
+        """Serve no request any more.
+
+        What is being loaded fails; what is held is released when it is copied.
+        """
         self._counts["switched_off"] += 1
         self.counting.stir()
         self._bypassed = "switched_off"
-        self.outbox.give_up_loads()
+        self.pending.give_up_loads()
         self._turns.clear()
         self.holds.unpin_all()
         self.state.saves.give_up()
 
     def reset(self, state: HostedNodeState) -> None:
-        """Nothing from before counts any more: `state` knows it under another name."""
-        self.outbox.give_up_loads()
+        """Go on with `state`, which knows nothing from before: its names are others."""
+        self.pending.give_up_loads()
         self._turns.clear()
         self.holds.unpin_all()
         self._soft.clear()
@@ -291,7 +352,7 @@ class SchedulerSide:
         self._lookup.close()
         self._holding.close()
         self._sessions.close()
-        self.outside.close()
+        self.reports.close()
 
     # -- events --------------------------------------------------------------------------------
 
@@ -325,7 +386,7 @@ class SchedulerSide:
             self._holding.left([tip for tip in left if is_name(tip.session_id)])
 
     def _make_room(self, tokens: int, *, asking: str | None) -> None:
-        """So many tokens are about to get blocks: idle sessions' go last."""
+        """Make vLLM take the blocks for so many tokens from idle sessions last."""
         if len(self._soft):
             self.counting.stir()
             blocks = self._shape.blocks_for(tokens, step_tokens=self._step_tokens)
@@ -367,8 +428,8 @@ class SchedulerSide:
         turn.is_told = True
         prompt, session = pack(turn.request.prompt_token_ids or ()), session_of(turn.request)
         known = self._known.tokens_of(SessionId(session), Plain(prompt)) if session else 0
-        brought = max(0, cached - turn.hit) if turn.offer else 0
-        self._counts[f"mode_{execution_mode(known, cached, brought)}"] += 1
+        restored = max(0, cached - turn.hit) if turn.offer else 0
+        self._counts[f"mode_{execution_mode(known, cached, restored)}"] += 1
         self._counts["lost_tokens"] += lost_tokens(known, cached)
 
     def _added(self, turn: TrackedRequest, end: int) -> bytes:
@@ -377,17 +438,17 @@ class SchedulerSide:
             return b""
         return pack(turn.request.all_token_ids[known:end])
 
-    def _brought(self, brought: LoadResult, now: float) -> None:
-        over = self._tally.over(brought)
+    def _loaded(self, result: LoadResult, now: float) -> None:
+        over = self._tally.over(result)
         if over is None:
             return
         operation_id = over.operation_id
-        self.outbox.bringing.discard(operation_id)
+        self.pending.bringing.discard(operation_id)
         if over.reason:
             reason = MissReason(over.reason)
             event: NotFetched | Filled = NotFetched(operation_id, reason, over.failed_id)
             if (turn := self._turns.get(TurnId(over.request_id))) is not None:
-                self.outside.missed(turn.request, turn.offer)
+                self.reports.missed(turn.request, turn.offer)
         else:
             event = Filled(operation_id, over.ids)
             self._measuring.loaded(over)
@@ -413,7 +474,7 @@ class SchedulerSide:
                     assert turn is not None
                     self._pin(turn, position)
                 case DropOperation(operation_id):
-                    self.outbox.drop(operation_id)
+                    self.pending.drop(operation_id)
                 case Start(turn_id):
                     self._started(turn_id)
                 case _:
@@ -441,7 +502,7 @@ class SchedulerSide:
         turn.partial = set().union(*map(self._places.in_part, places))
         until_s = bring.deadline_s - _now()
         request_id = turn.request.request_id
-        self.outbox.load(LoadInto(request_id, bring.operation_id, bring.wants, places, until_s))
+        self.pending.load(LoadInto(request_id, bring.operation_id, bring.wants, places, until_s))
 
     def _copy(self, turn: TrackedRequest, copy: StoreCopy) -> None:
         pinned = self.holds.pinned(TurnId(turn.request.request_id), copy.slots[0])
@@ -451,8 +512,8 @@ class SchedulerSide:
             self.state.handle(NotKept(copy.operation_id), _now())
             return
         self.holds.hold(copy.operation_id, (place,))
-        self.outside.ordered(copy.operation_id, turn.request, copy.meta)
-        self.outbox.save(Save(copy.operation_id, copy.meta, place))
+        self.reports.ordered(copy.operation_id, turn.request, copy.meta)
+        self.pending.save(SaveCommand(copy.operation_id, copy.meta, place))
 
     def _pin(self, turn: TrackedRequest, position: int) -> None:
         places = self._places.point(turn.tables, position)

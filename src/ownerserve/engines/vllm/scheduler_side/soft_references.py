@@ -146,7 +146,7 @@ class SoftReferences:
         return given_up
 
     def _give_up(self, missing: int, asking: str | None) -> int:
-        """Until `missing` free blocks are nobody's, or all are."""
+        """Give wishes up until `missing` free blocks are nobody's, or all are."""
         ledger, pool = self._ledger, self._pool
         assert ledger is not None and pool is not None
         given_up = 0
@@ -158,7 +158,7 @@ class SoftReferences:
         return given_up
 
     def clear(self) -> None:
-        """Nobody wishes for anything: the cache was reset."""
+        """Forget every wish: the cache was reset."""
         if self._ledger is not None:
             self._ledger.clear()
 

@@ -24,7 +24,7 @@ class Tenants:
 
     @classmethod
     def of(cls, store: Path) -> Tenants:
-        """Those of a store; without names where its secret can't be read or made."""
+        """The tenants of a store; they have no names where its secret can't be read or made."""
         path = store / SECRET_FILE
         try:
             store.mkdir(parents=True, exist_ok=True)

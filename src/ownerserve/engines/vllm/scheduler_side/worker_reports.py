@@ -1,7 +1,7 @@
-"""What is told beyond the engine: its load, at the desk; what stands in the store, as KV events.
+"""The reports of an engine core: its load, by RPC; what stands in its store, as KV events.
 
-Owns the requests that are here; the desk and the events own the rest. Called on the scheduler's
-thread; either half may be absent.
+Owns the requests that are here; the RPC handler and the KV events own the rest. Called on the
+scheduler's thread; either half may be absent.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ownerserve.kv.wire.status import SpeedStatement, TierStatement
 from ownerserve.store.format.model import Meta
 
 
-class Outside:
-    """`desk` None: nobody can ask; `residency` None: events are not enabled."""
+class WorkerReports:
+    """`handler` None: nobody can ask; `events` None: KV events are not enabled."""
 
     def __init__(
         self,
-        desk: NodeRpcHandler | None,
-        residency: ResidencyEvents | None,
+        handler: NodeRpcHandler | None,
+        events: ResidencyEvents | None,
         *,
         component: str,
         groups: Sequence[int],
     ) -> None:
         """`component`: whose records stand for a prefix; `groups`: tokens of a block, by group."""
-        self._desk = desk
-        self._residency = residency
+        self._handler = handler
+        self._events = events
         self._component = component
         self._blocks_per_token = sum(1 / size for size in groups)
         self._pool: Any = None
@@ -44,14 +44,14 @@ class Outside:
 
     def arrived(self, request: Any) -> None:
         """A request is here and waits, ours or not; also one that lost its blocks."""
-        if self._desk is not None:
+        if self._handler is not None:
             self._filling[request.request_id] = request
-            self._desk.arrived(request.request_id, request.num_tokens)
+            self._handler.arrived(request.request_id, request.num_tokens)
 
     def stepped(self, scheduled: Mapping[str, int]) -> Sequence[str]:
         """A step computes so many tokens of each; sessions that went elsewhere since the last."""
-        desk, pool = self._desk, self._pool
-        if desk is None or pool is None:
+        handler, pool = self._handler, self._pool
+        if handler is None or pool is None:
             return ()
         left = {}
         for request_id in scheduled.keys() & self._filling.keys():  # most decode: as few as can be
@@ -62,24 +62,24 @@ class Outside:
                 del self._filling[request_id]
         free = pool.get_num_free_blocks()
         evictable = compat.evictable_blocks(pool)
-        desk.stepped(
+        handler.stepped(
             left,
             free_tokens=self._tokens(free - evictable),
             evictable_tokens=self._tokens(evictable),
             total_tokens=self._tokens(pool.num_gpu_blocks - 1),
         )
-        return desk.released()
+        return handler.released()
 
     def measured(self, speed: SpeedStatement, tiers: Sequence[TierStatement]) -> None:
         """What prompts, steps and loads take now."""
-        if self._desk is not None:
-            self._desk.measured(speed, tiers)
+        if self._handler is not None:
+            self._handler.measured(speed, tiers)
 
     def gone(self, request_id: str) -> None:
-        """It ended, however."""
-        if self._desk is not None:
+        """A request ended, however."""
+        if self._handler is not None:
             self._filling.pop(request_id, None)
-            self._desk.gone(request_id)
+            self._handler.gone(request_id)
 
     def _tokens(self, blocks: int) -> int:
         """What `blocks` hold of a sequence that needs a block of every group for its tokens."""
@@ -89,37 +89,37 @@ class Outside:
 
     def ordered(self, operation_id: int, request: Any, meta: Meta) -> None:
         """A record is being written."""
-        if self._residency is not None and meta.component == self._component:
+        if self._events is not None and meta.component == self._component:
             span = self._span(request, meta.first_token, meta.end_token)
-            self._residency.ordered(operation_id, span)
+            self._events.ordered(operation_id, span)
 
     def kept(self, operation_id: int) -> None:
-        """It is READY."""
-        if self._residency is not None:
-            self._residency.kept(operation_id)
+        """A record is READY: its blocks are told as stored."""
+        if self._events is not None:
+            self._events.kept(operation_id)
 
     def not_kept(self, operation_id: int) -> None:
-        """It was given up."""
-        if self._residency is not None:
-            self._residency.not_kept(operation_id)
+        """A record was given up."""
+        if self._events is not None:
+            self._events.not_kept(operation_id)
 
     def missed(self, request: Any, end: int) -> None:
-        """Its first `end` tokens are not stored after all: what was told of them is void."""
-        if self._residency is not None and (span := self._span(request, 0, end)) is not None:
-            self._residency.lost(span)
+        """Tell that the first `end` tokens of the request are not stored after all."""
+        if self._events is not None and (span := self._span(request, 0, end)) is not None:
+            self._events.lost(span)
 
     def is_waiting(self) -> bool:
         """Whether an event is still to come of what is being written."""
-        return self._residency is not None and self._residency.is_waiting
+        return self._events is not None and self._events.is_waiting
 
     def events(self) -> list[Any]:
         """KV events since the last call."""
-        return self._residency.take() if self._residency is not None else []
+        return self._events.take() if self._events is not None else []
 
     def close(self) -> None:
-        """Nobody is answered any more."""
-        if self._desk is not None:
-            self._desk.close()
+        """Stop answering."""
+        if self._handler is not None:
+            self._handler.close()
 
     def _span(self, request: Any, start: int, end: int) -> BlockSpan | None:
         return span_of(request, start, end, hash_block_tokens=self._pool.hash_block_size)

@@ -1,7 +1,7 @@
-"""The worker's side: performs orders. Reads, verifies and writes; copies and stores.
+"""The worker's side: performs commands. Reads, verifies and writes; copies and stores.
 
 Owns the store (this rank's shard of it) and the threads that touch it. The engine's thread only
-hands over orders and collects what is done.
+hands over commands and collects what is done.
 
     readers   one batch of a load after another: read, verify, write into blocks
     saver     reserve, copy out of blocks, commit what has gathered with one sync
@@ -22,12 +22,12 @@ from typing import Any
 
 import msgspec
 
-from ownerserve.engines.vllm.layout.codec import Codec
+from ownerserve.engines.vllm.layout.codec import PageCodec
 from ownerserve.engines.vllm.worker_commands import (
     LoadInto,
     LoadResult,
-    Orders,
-    Save,
+    SaveCommand,
+    WorkerCommands,
     WorkerStepReport,
 )
 from ownerserve.engines.vllm.worker_side.streams import CopyStream
@@ -60,10 +60,10 @@ class Loading(msgspec.Struct, eq=False):
 
 
 class WorkerSide:
-    """One rank's."""
+    """The worker's side of one rank."""
 
     def __init__(
-        self, backing: Backing | None, codec: Codec, stream: CopyStream, *, readers: int
+        self, backing: Backing | None, codec: PageCodec, stream: CopyStream, *, readers: int
     ) -> None:
         """`backing` None: the medium is not to be had, and everything is a miss."""
         self._backing = backing
@@ -83,48 +83,48 @@ class WorkerSide:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="ownerserve-read")
-        self._saves: queue.SimpleQueue[tuple[Save, Any] | None] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[tuple[SaveCommand, Any] | None] = queue.SimpleQueue()
         self._saver = Thread(target=self._save_all, name="ownerserve-save", daemon=True)
         self._saver.start()
 
     # -- the engine's thread -------------------------------------------------------------------
 
-    def load(self, orders: Orders) -> None:
+    def load(self, commands: WorkerCommands) -> None:
         """Begin the step's loads; give up those that nobody waits for."""
-        if not (orders.loads or orders.drops or orders.failures):
+        if not (commands.loads or commands.drops or commands.failures):
             return
-        for load in orders.loads:
+        for load in commands.loads:
             self._begin(load)
         with self._changed:
-            for operation_id in orders.drops:
+            for operation_id in commands.drops:
                 loading = self._loading.get(operation_id)
                 if loading is not None and not loading.reason:
                     loading.reason = MissReason.CANCELLED
-            self._received.update(orders.failures)
-            self._failed.update(orders.failures)
+            self._received.update(commands.failures)
+            self._failed.update(commands.failures)
 
-    def save(self, orders: Orders) -> None:
+    def save(self, commands: WorkerCommands) -> None:
         """Hand over the step's saves: its forward is queued, so its blocks are as they will be."""
-        if not orders.saves:
+        if not commands.saves:
             return
         ready = self._stream.mark()
         with self._changed:
-            operation_ids = [save.operation_id for save in orders.saves]
+            operation_ids = [save.operation_id for save in commands.saves]
             self._uncopied.update(operation_ids)
             self._unsaved.update(operation_ids)
             if self._saver_is_over:
                 self._give_up_saves()
                 return
-        for save in orders.saves:
+        for save in commands.saves:
             self._saves.put((save, ready))
 
-    def results(self, orders: Orders | None) -> tuple[set[str], set[str]]:
+    def results(self, commands: WorkerCommands | None) -> tuple[set[str], set[str]]:
         """Requests whose load is over, and those of them whose load has failed."""
         if not (self._loading or self._unsaved or self._received):
             return set(), set()
         with self._changed:
             busy = self._loading or self._unsaved
-            if orders is not None and orders.is_idle and busy and not self._has_news():
+            if commands is not None and commands.is_idle and busy and not self._has_news():
                 self._changed.wait(IDLE_WAIT_S)
             received, self._received = self._received, set()
             failed, self._failed = self._failed, set()
@@ -137,7 +137,7 @@ class WorkerSide:
             return NO_REPORT
         with self._changed:
             report = WorkerStepReport(
-                brought=tuple(self._done),
+                loads=tuple(self._done),
                 copied=tuple(self._copied),
                 kept=tuple(self._kept),
                 not_kept=tuple(self._not_kept),
@@ -175,7 +175,7 @@ class WorkerSide:
             self._readers.submit(self._bring, loading, first, end, ready)
 
     def _bring(self, loading: Loading, first: int, end: int, ready: Any) -> None:
-        """One batch."""
+        """Read, verify and write one batch of a load; the root of a reader's work."""
         reason: str = ""
         failed_id = b""
         try:
@@ -213,21 +213,21 @@ class WorkerSide:
         del self._loading[load.operation_id]
         if loading.reason:
             self._failed.add(load.request_id)
-            brought = LoadResult(
+            result = LoadResult(
                 load.operation_id,
                 load.request_id,
                 reason=loading.reason,
                 failed_id=loading.failed_id,
             )
         else:
-            brought = LoadResult(
+            result = LoadResult(
                 load.operation_id,
                 load.request_id,
                 ids=tuple(want.id for want in load.wants),
                 bytes=sum(self._codec.size(place) for place in load.places),
                 ms=(time.monotonic() - loading.began_s) * 1e3,
             )
-        self._done.append(brought)
+        self._done.append(result)
 
     # -- saves ---------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class WorkerSide:
 
     def _save_until_closed(self) -> None:
         while (item := self._saves.get()) is not None:
-            filled: list[tuple[Save, Reservation]] = []
+            filled: list[tuple[SaveCommand, Reservation]] = []
             while True:
                 self._fill(*item, filled)
                 if len(filled) >= COMMIT_RECORDS or self._saves.empty():
@@ -262,7 +262,9 @@ class WorkerSide:
                 item = following
             self._commit(filled)
 
-    def _fill(self, save: Save, ready: Any, filled: list[tuple[Save, Reservation]]) -> None:
+    def _fill(
+        self, save: SaveCommand, ready: Any, filled: list[tuple[SaveCommand, Reservation]]
+    ) -> None:
         kept = False
         try:
             kept = self._reserve(save, ready, filled)
@@ -277,7 +279,9 @@ class WorkerSide:
                 (self._kept if kept else self._not_kept).append(save.operation_id)
             self._changed.notify_all()
 
-    def _reserve(self, save: Save, ready: Any, filled: list[tuple[Save, Reservation]]) -> bool:
+    def _reserve(
+        self, save: SaveCommand, ready: Any, filled: list[tuple[SaveCommand, Reservation]]
+    ) -> bool:
         """Copy the place into the store's own buffer; True: it stands there already."""
         if self._tiers is None:
             return False
@@ -293,7 +297,7 @@ class WorkerSide:
         filled.append((save, reserved))
         return False
 
-    def _commit(self, filled: list[tuple[Save, Reservation]]) -> None:
+    def _commit(self, filled: list[tuple[SaveCommand, Reservation]]) -> None:
         if not filled or self._tiers is None:
             return
         kept, not_kept, count = list[int](), list[int](), 0
