@@ -28,10 +28,16 @@ from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.kv.errors import PeerLost
 from ownerserve.kv.ids import Incarnation, SessionId, TurnId
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.kv.wire import answer_line, rpc, turn_line
-from ownerserve.kv.wire.answer_line import AnswerLine
+from ownerserve.kv.wire import rpc
+from ownerserve.kv.wire.headers import (
+    ANSWER_HEADER,
+    TURN_HEADER,
+    AnswerLine,
+    TurnLine,
+    encode_turn_line,
+    read_answer_line,
+)
 from ownerserve.kv.wire.status import ProfileStatement
-from ownerserve.kv.wire.turn_line import TurnLine
 from ownerserve.router.requests.identity import Scope
 from tests.support.kills.processes import SESSION_HEADER, Fleet, until
 from tests.support.kills.wires import WAIT_S
@@ -66,7 +72,7 @@ class World:
         within_s: float = WAIT_S,
     ) -> httpx.Response | None:
         """A turn as a gateway sends it, to one worker over its wire; None: no answer in time."""
-        headers = {turn_line.HEADER: turn_line.encode(line).decode()}
+        headers = {TURN_HEADER: encode_turn_line(line).decode()}
         told = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         url = f"{self.fleet.workers[worker].url}/v1/completions"
         try:
@@ -101,8 +107,8 @@ class World:
 
     def unit(self, worker: int) -> RoutingUnit:
         url = f"http://127.0.0.1:{self.fleet.workers[worker].port}/health"
-        head = httpx.get(url, timeout=WAIT_S).headers[answer_line.HEADER]
-        unit = answer_line.read(head.encode()).line.unit
+        head = httpx.get(url, timeout=WAIT_S).headers[ANSWER_HEADER]
+        unit = read_answer_line(head.encode()).line.unit
         assert unit is not None
         return unit
 

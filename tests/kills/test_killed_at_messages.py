@@ -21,8 +21,7 @@ import pytest
 from ownerserve.directory import messages as ask
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.wire import turn_line
-from ownerserve.kv.wire.turn_line import TurnLine
+from ownerserve.kv.wire.headers import TURN_HEADER, TurnLine, encode_turn_line
 from ownerserve.router.requests.identity import Scope
 from tests.support.kills.processes import SESSION_HEADER, Fleet, Member, Worker, until
 from tests.support.kills.wires import WAIT_S, At, Trap
@@ -150,7 +149,7 @@ def record(fleet: Fleet, name: SessionId) -> ask.Outcome:
 
 def says_it_owns(worker: Worker, name: SessionId) -> bool:
     """The worker's own word, on a turn that is sent to it alone."""
-    headers = {turn_line.HEADER: turn_line.encode(TurnLine(name=name)).decode()}
+    headers = {TURN_HEADER: encode_turn_line(TurnLine(name=name)).decode()}
     body = {"prompt": [1, 2, 3], "max_tokens": 1}
     url = f"http://127.0.0.1:{worker.port}/v1/completions"
     answer = httpx.post(url, json=body, headers=headers, timeout=WAIT_S)

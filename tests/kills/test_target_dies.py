@@ -12,8 +12,15 @@ import pytest
 from ownerserve.directory import messages as ask
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.wire import answer_line, rpc, turn_line
-from ownerserve.kv.wire.turn_line import TurnLine
+from ownerserve.kv.wire import rpc
+from ownerserve.kv.wire.headers import (
+    ANSWER_HEADER,
+    TURN_HEADER,
+    AnswerLine,
+    TurnLine,
+    encode_turn_line,
+    read_answer_line,
+)
 from ownerserve.node.rpc.server import RpcClient
 from ownerserve.router.requests.identity import Scope
 from tests.support.kills.processes import SESSION_HEADER, Fleet, Worker, until
@@ -55,13 +62,13 @@ def owner(fleet: Fleet, name: SessionId) -> tuple[str, int] | None:
     return (found.owner.worker, found.version) if found and found.owner_live else None
 
 
-def served(worker: Worker, name: SessionId) -> answer_line.AnswerLine:
+def served(worker: Worker, name: SessionId) -> AnswerLine:
     """A turn at one worker, as a gateway sends it; what its answer's line says."""
-    headers = {turn_line.HEADER: turn_line.encode(TurnLine(name=name)).decode()}
+    headers = {TURN_HEADER: encode_turn_line(TurnLine(name=name)).decode()}
     url = f"http://127.0.0.1:{worker.port}/v1/completions"
     body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     answer = httpx.post(url, json=body, headers=headers, timeout=WAIT_S)
-    return answer_line.read(answer.headers[answer_line.HEADER].encode()).line
+    return read_answer_line(answer.headers[ANSWER_HEADER].encode()).line
 
 
 def let_go(fleet: Fleet, name: SessionId) -> None:

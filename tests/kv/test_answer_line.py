@@ -10,13 +10,13 @@ import pytest
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import INCARNATION_MAX, Incarnation, WorkerId
 from ownerserve.kv.messages import ExecutionMode, RoutingUnit
-from ownerserve.kv.wire.answer_line import (
+from ownerserve.kv.wire.headers import (
     LINE_BYTES_MAX,
-    NOTHING,
+    NO_ANSWER_LINE,
     AnswerLine,
     AnswerRead,
-    encode,
-    read,
+    encode_answer_line,
+    read_answer_line,
 )
 from ownerserve.kv.wire.status import LoadStatement
 
@@ -34,14 +34,14 @@ WHOLE = AnswerLine(
 )
 
 
-@pytest.mark.parametrize("line", [NOTHING, AnswerLine(unit=UNIT), WHOLE])
+@pytest.mark.parametrize("line", [NO_ANSWER_LINE, AnswerLine(unit=UNIT), WHOLE])
 def test_what_is_written_is_read(line: AnswerLine) -> None:
-    assert read(encode(line)) == AnswerRead(line)
-    assert len(encode(line)) < LINE_BYTES_MAX
+    assert read_answer_line(encode_answer_line(line)) == AnswerRead(line)
+    assert len(encode_answer_line(line)) < LINE_BYTES_MAX
 
 
 def test_the_words_on_the_wire_are_these() -> None:
-    assert json.loads(encode(WHOLE)) == {
+    assert json.loads(encode_answer_line(WHOLE)) == {
         "unit": ["w0", 3, 1_700_000_000_000_000_001],
         "load": {
             "as_of_s": 1234.5,
@@ -63,7 +63,7 @@ def test_the_words_on_the_wire_are_these() -> None:
 
 
 def test_what_a_later_version_adds_is_passed_over() -> None:
-    assert read(b'{"tokens":3,"ticket":{"x":[1]}}') == AnswerRead(AnswerLine(tokens=3))
+    assert read_answer_line(b'{"tokens":3,"ticket":{"x":[1]}}') == AnswerRead(AnswerLine(tokens=3))
 
 
 BAD: dict[str, list[Any]] = {
@@ -86,10 +86,10 @@ BAD: dict[str, list[Any]] = {
     ("field", "said"), [(field, said) for field, every in BAD.items() for said in every]
 )
 def test_a_bad_field_is_refused_by_its_name_and_the_others_stand(field: str, said: Any) -> None:
-    document = json.loads(encode(WHOLE)) | {field: said}
-    found = read(json.dumps(document).encode())
+    document = json.loads(encode_answer_line(WHOLE)) | {field: said}
+    found = read_answer_line(json.dumps(document).encode())
     assert found.refused == (field,)
-    default = getattr(NOTHING, field)
+    default = getattr(NO_ANSWER_LINE, field)
     assert getattr(found.line, field) == default
     for name in WHOLE.__struct_fields__:
         if name != field:
@@ -110,4 +110,4 @@ def test_a_bad_field_is_refused_by_its_name_and_the_others_stand(field: str, sai
     ],
 )
 def test_what_is_no_line_is_refused_whole(value: bytes) -> None:
-    assert read(value) == AnswerRead(NOTHING, ("line",))
+    assert read_answer_line(value) == AnswerRead(NO_ANSWER_LINE, ("line",))

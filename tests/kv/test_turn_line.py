@@ -8,13 +8,13 @@ from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.kv.wire.turn_line import (
-    HEADER,
+from ownerserve.kv.wire.headers import (
+    TURN_HEADER,
     TurnLine,
-    decode,
-    encode,
+    decode_turn_line,
+    encode_turn_line,
     read_session_id,
-    received,
+    received_turn_line,
     session_id_of,
 )
 
@@ -33,60 +33,60 @@ UNIT = RoutingUnit(WorkerId("10.0.0.1:8100"), 3, Incarnation(1_700_000_000_000_0
     ],
 )
 def test_a_worker_reads_what_a_gateway_writes(line: TurnLine) -> None:
-    value = encode(line).decode("latin-1")
-    assert decode(value) == line
-    assert received({HEADER: value}) == line
+    value = encode_turn_line(line).decode("latin-1")
+    assert decode_turn_line(value) == line
+    assert received_turn_line({TURN_HEADER: value}) == line
 
 
 def test_without_a_gateway_there_is_no_line() -> None:
-    assert received({"x-session-id": "mine"}) is None
+    assert received_turn_line({"x-session-id": "mine"}) is None
 
 
 def test_the_words_on_the_wire_are_these() -> None:
     """A fleet may run two versions during an upgrade."""
     line = TurnLine(name=NAME, parent=PARENT, final=True, target=UNIT)
-    assert encode(line).decode() == (
+    assert encode_turn_line(line).decode() == (
         f'{{"name":"{NAME}","parent":"{PARENT}","final":true,'
         '"target":["10.0.0.1:8100",3,1700000000000000000]}'
     )
 
 
 def test_what_a_later_version_adds_is_passed_over() -> None:
-    assert decode(f'{{"name":"{NAME}","nonce":3,"verb":"serve"}}') == TurnLine(name=NAME)
+    assert decode_turn_line(f'{{"name":"{NAME}","nonce":3,"verb":"serve"}}') == TurnLine(name=NAME)
 
 
 @pytest.mark.parametrize(
     ("value", "field"),
     [
-        ('{"name":"abc"}', f"{HEADER}.name"),
-        (f'{{"name":"{NAME}\\n"}}', f"{HEADER}.name"),
-        (f'{{"name":"{NAME.upper()}"}}', f"{HEADER}.name"),
-        ('{"name":7}', f"{HEADER}.name"),
-        ('{"parent":"x"}', f"{HEADER}.parent"),
-        ('{"group":""}', f"{HEADER}.group"),
-        ('{"final":"yes"}', f"{HEADER}.final"),
-        ('{"epoch":7}', f"{HEADER}.epoch"),
-        ('{"epoch":[[1,2],"x"]}', f"{HEADER}.epoch[1]"),
-        (f'{{"epoch":[[{1 << 48},2],1]}}', f"{HEADER}.epoch"),
-        (f'{{"epoch":[[1,2],{1 << 70}]}}', f"{HEADER}.epoch"),
-        ('{"epoch":[[1,2],-1]}', f"{HEADER}.epoch"),
-        ('{"version":-1}', f"{HEADER}.version"),
-        ('{"version":"3"}', f"{HEADER}.version"),
-        ('{"target":"w/0/1"}', f"{HEADER}.target"),
-        ('{"target":["w",0]}', f"{HEADER}.target"),
-        ('{"target":["w",0,"1"]}', f"{HEADER}.target[2]"),
-        ("[]", HEADER),
-        ("", HEADER),
-        ("mine", HEADER),
-        ('{"name":"\xe9"}', HEADER),
-        ("\u20ac", HEADER),
-        ("[" * 4000, HEADER),
-        (" " * 5000, HEADER),
+        ('{"name":"abc"}', f"{TURN_HEADER}.name"),
+        (f'{{"name":"{NAME}\\n"}}', f"{TURN_HEADER}.name"),
+        (f'{{"name":"{NAME.upper()}"}}', f"{TURN_HEADER}.name"),
+        ('{"name":7}', f"{TURN_HEADER}.name"),
+        ('{"parent":"x"}', f"{TURN_HEADER}.parent"),
+        ('{"group":""}', f"{TURN_HEADER}.group"),
+        ('{"final":"yes"}', f"{TURN_HEADER}.final"),
+        ('{"epoch":7}', f"{TURN_HEADER}.epoch"),
+        ('{"epoch":[[1,2],"x"]}', f"{TURN_HEADER}.epoch[1]"),
+        (f'{{"epoch":[[{1 << 48},2],1]}}', f"{TURN_HEADER}.epoch"),
+        (f'{{"epoch":[[1,2],{1 << 70}]}}', f"{TURN_HEADER}.epoch"),
+        ('{"epoch":[[1,2],-1]}', f"{TURN_HEADER}.epoch"),
+        ('{"version":-1}', f"{TURN_HEADER}.version"),
+        ('{"version":"3"}', f"{TURN_HEADER}.version"),
+        ('{"target":"w/0/1"}', f"{TURN_HEADER}.target"),
+        ('{"target":["w",0]}', f"{TURN_HEADER}.target"),
+        ('{"target":["w",0,"1"]}', f"{TURN_HEADER}.target[2]"),
+        ("[]", TURN_HEADER),
+        ("", TURN_HEADER),
+        ("mine", TURN_HEADER),
+        ('{"name":"\xe9"}', TURN_HEADER),
+        ("\u20ac", TURN_HEADER),
+        ("[" * 4000, TURN_HEADER),
+        (" " * 5000, TURN_HEADER),
     ],
 )
 def test_a_broken_line_is_one_error_that_names_its_field(value: str, field: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        decode(value)
+        decode_turn_line(value)
     assert caught.value.field == field
 
 

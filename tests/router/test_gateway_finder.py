@@ -33,7 +33,7 @@ from ownerserve.gateway.service import Gateway
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.kv.wire import turn_line
+from ownerserve.kv.wire.headers import TURN_HEADER, decode_turn_line
 from tests.support.router.answer_lines import LIFE, said
 
 Play = Callable[..., None]
@@ -49,7 +49,7 @@ async def admin(world: World, path: str) -> httpx.Response:
 def name_of(head: bytes) -> SessionId:
     """The session's name, as a worker reads it."""
     lines = dict(line.split(": ", 1) for line in head.decode().split("\r\n")[1:] if line)
-    return SessionId(turn_line.decode(lines[turn_line.HEADER]).name or "")
+    return SessionId(decode_turn_line(lines[TURN_HEADER]).name or "")
 
 
 class Asked(EmbeddedDirectory):

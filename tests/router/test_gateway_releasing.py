@@ -16,7 +16,7 @@ from ownerserve.gateway.workers import releasing
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.kv.wire import turn_line
+from ownerserve.kv.wire.headers import TURN_HEADER, TurnLine, decode_turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Answer,
@@ -100,9 +100,9 @@ OWNED = {"owner": ["w0", 0, LIFE], "epoch": [[3, 77], 5]}
 """The session is worker 0's."""
 
 
-def line_of(head: bytes) -> turn_line.TurnLine:
+def line_of(head: bytes) -> TurnLine:
     lines = dict(line.split(": ", 1) for line in head.decode().split("\r\n")[1:] if line)
-    return turn_line.decode(lines[turn_line.HEADER])
+    return decode_turn_line(lines[TURN_HEADER])
 
 
 async def until(condition: Callable[[], object]) -> None:

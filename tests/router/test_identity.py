@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ownerserve.kv.wire.turn_line import NAME_DIGITS
+from ownerserve.kv.wire.headers import NAME_DIGITS
 from ownerserve.router.requests.body import NO_FIELDS, scan
 from ownerserve.router.requests.identity import Scope, Source, identify, response_alias, tenant_of
 

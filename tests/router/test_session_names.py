@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from ownerserve.kv.wire.turn_line import TurnLine, read_session_id, received
+from ownerserve.kv.wire.headers import TurnLine, read_session_id, received_turn_line
 from tests.support.router import answer_lines
 
 Play = Callable[..., None]
@@ -24,7 +24,7 @@ def heard(world: World) -> list[tuple[TurnLine, str | None, dict[str, Any]]]:
         lines = [line.split(": ", 1) for line in head.decode().split("\r\n")[1:] if line]
         headers = {name.lower(): value for name, value in lines}
         assert len(headers) == len(lines), "a header line came twice"
-        line = received(headers)
+        line = received_turn_line(headers)
         found.append((line or TurnLine(), headers.get("x-session-id"), json.loads(body)))
     return found
 

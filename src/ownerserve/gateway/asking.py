@@ -15,10 +15,11 @@ from http import HTTPStatus
 import msgspec
 
 from ownerserve.gateway.http.client import Request
-from ownerserve.gateway.http.heads import GROUP_HEADER, RequestHead
+from ownerserve.gateway.http.heads import RequestHead
 from ownerserve.gateway.http.replies import Rejected
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
+from ownerserve.kv.wire.headers import GROUP_HEADER
 from ownerserve.router.messages import Arrive
 from ownerserve.router.requests.body import NO_FIELDS, BodyFields, Span, may_say_session, scan
 from ownerserve.router.requests.content_chain import ContentChain, content_of
@@ -31,6 +32,8 @@ from ownerserve.router.requests.identity import (
     response_alias,
     says_final,
 )
+
+_GROUP = GROUP_HEADER.encode()
 
 
 class Asked(msgspec.Struct, frozen=True, gc=False):
@@ -124,7 +127,7 @@ class Asking:
         """A session's group; a client may name it (a repository, a document)."""
         if identity.session is None:
             return None
-        said = head.special.get(GROUP_HEADER)
+        said = head.special.get(_GROUP)
         if said:
             return scope.name("group", "said", said.decode("latin-1"))
         return self.chain.group(identity.session)

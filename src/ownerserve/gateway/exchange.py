@@ -33,9 +33,9 @@ from ownerserve.gateway.http.upstream import BodySink, UpstreamConnection
 from ownerserve.gateway.stamps import Stamp, order_lines, receipt_lines
 from ownerserve.gateway.turns import Turns, Why
 from ownerserve.gateway.workers.reservations import Manner, Place, is_direct_append, is_turn
+from ownerserve.kv.wire.headers import session_id_of
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject
-from ownerserve.kv.wire.turn_line import session_id_of
 from ownerserve.router.admission import Ticket
 from ownerserve.router.decision import Reason
 from ownerserve.router.messages import Aborted, Broken, Dispatch, Failure, Refuse

@@ -5,7 +5,7 @@ is counted by its field, and taken as not said: a bad one may cost a cache hit, 
 
 | header | is |
 |---|---|
-| x-ownerserve-answer | the line: unit, load, owner, tip, mode (kv/wire/answer_line.py) |
+| x-ownerserve-answer | the line: unit, load, owner, tip, mode (kv/wire/headers.py) |
 | x-ownerserve-refusal | admission said no, and why |
 | x-ownerserve-model | on /health: what it serves |
 
@@ -20,22 +20,43 @@ from collections.abc import Mapping
 import msgspec
 
 from ownerserve.gateway.asking import Asked
-from ownerserve.gateway.http.heads import PREFIX
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import PrefixHash, WorkerId
 from ownerserve.kv.messages import ExecutionMode, PlacementAction, RoutingUnit
-from ownerserve.kv.wire import answer_line, turn_line
-from ownerserve.kv.wire.answer_line import AnswerLine, AnswerRead
+from ownerserve.kv.wire.headers import (
+    ACTION_HEADER,
+    ANSWER_HEADER,
+    ENGINE_SESSION_HEADER,
+    EXPECTED_CACHED_HEADER,
+    MODEL_HEADER,
+    NO_TURN_LINE,
+    PREFIX,
+    PRICED_HEADER,
+    REASON_HEADER,
+    REFUSAL_HEADER,
+    TURN_CLASS_HEADER,
+    TURN_HEADER,
+    WORKER_HEADER,
+    AnswerLine,
+    AnswerRead,
+    TurnLine,
+    encode_turn_line,
+    header_line,
+    read_answer_line,
+    session_id_of,
+)
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.kv.wire.turn_line import TurnLine
 from ownerserve.router.decision import Option, Reason, TurnClass
 from ownerserve.router.messages import Answer, Dispatch
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.sessions import Session
 
-ANSWER = answer_line.HEADER.encode().removeprefix(PREFIX)
+ANSWER = ANSWER_HEADER.removeprefix(PREFIX).encode()
+REFUSAL = REFUSAL_HEADER.removeprefix(PREFIX).encode()
+MODEL = MODEL_HEADER.removeprefix(PREFIX).encode()
+"""As ResponseHead.stamp names them."""
 
 _BY_STATUS = {
     429: WorkerRefusal.QUEUE_FULL,
@@ -85,7 +106,7 @@ def refusal_of(status: int, headers: Mapping[bytes, bytes]) -> WorkerRefusal | N
     """
     if status < 400:
         return None
-    told = headers.get(b"refusal")
+    told = headers.get(REFUSAL)
     if told is None:
         return _BY_STATUS.get(status)
     try:
@@ -105,7 +126,7 @@ def read_stamp(worker: WorkerId, headers: Mapping[bytes, bytes], refused: Counte
     value = headers.get(ANSWER)
     if value is None:
         return NO_STAMP
-    line = _counted(answer_line.read(value), refused)
+    line = _counted(read_answer_line(value), refused)
     stamp = Stamp(mode=line.mode, lost_tokens=line.lost_tokens)
     if line.unit is None:
         return stamp
@@ -190,28 +211,29 @@ def _rounding(cached: int) -> int:
 PRICED_MAX = 4
 """Alternatives in the header; the admin port has all of them, with their terms."""
 
-_LINE, _ENGINE_LINE = turn_line.HEADER.encode(), turn_line.ENGINE_HEADER.encode()
-_REASON = {reason: b"x-ownerserve-reason: %b\r\n" % reason.value.encode() for reason in Reason}
-_ACTION = {
-    action: b"x-ownerserve-action: %b\r\n" % action.value.encode() for action in PlacementAction
-}
-_TURN = {turn: b"x-ownerserve-turn: %b\r\n" % turn.value.encode() for turn in TurnClass}
+_LINE, _ENGINE_LINE = TURN_HEADER.encode(), ENGINE_SESSION_HEADER.encode()
+_REASON = {reason: header_line(REASON_HEADER, reason) for reason in Reason}
+_ACTION = {action: header_line(ACTION_HEADER, action) for action in PlacementAction}
+_TURN = {turn: header_line(TURN_CLASS_HEADER, turn) for turn in TurnClass}
+_WORKER, _EXPECTED = WORKER_HEADER.encode(), EXPECTED_CACHED_HEADER.encode()
 
 
 def receipt_lines(dispatch: Dispatch) -> bytes:
     """Where the turn ran, why, by which action, how much was expected to be cached, and what else
     was priced: ACTION@WORKER=MS, cheapest first."""
     decision = dispatch.decision
-    lines = b"x-ownerserve-worker: %b\r\n%b%b%bx-ownerserve-expected-cached-tokens: %d\r\n" % (
+    lines = b"%b: %b\r\n%b%b%b%b: %d\r\n" % (
+        _WORKER,
         dispatch.worker.encode(),
         _REASON[dispatch.reason],
         _ACTION[decision.action],
         _TURN[dispatch.turn],
+        _EXPECTED,
         decision.cached_tokens,
     )
     if decision.alternatives:
         priced = ", ".join(map(_priced, decision.alternatives[:PRICED_MAX]))
-        lines += b"x-ownerserve-priced: %b\r\n" % priced.encode()
+        lines += header_line(PRICED_HEADER, priced)
     return lines
 
 
@@ -232,11 +254,11 @@ def turn_line_of(dispatch: Dispatch, asked: Asked, session: Session | None) -> T
 def order_lines(line: TurnLine) -> bytes:
     """The worker's orders for the turn. The name is also the engine's session id, in place of the
     client's."""
-    if line == turn_line.NOTHING:
+    if line == NO_TURN_LINE:
         return b""
-    lines = b"%b: %b\r\n" % (_LINE, turn_line.encode(line))
+    lines = b"%b: %b\r\n" % (_LINE, encode_turn_line(line))
     if line.name is not None:
-        lines += b"%b: %b\r\n" % (_ENGINE_LINE, turn_line.session_id_of(line).encode())
+        lines += b"%b: %b\r\n" % (_ENGINE_LINE, session_id_of(line).encode())
     return lines
 
 

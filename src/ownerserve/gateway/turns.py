@@ -33,9 +33,9 @@ from ownerserve.gateway.workers.reservations import Place, Places, seed_of
 from ownerserve.gateway.workers.rpc import Lines, Lives
 from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.kv.messages import Tier
+from ownerserve.kv.wire.headers import TurnLine
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject
-from ownerserve.kv.wire.turn_line import TurnLine
 from ownerserve.router.admission import AdmissionQueue, Go, SessionAdmission, Ticket, forked_from
 from ownerserve.router.decision import Reason
 from ownerserve.router.messages import (

@@ -21,7 +21,7 @@ from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile
 from ownerserve.engines.hf.build import WorkerOptions
-from ownerserve.kv.wire import answer_line, turn_line
+from ownerserve.kv.wire.headers import ANSWER_HEADER, TURN_HEADER, read_answer_line
 from ownerserve.node.ownership.ownership import boot_time_s
 from ownerserve.node.vocabulary.settings import NodeSettings
 from tests.support.hf.engine_rig import TOLERANCE, reference, text
@@ -45,7 +45,7 @@ class Talk:
         self.said = prompt
         self._headers = {"x-session-id": session}
         if name:
-            self._headers = {turn_line.HEADER: json.dumps({"name": name})}
+            self._headers = {TURN_HEADER: json.dumps({"name": name})}
 
     def turn(self, http: httpx.Client, more: list[int], *, new: int = 20) -> httpx.Response:
         self.said = [*self.said, *more]
@@ -215,7 +215,7 @@ def test_after_kill_9_the_version_goes_on_where_the_directory_says(
         until(lambda: begun[1].advanced(1))
         for version, seed in ((3, 3), (4, 4)):
             answer = talk.turn(begun[1].http, text(30, seed=seed))
-            line = answer_line.read(answer.headers[answer_line.HEADER].encode()).line
+            line = read_answer_line(answer.headers[ANSWER_HEADER].encode()).line
             assert line.version == version
         assert taken_in(begun[1].http) == {"append": 2, "begin": 1}
         assert begun[1].metric("ownerserve_versions_installed_total") == 1

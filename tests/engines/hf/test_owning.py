@@ -9,9 +9,9 @@ import pytest
 from ownerserve.directory import messages as ask
 from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.ids import SessionId
+from ownerserve.kv.wire.headers import TURN_HEADER, TurnLine, encode_turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession
-from ownerserve.kv.wire.turn_line import HEADER, TurnLine, encode
 from tests.support.hf.fleet_rig import ServedWorker, until
 from tests.support.hf.owning_fleet import NAME, PROMPT, Fleet, asked, name_of, serve_at
 
@@ -136,10 +136,12 @@ def test_a_session_whose_turn_is_there_is_not_released(fleet: Fleet) -> None:
     until(lambda: fleet.version(NAME) == 1)
     record = fleet.record(NAME)
     assert isinstance(record, ask.SessionIs)
-    told = encode(TurnLine(name=NAME, target=here.unit)).decode()
+    told = encode_turn_line(TurnLine(name=NAME, target=here.unit)).decode()
     body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
     release = ReleaseSession(NAME, record.epoch, there.unit)
-    with here.http.stream("POST", "/v1/completions", json=body, headers={HEADER: told}) as turn:
+    with here.http.stream(
+        "POST", "/v1/completions", json=body, headers={TURN_HEADER: told}
+    ) as turn:
         assert turn.status_code == 200, turn.read()
         chunks = turn.iter_bytes()
         next(chunks)

@@ -13,8 +13,8 @@ from ownerserve.directory.terms import TermFile
 from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.headers import TURN_HEADER, TurnLine, encode_turn_line
 from ownerserve.kv.wire.rpc import Answer, Request
-from ownerserve.kv.wire.turn_line import HEADER, TurnLine, encode
 from ownerserve.node.ownership.ownership import boot_time_s
 from ownerserve.node.rpc.server import RpcClient
 from tests.support.hf.fleet_rig import ServedGateway, ServedWorker
@@ -95,10 +95,10 @@ def serve_at(
     **line: Any,
 ) -> dict[str, Any]:
     """A turn that a gateway sends to this worker, whoever owns its session."""
-    told = encode(TurnLine(name=name, target=worker.unit, **line)).decode()
+    told = encode_turn_line(TurnLine(name=name, target=worker.unit, **line)).decode()
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "logprobs": 1}
     body |= {"return_token_ids": True}
-    answer = worker.http.post("/v1/completions", json=body, headers={HEADER: told})
+    answer = worker.http.post("/v1/completions", json=body, headers={TURN_HEADER: told})
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
     return {"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}

@@ -18,9 +18,9 @@ import msgspec
 
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.headers import TURN_HEADER, TurnLine, encode_turn_line
 from ownerserve.kv.wire.rpc import Answer, Request
 from ownerserve.kv.wire.status import WorkerStatus
-from ownerserve.kv.wire.turn_line import HEADER, TurnLine, encode
 from ownerserve.node.rpc.server import RpcClient
 from tests.support.hf.fleet_rig import WAIT_S, until
 
@@ -61,10 +61,10 @@ class WorkerProcess:
 
     def serve(self, prompt: list[int], name: SessionId | None, **line: Any) -> dict[str, Any]:
         """A turn that a gateway sends here, whoever owns its session."""
-        told = encode(TurnLine(name=name, target=self.unit, **line)).decode()
+        told = encode_turn_line(TurnLine(name=name, target=self.unit, **line)).decode()
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "logprobs": 1}
         body |= {"return_token_ids": True}
-        answer = self.http.post("/v1/completions", json=body, headers={HEADER: told})
+        answer = self.http.post("/v1/completions", json=body, headers={TURN_HEADER: told})
         assert answer.status_code == 200, answer.text
         (choice,) = answer.json()["choices"]
         return {"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}

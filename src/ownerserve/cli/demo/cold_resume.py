@@ -15,6 +15,13 @@ import httpx
 import msgspec
 
 from ownerserve.cli.demo.processes import Child
+from ownerserve.kv.wire.headers import (
+    CACHED_TOKENS_HEADER,
+    MODE_HEADER,
+    PLAN_HEADER,
+    PROMPT_TOKENS_HEADER,
+    RESTORE_HEADER,
+)
 
 READY_S = 120.0
 ANSWER_TOKENS = 16
@@ -99,12 +106,12 @@ def _ask(http: httpx.Client, prompt: list[int], *, session: str | None) -> Serve
     took_ms = (time.perf_counter() - started_s) * 1e3
     choice, headers = answer.json()["choices"][0], answer.headers
     return ServedTurn(
-        mode=headers["x-ownerserve-mode"],
-        cached_tokens=int(headers["x-ownerserve-cached-tokens"]),
-        prompt_tokens=int(headers["x-ownerserve-prompt-tokens"]),
+        mode=headers[MODE_HEADER],
+        cached_tokens=int(headers[CACHED_TOKENS_HEADER]),
+        prompt_tokens=int(headers[PROMPT_TOKENS_HEADER]),
         answer_ms=took_ms,
-        restore=headers.get("x-ownerserve-restore", "prefill"),
-        plan=headers.get("x-ownerserve-plan", ""),
+        restore=headers.get(RESTORE_HEADER, "prefill"),
+        plan=headers.get(PLAN_HEADER, ""),
         tokens=choice["token_ids"],
         logprobs=choice["logprobs"]["token_logprobs"],
     )

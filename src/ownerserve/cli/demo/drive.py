@@ -13,6 +13,7 @@ import httpx
 import msgspec
 
 from ownerserve.cli.demo.workload import Conversation, DemoTurn, Transcript
+from ownerserve.kv.wire.headers import MODE_HEADER, WORKER_HEADER
 
 REQUEST_TIMEOUT_S = 120.0
 
@@ -169,8 +170,8 @@ class _Driver:
             async with self._client.stream(
                 "POST", "/v1/chat/completions", json=body, headers={"x-session-id": turn.agent}
             ) as response:
-                answer.mode = response.headers.get("x-ownerserve-mode", "")
-                answer.worker = response.headers.get("x-ownerserve-worker", "")
+                answer.mode = response.headers.get(MODE_HEADER, "")
+                answer.worker = response.headers.get(WORKER_HEADER, "")
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
                     answer.error = f"HTTP {response.status_code}: {text[:200]}"

@@ -39,7 +39,13 @@ from starlette.responses import Response
 from ownerserve.engines.vllm.scheduler_side.node_rpc import ADDRESS_FILE
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.wire import answer_line, turn_line
+from ownerserve.kv.wire.headers import (
+    ANSWER_HEADER,
+    TURN_HEADER,
+    TurnLine,
+    decode_turn_line,
+    encode_answer_line,
+)
 from ownerserve.kv.wire.rpc import (
     AskLine,
     LineIs,
@@ -62,7 +68,6 @@ from ownerserve.kv.wire.status import (
     load_statement,
     unit_statement,
 )
-from ownerserve.kv.wire.turn_line import TurnLine
 from ownerserve.node.rpc.server import RpcClient
 
 NO_CONNECTOR = "this vLLM runs without OwnerServe's connector: set --kv-transfer-config"
@@ -73,7 +78,7 @@ ASK_S = 0.25
 PAUSE_S = 1.0
 """How long a silent engine core is not asked again."""
 
-_TURN, _ANSWER = turn_line.HEADER.encode(), answer_line.HEADER.encode()
+_TURN, _ANSWER = TURN_HEADER.encode(), ANSWER_HEADER.encode()
 
 Send = Callable[[Any], Awaitable[None]]
 
@@ -136,7 +141,7 @@ class AnswerLines:
             if message["type"] == "http.response.start":
                 said = await core.ask(AskLine(line.name))
                 if isinstance(said, LineIs):
-                    told = (_ANSWER, answer_line.encode(said.line))
+                    told = (_ANSWER, encode_answer_line(said.line))
                     message = {**message, "headers": [*message.get("headers", ()), told]}
             await send(message)
 
@@ -149,7 +154,7 @@ def _turn_of(scope: Any) -> TurnLine | None:
         return None
     value = next((value for name, value in scope["headers"] if name == _TURN), None)
     try:
-        return None if value is None else turn_line.decode(value.decode("latin-1"))
+        return None if value is None else decode_turn_line(value.decode("latin-1"))
     except InvalidInput:
         return None
 

@@ -15,10 +15,23 @@ from http import HTTPStatus
 import msgspec
 
 from ownerserve.gateway.http.replies import Rejected
-from ownerserve.kv.wire import answer_line, turn_line
+from ownerserve.kv.wire.headers import (
+    ACTION_HEADER,
+    ANSWER_HEADER,
+    ENGINE_SESSION_HEADER,
+    EXPECTED_CACHED_HEADER,
+    GROUP_HEADER,
+    PREFIX,
+    PRICED_HEADER,
+    REASON_HEADER,
+    RESERVATION_HEADER,
+    TURN_CLASS_HEADER,
+    TURN_HEADER,
+    WORKER_HEADER,
+)
 from ownerserve.router.requests.identity import IDENTITY_HEADERS, tenant_of
 
-PREFIX = b"x-ownerserve-"
+_PREFIX = PREFIX.encode()
 Header = tuple[bytes, bytes]
 
 HOP_BY_HOP = frozenset(
@@ -34,22 +47,22 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-GROUP_HEADER = b"x-ownerserve-group"
-"""A client's word for what several of its sessions share: a repository's or document's id."""
 _OURS = frozenset(
-    {
-        b"x-ownerserve-action",
-        b"x-ownerserve-expected-cached-tokens",
+    name.encode()
+    for name in {
+        ACTION_HEADER,
+        EXPECTED_CACHED_HEADER,
         GROUP_HEADER,
-        b"x-ownerserve-priced",
-        b"x-ownerserve-reason",
-        b"x-ownerserve-reservation",
-        turn_line.HEADER.encode(),
-        b"x-ownerserve-turn",
-        b"x-ownerserve-worker",
-        b"x-request-id",
+        PRICED_HEADER,
+        REASON_HEADER,
+        RESERVATION_HEADER,
+        TURN_HEADER,
+        TURN_CLASS_HEADER,
+        WORKER_HEADER,
+        "x-request-id",
     }
 )
+"""Headers that only a gateway sets: a client's own goes no further."""
 _REQUEST_SPECIAL = (
     HOP_BY_HOP
     | _OURS
@@ -65,9 +78,9 @@ _REQUEST_SPECIAL = (
     }
 )
 _DROPPED = HOP_BY_HOP | _OURS | {b"content-length", b"expect"}
-_DROPPED_OF_CLIENTS = _DROPPED | {turn_line.ENGINE_HEADER.encode()}
+_DROPPED_OF_CLIENTS = _DROPPED | {ENGINE_SESSION_HEADER.encode()}
 """A client's word for its session names it at the gateway; the worker gets the gateway's."""
-_ANSWER_LINE = answer_line.HEADER.encode()
+_ANSWER_LINE = ANSWER_HEADER.encode()
 """For gateways alone: it names units and epochs."""
 _REQUEST_ID_MAX = 128
 _UNSAFE_PATH = re.compile(rb"\.\.|//|\\|%(?:2e|2f|5c)", re.IGNORECASE)
@@ -239,8 +252,8 @@ def read_response_head(status: int, phrase: bytes, headers: list[Header]) -> Res
             elif key == b"transfer-encoding":
                 chunked = True
             continue
-        if key.startswith(PREFIX):
-            stamp[key[len(PREFIX) :]] = value
+        if key.startswith(_PREFIX):
+            stamp[key[len(_PREFIX) :]] = value
             if key == _ANSWER_LINE:
                 continue
         lines += (name, b": ", value, b"\r\n")

@@ -27,7 +27,7 @@ from ownerserve.gateway.http.access import Access, Address
 from ownerserve.gateway.http.fetching import fetch
 from ownerserve.gateway.http.heads import read_response_head
 from ownerserve.gateway.http.model_list import Models, Unlearnt, read_models, stated_models
-from ownerserve.gateway.stamps import read_stamp
+from ownerserve.gateway.stamps import MODEL, read_stamp
 from ownerserve.kv.ids import Incarnation
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.wire.status import (
@@ -236,7 +236,7 @@ class HealthMonitor:
         stamp = read_stamp(self.address.worker, headers, self.problem_counts)
         total = 0 if stamp.status is None else stamp.status.kv_bytes_total
         profile = Profile(speed=self._config.speed, kv_bytes_total=total)
-        told = headers.get(b"model")
+        told = headers.get(MODEL)
         models = stated_models(() if told is None else (told.decode("latin-1"),), 0)
         if stamp.unit is None:
             return _Up(self._rank or 0, None, profile, None, models)

@@ -23,7 +23,7 @@ from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.kv.wire.answer_line import AnswerLine
+from ownerserve.kv.wire.headers import AnswerLine
 from ownerserve.kv.wire.inventory import Page
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import ProfileStatement, WorkerLoad

@@ -47,7 +47,7 @@ import msgspec
 
 from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.wire.turn_line import NAME_DIGITS
+from ownerserve.kv.wire.headers import FINAL_HEADER, NAME_DIGITS
 from ownerserve.router.requests.body import BodyFields
 
 NAMES_KEPT = 16_384
@@ -98,7 +98,7 @@ _PARENT_HEADERS = {
 }
 _CLAUDE_SESSION, _CLAUDE_AGENT = b"x-claude-code-session-id", b"x-claude-code-agent-id"
 _CLAUDE_PARENT = b"x-claude-code-parent-agent-id"
-_FINAL = (b"x-ownerserve-session-final", b"x-dynamo-session-final")
+_FINAL = (FINAL_HEADER.encode(), b"x-dynamo-session-final")
 
 IDENTITY_HEADERS = frozenset(
     {*_SESSION_HEADERS, *_PARENT_HEADERS.values(), _CLAUDE_AGENT, _CLAUDE_PARENT, *_FINAL}

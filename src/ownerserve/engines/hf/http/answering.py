@@ -27,8 +27,21 @@ from ownerserve.engines.hf.scheduling.requests import (
     TokenLogprob,
 )
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.kv.wire import answer_line, turn_line
-from ownerserve.kv.wire.answer_line import AnswerLine
+from ownerserve.kv.wire.headers import (
+    ANSWER_HEADER,
+    CACHED_TOKENS_HEADER,
+    EPOCH_HEADER,
+    LOST_TOKENS_HEADER,
+    MODE_HEADER,
+    PLAN_HEADER,
+    PROMPT_TOKENS_HEADER,
+    REFUSAL_HEADER,
+    RESTORE_HEADER,
+    TURN_HEADER,
+    VERSION_HEADER,
+    AnswerLine,
+    encode_answer_line,
+)
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import WorkerLoad, load_statement
 from ownerserve.node.ownership.ownership import OwnerIs
@@ -264,7 +277,7 @@ def json_response(
 def error_response(error: ApiError) -> Response:
     headers = {"retry-after": "1"} if error.status in (429, 503) else {}
     if error.code is not None and error.status in REFUSING:
-        headers["x-ownerserve-refusal"] = error.code
+        headers[REFUSAL_HEADER] = error.code
     return json_response(error.body(), error.status, headers)
 
 
@@ -280,21 +293,21 @@ def turn_headers(
     """What came of the prompt, for people; and the line for gateways. `owner`: of its session."""
     return {
         "x-request-id": request.request_id,
-        "x-ownerserve-mode": admitted.mode.value,
-        "x-ownerserve-cached-tokens": str(admitted.cached_tokens),
-        **({"x-ownerserve-restore": admitted.restore} if admitted.restore else {}),
-        **({"x-ownerserve-plan": admitted.plan} if admitted.plan else {}),
-        **({"x-ownerserve-lost-tokens": str(admitted.lost_tokens)} if admitted.lost_tokens else {}),
-        "x-ownerserve-prompt-tokens": str(len(request.prompt)),
+        MODE_HEADER: admitted.mode.value,
+        CACHED_TOKENS_HEADER: str(admitted.cached_tokens),
+        **({RESTORE_HEADER: admitted.restore} if admitted.restore else {}),
+        **({PLAN_HEADER: admitted.plan} if admitted.plan else {}),
+        **({LOST_TOKENS_HEADER: str(admitted.lost_tokens)} if admitted.lost_tokens else {}),
+        PROMPT_TOKENS_HEADER: str(len(request.prompt)),
         **(_owner_headers(owner) if owner is not None and owner.version is not None else {}),
-        answer_line.HEADER: answer_line.encode(_line_of(request, admitted, load, owner)).decode(),
+        ANSWER_HEADER: encode_answer_line(_line_of(request, admitted, load, owner)).decode(),
     }
 
 
 def load_headers(load: WorkerLoad) -> dict[str, str]:
     """Who speaks, in which life, and its load: for gateways that ask /health."""
     line = AnswerLine(unit=load.unit, load=load_statement(load))
-    return {answer_line.HEADER: answer_line.encode(line).decode()}
+    return {ANSWER_HEADER: encode_answer_line(line).decode()}
 
 
 def _line_of(
@@ -320,7 +333,7 @@ def _owner_headers(owner: OwnerIs) -> dict[str, str]:
     """Under which epoch and at which version this worker owns the session, for people."""
     epoch = owner.epoch
     told = f"{epoch.term.ordinal}.{epoch.term.nonce}.{epoch.counter}"
-    return {"x-ownerserve-epoch": told, "x-ownerserve-version": str(owner.version)}
+    return {EPOCH_HEADER: told, VERSION_HEADER: str(owner.version)}
 
 
 def check_target(target: RoutingUnit | None, incarnation: int) -> None:
@@ -335,7 +348,7 @@ def check_target(target: RoutingUnit | None, incarnation: int) -> None:
     if target is None or (target.dp_rank, target.incarnation) == (0, incarnation):
         return
     message = (
-        f"{turn_line.HEADER}.target: {target.worker}, rank {target.dp_rank} in life "
+        f"{TURN_HEADER}.target: {target.worker}, rank {target.dp_rank} in life "
         f"{target.incarnation} is not this worker, rank 0 in life {incarnation}"
     )
     raise ApiError(409, message, code="wrong_target", param=None)

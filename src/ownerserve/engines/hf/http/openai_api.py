@@ -18,15 +18,13 @@ from ownerserve.engines.hf.scheduling.requests import EngineRequest, Sampling, S
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.wire.turn_line import TurnLine
+from ownerserve.kv.wire.headers import ENGINE_SESSION_HEADER, RESERVATION_HEADER, TurnLine
 
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
 MAX_SESSION_ID = 256
-SESSION_HEADER = "x-session-id"
-RESERVATION_HEADER = "x-ownerserve-reservation"
 """The number of a `Reserved` answer of the node's RPC port: ties a request to its place. A gateway
-says it in its own line (kv.wire.turn_line)."""
+says it in its own line (kv.wire.headers)."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions."""
 DEFAULT_CHAT_TOKENS = 1024
@@ -235,7 +233,7 @@ def told_of(headers: Mapping[str, str], body: Body, line: TurnLine | None) -> Tu
             epoch=line.epoch,
             version=line.version or 0,
         )
-    session_id = headers.get(SESSION_HEADER)
+    session_id = headers.get(ENGINE_SESSION_HEADER)
     if session_id and len(session_id) > MAX_SESSION_ID:
         raise InvalidInput(
             "x-session-id", "is too long", f"use at most {MAX_SESSION_ID} characters"

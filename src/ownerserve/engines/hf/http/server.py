@@ -63,7 +63,7 @@ from ownerserve.engines.hf.scheduling.requests import (
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import unpack
-from ownerserve.kv.wire import turn_line
+from ownerserve.kv.wire.headers import MODEL_HEADER, received_turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.ownership.ownership import OwnerIs
 
@@ -114,7 +114,7 @@ class Endpoints:
         """200 only if the engine thread itself answers."""
         status = await self._status()
         load = self._worker.engine.latest
-        headers = {**load_headers(load), "x-ownerserve-model": self._worker.facts.model}
+        headers = {**load_headers(load), MODEL_HEADER: self._worker.facts.model}
         return json_response({"status": "ok", "as_of_s": status.load.as_of_s}, headers=headers)
 
     async def status(self, http: HttpRequest) -> Response:
@@ -167,7 +167,7 @@ class Endpoints:
     async def _request(
         self, http: HttpRequest, body: ChatBody | CompletionBody, prompt: list[int]
     ) -> EngineRequest:
-        line = turn_line.received(http.headers)
+        line = received_turn_line(http.headers)
         if line is not None:
             check_target(line.target, self._worker.engine.latest.unit.incarnation)
         request = make_request(

@@ -22,7 +22,7 @@ from ownerserve.engines.vllm.scheduler_side.holding import Holding
 from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit, Tier
-from ownerserve.kv.wire.answer_line import AnswerLine
+from ownerserve.kv.wire.headers import AnswerLine
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Admit,

@@ -21,9 +21,9 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed
 from ownerserve.kv.wire.curve import FleetKey, read_fleet_key
+from ownerserve.kv.wire.headers import is_name
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import AskLine, Reject, Released, ReleaseSession
-from ownerserve.kv.wire.turn_line import is_name
 from ownerserve.node.ownership.ownership import (
     OwnerIs,
     Ownership,

@@ -51,7 +51,7 @@ from ownerserve.engines.vllm.worker_commands import (
 from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
-from ownerserve.kv.wire.turn_line import is_name
+from ownerserve.kv.wire.headers import is_name
 from ownerserve.node.hosted_state import HostedNodeState
 from ownerserve.node.ownership.inventory import FOUND_LESS
 from ownerserve.node.vocabulary.chains import KnownSessions, Plain

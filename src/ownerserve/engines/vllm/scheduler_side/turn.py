@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ownerserve.engines.vllm.worker_commands import Tables
-from ownerserve.kv.wire.turn_line import NOTHING, TurnLine, read_session_id
+from ownerserve.kv.wire.headers import NO_TURN_LINE, TurnLine, read_session_id
 
 MAX_IN_FLIGHT = 64
 """Tokens that steps under way may be ahead of what the sequence holds: far fewer than a block."""
@@ -43,4 +43,4 @@ def is_final(request: Any) -> bool:
 
 def _told(request: Any) -> TurnLine:
     session_id = getattr(request, "session_id", None)
-    return read_session_id(session_id) if session_id else NOTHING
+    return read_session_id(session_id) if session_id else NO_TURN_LINE
