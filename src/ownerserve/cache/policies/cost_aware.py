@@ -33,7 +33,7 @@ class CostAware(Policy):
     restorable point by itself costs nothing to lose and so goes first.
 
     One order by H for both re-prefilled 3 to 18 % more than plain LRU where only tails compete
-    (docs/evidence/w2-cache.md): a tail that was dear once outlived sessions that came back.
+    (docs/evidence/cache.md): a tail that was dear once outlived sessions that came back.
     """
 
     name: ClassVar[str] = "cost-aware"
