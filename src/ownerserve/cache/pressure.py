@@ -225,13 +225,13 @@ class Pressure:
             self._pools.drop_point(stop, Lost.SUPERSEDED)
         return len(superseded)
 
-    def evict_blocks(self, count: int, *, wanted: int | None = None) -> tuple[int, ...]:
+    def evict_blocks(self, count: int, *, wanted: int | None = None) -> list[int]:
         """Evict so many blocks now, whatever the watermarks say; they must be evictable. `wanted`:
         how many of them somebody asked for, where that is fewer. Returns the slots."""
         freed = self._pools.evict_blocks(count)
         if wanted is not None:
             self._counters.wanted_tokens -= (count - wanted) * self._block_tokens
-        return tuple(freed.blocks)
+        return freed.blocks
 
     def evict_points(self, index: int, count: int) -> int:
         """Evict up to `count` slots of point component `index` now; returns how many went."""

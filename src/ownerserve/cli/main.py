@@ -25,9 +25,15 @@ COMMANDS = {
     "plan": ("plan", "Price a restore or a placement, and explain it."),
     "worker": ("worker", "The reference engine as an OpenAI-compatible server."),
     "gateway": ("gateway", "The router in front of workers."),
-    "simulate": ("simulate", "Policies on a trace, without a GPU: what would each have done?"),
-    "evaluate": ("evaluate", "Every claim of the seeds, tested on traces, in one report."),
-    "directory": ("directory", "Who owns a session, who holds a prefix."),
+    "simulate": (
+        "simulation.simulate",
+        "Policies on a trace, without a GPU: what would each have done?",
+    ),
+    "evaluate": (
+        "simulation.evaluate",
+        "Every claim of the seeds, tested on traces, in one report.",
+    ),
+    "directory": ("directory.command", "Who owns a session, who holds a prefix."),
     "doctor": ("doctor", "What is installed, reachable, misconfigured, and the mend."),
 }
 
