@@ -276,7 +276,7 @@ class Round:
         return len(ledger.epochs) - known
 
     def _place(self, directory: ValkeyDirectory) -> int:
-        address = directory._source.addresses[0]
+        address = directory.source.addresses[0]
         return [(one.host, one.port) for one in self._pair.servers].index(address)
 
     @contextlib.contextmanager

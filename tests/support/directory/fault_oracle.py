@@ -46,9 +46,9 @@ class Oracle:
     ) -> PrefixRecord | SessionRecord | None:
         match request:
             case ask.Drop():
-                return prefix_of(state._records, request.prefix_hash)
+                return prefix_of(state.records, request.prefix_hash)
             case ask.Advance():
-                return session_of(state._records, request.session_id)
+                return session_of(state.records, request.session_id)
         return None
 
     def after(

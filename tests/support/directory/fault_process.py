@@ -94,9 +94,9 @@ class Process:
 
     def pause(self, for_s: float) -> None:
         self.paused = True
-        self.world.net.after(for_s, self._resume)
+        self.world.net.after(for_s, self.resume)
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         self.paused = False
         self.world.touched.append(self)  # what it serves counts again
         inbox, self._inbox = self._inbox, []

@@ -80,7 +80,7 @@ class Publisher:
                 here.add((self.publishing.name(said, SessionId(word.session)), tier))
             else:  # its name is that of the session's last prompt, as it was then
                 nameless.add((word.tokens, tier))
-        records = process.world.state._records
+        records = process.world.state.records
         known = {
             (PrefixHash(key[2:]), place.tier): (record.tokens, place.tier)
             for key, record in records.items()

@@ -352,7 +352,7 @@ class World:
     def _heal(self) -> None:
         for process in (*self.processes, *self.zombies):
             if process.paused:
-                process._resume()
+                process.resume()
         for process in self.processes:
             if process.dead:
                 self._replace(process)

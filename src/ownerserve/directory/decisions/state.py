@@ -40,7 +40,8 @@ class DirectoryState:
         self.open_at_s = open_at_s
         self._issued = Epoch(term, 0)
         self._at: Moment | None = None
-        self._records: dict[Key, Record] = {}
+        self.records: dict[Key, Record] = {}
+        """All that is known; `handle` and `sweep` alone write it."""
 
     def issued(self) -> Epoch:
         """The latest epoch of this memory."""
@@ -61,14 +62,14 @@ class DirectoryState:
     def handle(self, request: Request, now_s: float) -> Outcome:
         """Decide on the request, write what that takes, and say the outcome."""
         at = self._moment(now_s)
-        return self._apply(decide(self._records, request, at), at)
+        return self._apply(decide(self.records, request, at), at)
 
     def sweep(self, keys: Iterable[Key], now_s: float, *, idle_s: float = SWEEP_IDLE_S) -> int:
         """Clean up the records under `keys` that nobody will end; says how many changed."""
         changed = 0
         for key in keys:
             at = self._moment(now_s)
-            decision = sweep(self._records, key, at, idle_s=idle_s)
+            decision = sweep(self.records, key, at, idle_s=idle_s)
             if decision.writes:
                 changed += 1
                 self._apply(decision, at)
@@ -76,11 +77,11 @@ class DirectoryState:
 
     def keys(self) -> list[Key]:
         """The keys of all records, for a sweep."""
-        return list(self._records)
+        return list(self.records)
 
     def counts(self) -> RecordCounts:
         """How many records of each kind are known."""
-        found = Counter(type(record) for record in self._records.values())
+        found = Counter(type(record) for record in self.records.values())
         return RecordCounts(
             found[HolderRecord], found[SessionRecord], found[PrefixRecord], found[GroupRecord]
         )
@@ -89,7 +90,7 @@ class DirectoryState:
         """Invariant 2 as far as one memory can see it; raises InvariantViolated."""
         stands_on: Counter[Key] = Counter()
         epochs: set[Epoch] = set()
-        for key, record in self._records.items():
+        for key, record in self.records.items():
             epoch = record.epoch if isinstance(record, SessionRecord | PrefixRecord) else None
             if epoch is not None and epoch > self.issued():
                 raise InvariantViolated(f"2: {key!r} has epoch {epoch} after {self.issued()}")
@@ -99,7 +100,7 @@ class DirectoryState:
                 epochs.add(epoch)
             if isinstance(record, SessionRecord) and record.prefix_hash is not None:
                 stands_on[prefix_key(record.prefix_hash)] += 1
-        for key, record in self._records.items():
+        for key, record in self.records.items():
             if isinstance(record, PrefixRecord) and record.refs != stands_on[key]:
                 problem = f"{key!r} counts {record.refs} forks of {stands_on[key]}"
                 raise InvariantViolated(f"2: {problem}")
@@ -114,7 +115,7 @@ class DirectoryState:
         return at
 
     def _apply(self, decision: Transaction, at: Moment) -> Outcome:
-        records = self._records
+        records = self.records
         for key, record in decision.writes:
             if record is None:
                 records.pop(key, None)

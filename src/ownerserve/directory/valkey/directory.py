@@ -92,7 +92,7 @@ class ValkeyDirectory:
     every failure. Not for several threads."""
 
     def __init__(self, source: ValkeySource, options: ValkeyOptions | None = None) -> None:
-        self._source = source
+        self.source = source
         self._options = options or ValkeyOptions()
         self._client: Any = None
         self._scripts: tuple[str, str] = ("", "")
@@ -290,7 +290,7 @@ class ValkeyDirectory:
 
     def _connect(self) -> None:
         if self._client is None:
-            client = find_primary(self._source, META, timeout_s=self._options.timeout_s)
+            client = find_primary(self.source, META, timeout_s=self._options.timeout_s)
             self._client = client
             self._scripts = (client.script_load(BEGIN), client.script_load(COMMIT))
 
