@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from tests.support.cache.cache_play import Play
+from tests.support.examples import examples
 
 STEPS = 40
 
@@ -29,7 +30,7 @@ def play(seed: int) -> None:
         raise
 
 
-@pytest.mark.parametrize("first", range(0, 100, 25))
+@pytest.mark.parametrize("first", range(0, examples(100), 25))
 def test_random_schedules(first: int) -> None:
     for seed in range(first, first + 25):
         play(seed)

@@ -23,6 +23,7 @@ from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.cost.roofline import defaults, find_gpu
 from ownerserve.plan.cost.shape import shape_of
 from ownerserve.plan.inputs import Backlog
+from tests.support.examples import examples
 
 TRUTH = Coefficients(9.0, 0.03, 2.5e-6)
 
@@ -121,7 +122,7 @@ def test_a_tier_learns_each_size_class_apart() -> None:
     assert table.ms(1 << 30) == pytest.approx((1 << 30) / 2.3e6, rel=0.2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seen=st.lists(st.tuples(st.integers(1, 1 << 33), st.floats(1e-3, 1e5)), max_size=20),
     sizes=st.lists(st.integers(0, 1 << 34), min_size=2, max_size=10),

@@ -34,10 +34,11 @@ from ownerserve.plan.inputs import (
     Span,
 )
 from ownerserve.plan.restore import Planner
+from tests.support.examples import examples
 
 T = TypeVar("T")
 BLOCK = 64
-EXAMPLES = int(os.environ.get("OWNERSERVE_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("OWNERSERVE_EXAMPLES", examples(100)))
 LOADABLE = (Tier.HOST, Tier.DISK, Tier.REMOTE)
 
 

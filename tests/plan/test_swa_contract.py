@@ -31,6 +31,7 @@ from ownerserve.plan.swa.full import Full
 from ownerserve.plan.swa.periodic import Periodic
 from ownerserve.plan.swa.turn_end import TurnEnd
 from ownerserve.plan.swa.zero import Zero
+from tests.support.examples import examples
 
 V4_PRO = Economics(point_bytes=5_140_000, ms_per_token=0.05, load_ms=2.0, replay_tokens=7747)
 SIZE = StateSize(point_bytes=5_140_000, row_bytes_per_token=35_624.0, other_bytes=615_680)
@@ -53,7 +54,7 @@ def turns(draw: st.DrawFn) -> TurnSpan:
 
 
 @every_policy
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(turn=turns())
 def test_checkpoints_are_boundaries_of_the_turn_ascending_and_repeatable(
     name: str, turn: TurnSpan
@@ -67,7 +68,7 @@ def test_checkpoints_are_boundaries_of_the_turn_ascending_and_repeatable(
 
 
 @every_policy
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(turn=turns())
 def test_no_policy_writes_more_than_full_or_less_than_zero(name: str, turn: TurnSpan) -> None:
     written = POLICIES[name]().written_bytes(turn, SIZE)

@@ -18,6 +18,7 @@ from ownerserve.router.requests.content_chain import (
     content_of,
 )
 from ownerserve.router.requests.identity import Scope
+from tests.support.examples import examples
 
 SCOPE = Scope("t")
 Message = dict[str, Any]
@@ -224,7 +225,7 @@ def test_memory_is_bounded_and_the_forgotten_leave_nothing() -> None:
     assert (len(chain._tips), len(chain._marks)) == (0, 0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(1, 99)), max_size=15))
 def test_going_on_joins_and_going_back_forks(steps: list[tuple[int, int, int]]) -> None:
     """Against a model that keeps whole bodies. `back` 0 goes on from a session's last one."""

@@ -42,6 +42,7 @@ from ownerserve.router.requests.body import Usage
 from ownerserve.router.settings import Settings
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Receipt
+from tests.support.examples import examples
 from tests.support.router.fleets import ABLE, unit
 from tests.support.router.homes import FORK, NAMES, TIP, Fleet, S, epoch, stamp
 
@@ -398,7 +399,9 @@ def _held(worker: object, life: int) -> Held | None:
     return None if worker is None else Held(worker.id, life)  # type: ignore[attr-defined]
 
 
-AnyOrder.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+AnyOrder.TestCase.settings = settings(
+    max_examples=examples(40), stateful_step_count=30, deadline=None
+)
 TestAnyOrder = AnyOrder.TestCase
 
 

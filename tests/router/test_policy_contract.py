@@ -17,6 +17,7 @@ from ownerserve.router.requests.body import Usage
 from ownerserve.router.settings import Settings
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile, Role
+from tests.support.examples import examples
 from tests.support.router.fleets import (
     ABLE,
     PLAIN,
@@ -148,7 +149,7 @@ def test_new_sessions_spread_over_an_idle_fleet(policy: Policy, profile: Profile
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(examples(3)))
 def test_the_books_stay_whole_under_any_load(name: str, seed: int) -> None:
     """Random turns, forks, failures and hang-ups through the state: audited all along."""
     draw = random.Random(seed)

@@ -12,6 +12,7 @@ from ownerserve.kv.wire.inventory import Has, Lost, Page, decode_page
 from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.router.messages import Gone, Reported
 from ownerserve.router.residents import News, Residents
+from tests.support.examples import examples
 
 W = WorkerId("w:1")
 
@@ -113,7 +114,7 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(STEPS)
 def test_whatever_happens_between_pages_the_reader_ends_with_what_is_held(
     steps: list[object],

@@ -11,6 +11,7 @@ from ownerserve.router.candidates import room_tokens
 from ownerserve.router.decision import Reason
 from ownerserve.router.policies import make_policy
 from ownerserve.router.settings import Settings
+from tests.support.examples import examples
 from tests.support.router.fleets import ABLE, GIB, fleet_of, load, owned, status
 
 PROFILE = replace(ABLE, kv_bytes_total=50 * GIB)
@@ -36,7 +37,7 @@ loads = st.lists(
 )  # (free, in steps that a context of about one fills; pending)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(told=st.lists(loads, min_size=1, max_size=4), tokens=st.integers(1, 400_000),
        gone=st.integers(0, 11))  # fmt: skip
 def test_it_is_the_least_loaded_of_those_with_room(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.router.requests.body import CONTROL_KEYS, Usage, scan, scan_response_id, scan_usage
+from tests.support.examples import examples
 
 
 def test_fields_are_sliced_at_their_offsets() -> None:
@@ -68,7 +69,7 @@ PAIRS = st.lists(st.tuples(KEYS, VALUES), max_size=5)
 STYLES = st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " :\t")])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(PAIRS, STYLES, st.booleans())
 def test_the_scan_agrees_with_a_full_parse_or_refuses(
     pairs: list[tuple[str, Any]], style: tuple[str, str], ascii_only: bool

@@ -16,6 +16,7 @@ from ownerserve.router.admission import ENTER, Enter, SeatSettings, SessionAdmis
 from ownerserve.router.candidates import room_tokens
 from ownerserve.router.messages import WorkerUp
 from ownerserve.router.worker import Load, Profile, Worker
+from tests.support.examples import examples
 from tests.support.router.fleets import PLAIN, fleet_of, load
 
 KNOWN = Profile(speed=PLAIN.speed, kv_bytes_total=100_000_000)
@@ -360,7 +361,9 @@ class SeatsPlay(RuleBasedStateMachine):
         assert tickets == self.order, "nobody waits for ever"
 
 
-SeatsPlay.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SeatsPlay.TestCase.settings = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None
+)
 TestSeatsPlay = SeatsPlay.TestCase
 
 
@@ -441,5 +444,7 @@ class IdlePlay(RuleBasedStateMachine):
             assert not self.fits(tokens)
 
 
-IdlePlay.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+IdlePlay.TestCase.settings = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None
+)
 TestIdlePlay = IdlePlay.TestCase

@@ -32,6 +32,7 @@ from ownerserve.router.policies import make_policy
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.state import RetryBudget, RouterState
 from ownerserve.router.worker import Receipt
+from tests.support.examples import examples
 
 W = [WorkerId(f"w{number}") for number in range(3)]
 S, T = SessionId("s"), SessionId("t")
@@ -359,5 +360,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.state.live == len(self.open)
 
 
-AnyOrder.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+AnyOrder.TestCase.settings = settings(
+    max_examples=examples(25), stateful_step_count=30, deadline=None
+)
 TestAnyOrder = AnyOrder.TestCase

@@ -26,6 +26,7 @@ from ownerserve.router.requests.body import (
 )
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile
+from tests.support.examples import examples
 
 Play = Callable[..., None]
 World = Any
@@ -107,7 +108,7 @@ KEYS = st.sampled_from([
 ])  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(pairs=st.lists(st.tuples(KEYS, NUMBERS), max_size=9), details=NUMBERS,
        sizes=st.lists(st.integers(0, 1 << 25), min_size=1, max_size=3),
        prompt=st.sampled_from(Prompt), limit=st.sampled_from([0, 4096]))  # fmt: skip

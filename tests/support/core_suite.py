@@ -1,11 +1,11 @@
-"""A pytest plug-in that keeps the core suite what it is: cheap, and without an engine.
+"""A pytest plug-in that makes a run the core suite and keeps it so: cheap, without an engine.
 
     pytest -p tests.support.core_suite --cpu-loops N
 
 CPU seconds differ from machine to machine, so the limit is in loops: how long this very process
 takes for a fixed loop in plain Python. The run fails when all its CPU time, that of imports and of
 child processes too, is above N loops, and names the tests that took most; or when anything has
-imported one of `ENGINES`.
+imported one of `ENGINES`. Properties are tried on a third of their examples.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support import examples
+
 PASSES = 400_000
 """Of the loop: about 0.08 s of CPU."""
 RUNS = 5
 NAMED = 10
 ENGINES = ("torch", "transformers", "vllm")
+
+examples.divisor = 3
 
 _spent_s: Counter[str] = Counter()
 

@@ -11,6 +11,7 @@ from ownerserve.trace.reuse import by_arrival, ideal_reuse
 from ownerserve.trace.runs import expand
 from ownerserve.trace.stats import measure
 from ownerserve.trace.synth.prompt import BlockIds, SynthPrompt
+from tests.support.examples import examples
 
 BLOCK = 16
 
@@ -39,7 +40,7 @@ def forests(draw: st.DrawFn) -> Trace:
     return trace_of(*sessions)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(forests())
 def test_run_length_reuse_equals_a_block_cache(trace: Trace) -> None:
     everyone: set[int] = set()

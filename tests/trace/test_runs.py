@@ -16,12 +16,13 @@ from ownerserve.trace.runs import (
     expand,
     take,
 )
+from tests.support.examples import examples
 
 ids = st.lists(st.integers(0, 30), max_size=20, unique=True)
 many_ids = st.lists(ids, max_size=8)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(ids, st.integers(0, 25))
 def test_cutting_and_joining(blocks_: list[int], at: int) -> None:
     runs = encode(blocks_)
@@ -32,7 +33,7 @@ def test_cutting_and_joining(blocks_: list[int], at: int) -> None:
     assert concat(take(runs, at), drop(runs, at)) == runs
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(ids, ids, ids)
 def test_common_prefix(head: list[int], left: list[int], right: list[int]) -> None:
     one, two = head + left, head + right
@@ -42,7 +43,7 @@ def test_common_prefix(head: list[int], left: list[int], right: list[int]) -> No
     assert common_prefix(encode(one), encode(two)) == same
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(many_ids, ids)
 def test_a_set_of_intervals_is_a_set(added: list[list[int]], asked: list[int]) -> None:
     intervals, reference = IntervalSet(), set[int]()
@@ -57,7 +58,7 @@ def test_a_set_of_intervals_is_a_set(added: list[list[int]], asked: list[int]) -
     assert covered == sorted(reference)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(many_ids, st.integers(1, 4))
 def test_widely_covered_ids(sets: list[list[int]], threshold: int) -> None:
     intervals = []

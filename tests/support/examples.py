@@ -1,0 +1,11 @@
+"""How many examples a property is tried on: all in `make test`, a third in the core suite."""
+
+from __future__ import annotations
+
+divisor = 1
+"""What every number of examples is divided by; `core_suite` sets it before tests are imported."""
+
+
+def examples(number: int) -> int:
+    """`number` of examples (or of seeds), or the core suite's part of them; at least one."""
+    return max(number // divisor, 1)
