@@ -1,6 +1,6 @@
 """What a remote medium holds, kept in the medium itself: one small blob a record, and room by it.
 
-    catalogue/TENANT/KIND/ID-BYTES    body: empty, or what the record is worth (17 bytes)
+    catalogue/TENANT/KIND/ID-BYTES    body: empty, or the value of the record (17 bytes)
 
 The name never changes, so that usage, expiry and purge need a listing and no read. The body is
 written again when a price is known or the record was read; its modification time is the recency.
@@ -29,7 +29,7 @@ from ownerserve.store.tiers.ledger import Ledger
 from ownerserve.store.tiers.policy import ExpectedUse, TierLimits
 
 _SHARED_NAME = "shared"
-_WORTH = struct.Struct("<BdQ")  # version 1, restore cost in ms, uses
+_VALUE = struct.Struct("<BdQ")  # version 1, restore cost in ms, uses
 LISTING_S = 300.0
 """A listing is this old at most before room is made by it: other nodes write too."""
 
@@ -77,7 +77,7 @@ class Catalogue:
         self._expected = expected
         self._rows: dict[bytes, CatalogueRow] = {}
         self._standing: dict[tuple[bytes, ArtifactKind], TierUsage] = {}
-        self._worth_known: set[bytes] = set()
+        self._value_known: set[bytes] = set()
         self._listed_s: float | None = None
         self._uses: dict[bytes, int] = {}
         self._lock = Lock()
@@ -95,7 +95,7 @@ class Catalogue:
         with self._lock:
             self._forget(meta.id)
             self._remember(row)
-            self._worth_known.add(meta.id)
+            self._value_known.add(meta.id)
 
     def delete(self, row: CatalogueRow) -> None:
         """The record is gone."""
@@ -110,7 +110,7 @@ class Catalogue:
 
     def _forget(self, id_: bytes) -> None:
         row = self._rows.pop(id_, None)
-        self._worth_known.discard(id_)
+        self._value_known.discard(id_)
         if row is not None:
             self._count(row.record, -1)
 
@@ -133,43 +133,43 @@ class Catalogue:
             uses, self._uses = self._uses, {}
             rows = [(self._rows[id_], count) for id_, count in uses.items() if id_ in self._rows]
         for row, count in rows:
-            record = self._with_worth(row).record
-            self._write_worth(row, record.restore_cost_ms, record.reuse_count + count)
+            record = self._with_value(row).record
+            self._write_value(row, record.restore_cost_ms, record.reuse_count + count)
 
     def price(self, costs_ms: Mapping[bytes, float]) -> None:
         """Note what records cost to make again, of those that this node knows to be here."""
         with self._lock:
             known = [(self._rows[id_], ms) for id_, ms in costs_ms.items() if id_ in self._rows]
         for row, cost_ms in known:
-            record = self._with_worth(row).record
+            record = self._with_value(row).record
             if abs(cost_ms - record.restore_cost_ms) > 0.1 * record.restore_cost_ms:
-                self._write_worth(row, cost_ms, record.reuse_count)
+                self._write_value(row, cost_ms, record.reuse_count)
 
-    def _write_worth(self, row: CatalogueRow, cost_ms: float, uses: int) -> None:
-        self._blobs.put(row.key, memoryview(_WORTH.pack(1, cost_ms, uses)))
+    def _write_value(self, row: CatalogueRow, cost_ms: float, uses: int) -> None:
+        self._blobs.put(row.key, memoryview(_VALUE.pack(1, cost_ms, uses)))
         self._learn(row, self._clock.now(), (cost_ms, uses))
 
-    def _with_worth(self, row: CatalogueRow) -> CatalogueRow:
+    def _with_value(self, row: CatalogueRow) -> CatalogueRow:
         """The row with price and uses as the medium has them, read once for each listing."""
         id_ = row.record.meta.id
         with self._lock:
-            if id_ in self._worth_known:
+            if id_ in self._value_known:
                 return self._rows.get(id_, row)
-        body = memoryview(bytearray(_WORTH.size))
+        body = memoryview(bytearray(_VALUE.size))
         cost_ms, uses = 0.0, 0
-        if self._blobs.get_into(row.key, 0, body) == _WORTH.size and body[0] == 1:
-            _, cost_ms, uses = _WORTH.unpack(body)
+        if self._blobs.get_into(row.key, 0, body) == _VALUE.size and body[0] == 1:
+            _, cost_ms, uses = _VALUE.unpack(body)
         return self._learn(row, row.record.touched_s, (cost_ms, uses))
 
-    def _learn(self, row: CatalogueRow, touched_s: float, worth: tuple[float, int]) -> CatalogueRow:
-        cost_ms, uses = worth
+    def _learn(self, row: CatalogueRow, touched_s: float, value: tuple[float, int]) -> CatalogueRow:
+        cost_ms, uses = value
         old = row.record
         listed = Listed(old.meta, old.payload_bytes, old.stored_bytes, touched_s, uses, cost_ms)
         with self._lock:
             id_ = old.meta.id
             if id_ in self._rows:
                 self._rows[id_] = CatalogueRow(row.key, listed)
-                self._worth_known.add(id_)
+                self._value_known.add(id_)
         return CatalogueRow(row.key, listed)
 
     def make_room(self, meta: Meta, stored_bytes: int) -> Sequence[CatalogueRow] | RefusalReason:
@@ -193,13 +193,13 @@ class Catalogue:
             return
         rows = list(self.rows())
         with self._lock:
-            old, known = self._rows, self._worth_known
-            self._rows, self._standing, self._worth_known = {}, {}, set()
+            old, known = self._rows, self._value_known
+            self._rows, self._standing, self._value_known = {}, {}, set()
             for row in rows:
                 id_ = row.record.meta.id
                 same = id_ in known and old[id_].record.touched_s >= row.record.touched_s
                 self._remember(old[id_] if same else row)
-                self._worth_known |= {id_} if same else set()
+                self._value_known |= {id_} if same else set()
             self._listed_s = now_s
 
     def _oldest(self, kind: ArtifactKind, limit: int, tenant: bytes | None) -> Sequence[Listed]:
@@ -210,4 +210,4 @@ class Catalogue:
                 if row.record.meta.kind is kind and tenant in (None, row.record.meta.tenant)
             ]
         rows.sort(key=lambda row: row.record.touched_s)
-        return [self._with_worth(row).record for row in rows[:limit]]
+        return [self._with_value(row).record for row in rows[:limit]]

@@ -79,8 +79,8 @@ class Placement(msgspec.Struct, frozen=True):
         """Write it to the next tier before it leaves this one?"""
         ranged = record.meta.kind is ArtifactKind.RANGE
         threshold = self.range_ms_per_mib if ranged else self.point_ms_per_mib
-        worth = (1 + record.reuse_count) * record.restore_cost_ms
-        return worth >= threshold * record.stored_bytes / MIB
+        value_ms = (1 + record.reuse_count) * record.restore_cost_ms
+        return value_ms >= threshold * record.stored_bytes / MIB
 
     def goes_up(self, record: Listed) -> bool:
         """Copy it to the top tier after it was read further down?"""
