@@ -12,6 +12,7 @@ import zmq
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.framed import FramedClient
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     NO_NONCE,
@@ -192,10 +193,14 @@ def test_probe_reserve_commit_over_the_wire(client: RpcClient) -> None:
 
 
 @pytest.mark.parametrize("junk", [b"", b"\xc1", b"\x92\x01\xa1x", encode(Status())[:-3]])
-def test_junk_is_refused_and_the_port_lives(client: RpcClient, junk: bytes) -> None:
-    client._socket.send(junk)
-    assert decode_answer(client._socket.recv()) == Reject(WorkerRefusal.MALFORMED)
-    assert client.ask(Status()) == StatusIs(STATUS)
+def test_junk_is_refused_and_the_port_lives(desk: Desk, junk: bytes) -> None:
+    server = RpcServer()
+    server.start(desk)
+    client = FramedClient(server.address, timeout_s=4.0, key=None, read_bytes_max=-1)
+    assert decode_answer(client.ask(junk)) == Reject(WorkerRefusal.MALFORMED)
+    assert decode_answer(client.ask(encode(Status()))) == StatusIs(STATUS)
+    client.close()
+    server.stop()
 
 
 def test_another_version_is_refused() -> None:

@@ -23,6 +23,7 @@ from ownerserve.kv.addresses import is_loopback
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.errors import InvalidInput, PeerLost
 from ownerserve.kv.wire.curve import FleetKey, read_fleet_key, write_fleet_key
+from ownerserve.kv.wire.framed import FramedClient
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     MAX_FRAME_BYTES,
@@ -163,9 +164,11 @@ def test_the_fleet_is_answered(node: RpcServer, directory: DirectoryServer, key:
     assert node.address.startswith("curve://")
     client = RpcClient(node.address, key=key)
     assert client.ask(Release(1)) == Released()
-    client._socket.send(b"x" * (2 * MAX_FRAME_BYTES))
-    assert decode_answer(client._socket.recv()) == Reject(WorkerRefusal.MALFORMED)
+    framed = FramedClient(node.address, timeout_s=4.0, key=key, read_bytes_max=MAX_FRAME_BYTES)
+    told = decode_answer(framed.ask(b"x" * (2 * MAX_FRAME_BYTES)))
+    assert told == Reject(WorkerRefusal.MALFORMED)
     assert client.ask(Release(1)) == Released(), "a long frame is refused here too"
+    framed.close()
     client.close()
     asked = opener_of(directory.address, key)()
     assert asked.status().opens_in_s == 0.0

@@ -8,9 +8,7 @@ is dropped by its number.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
-from itertools import count
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -31,9 +29,9 @@ from ownerserve.directory.rpc.frames import (
 from ownerserve.kv.addresses import KEYED, parse_endpoint
 from ownerserve.kv.errors import InvalidInput, PeerLost
 from ownerserve.kv.wire.curve import OPTION, FleetKey, connect
+from ownerserve.kv.wire.framed import FramedClient
 
 TIMEOUT_S = 3.0
-NUMBER_BYTES = 8
 REQUESTS_MAX = 16_384
 """Requests in one frame, at most: its answer stays far below a frame's limit too."""
 
@@ -46,12 +44,9 @@ class DirectoryClient:
     def __init__(
         self, address: str, *, timeout_s: float = TIMEOUT_S, key: FleetKey | None = None
     ) -> None:
-        self._timeout_s = timeout_s
-        self._numbers = count()
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        connect(self._socket, address, key)
+        self._client = FramedClient(
+            address, timeout_s=timeout_s, key=key, read_bytes_max=MAX_FRAME_BYTES
+        )
 
     def execute(self, requests: Sequence[Request]) -> list[Outcome]:
         """Ask all of them in order: in one frame, or in several where they are too many for one."""
@@ -86,21 +81,17 @@ class DirectoryClient:
         return 0
 
     def close(self) -> None:
-        self._socket.close()
+        self._client.close()
 
     def _asked(self, question: bytes) -> Answer:
-        number = next(self._numbers).to_bytes(NUMBER_BYTES, "little")
-        deadline_s = time.monotonic() + self._timeout_s
+        """Raises PeerLost for silence, and for what is no answer: whether the directory has done
+        what it was asked is as unknown then."""
         try:
-            self._socket.send_multipart([number, question], zmq.NOBLOCK)
-        except zmq.Again as error:
-            raise PeerLost("the directory takes no more requests") from error
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            if self._socket.poll(int(left_s * 1000) + 1):
-                back, *parts = self._socket.recv_multipart()
-                if back == number:
-                    return _answer(parts)
-        raise PeerLost("the directory does not answer")
+            return decode_answer(self._client.ask(question))
+        except PeerLost as error:
+            raise PeerLost(f"the directory {error}") from error
+        except InvalidInput as error:
+            raise PeerLost(f"the directory's answer can't be read: {error}") from error
 
 
 def check_address(address: str, key: FleetKey | None, *, field: str) -> None:
@@ -130,16 +121,6 @@ def why_silent(address: str, key: FleetKey | None, *, within_s: float = 1.0) -> 
     if key is None or not address.startswith(KEYED):
         return "it wants keys (curve://...), or is no directory"
     return "it has other keys, or none (tcp://...)"
-
-
-def _answer(parts: Sequence[bytes]) -> Answer:
-    """The answer that came beside the number. Raises PeerLost when it is none: whether the
-    directory has done what it was asked is as unknown as when it is silent."""
-    try:
-        (data,) = parts
-        return decode_answer(data)
-    except (InvalidInput, ValueError) as error:
-        raise PeerLost(f"the directory's answer can't be read: {error}") from error
 
 
 def _outcomes(answer: Answer, requests: Sequence[Request]) -> list[Outcome]:

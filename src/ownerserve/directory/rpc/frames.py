@@ -15,7 +15,7 @@ import msgspec
 
 from ownerserve.directory.messages import Outcome, Request
 from ownerserve.directory.port import DirectoryStatus
-from ownerserve.kv.errors import UNREADABLE, InvalidInput
+from ownerserve.kv.wire.framed import open_frame
 
 VERSION = 1
 OLDEST = 1
@@ -80,21 +80,10 @@ def encode(body: Question | Answer) -> bytes:
 def decode_question(data: bytes) -> Question:
     """The question in a frame. Raises InvalidInput unless it is one, of a version that is read
     here."""
-    return _opened(data, _questions)
+    return open_frame(data, _questions, oldest=OLDEST, newest=VERSION).body
 
 
 def decode_answer(data: bytes) -> Answer:
     """The answer in a frame. Raises InvalidInput unless it is one, of a version that is read
     here."""
-    return _opened(data, _answers)
-
-
-def _opened(data: bytes, decoder: msgspec.msgpack.Decoder[_Frame[T]]) -> T:
-    try:
-        frame = decoder.decode(data)
-    except (*UNREADABLE, InvalidInput) as error:
-        raise InvalidInput("rpc", str(error), f"send [version, message] of {VERSION}") from error
-    if not OLDEST <= frame.version <= VERSION:
-        problem = f"version {frame.version}"
-        raise InvalidInput("rpc", problem, f"speak version {OLDEST} to {VERSION}")
-    return frame.body
+    return open_frame(data, _answers, oldest=OLDEST, newest=VERSION).body

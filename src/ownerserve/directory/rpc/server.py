@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from threading import Event, Thread
 
 from msgspec.structs import replace
 
@@ -30,7 +29,7 @@ from ownerserve.directory.rpc.frames import (
 )
 from ownerserve.kv.errors import InvalidInput, InvariantViolated, OwnerServeError
 from ownerserve.kv.wire.curve import FleetKey
-from ownerserve.kv.wire.port import LOOPBACK, Port
+from ownerserve.kv.wire.framed import LOOPBACK, FramedServer
 
 log = logging.getLogger("ownerserve.directory")
 
@@ -55,38 +54,30 @@ class DirectoryServer:
         key: FleetKey | None = None,
     ) -> None:
         self._directory = directory
-        self._port = Port("directory", host, port, key=key, read_bytes_max=MAX_FRAME_BYTES)
-        self._socket, self.address = self._port.socket, self._port.address
-        self._stopping = Event()
-        self._thread = Thread(target=self._serve, name="directory", daemon=True)
+        self._server = FramedServer(
+            "directory", host, port, key=key, read_bytes_max=MAX_FRAME_BYTES
+        )
+        self._socket, self.address = self._server.socket, self._server.address
         self._swept_s = time.monotonic()
         self._lost_copies = 0
         self._asked: Counter[str] = Counter()
 
     def start(self) -> None:
         """Begin to answer."""
-        self._thread.start()
+        self._server.start(self._serve)
 
     def stop(self) -> None:
         """Stop answering, free the port, let go of the backend."""
-        self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        self._port.close()
+        self._server.stop()
         self._directory.close()
 
     def _serve(self) -> None:
-        """The thread's root: what is raised here costs a round and never the service."""
-        while not self._stopping.is_set():
-            try:
-                if self._socket.poll(POLL_MS):
-                    self._answer_all(self._arrived())
-                if time.monotonic() - self._swept_s > SWEEP_EVERY_S:
-                    self._swept_s = time.monotonic()
-                    self._directory.sweep(SWEEP_RECORDS)
-            except Exception:  # a thread's root
-                log.exception("the directory failed")
-                self._stopping.wait(POLL_MS / 1000)
+        """One round: answer what has arrived, and look at some records from time to time."""
+        if self._socket.poll(POLL_MS):
+            self._answer_all(self._arrived())
+        if time.monotonic() - self._swept_s > SWEEP_EVERY_S:
+            self._swept_s = time.monotonic()
+            self._directory.sweep(SWEEP_RECORDS)
 
     def _arrived(self) -> list[list[bytes]]:
         frames: list[list[bytes]] = []

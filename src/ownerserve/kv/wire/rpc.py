@@ -20,9 +20,10 @@ from typing import Generic, NewType, TypeVar
 import msgspec
 
 from ownerserve.kv.epoch import Epoch
-from ownerserve.kv.errors import UNREADABLE, InvalidInput
+from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.framed import open_frame
 from ownerserve.kv.wire.headers import AnswerLine
 from ownerserve.kv.wire.inventory import Page
 from ownerserve.kv.wire.refusals import WorkerRefusal
@@ -206,22 +207,12 @@ def check_length(count: int) -> None:
 def decode_request(data: bytes) -> tuple[Request | Cancel, Nonce]:
     """What is asked, and under which nonce. Raises InvalidInput for what is no request of a version
     that is read here."""
-    frame = _opened(data, _requests)
+    check_length(len(data))
+    frame = open_frame(data, _requests, oldest=OLDEST, newest=VERSION)
     return frame.body, frame.nonce
 
 
 def decode_answer(data: bytes) -> Said:
     """An answer. Raises as `decode_request`."""
-    return _opened(data, _answers).body
-
-
-def _opened(data: bytes, decoder: msgspec.msgpack.Decoder[_Frame[T]]) -> _Frame[T]:
     check_length(len(data))
-    try:
-        frame = decoder.decode(data)
-    except UNREADABLE as error:
-        raise InvalidInput("rpc", str(error), f"send [version, message] of {VERSION}") from error
-    if not OLDEST <= frame.version <= VERSION:
-        problem = f"version {frame.version}"
-        raise InvalidInput("rpc", problem, f"speak version {OLDEST} to {VERSION}")
-    return frame
+    return open_frame(data, _answers, oldest=OLDEST, newest=VERSION).body

@@ -17,13 +17,12 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from threading import Event, Thread
 
 import zmq
 
-from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.wire.curve import FleetKey, connect
-from ownerserve.kv.wire.port import LOOPBACK, Port
+from ownerserve.kv.errors import InvalidInput, PeerLost
+from ownerserve.kv.wire.curve import FleetKey
+from ownerserve.kv.wire.framed import LOOPBACK, FramedClient, FramedServer
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     MAX_FRAME_BYTES,
@@ -73,49 +72,44 @@ class RpcServer:
         self.counts: Counter[str] = Counter()
         self._answer: Answerer = _nobody
         self._step_s: Callable[[], float] = lambda: RESERVE_MAX_S
-        self._port = Port("rpc", host, port, key=key, read_bytes_max=READ_BYTES_MAX)
-        self._socket, self.address = self._port.socket, self._port.address
+        self._server = FramedServer("rpc", host, port, key=key, read_bytes_max=READ_BYTES_MAX)
+        self._socket, self.address = self._server.socket, self._server.address
         self._flights = Flights()
         self._done: deque[Future[Answer]] = deque()
         self._bell, self._ringer = socket.socketpair()
         for end in (self._bell, self._ringer):
             end.settimeout(0.0)
-        self._stopping = Event()
-        self._thread = Thread(target=self._serve, name="rpc", daemon=True)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._bell.fileno(), zmq.POLLIN)
 
     def start(self, answer: Answerer, *, step_s: Callable[[], float] | None = None) -> None:
         """Begin to answer. `step_s`: what a step of the engine takes; it answers between two."""
         self._answer = answer
         self._step_s = step_s or self._step_s
-        self._thread.start()
+        self._server.start(self._serve)
 
     def stop(self) -> None:
         """Stop answering and free the port."""
-        self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        self._port.close()
+        self._server.stop()
         self._bell.close()
         self._ringer.close()
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._bell.fileno(), zmq.POLLIN)
-        while not self._stopping.is_set():
-            ready = dict(poller.poll(POLL_MS if not len(self._flights) else POLL_MS // 5))
-            if self._bell.fileno() in ready:
-                self._bell.recv(4096)
-            if self._socket in ready:
-                *envelope, data = self._socket.recv_multipart()
-                try:
-                    self._take(envelope, data)
-                except Exception:  # a thread's root: one bad request must not end the port
-                    log.exception("an RPC request failed")
-                    self._send(envelope, Reject(WorkerRefusal.MALFORMED))
-            while self._done:
-                self._finish(self._done.popleft())
-            self._give_up(time.monotonic())
+        """One round: take one request, say what was answered, refuse what took too long."""
+        ready = dict(self._poller.poll(POLL_MS if not len(self._flights) else POLL_MS // 5))
+        if self._bell.fileno() in ready:
+            self._bell.recv(4096)
+        if self._socket in ready:
+            *envelope, data = self._socket.recv_multipart()
+            try:
+                self._take(envelope, data)
+            except Exception:  # one bad request must not end the port
+                log.exception("an RPC request failed")
+                self._send(envelope, Reject(WorkerRefusal.MALFORMED))
+        while self._done:
+            self._finish(self._done.popleft())
+        self._give_up(time.monotonic())
 
     def _take(self, envelope: list[bytes], data: bytes) -> None:
         try:
@@ -221,26 +215,22 @@ def _nobody(request: Request) -> Future[Answer]:
 
 
 class RpcClient:
-    """Asks one node, one request at a time. Not for several threads."""
+    """Asks one node, one request at a time, and blocks. Not for several threads."""
 
     def __init__(
         self, address: str, *, timeout_s: float = 2 * ANSWER_S, key: FleetKey | None = None
     ) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RCVTIMEO, int(timeout_s * 1000))
-        # A lost answer must not block the next request.
-        self._socket.setsockopt(zmq.REQ_RELAXED, 1)
-        self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
-        connect(self._socket, address, key)
+        self._client = FramedClient(
+            address, timeout_s=timeout_s, key=key, read_bytes_max=READ_BYTES_MAX
+        )
 
     def ask(self, request: Request) -> Said:
         """The node's answer. Raises TimeoutError when there is none in time."""
-        self._socket.send(encode(request))
         try:
-            return decode_answer(self._socket.recv())
-        except zmq.Again as error:
-            raise TimeoutError("the node does not answer") from error
+            return decode_answer(self._client.ask(encode(request)))
+        except PeerLost as error:
+            raise TimeoutError(f"the node {error}") from error
 
     def close(self) -> None:
-        self._socket.close()
+        """Hang up."""
+        self._client.close()

@@ -1,0 +1,172 @@
+"""Framed requests over ZeroMQ: a port that answers, the thread that serves it, and who asks it.
+
+    request   [number, data]        `number` is the client's, eight bytes, and comes back as it was:
+    answer    [number, data]        a late answer is dropped by it
+
+`data` is msgpack `[version, body, ...]`; what bodies there are is each protocol's own (rpc.py for
+workers, directory/rpc/frames.py). Unknown fields are ignored and new ones have defaults, so that
+version N reads N - 1. A port on loopback answers whoever is there, elsewhere who has the fleet's
+keys.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable
+from itertools import count
+from threading import Event, Thread
+from typing import Protocol, TypeVar
+
+import msgspec
+import zmq
+
+from ownerserve.kv.addresses import KEYED, PLAIN, is_loopback
+from ownerserve.kv.errors import UNREADABLE, InvalidInput, PeerLost
+from ownerserve.kv.wire.curve import OPTION, FleetKey, Guard, connect
+
+LOOPBACK = "127.0.0.1"
+NUMBER_BYTES = 8
+FAULT_PAUSE_S = 0.05
+
+
+class Versioned(Protocol):
+    """A decoded frame."""
+
+    @property
+    def version(self) -> int: ...
+
+
+F = TypeVar("F", bound=Versioned)
+
+
+def open_frame(data: bytes, decoder: msgspec.msgpack.Decoder[F], *, oldest: int, newest: int) -> F:
+    """The frame in `data`. Raises InvalidInput for what is none of a version that is read here."""
+    try:
+        frame = decoder.decode(data)
+    except (*UNREADABLE, InvalidInput) as error:
+        raise InvalidInput("rpc", str(error), f"send [version, message] of {newest}") from error
+    if not oldest <= frame.version <= newest:
+        problem = f"version {frame.version}"
+        raise InvalidInput("rpc", problem, f"speak version {oldest} to {newest}")
+    return frame
+
+
+class Port:
+    """A bound ROUTER socket; one thread's, as all of ZeroMQ's. `what` names it in errors.
+
+    `address` says whether it wants keys (curve.py).
+    """
+
+    def __init__(
+        self, what: str, host: str, port: int, *, key: FleetKey | None, read_bytes_max: int
+    ) -> None:
+        if key is None and not is_loopback(host):
+            problem = f"{host} is reachable from outside, and there are no keys"
+            raise InvalidInput(f"{what} host", problem, f"use {LOOPBACK}, or give {OPTION}")
+        self._guard = None if key is None else Guard(key)
+        context = zmq.Context.instance() if self._guard is None else self._guard.context
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, read_bytes_max)
+        if self._guard is not None:
+            self._guard.secure(self.socket)
+        place = f"[{host}]" if ":" in host else host
+        self.socket.setsockopt(zmq.IPV6, ":" in host)
+        try:
+            bound = self._bound(place, port)
+        except zmq.ZMQError as error:
+            self.close()
+            if error.errno in (errno.ENODEV, errno.EADDRNOTAVAIL):
+                mend = "use an address of this machine"
+                raise InvalidInput(f"{what} host", f"{host}: {error}", mend) from error
+            problem = f"{place}:{port}: {error}"
+            raise InvalidInput(f"{what} port", problem, "use a free one") from error
+        self.address = f"{PLAIN if key is None else KEYED}{place}:{bound}"
+
+    def _bound(self, place: str, port: int) -> int:
+        if not port:
+            return self.socket.bind_to_random_port(PLAIN + place)
+        self.socket.bind(f"{PLAIN}{place}:{port}")
+        return port
+
+    def close(self) -> None:
+        """Free the port."""
+        self.socket.close()
+        if self._guard is not None:
+            self._guard.close()
+
+
+class FramedServer:
+    """A bound port and the thread that serves it from `start` to `stop`. `what` names both.
+
+    What is raised in a round is logged and costs that round, never the service.
+    """
+
+    def __init__(
+        self, what: str, host: str, port: int, *, key: FleetKey | None, read_bytes_max: int
+    ) -> None:
+        self._port = Port(what, host, port, key=key, read_bytes_max=read_bytes_max)
+        self.socket, self.address = self._port.socket, self._port.address
+        self._what = what
+        self._stopping = Event()
+        self._thread: Thread | None = None
+
+    def start(self, serve: Callable[[], None]) -> None:
+        """Call `serve` again and again, on a thread of its own: one round, waiting a moment at
+        most."""
+        self._thread = Thread(target=self._run, args=(serve,), name=self._what, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End with the round under way, and free the port."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._port.close()
+
+    def _run(self, serve: Callable[[], None]) -> None:
+        log = logging.getLogger(f"ownerserve.{self._what}")
+        while not self._stopping.is_set():
+            try:
+                serve()
+            except Exception:  # a thread's root
+                log.exception("the %s failed", self._what)
+                self._stopping.wait(FAULT_PAUSE_S)
+
+
+class FramedClient:
+    """Asks one port, one request at a time, and blocks. Not for several threads: ZeroMQ's sockets
+    are not."""
+
+    def __init__(
+        self, address: str, *, timeout_s: float, key: FleetKey | None, read_bytes_max: int
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._numbers = count()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, read_bytes_max)
+        connect(self._socket, address, key)
+
+    def ask(self, data: bytes) -> bytes:
+        """The data of the answer. Raises PeerLost when there is none in time, or it is no frame."""
+        number = next(self._numbers).to_bytes(NUMBER_BYTES, "little")
+        deadline_s = time.monotonic() + self._timeout_s
+        try:
+            self._socket.send_multipart([number, data], zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise PeerLost("takes no more requests") from error
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            if self._socket.poll(int(left_s * 1000) + 1):
+                back, *parts = self._socket.recv_multipart()
+                if back == number:
+                    if len(parts) != 1:
+                        raise PeerLost(f"answers {len(parts)} parts, not one")
+                    return parts[0]
+        raise PeerLost("does not answer")
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
