@@ -268,6 +268,18 @@ def test_what_was_being_adopted_as_the_unit_fell_asleep_is_asked_for_again() -> 
     assert fleet.epoch(A) == fleet.record().epoch > epoch
 
 
+def test_what_is_not_adopted_as_the_own_record_is_later_is_asked_for() -> None:
+    """A Bind that was long on its way was taken by the new memory, under an epoch of its own."""
+    fleet = Fleet(A)
+    fleet.turn(A, 1)
+    fleet.state = DirectoryState(Term(2, 1), lease_s=LEASE_S, open_at_s=0.0)
+    fleet.now_s = LEASE_S / 3
+    for late in (ask.Register(A), ask.Bind(S1, A)):
+        fleet.state.handle(late, fleet.now_s)
+    fleet.rest(A, 0.0)
+    assert fleet.epoch(A) == fleet.record().epoch
+
+
 def test_a_report_that_finds_the_own_record_under_another_epoch_binds_anew() -> None:
     """A Bind that was long on its way was taken by a directory without memory."""
     fleet = Fleet(A)

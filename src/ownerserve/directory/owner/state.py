@@ -332,17 +332,16 @@ class OwnerState:
         return self._ask(Bind(session_id, self.unit, parent, self.seen), now_s)
 
     def _adopted(self, told: Publish, outcome: Published, now_s: float) -> Asks:
-        """Sessions that were reported are ours again. One that was adopted and may not be is asked
-        for: its record names this unit, and nobody else could have it."""
+        """Sessions that were reported are ours again. One that may not be is asked for: its record
+        may name this unit all the same, and then nobody else could have it."""
         asks: Asks = []
         adopted = set(outcome.adopted)
         for one in told.sessions:
             grant, until_s = self._carried.pop(one.session_id, (None, 0.0))
-            if one.session_id not in adopted:
-                continue
-            if grant is not None and self._is_still_ours(until_s, now_s):
+            is_adopted = one.session_id in adopted
+            if grant is not None and is_adopted and self._is_still_ours(until_s, now_s):
                 self.grants[one.session_id] = grant
-            else:
+            elif grant is not None or is_adopted:
                 asks += self.want(one.session_id, now_s)
         return asks
 
