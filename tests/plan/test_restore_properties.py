@@ -18,10 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ownerserve.kv.messages import Tier
-from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium, TierLoad
 from ownerserve.plan.cost.model import CostModel
-from ownerserve.plan.cost.prices import Prices
+from ownerserve.plan.cost.prices import Coefficients, Prices
 from ownerserve.plan.inputs import (
     Abilities,
     Backlog,
@@ -206,7 +205,7 @@ class Oracle:
         taken = self.model.range_bytes_per_token * new + self.model.point_bytes + moved
         return done + q.hbm_ms_per_gib * taken / 2**30
 
-    def ways(self) -> dict[tuple[int, int, int | None], float]:
+    def options(self) -> dict[tuple[int, int, int | None], float]:
         q, m, e = self.query, self.model, self.engine
         found: dict[tuple[int, int, int | None], float] = {(0, 0, None): self.total(0, 0, None)}
         covered = q.spans[-1].end if q.spans else 0
@@ -260,18 +259,18 @@ def test_the_chosen_way_is_the_cheapest_that_an_independent_search_finds(case: C
     model, engine, query, at = case
     planner = Planner(model, engine)
     plan = planner.plan(query, at)
-    ways = Oracle(model, engine, query=query, at=at).ways()
+    options = Oracle(model, engine, query=query, at=at).options()
     chosen = plan.chosen
     key = (chosen.position, chosen.computed_from, chosen.checkpoint)
-    assert key in ways, "only open ways are taken"
-    assert close(chosen.terms.total_ms, ways[key])
-    cheapest = min(ways.values())
+    assert key in options, "only open ways are taken"
+    assert close(chosen.terms.total_ms, options[key])
+    cheapest = min(options.values())
     assert close(chosen.terms.total_ms, cheapest)
     # The explanation lists the same ways at the same prices, and its first is what was chosen.
     explained = planner.explain(query, at)
     listed = {(w.position, w.computed_from, w.checkpoint): w for w in explained.alternatives}
-    assert listed.keys() == ways.keys()
-    assert all(close(way.terms.total_ms, ways[k]) for k, way in listed.items())
+    assert listed.keys() == options.keys()
+    assert all(close(option.terms.total_ms, options[k]) for k, option in listed.items())
     assert close(explained.alternatives[0].terms.total_ms, chosen.terms.total_ms)
 
 
@@ -279,14 +278,14 @@ def test_the_chosen_way_is_the_cheapest_that_an_independent_search_finds(case: C
 @given(case=cases)
 def test_terms_are_never_negative_and_steps_cover_the_prompt_once(case: Case) -> None:
     model, engine, query, at = case
-    for way in Planner(model, engine).explain(query, at).alternatives:
-        assert min(msgspec.structs.astuple(way.terms)) >= -1e-9
-        computed = [s for s in way.steps if s.tier is None]
-        assert computed[0].start == way.computed_from
+    for option in Planner(model, engine).explain(query, at).alternatives:
+        assert min(msgspec.structs.astuple(option.terms)) >= -1e-9
+        computed = [s for s in option.steps if s.tier is None]
+        assert computed[0].start == option.computed_from
         assert computed[-1].end == query.tokens
         assert all(a.end == b.start for a, b in pairwise(computed))
         replayed = sum(s.end - s.start for s in computed if s.action == "replay")
-        assert replayed == way.position - way.computed_from
+        assert replayed == option.position - option.computed_from
         if replayed:
             assert engine.can_replay
             assert model.exact_replay_tokens is not None

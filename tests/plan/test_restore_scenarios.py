@@ -88,7 +88,7 @@ def test_gemma_from_a_slow_tier_is_prefilled_since_its_replay_is_dearer(
     planner = Planner(world.gemma, world.serial)
     assert actions(planner, query, costs) == ["prefill"]
     explained = planner.explain(query, costs.prices())
-    replay = next(way for way in explained.alternatives if way.position == 60_000)
+    replay = next(option for option in explained.alternatives if option.position == 60_000)
     assert replay.computed_from == 60_000 - 53_196
     assert replay.terms.total_ms > explained.plan.chosen.terms.total_ms
 
@@ -117,7 +117,9 @@ def test_recurrent_state_is_never_replayed(world: SimpleNamespace, costs: CostMo
     chosen = planner.plan(query, costs.prices()).chosen
     assert (chosen.position, chosen.checkpoint) == (32_000, 32_000)
     explained = planner.explain(query, costs.prices())
-    assert all(step.action != "replay" for way in explained.alternatives for step in way.steps)
+    assert all(
+        step.action != "replay" for option in explained.alternatives for step in option.steps
+    )
     assert Why.RECURRENT_HAS_NO_REPLAY in {item.why for item in explained.not_offered}
 
 
@@ -142,7 +144,7 @@ def test_bounded_replay_needs_to_be_asked_for_and_says_that_it_is_approximate(
     planner = Planner(world.v4_pro, world.full)
     query = branch(92_160, 92_918)
     exact = planner.explain(query, costs.prices())
-    assert all(way.exactness is Exactness.EXACT for way in exact.alternatives)
+    assert all(option.exactness is Exactness.EXACT for option in exact.alternatives)
     assert Why.APPROXIMATE_NOT_ASKED in {item.why for item in exact.not_offered}
     asked = msgspec.structs.replace(query, allowed=Exactness.BOUNDED_REPLAY)
     chosen = planner.plan(asked, costs.prices()).chosen

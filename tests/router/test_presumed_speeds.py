@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from ownerserve.kv.ids import Incarnation, WorkerId
-from ownerserve.plan.cost.coefficients import Coefficients
+from ownerserve.plan.cost.prices import Coefficients
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import WorkerUp
 from ownerserve.router.worker import DEFAULT_SPEED, Profile, Speed

@@ -7,7 +7,7 @@ import pytest
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import PlacementAction
-from ownerserve.plan.abilities import ENGINES
+from ownerserve.plan.inputs import ENGINES
 from ownerserve.router.worker import EVERY_ENGINE
 from ownerserve.sim.config.granted import granted
 from ownerserve.sim.config.setup import SimSetup, Tiers

@@ -11,7 +11,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import block_unit
 from ownerserve.kv.specs import Coverage
 from ownerserve.kv.units import GIB
-from ownerserve.plan.cost.coefficients import Coefficients
+from ownerserve.plan.cost.prices import Coefficients
 from ownerserve.plan.question import model_state
 from ownerserve.sim.storage.layout import (
     slots_for,

@@ -21,9 +21,8 @@ from ownerserve.kv.registry import build
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.units import format_bytes
 from ownerserve.plan import explain
-from ownerserve.plan.abilities import ENGINES
 from ownerserve.plan.cost.shape import shape_of
-from ownerserve.plan.inputs import Exactness, RestoreQuery
+from ownerserve.plan.inputs import ENGINES, Exactness, RestoreQuery
 from ownerserve.plan.outcome import Explanation
 from ownerserve.plan.question import Held, ask, model_state
 from ownerserve.plan.restore import Planner

@@ -22,32 +22,37 @@ class Row(msgspec.Struct, frozen=True):
     exactness: str
 
 
-def row_of(way: Priced) -> Row:
-    """`way` as a row; `ms` in the order of COLUMNS."""
-    t = way.terms
+def row_of(option: Priced) -> Row:
+    """`option` as a row; `ms` in the order of COLUMNS."""
+    t = option.terms
     ms = (t.queue_ms, t.load_ms, t.recompute_ms, t.stall_ms, t.hbm_ms, t.total_ms, t.hidden_ms)
     return Row(
-        describe(way), way.position, way.computed_tokens, way.moved_bytes, ms, way.exactness.value
+        describe(option),
+        option.position,
+        option.computed_tokens,
+        option.moved_bytes,
+        ms,
+        option.exactness.value,
     )
 
 
-def describe(way: Priced) -> str:
+def describe(option: Priced) -> str:
     """Like "load_global + replay 7,747 + prefill from 92,160": ways of one kind told apart."""
-    text = way.name
-    if way.position > 0:
-        text += f" from {way.position:,}"
-    if way.computed_from < way.position:
-        again = f"replay {way.position - way.computed_from:,}"
-        again += f" after point {way.checkpoint:,}" if way.checkpoint is not None else ""
+    text = option.name
+    if option.position > 0:
+        text += f" from {option.position:,}"
+    if option.computed_from < option.position:
+        again = f"replay {option.position - option.computed_from:,}"
+        again += f" after point {option.checkpoint:,}" if option.checkpoint is not None else ""
         text = text.replace("replay", again)
     return text
 
 
 def summary(plan: RestorePlan) -> str:
     """One line: what is done, what it takes, what it saves, and what decided."""
-    way, t = plan.chosen, plan.chosen.terms
+    option, t = plan.chosen, plan.chosen.terms
     parts = (
-        describe(way),
+        describe(option),
         f"ttft {t.ttft_ms:.1f} ms (queue {t.queue_ms:.1f}, load {t.load_ms:.1f},"
         f" recompute {t.recompute_ms:.1f}, stall {t.stall_ms:.1f}, hidden {t.hidden_ms:.1f})",
         f"memory {t.hbm_ms:.2f} ms",
@@ -60,11 +65,11 @@ def summary(plan: RestorePlan) -> str:
 def notable(explanation: Explanation, *, most: int = 8) -> Sequence[Priced]:
     """The ways worth showing: the cheapest of each kind first, then the cheapest others."""
     kinds: dict[tuple[str, str], Priced] = {}
-    for way in explanation.alternatives:
-        kinds.setdefault((way.name, way.exactness.value), way)
+    for option in explanation.alternatives:
+        kinds.setdefault((option.name, option.exactness.value), option)
     firsts = list(kinds.values())
-    others = [way for way in explanation.alternatives if way not in firsts]
-    return sorted((firsts + others)[:most], key=lambda way: way.terms.total_ms)
+    others = [option for option in explanation.alternatives if option not in firsts]
+    return sorted((firsts + others)[:most], key=lambda option: option.terms.total_ms)
 
 
 def grouped(omitted: Sequence[NotOffered]) -> dict[str, list[int]]:
@@ -84,14 +89,14 @@ def to_data(explanation: Explanation) -> dict[str, object]:
         "decided_by_cost": plan.basis is Basis.COST,
         "reuse_benefit_ms": plan.reuse_benefit_ms,
         "full_prefill_ms": plan.prefill_ttft_ms,
-        "alternatives": [_priced(way) for way in explanation.alternatives],
+        "alternatives": [_priced(option) for option in explanation.alternatives],
         "not_offered": [msgspec.to_builtins(item) for item in explanation.not_offered],
     }
 
 
-def _priced(way: Priced) -> dict[str, object]:
-    data: dict[str, object] = msgspec.to_builtins(way)
-    terms = way.terms
-    data["name"] = describe(way)
+def _priced(option: Priced) -> dict[str, object]:
+    data: dict[str, object] = msgspec.to_builtins(option)
+    terms = option.terms
+    data["name"] = describe(option)
     data["ttft_ms"], data["total_ms"] = terms.ttft_ms, terms.total_ms
     return data

@@ -58,6 +58,25 @@ FULL_ABILITIES = Abilities(
 )
 
 
+HF = msgspec.structs.replace(FULL_ABILITIES, overlap=Overlap.NONE)
+"""The reference engine: everything, but a restore is whole before its first forward."""
+
+VLLM = Abilities(
+    can_replay=False,
+    can_reserve=False,
+    per_group_hit=False,
+    can_insert=False,
+    landing_tier=Tier.HOST,
+    layerwise_send=False,
+    overlap=Overlap.NONE,
+)
+"""vLLM 0.32 on a GPU through our connector: one prefix length for all groups, foreign state lands
+in host memory, nothing is replayed. On a CPU it lands where the engine reads it."""
+
+ENGINES = {"hf": HF, "vllm": VLLM, "ideal": FULL_ABILITIES}
+"""By the name that commands take. `ideal` is no engine of today: it can do all that is planned."""
+
+
 class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     """What the planner needs of a model's geometry.
 

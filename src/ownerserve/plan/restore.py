@@ -23,8 +23,15 @@ from math import inf
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import GIB
 from ownerserve.plan.cost.prices import Prices
-from ownerserve.plan.freight import Carrier, RangeLoads
 from ownerserve.plan.inputs import Abilities, Exactness, ModelState, Point, RestoreQuery
+from ownerserve.plan.load_cost import LoadPricer, RangeLoadCosts
+from ownerserve.plan.options import (
+    PREFILL_ALL,
+    OptionPricer,
+    RestoreOption,
+    restore_options,
+    stages,
+)
 from ownerserve.plan.outcome import Basis, Explanation, NotOffered, Priced, RestorePlan
 from ownerserve.plan.rules import (
     device_hit,
@@ -32,7 +39,6 @@ from ownerserve.plan.rules import (
     why_no_replay,
     why_not_one_length,
 )
-from ownerserve.plan.ways import PREFILL_ALL, Pricer, Way, open_ways, stages
 
 OBSERVABLE_STEP_TOKENS = 512
 """Tokens to compute are compared in steps of this: within one, a pass takes about as long."""
@@ -57,39 +63,43 @@ class Planner:
     def plan(self, query: RestoreQuery, prices: Prices) -> RestorePlan:
         """The way to take."""
         search = _Search(self, query, prices)
-        way = search.best()
-        pricer = self._pricer(query, prices, search.carrier)
+        option = search.best()
+        pricer = self._pricer(query, prices, search.load_pricer)
         if prices.untrusted:
-            rivals = self._rivals(way, query, prices)
+            rivals = self._rivals(option, query, prices)
             if len(rivals) > 1:
                 priced = [pricer.priced(rival) for rival in rivals]
                 chosen = min(priced, key=lambda p: _observable(p, query))
                 return RestorePlan(chosen, Basis.OBSERVABLES, search.prefill_ttft_ms)
-        return RestorePlan(pricer.priced(way), Basis.COST, search.prefill_ttft_ms)
+        return RestorePlan(pricer.priced(option), Basis.COST, search.prefill_ttft_ms)
 
     def explain(self, query: RestoreQuery, prices: Prices) -> Explanation:
         """The same plan with every alternative priced and every omission explained. Slow."""
-        carrier = Carrier(prices, self.abilities, query)
-        covered = RangeLoads(query.spans, carrier).covered
-        pricer = self._pricer(query, prices, carrier)
+        load_pricer = LoadPricer(prices, self.abilities, query)
+        covered = RangeLoadCosts(query.spans, load_pricer).covered
+        pricer = self._pricer(query, prices, load_pricer)
         priced: list[Priced] = []
         omitted: list[NotOffered] = []
-        for way in open_ways(
-            self.model, self.abilities, query=query, covered=covered, carrier=carrier
+        for option in restore_options(
+            self.model, self.abilities, query=query, covered=covered, load_pricer=load_pricer
         ):
-            if isinstance(way, NotOffered):
-                omitted.append(way)
+            if isinstance(option, NotOffered):
+                omitted.append(option)
             else:
-                priced.append(pricer.priced(way))
+                priced.append(pricer.priced(option))
         priced.sort(key=lambda p: p.terms.total_ms)
         return Explanation(self.plan(query, prices), tuple(priced), tuple(omitted))
 
-    def _pricer(self, query: RestoreQuery, prices: Prices, carrier: Carrier) -> Pricer:
-        return Pricer(self.model, self.abilities, query=query, prices=prices, carrier=carrier)
+    def _pricer(self, query: RestoreQuery, prices: Prices, load_pricer: LoadPricer) -> OptionPricer:
+        return OptionPricer(
+            self.model, self.abilities, query=query, prices=prices, load_pricer=load_pricer
+        )
 
-    def _rivals(self, way: Way, query: RestoreQuery, prices: Prices) -> list[Way]:
-        """`way`, and whatever would win if an untrusted estimate were off by its own error."""
-        rivals = [way]
+    def _rivals(
+        self, option: RestoreOption, query: RestoreQuery, prices: Prices
+    ) -> list[RestoreOption]:
+        """`option`, and whatever would win if an untrusted estimate were off by its own error."""
+        rivals = [option]
         for name, error_factor in prices.untrusted.items():
             for factor in (error_factor, 1.0 / error_factor):
                 other = _Search(self, query, prices.scaled(name, factor)).best()
@@ -98,21 +108,21 @@ class Planner:
         return rivals
 
 
-def _observable(way: Priced, query: RestoreQuery) -> tuple[int, int, int]:
+def _observable(option: Priced, query: RestoreQuery) -> tuple[int, int, int]:
     """How a way ranks by what can be seen, without any price."""
-    used = {step.tier for step in way.steps if step.tier is not None}
+    used = {step.tier for step in option.steps if step.tier is not None}
     pending = sum(n for tier, n in query.backlog.tier_bytes.items() if tier in used)
-    return (-(-way.computed_tokens // OBSERVABLE_STEP_TOKENS), way.moved_bytes, pending)
+    return (-(-option.computed_tokens // OBSERVABLE_STEP_TOKENS), option.moved_bytes, pending)
 
 
 class _Search:
-    """One query's search. Prices are those of `ways.Pricer`, inlined to plain floats."""
+    """One query's search. Prices are those of `options.OptionPricer`, inlined to plain floats."""
 
     def __init__(self, planner: Planner, query: RestoreQuery, prices: Prices) -> None:
         model, abilities = planner.model, planner.abilities
         self._model, self._query, self._prices = model, query, prices
-        self.carrier = Carrier(prices, abilities, query)
-        self._loads = RangeLoads(query.spans, self.carrier)
+        self.load_pricer = LoadPricer(prices, abilities, query)
+        self._loads = RangeLoadCosts(query.spans, self.load_pricer)
         self._stages = planner.stages
         self._queue_ms = prices.queue_ms(query.backlog)
         self._load_from_ms = 0.0 if abilities.can_reserve else self._queue_ms
@@ -131,7 +141,7 @@ class _Search:
         self._best = PREFILL_ALL
         self._points_ms: dict[tuple[Tier, int], float] = {}
 
-    def best(self) -> Way:
+    def best(self) -> RestoreOption:
         """The cheapest open way."""
         tokens, points = self._query.tokens, self._query.points
         queue_ms, ms_until = self._queue_ms, self._loads.ms_until
@@ -159,11 +169,11 @@ class _Search:
         """The load of a point's state: most points of a query lie alike, and are priced once."""
         pieces = point.pieces
         if len(pieces) != 1 or pieces[0].ready_ms > 0.0:
-            return self.carrier.point_ms(pieces)
+            return self.load_pricer.point_ms(pieces)
         key = (pieces[0].tier, pieces[0].bytes)
         ms = self._points_ms.get(key)
         if ms is None:
-            ms = self._points_ms[key] = self.carrier.point_ms(pieces)
+            ms = self._points_ms[key] = self.load_pricer.point_ms(pieces)
         return ms
 
     def _balanced(self, first: int) -> int:
@@ -196,7 +206,7 @@ class _Search:
             point_ms = self._point_ms(point)
             if ends_ms + point_ms < self._best_ms:
                 at = point.position
-                self._offer(Way(at, at, point), load_ms + point_ms, compute_ms=tail_ms)
+                self._offer(RestoreOption(at, at, point), load_ms + point_ms, compute_ms=tail_ms)
         if self._replay_tokens is not None:
             self._try_replays(index, tail_ms, load_ms=load_ms)
 
@@ -210,9 +220,9 @@ class _Search:
         start = max(0, at - self._replay_tokens)
         compute_ms = tail_ms + self._again_ms(start, at)
         if self._queue_ms + compute_ms < self._best_ms:
-            self._offer(Way(at, start, None), load_ms, compute_ms=compute_ms)
+            self._offer(RestoreOption(at, start, None), load_ms, compute_ms=compute_ms)
         if self._bounded_tokens is not None and at > self._bounded_tokens:
-            bounded = Way(at, at - self._bounded_tokens, None, Exactness.BOUNDED_REPLAY)
+            bounded = RestoreOption(at, at - self._bounded_tokens, None, Exactness.BOUNDED_REPLAY)
             compute_ms = tail_ms + self._again_ms(bounded.start, at)
             self._offer(bounded, load_ms, compute_ms=compute_ms)
         if self._resuming_dominates:
@@ -223,7 +233,9 @@ class _Search:
                 break
             if not earlier.lacks:
                 all_ms = load_ms + self._point_ms(earlier)
-                self._offer(Way(at, earlier.position, earlier), all_ms, compute_ms=compute_ms)
+                self._offer(
+                    RestoreOption(at, earlier.position, earlier), all_ms, compute_ms=compute_ms
+                )
 
     def _again_ms(self, start: int, floor: int) -> float:
         """What computing [start, floor) again adds to the pass that follows it."""
@@ -232,14 +244,14 @@ class _Search:
         ms = again * (replay.b_ms + replay.c_ms * (start + 0.5 * again))
         return ms + fixed_ms if fixed_ms > 0.0 else ms
 
-    def _offer(self, way: Way, load_ms: float, *, compute_ms: float) -> None:
-        """Keep `way` if it is the best so far."""
-        total_ms = self._total_ms(load_ms, compute_ms, way.position)
+    def _offer(self, option: RestoreOption, load_ms: float, *, compute_ms: float) -> None:
+        """Keep `option` if it is the best so far."""
+        total_ms = self._total_ms(load_ms, compute_ms, option.position)
         if total_ms < self._best_ms:
-            self._best_ms, self._best = total_ms, way
+            self._best_ms, self._best = total_ms, option
 
     def _total_ms(self, load_ms: float, compute_ms: float, position: int) -> float:
-        """Time to the first token and lambda * M_HBM, as Pricer.terms adds them up."""
+        """Time to the first token and lambda * M_HBM, as OptionOptionPricer.terms adds them up."""
         total = self._ttft_ms(load_ms, compute_ms)
         rate = self._query.hbm_ms_per_gib
         return total + rate * self._new_bytes(position) / GIB if rate else total

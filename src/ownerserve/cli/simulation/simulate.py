@@ -20,7 +20,7 @@ from ownerserve.cli.simulation.runners import runner_of, runner_options
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.kv.units import parse_bytes
-from ownerserve.plan.abilities import ENGINES
+from ownerserve.plan.inputs import ENGINES
 from ownerserve.report.simulate_table import (
     Simulated,
     details_table,

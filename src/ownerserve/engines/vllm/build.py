@@ -43,11 +43,10 @@ from ownerserve.node.runtime.stating import speed_statement, tier_statements
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
-from ownerserve.plan.abilities import VLLM
-from ownerserve.plan.cost.compute import Coefficients
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults
-from ownerserve.plan.inputs import Abilities
+from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.inputs import VLLM, Abilities
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.base import CheckpointPolicy
 from ownerserve.plan.swa.full import Full

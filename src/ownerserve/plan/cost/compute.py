@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.plan.cost.coefficients import Coefficients as Coefficients
 from ownerserve.plan.cost.estimate import ErrorTrack
+from ownerserve.plan.cost.prices import Coefficients
 
 CELL_SAMPLES = 8
 REFIT_EVERY = 8

@@ -1,16 +1,35 @@
-"""One moment's prices as plain numbers: what the planner multiplies and adds."""
+"""One moment's prices as plain numbers: what the planner multiplies and adds.
+
+Apart from the fits (plan.cost.compute), so that who only prices need not import numpy.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
 from ownerserve.kv.messages import Tier
-from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.load import LoadTable
 from ownerserve.plan.inputs import Backlog
 
 PREFILL, REPLAY, QUEUE, STEP = "prefill", "replay", "queue", "step"
 """Names of the estimates that are no tier, beside the tiers' own names."""
+
+
+class Coefficients(msgspec.Struct, frozen=True):
+    """The three numbers of a pass, in ms: t = a + b * new + c * new * (prefix + new / 2)."""
+
+    a_ms: float
+    b_ms: float
+    c_ms: float
+
+    def ms(self, new: int, prefix: int) -> float:
+        """Time to compute `new` tokens after `prefix` others; nothing for none."""
+        if new <= 0:
+            return 0.0
+        return self.a_ms + new * (self.b_ms + self.c_ms * (prefix + 0.5 * new))
+
+    def scaled(self, factor: float) -> Coefficients:
+        return Coefficients(self.a_ms * factor, self.b_ms * factor, self.c_ms * factor)
 
 
 class Prices(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """What a simulated engine may do, and which of it no real worker does yet.
 
 Owns the three sets by name. What the node may plan are the records that the engines state
-(plan.abilities); what the router may place is what their workers offer (router.worker). `ideal`
+(plan.inputs); what the router may place is what their workers offer (router.worker). `ideal`
 grants all that is designed: what of that is modelled and not yet built is said wherever a result
 is shown.
 """
@@ -13,8 +13,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from ownerserve.kv.messages import PlacementAction
-from ownerserve.plan.abilities import ENGINES
-from ownerserve.plan.inputs import Abilities
+from ownerserve.plan.inputs import ENGINES, Abilities
 from ownerserve.router.worker import EVERY_ACTION, EVERY_ENGINE
 
 EngineAbilities: TypeAlias = Literal["ideal", "hf", "vllm"]

@@ -54,9 +54,9 @@ from ownerserve.node.vocabulary.events import (
 )
 from ownerserve.node.vocabulary.records import RecordNames, Tip
 from ownerserve.node.vocabulary.settings import NodeSettings
-from ownerserve.plan.cost.coefficients import Coefficients
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.plan.cost.model import CostModel
+from ownerserve.plan.cost.prices import Coefficients
 from ownerserve.plan.inputs import FULL_ABILITIES, Abilities
 from ownerserve.plan.restore import Planner
 from ownerserve.sim.storage.layout import UnitModel, unit_defaults, unit_policy

@@ -19,8 +19,7 @@ from ownerserve.engines.hf.model.runner import ModelRunner
 from ownerserve.kv.artifacts import SALT_BYTES, Identity, Numerics
 from ownerserve.kv.payload import FORMAT
 from ownerserve.node.storage.weights import weight_files_digest
-from ownerserve.plan.abilities import HF
-from ownerserve.plan.inputs import Abilities
+from ownerserve.plan.inputs import HF, Abilities
 
 SLOT_FORMAT = FORMAT
 """How a slot's bytes lie (engines.hf.pools): as the canonical payload does."""

@@ -1,14 +1,14 @@
-"""The ways back that are open to one query, and the price of one of them.
+"""The options open to one query, ways back to its state, and the price of one of them.
 
-    Way          range kept        state from             computed
+    option       range kept        state from             computed
     restore      [0, B)            the point at B         [B, N)
     replay       [0, B)            nothing                [B - R, B) again, [B, N)
     replay       [0, B)            a point at c < B       [c, B) again, [B, N)
     bounded      [0, B)            nothing                [B - W, B) again, [B, N): approximate
     prefill      nothing           nothing                [0, N)
 
-`open_ways` lists all of them, for explaining and for tests; plan.restore finds the cheapest without
-listing. Both price with `Pricer`.
+`restore_options` lists all of them, for explaining and for tests; plan.restore finds the cheapest
+without listing. Both price with `OptionPricer`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import msgspec
 
 from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.kv.units import GIB
-from ownerserve.plan.cost.compute import Coefficients
-from ownerserve.plan.cost.prices import Prices
-from ownerserve.plan.freight import Carrier, Freight, freight_until, share
+from ownerserve.plan.cost.prices import Coefficients, Prices
 from ownerserve.plan.inputs import (
     Abilities,
     Exactness,
@@ -31,6 +29,7 @@ from ownerserve.plan.inputs import (
     Point,
     RestoreQuery,
 )
+from ownerserve.plan.load_cost import LoadBytes, LoadPricer, load_bytes_until, share
 from ownerserve.plan.outcome import NotOffered, Priced, Step, Terms, Why
 from ownerserve.plan.rules import (
     device_hit,
@@ -41,8 +40,8 @@ from ownerserve.plan.rules import (
 )
 
 
-class Way(msgspec.Struct, frozen=True, gc=False):
-    """One way back. `checkpoint` is the point whose state is used; None: no state is."""
+class RestoreOption(msgspec.Struct, frozen=True, gc=False):
+    """One way back to a turn's state, from the point state at `checkpoint`; None: from none."""
 
     position: int
     start: int
@@ -50,21 +49,23 @@ class Way(msgspec.Struct, frozen=True, gc=False):
     exactness: Exactness = Exactness.EXACT
 
 
-PREFILL_ALL = Way(0, 0, None)
+PREFILL_ALL = RestoreOption(0, 0, None)
 
 
-def pass_ms(prefill: Coefficients, replay: Coefficients, way: Way, tokens: int) -> float:
-    """Compute time of a way: replay and prefill run as one pass, so its fixed cost is paid once."""
-    again, new = way.position - way.start, tokens - way.position
-    ms = prefill.a_ms + new * (prefill.b_ms + prefill.c_ms * (way.position + 0.5 * new))
+def pass_ms(
+    prefill: Coefficients, replay: Coefficients, option: RestoreOption, tokens: int
+) -> float:
+    """The compute time of an option. Replay and prefill are one pass with one fixed cost."""
+    again, new = option.position - option.start, tokens - option.position
+    ms = prefill.a_ms + new * (prefill.b_ms + prefill.c_ms * (option.position + 0.5 * new))
     if again > 0:
-        ms += again * (replay.b_ms + replay.c_ms * (way.start + 0.5 * again))
+        ms += again * (replay.b_ms + replay.c_ms * (option.start + 0.5 * again))
         ms += max(0.0, replay.a_ms - prefill.a_ms)
     return ms
 
 
-class Pricer:
-    """Prices single ways in full, for one engine, query and moment."""
+class OptionPricer:
+    """Prices single options in full, for one engine, query and moment."""
 
     def __init__(
         self,
@@ -73,27 +74,27 @@ class Pricer:
         *,
         query: RestoreQuery,
         prices: Prices,
-        carrier: Carrier,
+        load_pricer: LoadPricer,
     ) -> None:
-        """`carrier` is of the same prices, abilities and query."""
+        """`load_pricer` is of the same prices, abilities and query."""
         self._model = model
         self._query = query
         self._prices = prices
-        self._carrier = carrier
+        self._load_pricer = load_pricer
         self._stages = stages(model, abilities)
         self.queue_ms = prices.queue_ms(query.backlog)
         self.load_from_ms = 0.0 if abilities.can_reserve else self.queue_ms
 
-    def _terms(self, way: Way, freight: Freight, hbm_bytes: int) -> Terms:
+    def _terms(self, option: RestoreOption, loads: LoadBytes, hbm_bytes: int) -> Terms:
         """The price by term (picture: plan.outcome).
 
         With a load of l ms in S stages beside c ms of compute, stage i of compute waits for stage i
         of the load: compute may begin after l / S, and ends no earlier than c / S after the load.
         """
-        load = self._carrier.ms(freight)
-        if way.checkpoint is not None:
-            load += self._carrier.point_ms(way.checkpoint.pieces)
-        compute = pass_ms(self._prices.prefill, self._prices.replay, way, self._query.tokens)
+        load = self._load_pricer.ms(loads)
+        if option.checkpoint is not None:
+            load += self._load_pricer.point_ms(option.checkpoint.pieces)
+        compute = pass_ms(self._prices.prefill, self._prices.replay, option, self._query.tokens)
         begin = max(self.queue_ms, self.load_from_ms + load / self._stages)
         end = max(begin + compute, self.load_from_ms + load + compute / self._stages)
         exposed = end - self.queue_ms - compute
@@ -106,42 +107,42 @@ class Pricer:
             max(0.0, load - exposed),
         )
 
-    def _new_hbm_bytes(self, way: Way, moved_bytes: int) -> int:
-        """Device memory that the way newly occupies: all of [0, N) but what it shares."""
-        tokens = self._query.tokens - way.position
+    def _new_hbm_bytes(self, option: RestoreOption, moved_bytes: int) -> int:
+        """Device memory that the option newly occupies: all of [0, N) but what it shares."""
+        tokens = self._query.tokens - option.position
         own = self._model.range_bytes_per_token * tokens + self._model.point_bytes
         return int(own) + moved_bytes
 
-    def priced(self, way: Way) -> Priced:
-        """`way` with its terms and its steps in order."""
-        freight = freight_until(self._query.spans, way.position)
-        moved = freight.moved_bytes
-        hbm_bytes = self._new_hbm_bytes(way, moved)
+    def priced(self, option: RestoreOption) -> Priced:
+        """`option` with its terms and its steps in order."""
+        loads = load_bytes_until(self._query.spans, option.position)
+        moved = loads.moved_bytes
+        hbm_bytes = self._new_hbm_bytes(option, moved)
         at = None
-        steps = self._loads(way)
-        if way.checkpoint is not None:
-            moved += sum(p.bytes for p in way.checkpoint.pieces if p.tier is not Tier.DEVICE)
-            at = way.checkpoint.position
-        steps += self._computes(way)
+        steps = self._loads(option)
+        if option.checkpoint is not None:
+            moved += sum(p.bytes for p in option.checkpoint.pieces if p.tier is not Tier.DEVICE)
+            at = option.checkpoint.position
+        steps += self._computes(option)
         return Priced(
-            way.position,
-            way.start,
+            option.position,
+            option.start,
             at,
-            way.exactness,
-            self._terms(way, freight, hbm_bytes),
+            option.exactness,
+            self._terms(option, loads, hbm_bytes),
             tuple(steps),
-            self._query.tokens - way.start,
+            self._query.tokens - option.start,
             moved,
             hbm_bytes,
         )
 
-    def _loads(self, way: Way) -> list[Step]:
+    def _loads(self, option: RestoreOption) -> list[Step]:
         """Loads in order: range state from 0 on, neighbours of one tier joined, then the point."""
         steps: list[Step] = []
         for span in self._query.spans:
-            if span.start >= way.position:
+            if span.start >= option.position:
                 break
-            end = min(span.end, way.position)
+            end = min(span.end, option.position)
             for piece in span.pieces:
                 count = share(piece, end - span.start, span.end - span.start)
                 last = steps[-1] if steps else None
@@ -152,30 +153,30 @@ class Pricer:
                 else:
                     begin = span.start
                 steps.append(self._load_step(RestoreAction.LOAD_GLOBAL, piece, count, (begin, end)))
-        if way.checkpoint is not None:
-            at = way.checkpoint.position
+        if option.checkpoint is not None:
+            at = option.checkpoint.position
             steps += [
                 self._load_step(RestoreAction.LOAD_POINT, piece, piece.bytes, (at, at))
-                for piece in way.checkpoint.pieces
+                for piece in option.checkpoint.pieces
             ]
         return steps
 
     def _load_step(
         self, action: RestoreAction, piece: Piece, count: int, tokens: tuple[int, int]
     ) -> Step:
-        table = self._carrier.tables.get(piece.tier)
+        table = self._load_pricer.tables.get(piece.tier)
         ms = piece.ready_ms + (table.ms(count) if table is not None else 0.0)
         return Step(action, *tokens, ms=ms, tier=piece.tier, bytes=count)
 
-    def _computes(self, way: Way) -> list[Step]:
+    def _computes(self, option: RestoreOption) -> list[Step]:
         """Compute in order: what is replayed, the tail that was computed once, what is new."""
         prefill, replay, n = self._prices.prefill, self._prices.replay, self._query.tokens
         known = min(self._query.known_tokens, n)
-        is_tail = way.position < known < way.position + self._model.block_tokens
-        tail_end = known if is_tail and way.position > 0 else way.position
+        is_tail = option.position < known < option.position + self._model.block_tokens
+        tail_end = known if is_tail and option.position > 0 else option.position
         parts = [
-            (RestoreAction.REPLAY, way.start, way.position, replay),
-            (RestoreAction.RECOMPUTE_TAIL, way.position, tail_end, prefill),
+            (RestoreAction.REPLAY, option.start, option.position, replay),
+            (RestoreAction.RECOMPUTE_TAIL, option.position, tail_end, prefill),
             (RestoreAction.PREFILL, tail_end, n, prefill),
         ]
         steps = []
@@ -191,9 +192,14 @@ def stages(model: ModelState, abilities: Abilities) -> int:
     return model.layers if abilities.overlap is Overlap.LAYERWISE else 1
 
 
-def open_ways(
-    model: ModelState, abilities: Abilities, *, query: RestoreQuery, covered: int, carrier: Carrier
-) -> Iterator[Way | NotOffered]:
+def restore_options(
+    model: ModelState,
+    abilities: Abilities,
+    *,
+    query: RestoreQuery,
+    covered: int,
+    load_pricer: LoadPricer,
+) -> Iterator[RestoreOption | NotOffered]:
     """Every way that may be offered, and for every other one why it is not."""
     no_replay = why_no_replay(model, abilities)
     no_bounded = why_no_bounded_replay(model, abilities, query)
@@ -204,10 +210,14 @@ def open_ways(
         if out is not None:
             yield NotOffered(at, RestoreAction.LOAD_GLOBAL, out)
             continue
-        why = _why_no_restore(point, carrier)
+        why = _why_no_restore(point, load_pricer)
         if why is None and hit is not None:
             why = why_not_one_length(model, query, point, hit=hit)
-        yield Way(at, at, point) if why is None else NotOffered(at, RestoreAction.LOAD_POINT, why)
+        yield (
+            RestoreOption(at, at, point)
+            if why is None
+            else NotOffered(at, RestoreAction.LOAD_POINT, why)
+        )
         if model.point_bytes == 0:
             continue
         if no_replay is not None:
@@ -215,22 +225,22 @@ def open_ways(
             continue
         assert model.exact_replay_tokens is not None
         start = max(0, at - model.exact_replay_tokens)
-        yield Way(at, start, None)
+        yield RestoreOption(at, start, None)
         yield from (
-            Way(at, earlier.position, earlier)
+            RestoreOption(at, earlier.position, earlier)
             for earlier in query.points[i + 1 :]
-            if earlier.position > start and _why_no_restore(earlier, carrier) is None
+            if earlier.position > start and _why_no_restore(earlier, load_pricer) is None
         )
         if no_bounded is None and model.bounded_replay_tokens is not None:
             if at > model.bounded_replay_tokens:
                 bounded = at - model.bounded_replay_tokens
-                yield Way(at, bounded, None, Exactness.BOUNDED_REPLAY)
+                yield RestoreOption(at, bounded, None, Exactness.BOUNDED_REPLAY)
         elif no_bounded is Why.APPROXIMATE_NOT_ASKED:
             yield NotOffered(at, RestoreAction.REPLAY, no_bounded)
     yield PREFILL_ALL
 
 
-def _why_no_restore(point: Point, carrier: Carrier) -> Why | None:
+def _why_no_restore(point: Point, load_pricer: LoadPricer) -> Why | None:
     if point.lacks:
         return Why.POINT_STATE_MISSING
-    return None if carrier.has_price(point.pieces) else Why.NO_MEDIUM
+    return None if load_pricer.has_price(point.pieces) else Why.NO_MEDIUM

@@ -1,6 +1,6 @@
 """What must be loaded, and how long that takes on one engine at one moment's prices.
 
-`Carrier` turns bytes by tier into ms. `RangeLoads` answers for [0, position) of one query.
+`LoadPricer` turns bytes by tier into ms. `RangeLoadCosts` answers for [0, position) of one query.
 
       spans   │ device │  host  │ host │   disk    │
       books     {}       {h}      {h}    {h, d}       what [0, position) needs, by tier
@@ -20,15 +20,12 @@ from ownerserve.plan.inputs import Abilities, Piece, RestoreQuery, Span
 Book = dict[Tier, int]
 """Bytes to bring, by tier."""
 
-SEVERAL = -1
-"""In a _Part: its span's bytes lie in more than one tier."""
-
-_Part = tuple[float, LoadTable | None, int, int, int, int]
-"""ms of all tiers but the span's own, that one's table and bytes before the span, the span's bytes,
-its start and length."""
+_Part = tuple[float, LoadTable | None, int, int | None, int, int]
+"""ms of all tiers but the span's own, that one's table and bytes before the span, the span's bytes
+(None: they lie in more than one tier), its start and length."""
 
 
-class Freight:
+class LoadBytes:
     """Bytes to bring, those already on their way apart."""
 
     __slots__ = ("late", "now", "ready_ms")
@@ -58,9 +55,9 @@ def share(piece: Piece, used: int, of: int) -> int:
     return -(-piece.bytes * used // of)
 
 
-def freight_until(spans: tuple[Span, ...], position: int) -> Freight:
+def load_bytes_until(spans: tuple[Span, ...], position: int) -> LoadBytes:
     """What of `spans` must be brought for [0, position)."""
-    freight = Freight()
+    loads = LoadBytes()
     for span in spans:
         start, end = span.start, span.end
         if start >= position:
@@ -68,11 +65,11 @@ def freight_until(spans: tuple[Span, ...], position: int) -> Freight:
         for piece in span.pieces:
             whole = end <= position
             count = piece.bytes if whole else share(piece, position - start, end - start)
-            freight.add(piece, count)
-    return freight
+            loads.add(piece, count)
+    return loads
 
 
-class Carrier:
+class LoadPricer:
     """Bytes by tier to ms, for one engine, one moment's prices and one backlog."""
 
     __slots__ = ("_backlog", "tables", "via_host")
@@ -86,16 +83,16 @@ class Carrier:
         """Whether every tier of `pieces` can be priced."""
         return all(piece.tier is Tier.DEVICE or piece.tier in self.tables for piece in pieces)
 
-    def ms(self, freight: Freight) -> float:
+    def ms(self, loads: LoadBytes) -> float:
         """Time until all of it is in place, from when loading may begin.
 
         Tiers load one after another (they share the way into the device). What is still on its way
         comes last: end = max(everything else, ready) + its own load.
         """
-        now_ms = self.book_ms(freight.now)
-        if freight.ready_ms <= 0.0:
+        now_ms = self.book_ms(loads.now)
+        if loads.ready_ms <= 0.0:
             return now_ms
-        return max(now_ms, freight.ready_ms) + self.book_ms(freight.late)
+        return max(now_ms, loads.ready_ms) + self.book_ms(loads.late)
 
     def book_ms(self, book: Book) -> float:
         """Time to load a book's bytes; with a host landing all of them cross to the device too."""
@@ -126,36 +123,36 @@ class Carrier:
                 return table.ms(piece.bytes) + (self.wait_ms(piece.tier) if self._backlog else 0.0)
         if not self.has_price(pieces):
             return inf
-        freight = Freight()
+        loads = LoadBytes()
         for piece in pieces:
-            freight.add(piece, piece.bytes)
-        return self.ms(freight)
+            loads.add(piece, piece.bytes)
+        return self.ms(loads)
 
 
-class RangeLoads:
+class RangeLoadCosts:
     """How long the range state of [0, position) takes to load, for any position of one query."""
 
-    __slots__ = ("_before", "_carrier", "_ends", "_parts", "_spans", "covered")
+    __slots__ = ("_before", "_ends", "_load_pricer", "_parts", "_spans", "covered")
 
-    def __init__(self, spans: tuple[Span, ...], carrier: Carrier) -> None:
-        self._carrier = carrier
+    def __init__(self, spans: tuple[Span, ...], load_pricer: LoadPricer) -> None:
+        self._load_pricer = load_pricer
         self._spans = spans
         self.covered = 0
         """How far range state can be had, from 0."""
-        total = Freight()
+        total = LoadBytes()
         self._ends: list[int] = []
         # Bytes before each span, by tier. None where only a full sum will do: loads under way, a
         # second hop.
         self._before: list[Book] | None = []
         for span in spans:
-            if not carrier.has_price(span.pieces):
+            if not load_pricer.has_price(span.pieces):
                 break
             self._before.append(total.now.copy())
             for piece in span.pieces:
                 total.add(piece, piece.bytes)
             self.covered = span.end
             self._ends.append(span.end)
-        if total.late or carrier.via_host or Tier.DEVICE in total.now:
+        if total.late or load_pricer.via_host or Tier.DEVICE in total.now:
             self._before = None
         self._parts: dict[int, _Part] = {}
 
@@ -164,7 +161,7 @@ class RangeLoads:
         if position <= 0:
             return 0.0
         if self._before is None:
-            return self._carrier.ms(freight_until(self._spans, position))
+            return self._load_pricer.ms(load_bytes_until(self._spans, position))
         at = bisect_left(self._ends, position)
         part = self._parts.get(at)
         if part is None:
@@ -172,25 +169,26 @@ class RangeLoads:
         base_ms, table, own_bytes, piece_bytes, start, length = part
         if table is None:
             return base_ms
-        if piece_bytes < 0:
-            return self._carrier.ms(freight_until(self._spans, position))
+        if piece_bytes is None:
+            return self._load_pricer.ms(load_bytes_until(self._spans, position))
         return base_ms + table.ms(own_bytes - (-piece_bytes * (position - start) // length))
 
     def moved_until(self, position: int) -> int:
         """Bytes of [0, position) that newly come to the device."""
-        return freight_until(self._spans, position).moved_bytes
+        return load_bytes_until(self._spans, position).moved_bytes
 
     def _part(self, at: int, before: Book) -> _Part:
         """What is the same for all positions inside span `at`."""
-        carrier, span = self._carrier, self._spans[at]
-        own_tier, table, own_bytes, base_ms, piece_bytes = None, None, 0, 0.0, 0
+        load_pricer, span = self._load_pricer, self._spans[at]
+        own_tier, table, own_bytes, base_ms = None, None, 0, 0.0
+        piece_bytes: int | None = 0
         if span.pieces:
             own_tier = span.pieces[0].tier
-            piece_bytes = span.pieces[0].bytes if len(span.pieces) == 1 else SEVERAL
-            table, base_ms = carrier.tables[own_tier], carrier.wait_ms(own_tier)
+            piece_bytes = span.pieces[0].bytes if len(span.pieces) == 1 else None
+            table, base_ms = load_pricer.tables[own_tier], load_pricer.wait_ms(own_tier)
         for tier, count in before.items():
             if tier is own_tier:
                 own_bytes = count
             elif count:
-                base_ms += carrier.tables[tier].ms(count) + carrier.wait_ms(tier)
+                base_ms += load_pricer.tables[tier].ms(count) + load_pricer.wait_ms(tier)
         return base_ms, table, own_bytes, piece_bytes, span.start, span.end - span.start
