@@ -146,13 +146,14 @@ def response_alias(scope: Scope, response_id: str) -> SessionId:
 
 def identify(headers: Mapping[bytes, bytes], body: BodyFields, *, scope: Scope) -> Identity:
     """The session of a request from its lower-case identity `headers` and its `body` fields."""
-    if headers:
+    is_said = not IDENTITY_HEADERS.isdisjoint(headers)  # most requests have other headers alone
+    if is_said:
         for name in _SESSION_HEADERS:
             value = headers.get(name)
             if value:
                 return _from_header(name, value.decode("latin-1"), headers=headers, scope=scope)
     found = _from_body(body, scope) if body.spans else ANONYMOUS
-    if headers and found.session is not None and says_final(headers):
+    if is_said and found.session is not None and says_final(headers):
         return msgspec.structs.replace(found, final=True)
     return found
 
