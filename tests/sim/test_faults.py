@@ -17,6 +17,7 @@ from ownerserve.sim.config.setup import Links, SimSetup, Tiers
 from ownerserve.sim.fleet.fleet import SimFleet
 from ownerserve.sim.metrics.rows import MODES, NO_WORKER, SERVED
 from ownerserve.sim.run import simulate
+from ownerserve.sim.timeline.heap import Heap
 from ownerserve.sim.workload import Capped, WorkloadShape
 from tests.support.sim.fleet_driver import MIB, agents, ready, run, setup
 
@@ -177,9 +178,9 @@ def test_the_directory_comes_back_empty_under_a_later_term_and_learns_again() ->
     assert len(fleet.rows) == TRACE.request_count
 
 
-def run_on(fleet: SimFleet, heap: object) -> None:
+def run_on(fleet: SimFleet, heap: Heap) -> None:
     while fleet.is_busy:
-        fleet._heap.run_some(200)
+        heap.run_some(200)
     fleet.check()
 
 

@@ -51,9 +51,9 @@ class Fleet:
         self.until(when_s + SETTLED_S)
 
     def comes(self, unit: RoutingUnit, when_s: float, *, epoch: Epoch | None = None) -> None:
-        self.at(when_s, partial(self._comes, unit, epoch))
+        self.at(when_s, partial(self.came, unit, epoch))
 
-    def _comes(self, unit: RoutingUnit, epoch: Epoch | None, now: float) -> None:
+    def came(self, unit: RoutingUnit, epoch: Epoch | None, now: float) -> None:
         self.ownership.came(S, unit, parent=None, epoch=epoch, now=now)
 
     def leaves(self, unit: RoutingUnit, when_s: float, *, tokens: int = 640) -> None:
@@ -189,7 +189,7 @@ def test_who_hears_of_a_later_epoch_with_a_turn_owns_no_more(fleet: Fleet) -> No
     assert owned is not None
     fleet.comes(W0, 2.0, epoch=owned.epoch)
     assert fleet.standing(W0) == owned
-    fleet.at(3.0, partial(fleet._comes, W0, Epoch(owned.epoch.term, owned.epoch.counter + 1)))
+    fleet.at(3.0, partial(fleet.came, W0, Epoch(owned.epoch.term, owned.epoch.counter + 1)))
     again = fleet.standing(W0)
     assert again is None or again.epoch > owned.epoch
 

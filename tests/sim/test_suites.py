@@ -253,7 +253,7 @@ P95_S = {"other": [40.0, 90.0, 20.0, 60.0]}
 
 
 def _goal_verdicts(results: Results) -> dict[str, Finding]:
-    return {finding.claim: finding for finding in goal._verdicts(results)}
+    return {finding.claim: finding for finding in goal.EXPERIMENTS[0].verdicts(results)}
 
 
 AS_MUCH = "OwnerServe does as much work as the best rival, both without seats"
@@ -329,7 +329,7 @@ def test_each_baseline_fails_in_its_own_way() -> None:
     kept["static_pd"] = _run(success_rate=0.6, ttft_ms={"p50": 7000.0})
     kept["sticky"] = _run(interference_index=5.0)
     kept |= {f"{policy}, calm": _run() for policy in ("static_pd", "sticky", "ear")}
-    verdicts = [one.verdict for one in baselines._verdicts(Results(kept, ORIGINS))]
+    verdicts = [one.verdict for one in baselines.EXPERIMENTS[0].verdicts(Results(kept, ORIGINS))]
     assert verdicts == [
         Verdict.HOLDS,
         Verdict.IN_RANGE,
@@ -338,17 +338,17 @@ def test_each_baseline_fails_in_its_own_way() -> None:
         Verdict.HOLDS,
     ]
     level = {label: _run() for label in kept}
-    verdicts = [one.verdict for one in baselines._verdicts(Results(level, ORIGINS))]
+    verdicts = [one.verdict for one in baselines.EXPERIMENTS[0].verdicts(Results(level, ORIGINS))]
     assert set(verdicts) == {Verdict.FAILS}
 
 
 def test_a_pillar_that_changes_nothing_is_told() -> None:
     kept = {name: _run() for name in pillars.VARIANTS}
-    verdicts = [one.verdict for one in pillars._verdicts(Results(kept, ORIGINS))]
+    verdicts = [one.verdict for one in pillars.EXPERIMENTS[0].verdicts(Results(kept, ORIGINS))]
     assert set(verdicts) == {Verdict.FAILS}
     kept["both (EAR)"] = _run(interference_index=1.0, step_latency_ms={"p95": 500.0})
     kept["migration only"] = _run(cached_token_share=0.5)
-    verdicts = [one.verdict for one in pillars._verdicts(Results(kept, ORIGINS))]
+    verdicts = [one.verdict for one in pillars.EXPERIMENTS[0].verdicts(Results(kept, ORIGINS))]
     assert set(verdicts) == {Verdict.HOLDS}
 
 
@@ -357,18 +357,19 @@ def test_points_on_the_law_hold_and_points_off_it_do_not() -> None:
         kept = {}
         for tools in (0.0, 1.0):
             for rate in coupling.RATES_PER_H:
-                kept[coupling._label("alone", rate, tools)] = {"turn_s": 1.0, "gain": 0.0}
+                kept[coupling.run_label("alone", rate, tools)] = {"turn_s": 1.0, "gain": 0.0}
                 for policy in coupling.POLICIES:
                     own = {"turn_s": factor * 2.0, "gain": 0.5}
-                    kept[coupling._label(policy, rate, tools)] = own
+                    kept[coupling.run_label(policy, rate, tools)] = own
         return Results(kept, ORIGINS)
 
-    assert coupling._law_verdicts(results(1.1))[0].verdict is Verdict.HOLDS
-    assert coupling._law_verdicts(results(4.0))[0].verdict is Verdict.FAILS
+    [law] = [one for one in coupling.EXPERIMENTS if one.name == "002-f8"]
+    assert law.verdicts(results(1.1))[0].verdict is Verdict.HOLDS
+    assert law.verdicts(results(4.0))[0].verdict is Verdict.FAILS
 
 
 def test_spans_of_a_session_never_overlap() -> None:
-    spans = trace._spans([[0.0, 2.0], [1.0, 3.0], [5.0, 6.0]], "tool")
+    spans = trace.spans_of([[0.0, 2.0], [1.0, 3.0], [5.0, 6.0]], "tool")
     assert [(span.kind, span.from_s, span.until_s) for span in spans] == [
         ("turn", 0.0, 2.0),
         ("turn", 2.0, 3.0),

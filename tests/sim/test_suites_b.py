@@ -134,7 +134,7 @@ def test_a_session_slot_goes_whole_and_a_block_alone() -> None:
 
 def test_pinned_slots_refuse_what_released_slots_serve() -> None:
     pinned = simulate(swe(), fleet(cache_policy="pinned-slot"))
-    row = eviction._kept(pinned)
+    row = eviction.measured(pinned)
     assert row["error_rate"] > 0.3
 
 
@@ -142,18 +142,18 @@ def test_pinned_slots_refuse_what_released_slots_serve() -> None:
 
 
 def test_a_hard_cap_starves_who_comes_late() -> None:
-    kept = cliff._kept(slotted(1))
+    kept = cliff.measured(slotted(1))
     assert kept["starved_sessions"] == 0.5  # two slots for four sessions
     assert 0 < kept["fast_share"] < 1
 
 
 def test_without_a_cap_every_session_finds_a_slot() -> None:
-    kept = cliff._kept(slotted(4))
+    kept = cliff.measured(slotted(4))
     assert kept["starved_sessions"] == 0.0
 
 
 def test_the_workers_word_gives_slots_by_room() -> None:
-    kept = cliff._kept(slotted(None))
+    kept = cliff.measured(slotted(None))
     assert 0 < kept["fast_share"] < 1
     assert kept["starved_sessions"] < 1
 

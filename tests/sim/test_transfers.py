@@ -29,7 +29,7 @@ class Pair:
     def _worker(self, index: int, blocks: int) -> SimWorker:
         def machine(worker: SimWorker) -> Machine:
             engine = make_engine(blocks=blocks)
-            return Machine(engine._cache, engine, bare_node(engine._cache, worker))
+            return Machine(engine.cache, engine, bare_node(engine.cache, worker))
 
         nic = duplex(f"nic{index}", Medium(1.0, 64.0))
         return SimWorker(index, self.heap, machine, nic=nic, unit_tokens=U, listener=self)

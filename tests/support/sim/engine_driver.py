@@ -167,7 +167,7 @@ class WorkerDriver:
 
         def machine(worker: SimWorker) -> Machine:
             engine = make()
-            return Machine(engine._cache, engine, bare_node(engine._cache, worker))
+            return Machine(engine.cache, engine, bare_node(engine.cache, worker))
 
         nic = duplex("nic", Medium(1.0, 1000.0))
         self.worker = SimWorker(0, self.heap, machine, nic=nic, unit_tokens=U, listener=self)

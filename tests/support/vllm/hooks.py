@@ -142,6 +142,7 @@ def empty_store(worker: Any) -> int:
     """The store on disk gives up all its records, as it does for others; how many."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+    # From inside an engine there is no other way to the store.
     disk = get_kv_transfer_group()._worker._backing.tiers.tiers[-1]
     return int(disk.core.evict([entry.meta.id for entry in disk.core.index.walk()]))
 

@@ -50,11 +50,11 @@ class Pool:
         first = next(iter(caches.values()))
         self.bytes = torch.empty(0, dtype=torch.uint8, device=first.device)
         self.bytes.set_(first.untyped_storage())  # type: ignore[call-overload]
-        self._dice = torch.Generator().manual_seed(7)
+        self.dice = torch.Generator().manual_seed(7)
 
     def randomise(self) -> None:
         """Every byte of the pool, those of no layer too."""
-        noise = torch.randint(0, 256, self.bytes.shape, generator=self._dice, dtype=torch.uint8)
+        noise = torch.randint(0, 256, self.bytes.shape, generator=self.dice, dtype=torch.uint8)
         self.bytes.copy_(noise)
 
     def tables(self, tokens: int, *, seed: int) -> list[list[int]]:
@@ -190,11 +190,11 @@ def comes_back_in_other_blocks(pool: Pool, folder: Path, position: int) -> None:
     assert all(map(len, truth.values()))
     sources, goals = pool.sources(old, position), pool.goals(new, position)
     assert all(map(pool.shape.is_there, [*sources, *goals]))
-    state = pool._dice.get_state()
+    state = pool.dice.get_state()
     through_a_store(pool, folder, sources, goals, reuse=pool.randomise)
     assert pool.content(new) == truth
     after = pool.bytes.cpu().clone()
-    pool._dice.set_state(state)
+    pool.dice.set_state(state)
     pool.randomise()  # the same bytes as before the load
     changed = pool.bytes.cpu() != after
     assert not (changed & ~pool.theirs(new)).any()

@@ -21,7 +21,6 @@ from ownerserve.engines.vllm.scheduler_side.soft_references import (
     free_blocks,
 )
 from ownerserve.engines.vllm.settings import SoftReference
-from ownerserve.node.retention.soft_references import SoftBlock
 
 TTL_S = 50.0
 
@@ -123,6 +122,7 @@ class Play:
 
     def __init__(self, pool: Any, *, pool_fraction: float = 0.5, softly: bool = True) -> None:
         self.pool = pool
+        self.softly = softly
         self.soft = SoftReferences(
             SoftReference(ttl_s=TTL_S if softly else 0.0, pool_fraction=pool_fraction)
         )
@@ -133,12 +133,7 @@ class Play:
 
     def wished(self) -> set[int]:
         """Free blocks that somebody wishes for."""
-        ledger = self.soft._ledger
-        return {
-            block.block_id
-            for block in self.free()
-            if ledger is not None and ledger.wants(SoftBlock(block.block_id, block.block_hash))
-        }
+        return {block.block_id for block in self.free() if self.soft.wants(block)}
 
     def free(self) -> list[Any]:
         return list(free_blocks(self.pool))
@@ -172,14 +167,14 @@ class Play:
         """`make_room`, and what it may do and may not."""
         before, counts = self.free(), [block.ref_cnt for block in self.pool.blocks]
         wished = self.wished()
-        ledger_blocks = len(self.soft._ledger or ())
+        ledger_blocks = len(self.soft)
         given_up = self.soft.make_room(blocks, self.now, asking=asking)
         after, kept = self.free(), self.wished()
         assert [block.ref_cnt for block in self.pool.blocks] == counts
         assert {block.block_id for block in after} == {block.block_id for block in before}
         others = [block for block in before if block.block_id not in wished]
         assert [b for b in after if b.block_id not in wished] == others, "others keep their order"
-        if blocks <= len(after) and self.soft._settings.ttl_s:
+        if blocks <= len(after) and self.softly:
             assert not kept & {block.block_id for block in after[:blocks]}
             reserve = blocks + ledger_blocks // MOVES_PER_BLOCK
             assert given_up <= max(0, reserve - len(others))
@@ -202,8 +197,8 @@ class Play:
         for block in self.pool.blocks[1:]:
             assert block.ref_cnt == held.get(block.block_id, 0), block
         assert len(self.free()) == len(self.pool.blocks) - 1 - len(held)
-        if self.soft._ledger is not None:
-            self.soft._ledger.check()
+        self.soft.check()
+        if self.softly:
             assert self.soft.status().lost <= self.may_be_lost, "taken, and was not given up"
 
     def _take(self, count: int) -> list[Any]:

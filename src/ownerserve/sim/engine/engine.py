@@ -51,7 +51,7 @@ class SimEngine:
         self.counts = BatchCounts()
         self.pending_tokens = 0
         self.decoding: list[SimSequence] = []
-        self._cache = cache
+        self.cache = cache
         self._pace = pace
         self._limits = limits
         self._unit, self._block = unit_tokens, cache.layout.block_tokens
@@ -179,7 +179,7 @@ class SimEngine:
         for sequence, tokens in self._chunks:
             self._advance(sequence, tokens, ended, now=now)
         for sequence in ended.done:
-            self._cache.finish(sequence.turn_id, now)
+            self.cache.finish(sequence.turn_id, now)
         if ended.done:
             self._starved_room = None
         return ended
@@ -221,7 +221,7 @@ class SimEngine:
         than to where a pool is called short, or shorter: the node looks then. The first one's
         blocks are reserved."""
         steps = min(self._longest_fold, *[sequence.left for sequence in self.decoding])
-        levels, low = self._cache.occupancy, self._cache.pressure.watermarks.low
+        levels, low = self.cache.occupancy, self.cache.pressure.watermarks.low
         spare = levels.blocks.free - low * levels.blocks.capacity
         most = len(self.decoding) * (steps // self._unit // self._block + 2)
         if most > spare:  # else there is room enough wherever they stand
@@ -276,7 +276,7 @@ class SimEngine:
         if running >= self._limits.running or (self._has_preempted and running):
             return False
         starved = self._starved_room
-        return starved is None or self._cache.occupancy.obtainable_blocks() > starved
+        return starved is None or self.cache.occupancy.obtainable_blocks() > starved
 
     def _admit(self, sequence: SimSequence, budget: int, now: float) -> int:
         """Begin the queue's head and plan its first chunk; 0 when it can't begin now: only the
@@ -284,12 +284,12 @@ class SimEngine:
         turn_id, prompt = sequence.turn_id, sequence.prompt
         turn = Turn(turn_id, sequence.turn.name, prompt, sequence.priority, sequence.ttl_s)
         resume = self._hooks.resume(turn.tokens) if self._has_points else None
-        begun = self._cache.begin(turn, now, resume=resume)
+        begun = self.cache.begin(turn, now, resume=resume)
         if isinstance(begun, Refused):
             if begun.reason is Reason.TOO_LONG:
                 self._give_up(sequence)
             else:
-                self._starved_room = self._cache.occupancy.obtainable_blocks()
+                self._starved_room = self.cache.occupancy.obtainable_blocks()
             return 0
         unit, restored = self._unit, begun.restored
         sequence.told, sequence.write_floor = restored, begun.write_floor
@@ -303,13 +303,13 @@ class SimEngine:
         tokens = min(budget, sequence.target - sequence.position)
         upto = -(-(sequence.position + tokens) // unit)
         units = len(turn.tokens) // TOKEN_BYTES - begun.write_floor
-        is_room = -(-units // self._block) <= self._cache.occupancy.obtainable_blocks()
-        if not is_room or isinstance(self._cache.reserve(sequence.turn_id, upto, now), NoRoom):
-            self._cache.abort(sequence.turn_id, now)
+        is_room = -(-units // self._block) <= self.cache.occupancy.obtainable_blocks()
+        if not is_room or isinstance(self.cache.reserve(sequence.turn_id, upto, now), NoRoom):
+            self.cache.abort(sequence.turn_id, now)
             if not self.running and self._room_is_all():
                 self._give_up(sequence)
             else:
-                self._starved_room = self._cache.occupancy.obtainable_blocks()
+                self._starved_room = self.cache.occupancy.obtainable_blocks()
             return 0
         sequence.reserved = max(upto, sequence.reserved)
         if sequence.begun_s < 0.0:
@@ -327,7 +327,7 @@ class SimEngine:
 
     def _room_is_all(self) -> bool:
         """Nothing arrives, nothing is being copied out: no room now is no room ever."""
-        return not sum(self._cache.ingest.counts()) and not self._cache.pressure.locks()
+        return not sum(self.cache.ingest.counts()) and not self.cache.pressure.locks()
 
     def _give_up(self, sequence: SimSequence) -> None:
         """It can never run here: it is out, and the next one may be tried."""
@@ -346,7 +346,7 @@ class SimEngine:
         """Reserve for [0, tokens), preempting from the youngest; False: it was preempted itself."""
         upto = -(-tokens // self._unit)
         while upto > sequence.reserved:
-            if not isinstance(self._cache.reserve(sequence.turn_id, upto, now), NoRoom):
+            if not isinstance(self.cache.reserve(sequence.turn_id, upto, now), NoRoom):
                 sequence.reserved = upto
                 return True
             if self._preempt_youngest(now) is sequence:
@@ -356,7 +356,7 @@ class SimEngine:
     def _reserve(self, sequence: SimSequence, tokens: int, now: float) -> bool:
         """For [0, tokens) of a decode, more than it has, if there is room."""
         upto = -(-tokens // self._unit)
-        if isinstance(self._cache.reserve(sequence.turn_id, upto, now), NoRoom):
+        if isinstance(self.cache.reserve(sequence.turn_id, upto, now), NoRoom):
             return False
         sequence.reserved = upto
         return True
@@ -384,8 +384,8 @@ class SimEngine:
         at, block = sequence.told, self._block
         is_inside = 0 < sequence.position == at * self._unit < sequence.target
         if self._has_points and is_inside and not at % block and at >= sequence.write_floor:
-            self._cache.snapshot(sequence.turn_id, now)
-        self._cache.abort(sequence.turn_id, now)
+            self.cache.snapshot(sequence.turn_id, now)
+        self.cache.abort(sequence.turn_id, now)
         self._at_risk.discard(sequence.turn_id)
         sequence.forget()
         self.counts.preemptions += 1
@@ -442,13 +442,13 @@ class SimEngine:
             for stop in self._stops(sequence, upto):
                 self._seal(sequence, stop, now)
                 if stop >= sequence.write_floor:
-                    self._cache.snapshot(sequence.turn_id, now)
+                    self.cache.snapshot(sequence.turn_id, now)
         self._seal(sequence, upto, now)
 
     def _seal(self, sequence: SimSequence, upto: int, now: float) -> None:
         if upto > sequence.told:
             ids = sequence.units[sequence.told * TOKEN_BYTES : upto * TOKEN_BYTES]
-            self._cache.advance(sequence.turn_id, ids, now)
+            self.cache.advance(sequence.turn_id, ids, now)
             sequence.told = upto
 
     def _stops(self, sequence: SimSequence, upto: int) -> list[int]:
@@ -469,9 +469,9 @@ class SimEngine:
 
     def check(self) -> None:
         """Raise InvariantViolated unless cache, queue and counts agree."""
-        self._cache.check()
+        self.cache.check()
         inside = {s.turn_id for s in (*self.prefilling, *self.decoding)}
-        if inside != set(self._cache.running):
+        if inside != set(self.cache.running):
             raise InvariantViolated("the cache runs other turns than the engine")
         queue = [sequence.order for sequence in self._waiting]
         if queue != sorted(queue):

@@ -162,6 +162,16 @@ class SoftReferences:
         if self._ledger is not None:
             self._ledger.clear()
 
+    def wants(self, block: Block) -> bool:
+        """Whether an idle session wishes for what the block holds now."""
+        ledger = self._ledger
+        return ledger is not None and ledger.wants(SoftBlock(block.block_id, block.block_hash))
+
+    def check(self) -> None:
+        """The wishes agree with themselves. Raises AssertionError."""
+        if self._ledger is not None:
+            self._ledger.check()
+
     def status(self) -> SoftStatus:
         """What idle sessions keep now."""
         if self._ledger is None:

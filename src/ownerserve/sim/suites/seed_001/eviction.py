@@ -50,7 +50,7 @@ def _setup(load: str, scale: Scale, **changes: Any) -> SimSetup:
     return SimSetup(policy="sticky", workers=1, pace=pace, shape=shape, **changes)
 
 
-def _kept(result: Result) -> dict[str, Any]:
+def measured(result: Result) -> dict[str, Any]:
     modes = result.metrics["modes"]
     assert isinstance(modes, dict)
     direct = modes.get("direct_append")
@@ -60,7 +60,7 @@ def _kept(result: Result) -> dict[str, Any]:
 
 def _slot(setup: SimSetup, trace: Trace | None) -> dict[str, Any]:
     assert trace is not None
-    return _kept(simulate(trace, setup, parts=BaselineParts(order=SlotOrder, node=SlotNode)))
+    return measured(simulate(trace, setup, parts=BaselineParts(order=SlotOrder, node=SlotNode)))
 
 
 def _jobs(scale: Scale) -> dict[str, Job]:
@@ -69,9 +69,9 @@ def _jobs(scale: Scale) -> dict[str, Job]:
         jobs[f"{load} {SLOT}"] = Measurement(partial(_slot, _setup(load, scale)), role)
         for order in (*BLOCKS, PINNED):
             setup = _setup(load, scale, cache_policy=order)
-            jobs[f"{load} {order}"] = Simulation(role, setup, _kept)
+            jobs[f"{load} {order}"] = Simulation(role, setup, measured)
         endless = _setup(load, scale, kv_bytes=ENDLESS_BYTES)
-        jobs[f"{load} {ENDLESS}"] = Simulation(role, endless, _kept)
+        jobs[f"{load} {ENDLESS}"] = Simulation(role, endless, measured)
     return jobs
 
 

@@ -71,7 +71,7 @@ def _run(policy: str, scale: Scale, rate_per_h: float, *, tools: float, workers:
     return Simulation("claude_code", setup, course)
 
 
-def _label(policy: str, rate: float, tools: float) -> str:
+def run_label(policy: str, rate: float, tools: float) -> str:
     return f"{policy}, {rate:g} an hour, {'tools' if tools else 'no tools'}"
 
 
@@ -83,11 +83,11 @@ def _jobs(scale: Scale) -> dict[str, Job]:
     jobs: dict[str, Job] = {}
     for tools in (0.0, 1.0):
         for rate in _rates(scale):
-            jobs[_label("alone", rate, tools)] = _run(
+            jobs[run_label("alone", rate, tools)] = _run(
                 "sticky", scale, rate, tools=tools, workers=AMPLE
             )
             for policy in POLICIES:
-                jobs[_label(policy, rate, tools)] = _run(policy, scale, rate, tools=tools)
+                jobs[run_label(policy, rate, tools)] = _run(policy, scale, rate, tools=tools)
     return jobs
 
 
@@ -95,9 +95,9 @@ def _points(results: Results, tools: float) -> dict[str, CoupledPoint]:
     """Runs whose gain is below 1, so that the law has something to say."""
     found = {}
     for rate in _rates(results.scale):
-        alone_s = results[_label("alone", rate, tools)]["turn_s"]
+        alone_s = results[run_label("alone", rate, tools)]["turn_s"]
         for policy in POLICIES:
-            label = _label(policy, rate, tools)
+            label = run_label(policy, rate, tools)
             own = results[label]
             if alone_s and own["gain"] is not None and 0 <= own["gain"] < 1:
                 measured = own["turn_s"] / alone_s
@@ -108,16 +108,16 @@ def _points(results: Results, tools: float) -> dict[str, CoupledPoint]:
 def _factors(results: Results, tools: float) -> dict[str, float]:
     """Wall clock over that of the same sessions by themselves, at the highest rate."""
     rate = _rates(results.scale)[-1]
-    alone = results[_label("alone", rate, tools)]["makespan_s"]
+    alone = results[run_label("alone", rate, tools)]["makespan_s"]
     return {
-        policy: results[_label(policy, rate, tools)]["makespan_s"] / alone for policy in POLICIES
+        policy: results[run_label(policy, rate, tools)]["makespan_s"] / alone for policy in POLICIES
     }
 
 
 def _slowdown(results: Results, policy: str, tools: float) -> float:
     rate = _rates(results.scale)[-1]
-    alone = results[_label("alone", rate, tools)]["turn_s"]
-    return float(results[_label(policy, rate, tools)]["turn_s"] / alone)
+    alone = results[run_label("alone", rate, tools)]["turn_s"]
+    return float(results[run_label(policy, rate, tools)]["turn_s"] / alone)
 
 
 def _law_verdicts(results: Results) -> list[Finding]:

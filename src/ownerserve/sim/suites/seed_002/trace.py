@@ -190,7 +190,7 @@ def _timeline_figures(results: Results) -> list[Drawing]:
     }
     shown = []
     for name, (title, pause) in titles.items():
-        lanes = {lane: _spans(turns, pause) for lane, turns in results[name].items()}
+        lanes = {lane: spans_of(turns, pause) for lane, turns in results[name].items()}
         shown.append(Timeline(title, lanes))
     return [
         Drawing(
@@ -200,7 +200,7 @@ def _timeline_figures(results: Results) -> list[Drawing]:
     ]  # fmt: skip
 
 
-def _spans(turns: list[list[float]], pause: str) -> list[TimelineSpan]:
+def spans_of(turns: list[list[float]], pause: str) -> list[TimelineSpan]:
     spans: list[TimelineSpan] = []
     until_s = 0.0
     for arrived_s, done_s in turns:

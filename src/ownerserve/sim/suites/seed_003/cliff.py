@@ -78,7 +78,7 @@ def _setup(policy: str, scale: Scale, *, prefill: int = 0, sessions: int = ALL) 
     )
 
 
-def _kept(result: Result) -> dict[str, Any]:
+def measured(result: Result) -> dict[str, Any]:
     """The metrics, and how the fast path is spread over sessions."""
     table = result.rows.table()
     later = table[table["position"] > 0]
@@ -114,7 +114,7 @@ def _slots(
         node=SlotNode,
         transfers=pd_transfers(in_flight, backup),
     )
-    return _kept(simulate(trace, setup, parts=parts))
+    return measured(simulate(trace, setup, parts=parts))
 
 
 def _slotted(
@@ -132,7 +132,7 @@ def _slotted(
 
 def _fleet(scale: Scale, policy: str, prefill: int = 0, sessions: int = ALL) -> Simulation:
     setup = _setup(policy, scale, prefill=prefill, sessions=sessions)
-    return Simulation(ROLE, setup, _kept)
+    return Simulation(ROLE, setup, measured)
 
 
 def _name(version: str, prefill: int) -> str:
