@@ -80,7 +80,7 @@ def test_a_refusing_kernel_is_no_error(file, monkeypatch):
     def refuse(_self: object) -> None:
         raise OSError(errno.EPERM, "io_setup")
 
-    monkeypatch.setattr(aio._Context, "__init__", refuse)
+    monkeypatch.setattr(aio.KernelQueue, "__init__", refuse)
     loads = some(fd, 20)
     assert len(dict(ReadQueue().run(loads))) == 20
     assert all(load.into == data[load.offset : load.offset + len(load.into)] for load in loads)
@@ -91,20 +91,20 @@ def test_stopping_early_waits_for_the_kernel(file, monkeypatch, taken):
     """Nothing may be in the air once the buffers are somebody else's."""
     fd, _ = file
     queue, air = ReadQueue(), set[int]()
-    send, reap = aio._Context.send, aio._Context.reap
+    send, reap = aio.KernelQueue.send, aio.KernelQueue.reap
 
-    def sent(self: aio._Context, loads: list[tuple[int, DirectRead]]) -> int:
+    def sent(self: aio.KernelQueue, loads: list[tuple[int, DirectRead]]) -> int:
         count = send(self, loads)
         air.update(tag for tag, _ in loads[:count])
         return count
 
-    def reaped(self: aio._Context) -> list[tuple[int, int]]:
+    def reaped(self: aio.KernelQueue) -> list[tuple[int, int]]:
         found = reap(self)
         air.difference_update(tag for tag, _ in found)
         return found
 
-    monkeypatch.setattr(aio._Context, "send", sent)
-    monkeypatch.setattr(aio._Context, "reap", reaped)
+    monkeypatch.setattr(aio.KernelQueue, "send", sent)
+    monkeypatch.setattr(aio.KernelQueue, "reap", reaped)
     with closing(queue.run(some(fd, 60))) as arrivals:
         for _ in range(taken):
             next(arrivals)
@@ -117,9 +117,9 @@ def test_a_read_error_among_many_is_a_miss_and_no_quarantine(open_disk, samples,
     for number in range(6):
         put(tier, samples.meta(number), samples.payload(number, 100_000))
     order = [4, 0, 2]
-    real, calls = aio._Context.reap, []
+    real, calls = aio.KernelQueue.reap, []
 
-    def failing(self: aio._Context) -> list[tuple[int, int]]:
+    def failing(self: aio.KernelQueue) -> list[tuple[int, int]]:
         calls.append(1)
         return [(tag, -errno.EIO) for tag, _ in real(self)]
 
@@ -127,7 +127,7 @@ def test_a_read_error_among_many_is_a_miss_and_no_quarantine(open_disk, samples,
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(aio._Context, "reap", failing)
+        patch.setattr(aio.KernelQueue, "reap", failing)
         assert samples.read(tier, *order) == [samples.payload(n, 100_000) for n in order]
         patch.setattr(os, "preadv", fail)
         assert samples.read(tier, *order) == MissReason.IO_ERROR

@@ -33,6 +33,7 @@ from ownerserve.store.tiers.placement import OnEviction, Placement, WriteBack, W
 from ownerserve.store.tiers.policy import KindLimits, TierLimits
 from ownerserve.store.tiers.remote import RemoteTier, record_key
 from ownerserve.store.tiers.tiered import TieredStore, spill
+from tests.support.store.samples import bytes_held
 
 LIMITS = TierLimits(KindLimits(4 * MIB, 3600.0), KindLimits(2 * MIB, 60.0))
 TENANT = b"t" * 32
@@ -246,8 +247,7 @@ def test_room_is_reserved_before_it_is_written(tier, samples):
 def test_memory_that_flips_a_bit_is_a_miss(clock, samples):
     tier = MemoryTier(clock, LIMITS)
     put(tier, samples.meta(1), samples.payload(1))
-    held = tier._held[ArtifactKind.RANGE][samples.meta(1).id]
-    memoryview(held.payload.obj).cast("B")[500] ^= 1
+    bytes_held(tier, samples.meta(1).id)[500] ^= 1
     assert samples.read(tier, 1) == "corrupt"
     assert samples.read(tier, 1) == "absent"
 
@@ -376,8 +376,7 @@ def test_bad_copy_on_top_is_covered_by_the_one_below(clock, samples, tmp_path):
     store = TieredStore([memory, DiskTier(tmp_path / "disk", clock, options=options)])
     put(store, samples.meta(1), samples.payload(1))
     spill(store, [samples.meta(1).id])
-    held = memory._held[ArtifactKind.RANGE][samples.meta(1).id]
-    memoryview(held.payload.obj).cast("B")[500] ^= 1
+    bytes_held(memory, samples.meta(1).id)[500] ^= 1
     assert samples.read(store, 1) == [samples.payload(1)]
     assert store.counters["hit_disk"] == 1
     store.close()

@@ -26,6 +26,7 @@ from ownerserve.store.format.model import (
 )
 from ownerserve.store.format.segment import segment_path
 from ownerserve.store.tiers.backend import Reservation, put
+from ownerserve.store.tiers.buffers import BufferPool
 from ownerserve.store.tiers.policy import KindLimits, TierLimits, WriteBudget
 
 
@@ -309,7 +310,7 @@ def test_compaction_moves_what_lives(open_disk, samples):
     gone = [number for number in range(40) if number % 9]
     assert tier.remove([samples.meta(number).id for number in gone]) == len(gone)
     before = len(tier.core.home.segment_numbers())
-    done = collect(tier.core, tier._landing)
+    done = collect(tier.core, BufferPool())
     assert done.segments_compacted >= 2
     assert len(tier.core.home.segment_numbers()) < before
     kept = [number for number in range(40) if number % 9 == 0]

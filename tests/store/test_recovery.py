@@ -18,6 +18,9 @@ from ownerserve.store.format.model import RefusalReason, WriteDone, WriteRefused
 from ownerserve.store.format.segment import Segment, segment_path
 from ownerserve.store.index.reader import Change
 from ownerserve.store.tiers.backend import put
+from ownerserve.store.tiers.buffers import BufferPool
+
+DECODE_1 = header_module.DECODERS[1]
 
 
 def crash(tier: DiskTier, into: Path) -> Path:
@@ -152,7 +155,8 @@ def test_compaction_cut_short_leaves_one_copy(open_disk, samples, tmp_path):
     for number in range(12):
         put(tier, samples.meta(number), samples.payload(number, 150_000))
     entries = list(tier.core.index.walk(segment=1))[:3]
-    drafts = [tier.core.reclaimer._copy(entry, tier.core.keys, tier._landing) for entry in entries]
+    landing = BufferPool()
+    drafts = [tier.core.reclaimer.copy_of(entry, tier.core.keys, landing) for entry in entries]
     tier.core.appender.append(drafts, tier.core.now_ms())  # died before the index heard of it
     again = open_disk(crash(tier, tmp_path / "crashed"))
     assert again.recovery.duplicates == 3
@@ -166,7 +170,7 @@ def test_reads_the_version_before(open_disk, samples, monkeypatch):
 
     def old(data: memoryview) -> header_module.RecordHeader:
         header_module.checked_body(data)
-        return header_module._decode_1(data)
+        return DECODE_1(data)
 
     monkeypatch.setitem(header_module.DECODERS, 0, old)
     with monkeypatch.context() as patch:
@@ -181,14 +185,14 @@ def test_a_newer_versions_record_is_left_alone(open_disk, samples, monkeypatch):
     """After a rollback the newer release's records are misses, not corruption; it may come back."""
     tier = open_disk()
     with monkeypatch.context() as patch:
-        patch.setitem(header_module.DECODERS, 2, header_module._decode_1)
+        patch.setitem(header_module.DECODERS, 2, DECODE_1)
         patch.setattr(header_module, "VERSION", 2)
         put(tier, samples.meta(1), samples.payload(1))
     assert samples.read(tier, 1) == "other_format"
     tier.close()
     tier = open_disk()
     assert tier.core.counters["quarantined"] == 0
-    monkeypatch.setitem(header_module.DECODERS, 2, header_module._decode_1)
+    monkeypatch.setitem(header_module.DECODERS, 2, DECODE_1)
     assert samples.read(tier, 1) == [samples.payload(1)]
 
 

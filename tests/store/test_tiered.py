@@ -46,7 +46,7 @@ from ownerserve.store.tiers.policy import (
 )
 from ownerserve.store.tiers.remote import RemoteTier
 from ownerserve.store.tiers.tiered import TieredStore
-from tests.support.store.samples import Samples
+from tests.support.store.samples import Samples, bytes_held
 
 SMALL = TierLimits(KindLimits(MIB), KindLimits(MIB))
 LARGE = TierLimits(KindLimits(64 * MIB), KindLimits(64 * MIB))
@@ -216,8 +216,7 @@ def test_quota_is_each_tenants_own(rig, samples, clock):
 def test_a_bad_copy_is_not_passed_down(rig, samples, clock):
     r = rig(OnEviction())
     put(r.store, samples.meta(0), size(0))
-    held = r.memory._held[ArtifactKind.RANGE][samples.meta(0).id]
-    memoryview(held.payload.obj).cast("B")[500] ^= 1
+    bytes_held(r.memory, samples.meta(0).id)[500] ^= 1
     for number in range(1, 4):
         clock.advance(1)
         put(r.store, samples.meta(number), size(number))
@@ -331,7 +330,7 @@ class Life(RuleBasedStateMachine):
     def get(self, number: int) -> None:
         got = self.read(number)
         if got is None:
-            moving = {id_ for id_, _ in self.store.moves._moves}
+            moving = self.store.moves.moving
             assert number not in self.truth or meta(number).id in moving
         else:
             assert got == self.truth[number]
@@ -374,7 +373,7 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def written_through_is_below_at_once(self) -> None:
         if hasattr(self, "store") and isinstance(self.policy, WriteThrough):
-            moving = {id_ for id_, _ in self.store.moves._moves}
+            moving = self.store.moves.moving
             for number in self.truth:
                 id_ = meta(number).id
                 below = [tier.find([id_]) for tier in self.store.tiers[1:]]

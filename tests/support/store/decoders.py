@@ -102,7 +102,7 @@ def catalogue_entry(data: bytes) -> None:
 
 def index_row(data: bytes) -> None:
     with suppress(reader.IndexFailed), reader.mapped():
-        reader._decode_meta(data)
+        reader.decode_meta(data)
 
 
 def layout(data: bytes) -> None:

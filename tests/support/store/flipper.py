@@ -32,6 +32,7 @@ from ownerserve.store.tiers.buffers import BufferPool
 from ownerserve.store.tiers.memory import MemoryTier
 from ownerserve.store.tiers.policy import KindLimits, TierLimits
 from ownerserve.store.tiers.remote import RemoteTier, record_key
+from tests.support.store.samples import bytes_held
 
 RECORDS = 64
 UNITS = 4
@@ -67,15 +68,10 @@ def harm(stored: bytearray, other: bytes, how: str, dice: random.Random) -> None
 
 
 def memory_damage(tier: MemoryTier, dice: random.Random) -> Damage:
-    def buffer(number: int) -> memoryview:
-        held = tier._get(meta(number).id)
-        assert held is not None
-        return memoryview(held.payload.obj).cast("B")[: len(held.payload)]  # type: ignore[arg-type]
-
     def damage(number: int, other: int, how: str) -> None:
-        view = buffer(number)
+        view = bytes_held(tier, meta(number).id)
         changed = bytearray(view)
-        harm(changed, bytes(buffer(other)), how, dice)
+        harm(changed, bytes(bytes_held(tier, meta(other).id)), how, dice)
         view[:] = changed
 
     return damage
@@ -155,7 +151,6 @@ def check(
 
 def all_tiers(root: Path, *, reads: int, faults: int, seed: int) -> dict[str, Counter[str]]:
     """Each tier with a third of the reads."""
-    logging.getLogger("ownerserve.store").setLevel(logging.CRITICAL)
     clock, dice = ManualClock(1e9), random.Random(seed)
     memory = MemoryTier(clock, LIMITS)
     disk = DiskTier(root / "disk", clock, options=DiskOptions(limits=LIMITS, segment_bytes=8 * MIB))
@@ -186,6 +181,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    logging.getLogger("ownerserve.store").setLevel(logging.CRITICAL)
     root = scratch()
     try:
         tallies = all_tiers(root, reads=options.reads, faults=options.faults, seed=options.seed)

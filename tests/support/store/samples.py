@@ -43,3 +43,11 @@ class Samples:
         if isinstance(outcome, ReadHit):
             return [bytes(part.data) for part in outcome.parts]
         return str(outcome.reason)
+
+
+def bytes_held(tier: TierBackend, id_: bytes) -> memoryview:
+    """The very bytes that a tier in memory holds of a sound artifact, to write into."""
+    outcome = tier.read([Want(id_)])
+    assert isinstance(outcome, ReadHit)
+    (part,) = outcome.parts
+    return memoryview(part.data.obj).cast("B")[: len(part.data)]

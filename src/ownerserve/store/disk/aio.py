@@ -32,7 +32,7 @@ _libc.syscall.restype = ctypes.c_long
 assert _IOCB.size == 64
 
 
-class _Context:
+class KernelQueue:
     """One kernel queue and the arrays it is talked to with."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class ReadQueue:
     """Kernel queues, one for each thread that is reading now; made at first need, kept."""
 
     def __init__(self) -> None:
-        self._idle: list[_Context] = []
+        self._idle: list[KernelQueue] = []
         self._refused = platform.machine() not in _CALLS
 
     def run(self, reads: Sequence[DirectRead]) -> Generator[tuple[int, int], None, None]:
@@ -109,7 +109,7 @@ class ReadQueue:
         finally:
             self._settle(context, air)
 
-    def _settle(self, context: _Context, air: dict[int, int]) -> None:
+    def _settle(self, context: KernelQueue, air: dict[int, int]) -> None:
         """Wait until the kernel writes nowhere any more."""
         try:
             while air:
@@ -119,7 +119,7 @@ class ReadQueue:
         except OSError:
             context.close()
 
-    def _take(self) -> _Context | None:
+    def _take(self) -> KernelQueue | None:
         if self._refused:
             return None
         try:
@@ -127,7 +127,7 @@ class ReadQueue:
         except IndexError:
             pass
         try:
-            return _Context()
+            return KernelQueue()
         except OSError:
             self._refused = True  # a sandbox, or the machine's queues are all taken
             return None

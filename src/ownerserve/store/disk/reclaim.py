@@ -108,7 +108,7 @@ class Reclaimer:
         size = 0
         for entry in list(self._index.walk(segment=row.number)):
             try:
-                draft = self._copy(entry, keys, landing)
+                draft = self.copy_of(entry, keys, landing)
             except Corrupt as error:
                 on_bad(entry, str(error))
                 continue
@@ -121,7 +121,8 @@ class Reclaimer:
         self.drop_empty()
         return copied
 
-    def _copy(self, entry: IndexEntry, keys: Keys, landing: BufferSource) -> RecordDraft:
+    def copy_of(self, entry: IndexEntry, keys: Keys, landing: BufferSource) -> RecordDraft:
+        """A live record, read into `landing` and verified, to be appended elsewhere."""
         copy = landing.take(entry.stored_bytes)
         segment = self._segments.get(entry.segment)
         read_all(segment, entry.offset, copy)

@@ -332,11 +332,11 @@ class IndexReader:
         self._local = local()
 
 
-_decode_meta = msgspec.msgpack.Decoder(Meta).decode
+decode_meta = msgspec.msgpack.Decoder(Meta).decode
 
 
 def _entry(row: tuple[Any, ...]) -> IndexEntry:
-    return IndexEntry(_decode_meta(row[0]), *row[1:])
+    return IndexEntry(decode_meta(row[0]), *row[1:])
 
 
 @contextmanager

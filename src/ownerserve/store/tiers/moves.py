@@ -51,6 +51,12 @@ class MoveQueue:
         with self._lock:
             return tuple(self._dirty)
 
+    @property
+    def moving(self) -> frozenset[bytes]:
+        """Ids of which a copy is on its way, up or down."""
+        with self._lock:
+            return frozenset(id_ for id_, _ in self._moves)
+
     def owe(self, id_: bytes, tenant: bytes) -> None:
         """Note that a record is on top only and that `settle` is to make its copy."""
         with self._lock:
