@@ -19,7 +19,7 @@ from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.pools.slot_pools import SlotPool
 from ownerserve.kv.descriptor import load_descriptor
 from ownerserve.kv.geometry import Geometry, pool_plans
-from ownerserve.kv.registry import build
+from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.specs import Coverage
 from result import Row, larger_is_better, report, smaller_is_better
@@ -71,16 +71,16 @@ def ours_fit(layout: Layout, memory_bytes: int, tokens: int) -> int:
 def plain(config: dict[str, Any]) -> dict[str, Any]:
     """A config as `packing_vllm` reads it: flat, the layer types spelled out."""
     flat = {**config, **config.get("text_config", {})}
-    flat["layer_types"] = [layer.type for layer in build(config).layers]
+    flat["layer_types"] = [layer.type for layer in build_spec(config).layers]
     return flat
 
 
 def rows(model: str, memory: int, packed: dict[str, Any]) -> list[Row]:
     """Sessions that fit and bytes of one, at every context."""
     config = read_config(find_config(model))
-    information = Geometry.of(build(config))
+    information = Geometry.of(build_spec(config))
     aligned = load_descriptor(ALIGNED[model]) if model in ALIGNED else None
-    geometry = Geometry.of(build(config, aligned))
+    geometry = Geometry.of(build_spec(config, aligned))
     layout = layout_of(geometry)
     sizes = [found["bytes"] for found in packed.values() if "bytes" in found]
     table = []

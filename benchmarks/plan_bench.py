@@ -23,14 +23,14 @@ import msgspec
 
 from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.messages import Tier
-from ownerserve.kv.registry import build
+from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.specs import Role
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.cost.prices import Prices
 from ownerserve.plan.cost.roofline import defaults, find_gpu
 from ownerserve.plan.cost.shape import shape_of
-from ownerserve.plan.inputs import FULL_ABILITIES, Piece, Point, RestoreQuery, Span
+from ownerserve.plan.inputs import FULL_ABILITIES, Piece, Point, RangeSpan, RestoreQuery
 from ownerserve.plan.question import model_state
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.accounting import WriteAccount
@@ -70,7 +70,7 @@ class Worker(msgspec.Struct):
 
 def make_worker() -> Worker:
     config = read_config(find_config(MODEL))
-    spec = build(config)
+    spec = build_spec(config)
     geometry = Geometry.of(spec)
     costs = CostModel(defaults(shape_of(spec, config), find_gpu("H200"), gpus=8))
     rows = sum(s.entry.payload_bytes for s in spec.states if s.role is Role.SWA)
@@ -100,9 +100,9 @@ def query_of(worker: Worker, *, step: int, slowdown: int, lacks: tuple[str, ...]
     end = POINTS * step
     half, most = end // 2, end * 3 // 4
     spans = (
-        Span(0, half),
-        Span(half, most, (Piece(Tier.HOST, (most - half) * token_bytes),)),
-        Span(most, end, (Piece(Tier.DISK, (end - most) * token_bytes),)),
+        RangeSpan(0, half),
+        RangeSpan(half, most, (Piece(Tier.HOST, (most - half) * token_bytes),)),
+        RangeSpan(most, end, (Piece(Tier.DISK, (end - most) * token_bytes),)),
     )
     pieces = () if lacks else (Piece(Tier.DISK, worker.size.point_bytes * slowdown),)
     points = tuple(Point(i * step, pieces, lacks) for i in range(POINTS, 0, -1))
@@ -206,7 +206,7 @@ def restore(
     points = [Point(at, piece) for at in held]
     if not held or held[0] != boundary:
         points.insert(0, Point(boundary, (), ("point",)))
-    spans = (Span(0, boundary, (Piece(Tier.DISK, geometry.range_bytes(boundary)),)),)
+    spans = (RangeSpan(0, boundary, (Piece(Tier.DISK, geometry.range_bytes(boundary)),)),)
     query = RestoreQuery(tokens=tokens, spans=spans, points=tuple(points), known_tokens=shared)
     started = time.thread_time()
     chosen = worker.planner.plan(query, worker.prices).chosen

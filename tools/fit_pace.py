@@ -28,7 +28,7 @@ from rich.console import Console
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry
-from ownerserve.kv.registry import build
+from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.sim.engine.pace import FOLDER, TIMES, PaceFile
 from ownerserve.sim.engine.pace_fit import Fitted, MeasuredStep, fit_steps, read_steps
@@ -191,7 +191,7 @@ GRID = {
 def grid(deployment: Deployment) -> Iterator[tuple[int, int, int, int]]:
     """(new, prefix, batch, context) that the tables cover and the memory holds."""
     model = deployment.model
-    geometry = Geometry.of(build(read_config(find_config(model.config))))
+    geometry = Geometry.of(build_spec(read_config(find_config(model.config))))
     room = deployment.kv_bytes_total
     low, high = model.odd_lengths
     for new in GRID["new"]:

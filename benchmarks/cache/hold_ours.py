@@ -10,8 +10,8 @@ from cache.serve import serve
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, NoRoom, Turn
-from ownerserve.cache.policies import POLICIES
-from ownerserve.cache.policies.base import Policy
+from ownerserve.cache.policies import EVICTION_POLICIES
+from ownerserve.cache.policies.base import EvictionPolicy
 from ownerserve.cache.policies.cost_aware import CostAware
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import pack
@@ -27,10 +27,10 @@ PLACEHOLDER = (1 << 32) - 1
 """A prompt's unfinished last block; it is never advanced."""
 
 
-def policy_of(name: str) -> Policy:
+def policy_of(name: str) -> EvictionPolicy:
     if name == CostAware.name:  # its positions are blocks here
         return CostAware(context_tokens=65_536 / 64)
-    return POLICIES[name]()
+    return EVICTION_POLICIES[name]()
 
 
 class Ours:

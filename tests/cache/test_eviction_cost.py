@@ -7,7 +7,7 @@ from typing import ClassVar
 from ownerserve.cache.policies.base import Candidate, Key
 from ownerserve.cache.policies.cost_aware import CostAware
 from ownerserve.cache.pools.evictor import LOOK_TAILS
-from ownerserve.cache.pressure import Dropped, Spill, Watermarks
+from ownerserve.cache.pressure import EvictedState, Spill, Watermarks
 from ownerserve.kv.ids import SessionId
 from tests.support.cache.cache_driver import DENSE, Driver, blocks_of
 
@@ -34,7 +34,7 @@ def test_a_run_asks_for_the_keys_of_what_it_evicts() -> None:
     cache.pressure.watermarks = Watermarks(low=0.02, high=0.2, idle_s=1.0, spills=8, tier="disk")
     Counting.asked = 0
     spill, dropped = cache.pressure.relieve(driver.now + 100.0)
-    assert isinstance(spill, Spill) and isinstance(dropped, Dropped)
+    assert isinstance(spill, Spill) and isinstance(dropped, EvictedState)
     assert len(spill.points) == 8 and dropped.points == 2 * (COUNT // 5 - 8)
     # Of each that goes: asked as it goes, as its second component is offered and goes, and for the
     # aging of the order. Asking all of them would take 400.

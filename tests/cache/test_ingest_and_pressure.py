@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from ownerserve.cache.counters import Lost
+from ownerserve.cache.counters import LossCause
 from ownerserve.cache.hetero import parts_of
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import (
     Arrival,
     Begun,
+    CacheRefusal,
+    CacheRefused,
     Inserted,
     NoRoom,
-    Reason,
-    Refused,
     Replay,
-    Reserved,
+    SlotsReserved,
     Turn,
 )
-from ownerserve.cache.pressure import Checkpoint, Dropped, Spill, Watermarks
+from ownerserve.cache.pressure import Checkpoint, EvictedState, Spill, Watermarks
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.prefix import HashedPrefix, hash_prefix
 from tests.support.cache.cache_driver import HYBRID, B, Driver, blocks_of
 
 
-def arrive(driver: Driver, tokens: bytes, points: tuple[int, ...] = ()) -> Reserved:
+def arrive(driver: Driver, tokens: bytes, points: tuple[int, ...] = ()) -> SlotsReserved:
     got = driver.arrive(tokens, points)
-    assert isinstance(got, Reserved), got
+    assert isinstance(got, SlotsReserved), got
     return got
 
 
@@ -50,7 +50,7 @@ def test_only_what_is_missing_is_fetched() -> None:
 def test_a_wrong_digest_is_a_miss_and_frees_the_slots() -> None:
     driver = Driver()
     got = arrive(driver, blocks_of(1, 2), (B,))
-    assert driver.land(got.ticket, b"other") == Refused(Reason.DIGEST_MISMATCH)
+    assert driver.land(got.ticket, b"other") == CacheRefused(CacheRefusal.DIGEST_MISMATCH)
     assert driver.check_match(blocks_of(1, 2)).range_tokens == 0
     assert driver.cache.occupancy.blocks.used == 0 and driver.cache.counters.quarantined == 1
 
@@ -58,7 +58,7 @@ def test_a_wrong_digest_is_a_miss_and_frees_the_slots() -> None:
 def test_a_wrong_prefix_hash_never_gets_slots() -> None:
     driver = Driver()
     other = Arrival(blocks_of(1), hash_prefix(blocks_of(2), B)[-1], b"digest")
-    assert driver.cache.ingest.reserve(other, 0.0) == Refused(Reason.PREFIX_MISMATCH)
+    assert driver.cache.ingest.reserve(other, 0.0) == CacheRefused(CacheRefusal.PREFIX_MISMATCH)
 
 
 def test_what_was_hashed_here_is_not_hashed_again_and_vouches_for_its_own_tokens_only() -> None:
@@ -67,13 +67,13 @@ def test_what_was_hashed_here_is_not_hashed_again_and_vouches_for_its_own_tokens
     hashed = HashedPrefix(B)
     hashed.grow(blocks_of(1, 2, 3))
     right = Arrival(blocks_of(1, 2), hashed.digests[1], b"digest", hashed=hashed)
-    assert isinstance(driver.cache.ingest.reserve(right, 0.0), Reserved)
+    assert isinstance(driver.cache.ingest.reserve(right, 0.0), SlotsReserved)
     longer = Arrival(blocks_of(1, 2), hashed.digests[2], b"digest", hashed=hashed)
     other = Arrival(blocks_of(4), hashed.digests[0], b"digest", hashed=hashed)
     for wrong in (longer, other):
-        assert driver.cache.ingest.reserve(wrong, 0.0) == Refused(Reason.PREFIX_MISMATCH)
+        assert driver.cache.ingest.reserve(wrong, 0.0) == CacheRefused(CacheRefusal.PREFIX_MISMATCH)
     honest = Arrival(blocks_of(4), hash_prefix(blocks_of(4), B)[-1], b"digest", hashed=hashed)
-    assert isinstance(driver.cache.ingest.reserve(honest, 0.0), Reserved)
+    assert isinstance(driver.cache.ingest.reserve(honest, 0.0), SlotsReserved)
     ragged = Arrival(blocks_of(1, tail=1), PrefixHash(b""), b"digest")
     with pytest.raises(InvalidInput, match="whole blocks"):
         driver.cache.ingest.reserve(ragged, 0.0)
@@ -96,7 +96,7 @@ def test_slots_of_a_lost_writer_stay_on_hold_until_it_is_quiet() -> None:
     assert snapshot(driver.cache, 0.0).pools["main"].held == 3
     assert isinstance(driver.arrive(blocks_of(4, 5)), NoRoom)
     driver.cache.ingest.quiet(got.ticket)
-    assert isinstance(driver.arrive(blocks_of(4, 5)), Reserved)
+    assert isinstance(driver.arrive(blocks_of(4, 5)), SlotsReserved)
     with pytest.raises(InvalidInput, match="not on hold"):
         driver.cache.ingest.quiet(got.ticket)
 
@@ -147,7 +147,7 @@ def test_watermarks_evict_in_one_run() -> None:
     runs = driver.cache.counters.evictions
     directives = driver.cache.pressure.relieve(0.0)
     driver.check()
-    assert any(isinstance(d, Dropped) and d.blocks == 10 for d in directives)
+    assert any(isinstance(d, EvictedState) and d.blocks == 10 for d in directives)
     assert driver.cache.counters.evictions == runs + 1
     assert driver.cache.pressure.relieve(0.0) == ()
 
@@ -186,7 +186,7 @@ def test_a_run_that_can_free_nothing_is_not_repeated_until_something_changes() -
     assert not pressure.is_due and pressure.relieve(0.0) == ()
     driver.finish("1")
     assert pressure.is_due
-    assert Dropped(4, 0) in pressure.relieve(0.0)
+    assert EvictedState(4, 0) in pressure.relieve(0.0)
 
 
 def test_what_is_being_copied_out_is_not_evicted_twice_over() -> None:
@@ -199,7 +199,9 @@ def test_what_is_being_copied_out_is_not_evicted_twice_over() -> None:
     assert isinstance(spill, Spill) and len(spill.points) == 4
     assert pressure.relieve(100.0) == (), "the room is on its way"
     pressure.spilled(spill.ticket)
-    assert pressure.relieve(100.0) == (Dropped(0, 8),), "4 of each component, and no second spill"
+    assert pressure.relieve(100.0) == (EvictedState(0, 8),), (
+        "4 of each component, and no second spill"
+    )
     gone = [not driver.cache.match(p.prefix).points[0].lacks for p in spill.points]
     assert not any(gone), "what has a copy went"
     assert snapshot(driver.cache, 0.0).counters.evicted_points == {"swa": 4, "overlap": 4}
@@ -215,7 +217,7 @@ def test_a_spill_that_fails_is_followed_by_a_plain_eviction() -> None:
     [spill] = pressure.relieve(100.0)
     assert isinstance(spill, Spill)
     pressure.spill_failed(spill.ticket)
-    assert pressure.relieve(100.0) == (Dropped(0, 4),)
+    assert pressure.relieve(100.0) == (EvictedState(0, 4),)
     counters = snapshot(driver.cache, 0.0).counters
     assert (counters.failed_spills, counters.spilled_points, counters.relief_runs) == (1, 0, 2)
 
@@ -270,5 +272,5 @@ def test_fragmentation_and_losses_are_reported() -> None:
     driver.finish("1")
     driver.evict(2)
     lost = snapshot(driver.cache, 0.0).counters.points_lost
-    assert lost[Lost.RANGE_EVICTED] == 1
+    assert lost[LossCause.RANGE_EVICTED] == 1
     assert HYBRID.boundary_at_or_before(2 * B + 3) == 2 * B

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ownerserve.cache.outcomes import Begun, NoRoom
-from ownerserve.cache.policies import POLICIES
-from ownerserve.cache.policies.base import Policy
+from ownerserve.cache.policies import EVICTION_POLICIES
+from ownerserve.cache.policies.base import EvictionPolicy
 from ownerserve.cache.policies.cost_aware import CostAware
 from ownerserve.cache.policies.fifo import Fifo
 from ownerserve.cache.policies.lfu import Lfu
@@ -18,10 +18,10 @@ from ownerserve.cache.policies.tail_latency import TailLatency
 from ownerserve.kv.ids import SessionId, TurnId
 from tests.support.cache.cache_driver import DENSE, B, Driver, blocks_of
 
-ALL = sorted(POLICIES)
+ALL = sorted(EVICTION_POLICIES)
 
 
-def filled(policy: Policy, sessions: str = "abc", length: int = 4) -> Driver:
+def filled(policy: EvictionPolicy, sessions: str = "abc", length: int = 4) -> Driver:
     """Idle conversations without a session, one second apart, first `a`."""
     driver = Driver(DENSE, blocks=40, policy=policy)
     for number, name in enumerate(sessions):
@@ -44,7 +44,7 @@ def left(driver: Driver, names: str = "abc") -> list[int]:
 
 @pytest.mark.parametrize("name", ALL)
 def test_frees_just_what_is_asked(name: str) -> None:
-    driver = filled(POLICIES[name]())
+    driver = filled(EVICTION_POLICIES[name]())
     for count in (1, 1, 2, 5):
         before = sum(left(driver))
         driver.evict(count)
@@ -53,7 +53,7 @@ def test_frees_just_what_is_asked(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_never_takes_a_running_turns_path(name: str) -> None:
-    driver = filled(POLICIES[name]())
+    driver = filled(EVICTION_POLICIES[name]())
     assert isinstance(driver.begin("live", prompt("a") + blocks_of(1)), Begun)
     driver.evict(1000)
     assert left(driver) == [4, 0, 0]
@@ -61,7 +61,7 @@ def test_never_takes_a_running_turns_path(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_all_that_no_turn_or_pin_holds_can_go(name: str) -> None:
-    driver = filled(POLICIES[name]())
+    driver = filled(EVICTION_POLICIES[name]())
     driver.evict(1000)
     assert left(driver) == [0, 0, 0]
     assert driver.cache.occupancy.blocks.used == 0
@@ -69,7 +69,7 @@ def test_all_that_no_turn_or_pin_holds_can_go(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_prefix_outlives_what_hangs_on_it(name: str) -> None:
-    driver = Driver(DENSE, blocks=40, policy=POLICIES[name]())
+    driver = Driver(DENSE, blocks=40, policy=EVICTION_POLICIES[name]())
     for number in range(4):
         driver.turn(str(number), blocks_of(1, 2, 10 + number))
     for gone in range(1, 5):
@@ -81,7 +81,7 @@ def test_a_prefix_outlives_what_hangs_on_it(name: str) -> None:
 def test_the_same_calls_choose_the_same_victims(name: str) -> None:
     runs = []
     for _ in range(2):
-        driver = filled(POLICIES[name]())
+        driver = filled(EVICTION_POLICIES[name]())
         driver.evict(5)
         runs.append(left(driver))
     assert runs[0] == runs[1]
@@ -106,7 +106,7 @@ def test_fifo_ignores_use() -> None:
     assert left(driver) == [0, 4, 4]
 
 
-def hybrid(policy: Policy) -> Driver:
+def hybrid(policy: EvictionPolicy) -> Driver:
     driver = Driver(policy=policy, points=12)
     for number, name in enumerate("abc"):
         driver.now = float(number)
@@ -115,7 +115,7 @@ def hybrid(policy: Policy) -> Driver:
 
 
 @pytest.mark.parametrize("policy", [Lfu, Slru])
-def test_lfu_and_slru_keep_what_was_used_again(policy: type[Policy]) -> None:
+def test_lfu_and_slru_keep_what_was_used_again(policy: type[EvictionPolicy]) -> None:
     driver = hybrid(policy())
     driver.now = 5.0
     driver.turn("again", prompt("a") + blocks_of(0, tail=1))
@@ -201,7 +201,7 @@ def test_blocks_that_restore_nothing_go_first() -> None:
 # -- sglang issue #27024 -----------------------------------------------------------------------
 
 
-def idle_sessions_fill_the_pool(policy: Policy) -> Driver:
+def idle_sessions_fill_the_pool(policy: EvictionPolicy) -> Driver:
     driver = Driver(DENSE, blocks=12, policy=policy)
     for name in "abc":
         driver.turn(name, prompt(name), session=name)
@@ -224,7 +224,7 @@ def test_pinned_slots_deadlock() -> None:
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "pinned-slot"])
 def test_no_other_policy_deadlocks(name: str) -> None:
-    driver = idle_sessions_fill_the_pool(POLICIES[name]())
+    driver = idle_sessions_fill_the_pool(EVICTION_POLICIES[name]())
     for session in "abcd":
         driver.now += 1.0
         driver.turn("next " + session, prompt(session) + blocks_of(1), session=session)

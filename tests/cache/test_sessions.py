@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from ownerserve.cache.hetero import parts_of
-from ownerserve.cache.outcomes import DEFAULT_TTL_S, Append, Begun, Install, Reason, Refused
+from ownerserve.cache.outcomes import (
+    DEFAULT_TTL_S,
+    Append,
+    Begun,
+    CacheRefusal,
+    CacheRefused,
+    Install,
+)
 from ownerserve.cache.policies.session_reference import SessionReference
 from ownerserve.cache.sessions import FORGET_CHECK_S
 from ownerserve.kv.errors import InvalidInput
@@ -47,7 +54,7 @@ def test_an_append_after_its_blocks_went_must_send_the_whole_prompt() -> None:
     driver = Driver()
     driver.turn("1", blocks_of(1, 2, 3), session="a")
     driver.evict(1)
-    assert driver.append("2", "a", blocks_of(4)) == Refused(Reason.POINT_GONE)
+    assert driver.append("2", "a", blocks_of(4)) == CacheRefused(CacheRefusal.POINT_GONE)
     assert isinstance(driver.begin("2", blocks_of(1, 2, 3, 4), session="a"), Begun)
 
 
@@ -55,11 +62,11 @@ def test_appends_to_unknown_sessions_and_old_versions_are_refused() -> None:
     driver = Driver()
     cache = driver.cache
     call = Append(TurnId("1"), NOBODY, 1, blocks_of(1))
-    assert cache.append(call, 0.0) == Refused(Reason.UNKNOWN_SESSION)
+    assert cache.append(call, 0.0) == CacheRefused(CacheRefusal.UNKNOWN_SESSION)
     driver.turn("1", blocks_of(1), session="a")
     driver.turn("2", blocks_of(1, 2), session="a")
     stale = Append(TurnId("3"), A, 1, blocks_of(3))
-    assert cache.append(stale, 0.0) == Refused(Reason.STALE_VERSION)
+    assert cache.append(stale, 0.0) == CacheRefused(CacheRefusal.STALE_VERSION)
 
 
 def test_a_soft_reference_orders_eviction_until_its_ttl() -> None:
@@ -231,7 +238,7 @@ def test_a_session_that_never_was_here_stands_at_what_is_resident() -> None:
     driver = Driver()
     driver.turn("1", blocks_of(1, 2, 3))
     assert driver.install("a", 4, blocks_of(1, 2, 7, 8))
-    assert driver.append("2", "a", blocks_of(6)) == Refused(Reason.POINT_GONE)
+    assert driver.append("2", "a", blocks_of(6)) == CacheRefused(CacheRefusal.POINT_GONE)
     assert driver.install("a", 5, blocks_of(1, 2, 3))
     assert isinstance(driver.append("3", "a", blocks_of(6)), Begun)
 

@@ -8,11 +8,11 @@ from ownerserve.cache.hetero import HeteroCache, parts_of
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import (
     Begun,
+    CacheRefusal,
+    CacheRefused,
     NoRoom,
-    Point,
-    Reason,
-    Refused,
     Replay,
+    RestorablePoint,
     Restore,
     Turn,
 )
@@ -47,7 +47,7 @@ def test_a_branch_without_point_state_is_reported_with_its_lack() -> None:
     driver.turn("1", blocks_of(1, 2, 3, 4, 5, 6))
     found = driver.check_match(blocks_of(1, 2, 3, 7))
     assert found.range_tokens == 3 * B
-    assert found.points == (Point(3 * B, ("swa", "overlap")),)
+    assert found.points == (RestorablePoint(3 * B, ("swa", "overlap")),)
     assert driver.turn("2", blocks_of(1, 2, 3, 7)).restored == 0
 
 
@@ -92,7 +92,7 @@ def test_restore_at_a_point_that_has_gone_is_refused_and_changes_nothing() -> No
     driver = Driver()
     driver.turn("1", blocks_of(1, 2, 3, 4))
     gone = driver.begin("2", blocks_of(1, 2, 3, 4, 5), resume=Restore(2 * B))
-    assert gone == Refused(Reason.POINT_GONE)
+    assert gone == CacheRefused(CacheRefusal.POINT_GONE)
     there = driver.begin("2", blocks_of(1, 2, 3, 4, 5), resume=Restore(3 * B))
     assert isinstance(there, Begun) and there.restored == 3 * B
 
@@ -104,7 +104,9 @@ def test_a_resume_that_the_tree_can_not_give_is_refused() -> None:
     # points at 2 and 4 blocks; none at 3, nothing behind 4
     for resume in (Restore(3 * B), Restore(5 * B), Replay(B, 5 * B), Replay(3 * B, 2 * B)):
         prompt = blocks_of(1, 2, 3, 4, 5, 6)
-        assert driver.begin("3", prompt, resume=resume) == Refused(Reason.POINT_GONE), resume
+        assert driver.begin("3", prompt, resume=resume) == CacheRefused(CacheRefusal.POINT_GONE), (
+            resume
+        )
     begun = driver.begin("3", blocks_of(1, 2, 3, 4, 5, 6), resume=Restore(2 * B))
     assert isinstance(begun, Begun) and begun.restored == 2 * B
 
@@ -178,7 +180,7 @@ def test_no_room_is_all_or_nothing() -> None:
 
 def test_a_prompt_that_can_never_fit_is_refused() -> None:
     driver = Driver(DENSE, blocks=2)
-    assert driver.begin("1", blocks_of(1, 2, 3)) == Refused(Reason.TOO_LONG)
+    assert driver.begin("1", blocks_of(1, 2, 3)) == CacheRefused(CacheRefusal.TOO_LONG)
 
 
 @pytest.mark.parametrize("tokens", [b"", b"\0\0\0"])
@@ -243,7 +245,7 @@ def test_a_chunked_prefill_can_be_retried() -> None:
     driver = Driver()
     driver.begin("1", blocks_of(1, 2, 3, 4), session="a")
     driver.prefill("1", upto=2 * B)
-    assert driver.begin("1", blocks_of(1, 2, 3, 4)) == Refused(Reason.TURN_IS_LIVE)
+    assert driver.begin("1", blocks_of(1, 2, 3, 4)) == CacheRefused(CacheRefusal.TURN_IS_LIVE)
     driver.abort("1")
     again = driver.begin("1", blocks_of(1, 2, 3, 4), session="a")
     assert isinstance(again, Begun) and again.restored == 2 * B

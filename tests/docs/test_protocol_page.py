@@ -8,7 +8,7 @@ from typing import get_args
 
 from ownerserve.directory.messages import Request as DirectoryRequest
 from ownerserve.kv.wire.rpc import Cancel
-from ownerserve.kv.wire.rpc import Request as NodeRequest
+from ownerserve.kv.wire.rpc import RpcRequest as NodeRequest
 
 ROOT = Path(__file__).parents[2]
 TEST = re.compile(r"`(\w[\w/]*/test_\w+\.py)(?:::(test_\w+))?`")

@@ -526,7 +526,7 @@ CASES = list(CUT) if os.environ.get("OWNERSERVE_ALL_CUTS") else IN_CI
 
 def test_every_wire_has_its_row() -> None:
     types = [f"directory {_tag(one)}" for one in get_args(ask.Request)]
-    types += [f"node {_tag(one)}" for one in (*get_args(rpc.Request), rpc.Cancel)]
+    types += [f"node {_tag(one)}" for one in (*get_args(rpc.RpcRequest), rpc.Cancel)]
     for kind, record in (("turn", TurnLine), ("answer", AnswerLine), ("status", ProfileStatement)):
         types += [f"{kind} {field}" for field in record.__struct_fields__]
     types += ["status unit", "status load", "inventory"]

@@ -9,7 +9,7 @@ import pytest
 
 from ownerserve.kv.descriptor import load_descriptor
 from ownerserve.kv.geometry import Geometry
-from ownerserve.kv.registry import build
+from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import find_config, read_config
 
 
@@ -25,6 +25,6 @@ def geometry() -> Callable[..., Geometry]:
 
     def make(name: str, kv: str | None = None, block_tokens: int | None = None) -> Geometry:
         descriptor = None if kv is None else load_descriptor(kv)
-        return Geometry.of(build(read_config(find_config(name)), descriptor), block_tokens)
+        return Geometry.of(build_spec(read_config(find_config(name)), descriptor), block_tokens)
 
     return make

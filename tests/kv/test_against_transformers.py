@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from ownerserve.kv.descriptor import load_descriptor  # noqa: E402
 from ownerserve.kv.geometry import Geometry  # noqa: E402
-from ownerserve.kv.registry import build  # noqa: E402
+from ownerserve.kv.registry import build_spec  # noqa: E402
 from ownerserve.kv.registry.source import example_names  # noqa: E402
 from ownerserve.kv.specs import Ring, Role  # noqa: E402
 
@@ -80,7 +80,7 @@ def test_transformers_normal_form_gives_the_same_spec(example, name):
     config = example(name)
     fields = {key: value for key, value in config.items() if key != "model_type"}
     normal = transformers.AutoConfig.for_model(config["model_type"], **fields).to_dict()
-    assert build(normal).digest() == build(config).digest()
+    assert build_spec(normal).digest() == build_spec(config).digest()
 
 
 @pytest.mark.parametrize("tokens", [64, 75])
@@ -94,7 +94,7 @@ def test_a_cache_holds_as_many_bytes_as_the_spec_says(model_type, tokens):
     with torch.no_grad():
         ids = torch.arange(tokens)[None] % 64
         model(input_ids=ids, past_key_values=cache, use_cache=True)
-    geometry = Geometry.of(build(config.to_dict(), load_descriptor("fp32")))
+    geometry = Geometry.of(build_spec(config.to_dict(), load_descriptor("fp32")))
     held = geometry.range_bytes(tokens) + geometry.point_bytes + waiting(geometry, tokens)
     assert cache_bytes(cache) == held + slack(geometry, config)
 

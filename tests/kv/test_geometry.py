@@ -11,7 +11,7 @@ from ownerserve.kv.descriptor import NAMED, KvDescriptor
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry, block_unit, pool_plans
 from ownerserve.kv.messages import RestoreAction
-from ownerserve.kv.registry import build
+from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import example_names, find_config, read_config
 from ownerserve.kv.specs import Coverage, Role
 
@@ -53,7 +53,9 @@ def test_blocks_add_up_to_the_context(name):
     assert points == geometry.point_bytes <= geometry.fixed_bytes_per_sequence
 
 
-GEOMETRY = {name: Geometry.of(build(read_config(find_config(name)))) for name in example_names()}
+GEOMETRY = {
+    name: Geometry.of(build_spec(read_config(find_config(name)))) for name in example_names()
+}
 
 
 @settings(max_examples=30)
@@ -74,7 +76,7 @@ class TestDigest:
     """Equal digests mean: artifacts can be converted into each other."""
 
     def digest(self, name="deepseek-v4-pro", kv=V4):
-        return build(read_config(find_config(name)), kv).digest()
+        return build_spec(read_config(find_config(name)), kv).digest()
 
     @pytest.mark.parametrize(
         "layout",
@@ -104,8 +106,8 @@ class TestDigest:
 
 def test_lookahead_widens_live_state_only():
     config = read_config(find_config("qwen3-next-80b"))
-    plain = Geometry.of(build(config))
-    wide = Geometry.of(build(config, KvDescriptor(lookahead_tokens=2)))
+    plain = Geometry.of(build_spec(config))
+    wide = Geometry.of(build_spec(config, KvDescriptor(lookahead_tokens=2)))
     assert wide.point_bytes == plain.point_bytes
     conv, state = 36 * 8192 * 2, 36 * 32 * 128 * 128 * 4
     extra = wide.fixed_bytes_per_sequence - plain.fixed_bytes_per_sequence

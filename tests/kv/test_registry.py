@@ -8,7 +8,7 @@ import pytest
 
 from ownerserve.kv.descriptor import NAMED, IndexFormat, KvDescriptor, load_descriptor
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.registry import BY_MODEL_TYPE, FAMILIES, build
+from ownerserve.kv.registry import BY_MODEL_TYPE, FAMILIES, build_spec
 from ownerserve.kv.registry.source import example_names, find_config, read_config
 from ownerserve.kv.specs import Role
 
@@ -18,13 +18,15 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
 
 @pytest.mark.parametrize("name", example_names())
 def test_every_shipped_example_is_read(example, name):
-    spec = build(example(name))
+    spec = build_spec(example(name))
     assert spec.layers
     assert [layer.index for layer in spec.layers] == list(range(len(spec.layers)))
 
 
 def test_every_family_has_a_shipped_example(example):
-    assert {build(example(name)).family for name in example_names()} == {f.name for f in FAMILIES}
+    assert {build_spec(example(name)).family for name in example_names()} == {
+        f.name for f in FAMILIES
+    }
 
 
 def test_every_default_descriptor_exists():
@@ -37,25 +39,27 @@ def test_both_v4_spellings_give_one_spec(example):
     types = {0: SLIDING, 4: CSA, 128: HCA}
     config["layer_types"] = [types[ratio] for ratio in ratios[: config["num_hidden_layers"]]]
     config["compress_rates"] = {CSA: 4, HCA: 128}
-    spec = build(config)
-    assert spec.layers == build(example("deepseek-v4-flash")).layers
-    assert spec.digest() == build(example("deepseek-v4-flash")).digest()
-    assert build({**config, "compress_ratios": ratios}).layers == spec.layers
+    spec = build_spec(config)
+    assert spec.layers == build_spec(example("deepseek-v4-flash")).layers
+    assert spec.digest() == build_spec(example("deepseek-v4-flash")).digest()
+    assert build_spec({**config, "compress_ratios": ratios}).layers == spec.layers
 
 
 def test_glm_index_schedules_agree(example):
     config = example("glm-5.2")
     kinds = config["indexer_types"]
     pattern = "".join("F" if kind == "full" else "S" for kind in kinds)
-    by_types = build({**example("glm-5"), "indexer_types": kinds})
-    by_pattern = build({**example("glm-5"), "index_topk_pattern": pattern})
-    by_frequency = build({**example("glm-5"), "index_topk_freq": 4, "index_skip_topk_offset": 3})
-    assert by_types.layers == by_pattern.layers == by_frequency.layers == build(config).layers
+    by_types = build_spec({**example("glm-5"), "indexer_types": kinds})
+    by_pattern = build_spec({**example("glm-5"), "index_topk_pattern": pattern})
+    by_frequency = build_spec(
+        {**example("glm-5"), "index_topk_freq": 4, "index_skip_topk_offset": 3}
+    )
+    assert by_types.layers == by_pattern.layers == by_frequency.layers == build_spec(config).layers
     assert by_types.layers[4].index_source == 2
 
 
 def test_v41_layers_read_the_source_before_them(example):
-    layers = build(example("deepseek-v4.1-flash")).layers
+    layers = build_spec(example("deepseek-v4.1-flash")).layers
     assert [layers[i].kv_source for i in (0, 2, 3, 13, 14, 19, 20, 39)] == [
         None, None, 2, 8, None, 14, None, 20,
     ]  # fmt: skip
@@ -71,32 +75,32 @@ def test_v41_layers_read_the_source_before_them(example):
 def test_gemma4_shared_layers_own_nothing(example):
     config = example("gemma-4-31b")
     config["text_config"]["num_kv_shared_layers"] = 12
-    layers = build(config).layers
+    layers = build_spec(config).layers
     assert all(not layer.states for layer in layers[48:])
     assert (layers[48].kv_source, layers[59].kv_source) == (46, 47)
     assert layers[47].states[0].entry.payload_bytes == 2 * 4 * 512 * 2
 
 
 def test_kimi_layers_count_from_one(example):
-    layers = build(example("kimi-linear-48b")).layers
+    layers = build_spec(example("kimi-linear-48b")).layers
     assert [layer.index for layer in layers if layer.type == "mla"] == [3, 7, 11, 15, 19, 23, 26]
 
 
 def test_draft_layers_are_not_the_models_own(example):
     config = example("deepseek-v4-flash")
     config["compress_ratios"] = config["compress_ratios"][:43]
-    assert len(build(config).layers) == 43
+    assert len(build_spec(config).layers) == 43
 
 
 def test_the_engine_decides_ssm_precision_before_the_config(example):
     config = example("qwen3.5-35b-a3b")
     config["text_config"]["mamba_ssm_dtype"] = "bfloat16"
-    state = next(s for s in build(config).states if s.role is Role.RECURRENT)
+    state = next(s for s in build_spec(config).states if s.role is Role.RECURRENT)
     assert state.entry.payload_bytes == 32 * 128 * 128 * 2
-    spec = build(config, load_descriptor("fp32"))
+    spec = build_spec(config, load_descriptor("fp32"))
     assert next(s for s in spec.states if s.role is Role.RECURRENT) == state
     forced = KvDescriptor(ssm=NAMED["bf16-ssm-bf16"].ssm)
-    assert next(s for s in build(config, forced).states if s.role is Role.RECURRENT) == state
+    assert next(s for s in build_spec(config, forced).states if s.role is Role.RECURRENT) == state
 
 
 def change(name, **fields):
@@ -216,7 +220,7 @@ def change(name, **fields):
 )
 def test_a_config_it_cannot_read_is_refused_by_field(config, names):
     with pytest.raises(InvalidInput) as caught:
-        build(config)
+        build_spec(config)
     for name in names:
         assert name in str(caught.value)
     assert caught.value.mend
@@ -224,7 +228,7 @@ def test_a_config_it_cannot_read_is_refused_by_field(config, names):
 
 def test_latent_layouts_need_latents(example):
     with pytest.raises(InvalidInput, match="--kv"):
-        build(example("llama-3.1-8b"), load_descriptor("fp8_ds_mla"))
+        build_spec(example("llama-3.1-8b"), load_descriptor("fp8_ds_mla"))
 
 
 class TestDescriptors:

@@ -17,16 +17,16 @@ from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     NO_NONCE,
     Admit,
-    Answer,
     Commit,
     Committed,
     Probe,
     Reject,
     Release,
     Released,
-    Request,
     Reserve,
     Reserved,
+    RpcAnswer,
+    RpcRequest,
     Seed,
     Status,
     StatusIs,
@@ -147,14 +147,14 @@ class Desk:
         self.admission = admission
         self.is_alive = True
 
-    def __call__(self, request: Request) -> Future[Answer]:
+    def __call__(self, request: RpcRequest) -> Future[RpcAnswer]:
         if not self.is_alive:
             raise RuntimeError("the engine has stopped")
-        answer: Future[Answer] = Future()
+        answer: Future[RpcAnswer] = Future()
         answer.set_result(self.answer(request))
         return answer
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: RpcRequest) -> RpcAnswer:
         match request:
             case Probe(wanted):
                 return probe_seed(wanted, self.admission.standing(LEVELS, 0.0))

@@ -27,11 +27,11 @@ from ownerserve.kv.wire.framed import FramedClient
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     MAX_FRAME_BYTES,
-    Answer,
     Reject,
     Release,
     Released,
-    Request,
+    RpcAnswer,
+    RpcRequest,
     decode_answer,
     encode,
 )
@@ -69,8 +69,8 @@ def key(tmp_path: Path) -> FleetKey:
     return drawn(tmp_path, "fleet.key")
 
 
-def released(request: Request) -> Future[Answer]:
-    future: Future[Answer] = Future()
+def released(request: RpcRequest) -> Future[RpcAnswer]:
+    future: Future[RpcAnswer] = Future()
     future.set_result(Released())
     return future
 

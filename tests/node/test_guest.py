@@ -8,7 +8,15 @@ from itertools import count
 import pytest
 
 from ownerserve.cache.layout import Component, Layout
-from ownerserve.cache.outcomes import Arrival, Inserted, Match, Point, Reason, Refused, Reserved
+from ownerserve.cache.outcomes import (
+    Arrival,
+    CacheRefusal,
+    CacheRefused,
+    Inserted,
+    Match,
+    RestorablePoint,
+    SlotsReserved,
+)
 from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
@@ -87,12 +95,12 @@ class EngineBlocks:
     def match(self, turn_id: TurnId, tokens: Packed) -> Match | Later:
         if self.hit is None:
             return Later()
-        return Match(self.hit, (Point(self.hit),) if self.hit else ())
+        return Match(self.hit, (RestorablePoint(self.hit),) if self.hit else ())
 
     def shortage(self, blocks: int) -> None:
         """The engine does not say."""
 
-    def reserve(self, turn_id: TurnId, arrival: Arrival, now: float) -> Reserved | Later:
+    def reserve(self, turn_id: TurnId, arrival: Arrival, now: float) -> SlotsReserved | Later:
         if not self.has_blocks:
             return Later()
         assert self.hit is not None
@@ -100,12 +108,12 @@ class EngineBlocks:
         self.open[ticket] = arrival
         end = len(arrival.tokens) // TOKEN_BYTES
         points = {at: {"swa": at} for at in arrival.points}
-        return Reserved(ticket, self.hit, tuple(range(self.hit // B, end // B)), points)
+        return SlotsReserved(ticket, self.hit, tuple(range(self.hit // B, end // B)), points)
 
-    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | Refused:
+    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | CacheRefused:
         arrival = self.open.pop(ticket)
         if digest != arrival.digest:
-            return Refused(Reason.DIGEST_MISMATCH)
+            return CacheRefused(CacheRefusal.DIGEST_MISMATCH)
         return Inserted(len(arrival.tokens) // TOKEN_BYTES, 0)
 
     def abort(self, ticket: int) -> None:

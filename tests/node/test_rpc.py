@@ -16,7 +16,6 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     MAX_FRAME_BYTES,
-    Answer,
     Cancel,
     Cancelled,
     Commit,
@@ -25,9 +24,10 @@ from ownerserve.kv.wire.rpc import (
     Reject,
     Release,
     Released,
-    Request,
     Reserve,
     Reserved,
+    RpcAnswer,
+    RpcRequest,
     Seed,
     Status,
     StatusIs,
@@ -49,12 +49,12 @@ class BusyEngine:
     """Takes requests as an engine in a long step does: nothing is looked at until `step`."""
 
     def __init__(self) -> None:
-        self.inbox: SimpleQueue[tuple[Request, Future[Answer]]] = SimpleQueue()
-        self.done: list[Request] = []
+        self.inbox: SimpleQueue[tuple[RpcRequest, Future[RpcAnswer]]] = SimpleQueue()
+        self.done: list[RpcRequest] = []
         self.numbers = 0
 
-    def call(self, request: Request) -> Future[Answer]:
-        answer: Future[Answer] = Future()
+    def call(self, request: RpcRequest) -> Future[RpcAnswer]:
+        answer: Future[RpcAnswer] = Future()
         self.inbox.put((request, answer))
         return answer
 
@@ -66,7 +66,7 @@ class BusyEngine:
                 self.done.append(request)
                 answer.set_result(self.answer(request))
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: RpcRequest) -> RpcAnswer:
         match request:
             case Status():
                 return StatusIs(HUGE)
@@ -86,10 +86,10 @@ class Line:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
 
-    def say(self, number: int, request: Request | Cancel, *, nonce: int = 0) -> None:
+    def say(self, number: int, request: RpcRequest | Cancel, *, nonce: int = 0) -> None:
         self.socket.send_multipart([number.to_bytes(8, "big"), encode(request, nonce)])
 
-    def hears(self, within_s: float = SOON_S) -> tuple[int, Answer | Cancelled]:
+    def hears(self, within_s: float = SOON_S) -> tuple[int, RpcAnswer | Cancelled]:
         assert self.socket.poll(int(within_s * 1000)), "no answer"
         number, data = self.socket.recv_multipart()
         return int.from_bytes(number, "big"), decode_answer(data)
@@ -181,7 +181,7 @@ def test_a_repeated_request_is_done_once_and_has_one_answer(
 
 @pytest.mark.parametrize("word", [Release(1), Commit(1)])
 def test_a_word_is_carried_out_however_long_the_step_before_it_takes(
-    engine: BusyEngine, server: RpcServer, line: Line, word: Request
+    engine: BusyEngine, server: RpcServer, line: Line, word: RpcRequest
 ) -> None:
     """A place that a release was sent for must not stay taken: nobody says it again."""
     line.say(1, word)

@@ -16,14 +16,14 @@ from ownerserve.plan.benefit import (
     range_benefit,
 )
 from ownerserve.plan.cost.model import CostModel
-from ownerserve.plan.inputs import Piece, Point, RestoreQuery, Span
+from ownerserve.plan.inputs import Piece, Point, RangeSpan, RestoreQuery
 from ownerserve.plan.restore import Planner
 
 
 def held(tier: Tier) -> RestoreQuery:
     return RestoreQuery(
         tokens=92_918,
-        spans=(Span(0, 92_160, (Piece(tier, 92_160 * 5511),)),),
+        spans=(RangeSpan(0, 92_160, (Piece(tier, 92_160 * 5511),)),),
         points=(Point(92_160, (Piece(tier, 5_140_000),)),),
     )
 
@@ -62,7 +62,7 @@ def test_a_point_that_a_slow_tier_holds_is_worth_nothing(
 ) -> None:
     planner = Planner(world.v4_pro, world.serial)
     slow = RestoreQuery(
-        tokens=1024, spans=(Span(0, 640),), points=(Point(640, (Piece(Tier.REMOTE, 10**9),)),)
+        tokens=1024, spans=(RangeSpan(0, 640),), points=(Point(640, (Piece(Tier.REMOTE, 10**9),)),)
     )
     assert point_benefit(planner, slow, costs.prices(), position=640).is_low
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import Tier
-from ownerserve.kv.registry import build
+from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.plan.cost.compute import ComputeFit, fit
-from ownerserve.plan.cost.estimate import ErrorTrack, Source
+from ownerserve.plan.cost.estimate import ErrorTrack, EstimateSource
 from ownerserve.plan.cost.events import Loaded, Prefilled, Replayed, Waited
 from ownerserve.plan.cost.load import NODE_BYTES, Medium, TierLoad
 from ownerserve.plan.cost.model import CostModel, Defaults
@@ -140,14 +140,14 @@ def test_more_bytes_never_take_less(seen: list[tuple[int, float]], sizes: list[i
 
 def test_an_estimate_says_where_it_comes_from(costs: CostModel) -> None:
     before = costs.load(Tier.DISK, 1 << 20)
-    assert (before.source, before.samples) == (Source.DEFAULT, 0)
+    assert (before.source, before.samples) == (EstimateSource.DEFAULT, 0)
     costs.observe(Loaded(Tier.DISK, 1 << 20, 2.0 * before.ms))
     after = costs.load(Tier.DISK, 1 << 20)
-    assert (after.source, after.samples) == (Source.MEASURED, 1)
+    assert (after.source, after.samples) == (EstimateSource.MEASURED, 1)
     assert after.ms == pytest.approx(2.0 * before.ms)
     assert after.relative_error == pytest.approx(1.0)
-    assert costs.sources()["disk"] is Source.MEASURED
-    assert costs.sources()["host"] is Source.DEFAULT
+    assert costs.sources()["disk"] is EstimateSource.MEASURED
+    assert costs.sources()["host"] is EstimateSource.DEFAULT
 
 
 def test_a_replay_is_priced_as_a_prefill_until_replays_were_seen(costs: CostModel) -> None:
@@ -224,7 +224,7 @@ def test_roofline_defaults_are_near_the_operator_tables(
     model: str, gpus: int, parameters: float | None, times: list[int], within: float
 ) -> None:
     config = read_config(find_config(model))
-    shape = shape_of(build(config), config, active_parameters=parameters)
+    shape = shape_of(build_spec(config), config, active_parameters=parameters)
     prefill = defaults(shape, find_gpu("H200"), gpus=gpus).prefill
     for (new, prefix), ms in zip(PASSES, times, strict=True):
         ratio = prefill.ms(new, prefix) / ms
@@ -233,7 +233,7 @@ def test_roofline_defaults_are_near_the_operator_tables(
 
 def test_a_slower_gpu_is_priced_slower() -> None:
     config = read_config(find_config("qwen3-30b-a3b"))
-    shape = shape_of(build(config), config)
+    shape = shape_of(build_spec(config), config)
     h20, h200 = (defaults(shape, find_gpu(name)) for name in ("H20", "h200"))
     assert h20.prefill.ms(8192, 0) == pytest.approx(6.68 * h200.prefill.ms(8192, 0), rel=0.06)
     assert find_gpu("rtx-pro_6000").name == "RTX PRO 6000"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ownerserve.kv.messages import Tier
-from ownerserve.plan.inputs import Piece, Point, RestoreQuery, Span, check_query
+from ownerserve.plan.inputs import Piece, Point, RangeSpan, RestoreQuery, check_query
 from ownerserve.plan.residency import PointRow, RangeRow, points_of, spans_of
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
@@ -18,9 +18,9 @@ def test_a_position_counts_only_where_every_component_can_be_had() -> None:
         RangeRow("csa_main", 512, 768, HOST, 2560),
     ]
     assert spans_of(rows, BOTH) == (
-        Span(0, 256),
-        Span(256, 512, (Piece(DISK, 1024),)),
-        Span(512, 768, (Piece(HOST, 2560), Piece(DISK, 1024))),
+        RangeSpan(0, 256),
+        RangeSpan(256, 512, (Piece(DISK, 1024),)),
+        RangeSpan(512, 768, (Piece(HOST, 2560), Piece(DISK, 1024))),
     )
 
 
@@ -32,8 +32,8 @@ def test_the_nearest_copy_is_taken_and_a_load_under_way_counts_from_where_it_lan
         RangeRow("dense", 256, 512, DEVICE, 1000, ready_ms=7.0),
     ]
     assert spans_of(rows, ("dense",)) == (
-        Span(0, 256, (Piece(HOST, 1000),)),
-        Span(256, 512, (Piece(DEVICE, 1000, 7.0),)),
+        RangeSpan(0, 256, (Piece(HOST, 1000),)),
+        RangeSpan(256, 512, (Piece(DEVICE, 1000, 7.0),)),
     )
 
 
@@ -44,7 +44,7 @@ def test_neighbours_of_one_tier_join_and_a_hole_ends_it_all() -> None:
         RangeRow("dense", 640, 768, DEVICE, 128),
         RangeRow("other", 512, 640, HOST, 128),
     ]
-    assert spans_of(rows, ("dense",)) == (Span(0, 512, (Piece(HOST, 512),)),)
+    assert spans_of(rows, ("dense",)) == (RangeSpan(0, 512, (Piece(HOST, 512),)),)
     assert spans_of([], ("dense",)) == ()
 
 

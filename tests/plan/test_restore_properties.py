@@ -29,8 +29,8 @@ from ownerserve.plan.inputs import (
     Overlap,
     Piece,
     Point,
+    RangeSpan,
     RestoreQuery,
-    Span,
 )
 from ownerserve.plan.restore import Planner
 from tests.support.examples import examples
@@ -116,7 +116,7 @@ class Draw:
         spans, edge = [], 0
         for _ in range(int(self.rng.integers(0, 6))):
             end = edge + int(self.rng.integers(1, 40)) * BLOCK
-            spans.append(Span(edge, end, self.pieces(1000.0 * (end - edge))))
+            spans.append(RangeSpan(edge, end, self.pieces(1000.0 * (end - edge))))
             edge = end
         places = max(edge // BLOCK, 1) + self.one_of(0, 3)
         chosen = self.rng.choice(places, size=min(places, self.one_of(1, 4, 12)), replace=False)
@@ -319,8 +319,8 @@ def test_explaining_and_planning_agree(
 ) -> None:
     at = tuple(Point(i * 1024, (Piece(Tier.DISK, 5_140_000),)) for i in range(points, 0, -1))
     spans = (
-        Span(0, 512 * points),
-        Span(512 * points, 1024 * points, (Piece(Tier.HOST, 512 * points * 5511),)),
+        RangeSpan(0, 512 * points),
+        RangeSpan(512 * points, 1024 * points, (Piece(Tier.HOST, 512 * points * 5511),)),
     )
     query = RestoreQuery(tokens=1024 * points + 758, spans=spans, points=at)
     explained = Planner(world.v4_pro, world.full).explain(query, costs.prices())

@@ -18,8 +18,8 @@ from ownerserve.plan.inputs import (
     ModelState,
     Piece,
     Point,
+    RangeSpan,
     RestoreQuery,
-    Span,
     check_query,
 )
 from ownerserve.plan.outcome import Basis, Why
@@ -37,7 +37,7 @@ def actions(planner: Planner, query: RestoreQuery, costs: CostModel) -> list[str
 def branch(position: int, tokens: int) -> RestoreQuery:
     """Global KV is on the device up to `position`; nobody kept point state there."""
     return RestoreQuery(
-        tokens=tokens, spans=(Span(0, position),), points=(Point(position, (), MISSING),)
+        tokens=tokens, spans=(RangeSpan(0, position),), points=(Point(position, (), MISSING),)
     )
 
 
@@ -83,7 +83,7 @@ def test_gemma_from_a_slow_tier_is_prefilled_since_its_replay_is_dearer(
     world: SimpleNamespace, costs: CostModel
 ) -> None:
     # 60,000 tokens: 4.9 GB of global KV to load and still 53,196 tokens to replay.
-    spans = (Span(0, 60_000, (Piece(REMOTE, 60_000 * 81_920),)),)
+    spans = (RangeSpan(0, 60_000, (Piece(REMOTE, 60_000 * 81_920),)),)
     query = RestoreQuery(tokens=60_500, spans=spans, points=(Point(60_000, (), ("swa",)),))
     planner = Planner(world.gemma, world.serial)
     assert actions(planner, query, costs) == ["prefill"]
@@ -109,7 +109,7 @@ def test_no_replay_is_offered_by_an_engine_that_cannot(
 def test_recurrent_state_is_never_replayed(world: SimpleNamespace, costs: CostModel) -> None:
     query = RestoreQuery(
         tokens=65_000,
-        spans=(Span(0, 64_000),),
+        spans=(RangeSpan(0, 64_000),),
         points=(Point(64_000, (), ("recurrent",)), Point(32_000, (Piece(HOST, 77_000_000),))),
         allowed=Exactness.BOUNDED_REPLAY,
     )
@@ -129,7 +129,7 @@ def test_a_missing_point_is_reached_from_an_earlier_checkpoint(
     # The range state is resident and memory has a price: replaying shares it, a prefill copies it.
     query = RestoreQuery(
         tokens=92_918,
-        spans=(Span(0, 92_160),),
+        spans=(RangeSpan(0, 92_160),),
         points=(Point(92_160, (), MISSING), Point(90_112, (Piece(HOST, 5_140_000),))),
         hbm_ms_per_gib=100.0,
     )
@@ -156,9 +156,9 @@ def test_a_pending_load_is_waited_for_only_while_that_is_cheaper(
     world: SimpleNamespace, costs: CostModel
 ) -> None:
     def query(ready_ms: float) -> RestoreQuery:
-        late = Span(40_960, 92_160, (Piece(DEVICE, 51_200 * 5511, ready_ms),))
+        late = RangeSpan(40_960, 92_160, (Piece(DEVICE, 51_200 * 5511, ready_ms),))
         return RestoreQuery(
-            tokens=92_918, spans=(Span(0, 40_960), late), points=(Point(92_160), Point(40_960))
+            tokens=92_918, spans=(RangeSpan(0, 40_960), late), points=(Point(92_160), Point(40_960))
         )
 
     planner = Planner(world.v4_pro, world.serial)
@@ -173,7 +173,7 @@ def test_loads_hide_behind_the_queue_only_where_space_can_be_reserved(
 ) -> None:
     query = RestoreQuery(
         tokens=11_000,
-        spans=(Span(0, 10_240, (Piece(DISK, 10_240 * 5511),)),),
+        spans=(RangeSpan(0, 10_240, (Piece(DISK, 10_240 * 5511),)),),
         points=(Point(10_240, (Piece(DISK, 5_140_000),)),),
         backlog=Backlog(prefill_tokens=8_000, requests=2, context_tokens=4_000),
     )
@@ -191,7 +191,7 @@ def test_layerwise_overlap_leaves_one_layer_of_load_before_and_the_rest_as_stall
 ) -> None:
     query = RestoreQuery(
         tokens=92_918,
-        spans=(Span(0, 92_160, (Piece(DISK, 92_160 * 5511),)),),
+        spans=(RangeSpan(0, 92_160, (Piece(DISK, 92_160 * 5511),)),),
         points=(Point(92_160, (Piece(DISK, 5_140_000),)),),
     )
     serial = Planner(world.v4_pro, world.serial).plan(query, costs.prices()).chosen.terms
@@ -208,17 +208,17 @@ def test_an_engine_with_one_hit_length_cannot_mix_resident_and_loaded_state(
 ) -> None:
     one_length = msgspec.structs.replace(world.full, per_group_hit=False, can_replay=False)
     point = Point(92_160, (Piece(HOST, 5_140_000),))
-    resident = RestoreQuery(tokens=92_918, spans=(Span(0, 92_160),), points=(point,))
+    resident = RestoreQuery(tokens=92_918, spans=(RangeSpan(0, 92_160),), points=(point,))
     planner = Planner(world.v4_pro, one_length)
     assert actions(planner, resident, costs) == ["prefill"]
     omitted = planner.explain(resident, costs.prices()).not_offered
     assert Why.ONE_HIT_LENGTH in {item.why for item in omitted}
     movable = msgspec.structs.replace(
-        resident, spans=(Span(0, 92_160, (Piece(HOST, 92_160 * 5511),)),)
+        resident, spans=(RangeSpan(0, 92_160, (Piece(HOST, 92_160 * 5511),)),)
     )
     assert actions(planner, movable, costs) == ["load_global", "load_point", "prefill"]
     # The engine's own hit needs no mixing.
-    own = RestoreQuery(tokens=92_918, spans=(Span(0, 92_160),), points=(Point(92_160),))
+    own = RestoreQuery(tokens=92_918, spans=(RangeSpan(0, 92_160),), points=(Point(92_160),))
     assert actions(planner, own, costs) == ["prefill"]
     assert planner.plan(own, costs.prices()).chosen.position == 92_160
 
@@ -228,7 +228,9 @@ def test_state_that_lands_in_host_memory_pays_a_second_hop(
 ) -> None:
     via_host = msgspec.structs.replace(world.serial, landing_tier=HOST)
     query = RestoreQuery(
-        tokens=10_500, spans=(Span(0, 10_240, (Piece(DISK, 50_000_000),)),), points=(Point(10_240),)
+        tokens=10_500,
+        spans=(RangeSpan(0, 10_240, (Piece(DISK, 50_000_000),)),),
+        points=(Point(10_240),),
     )
     direct = Planner(world.dense, world.serial).plan(query, costs.prices()).chosen.terms.load_ms
     hopped = Planner(world.dense, via_host).plan(query, costs.prices()).chosen.terms.load_ms
@@ -236,7 +238,7 @@ def test_state_that_lands_in_host_memory_pays_a_second_hop(
 
 
 def test_the_last_token_is_always_computed(world: SimpleNamespace, costs: CostModel) -> None:
-    query = RestoreQuery(tokens=1024, spans=(Span(0, 1024),), points=(Point(1024), Point(896)))
+    query = RestoreQuery(tokens=1024, spans=(RangeSpan(0, 1024),), points=(Point(1024), Point(896)))
     assert Planner(world.v4_pro, world.full).plan(query, costs.prices()).chosen.position == 896
 
 
@@ -244,7 +246,7 @@ def test_the_tail_that_was_computed_once_is_named_apart_from_what_is_new(
     world: SimpleNamespace, costs: CostModel
 ) -> None:
     query = RestoreQuery(
-        tokens=2000, spans=(Span(0, 1024),), points=(Point(1024),), known_tokens=1100
+        tokens=2000, spans=(RangeSpan(0, 1024),), points=(Point(1024),), known_tokens=1100
     )
     steps = Planner(world.v4_pro, world.full).plan(query, costs.prices()).chosen.steps
     assert [(s.action, s.start, s.end) for s in steps] == [
@@ -261,14 +263,16 @@ def test_untrusted_loads_do_not_decide_where_they_could_decide_wrongly(
     for i in range(40):
         costs.observe(Loaded(REMOTE, size, 1000.0 * (10.0 if i % 2 else 0.1)))
     query = RestoreQuery(
-        tokens=10_500, spans=(Span(0, 10_240, (Piece(REMOTE, size),)),), points=(Point(10_240),)
+        tokens=10_500,
+        spans=(RangeSpan(0, 10_240, (Piece(REMOTE, size),)),),
+        points=(Point(10_240),),
     )
     planner = Planner(world.dense, world.serial)
     plan = planner.plan(query, costs.prices())
     assert plan.basis is Basis.OBSERVABLES
     assert plan.chosen.position == 10_240  # fewest tokens to compute
     # Where even ten times the price changes nothing, the price still decides.
-    resident = RestoreQuery(tokens=10_500, spans=(Span(0, 10_240),), points=(Point(10_240),))
+    resident = RestoreQuery(tokens=10_500, spans=(RangeSpan(0, 10_240),), points=(Point(10_240),))
     assert planner.plan(resident, costs.prices()).basis is Basis.COST
 
 
@@ -279,7 +283,7 @@ def test_a_plan_says_what_it_does_in_one_line(world: SimpleNamespace, costs: Cos
 
 
 def test_a_tier_without_a_price_is_not_offered(world: SimpleNamespace, costs: CostModel) -> None:
-    spans = (Span(0, 5_120), Span(5_120, 10_240, (Piece(Tier.PEER, 1),)))
+    spans = (RangeSpan(0, 5_120), RangeSpan(5_120, 10_240, (Piece(Tier.PEER, 1),)))
     query = RestoreQuery(
         tokens=10_500, spans=spans, points=(Point(10_240), Point(5_120, (Piece(Tier.PEER, 1),)))
     )
@@ -292,7 +296,7 @@ def test_a_tier_without_a_price_is_not_offered(world: SimpleNamespace, costs: Co
     ("query", "field"),
     [
         (RestoreQuery(tokens=0), "tokens"),
-        (RestoreQuery(tokens=9, spans=(Span(1, 2),)), "spans"),
+        (RestoreQuery(tokens=9, spans=(RangeSpan(1, 2),)), "spans"),
         (RestoreQuery(tokens=9, points=(Point(1), Point(2))), "points"),
     ],
 )

@@ -21,16 +21,16 @@ from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
-    Answer,
     Cancel,
     Cancelled,
     Commit,
     Nonce,
     Reject,
     Release,
-    Request,
     Reserve,
     Reserved,
+    RpcAnswer,
+    RpcRequest,
     decode_request,
     encode,
 )
@@ -52,7 +52,7 @@ class Admission:
     """A worker's RPC port: `asked` is what it heard; a Reserve gets a place, or silence."""
 
     def __init__(self) -> None:
-        self.asked: list[Request] = []
+        self.asked: list[RpcRequest] = []
         self.nonces: list[Nonce] = []
         """Of the reserves, with those that were said again."""
         self.cancelled: list[Nonce] = []
@@ -76,7 +76,7 @@ class Admission:
             if not is_again:
                 self.asked.append(request)
             if isinstance(request, Reserve) and not self.is_silent:
-                answer: Answer = Reserved(len(self.reserves))
+                answer: RpcAnswer = Reserved(len(self.reserves))
                 if self.is_full:
                     answer = Reject(WorkerRefusal.NO_ROOM)
                 await self._socket.send_multipart([*envelope, encode(answer)])

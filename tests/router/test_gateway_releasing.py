@@ -19,13 +19,13 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.headers import TURN_HEADER, TurnLine, decode_turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
-    Answer,
     Cancel,
     Cancelled,
     Reject,
     Released,
     ReleaseSession,
-    Request,
+    RpcAnswer,
+    RpcRequest,
     decode_request,
     encode,
 )
@@ -46,8 +46,8 @@ EPOCH = Epoch(Term(3, 77), 5)
 class Node:
     """A worker's RPC port. `says`: its answer to a ReleaseSession; None: silence."""
 
-    def __init__(self, says: Answer | None) -> None:
-        self.asked: list[Request] = []
+    def __init__(self, says: RpcAnswer | None) -> None:
+        self.asked: list[RpcRequest] = []
         self.says = says
         self._nonces: set[int] = set()
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)

@@ -15,7 +15,7 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.units import GIB, MIB
 from ownerserve.node.vocabulary.events import RestoreOutcome, TurnArrived, TurnGone
-from ownerserve.plan.cost.estimate import Source
+from ownerserve.plan.cost.estimate import EstimateSource
 from ownerserve.plan.cost.prices import Coefficients
 from ownerserve.sim.storage.layout import slots_for, unit_model
 from ownerserve.sim.storage.nodeport import make_node, unit_settings
@@ -74,14 +74,14 @@ def test_prices_are_those_of_the_media(drivers: list[SimNodeDriver]) -> None:
     ids = driver.fresh(LONG)
     driver.turn("a", ids)
     costs = driver.node.state.costs
-    assert costs.sources()[Tier.DISK] is Source.DEFAULT
+    assert costs.sources()[Tier.DISK] is EstimateSource.DEFAULT
     driver.store.tiers[0].reads.slow(3.0)
     for _ in range(12):
         driver.rest()
         driver.forget_device()
         driver.turn("a", ids[:LONG])
     loaded = LONG * parts_of(driver.cache).evictor.block_bytes
-    assert costs.sources()[Tier.DISK] is Source.MEASURED
+    assert costs.sources()[Tier.DISK] is EstimateSource.MEASURED
     true_ms = 3.0 * loaded / 6e6 + loaded / 50e6
     assert costs.load(Tier.DISK, loaded).ms == pytest.approx(true_ms, rel=0.1)
 

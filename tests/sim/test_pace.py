@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry
-from ownerserve.kv.registry import build
+from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.sim.engine.pace import Pace, PaceFile, load_pace, load_pace_file, paces
 from ownerserve.sim.engine.pace_fit import MeasuredStep, fit_steps, read_steps
@@ -29,7 +29,7 @@ def shipped() -> list[PaceFile]:
 
 
 def geometry_of(pace: Pace) -> Geometry:
-    return Geometry.of(build(read_config(find_config(pace.config))))
+    return Geometry.of(build_spec(read_config(find_config(pace.config))))
 
 
 def prefill_ms(pace: Pace, new: int, prefix: int) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ownerserve.kv.geometry import Geometry
-from ownerserve.kv.registry import build as spec_of
+from ownerserve.kv.registry import build_spec as spec_of
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.report.page import Verdict
 from ownerserve.sim.build import BaselineParts

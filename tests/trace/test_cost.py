@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ownerserve.kv.geometry import Geometry
-from ownerserve.kv.registry import build
+from ownerserve.kv.registry import build_spec
 from ownerserve.trace.cost import model_cost, read_config
 from ownerserve.trace.flops import active_parameters, flops_of
 from ownerserve.trace.model import Trace, TraceRequest, TraceSession
@@ -38,7 +38,7 @@ def test_dense_parameters_by_hand() -> None:
 
 
 def test_dense_operations_by_hand() -> None:
-    flops = flops_of(DENSE, build(DENSE), 1000)
+    flops = flops_of(DENSE, build_spec(DENSE), 1000)
     start, end = np.array([10.0]), np.array([12.0])
     # 2 tokens x 2000, and for positions 10..12 two layers of 2 heads x (4 + 4) x 2 an entry
     entries = (12**2 - 10**2) / 2
@@ -51,7 +51,7 @@ def test_every_example_model_has_a_cost(name: str) -> None:
     cost = model_cost(one_request(100_000, 500), config, model=name, parameters=3e9)
     assert cost.prefill_share_of_compute is not None
     assert 0.9 < cost.prefill_share_of_compute < 1
-    geometry = Geometry.of(build(config))
+    geometry = Geometry.of(build_spec(config))
     expected = geometry.range_bytes(100_500) + geometry.fixed_bytes_per_sequence
     assert cost.kv_bytes_per_request.p99 == expected
 
@@ -59,12 +59,12 @@ def test_every_example_model_has_a_cost(name: str) -> None:
 def test_capped_attention_stops_growing() -> None:
     """V4's CSA scores every compressed entry but attends to index_topk of them at most."""
     config = read_config(CONFIGS / "deepseek-v4-flash.json")
-    flops = flops_of(config, build(config), 13e9)
+    flops = flops_of(config, build_spec(config), 13e9)
     capped = [term for term in flops.terms if term.stride == 4 and term.cap == 512]
     assert capped
     windows = [term for term in flops.terms if term.cap == 128]
     assert windows
-    dense = flops_of(DENSE, build(DENSE), 13e9)
+    dense = flops_of(DENSE, build_spec(DENSE), 13e9)
     far, further = np.array([1e6]), np.array([1e6 + 1])
     assert sum(t.ops * t.cap for t in capped) < flops.between(far, further)[0]
     assert dense.terms[0].cap == np.inf

@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 
-class Lost(StrEnum):
+class LossCause(StrEnum):
     """Why a restorable point is one no more."""
 
     RANGE_EVICTED = "range_evicted"
@@ -36,7 +36,7 @@ class Counters(msgspec.Struct):
     duplicate_blocks: int = 0
     no_room: int = 0
     quarantined: int = 0
-    points_lost: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Lost, 0))
+    points_lost: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(LossCause, 0))
     evicted_points: dict[str, int] = msgspec.field(default_factory=dict)
     """Slots of each point component that were evicted; superseded ones are not among them."""
     relief_runs: int = 0

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from ownerserve.cache import check as checks
-from ownerserve.cache.counters import Counters, Lost
+from ownerserve.cache.counters import Counters, LossCause
 from ownerserve.cache.effects import (
     CopyBlock,
     CopyState,
@@ -39,17 +39,17 @@ from ownerserve.cache.occupancy import Occupancy
 from ownerserve.cache.outcomes import (
     Append,
     Begun,
+    CacheRefusal,
+    CacheRefused,
     Finished,
     Install,
     Match,
     NoRoom,
-    Reason,
-    Refused,
     Resume,
     Turn,
 )
 from ownerserve.cache.parts import Parts
-from ownerserve.cache.policies.base import Policy
+from ownerserve.cache.policies.base import EvictionPolicy
 from ownerserve.cache.policies.cost_aware import CostAware
 from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.pools.slot_pools import SlotPools
@@ -60,7 +60,7 @@ from ownerserve.cache.sessions import Sessions
 from ownerserve.cache.tails import Table, TailBook
 from ownerserve.cache.tree import paths
 from ownerserve.cache.tree.node import Node, ResumeDepth, Session
-from ownerserve.cache.tree.paths import Place
+from ownerserve.cache.tree.paths import ResumePlace
 from ownerserve.cache.tree.prefix_tree import PrefixTree
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash, TurnId
@@ -75,7 +75,7 @@ class HeteroCache:
         layout: Layout,
         slots: Mapping[str, int],
         state_slots: int,
-        policy: Policy | None = None,
+        policy: EvictionPolicy | None = None,
     ) -> None:
         """`slots` per component name, `state_slots` running turns at once, default cost-aware."""
         self.layout = layout
@@ -113,7 +113,9 @@ class HeteroCache:
 
     # -- opening a turn ------------------------------------------------------------------------
 
-    def begin(self, turn: Turn, now: float, *, resume: Resume | None = None) -> Begun | Refused:
+    def begin(
+        self, turn: Turn, now: float, *, resume: Resume | None = None
+    ) -> Begun | CacheRefused:
         """Start a turn from its whole prompt, at the deepest complete point or as `resume` says.
 
         Locks the path of that point and takes a state block. Restores at most N - 1 of N tokens:
@@ -129,7 +131,7 @@ class HeteroCache:
         if refusal is not None:
             return refusal
         node, depth = self._tree.walk(turn.tokens, (known - 1) // self._block)
-        place: Place | None
+        place: ResumePlace | None
         if resume is not None:
             place = paths.chosen(
                 node, depth, resume, names=self._point_names, block_tokens=self._block
@@ -137,12 +139,12 @@ class HeteroCache:
         else:
             place = paths.deepest(node, depth, names=self._point_names)
         if place is None:
-            return self._refuse(Reason.POINT_GONE)
+            return self._refuse(CacheRefusal.POINT_GONE)
         name = turn.session_id
         session = self.sessions.open(name, now) if name is not None else None
         return self._open(turn, session, prompt_at=0, node=node, place=place, now=now)
 
-    def append(self, turn: Append, now: float) -> Begun | Refused:
+    def append(self, turn: Append, now: float) -> Begun | CacheRefused:
         """Start a session's next turn from what it adds. No hashing, no work on the known prefix.
 
         Refused when the session's tokens are not all at hand: send the whole prompt to `begin`.
@@ -150,9 +152,9 @@ class HeteroCache:
         self.sessions.expire(now)
         session = self.sessions.get(turn.session_id)
         if session is None or not session.version:
-            return self._refuse(Reason.UNKNOWN_SESSION)
+            return self._refuse(CacheRefusal.UNKNOWN_SESSION)
         if turn.version != session.version:
-            return self._refuse(Reason.STALE_VERSION)
+            return self._refuse(CacheRefusal.STALE_VERSION)
         if not turn.suffix or len(turn.suffix) % TOKEN_BYTES:
             raise InvalidInput(
                 "suffix", f"{len(turn.suffix)} bytes", "pass at least one token of 4 bytes"
@@ -162,7 +164,7 @@ class HeteroCache:
         if refusal is not None:
             return refusal
         if session.depth < session.sealed:
-            return self._refuse(Reason.POINT_GONE)
+            return self._refuse(CacheRefusal.POINT_GONE)
         fresh = session.tail + turn.suffix
         node, depth = self._tree.walk(
             fresh,
@@ -180,18 +182,18 @@ class HeteroCache:
         prompt_at = first * self._block
         return self._open(whole, session, prompt_at=prompt_at, node=node, place=place, now=now)
 
-    def _refusal(self, turn_id: TurnId, known: int) -> Refused | None:
+    def _refusal(self, turn_id: TurnId, known: int) -> CacheRefused | None:
         if turn_id in self._running:
-            return self._refuse(Reason.TURN_IS_LIVE)
+            return self._refuse(CacheRefusal.TURN_IS_LIVE)
         if known > self._pools.blocks.capacity * self._block:
-            return self._refuse(Reason.TOO_LONG)
+            return self._refuse(CacheRefusal.TOO_LONG)
         if not self._pools.states.free:
-            return self._refuse(Reason.NO_STATE_BLOCK)
+            return self._refuse(CacheRefusal.NO_STATE_BLOCK)
         return None
 
-    def _refuse(self, reason: Reason) -> Refused:
+    def _refuse(self, reason: CacheRefusal) -> CacheRefused:
         self.counters.turns_refused += 1
-        return Refused(reason)
+        return CacheRefused(reason)
 
     def _open(
         self,
@@ -200,7 +202,7 @@ class HeteroCache:
         *,
         prompt_at: int,
         node: Node,
-        place: Place,
+        place: ResumePlace,
         now: float,
     ) -> Begun:
         stop, floor = place.stop, place.floor
@@ -366,11 +368,11 @@ class HeteroCache:
     def _supersede(self, stop: ResumeDepth) -> None:
         """Free a decode snapshot that its own turn has passed, unless somebody uses it."""
         if stop.slots is not None and not stop.anchors and not stop.holds and stop.uses <= 1:
-            self._pools.drop_point(stop, Lost.SUPERSEDED)
+            self._pools.drop_point(stop, LossCause.SUPERSEDED)
 
     def fork(
         self, turn_id: TurnId, child_id: TurnId, now: float
-    ) -> tuple[Effect, ...] | NoRoom | Refused:
+    ) -> tuple[Effect, ...] | NoRoom | CacheRefused:
         """A second turn that goes on from here: shares sealed blocks, copies the unfinished one.
 
         The child belongs to no session: of several answers only the first moves it.
@@ -412,7 +414,7 @@ class HeteroCache:
             effects.append(CopyBlock(dict.fromkeys(self._range_names, pair)))
         return tuple(effects)
 
-    def install(self, install: Install, now: float) -> Refused | None:
+    def install(self, install: Install, now: float) -> CacheRefused | None:
         """A session that was counted elsewhere: what its owners left is its frontier from now on,
         as far as it is resident. Refused while a turn of it runs: that one will count."""
         self.sessions.expire(now)

@@ -16,7 +16,14 @@ from __future__ import annotations
 import msgspec
 
 from ownerserve.cache.counters import Counters
-from ownerserve.cache.outcomes import Arrival, Inserted, NoRoom, Reason, Refused, Reserved
+from ownerserve.cache.outcomes import (
+    Arrival,
+    CacheRefusal,
+    CacheRefused,
+    Inserted,
+    NoRoom,
+    SlotsReserved,
+)
 from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.tree import paths
 from ownerserve.cache.tree.node import Node, Receipt, ResumeDepth
@@ -46,7 +53,7 @@ class Ingest:
         self._pending: dict[int, Pending] = {}
         self._tickets = 0
 
-    def reserve(self, arrival: Arrival, now: float) -> Reserved | NoRoom | Refused:
+    def reserve(self, arrival: Arrival, now: float) -> SlotsReserved | NoRoom | CacheRefused:
         """Slots for what is not resident of the arrival. Locks the part that is."""
         size = self._tree.block_bytes
         total, rest = divmod(len(arrival.tokens), size)
@@ -60,7 +67,7 @@ class Ingest:
                     "points", f"{position} is no boundary", f"use multiples of {self._block}"
                 )
         if self._digest(arrival) != arrival.prefix_hash:
-            return Refused(Reason.PREFIX_MISMATCH)
+            return CacheRefused(CacheRefusal.PREFIX_MISMATCH)
         node, depth = self._tree.walk(arrival.tokens, total)
         lock = self._tree.lock(node, depth)
         blocks = self._pools.take_blocks(total - depth)
@@ -77,14 +84,14 @@ class Ingest:
             points[position] = taken
         self._tickets += 1
         self._pending[self._tickets] = Pending(arrival, lock, blocks, points)
-        return Reserved(self._tickets, depth * self._block, tuple(blocks), points)
+        return SlotsReserved(self._tickets, depth * self._block, tuple(blocks), points)
 
     def _digest(self, arrival: Arrival) -> PrefixHash:
         """Of the arrival's tokens, as this side computed it: before, or now."""
         known = arrival.hashed.digest_of(arrival.tokens) if arrival.hashed is not None else None
         return known or hash_prefix(arrival.tokens, self._block)[-1]
 
-    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | Refused:
+    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | CacheRefused:
         """The bytes are written and `digest` was computed over them here."""
         pending = self._pending.get(ticket)
         if pending is None or pending.lock is None:
@@ -95,7 +102,7 @@ class Ingest:
             self._counters.quarantined += 1
             self._give(pending)
             tree.unlock(lock)
-            return Refused(Reason.DIGEST_MISMATCH)
+            return CacheRefused(CacheRefusal.DIGEST_MISMATCH)
         keys = arrival.tokens[lock.depth * tree.block_bytes :]
         node, depth, spares = tree.extend(lock.node, lock.depth, keys, pending.blocks)
         self._pools.blocks.give(spares)

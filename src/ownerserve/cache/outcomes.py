@@ -77,7 +77,7 @@ class Replay(msgspec.Struct, frozen=True):
 Resume = Restore | Replay
 
 
-class Reason(StrEnum):
+class CacheRefusal(StrEnum):
     """Why a request was refused. Metric labels."""
 
     NO_STATE_BLOCK = "no_state_block"
@@ -90,10 +90,10 @@ class Reason(StrEnum):
     PREFIX_MISMATCH = "prefix_mismatch"
 
 
-class Refused(msgspec.Struct, frozen=True):
+class CacheRefused(msgspec.Struct, frozen=True):
     """Nothing was changed."""
 
-    reason: Reason
+    reason: CacheRefusal
 
 
 class NoRoom(msgspec.Struct, frozen=True):
@@ -152,7 +152,7 @@ class Shortage(msgspec.Struct, frozen=True):
     victims: tuple[Victim, ...]
 
 
-class Point(msgspec.Struct, frozen=True):
+class RestorablePoint(msgspec.Struct, frozen=True):
     """A restorable point: range state of [0, position) is resident; `lacks` names what else is
     needed to go on there and is not."""
 
@@ -169,7 +169,7 @@ class Match(msgspec.Struct, frozen=True):
     """
 
     range_tokens: int
-    points: tuple[Point, ...]
+    points: tuple[RestorablePoint, ...]
 
 
 class SessionStatus(msgspec.Struct, frozen=True):
@@ -201,7 +201,7 @@ class Arrival(msgspec.Struct, frozen=True):
     hashed: HashedPrefix | None = None
 
 
-class Reserved(msgspec.Struct, frozen=True):
+class SlotsReserved(msgspec.Struct, frozen=True):
     """Slots for an arrival: range blocks from `start` on, and per point position its slots."""
 
     ticket: int

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from ownerserve.cache.counters import Counters, Lost
+from ownerserve.cache.counters import Counters, LossCause
 from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.pools.slot_pools import SlotPool, SlotPools
 from ownerserve.cache.running import Running
@@ -71,7 +71,7 @@ class Spill(msgspec.Struct, frozen=True, tag=True):
     points: tuple[SpilledPoint, ...]
 
 
-class Dropped(msgspec.Struct, frozen=True, tag=True):
+class EvictedState(msgspec.Struct, frozen=True, tag="Dropped"):
     """Told, not asked: what one run freed."""
 
     blocks: int
@@ -84,7 +84,7 @@ class Checkpoint(msgspec.Struct, frozen=True, tag=True):
     turns: tuple[TurnId, ...]
 
 
-Directive = Spill | Dropped | Checkpoint
+Directive = Spill | EvictedState | Checkpoint
 
 
 class OpenSpill(msgspec.Struct):
@@ -170,7 +170,7 @@ class Pressure:
             if blocks < short and self._running:
                 directives.append(self._checkpoint())
         if blocks or points:
-            directives.append(Dropped(blocks, points))
+            directives.append(EvictedState(blocks, points))
         has_acted = bool(blocks or points or spill)
         self._counters.relief_runs += has_acted
         self._stuck = () if has_acted else self._levels()
@@ -222,7 +222,7 @@ class Pressure:
             if not stop.holds and not branch and (lonely or not stop.is_complete):
                 superseded.append(stop)
         for stop in superseded:
-            self._pools.drop_point(stop, Lost.SUPERSEDED)
+            self._pools.drop_point(stop, LossCause.SUPERSEDED)
         return len(superseded)
 
     def evict_blocks(self, count: int, *, wanted: int | None = None) -> list[int]:

@@ -14,13 +14,13 @@ from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import (
     DEFAULT_TTL_S,
     Append,
+    CacheRefusal,
+    CacheRefused,
     Install,
-    Reason,
-    Refused,
     SessionStatus,
     Turn,
 )
-from ownerserve.cache.policies.base import Policy
+from ownerserve.cache.policies.base import EvictionPolicy
 from ownerserve.cache.tree import paths
 from ownerserve.cache.tree.node import ResumeDepth, Session
 from ownerserve.cache.tree.prefix_tree import PrefixTree
@@ -70,7 +70,7 @@ class SessionView(Protocol):
 class Sessions:
     """Sessions by id, and in a heap when to look at each next."""
 
-    def __init__(self, tree: PrefixTree, layout: Layout, *, policy: Policy) -> None:
+    def __init__(self, tree: PrefixTree, layout: Layout, *, policy: EvictionPolicy) -> None:
         self._tree = tree
         self._policy = policy
         self._layout = layout
@@ -164,14 +164,14 @@ class Sessions:
             turn.ttl_s,
         )
 
-    def install(self, install: Install, order: int, now: float) -> Refused | None:
+    def install(self, install: Install, order: int, now: float) -> CacheRefused | None:
         """Put a session that was counted elsewhere at the deepest resident block of what its owners
         left; nothing becomes resident by this. Turns up to the `order`th began before. Refused
         while a turn of it runs: that one will count."""
         _check_install(install, self._tree.block_bytes)
         session = self.open(install.session_id, now)
         if session.running:
-            return Refused(Reason.TURN_IS_LIVE)
+            return CacheRefused(CacheRefusal.TURN_IS_LIVE)
         blocks = len(install.tokens) // self._tree.block_bytes
         node, depth = self._tree.walk(install.tokens, blocks)
         stop = None

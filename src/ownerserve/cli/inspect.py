@@ -8,7 +8,7 @@ from ownerserve.cli.output import console_for, json_option, write_json
 from ownerserve.kv.descriptor import NAMED, load_descriptor
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry
-from ownerserve.kv.registry import build, default_descriptor
+from ownerserve.kv.registry import build_spec, default_descriptor
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.units import parse_bytes
 from ownerserve.report.state_table import Question, show, to_json
@@ -63,7 +63,7 @@ def command(
     path = find_config(config)
     fields = read_config(path)
     descriptor = default_descriptor(fields) if kv is None else load_descriptor(kv)
-    geometry = Geometry.of(build(fields, descriptor), block)
+    geometry = Geometry.of(build_spec(fields, descriptor), block)
     tokens = parse_bytes(context, field="--context")
     if tokens < 1:
         raise InvalidInput("--context", context, "use 1 or more")

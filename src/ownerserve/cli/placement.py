@@ -17,7 +17,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.kv.messages import Tier
-from ownerserve.kv.registry import build
+from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.units import GIB, parse_bytes
 from ownerserve.plan.cost.load import Medium
@@ -101,7 +101,7 @@ def speed_of(config: str, text: dict[str, str | None]) -> tuple[Speed, str, str]
     """A worker's speed, where it comes from, and the model's name."""
     path = find_config(config)
     loaded = read_config(path)
-    spec = build(loaded, None)
+    spec = build_spec(loaded, None)
     shape = shape_of(spec, loaded, active_parameters=number_of(text["active_params"]))
     model = costs_of(text, shape)
     state = model_state(Geometry.of(spec))

@@ -17,14 +17,14 @@ from ownerserve.cli.pricing import GPU_NAMES, costs_of, number_of, tokens_of
 from ownerserve.kv.descriptor import load_descriptor
 from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.messages import Tier
-from ownerserve.kv.registry import build
+from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.units import format_bytes
 from ownerserve.plan import explain
 from ownerserve.plan.cost.shape import shape_of
 from ownerserve.plan.inputs import ENGINES, Exactness, RestoreQuery
 from ownerserve.plan.outcome import Explanation
-from ownerserve.plan.question import Held, ask, model_state
+from ownerserve.plan.question import ReturningSession, ask, model_state
 from ownerserve.plan.restore import Planner
 
 TIERS = [tier.value for tier in Tier]
@@ -96,7 +96,7 @@ def restore(config: str, json_target: str | None, **options: str | int | None) -
     path = find_config(config)
     loaded = read_config(path)
     kv = text["kv"]
-    spec = build(loaded, None if kv is None else load_descriptor(kv))
+    spec = build_spec(loaded, None if kv is None else load_descriptor(kv))
     geometry = Geometry.of(spec)
     shape = shape_of(spec, loaded, active_parameters=number_of(text["active_params"]))
     model = costs_of(text, shape)
@@ -126,7 +126,7 @@ def restore(config: str, json_target: str | None, **options: str | int | None) -
 def _query(text: Mapping[str, str | None], geometry: Geometry) -> RestoreQuery:
     tier = Tier(str(text["tier"]))
     state = text["state_tier"]
-    held = Held(
+    held = ReturningSession(
         context_tokens=tokens_of(text, "context", least=0),
         new_tokens=tokens_of(text, "new_tokens"),
         shared_tokens=None if text["shared"] is None else tokens_of(text, "shared", least=0),

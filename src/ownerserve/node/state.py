@@ -18,7 +18,7 @@ from itertools import count
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import Resume
-from ownerserve.cache.policies.base import Prices
+from ownerserve.cache.policies.base import PolicyPrices
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Packed
@@ -259,7 +259,7 @@ class NodeState:
         weights = eviction_weights(self.costs.prices(), copies=KEPT_IN)
         per_byte = weights.reload_ms_per_byte
         reload = None if per_byte is None else per_byte / weights.ms_per_token
-        self.cache.policy.reprice(Prices(weights.context_tokens, reload))
+        self.cache.policy.reprice(PolicyPrices(weights.context_tokens, reload))
         self.checkpoints.reprice()
 
     def resume(self, tokens: Packed) -> Resume | None:

@@ -16,7 +16,7 @@ import msgspec
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import GIB
 from ownerserve.plan.cost.prices import Prices
-from ownerserve.plan.inputs import Point, RestoreQuery, Span
+from ownerserve.plan.inputs import Point, RangeSpan, RestoreQuery
 from ownerserve.plan.restore import Planner
 
 DROP_BELOW_MS = 1.0
@@ -86,7 +86,7 @@ def total_ms(planner: Planner, query: RestoreQuery, prices: Prices) -> float:
     return planner.plan(query, prices).chosen.terms.total_ms
 
 
-def _cut(spans: Sequence[Span], at: int) -> tuple[Span, ...]:
+def _cut(spans: Sequence[RangeSpan], at: int) -> tuple[RangeSpan, ...]:
     """The spans before `at`; the one that holds it is kept up to there."""
     kept = [span for span in spans if span.end <= at]
     for span in spans:
@@ -96,7 +96,7 @@ def _cut(spans: Sequence[Span], at: int) -> tuple[Span, ...]:
                 msgspec.structs.replace(piece, bytes=round(piece.bytes * part))
                 for piece in span.pieces
             )
-            kept.append(Span(span.start, at, pieces))
+            kept.append(RangeSpan(span.start, at, pieces))
     return tuple(kept)
 
 

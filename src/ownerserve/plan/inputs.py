@@ -110,7 +110,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     ready_ms: float = 0.0
 
 
-class Span(msgspec.Struct, frozen=True, gc=False):
+class RangeSpan(msgspec.Struct, frozen=True, gc=False):
     """A run of tokens [start, end) whose range state can be had: `pieces` name what must be loaded.
 
     No pieces: all of it is on the device. Bytes that no piece names are on the device too.
@@ -164,7 +164,7 @@ class RestoreQuery(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     tokens: int
-    spans: tuple[Span, ...] = ()
+    spans: tuple[RangeSpan, ...] = ()
     points: tuple[Point, ...] = ()
     known_tokens: int = 0
     backlog: Backlog = Backlog()

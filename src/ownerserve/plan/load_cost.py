@@ -15,7 +15,7 @@ from math import inf
 from ownerserve.kv.messages import Tier
 from ownerserve.plan.cost.load import LoadTable
 from ownerserve.plan.cost.prices import Prices
-from ownerserve.plan.inputs import Abilities, Piece, RestoreQuery, Span
+from ownerserve.plan.inputs import Abilities, Piece, RangeSpan, RestoreQuery
 
 Book = dict[Tier, int]
 """Bytes to bring, by tier."""
@@ -55,7 +55,7 @@ def share(piece: Piece, used: int, of: int) -> int:
     return -(-piece.bytes * used // of)
 
 
-def load_bytes_until(spans: tuple[Span, ...], position: int) -> LoadBytes:
+def load_bytes_until(spans: tuple[RangeSpan, ...], position: int) -> LoadBytes:
     """What of `spans` must be brought for [0, position)."""
     loads = LoadBytes()
     for span in spans:
@@ -134,7 +134,7 @@ class RangeLoadCosts:
 
     __slots__ = ("_before", "_ends", "_load_pricer", "_parts", "_spans", "covered")
 
-    def __init__(self, spans: tuple[Span, ...], load_pricer: LoadPricer) -> None:
+    def __init__(self, spans: tuple[RangeSpan, ...], load_pricer: LoadPricer) -> None:
         self._load_pricer = load_pricer
         self._spans = spans
         self.covered = 0

@@ -12,10 +12,10 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry, exact_replay_tokens
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.specs import Window
-from ownerserve.plan.inputs import Exactness, ModelState, Piece, Point, RestoreQuery, Span
+from ownerserve.plan.inputs import Exactness, ModelState, Piece, Point, RangeSpan, RestoreQuery
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class ReturningSession(msgspec.Struct, frozen=True, kw_only=True):
     """A session of `context_tokens` comes back with `new_tokens` more.
 
     `shared_tokens`: how much of the context the prompt repeats; None: all of it. Point state is in
@@ -46,7 +46,9 @@ def model_state(geometry: Geometry) -> ModelState:
     )
 
 
-def ask(geometry: Geometry, held: Held, *, allowed: Exactness = Exactness.EXACT) -> RestoreQuery:
+def ask(
+    geometry: Geometry, held: ReturningSession, *, allowed: Exactness = Exactness.EXACT
+) -> RestoreQuery:
     """The query of a session that comes back, or branches."""
     shared = held.context_tokens if held.shared_tokens is None else held.shared_tokens
     if shared > held.context_tokens:
@@ -56,10 +58,10 @@ def ask(geometry: Geometry, held: Held, *, allowed: Exactness = Exactness.EXACT)
     block = geometry.block_tokens
     tokens = shared + held.new_tokens
     boundary = shared // block * block
-    spans: tuple[Span, ...] = ()
+    spans: tuple[RangeSpan, ...] = ()
     if boundary:
         pieces = _pieces(held.range_tier, geometry.range_bytes(boundary))
-        spans = (Span(0, boundary, pieces),)
+        spans = (RangeSpan(0, boundary, pieces),)
     return RestoreQuery(
         tokens=tokens,
         spans=spans,
@@ -69,7 +71,7 @@ def ask(geometry: Geometry, held: Held, *, allowed: Exactness = Exactness.EXACT)
     )
 
 
-def _points(geometry: Geometry, held: Held, *, boundary: int) -> tuple[Point, ...]:
+def _points(geometry: Geometry, held: ReturningSession, *, boundary: int) -> tuple[Point, ...]:
     """Deepest first: the deepest shared boundary, and the checkpoints at or before it."""
     if not boundary:
         return ()

@@ -17,7 +17,7 @@ from itertools import pairwise
 import msgspec
 
 from ownerserve.kv.messages import Tier
-from ownerserve.plan.inputs import Piece, Point, Span
+from ownerserve.plan.inputs import Piece, Point, RangeSpan
 
 NEAREST_FIRST = (Tier.DEVICE, Tier.HOST, Tier.PEER, Tier.DISK, Tier.REMOTE)
 
@@ -43,7 +43,7 @@ class PointRow(msgspec.Struct, frozen=True):
     ready_ms: float = 0.0
 
 
-def spans_of(rows: Iterable[RangeRow], components: Sequence[str]) -> tuple[Span, ...]:
+def spans_of(rows: Iterable[RangeRow], components: Sequence[str]) -> tuple[RangeSpan, ...]:
     """Spans from 0 up to where some component ends, neighbours of equal origin joined."""
     by_component: dict[str, list[RangeRow]] = {name: [] for name in components}
     edges = {0}
@@ -52,14 +52,14 @@ def spans_of(rows: Iterable[RangeRow], components: Sequence[str]) -> tuple[Span,
             by_component[row.component].append(row)
             edges |= {row.start, row.end}
     cuts = sorted(edges)
-    spans: list[Span] = []
+    spans: list[RangeSpan] = []
     for start, end in pairwise(cuts):
         nearest = [_nearest(held, start, end) for held in by_component.values()]
         found = [row for row in nearest if row is not None]
         if len(found) < len(nearest) or not found:
             break
         pieces = tuple(p for row in found if (p := _piece(row, start, end)) is not None)
-        _append(spans, Span(start, end, _merged(pieces)))
+        _append(spans, RangeSpan(start, end, _merged(pieces)))
     return tuple(spans)
 
 
@@ -109,7 +109,7 @@ def _merged(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
     return tuple(Piece(tier, count, ready) for (tier, ready), count in merged.items())
 
 
-def _append(spans: list[Span], span: Span) -> None:
+def _append(spans: list[RangeSpan], span: RangeSpan) -> None:
     """Add `span`, joined to the one before it where both come from the same place evenly."""
     if spans and _origin(spans[-1]) == _origin(span):
         last = spans[-1]
@@ -117,12 +117,12 @@ def _append(spans: list[Span], span: Span) -> None:
             Piece(a.tier, a.bytes + b.bytes, a.ready_ms)
             for a, b in zip(last.pieces, span.pieces, strict=True)
         )
-        spans[-1] = Span(last.start, span.end, pieces)
+        spans[-1] = RangeSpan(last.start, span.end, pieces)
     else:
         spans.append(span)
 
 
-def _origin(span: Span) -> list[tuple[Tier, float, int]]:
+def _origin(span: RangeSpan) -> list[tuple[Tier, float, int]]:
     """Where a span comes from, and its bytes a token: equal ones can be joined."""
     length = span.end - span.start
     return [(piece.tier, piece.ready_ms, round(piece.bytes / length)) for piece in span.pieces]

@@ -6,7 +6,7 @@ The only place that asks what an engine can do. A rule answers None (offer it) o
 from __future__ import annotations
 
 from ownerserve.kv.messages import Tier
-from ownerserve.plan.inputs import Abilities, Exactness, ModelState, Point, RestoreQuery, Span
+from ownerserve.plan.inputs import Abilities, Exactness, ModelState, Point, RangeSpan, RestoreQuery
 from ownerserve.plan.outcome import Why
 
 
@@ -78,7 +78,7 @@ def why_not_one_length(
     return None if whole else Why.ONE_HIT_LENGTH
 
 
-def _is_movable(span: Span, model: ModelState) -> bool:
+def _is_movable(span: RangeSpan, model: ModelState) -> bool:
     named = sum(piece.bytes for piece in span.pieces if piece.tier is not Tier.DEVICE)
     # Half a token of slack: bytes a token need not be whole for compressed state.
     return named >= model.range_bytes_per_token * (span.end - span.start - 0.5)

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.policies import POLICIES as ORDERS
-from ownerserve.cache.policies.base import Policy as Order
+from ownerserve.cache.policies import EVICTION_POLICIES as ORDERS
+from ownerserve.cache.policies.base import EvictionPolicy as Order
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.messages import Tier
-from ownerserve.kv.registry import build as spec_of
+from ownerserve.kv.registry import build_spec as spec_of
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.specs import ModelSpec
 from ownerserve.plan.cost.load import Medium

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ownerserve.kv.descriptor import KvDescriptor
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry
-from ownerserve.kv.registry import build
+from ownerserve.kv.registry import build_spec
 from ownerserve.kv.specs import Coverage
 from ownerserve.trace.flops import active_parameters, flops_of
 from ownerserve.trace.model import Trace
@@ -61,7 +61,7 @@ def model_cost(
 
     `parameters`: active parameters a token, when the configuration does not tell them.
     """
-    spec = build(config, kv)
+    spec = build_spec(config, kv)
     geometry = Geometry.of(spec)
     requests = [request for _, request in by_arrival(trace)]
     inputs = np.array([r.input_tokens for r in requests], dtype=np.float64)

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ownerserve.cache.counters import Lost  # noqa: E402
+from ownerserve.cache.counters import LossCause  # noqa: E402
 from ownerserve.cache.pressure import Watermarks  # noqa: E402
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
 from ownerserve.kv.messages import ExecutionMode  # noqa: E402
@@ -49,8 +49,8 @@ def test_point_state_is_spilled_in_mid_conversation(tmp_path: Path, name: str) -
     answers = rig.play(lambda: converse(rig, sessions=4, turns=3))
     counters = rig.cache.counters
     assert counters.spilled_points > 0 and counters.failed_spills == 0
-    assert counters.points_lost[Lost.POINT_EVICTED] > 0, "evicted"
-    assert counters.points_lost[Lost.SUPERSEDED] > 0, "dropped"
+    assert counters.points_lost[LossCause.POINT_EVICTED] > 0, "evicted"
+    assert counters.points_lost[LossCause.SUPERSEDED] > 0, "dropped"
     modes = [answer.admitted.mode for answer in answers if answer.admitted]
     assert ExecutionMode.FETCH in modes, "and brought back"
     assert rig.node is not None and not rig.cache.pressure.open_spills

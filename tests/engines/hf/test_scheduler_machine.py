@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ownerserve.cache.effects import Effect, LoadPoint, ResetState, SavePoint
 from ownerserve.cache.layout import Component, Layout
-from ownerserve.cache.outcomes import Begun, NoRoom, Reason, Refused, Turn
+from ownerserve.cache.outcomes import Begun, CacheRefusal, CacheRefused, NoRoom, Turn
 from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import (
@@ -69,7 +69,7 @@ class FakeCache:
     def used(self) -> int:
         return sum(held.blocks for held in self.turns.values())
 
-    def begin(self, turn: Turn, now: float) -> Begun | Refused:
+    def begin(self, turn: Turn, now: float) -> Begun | CacheRefused:
         assert turn.turn_id not in self.turns, "begun twice"
         total = len(turn.tokens) // TOKEN_BYTES
         prefixes = (
@@ -79,7 +79,7 @@ class FakeCache:
         found = next((prefix for prefix in prefixes if prefix in self.points), b"")
         restored = len(found) // TOKEN_BYTES
         if not self._states or self.used + restored // BLOCK > self.capacity:
-            return Refused(Reason.NO_STATE_BLOCK)
+            return CacheRefused(CacheRefusal.NO_STATE_BLOCK)
         state = self._states.pop()
         self.turns[turn.turn_id] = Held(turn.tokens, computed=found, state=state)
         effect: Effect = LoadPoint({"swa": 0}, state) if restored else ResetState(state)

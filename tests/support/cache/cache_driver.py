@@ -29,17 +29,17 @@ from ownerserve.cache.outcomes import (
     Append,
     Arrival,
     Begun,
+    CacheRefused,
     Finished,
     Inserted,
     Install,
     Match,
     NoRoom,
-    Refused,
-    Reserved,
     Resume,
+    SlotsReserved,
     Turn,
 )
-from ownerserve.cache.policies.base import Policy
+from ownerserve.cache.policies.base import EvictionPolicy
 from ownerserve.cache.tails import Tail
 from ownerserve.cache.tree import paths
 from ownerserve.kv.descriptor import TailForm
@@ -94,7 +94,7 @@ class Driver:
         blocks: int = 24,
         points: int = 6,
         states: int = 3,
-        policy: Policy | None = None,
+        policy: EvictionPolicy | None = None,
     ) -> None:
         slots = dict.fromkeys(layout.range_names, blocks)
         slots |= dict.fromkeys(layout.point_names, points)
@@ -105,7 +105,7 @@ class Driver:
         self.waiting: dict[tuple[str, int], bytes] = {}
         self.live: dict[TurnId, Live] = {}
         self.finished: dict[SessionId, tuple[Finished, bytes]] = {}
-        self.tickets: dict[int, tuple[Arrival, Reserved]] = {}
+        self.tickets: dict[int, tuple[Arrival, SlotsReserved]] = {}
         self.held: list[int] = []
         self.resident: set[bytes] = set()
         self.sealed: set[bytes] = set()
@@ -217,7 +217,7 @@ class Driver:
         resume: Resume | None = None,
         priority: int = 0,
         ttl_s: float = 300.0,
-    ) -> Begun | Refused:
+    ) -> Begun | CacheRefused:
         turn_id = TurnId(name)
         session_id = SessionId(session) if session else None
         turn = Turn(turn_id, session_id, tokens, priority, ttl_s)
@@ -249,7 +249,7 @@ class Driver:
             stop = session.stop
             assert stop is None or stop.depth < session.sealed or not stop.is_complete
 
-    def append(self, name: str, session: str, suffix: bytes) -> Begun | Refused:
+    def append(self, name: str, session: str, suffix: bytes) -> Begun | CacheRefused:
         turn_id, session_id = TurnId(name), SessionId(session)
         done, tokens = self.finished[session_id]
         assert done.version is not None
@@ -383,15 +383,17 @@ class Driver:
 
     # -- arrivals ------------------------------------------------------------------------------
 
-    def arrive(self, tokens: bytes, points: tuple[int, ...] = ()) -> Reserved | NoRoom | Refused:
+    def arrive(
+        self, tokens: bytes, points: tuple[int, ...] = ()
+    ) -> SlotsReserved | NoRoom | CacheRefused:
         arrival = Arrival(tokens, hash_prefix(tokens, B)[-1], b"digest", points)
         got = self.cache.ingest.reserve(arrival, self.now)
-        if isinstance(got, Reserved):
+        if isinstance(got, SlotsReserved):
             self.tickets[got.ticket] = (arrival, got)
         self.check()
         return got
 
-    def land(self, ticket: int, digest: bytes = b"digest") -> Inserted | Refused:
+    def land(self, ticket: int, digest: bytes = b"digest") -> Inserted | CacheRefused:
         """The mover has written all slots; commit."""
         arrival, reserved = self.tickets.pop(ticket)
         for offset, slot in enumerate(reserved.blocks):

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.outcomes import Begun, Reason, Refused, Replay, Reserved
-from ownerserve.cache.policies import POLICIES
+from ownerserve.cache.outcomes import Begun, CacheRefusal, CacheRefused, Replay, SlotsReserved
+from ownerserve.cache.policies import EVICTION_POLICIES
 from ownerserve.cache.pressure import Spill, Watermarks
 from ownerserve.kv.ids import SessionId, TurnId
 from tests.support.cache.cache_driver import DENSE, HYBRID, B, Driver, blocks_of
@@ -25,13 +25,13 @@ class Play:
 
     def __init__(self, pick: Pick) -> None:
         self.pick = pick
-        names = sorted(name for name in POLICIES if name != "pinned-slot")
+        names = sorted(name for name in EVICTION_POLICIES if name != "pinned-slot")
         self.driver = Driver(
             (HYBRID, HYBRID, DENSE)[pick(3)],
             blocks=8 + pick(16),
             points=2 + pick(8),
             states=1 + pick(4),
-            policy=POLICIES[names[pick(len(names))]](),
+            policy=EVICTION_POLICIES[names[pick(len(names))]](),
         )
         self.turns = 0
         self.spills: list[Spill] = []
@@ -118,7 +118,7 @@ class Play:
             if self.driver.layout.point_names:
                 assert begun.restored == max(complete, default=0)
         else:
-            assert begun.reason in (Reason.NO_STATE_BLOCK, Reason.TOO_LONG)
+            assert begun.reason in (CacheRefusal.NO_STATE_BLOCK, CacheRefusal.TOO_LONG)
 
     def turn(self) -> None:
         """A whole turn of a session that goes on where it was, if the room suffices."""
@@ -126,7 +126,7 @@ class Play:
         done = self.driver.finished.get(SessionId(session))
         tokens = (done[1] if done is not None else b"") + blocks_of(self.pick(3), tail=self.pick(B))
         name = self._name()
-        if isinstance(self.driver.begin(name, tokens, session=session), Refused):
+        if isinstance(self.driver.begin(name, tokens, session=session), CacheRefused):
             self.driver.finished.pop(SessionId(session), None)
             return
         if not self.driver.prefill(name) or not self.driver.decode(name, blocks_of(self.pick(3))):
@@ -142,7 +142,7 @@ class Play:
         session = known[self.pick(len(known))]
         suffix = blocks_of(self.pick(3), tail=self.pick(B))[4 * self.pick(3) :]
         begun = self.driver.append(self._name(), session, suffix)
-        if isinstance(begun, Refused) and begun.reason is Reason.POINT_GONE:
+        if isinstance(begun, CacheRefused) and begun.reason is CacheRefusal.POINT_GONE:
             record = self.cache.sessions.get(SessionId(session))
             assert record is not None and record.depth < record.sealed
 
@@ -241,7 +241,7 @@ class Play:
         if whole:
             points = (whole * B,) if self.driver.layout.point_names and self.pick(2) else ()
             got = self.driver.arrive(tokens[: whole * B * 4], points)
-            assert isinstance(got, Reserved) or got
+            assert isinstance(got, SlotsReserved) or got
             self.said.append(tokens[: whole * B * 4])
 
     def land(self) -> None:

@@ -14,7 +14,7 @@ from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.headers import TURN_HEADER, TurnLine, encode_turn_line
-from ownerserve.kv.wire.rpc import Answer, Request
+from ownerserve.kv.wire.rpc import RpcAnswer, RpcRequest
 from ownerserve.node.ownership.ownership import boot_time_s
 from ownerserve.node.rpc.server import RpcClient
 from tests.support.hf.fleet_rig import ServedGateway, ServedWorker
@@ -104,7 +104,7 @@ def serve_at(
     return {"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}
 
 
-def asked(worker: ServedWorker, request: Request) -> Answer:
+def asked(worker: ServedWorker, request: RpcRequest) -> RpcAnswer:
     client = RpcClient(worker.rpc.address)
     try:
         return client.ask(request)

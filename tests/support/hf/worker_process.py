@@ -19,7 +19,7 @@ import msgspec
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.headers import TURN_HEADER, TurnLine, encode_turn_line
-from ownerserve.kv.wire.rpc import Answer, Request
+from ownerserve.kv.wire.rpc import RpcAnswer, RpcRequest
 from ownerserve.kv.wire.status import WorkerStatus
 from ownerserve.node.rpc.server import RpcClient
 from tests.support.hf.fleet_rig import WAIT_S, until
@@ -69,7 +69,7 @@ class WorkerProcess:
         (choice,) = answer.json()["choices"]
         return {"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}
 
-    def asked(self, request: Request) -> Answer:
+    def asked(self, request: RpcRequest) -> RpcAnswer:
         client = RpcClient(self._rpc)
         try:
             return client.ask(request)

@@ -14,7 +14,7 @@ from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, pack
-from ownerserve.kv.registry import build as spec_of
+from ownerserve.kv.registry import build_spec as spec_of
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.units import GIB
 from ownerserve.node.vocabulary.events import RestoreOutcome, RestoreReport, TurnArrived, TurnEnded

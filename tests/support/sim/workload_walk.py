@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from ownerserve.sim.timeline.turns import SimTurn
-from ownerserve.sim.workload import Key, WorkloadDriver
+from ownerserve.sim.workload import ReleaseKey, WorkloadDriver
 from ownerserve.trace.model import Agent, Trace, TraceRequest, TraceSession
 from ownerserve.trace.synth.generate import WORKLOADS, generate
 from ownerserve.trace.synth.options import Options
@@ -41,7 +41,7 @@ class Walk:
         service: Service = at_once,
         fails: Callable[[SimTurn], bool] = lambda turn: False,
     ) -> None:
-        self._queue: list[tuple[float, int, Key | SimTurn]] = []
+        self._queue: list[tuple[float, int, ReleaseKey | SimTurn]] = []
         self._scheduled = 0
         self.done: list[Done] = []
         self.busiest = 0
@@ -65,7 +65,7 @@ class Walk:
                 self.busiest = max(self.busiest, len(begun))
                 self._at(now + service(turn), turn)
 
-    def _at(self, when_s: float, what: Key | SimTurn) -> None:
+    def _at(self, when_s: float, what: ReleaseKey | SimTurn) -> None:
         heapq.heappush(self._queue, (when_s, self._scheduled, what))
         self._scheduled += 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ownerserve.cache.policies.base import Policy
+from ownerserve.cache.policies.base import EvictionPolicy
 from ownerserve.cache.policies.cost_aware import CostAware
 from ownerserve.cache.policies.fifo import Fifo
 from ownerserve.cache.policies.lfu import Lfu
@@ -13,7 +13,7 @@ from ownerserve.cache.policies.session_reference import SessionReference
 from ownerserve.cache.policies.slru import Slru
 from ownerserve.cache.policies.tail_latency import TailLatency
 
-POLICIES: dict[str, type[Policy]] = {
+EVICTION_POLICIES: dict[str, type[EvictionPolicy]] = {
     policy.name: policy
     for policy in (
         CostAware,

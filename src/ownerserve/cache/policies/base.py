@@ -14,7 +14,7 @@ Key = tuple[float, ...]
 """The lowest goes first."""
 
 
-class Heat(Protocol):
+class UseHeat(Protocol):
     """How a place in the tree was used. `refs` counts live soft references of sessions."""
 
     last_s: float
@@ -39,7 +39,7 @@ class Candidate(Protocol):
     """
 
     @property
-    def heat(self) -> Heat: ...
+    def heat(self) -> UseHeat: ...
     @property
     def is_point(self) -> bool: ...
     @property
@@ -54,7 +54,7 @@ class Candidate(Protocol):
     def is_backed(self) -> bool: ...
 
 
-class Prices(NamedTuple):
+class PolicyPrices(NamedTuple):
     """What measured costs say to an order: ratios only, so that keys of before still compare.
 
     At position `context_tokens` a token takes twice as long to compute as at 0; bringing a byte
@@ -65,7 +65,7 @@ class Prices(NamedTuple):
     reload_tokens_per_byte: float | None = None
 
 
-class Policy:
+class EvictionPolicy:
     """Base of all policies: an order without memory needs only `key`."""
 
     name: ClassVar[str]
@@ -76,10 +76,10 @@ class Policy:
         """The candidate's place in the order, now."""
         raise NotImplementedError
 
-    def touched(self, heat: Heat) -> None:
+    def touched(self, heat: UseHeat) -> None:
         """A turn came back to this place."""
 
-    def reprice(self, prices: Prices) -> None:
+    def reprice(self, prices: PolicyPrices) -> None:
         """Costs were measured; most policies know none."""
 
     def evicted(self, key: Key) -> None:

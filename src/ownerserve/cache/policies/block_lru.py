@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ownerserve.cache.policies.base import Candidate, Heat, Key, Policy
+from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key, UseHeat
 from ownerserve.cache.tree import paths
 from ownerserve.cache.tree.node import ResumeDepth
 
 
-class BlockLru(Policy):
+class BlockLru(EvictionPolicy):
     """Owns the count of touches, which orders turns that end at one instant. O(stops of the path)
     a touch."""
 
@@ -26,7 +26,7 @@ class BlockLru(Policy):
     def key(self, candidate: Candidate) -> Key:
         return (candidate.heat.inflation,)
 
-    def touched(self, heat: Heat) -> None:
+    def touched(self, heat: UseHeat) -> None:
         assert isinstance(heat, ResumeDepth), "the tree's own"
         self._touches += 1.0
         for stop in paths.stops_above(heat.node, heat.depth):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ownerserve.cache.policies.base import Candidate, Heat, Key, Policy, Prices
+from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key, PolicyPrices, UseHeat
 
 MS_PER_TOKEN = 0.1
 """Prefill of one token at position 0; only ratios matter until measured costs are given."""
@@ -20,7 +20,7 @@ LOAD_SHARE = 0.1
 """Loading a spilled copy against computing it again, until measured costs are given."""
 
 
-class CostAware(Policy):
+class CostAware(EvictionPolicy):
     """Lowest expected reuse x restore cost per byte first, told apart by what can differ.
 
     Tails of intervals: every block costs about the same per byte, so expected reuse decides: what
@@ -42,10 +42,10 @@ class CostAware(Policy):
         self, *, ms_per_token: float = MS_PER_TOKEN, context_tokens: float = CONTEXT_TOKENS
     ) -> None:
         self._ms_per_token = ms_per_token
-        self.prices = Prices(context_tokens)
+        self.prices = PolicyPrices(context_tokens)
         self._clock = 0.0
 
-    def reprice(self, prices: Prices) -> None:
+    def reprice(self, prices: PolicyPrices) -> None:
         """Entries that were made under the former prices are corrected as they come up."""
         self.prices = prices
 
@@ -69,7 +69,7 @@ class CostAware(Policy):
         reuse = heat.uses * (REUSE_OF_REFERENCED if heat.refs else 1.0)
         return reuse * again * self._ms_per_token / freed
 
-    def touched(self, heat: Heat) -> None:
+    def touched(self, heat: UseHeat) -> None:
         heat.inflation = self._clock
 
     def evicted(self, key: Key) -> None:

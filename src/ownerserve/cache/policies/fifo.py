@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ownerserve.cache.policies.base import Candidate, Key, Policy
+from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key
 
 
-class Fifo(Policy):
+class Fifo(EvictionPolicy):
     """What came first goes first, used or not."""
 
     name: ClassVar[str] = "fifo"

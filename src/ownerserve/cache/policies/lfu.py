@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ownerserve.cache.policies.base import Candidate, Key, Policy
+from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key
 
 
-class Lfu(Policy):
+class Lfu(EvictionPolicy):
     """What the fewest turns came back to goes first; among equals the least recent."""
 
     name: ClassVar[str] = "lfu"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ownerserve.cache.policies.base import Candidate, Key, Policy
+from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key
 
 
-class Lru(Policy):
+class Lru(EvictionPolicy):
     """What was not used for longest goes first."""
 
     name: ClassVar[str] = "lru"

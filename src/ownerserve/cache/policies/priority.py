@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ownerserve.cache.policies.base import Candidate, Key, Policy
+from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key
 
 
-class Priority(Policy):
+class Priority(EvictionPolicy):
     """State of turns with a lower `priority` goes first, however recent."""
 
     name: ClassVar[str] = "priority"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ownerserve.cache.policies.base import Candidate, Key, Policy
+from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key
 
 
-class SessionReference(Policy):
+class SessionReference(EvictionPolicy):
     """Order (referenced, number of references, LRU), as sglang PR #27058. Referenced state is
     still evictable, so it can't deadlock. Ours drops a reference at its TTL; there it stays."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ownerserve.cache.policies.base import Candidate, Key, Policy
+from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key
 
 USES_TO_BE_PROTECTED = 2
 
 
-class Slru(Policy):
+class Slru(EvictionPolicy):
     """A probationary and a protected segment, LRU in each (Karedla, Love, Wherry, Caching
     Strategies to Improve Disk System Performance, 1994)."""
 

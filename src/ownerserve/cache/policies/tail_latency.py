@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ownerserve.cache.policies.base import Candidate, Key, Policy
+from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key
 
 BUDGET_TOKENS = 4096
 """A turn that prefills no more than this meets its time to first token."""
@@ -13,7 +13,7 @@ EXPECTED_NEW_TOKENS = 758
 """The median turn of the Claude-Code sessions adds this much by itself."""
 
 
-class TailLatency(Policy):
+class TailLatency(EvictionPolicy):
     """T-LRU (arXiv 2510.15152): a conversation's tail may shrink as long as the next turn's
     uncached tokens, new ones included, stay within the budget; such tails go first, in LRU order.
     """

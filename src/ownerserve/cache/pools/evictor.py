@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import Victim
-from ownerserve.cache.policies.base import Policy, Prices
+from ownerserve.cache.policies.base import EvictionPolicy, PolicyPrices
 from ownerserve.cache.tree import paths
 from ownerserve.cache.tree.node import ABSENT, Key, Node, ResumeDepth
 from ownerserve.cache.tree.prefix_tree import Freed, PrefixTree
@@ -27,7 +27,7 @@ SMALL_HEAP = 256
 """Heaps up to this length are not worth cleaning of entries that are out of date."""
 
 
-class Tail:
+class EvictionCandidate:
     """The candidate a policy sees: the blocks of an interval behind its last but one stop, or the
     point state of a stop. One object is re-used for all questions."""
 
@@ -50,7 +50,7 @@ class Tail:
 class Evictor:
     """Lazy heaps over the tree's free tails and its point state."""
 
-    def __init__(self, tree: PrefixTree, layout: Layout, policy: Policy) -> None:
+    def __init__(self, tree: PrefixTree, layout: Layout, policy: EvictionPolicy) -> None:
         self.tree = tree
         self.policy = policy
         self.block_tokens = layout.block_tokens
@@ -62,9 +62,9 @@ class Evictor:
         self._tails_limit = SMALL_HEAP
         self._points_limit = [SMALL_HEAP] * len(self.point_bytes)
         self._pushes = 0
-        self._view = Tail()
+        self._view = EvictionCandidate()
 
-    def reprice(self, prices: Prices) -> None:
+    def reprice(self, prices: PolicyPrices) -> None:
         """Order by measured costs from now on."""
         self.policy.reprice(prices)
 

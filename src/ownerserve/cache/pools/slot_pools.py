@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from ownerserve.cache.counters import Counters, Lost
+from ownerserve.cache.counters import Counters, LossCause
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import NoRoom, Shortage
 from ownerserve.cache.pools.evictor import Evictor
@@ -195,7 +195,7 @@ class SlotPools:
         if tokens > counters.largest_eviction_tokens:
             counters.largest_eviction_tokens = tokens
         if freed.points:
-            self._give_points(freed, Lost.RANGE_EVICTED)
+            self._give_points(freed, LossCause.RANGE_EVICTED)
         return freed
 
     def fill_point(self, stop: ResumeDepth) -> dict[str, int] | NoRoom:
@@ -221,9 +221,9 @@ class SlotPools:
                 continue
             freed = self._evictor.evict_point(index)
             if freed is None:
-                self._counters.points_lost[Lost.NO_ROOM] += 1
+                self._counters.points_lost[LossCause.NO_ROOM] += 1
                 return NoRoom(pools[index].name, 1)
-            self._give_points(freed, Lost.POINT_EVICTED)
+            self._give_points(freed, LossCause.POINT_EVICTED)
         return {pools[index].name: pools[index].take(1)[0] for index in wanted}
 
     def hang_point(self, stop: ResumeDepth, taken: dict[str, int]) -> None:
@@ -255,22 +255,22 @@ class SlotPools:
             freed = self._evictor.evict_point(index)
             if freed is None:
                 return done
-            self._give_points(freed, Lost.POINT_EVICTED)
+            self._give_points(freed, LossCause.POINT_EVICTED)
         return count
 
-    def drop_point(self, stop: ResumeDepth, reason: Lost) -> None:
+    def drop_point(self, stop: ResumeDepth, reason: LossCause) -> None:
         """Free all point state of a stop."""
         for index, slot in enumerate(stop.slots or ()):
             if slot != ABSENT:
                 self._give_points(self._evictor.drop_component(stop, index), reason)
 
-    def _give_points(self, freed: Freed, reason: Lost) -> None:
+    def _give_points(self, freed: Freed, reason: LossCause) -> None:
         evicted = self._counters.evicted_points
         for slots in freed.points:
             for pool, slot in zip(self.points, slots, strict=True):
                 if slot != ABSENT:
                     pool.give([slot])
-                    if reason is not Lost.SUPERSEDED:
+                    if reason is not LossCause.SUPERSEDED:
                         evicted[pool.name] = evicted.get(pool.name, 0) + 1
         if freed.points_lost:
             self._counters.points_lost[reason] += freed.points_lost

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ownerserve.cache.outcomes import Point, Replay, Restore, Resume
+from ownerserve.cache.outcomes import Replay, RestorablePoint, Restore, Resume
 from ownerserve.cache.tree.node import Node, ResumeDepth
 
 
-class Place(msgspec.Struct, frozen=True):
+class ResumePlace(msgspec.Struct, frozen=True):
     """Where a turn opens: load `stop` (None: the empty state), compute from depth `start`, write
     from depth `floor` on."""
 
@@ -23,32 +23,34 @@ class Place(msgspec.Struct, frozen=True):
     floor: int
 
 
-def points(node: Node, cap: int, *, names: tuple[str, ...], block_tokens: int) -> tuple[Point, ...]:
+def points(
+    node: Node, cap: int, *, names: tuple[str, ...], block_tokens: int
+) -> tuple[RestorablePoint, ...]:
     """Every depth up to `cap` that has point state, deepest first, and `cap` itself if it is not
     among them: its range state is resident and can be replayed."""
-    found: list[Point] = []
+    found: list[RestorablePoint] = []
     for stop in stops_above(node, cap) if names else ():
         if stop.slots is not None:
             lacks = tuple(name for name, slot in zip(names, stop.slots, strict=True) if slot < 0)
-            found.append(Point(stop.depth * block_tokens, lacks))
+            found.append(RestorablePoint(stop.depth * block_tokens, lacks))
     if cap and not (found and found[0].position == cap * block_tokens):
-        found.insert(0, Point(cap * block_tokens, names))
+        found.insert(0, RestorablePoint(cap * block_tokens, names))
     return tuple(found)
 
 
-def deepest(node: Node, depth: int, *, names: tuple[str, ...]) -> Place:
+def deepest(node: Node, depth: int, *, names: tuple[str, ...]) -> ResumePlace:
     """The deepest point at `depth` or before that lacks none of the point components `names`; a
     model without any can go on at every boundary."""
     if not names:
-        return Place(None, depth, depth)
+        return ResumePlace(None, depth, depth)
     stop = complete_stop(node, depth)
     start = stop.depth if stop is not None else 0
-    return Place(stop, start, start)
+    return ResumePlace(stop, start, start)
 
 
 def chosen(
     node: Node, depth: int, resume: Resume, *, names: tuple[str, ...], block_tokens: int
-) -> Place | None:
+) -> ResumePlace | None:
     """The place that `resume` names; None when it is no longer to be had."""
     match resume:
         case Restore(position=position):
@@ -62,7 +64,7 @@ def chosen(
         stop = None
     if stop is None and start and names and isinstance(resume, Restore):
         return None
-    return Place(stop, start, floor)
+    return ResumePlace(stop, start, floor)
 
 
 def path(node: Node, depth: int) -> list[tuple[Node, int]]:

@@ -25,7 +25,7 @@ from ownerserve.cli.directory.holdings import (
     session_table,
     wished_body,
 )
-from ownerserve.cli.directory.rebuilding import rebuild as filled_again
+from ownerserve.cli.directory.rebuilding import rebuild
 from ownerserve.cli.options import PORT, Finite, check_host, curve_key_option, fleet_key
 from ownerserve.cli.output import OutputFile, OutputFolder, console_for, json_option, write_json
 from ownerserve.directory.embedded import EmbeddedDirectory
@@ -221,7 +221,7 @@ def replicate(
 )
 @curve_key_option
 @json_option
-def rebuild(
+def rebuild_command(
     address: str, wait_s: float, curve_key_file: Path | None, json_target: str | None
 ) -> None:
     """Start a new term with empty memory. Safe at any time: no epoch repeats, and nobody loses a
@@ -232,7 +232,7 @@ def rebuild(
         before = client.status()
     with _asking(address, key, timeout_s=FORGET_S) as client:
         console = console_for(json_target)
-        found, rebuilt = filled_again(client, before, wait_s=wait_s, console=console)
+        found, rebuilt = rebuild(client, before, wait_s=wait_s, console=console)
     more = {"rebuilt": msgspec.to_builtins(rebuilt)}
     _report(found, "directory.rebuild", json_target, more=more)
 

@@ -7,7 +7,7 @@ from struct import Struct
 
 from msgspec.structs import replace
 
-from ownerserve.directory import messages as ask
+from ownerserve.directory import messages
 from ownerserve.directory.decisions.records import (
     Key,
     PrefixRecord,
@@ -127,14 +127,14 @@ def _item(action: int, key: Key, before: bytes, value: bytes) -> tuple[bytes, ..
 
 def with_counter(outcome: Outcome, epoch: Epoch) -> Outcome:
     """The outcome of a decision that used up an epoch, with `epoch`, which is known only now."""
-    if isinstance(outcome, ask.Bound):
+    if isinstance(outcome, messages.Bound):
         return replace(outcome, epoch=epoch)
-    if isinstance(outcome, ask.Advanced):
+    if isinstance(outcome, messages.Advanced):
         return replace(outcome, duty=epoch)
     return outcome
 
 
-def keys_of(request: ask.Request) -> Iterator[Key]:
+def keys_of(request: messages.Request) -> Iterator[Key]:
     """The keys that the decision reads for certain, but for those of `new_to`; others are fetched
     when it asks for them."""
     for field in ("unit", "source", "target"):
@@ -142,7 +142,7 @@ def keys_of(request: ask.Request) -> Iterator[Key]:
         if unit is not None:
             yield unit_key(unit)
     match request:
-        case ask.Publish():
+        case messages.Publish():
             yield from (prefix_key(prefix_hash) for prefix_hash, _ in request.gone)
             yield from (prefix_key(prefix_hash) for prefix_hash, _ in request.left)
             for one in request.sessions:
@@ -150,30 +150,30 @@ def keys_of(request: ask.Request) -> Iterator[Key]:
                 if one.prefix_hash is not None:
                     yield prefix_key(one.prefix_hash)
             yield from (group_key(one.group) for one in request.extents if one.group)
-        case ask.Lookup():
+        case messages.Lookup():
             yield from map(prefix_key, request.candidates)
-        case ask.FindGroup():
+        case messages.FindGroup():
             yield group_key(request.group)
-        case ask.ReplicateReadonly():
+        case messages.ReplicateReadonly():
             yield holder_key(request.worker, request.dp_rank)
             yield prefix_key(request.prefix_hash)
-        case ask.Drop():
+        case messages.Drop():
             yield prefix_key(request.prefix_hash)
-        case ask.Bind() | ask.Transfer() | ask.EndSession() | ask.FindSession():
+        case messages.Bind() | messages.Transfer() | messages.EndSession() | messages.FindSession():
             yield session_key(request.session_id)
-        case ask.Advance():
+        case messages.Advance():
             yield session_key(request.session_id)
             yield prefix_key(request.prefix_hash)
 
 
-def new_to(request: ask.Request) -> frozenset[Key]:
+def new_to(request: messages.Request) -> frozenset[Key]:
     """The keys of an inventory's extents, none of which a directory knows that is being rebuilt."""
-    if not isinstance(request, ask.Publish):
+    if not isinstance(request, messages.Publish):
         return frozenset()
     return frozenset([prefix_key(one.prefix_hash) for one in request.extents])
 
 
-def is_read_only(request: ask.Request) -> bool:
+def is_read_only(request: messages.Request) -> bool:
     """Whether the request only asks: its answer may come from what is not replicated yet, for
     acting on it is checked again."""
-    return isinstance(request, ask.Lookup | ask.FindSession | ask.FindGroup)
+    return isinstance(request, messages.Lookup | messages.FindSession | messages.FindGroup)

@@ -54,12 +54,12 @@ from ownerserve.kv.wire.rpc import (
     Probe,
     Reject,
     ReleaseSession,
+    RpcRequest,
     Said,
     Seed,
     Status,
     StatusIs,
 )
-from ownerserve.kv.wire.rpc import Request as RpcRequest
 from ownerserve.kv.wire.status import (
     COUNT_MAX,
     ProfileStatement,

@@ -27,8 +27,8 @@ from ownerserve.kv.wire.rpc import (
     Cancel,
     Cancelled,
     Release,
-    Request,
     Reserved,
+    RpcRequest,
     Said,
     decode_answer,
     encode,
@@ -119,7 +119,7 @@ class Line:
         self._tasks: set[asyncio.Future[zmq.MessageTracker | None]] = set()
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
-    async def ask(self, request: Request, within_s: float) -> Said | None:
+    async def ask(self, request: RpcRequest, within_s: float) -> Said | None:
         """The answer; None when there is none in time, or the line is closed. Whoever stops
         waiting, also by being cancelled, calls the request off."""
         future: asyncio.Future[Said | None] = asyncio.get_running_loop().create_future()
@@ -141,11 +141,11 @@ class Line:
         self.tell(Cancel(nonce))
         return None
 
-    def tell(self, request: Request | Cancel) -> None:
+    def tell(self, request: RpcRequest | Cancel) -> None:
         """Say something whose answer changes nothing."""
         self._send(self._number(request), encode(request))
 
-    def _number(self, request: Request | Cancel) -> bytes:
+    def _number(self, request: RpcRequest | Cancel) -> bytes:
         """Count the request; its number here."""
         self._asked[str(request.__struct_config__.tag)] += 1
         return next(self._numbers).to_bytes(NUMBER_BYTES, "big")

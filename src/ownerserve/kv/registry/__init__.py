@@ -56,7 +56,7 @@ FAMILIES: tuple[Family, ...] = (
 BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 
 
-def build(config: Mapping[str, Any], kv: KvDescriptor | None = None) -> ModelSpec:
+def build_spec(config: Mapping[str, Any], kv: KvDescriptor | None = None) -> ModelSpec:
     """The state specs of the model that `config` describes.
 
     Without `kv`, the descriptor that the family's published figures assume. Raises InvalidInput

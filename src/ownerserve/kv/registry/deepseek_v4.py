@@ -25,12 +25,12 @@ from ownerserve.kv.specs import (
     Entry,
     LayerSpec,
     Part,
+    Precision,
     Ring,
     Role,
     Sharding,
     StateSpec,
 )
-from ownerserve.kv.specs import Precision as P
 
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 TYPE_OF_RATIO = {0: SLIDING, 1: SLIDING, 4: CSA, 128: HCA}
@@ -100,7 +100,7 @@ def latent_shape(fields: Fields) -> LatentShape:
         rope = _rotated_part(fields, spelling, dims)
     if rope > dims:
         raise fields.contradiction("qk_rope_head_dim", "head_dim", problem=f"{rope} > {dims}")
-    return LatentShape(dims - rope, rope, scale_group=64, scale_precision=P.UE8M0)
+    return LatentShape(dims - rope, rope, scale_group=64, scale_precision=Precision.UE8M0)
 
 
 def _rotated_part(fields: Fields, field: str, dims: int) -> int:
@@ -151,7 +151,7 @@ class Builder(msgspec.Struct, frozen=True):
     def online_tail(self, role: Role, dims: int, kind: Compressed) -> StateSpec:
         """An online softmax over the waiting rows: maximum, sum and weighted value."""
         names = ("maximum", "sum", "value")
-        row = Entry(tuple(Part(name, dims, P.FP32) for name in names))
+        row = Entry(tuple(Part(name, dims, Precision.FP32) for name in names))
         return StateSpec(role, Ring(rows=1, period=kind.tokens), row)
 
     def dense_bytes(self, states: Sequence[StateSpec]) -> int:

@@ -143,7 +143,7 @@ class AskLine(msgspec.Struct, frozen=True, tag="ask_line"):
     version: int = 0
 
 
-Request = AskLine | ListHeld | Status | Probe | Reserve | Commit | Release | ReleaseSession
+RpcRequest = AskLine | ListHeld | Status | Probe | Reserve | Commit | Release | ReleaseSession
 
 
 class StatusIs(msgspec.Struct, frozen=True, tag="status_is"):
@@ -165,9 +165,9 @@ class PageIs(msgspec.Struct, frozen=True, tag="page_is"):
     page: Page
 
 
-Answer = LineIs | PageIs | StatusIs | Admit | Reject | Reserved | Committed | Released
-Said = Answer | Cancelled
-"""What an asker hears; an engine gives an `Answer`."""
+RpcAnswer = LineIs | PageIs | StatusIs | Admit | Reject | Reserved | Committed | Released
+Said = RpcAnswer | Cancelled
+"""What an asker hears; an engine gives an `RpcAnswer`."""
 
 T = TypeVar("T")
 
@@ -179,8 +179,8 @@ class _Frame(msgspec.Struct, Generic[T], frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_requests: msgspec.msgpack.Decoder[_Frame[Request | Cancel]] = msgspec.msgpack.Decoder(
-    _Frame[Request | Cancel]
+_requests: msgspec.msgpack.Decoder[_Frame[RpcRequest | Cancel]] = msgspec.msgpack.Decoder(
+    _Frame[RpcRequest | Cancel]
 )
 _answers: msgspec.msgpack.Decoder[_Frame[Said]] = msgspec.msgpack.Decoder(_Frame[Said])
 
@@ -190,7 +190,7 @@ def new_nonce() -> Nonce:
     return Nonce(secrets.randbits(63) | 1)
 
 
-def encode(body: Request | Cancel | Said, nonce: Nonce = NO_NONCE) -> bytes:
+def encode(body: RpcRequest | Cancel | Said, nonce: Nonce = NO_NONCE) -> bytes:
     """One frame. Raises InvalidInput when it is longer than any reader takes."""
     data = _encoder.encode(_Frame(VERSION, body, nonce))
     check_length(len(data))
@@ -204,7 +204,7 @@ def check_length(count: int) -> None:
         raise InvalidInput("rpc", f"a frame of {count} bytes, at most {MAX_FRAME_BYTES}", mend)
 
 
-def decode_request(data: bytes) -> tuple[Request | Cancel, Nonce]:
+def decode_request(data: bytes) -> tuple[RpcRequest | Cancel, Nonce]:
     """What is asked, and under which nonce. Raises InvalidInput for what is no request of a version
     that is read here."""
     check_length(len(data))

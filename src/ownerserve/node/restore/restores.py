@@ -28,13 +28,13 @@ import msgspec
 
 from ownerserve.cache.outcomes import (
     Arrival,
+    CacheRefused,
     Match,
     NoRoom,
-    Refused,
     Replay,
-    Reserved,
     Restore,
     Resume,
+    SlotsReserved,
 )
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import Tier
@@ -133,7 +133,7 @@ class PendingRestore(msgspec.Struct, eq=False):
     plan: RestorePlan | None = None
     readings: tuple[sources.RecordRead, ...] = ()
     arrival: Arrival | None = None
-    room: Reserved | None = None
+    room: SlotsReserved | None = None
 
 
 class Restores:
@@ -329,7 +329,7 @@ class Restores:
             return ()
         assert pending.arrival is not None
         reserved = self._device.reserve(turn_id, pending.arrival, now)
-        if not isinstance(reserved, Reserved):
+        if not isinstance(reserved, SlotsReserved):
             return [self._start(pending, RestoreOutcome.NO_ROOM, now)]
         pending.room = reserved
         pending.attempts += 1
@@ -372,7 +372,7 @@ class Restores:
         assert pending.room is not None
         room, pending.room = pending.room, None
         inserted = self._device.commit(room.ticket, signature(event.ids), now)
-        good = not isinstance(inserted, Refused)
+        good = not isinstance(inserted, CacheRefused)
         outcome = RestoreOutcome.LOADED if good else RestoreOutcome.MISS
         return [self._start(pending, outcome, now)]
 
@@ -427,7 +427,7 @@ class Restores:
         if isinstance(reserved, Later):
             pending.phase, pending.deadline_s = RestorePhase.OFFERED, inf
             return [Offer(event.turn_id, way.position)]
-        if not isinstance(reserved, Reserved):
+        if not isinstance(reserved, SlotsReserved):
             return [self._start(pending, RestoreOutcome.NO_ROOM, now)]
         pending.room = reserved
         pending.attempts += 1
@@ -444,7 +444,7 @@ class Restores:
         *,
         stored: sources.StoredRecords,
         now: float,
-    ) -> Reserved | NoRoom | Refused | Later:
+    ) -> SlotsReserved | NoRoom | CacheRefused | Later:
         """Slots for the chosen way, and what to read into them."""
         start = min(match.range_tokens, way.position) // self._block
         pending.readings = sources.record_reads(pending.names, stored, way=way, start=start)
@@ -456,7 +456,7 @@ class Restores:
             hashed=pending.hashed,
         )
         reserved = self._device.reserve(pending.event.turn_id, pending.arrival, now)
-        if isinstance(reserved, Reserved):
+        if isinstance(reserved, SlotsReserved):
             assert reserved.start == start * self._block, "nothing came between match and reserve"
         return reserved
 

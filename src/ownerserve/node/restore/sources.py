@@ -22,12 +22,12 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import (
     Arrival,
+    CacheRefused,
     Inserted,
     Match,
     NoRoom,
-    Refused,
-    Reserved,
     Shortage,
+    SlotsReserved,
 )
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
@@ -115,11 +115,11 @@ class Device(Protocol):
 
     def reserve(
         self, turn_id: TurnId, arrival: Arrival, now: float
-    ) -> Reserved | NoRoom | Refused | Later:
+    ) -> SlotsReserved | NoRoom | CacheRefused | Later:
         """Slots for state from outside."""
         ...
 
-    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | Refused:
+    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | CacheRefused:
         """The slots are written with what `digest` stands for: all of it counts, or nothing."""
         ...
 
@@ -147,10 +147,10 @@ class OwnDevice:
 
     def reserve(
         self, turn_id: TurnId, arrival: Arrival, now: float
-    ) -> Reserved | NoRoom | Refused | Later:
+    ) -> SlotsReserved | NoRoom | CacheRefused | Later:
         return self._cache.ingest.reserve(arrival, now)
 
-    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | Refused:
+    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | CacheRefused:
         return self._cache.ingest.commit(ticket, digest, now)
 
     def abort(self, ticket: int) -> None:

@@ -29,7 +29,7 @@ from ownerserve.plan.benefit import (
 )
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.cost.prices import Prices
-from ownerserve.plan.inputs import Piece, Point, RestoreQuery, Span
+from ownerserve.plan.inputs import Piece, Point, RangeSpan, RestoreQuery
 from ownerserve.plan.restore import Planner
 
 KEPT_IN = Tier.DISK
@@ -97,7 +97,7 @@ class RecordValue:
     def session(self, depth: int, points: Iterable[int]) -> SessionValue:
         """A session of `depth` blocks with point state at `points`, at the present prices."""
         block = self._names.layout.block_tokens
-        span = Span(0, depth * block, (Piece(KEPT_IN, depth * self._range_bytes),))
+        span = RangeSpan(0, depth * block, (Piece(KEPT_IN, depth * self._range_bytes),))
         stored = (Piece(KEPT_IN, self._point_bytes),) if self._point_bytes else ()
         kept = {at: Point(at * block, stored) for at in points if 0 < at <= depth}
         lacking = ("point",) if self._point_bytes else ()

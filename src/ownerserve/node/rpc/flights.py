@@ -15,7 +15,7 @@ from concurrent.futures import Future
 
 import msgspec
 
-from ownerserve.kv.wire.rpc import NO_NONCE, Answer, Cancelled, Nonce, Said
+from ownerserve.kv.wire.rpc import NO_NONCE, Cancelled, Nonce, RpcAnswer, Said
 
 REMEMBERED = 4096
 NEVER_S = float("inf")
@@ -26,7 +26,7 @@ class Flight(msgspec.Struct, eq=False):
 
     envelope: list[bytes]
     nonce: Nonce
-    future: Future[Answer]
+    future: Future[RpcAnswer]
     until_s: float
 
 
@@ -38,7 +38,7 @@ class Flights:
     """See the module."""
 
     def __init__(self) -> None:
-        self._open: dict[Future[Answer], Flight] = {}
+        self._open: dict[Future[RpcAnswer], Flight] = {}
         self._by_nonce: dict[Nonce, Flight] = {}
         self._told: OrderedDict[Nonce, Said] = OrderedDict()
 
@@ -62,7 +62,7 @@ class Flights:
         if flight.nonce != NO_NONCE:
             self._by_nonce[flight.nonce] = flight
 
-    def end(self, future: Future[Answer]) -> Flight | None:
+    def end(self, future: Future[RpcAnswer]) -> Flight | None:
         """Its answer is there; None: nobody waits for it any more."""
         flight = self._open.pop(future, None)
         if flight is not None:

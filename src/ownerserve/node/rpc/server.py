@@ -26,7 +26,6 @@ from ownerserve.kv.wire.framed import LOOPBACK, FramedClient, FramedServer
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     MAX_FRAME_BYTES,
-    Answer,
     AskLine,
     Cancel,
     Cancelled,
@@ -35,9 +34,10 @@ from ownerserve.kv.wire.rpc import (
     Probe,
     Reject,
     Release,
-    Request,
     Reserve,
     Reserved,
+    RpcAnswer,
+    RpcRequest,
     Said,
     Status,
     decode_answer,
@@ -57,7 +57,7 @@ READ_BYTES_MAX = 4 * MAX_FRAME_BYTES
 """A frame that is too long is refused, and its connection lives on; past this both are dropped."""
 IN_FLIGHT_MAX = 1024
 
-Answerer = Callable[[Request], "Future[Answer]"]
+Answerer = Callable[[RpcRequest], "Future[RpcAnswer]"]
 """May raise RuntimeError when nobody will answer any more."""
 
 
@@ -75,7 +75,7 @@ class RpcServer:
         self._server = FramedServer("rpc", host, port, key=key, read_bytes_max=READ_BYTES_MAX)
         self._socket, self.address = self._server.socket, self._server.address
         self._flights = Flights()
-        self._done: deque[Future[Answer]] = deque()
+        self._done: deque[Future[RpcAnswer]] = deque()
         self._bell, self._ringer = socket.socketpair()
         for end in (self._bell, self._ringer):
             end.settimeout(0.0)
@@ -130,7 +130,7 @@ class RpcServer:
         if not isinstance(before, Joined):
             self._send(envelope, before)
 
-    def _ask(self, envelope: list[bytes], request: Request, nonce: Nonce) -> None:
+    def _ask(self, envelope: list[bytes], request: RpcRequest, nonce: Nonce) -> None:
         try:
             if len(self._flights) >= IN_FLIGHT_MAX:
                 raise RuntimeError("too many requests in flight")
@@ -142,7 +142,7 @@ class RpcServer:
         self._flights.begin(Flight(envelope, nonce, future, until_s))
         future.add_done_callback(self._ring)
 
-    def _wait_s(self, request: Request) -> float:
+    def _wait_s(self, request: RpcRequest) -> float:
         match request:
             case Reserve():
                 return min(max(2 * self._step_s(), RESERVE_MIN_S), RESERVE_MAX_S)
@@ -165,13 +165,13 @@ class RpcServer:
         with suppress(RuntimeError):  # an engine that has ended holds no places
             self._answer(Release(reservation))
 
-    def _ring(self, future: Future[Answer]) -> None:
+    def _ring(self, future: Future[RpcAnswer]) -> None:
         """Called by whoever answers, on its thread."""
         self._done.append(future)
         with suppress(OSError):  # full: it rings already; closed: nobody listens any more
             self._ringer.send(b"!")
 
-    def _finish(self, future: Future[Answer]) -> None:
+    def _finish(self, future: Future[RpcAnswer]) -> None:
         flight = self._flights.end(future)
         try:
             answer = future.result(0)
@@ -194,7 +194,7 @@ class RpcServer:
             flight.future.cancel()
             self._tell(flight, Reject(WorkerRefusal.ENGINE_BUSY))
 
-    def _tell(self, flight: Flight, answer: Answer) -> None:
+    def _tell(self, flight: Flight, answer: RpcAnswer) -> None:
         self._flights.tell(flight.nonce, answer)
         self._send(flight.envelope, answer)
 
@@ -210,7 +210,7 @@ class RpcServer:
             log.info("an RPC answer was not sent: %s", error)
 
 
-def _nobody(request: Request) -> Future[Answer]:
+def _nobody(request: RpcRequest) -> Future[RpcAnswer]:
     raise RuntimeError("nobody answers yet")
 
 
@@ -224,7 +224,7 @@ class RpcClient:
             address, timeout_s=timeout_s, key=key, read_bytes_max=READ_BYTES_MAX
         )
 
-    def ask(self, request: Request) -> Said:
+    def ask(self, request: RpcRequest) -> Said:
         """The node's answer. Raises TimeoutError when there is none in time."""
         try:
             return decode_answer(self._client.ask(encode(request)))

@@ -27,8 +27,15 @@ from ownerserve.plan.cost.events import Loaded
 from ownerserve.store.disk.maintain import collect
 from ownerserve.store.disk.tier import DiskOptions, DiskTier, StoreUnavailable
 from ownerserve.store.format.header import CHUNK
-from ownerserve.store.format.model import SHARED, Listed, Meta, ReadHit, ReadOutcome, Want
-from ownerserve.store.format.model import WriteOutcome as Outcome
+from ownerserve.store.format.model import (
+    SHARED,
+    Listed,
+    Meta,
+    ReadHit,
+    ReadOutcome,
+    Want,
+    WriteOutcome,
+)
 from ownerserve.store.index.reader import IndexFailed
 from ownerserve.store.service.runtime import StoreService, WallClock
 from ownerserve.store.tiers.backend import Reservation, Telling, TierBackend
@@ -92,7 +99,7 @@ class NodeTiers(TieredStore):
             if isinstance(tier, Telling):
                 tier.on_removed = self.losses.add
 
-    def commit(self, reservations: Sequence[Reservation]) -> tuple[Outcome, ...]:
+    def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]:
         """As the placement says, then prices."""
         ids = [reserved.meta.id for reserved in reservations]
         outcomes = super().commit(reservations)

@@ -27,7 +27,7 @@ the first kind decide and stops the second.
 """
 
 
-class Source(StrEnum):
+class EstimateSource(StrEnum):
     """Where an estimate comes from: a data sheet's roofline, or this machine."""
 
     DEFAULT = "default"
@@ -38,7 +38,7 @@ class Estimate(msgspec.Struct, frozen=True):
     """So many ms, by `source`, whose last `samples` observations it missed by `error_factor`."""
 
     ms: float
-    source: Source
+    source: EstimateSource
     samples: int
     error_factor: float
 
@@ -70,5 +70,5 @@ class ErrorTrack(msgspec.Struct):
         return self.samples < TRUST_MIN_SAMPLES or self.factor < UNTRUSTED_FACTOR
 
     def estimate(self, ms: float) -> Estimate:
-        source = Source.MEASURED if self.samples else Source.DEFAULT
+        source = EstimateSource.MEASURED if self.samples else EstimateSource.DEFAULT
         return Estimate(ms, source, self.samples, self.factor)

@@ -13,7 +13,7 @@ import msgspec
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.messages import Tier
 from ownerserve.plan.cost.compute import ComputeFit
-from ownerserve.plan.cost.estimate import TRUST_MIN_SAMPLES, ErrorTrack, Estimate, Source
+from ownerserve.plan.cost.estimate import TRUST_MIN_SAMPLES, ErrorTrack, Estimate, EstimateSource
 from ownerserve.plan.cost.events import Loaded, Observation, Prefilled, Replayed, Stepped, Waited
 from ownerserve.plan.cost.load import LoadTable, Medium, TierLoad
 from ownerserve.plan.cost.prices import PREFILL, QUEUE, REPLAY, STEP, Coefficients, Prices
@@ -139,7 +139,7 @@ class CostModel:
         """How long the engine is busy with what stands before a new request."""
         return self._state.queue_error.estimate(self.prices().queue_ms(backlog))
 
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, EstimateSource]:
         """Which estimates rest on measurements."""
         tracks = {PREFILL: self._state.prefill.error, REPLAY: self._replay.error}
         tracks |= {str(tier): load.error for tier, load in self._state.tiers.items()}

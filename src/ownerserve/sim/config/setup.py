@@ -13,8 +13,8 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.admission import SeatSettings
 from ownerserve.router.policies import POLICIES
+from ownerserve.sim.config import faults
 from ownerserve.sim.config.faults import Fault
-from ownerserve.sim.config.faults import check as check_faults
 from ownerserve.sim.config.granted import FROM_TIERS, EngineAbilities, Granted, granted
 from ownerserve.sim.engine.batch import FOLD_MAX
 from ownerserve.sim.workload import WorkloadShape
@@ -117,7 +117,7 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, field) <= 0:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use more than 0")
         disks = self.workers if self.tiers.disk_bytes else 0
-        check_faults(self.faults, workers=self.workers, disks=disks)
+        faults.check(self.faults, workers=self.workers, disks=disks)
 
     @property
     def granted(self) -> Granted:

@@ -24,7 +24,7 @@ from math import ceil, sqrt
 from operator import attrgetter
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.outcomes import NoRoom, Reason, Refused, Turn
+from ownerserve.cache.outcomes import CacheRefusal, CacheRefused, NoRoom, Turn
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES
@@ -285,8 +285,8 @@ class SimEngine:
         turn = Turn(turn_id, sequence.turn.name, prompt, sequence.priority, sequence.ttl_s)
         resume = self._hooks.resume(turn.tokens) if self._has_points else None
         begun = self.cache.begin(turn, now, resume=resume)
-        if isinstance(begun, Refused):
-            if begun.reason is Reason.TOO_LONG:
+        if isinstance(begun, CacheRefused):
+            if begun.reason is CacheRefusal.TOO_LONG:
                 self._give_up(sequence)
             else:
                 self._starved_room = self.cache.occupancy.obtainable_blocks()

@@ -39,8 +39,7 @@ from ownerserve.router.messages import (
 )
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.state import RouterState
-from ownerserve.router.worker import Profile
-from ownerserve.router.worker import Worker as Unit
+from ownerserve.router.worker import Profile, Worker
 from ownerserve.sim.engine.sequence import SimSequence, sequence_of
 from ownerserve.sim.fleet import gauge
 from ownerserve.sim.fleet.accounts import Accounts, LiveTurn
@@ -183,7 +182,7 @@ class SimFleet:
             row.owner_wait_ms = outcome.decision.worker.queue_ms
         self._place(live, now)
 
-    def _owner(self, session: SessionId) -> Unit | None:
+    def _owner(self, session: SessionId) -> Worker | None:
         known = self.router.sessions.get(session)
         return None if known is None else known.live_home
 

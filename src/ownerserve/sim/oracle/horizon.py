@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import msgspec
 
-from ownerserve.cache.policies.base import Candidate, Key, Policy
+from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Tier
 from ownerserve.router.messages import Gone, Reported
@@ -26,7 +26,7 @@ from ownerserve.router.state import RouterState
 from ownerserve.sim.timeline.turns import SimTurn
 from ownerserve.sim.worker.worker import SimWorker
 from ownerserve.sim.workload import WorkloadDriver
-from ownerserve.sim.workload.driver import Key as Release
+from ownerserve.sim.workload.driver import ReleaseKey as Release
 
 NOW = -inf
 
@@ -50,7 +50,7 @@ PARTS = {
 """By the name that Setup.oracle has."""
 
 
-class NextUse(Policy):
+class NextUse(EvictionPolicy):
     """The eviction order of one who knows `next_s`, by conversation; whoever is not in it never
     comes back. A tail is wanted by who stands at its end: nobody else reads that far."""
 

@@ -25,7 +25,7 @@ from ownerserve.node.vocabulary.events import Event, TurnArrived, TurnEnded, Tur
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, Reason, Request, run_at, split_over, start_at
 from ownerserve.router.policies.apart import NEEDS, prefillers
-from ownerserve.router.worker import Worker as Unit
+from ownerserve.router.worker import Worker
 from ownerserve.sim.storage.nodeport import At, SimNode, Started, ToCheckpoint
 from ownerserve.sim.storage.store import SimStore
 from ownerserve.sim.timeline.heap import Heap
@@ -232,7 +232,7 @@ class SlotRouter:
             self._taken[worker.order] = self._taken.get(worker.order, 0) + 1
         return self._split(request, fleet, worker)
 
-    def _home_of(self, request: Request, fleet: Candidates) -> Unit | None:
+    def _home_of(self, request: Request, fleet: Candidates) -> Worker | None:
         if request.session is None:
             return None
         order = self._home.get(request.session)
@@ -244,7 +244,7 @@ class SlotRouter:
         self._taken[home.order] -= 1
         return None
 
-    def _slot(self, request: Request, fleet: Candidates) -> Unit | None:
+    def _slot(self, request: Request, fleet: Candidates) -> Worker | None:
         """The D worker with the fewest sessions, if it takes one more."""
         worker = min(fleet, key=lambda one: (self._taken.get(one.order, 0), one.order))
         if self._slots is not None:
@@ -253,7 +253,7 @@ class SlotRouter:
         roomy = [one for one in fleet if one.load.kv_bytes_free >= need]
         return max(roomy, key=lambda one: (one.load.kv_bytes_free, -one.order), default=None)
 
-    def _split(self, request: Request, fleet: Candidates, worker: Unit) -> Decision:
+    def _split(self, request: Request, fleet: Candidates, worker: Worker) -> Decision:
         """Prefill on the P worker that holds most of it, else the least loaded; send what lacks."""
         able = prefillers(worker, [*request.prefill_holders(fleet), *fleet.least_prefill(2)])
         if not able:

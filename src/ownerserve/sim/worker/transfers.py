@@ -20,7 +20,7 @@ from functools import partial
 
 import msgspec
 
-from ownerserve.cache.outcomes import Arrival, Match, Reserved
+from ownerserve.cache.outcomes import Arrival, Match, SlotsReserved
 from ownerserve.kv.ids import Incarnation, PrefixHash
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
 from ownerserve.sim.timeline.heap import Heap
@@ -124,7 +124,7 @@ class Transfers:
         arrival = Arrival(tokens, prefix_name(tokens), _SIGNED, points, _CHAINED)
         target.settle(now)
         room = target.cache.ingest.reserve(arrival, now)
-        if not isinstance(room, Reserved):
+        if not isinstance(room, SlotsReserved):
             self._wait(wish, now, is_first=is_first)
             return
         count = round((held - room.start) * target.unit_bytes) + len(points) * target.point_bytes

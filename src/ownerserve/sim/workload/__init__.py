@@ -1,6 +1,6 @@
 """A trace as the simulator's load: closed loop, open loop or capped sessions."""
 
-from ownerserve.sim.workload.driver import Key, WorkloadDriver
+from ownerserve.sim.workload.driver import ReleaseKey, WorkloadDriver
 from ownerserve.sim.workload.shape import (
     Capped,
     Closed,
@@ -20,11 +20,11 @@ __all__ = [
     "Capped",
     "Closed",
     "First",
-    "Key",
     "Open",
     "OutputReuse",
     "Poisson",
     "Recorded",
+    "ReleaseKey",
     "Sample",
     "SharedHeads",
     "TopShare",

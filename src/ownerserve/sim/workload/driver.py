@@ -22,7 +22,7 @@ from ownerserve.sim.workload.shape import Capped, Open, WorkloadShape
 from ownerserve.sim.workload.unit_ids import UnitIds
 from ownerserve.trace.model import Trace, TraceSession
 
-Key = NewType("Key", int)
+ReleaseKey = NewType("ReleaseKey", int)
 """A turn that has not been built: its session's number and its position in it."""
 
 _POSITION_BITS = 32
@@ -68,13 +68,13 @@ class WorkloadDriver:
         requests = self._trace.sessions[part.source].requests[: part.turns]
         return sum(request.input_tokens for request in requests)
 
-    def first(self, now: float = 0.0) -> list[tuple[float, Key]]:
+    def first(self, now: float = 0.0) -> list[tuple[float, ReleaseKey]]:
         """The releases known at the start, for a run that begins at `now`."""
         self._origin_s = now
         if isinstance(self._shape.mode, Open):
             return self._all_recorded()
         if isinstance(self._shape.mode, Capped):
-            releases: list[tuple[float, Key]] = []
+            releases: list[tuple[float, ReleaseKey]] = []
             for _ in range(min(self._shape.mode.lanes, self.sessions)):
                 releases += self._next_session(now)
             return releases
@@ -84,7 +84,7 @@ class WorkloadDriver:
             for release in self._begin(number, now + part.start_s)
         ]
 
-    def turn(self, key: Key, now: float) -> SimTurn:
+    def turn(self, key: ReleaseKey, now: float) -> SimTurn:
         """Build the turn of a release, at its time."""
         number, position = key >> _POSITION_BITS, key & _POSITION
         live = self._live.get(number) or self._open(number)
@@ -102,14 +102,14 @@ class WorkloadDriver:
         self._released += 1
         return turn
 
-    def finished(self, turn: SimTurn, now: float) -> list[tuple[float, Key]]:
+    def finished(self, turn: SimTurn, now: float) -> list[tuple[float, ReleaseKey]]:
         """What the end of a turn releases, and when: the turns that waited for it last, after
         their think time; in capped mode also the session that takes an ended one's lane.
         """
         number = turn.session
         live = self._live[number]
         freed = live.finish(turn.position)
-        releases: list[tuple[float, Key]] = []
+        releases: list[tuple[float, ReleaseKey]] = []
         if not isinstance(self._shape.mode, Open):
             scale = self._shape.tool_scale
             releases = [(now + scale * live.course.delay_s(p), _key(number, p)) for p in freed]
@@ -120,7 +120,7 @@ class WorkloadDriver:
                 releases += self._next_session(now)
         return releases
 
-    def failed(self, turn: SimTurn, now: float) -> list[tuple[float, Key]]:
+    def failed(self, turn: SimTurn, now: float) -> list[tuple[float, ReleaseKey]]:
         """As `finished`: its successors still run, but the session is marked as failed."""
         self.failed_sessions.add(turn.session)
         return self.finished(turn, now)
@@ -139,7 +139,7 @@ class WorkloadDriver:
             return self._recorded_s(turn.session, live.course.requests[following].start_s)
         return now + self._shape.tool_scale * live.course.away_s(turn.position)
 
-    def conversation(self, key: Key) -> SessionId | None:
+    def conversation(self, key: ReleaseKey) -> SessionId | None:
         """Whose turn a release of a session that runs is; None for a session's first."""
         live = self._live.get(key >> _POSITION_BITS)
         return None if live is None else live.name(key & _POSITION)
@@ -159,7 +159,7 @@ class WorkloadDriver:
         self._live[number] = live
         return live
 
-    def _begin(self, number: int, start_s: float) -> list[tuple[float, Key]]:
+    def _begin(self, number: int, start_s: float) -> list[tuple[float, ReleaseKey]]:
         """Release what waits for nothing, at its offset in the session."""
         session, scale = self._session(number), self._shape.tool_scale
         return [
@@ -167,13 +167,13 @@ class WorkloadDriver:
             for position in roots(session, self._parts[number].turns)
         ]
 
-    def _next_session(self, now: float) -> list[tuple[float, Key]]:
+    def _next_session(self, now: float) -> list[tuple[float, ReleaseKey]]:
         if self._started == self.sessions:
             return []
         self._started += 1
         return self._begin(self._started - 1, now)
 
-    def _all_recorded(self) -> list[tuple[float, Key]]:
+    def _all_recorded(self) -> list[tuple[float, ReleaseKey]]:
         return [
             (self._recorded_s(number, request.start_s), _key(number, position))
             for number, part in enumerate(self._parts)
@@ -184,5 +184,5 @@ class WorkloadDriver:
         return self._origin_s + self._parts[number].start_s + self._shape.time_scale * offset_s
 
 
-def _key(number: int, position: int) -> Key:
-    return Key(number << _POSITION_BITS | position)
+def _key(number: int, position: int) -> ReleaseKey:
+    return ReleaseKey(number << _POSITION_BITS | position)

@@ -21,7 +21,7 @@ from ownerserve.engines.hf.state.states import HCA, HCA_TAIL, LayerKind, describ
 from ownerserve.kv.descriptor import IndexFormat, KvDescriptor, KvFormat, TailForm
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.geometry import Geometry
-from ownerserve.kv.registry import build
+from ownerserve.kv.registry import build_spec
 from ownerserve.kv.specs import Role
 
 pytestmark = pytest.mark.engine
@@ -121,7 +121,7 @@ def test_the_state_block_shrinks_as_inspect_says(rate):
 
     def inspected(tail):
         kv = KvDescriptor(kv=KvFormat.FP32, index=IndexFormat.FP32, tail=tail)
-        components = Geometry.of(build(config.to_dict(), kv)).components
+        components = Geometry.of(build_spec(config.to_dict(), kv)).components
         return next(c.live_bytes for c in components if c.role is Role.HCA_TAIL)
 
     layouts = {form: describe(config, torch.float32, hca_tail=form).layout() for form in TailForm}

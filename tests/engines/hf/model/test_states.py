@@ -15,7 +15,7 @@ from ownerserve.engines.hf.state.states import describe
 from ownerserve.kv.descriptor import IndexFormat, KvDescriptor, KvFormat
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry, pool_plans
-from ownerserve.kv.registry import build
+from ownerserve.kv.registry import build_spec
 from ownerserve.kv.specs import Coverage, Precision
 
 pytestmark = pytest.mark.engine
@@ -61,7 +61,7 @@ def test_kv_geometry_counts_the_same_bytes(name, precision):
         ssm=Precision.FP32,
     )
     ours = describe(config, dtype, block_tokens=64).layout()
-    theirs = pool_plans(Geometry.of(build(config.to_dict(), kv), 64))
+    theirs = pool_plans(Geometry.of(build_spec(config.to_dict(), kv), 64))
     assert {(c.name, c.coverage.value, c.payload_bytes) for c in ours.components} == {
         (plan.name, plan.coverage.value, plan.payload_bytes) for plan in theirs
     }

@@ -34,9 +34,7 @@ from ownerserve.engines.hf.scheduling.requests import (
     StreamEvent,
 )
 from ownerserve.kv.wire.inventory import Page
-from ownerserve.kv.wire.rpc import Answer as RpcAnswer
-from ownerserve.kv.wire.rpc import Probe
-from ownerserve.kv.wire.rpc import Request as RpcRequest
+from ownerserve.kv.wire.rpc import Probe, RpcAnswer, RpcRequest
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.admission.reservations import Standing, probe_seed
 

@@ -16,8 +16,7 @@ from ownerserve.cache.metrics import Snapshot
 from ownerserve.engines.hf.metrics.status import HfStatus
 from ownerserve.engines.hf.scheduling.requests import EngineRequest
 from ownerserve.kv.wire.inventory import Page
-from ownerserve.kv.wire.rpc import Answer as RpcAnswer
-from ownerserve.kv.wire.rpc import Request as RpcRequest
+from ownerserve.kv.wire.rpc import RpcAnswer, RpcRequest
 
 
 class Submit(msgspec.Struct, frozen=True):

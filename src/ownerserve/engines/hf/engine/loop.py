@@ -72,9 +72,15 @@ from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.kv.wire.rpc import Answer as RpcAnswer
-from ownerserve.kv.wire.rpc import ListHeld, PageIs, Reject, ReleaseSession, Reserve
-from ownerserve.kv.wire.rpc import Request as RpcRequest
+from ownerserve.kv.wire.rpc import (
+    ListHeld,
+    PageIs,
+    Reject,
+    ReleaseSession,
+    Reserve,
+    RpcAnswer,
+    RpcRequest,
+)
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.node.ownership.ownership import Owning, SessionLeft, TurnCame, TurnLeft, Unowned

@@ -19,7 +19,6 @@ from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import RequestRejected
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
-    Answer,
     AskLine,
     Commit,
     ListHeld,
@@ -28,10 +27,11 @@ from ownerserve.kv.wire.rpc import (
     Release,
     ReleaseSession,
     Reserve,
+    RpcAnswer,
+    RpcRequest,
     Status,
     StatusIs,
 )
-from ownerserve.kv.wire.rpc import Request as Asked
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.admission.reservations import (
     Admission,
@@ -71,7 +71,7 @@ class TurnAdmission:
 
     # ---- asked over RPC
 
-    def answer(self, request: Asked) -> Answer:
+    def answer(self, request: RpcRequest) -> RpcAnswer:
         """What the worker says to `request`."""
         now, admission = self._now(), self.admission
         match request:

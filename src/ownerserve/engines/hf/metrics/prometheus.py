@@ -28,8 +28,7 @@ from ownerserve.engines.hf.scheduling.requests import Admitted
 from ownerserve.engines.hf.scheduling.step import Intake, SchedulerLoad
 from ownerserve.kv.messages import ExecutionMode, RestoreAction
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.kv.wire.rpc import Answer as RpcAnswer
-from ownerserve.kv.wire.rpc import Reject
+from ownerserve.kv.wire.rpc import Reject, RpcAnswer
 from ownerserve.node.ownership.ownership import Ownership
 from ownerserve.node.vocabulary.events import RestoreReport
 from ownerserve.plan.swa.accounting import WriteAccount

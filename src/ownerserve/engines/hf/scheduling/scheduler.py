@@ -28,7 +28,7 @@ from enum import StrEnum
 import msgspec
 
 from ownerserve.cache.effects import Effect
-from ownerserve.cache.outcomes import Begun, NoRoom, Refused, Turn
+from ownerserve.cache.outcomes import Begun, CacheRefused, NoRoom, Turn
 from ownerserve.engines.hf.scheduling.step import (
     AdmittedPrompt,
     CachePort,
@@ -156,7 +156,7 @@ def chunk_end(start: int, total: int, *, block: int, chunk: int) -> int:
 
 def open_turn(
     cache: CachePort, sequence: Sequence, resume_of: ResumeOf, *, now: float
-) -> Begun | Refused:
+) -> Begun | CacheRefused:
     """Open a turn in the cache: as what it adds to its session, or from its whole prompt.
 
     A prompt that begins with its session's tokens is an append: nothing of those is looked at. Any
@@ -467,7 +467,7 @@ class Scheduler:
     def _begin(self, sequence: Sequence, now: float) -> tuple[int, tuple[Effect, ...]] | None:
         """Open the turn and take the first chunk's slots, all or nothing (None)."""
         begun = open_turn(self._cache, sequence, self._resume_of, now=now)
-        if isinstance(begun, Refused):
+        if isinstance(begun, CacheRefused):
             return None
         sequence.write_floor = begun.write_floor
         sequence.checkpoints = self._checkpoints_of(begun.restored, sequence.length)
@@ -534,7 +534,7 @@ class Scheduler:
             if len(self._running) >= self._limits.max_running:
                 continue
             forked = self._cache.fork(parent.turn_id, turn_id, now)
-            if isinstance(forked, NoRoom | Refused):
+            if isinstance(forked, NoRoom | CacheRefused):
                 continue
             effects += forked
             self._waiting.remove(child)

@@ -16,12 +16,12 @@ import msgspec
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import (
     Arrival,
+    CacheRefusal,
+    CacheRefused,
     Inserted,
     Match,
-    Point,
-    Reason,
-    Refused,
-    Reserved,
+    RestorablePoint,
+    SlotsReserved,
 )
 from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.ids import TurnId
@@ -66,12 +66,12 @@ class EngineDevice:
         if hit is None:
             return Later()
         depth = self._layout.boundary_at_or_before(hit)
-        return Match(depth, (Point(depth),) if depth else ())
+        return Match(depth, (RestorablePoint(depth),) if depth else ())
 
     def shortage(self, blocks: int) -> None:
         """vLLM's pool has an order of its own, and says nothing of what goes next is worth."""
 
-    def reserve(self, turn_id: TurnId, arrival: Arrival, now: float) -> Reserved | Later:
+    def reserve(self, turn_id: TurnId, arrival: Arrival, now: float) -> SlotsReserved | Later:
         """A slot is a unit's place in the prefix, a point's its position; `BlockPlace`s follow."""
         if turn_id not in self._taken:
             return Later()
@@ -82,13 +82,13 @@ class EngineDevice:
         self._open[ticket] = arrival
         names = self._layout.point_names
         points = {at: dict.fromkeys(names, at) for at in arrival.points}
-        return Reserved(ticket, start, tuple(range(start // block, end // block)), points)
+        return SlotsReserved(ticket, start, tuple(range(start // block, end // block)), points)
 
-    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | Refused:
+    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | CacheRefused:
         """The request goes on with what was written; the engine's cache takes it from there."""
         arrival = self._open.pop(ticket)
         if digest != arrival.digest:
-            return Refused(Reason.DIGEST_MISMATCH)
+            return CacheRefused(CacheRefusal.DIGEST_MISMATCH)
         return Inserted(len(arrival.tokens) // TOKEN_BYTES, 0)
 
     def abort(self, ticket: int) -> None:

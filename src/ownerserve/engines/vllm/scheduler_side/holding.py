@@ -25,7 +25,7 @@ import msgspec
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit, Tier
-from ownerserve.kv.wire.rpc import Answer, PageIs
+from ownerserve.kv.wire.rpc import PageIs, RpcAnswer
 from ownerserve.node.ownership.inventory import Inventory, Residency
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.vocabulary.events import Forget, Locate, Located, RecordsLost, Remember
@@ -92,9 +92,9 @@ class Holding:
 
     # -- asked by the RPC's thread -------------------------------------------------------------
 
-    def page(self, after: int, unit: RoutingUnit) -> Future[Answer]:
+    def page(self, after: int, unit: RoutingUnit) -> Future[RpcAnswer]:
         """What was said after the word number `after`, as `unit`'s."""
-        answer: Future[Answer] = Future()
+        answer: Future[RpcAnswer] = Future()
         self._tell(lambda: self._say(after, unit, answer))
         return answer
 
@@ -165,7 +165,7 @@ class Holding:
             self._journal = None
         self._residency = Residency(names, self.inventory, can_replay=self._can_replay)
 
-    def _say(self, after: int, unit: RoutingUnit, answer: Future[Answer]) -> None:
+    def _say(self, after: int, unit: RoutingUnit, answer: Future[RpcAnswer]) -> None:
         if answer.set_running_or_notify_cancel():
             page = self.inventory.page(after, incarnation=unit.incarnation)
             answer.set_result(PageIs(msgspec.structs.replace(page, rank=unit.dp_rank)))

@@ -26,7 +26,6 @@ from ownerserve.kv.wire.headers import AnswerLine
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Admit,
-    Answer,
     AskLine,
     LineIs,
     ListHeld,
@@ -34,7 +33,8 @@ from ownerserve.kv.wire.rpc import (
     Reject,
     Released,
     ReleaseSession,
-    Request,
+    RpcAnswer,
+    RpcRequest,
     Seed,
     Status,
     StatusIs,
@@ -182,15 +182,15 @@ class NodeRpcHandler:
 
     # -- asked from outside --------------------------------------------------------------------
 
-    def answer(self, request: Request) -> Future[Answer]:
+    def answer(self, request: RpcRequest) -> Future[RpcAnswer]:
         """Answer a request at once, but for what the store holds: there is nobody to wait for."""
         if isinstance(request, ListHeld):
             return self._holding.page(request.after, self._unit)
-        future: Future[Answer] = Future()
+        future: Future[RpcAnswer] = Future()
         future.set_result(self._answer(request))
         return future
 
-    def _answer(self, request: Request) -> Answer:
+    def _answer(self, request: RpcRequest) -> RpcAnswer:
         match request:
             case Status():
                 return StatusIs(self._status(), self._profile())

@@ -8,8 +8,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ownerserve.kv.specs import Entry, LayerSpec, ModelSpec, Part, PerToken, Precision, Role
-from ownerserve.kv.specs import StateSpec as State
+from ownerserve.kv.specs import (
+    Entry,
+    LayerSpec,
+    ModelSpec,
+    Part,
+    PerToken,
+    Precision,
+    Role,
+    StateSpec,
+)
 from ownerserve.report.figures.panels import Panel, Panels, panels
 from ownerserve.report.figures.restore import Restored, RestorePolicies, restore_policies
 from ownerserve.report.page import Verdict
@@ -75,7 +83,7 @@ def dense_equivalent(spec: ModelSpec) -> ModelSpec:
 
     def layer(one: LayerSpec) -> LayerSpec:
         entry = Entry((Part("dense", one.dense_bytes, Precision.FP8),))
-        state = State(Role.DENSE, PerToken(), entry)
+        state = StateSpec(Role.DENSE, PerToken(), entry)
         return msgspec.structs.replace(one, states=(state,), kv_source=None, index_source=None)
 
     return msgspec.structs.replace(spec, layers=tuple(layer(one) for one in spec.layers))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ownerserve.kv.geometry import Geometry, exact_replay_tokens
-from ownerserve.kv.registry import build as spec_of
+from ownerserve.kv.registry import build_spec as spec_of
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.specs import Coverage, PerToken, Window
 from ownerserve.kv.units import GIB

@@ -23,12 +23,11 @@ from ownerserve.sim.suites.base import (
     at,
     known,
 )
-from ownerserve.sim.suites.fleet import GOAL_LANES, LANES, PACE, agents
-from ownerserve.sim.suites.fleet import SESSIONS as ALL
+from ownerserve.sim.suites.fleet import GOAL_LANES, LANES, PACE, SESSIONS, agents
 from ownerserve.sim.suites.judging import counted, first_of
 from ownerserve.sim.workload import TopShare
 
-SESSIONS = 48
+FEW_SESSIONS = 48
 POLICIES = ("sticky", "lmetric_gate", "static_pd_delta", "ear", "ownerserve")
 MOVERS = ("ear", "ownerserve")
 GB = 10**9
@@ -57,7 +56,7 @@ def _varied(scale: Scale) -> dict[str, Varied]:
     return {
         "rate": Varied(
             "Load", "sessions at once",
-            {lanes: {"lanes": lanes, "sessions": ALL} for lanes in GOAL_LANES}, chosen=LANES,
+            {lanes: {"lanes": lanes, "sessions": SESSIONS} for lanes in GOAL_LANES}, chosen=LANES,
         ),
         "skew": Varied(
             "Skew", "input of the top 1 % of sessions (0: as recorded)",
@@ -93,7 +92,7 @@ def _jobs(scale: Scale) -> dict[str, Job]:
     for name, varied in _varied(scale).items():
         for value, changes in scale.of(list(varied.values.items()), [*varied.values.items()][:2]):
             for policy in varied.policies:
-                setup = agents(policy, scale, **{"sessions": SESSIONS, **changes})
+                setup = agents(policy, scale, **{"sessions": FEW_SESSIONS, **changes})
                 jobs[_label(name, value, policy)] = Simulation("claude_code", setup)
     return jobs
 
@@ -214,8 +213,8 @@ EXPERIMENTS = [
         name="002-f9",
         title="Sensitivity",
         source="seed 002 §5.5, f9",
-        about=f"{SESSIONS} sessions of the Claude-Code trace on four GPUs; one setting varied at a "
-        "time. Skew cuts sessions until the top 1 % hold the share; 46.5 % is the seed's.",
+        about=f"{FEW_SESSIONS} sessions of the Claude-Code trace on four GPUs; one setting varied "
+        "at a time. Skew cuts sessions until the top 1 % hold the share; 46.5 % is the seed's.",
         jobs=_jobs,
         verdicts=_verdicts,
         tables=_tables,
