@@ -30,7 +30,7 @@ from ownerserve.router.messages import (
     Stamped,
     WorkerUp,
 )
-from ownerserve.router.policies import POLICIES, make_policy
+from ownerserve.router.policies import ROUTING_POLICIES, make_policy
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.settings import DEFAULTS
 from ownerserve.router.state import RouterState, ask
@@ -192,7 +192,7 @@ def main() -> None:
         rows.append(Row(f"end, {workers:,} workers", "us", settle_us(world)))
         world.state.check()
         gc.unfreeze()
-    for policy in POLICIES:
+    for policy in ROUTING_POLICIES:
         for workers in (64, 1024):
             world = World(policy, workers=workers, sessions=2000)
             answer_us, _ = decide_us(world, "calm")

@@ -14,7 +14,7 @@ from ownerserve.cache.policies.lru import Lru
 from ownerserve.engines.hf.model.checkpoint import load_checkpoint
 from ownerserve.engines.hf.model.runner import DecodeRow, ModelRunner
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
-from ownerserve.engines.hf.scheduling.step import Queued, RequestArrival, SchedulerLimits
+from ownerserve.engines.hf.scheduling.step import QueuedPrompt, RequestArrival, SchedulerLimits
 from ownerserve.kv.ids import TurnId
 from ownerserve.node.vocabulary.chains import prefix_of
 
@@ -57,7 +57,7 @@ class HfEngine:
             session_id=asked.session,
         )
         taken = self.scheduler.arrive(arrival)
-        assert isinstance(taken, Queued), f"{asked.name}: {taken.message}"
+        assert isinstance(taken, QueuedPrompt), f"{asked.name}: {taken.message}"
         self._left[turn_id] = asked.answer_tokens
 
     def step(self) -> list[str]:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ownerserve.router.requests.body import scan
 from ownerserve.router.requests.content_chain import (
     TIPS_KEPT,
+    ChainPlace,
     Content,
     ContentChain,
-    Place,
     content_of,
 )
 from ownerserve.router.requests.identity import Scope
@@ -47,12 +47,12 @@ class Agents:
     def __init__(self) -> None:
         self.chain = ContentChain()
 
-    def turn(self, messages: list[Message], **fields: Any) -> Place:
+    def turn(self, messages: list[Message], **fields: Any) -> ChainPlace:
         place = self.begin(messages, **fields)
         self.chain.ended(place.session)
         return place
 
-    def begin(self, messages: list[Message], **fields: Any) -> Place:
+    def begin(self, messages: list[Message], **fields: Any) -> ChainPlace:
         place = self.chain.arrive(content(messages, **fields), scope=SCOPE)
         assert place is not None
         self.chain.check()
@@ -64,7 +64,7 @@ def test_a_conversation_that_grows_is_one_session() -> None:
     first = agents.turn(messages)
     for number in range(10):
         messages += [{"role": "assistant", "content": f"call {number}"}, said(f"result {number}")]
-        assert agents.turn(messages) == Place(first.session)
+        assert agents.turn(messages) == ChainPlace(first.session)
 
 
 def test_agents_that_share_a_system_prompt_are_told_apart_and_know_what_they_share() -> None:
@@ -77,7 +77,7 @@ def test_agents_that_share_a_system_prompt_are_told_apart_and_know_what_they_sha
     shared = len(json.dumps(SYSTEM))
     assert shared * 2 / 3 - 1024 < two.shared_bytes <= shared + 20
     again = agents.turn([SYSTEM, said("write a test"), said("more")])
-    assert again == Place(two.session)
+    assert again == ChainPlace(two.session)
 
 
 def test_turns_of_one_sentence_are_not_confused_where_chunks_are_equal() -> None:
@@ -100,7 +100,7 @@ def test_who_goes_back_forks() -> None:
     assert other.session != first.session
     assert other.parent == first.session
     assert abs(other.shared_bytes - len(json.dumps(trunk))) < 40
-    assert agents.turn([*trunk, said("way two"), said("on")]) == Place(other.session)
+    assert agents.turn([*trunk, said("way two"), said("on")]) == ChainPlace(other.session)
 
 
 def test_the_same_body_again_is_a_retry_or_another_sample() -> None:
@@ -110,7 +110,7 @@ def test_the_same_body_again_is_a_retry_or_another_sample() -> None:
     assert sample.session != first.session
     assert sample.parent == first.session
     agents.chain.ended(sample.session)
-    assert agents.begin(body) == Place(sample.session)  # nobody waits for it: it is sent again
+    assert agents.begin(body) == ChainPlace(sample.session)  # nobody waits for it: it is sent again
 
 
 def test_tenants_models_and_tools_do_not_share_sessions() -> None:
@@ -133,14 +133,14 @@ def test_one_text_that_grows_is_a_session_too() -> None:
     """/v1/completions, and scaffolds that append to one long message."""
     agents, text = ContentChain(), "Observation: ... " * 200
 
-    def ask(prompt: str) -> Place | None:
+    def ask(prompt: str) -> ChainPlace | None:
         found = content_of(scan(json.dumps({"prompt": prompt}).encode()), tenant="t")
         assert found is not None
         return agents.arrive(found, scope=SCOPE)
 
     first, second = ask(text), ask(text + "Thought: so be it.")
     assert first is not None
-    assert second == Place(first.session)
+    assert second == ChainPlace(first.session)
 
 
 def test_anthropics_cache_markers_move_without_breaking_the_session() -> None:
@@ -149,7 +149,7 @@ def test_anthropics_cache_markers_move_without_breaking_the_session() -> None:
     part = {"type": "text", "text": "x" * 1500}
     first = agents.turn([{"role": "user", "content": [part | marker]}])
     later = [{"role": "user", "content": [part]}, {"role": "user", "content": [part | marker]}]
-    assert agents.turn(later) == Place(first.session)
+    assert agents.turn(later) == ChainPlace(first.session)
 
 
 def test_small_talk_is_no_session() -> None:
@@ -160,7 +160,7 @@ def test_a_named_session_tells_what_it_begins_like() -> None:
     chain = ContentChain()
     one = chain.first_turn("t/x/1", content([SYSTEM, said("a")]), scope=SCOPE)
     two = chain.first_turn("t/x/2", content([SYSTEM, said("b")]), scope=SCOPE)
-    assert one == Place("t/x/1")
+    assert one == ChainPlace("t/x/1")
     assert two.parent == "t/x/1"
     assert two.shared_bytes > 4000
 
@@ -240,7 +240,7 @@ def test_going_on_joins_and_going_back_forks(steps: list[tuple[int, int, int]]) 
         body = [*base, said(f"step {number}", times=times)]
         place = agents.turn(body)
         if name is not None and back == 0:
-            assert place == Place(name)
+            assert place == ChainPlace(name)
         else:
             assert place.session not in bodies
         if name is not None and back > 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ownerserve.kv.messages import PlacementAction, Tier
-from ownerserve.router.pricing import Pricer
+from ownerserve.router.pricing import PlacementPricer
 from ownerserve.router.settings import CLAUDE_CODE, Settings, derive
 from ownerserve.router.worker import DEFAULT_SPEED, Profile, Worker
 from tests.support.router.fleets import ABLE, GIB, SPEED, fleet_of, load, on, owned, request, status
@@ -22,7 +22,7 @@ def pair(profile: Profile = ABLE) -> tuple[Worker, Worker]:
 def test_queue_and_compute_at_the_owner() -> None:
     owner, _ = pair()
     load(owner, pending=3000)
-    option = Pricer(FREE).local(owned(owner, context=10_000, new=500), owner)
+    option = PlacementPricer(FREE).local(owned(owner, context=10_000, new=500), owner)
     assert option.queue_ms == pytest.approx(30.0)  # 3,000 tokens at 100 a ms
     assert option.compute_ms == pytest.approx(5.0 + 100.0)  # 500 tokens, 100 steps of 1 ms
     assert option.total_ms == pytest.approx(135.0)
@@ -31,13 +31,15 @@ def test_queue_and_compute_at_the_owner() -> None:
 def test_a_fetch_pays_the_network_and_a_restore_the_tier() -> None:
     owner, other = pair()
     turn = owned(owner, context=10_000, new=500)
-    fetched = Pricer(FREE).bring(
+    fetched = PlacementPricer(FREE).bring(
         turn, other, action=PlacementAction.ARTIFACT_FETCH, source=turn.copies[0]
     )
     assert fetched.network_ms == pytest.approx(10_000 * 1000 / 5e6)
     assert (fetched.restore_ms, fetched.compute_ms) == (0.0, pytest.approx(105.0))
     disk = on(other, 10_000, Tier.DISK)
-    restored = Pricer(FREE).bring(turn, other, action=PlacementAction.TAIL_RECOMPUTE, source=disk)
+    restored = PlacementPricer(FREE).bring(
+        turn, other, action=PlacementAction.TAIL_RECOMPUTE, source=disk
+    )
     assert restored.restore_ms == pytest.approx(10_000 * 1000 / 1e6)
     assert restored.network_ms == 0.0
 
@@ -49,7 +51,7 @@ def test_a_restore_computes_the_replay_again_and_only_once() -> None:
     ), actions=ABLE.actions)  # fmt: skip
     owner, other = pair(replaying)
     turn = owned(owner, context=10_000, new=500)
-    option = Pricer(FREE).bring(
+    option = PlacementPricer(FREE).bring(
         turn, other, action=PlacementAction.ARTIFACT_FETCH, source=turn.copies[0]
     )
     assert option.restore_ms == pytest.approx(20.0)
@@ -61,7 +63,7 @@ def test_memory_counts_what_is_newly_taken_as_far_as_it_is_full() -> None:
     for worker in (owner, other):
         worker.stamp(status(worker.id, 1.0, free=25 * GIB), 1.0)  # half full
     turn = owned(owner, context=10_000, new=500)
-    pricer = Pricer(WEIGHED)
+    pricer = PlacementPricer(WEIGHED)
     at_owner = pricer.local(turn, owner)
     assert at_owner.memory_ms == pytest.approx(100.0 * 600 * 1000 / GIB * 0.5)
     assert at_owner.duplicate_ms == 0.0
@@ -73,7 +75,7 @@ def test_duplicates_are_priced_apart_and_a_migration_leaves_none() -> None:
     owner, other = pair()
     owner.stamp(status("w0", 1.0, free=0), 1.0)  # full
     turn = owned(owner, context=10_000, new=500)
-    pricer, source = Pricer(WEIGHED), turn.copies[0]
+    pricer, source = PlacementPricer(WEIGHED), turn.copies[0]
     fetched, migrated = (
         pricer.bring(turn, other, action=action, source=source)
         for action in (PlacementAction.ARTIFACT_FETCH, PlacementAction.STATE_MIGRATION)
@@ -86,17 +88,17 @@ def test_duplicates_are_priced_apart_and_a_migration_leaves_none() -> None:
 def test_interference_is_the_prefills_time_for_each_who_decodes() -> None:
     owner, _ = pair()
     load(owner, sequences=4)
-    option = Pricer(WEIGHED).local(owned(owner, context=10_000, new=500), owner)
+    option = PlacementPricer(WEIGHED).local(owned(owner, context=10_000, new=500), owner)
     assert option.interference_ms == pytest.approx(0.5 * 5.0 * 4)
 
 
 def test_prefill_apart_spares_the_decoding_worker() -> None:
     decode, prefill = pair()
     load(decode, pending=5000, sequences=10)
-    option = Pricer(WEIGHED).apart(request(20_000), decode, prefill)
+    option = PlacementPricer(WEIGHED).apart(request(20_000), decode, prefill)
     assert (option.queue_ms, option.interference_ms) == (0.0, 0.0)
     assert option.network_ms == pytest.approx(20_000 * 1000 / 5e6)
-    on_the_spot = Pricer(WEIGHED).local(request(20_000), decode)
+    on_the_spot = PlacementPricer(WEIGHED).local(request(20_000), decode)
     assert on_the_spot.interference_ms == pytest.approx(0.5 * 200.0 * 11)
     assert option.total_ms < on_the_spot.total_ms
 

@@ -7,7 +7,7 @@ import pytest
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import PlacementAction, Tier
-from ownerserve.router.decision import Reason
+from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import (
     Arrive,
     Claimed,
@@ -49,7 +49,7 @@ def busy(state: RouterState, name: str, now: float, *, pending: int = 10**6, lif
 def test_a_fork_starts_where_the_shared_prefix_lies(state: RouterState) -> None:
     first = served(state, "parent", 1.0, tokens=50_000)
     fork = dispatched(state, "child", 3.0, prompt_bytes=4 * 50_500, parent=PARENT)
-    assert (fork.worker, fork.reason) == (first.worker, Reason.FORK)
+    assert (fork.worker, fork.reason) == (first.worker, DispatchReason.FORK)
     assert fork.decision.cached_tokens == 50_010
     assert fork.prefill_tokens == 490
 
@@ -68,12 +68,12 @@ def test_a_hot_prefix_gets_a_read_only_replica_that_later_forks_use(state: Route
     replica = served(state, "child-1", 3.1, tokens=50_500, parent=PARENT)
     assert replica.worker != home
     assert (replica.reason, replica.decision.action) == (
-        Reason.REPLICA, PlacementAction.ARTIFACT_FETCH,
+        DispatchReason.REPLICA, PlacementAction.ARTIFACT_FETCH,
     )  # fmt: skip
     for other in {"w0", "w1", "w2"} - {home, replica.worker}:
         busy(state, other, 5.0)
     again = dispatched(state, "child-2", 5.1, prompt_bytes=4 * 50_500, parent=PARENT)
-    assert (again.worker, again.reason) == (replica.worker, Reason.FORK)
+    assert (again.worker, again.reason) == (replica.worker, DispatchReason.FORK)
     assert again.decision.cached_tokens == 50_010
 
 
@@ -95,7 +95,7 @@ def test_a_restart_drops_what_was_volatile_at_once(state: RouterState) -> None:
     owner = served(state, "s", 1.0, tokens=50_000).worker
     busy(state, owner, 3.0, pending=0, life=2)  # the stamp of a new life is the first to tell
     turn = dispatched(state, "s", 4.0, prompt_bytes=4 * 50_500)
-    assert (turn.reason, turn.decision.cached_tokens) == (Reason.OWNER_LOST, 0)
+    assert (turn.reason, turn.decision.cached_tokens) == (DispatchReason.OWNER_LOST, 0)
     state.check()
 
 
@@ -103,7 +103,7 @@ def test_a_blip_of_the_same_life_loses_nothing(state: RouterState) -> None:
     owner = served(state, "s", 1.0, tokens=50_000).worker
     state.handle(WorkerDown(owner, Down.UNHEALTHY), 2.0)
     raise_up(state, owner)
-    assert dispatched(state, "s", 3.0, prompt_bytes=4 * 50_500).reason is Reason.OWNER
+    assert dispatched(state, "s", 3.0, prompt_bytes=4 * 50_500).reason is DispatchReason.OWNER
 
 
 def test_a_restarted_owners_disk_brings_the_session_back(state: RouterState) -> None:
@@ -111,7 +111,7 @@ def test_a_restarted_owners_disk_brings_the_session_back(state: RouterState) -> 
     state.handle(Reported(unit(owner), Tier.DISK, HASH, 50_000, SessionId("s")), 2.0)
     raise_up(state, owner, life=2)
     turn = dispatched(state, "s", 3.0, prompt_bytes=4 * 50_500)
-    assert (turn.worker, turn.reason) == (owner, Reason.RECOVERED)
+    assert (turn.worker, turn.reason) == (owner, DispatchReason.RECOVERED)
     assert turn.decision.action is PlacementAction.TAIL_RECOMPUTE
     assert turn.decision.cached_tokens == 50_000
 
@@ -124,7 +124,7 @@ def test_a_lost_owners_session_comes_back_from_the_shared_store(state: RouterSta
     turn = dispatched(state, "s", 4.0, prompt_bytes=4 * 50_500)
     assert turn.worker != owner
     assert (turn.reason, turn.decision.action) == (
-        Reason.RECOVERED, PlacementAction.TAIL_RECOMPUTE,
+        DispatchReason.RECOVERED, PlacementAction.TAIL_RECOMPUTE,
     )  # fmt: skip
     assert turn.decision.cached_tokens == 49_000
 
@@ -135,7 +135,7 @@ def test_without_any_copy_it_starts_from_the_token_log(state: RouterState) -> No
     state.handle(Gone(None, Tier.REMOTE, HASH), 2.5)
     state.handle(WorkerDown(owner, Down.UNREACHABLE), 3.0)
     turn = dispatched(state, "s", 4.0, prompt_bytes=4 * 50_500)
-    assert (turn.reason, turn.prefill_tokens) == (Reason.OWNER_LOST, 50_500)
+    assert (turn.reason, turn.prefill_tokens) == (DispatchReason.OWNER_LOST, 50_500)
 
 
 def test_what_an_earlier_life_reports_is_ignored(state: RouterState) -> None:

@@ -40,7 +40,7 @@ from ownerserve.kv.wire.status import (
     WorkerStatus,
     unit_statement,
 )
-from ownerserve.router.decision import Reason
+from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import Refuse
 from tests.support.router.answer_lines import said
 
@@ -363,7 +363,7 @@ def test_a_turn_that_all_refused_for_room_is_one_request_sent_unasked(play: Play
         await world.settled()
         account = gateway.state.account
         assert (account.received, account.done, account.rejected) == (1, 1, 0)
-        assert account.reasons[Reason.RETRY_UNASKED] == 1
+        assert account.reasons[DispatchReason.RETRY_UNASKED] == 1
         decided = [decision[3] for decision in gateway.turns.observer.decisions]
         assert not [one for one in decided if isinstance(one, Refuse)]
         assert [one.attempt for one in decided] == [1, 2, 3]

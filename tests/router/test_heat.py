@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ownerserve.kv.messages import PlacementAction, Tier
-from ownerserve.router.decision import Decision, Reason, Request
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import Stamped
 from ownerserve.router.policies import make_policy
@@ -33,7 +33,7 @@ SETTINGS = Settings(hot_ms=100.0, hot_ratio=2.0, cool_s=30.0)
 HOT = 20_000  # 200 ms at 100 tokens a ms
 
 
-def decide(asked: Request, fleet: Fleet, name: str = "ear") -> Decision:
+def decide(asked: RoutingRequest, fleet: Fleet, name: str = "ear") -> Decision:
     return make_policy(name, SETTINGS).decide(asked, fleet.candidates(None))
 
 
@@ -46,10 +46,10 @@ def pair(profile: Profile = ABLE, count: int = 2) -> tuple[Fleet, list[Worker]]:
 def test_below_t_hot_a_session_stays_and_above_it_migrates(name: str) -> None:
     fleet, (owner, other) = pair()
     load(owner, pending=9000)
-    assert decide(owned(owner), fleet, name).reason is Reason.OWNER
+    assert decide(owned(owner), fleet, name).reason is DispatchReason.OWNER
     load(owner, pending=HOT)
     moved = decide(owned(owner), fleet, name)
-    assert (moved.worker, moved.reason) == (other, Reason.HOT_OWNER)
+    assert (moved.worker, moved.reason) == (other, DispatchReason.HOT_OWNER)
     assert moved.action is PlacementAction.STATE_MIGRATION
     assert moved.source is not None
     assert (moved.source.worker, moved.cached_tokens, moved.moved_tokens) == (owner, 10_000, 10_000)
@@ -71,7 +71,9 @@ def test_without_any_transfer_it_computes_anew_only_if_that_ends_earlier() -> No
     short = decide(owned(owner, context=10_000), fleet)  # 105 ms there, 200 + 5 ms here
     assert (short.worker, short.action) == (other, PlacementAction.COLOCATED_PREFILL)
     giant = decide(owned(owner, context=500_000), fleet)  # 5 s there
-    assert (giant.worker, giant.reason) == (owner, Reason.HOT_TOO_DEAR), "the other has room"
+    assert (giant.worker, giant.reason) == (owner, DispatchReason.HOT_TOO_DEAR), (
+        "the other has room"
+    )
     assert giant.wanted is not None  # whoever migrates may do it in the tool gap
 
 
@@ -93,7 +95,7 @@ def test_it_stays_while_it_cools(name: str) -> None:
     fleet, (owner, other) = pair()
     load(owner, pending=HOT)
     stays = decide(owned(owner, since_move_s=29.0), fleet, name)
-    assert (stays.worker, stays.reason) == (owner, Reason.HOT_COOLING)
+    assert (stays.worker, stays.reason) == (owner, DispatchReason.HOT_COOLING)
     assert decide(owned(owner, since_move_s=31.0), fleet, name).worker is other
 
 
@@ -103,7 +105,7 @@ def test_a_fleet_that_is_hot_everywhere_keeps_still(name: str) -> None:
     load(owner, pending=HOT)
     load(other, pending=HOT * 6 // 10)  # less busy, but not by the relative term
     assert decide(owned(owner), fleet, name).worker is owner
-    assert decide(owned(owner), fleet, name).reason is Reason.OWNER
+    assert decide(owned(owner), fleet, name).reason is DispatchReason.OWNER
 
 
 @pytest.mark.parametrize("name", ["ear", "ownerserve"])
@@ -112,7 +114,7 @@ def test_a_target_must_have_room(name: str) -> None:
     fleet, (owner, _) = pair(small)
     load(owner, pending=HOT)
     stays = decide(owned(owner, context=2_000_000), fleet, name)  # 2 GB
-    assert (stays.worker, stays.reason) == (owner, Reason.HOT_NO_TARGET)
+    assert (stays.worker, stays.reason) == (owner, DispatchReason.HOT_NO_TARGET)
     assert decide(owned(owner, context=500_000), fleet, name).worker is not owner
 
 
@@ -158,11 +160,11 @@ def test_a_long_session_beside_an_idle_worker_says_that_leaving_takes_too_long()
         pending = 200_000 if worker == first.worker else 0
         state.handle(Stamped(status(worker, 2.5, pending=pending)), 2.5)
     second = dispatched(state, "s", 3.0, prompt_bytes=443_000)
-    assert (second.worker, second.reason) == (first.worker, Reason.HOT_TOO_DEAR)
+    assert (second.worker, second.reason) == (first.worker, DispatchReason.HOT_TOO_DEAR)
 
 
 def test_ownerserve_that_prices_leaving_and_stays_says_so_too() -> None:
     fleet, (owner, _) = pair(PLAIN)
     load(owner, pending=HOT)
     stays = decide(owned(owner, context=500_000), fleet, "ownerserve")
-    assert (stays.worker, stays.reason) == (owner, Reason.HOT_TOO_DEAR)
+    assert (stays.worker, stays.reason) == (owner, DispatchReason.HOT_TOO_DEAR)

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.router.decision import Reason
+from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import (
     Aborted,
     Answer,
@@ -131,7 +131,7 @@ def test_the_next_turn_goes_where_the_tokens_are_when_a_migration_is_aborted() -
     state.handle(Stamped(calm), 7.0)
     back = state.handle(Arrive(S, 440_400), 8.0)
     assert isinstance(back, Dispatch)
-    assert (back.worker, back.reason) == (first.worker, Reason.OWNER)
+    assert (back.worker, back.reason) == (first.worker, DispatchReason.OWNER)
     assert back.decision.cached_tokens == 110_010
 
 
@@ -148,7 +148,7 @@ def test_a_move_that_came_to_nothing_does_not_cool() -> None:
     for now in (5.0, 6.0):
         away = state.handle(Arrive(S, 40_400), now)
         assert isinstance(away, Dispatch)
-        assert (away.reason, away.worker == first.worker) == (Reason.HOT_OWNER, False)
+        assert (away.reason, away.worker == first.worker) == (DispatchReason.HOT_OWNER, False)
         state.handle(Aborted(away.receipt), now)
     away = state.handle(Arrive(S, 40_400), 7.0)
     assert isinstance(away, Dispatch)
@@ -158,7 +158,7 @@ def test_a_move_that_came_to_nothing_does_not_cool() -> None:
     state.handle(Stamped(WorkerLoad(unit(first.worker), 9.0, 0, 0, 0, 10**12, 10**12)), 9.0)
     stays = state.handle(Arrive(S, 40_800), 10.0)
     assert isinstance(stays, Dispatch)
-    assert (stays.reason, stays.worker) == (Reason.HOT_COOLING, away.worker)
+    assert (stays.reason, stays.worker) == (DispatchReason.HOT_COOLING, away.worker)
 
 
 def test_a_refused_turn_is_asked_anew_at_its_owner_and_not_as_one_without() -> None:
@@ -182,7 +182,7 @@ def test_a_first_turn_that_no_worker_began_is_still_to_come() -> None:
     state.handle(Aborted(first.receipt), 2.0)
     again = state.handle(Arrive(S, 400), 3.0)
     assert isinstance(again, Dispatch)
-    assert again.reason is Reason.NEW_SESSION
+    assert again.reason is DispatchReason.NEW_SESSION
 
 
 def test_of_two_turns_under_way_the_later_decides() -> None:

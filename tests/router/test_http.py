@@ -11,7 +11,7 @@ import pytest
 from ownerserve.gateway import service
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Address, open_access
-from ownerserve.gateway.http.client import ClientConnection, Request
+from ownerserve.gateway.http.client import ClientConnection, HttpRequest
 from ownerserve.gateway.http.heads import ResponseHead
 from ownerserve.gateway.http.upstream import UpstreamConnection, WorkerPool
 from ownerserve.gateway.service import Gateway
@@ -59,7 +59,7 @@ class Recorder:
     kept: ClassVar[list[Recorder]] = []
 
     def __init__(
-        self, turns: Turns, client: ClientConnection, request: Request, request_id: bytes
+        self, turns: Turns, client: ClientConnection, request: HttpRequest, request_id: bytes
     ) -> None:
         self.request = request
         self.client = client

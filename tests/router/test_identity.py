@@ -8,7 +8,13 @@ import pytest
 
 from ownerserve.kv.wire.headers import NAME_DIGITS
 from ownerserve.router.requests.body import NO_FIELDS, scan
-from ownerserve.router.requests.identity import Scope, Source, identify, response_alias, tenant_of
+from ownerserve.router.requests.identity import (
+    Scope,
+    SessionSource,
+    identify,
+    response_alias,
+    tenant_of,
+)
 
 SCOPE = Scope("t", "m")
 
@@ -40,7 +46,7 @@ def of_body(**fields: object) -> str | None:
 def test_every_header_alone_names_a_session(name: str) -> None:
     identity = identify({name.encode(): b"abc"}, NO_FIELDS, scope=SCOPE)
     assert identity.session == SCOPE.name(name, "abc")
-    assert identity.source is Source.HEADER
+    assert identity.source is SessionSource.HEADER
 
 
 def test_an_explicit_header_wins_over_the_agents_own_and_any_header_over_the_body() -> None:

@@ -25,20 +25,20 @@ from ownerserve.kv.wire.status import (
     WorkerStatus,
     unit_statement,
 )
-from ownerserve.router.decision import Reason
+from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import Down, WorkerDown, WorkerUp
-from ownerserve.router.policies import POLICIES, make_policy
+from ownerserve.router.policies import ROUTING_POLICIES, make_policy
 from ownerserve.router.policies.apart import unmet
 from ownerserve.router.state import RouterState
-from ownerserve.router.worker import EVERY_ACTION, Profile, Role
+from ownerserve.router.worker import EVERY_ACTION, Profile, WorkerRole
 from tests.support.router.fleets import ABLE, PLAIN, dispatched, fleet_of
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest
 
 PD = ("round_robin_pd", "static_pd", "static_pd_delta")
-PREFILLS = Profile(role=Role.PREFILL, speed=ABLE.speed, actions=EVERY_ACTION)
-DECODES = Profile(role=Role.DECODE, speed=ABLE.speed, actions=EVERY_ACTION)
+PREFILLS = Profile(role=WorkerRole.PREFILL, speed=ABLE.speed, actions=EVERY_ACTION)
+DECODES = Profile(role=WorkerRole.DECODE, speed=ABLE.speed, actions=EVERY_ACTION)
 APART = PlacementAction.REMOTE_PREFILL
 
 
@@ -67,7 +67,7 @@ ABLE_WORKER = states("colocated_prefill", "decode_continuation", "remote_prefill
         ((PREFILLS, DECODES), True),
         ((DECODES, DECODES), False),
         ((PREFILLS, PREFILLS), False),
-        ((DECODES, Profile(role=Role.PREFILL, spec_digest="another")), False),
+        ((DECODES, Profile(role=WorkerRole.PREFILL, spec_digest="another")), False),
         ((PLAIN, PLAIN, DECODES, PREFILLS), True),
     ],
 )
@@ -75,7 +75,7 @@ def test_who_offers_that_prompts_are_computed_apart(
     profiles: tuple[Profile, ...], is_met: bool
 ) -> None:
     candidates = fleet_of(*profiles).candidates(None)
-    for name in POLICIES:
+    for name in ROUTING_POLICIES:
         expected = None if is_met or name not in PD else APART
         assert unmet(make_policy(name), candidates) == expected
 
@@ -87,7 +87,7 @@ def test_one_able_worker_among_plain_ones_is_found(name: str) -> None:
         state.handle(WorkerUp(WorkerId(f"w{number}"), 0, Incarnation(1), profile), 0.0)
     for number in range(4):
         dispatch = dispatched(state, f"s{number}", 1.0)
-        assert (dispatch.worker, dispatch.reason) == ("w3", Reason.SPLIT)
+        assert (dispatch.worker, dispatch.reason) == ("w3", DispatchReason.SPLIT)
 
 
 @pytest.mark.parametrize("name", PD)
@@ -95,15 +95,15 @@ def test_the_last_worker_that_offered_it_is_lost(name: str) -> None:
     state = RouterState(make_policy(name))
     for worker, profile in (("p", PREFILLS), ("d", DECODES)):
         state.handle(WorkerUp(WorkerId(worker), 0, Incarnation(1), profile), 0.0)
-    assert dispatched(state, "a", 1.0).reason is Reason.SPLIT
+    assert dispatched(state, "a", 1.0).reason is DispatchReason.SPLIT
     state.handle(WorkerDown(WorkerId("p"), Down.UNHEALTHY), 2.0)
     for session in ("a", "b", None):
         fallen = dispatched(state, session, 3.0)
-        assert (fallen.worker, fallen.reason) == ("d", Reason.NOT_OFFERED)
+        assert (fallen.worker, fallen.reason) == ("d", DispatchReason.NOT_OFFERED)
         assert fallen.decision.action is PlacementAction.COLOCATED_PREFILL
-    assert state.account.reasons[Reason.NOT_OFFERED] == 3
+    assert state.account.reasons[DispatchReason.NOT_OFFERED] == 3
     state.handle(WorkerUp(WorkerId("p"), 0, Incarnation(2), PREFILLS), 4.0)
-    assert dispatched(state, "a", 5.0).reason is Reason.SPLIT
+    assert dispatched(state, "a", 5.0).reason is DispatchReason.SPLIT
 
 
 @pytest.mark.parametrize("name", PD)
@@ -173,6 +173,6 @@ def test_a_gateway_before_its_workers_starts_and_waits() -> None:
 def test_help_says_what_a_policy_needs() -> None:
     said = CliRunner().invoke(command, ["--help"]).output
     lines = [*said.partition("Policies:")[2].splitlines(), ""]
-    for name in POLICIES:
+    for name in ROUTING_POLICIES:
         (at,) = [at for at, line in enumerate(lines) if line.split()[:1] == [name]]
         assert ("needs remote_prefill" in lines[at + 1]) == (name in PD)

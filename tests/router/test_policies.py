@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from ownerserve.kv.messages import PlacementAction, Tier
-from ownerserve.router.decision import Reason, Request
+from ownerserve.router.decision import DispatchReason, RoutingRequest
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.policies import make_policy
-from ownerserve.router.worker import Profile, Role
+from ownerserve.router.worker import Profile, WorkerRole
 from tests.support.router.fleets import ABLE, PLAIN, SPEED, fleet_of, load, on, owned, request
 
 PD = [
     Profile(speed=SPEED, actions=ABLE.actions, role=role)
-    for role in (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
+    for role in (WorkerRole.PREFILL, WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.DECODE)
 ]
 
 
-def choose(name: str, asked: Request, fleet: Fleet) -> tuple[str, Reason]:
+def choose(name: str, asked: RoutingRequest, fleet: Fleet) -> tuple[str, DispatchReason]:
     decision = make_policy(name).decide(asked, fleet.candidates(None))
     return decision.worker.id, decision.reason
 
@@ -37,10 +37,10 @@ def test_sticky_stays_however_busy_where_others_leave() -> None:
     busy = list(fleet)[1]
     load(busy, pending=10**7)
     turn = owned(busy)
-    assert choose("sticky", turn, fleet) == ("w1", Reason.OWNER)
-    assert choose("least_load", turn, fleet) == ("w0", Reason.LEAST_LOAD)
-    assert choose("ttft_gate", turn, fleet) == ("w0", Reason.HOT_OWNER)
-    assert choose("ear", turn, fleet) == ("w0", Reason.HOT_OWNER)
+    assert choose("sticky", turn, fleet) == ("w1", DispatchReason.OWNER)
+    assert choose("least_load", turn, fleet) == ("w0", DispatchReason.LEAST_LOAD)
+    assert choose("ttft_gate", turn, fleet) == ("w0", DispatchReason.HOT_OWNER)
+    assert choose("ear", turn, fleet) == ("w0", DispatchReason.HOT_OWNER)
 
 
 def test_lmetric_weighs_new_tokens_by_batch() -> None:
@@ -58,7 +58,7 @@ def test_the_gate_keeps_who_holds_more_than_half() -> None:
     owner, other = fleet
     load(owner, sequences=99)
     assert choose("lmetric_gate", owned(owner, context=1001, new=1000), fleet) == (
-        owner.id, Reason.CACHED,
+        owner.id, DispatchReason.CACHED,
     )  # fmt: skip
     assert choose("lmetric_gate", owned(owner, context=1000, new=1000), fleet)[0] == other.id
 
@@ -83,8 +83,14 @@ def test_a_programs_place_expires() -> None:
     fleet = fleet_of(*[PLAIN] * 2)
     owner, other = fleet
     load(owner, pending=1000)
-    assert choose("program_ttl", owned(owner, idle_s=119.0), fleet) == (owner.id, Reason.OWNER)
-    assert choose("program_ttl", owned(owner, idle_s=121.0), fleet) == (other.id, Reason.EXPIRED)
+    assert choose("program_ttl", owned(owner, idle_s=119.0), fleet) == (
+        owner.id,
+        DispatchReason.OWNER,
+    )
+    assert choose("program_ttl", owned(owner, idle_s=121.0), fleet) == (
+        other.id,
+        DispatchReason.EXPIRED,
+    )
 
 
 def test_static_pd_sends_all_and_its_delta_sibling_what_is_lacking() -> None:
@@ -113,7 +119,7 @@ def test_pd_policies_do_not_split_what_the_engine_cannot() -> None:
     for name in ("static_pd", "static_pd_delta", "round_robin_pd"):
         decision = make_policy(name).decide(request(), fleet.candidates(None))
         assert decision.action is PlacementAction.COLOCATED_PREFILL
-        assert decision.reason is Reason.NOT_OFFERED
+        assert decision.reason is DispatchReason.NOT_OFFERED
 
 
 def test_multi_owner_takes_any_holder_until_load_is_uneven() -> None:
@@ -121,17 +127,17 @@ def test_multi_owner_takes_any_holder_until_load_is_uneven() -> None:
     one, two, idle = fleet
     load(one, pending=5000, sequences=3)
     asked = request(1000, copies=(on(one, 900), on(two, 900)))
-    assert choose("multi_owner", asked, fleet) == (two.id, Reason.CACHED)
+    assert choose("multi_owner", asked, fleet) == (two.id, DispatchReason.CACHED)
     load(two, sequences=40)
-    assert choose("multi_owner", asked, fleet) == (idle.id, Reason.HOT_OWNER)
+    assert choose("multi_owner", asked, fleet) == (idle.id, DispatchReason.HOT_OWNER)
 
 
 @pytest.mark.parametrize("name", ["sticky", "ttft_gate", "program_ttl", "ear", "ownerserve"])
 def test_who_is_gone_is_told_from_who_is_new(name: str) -> None:
     fleet = fleet_of(*[PLAIN] * 2)
-    assert choose(name, request(turns=2), fleet)[1] is Reason.OWNER_LOST
-    assert choose(name, request(), fleet)[1] is Reason.NEW_SESSION
-    assert choose(name, request(session=None), fleet)[1] is Reason.NO_SESSION
+    assert choose(name, request(turns=2), fleet)[1] is DispatchReason.OWNER_LOST
+    assert choose(name, request(), fleet)[1] is DispatchReason.NEW_SESSION
+    assert choose(name, request(session=None), fleet)[1] is DispatchReason.NO_SESSION
 
 
 @pytest.mark.parametrize("name", ["sticky", "ear", "ownerserve"])

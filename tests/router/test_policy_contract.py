@@ -9,14 +9,14 @@ import pytest
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Reason, Request, TurnClass
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, TurnClass
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import Aborted, Done, Failed, Failure, FirstByte, Refuse
-from ownerserve.router.policies import POLICIES, Policy, make_policy
+from ownerserve.router.policies import ROUTING_POLICIES, RoutingPolicy, make_policy
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.settings import Settings
 from ownerserve.router.state import RouterState
-from ownerserve.router.worker import Profile, Role
+from ownerserve.router.worker import Profile, WorkerRole
 from tests.support.examples import examples
 from tests.support.router.fleets import (
     ABLE,
@@ -38,12 +38,12 @@ SOURCED = {
 }
 
 
-@pytest.fixture(params=POLICIES)
-def policy(request: pytest.FixtureRequest) -> Policy:
+@pytest.fixture(params=ROUTING_POLICIES)
+def policy(request: pytest.FixtureRequest) -> RoutingPolicy:
     return make_policy(request.param)
 
 
-def questions(fleet: Fleet) -> list[Request]:
+def questions(fleet: Fleet) -> list[RoutingRequest]:
     """Every class, with and without owner, copies near and far, prompts short and long."""
     workers = list(fleet)
     first, last = workers[0], workers[-1]
@@ -60,11 +60,11 @@ def questions(fleet: Fleet) -> list[Request]:
 
 
 def fleets() -> list[Fleet]:
-    split = [Profile(speed=ABLE.speed, actions=ABLE.actions, role=role) for role in Role]
+    split = [Profile(speed=ABLE.speed, actions=ABLE.actions, role=role) for role in WorkerRole]
     return [fleet_of(PLAIN), fleet_of(*[PLAIN] * 4), fleet_of(*[ABLE] * 4), fleet_of(*split, ABLE)]
 
 
-def decisions(policy: Policy) -> list[tuple[Request, Candidates, Decision]]:
+def decisions(policy: RoutingPolicy) -> list[tuple[RoutingRequest, Candidates, Decision]]:
     made = []
     for fleet in fleets():
         candidates = fleet.candidates(None)
@@ -77,11 +77,11 @@ def decisions(policy: Policy) -> list[tuple[Request, Candidates, Decision]]:
     return made
 
 
-def test_a_decision_can_be_carried_out(policy: Policy) -> None:
+def test_a_decision_can_be_carried_out(policy: RoutingPolicy) -> None:
     for asked, candidates, decision in decisions(policy):
         worker, action = decision.worker, decision.action
         assert worker in candidates
-        assert isinstance(decision.reason, Reason)
+        assert isinstance(decision.reason, DispatchReason)
         assert action in worker.profile.actions
         assert (decision.prefill is not None) == (action is PlacementAction.REMOTE_PREFILL)
         assert (decision.source is not None) == (action in SOURCED)
@@ -93,7 +93,7 @@ def test_a_decision_can_be_carried_out(policy: Policy) -> None:
             assert (decision.source.worker, decision.source.tier) != (worker, Tier.DEVICE)
 
 
-def test_it_expects_no_more_cached_than_is_known(policy: Policy) -> None:
+def test_it_expects_no_more_cached_than_is_known(policy: RoutingPolicy) -> None:
     for asked, _, decision in decisions(policy):
         assert 0 <= decision.cached_tokens <= asked.known_tokens
         assert decision.moved_tokens >= 0
@@ -102,7 +102,7 @@ def test_it_expects_no_more_cached_than_is_known(policy: Policy) -> None:
             assert decision.cached_tokens == asked.cached_on(place)
 
 
-def test_priced_alternatives_add_up_and_are_sorted(policy: Policy) -> None:
+def test_priced_alternatives_add_up_and_are_sorted(policy: RoutingPolicy) -> None:
     for _, _, decision in decisions(policy):
         options = decision.alternatives
         assert list(options) == sorted(options, key=lambda option: option.total_ms)
@@ -113,14 +113,14 @@ def test_priced_alternatives_add_up_and_are_sorted(policy: Policy) -> None:
             assert (options[0].worker, options[0].action) == (decision.worker, decision.action)
 
 
-def test_the_only_candidate_is_chosen(policy: Policy) -> None:
+def test_the_only_candidate_is_chosen(policy: RoutingPolicy) -> None:
     fleet = fleet_of(PLAIN)
     (only,) = fleet
     for asked in questions(fleet):
         assert policy.decide(asked, fleet.candidates(None)).worker is only
 
 
-def test_it_reads_and_never_counts(policy: Policy) -> None:
+def test_it_reads_and_never_counts(policy: RoutingPolicy) -> None:
     fleet = fleet_of(*[ABLE] * 3)
     before = [(worker.queue_ms, worker.requests, worker.bound_sessions) for worker in fleet]
     for asked in questions(fleet):
@@ -129,7 +129,7 @@ def test_it_reads_and_never_counts(policy: Policy) -> None:
     fleet.check()
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ROUTING_POLICIES)
 def test_two_of_a_kind_agree(name: str) -> None:
     one, other = (decisions(make_policy(name)) for _ in range(2))
     assert [d.worker.id for _, _, d in one] == [d.worker.id for _, _, d in other]
@@ -137,7 +137,7 @@ def test_two_of_a_kind_agree(name: str) -> None:
 
 
 @pytest.mark.parametrize("profile", [PLAIN, ABLE])
-def test_new_sessions_spread_over_an_idle_fleet(policy: Policy, profile: Profile) -> None:
+def test_new_sessions_spread_over_an_idle_fleet(policy: RoutingPolicy, profile: Profile) -> None:
     """No worker may get all of them, as two routers' policies let happen."""
     state = RouterState(policy)
     raise_up(state, "w0", "w1", "w2", "w3", profile=profile)
@@ -148,7 +148,7 @@ def test_new_sessions_spread_over_an_idle_fleet(policy: Policy, profile: Profile
     assert {worker.bound_sessions for worker in state.fleet} == {16}
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ROUTING_POLICIES)
 @pytest.mark.parametrize("seed", range(examples(3)))
 def test_the_books_stay_whole_under_any_load(name: str, seed: int) -> None:
     """Random turns, forks, failures and hang-ups through the state: audited all along."""

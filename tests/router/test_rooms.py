@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ownerserve.router.candidates import room_tokens
-from ownerserve.router.decision import Reason
+from ownerserve.router.decision import DispatchReason
 from ownerserve.router.policies import make_policy
 from ownerserve.router.settings import Settings
 from tests.support.examples import examples
@@ -29,7 +29,7 @@ def test_full_workers_hide_none_that_has_room(name: str) -> None:
     home, *_, first_free, _, _ = fleet
     turn = owned(home, context=5_000_000)
     moved = make_policy(name, SETTINGS).decide(turn, fleet.candidates(None))
-    assert (moved.worker, moved.reason) == (first_free, Reason.HOT_OWNER)
+    assert (moved.worker, moved.reason) == (first_free, DispatchReason.HOT_OWNER)
 
 
 loads = st.lists(

@@ -12,14 +12,14 @@ from statistics import mean, median
 
 import pytest
 
-from ownerserve.router.policies import Policy, make_policy
+from ownerserve.router.policies import RoutingPolicy, make_policy
 from ownerserve.router.state import RouterState
 from tests.support.router.closed_loop import Engine, Outcome, play
 
 SESSIONS, TURNS = 52, 40
 
 
-def played(policy: Policy, *, engine: type[Engine] = Engine) -> Outcome:
+def played(policy: RoutingPolicy, *, engine: type[Engine] = Engine) -> Outcome:
     engines = [engine(f"w{n}", room_tokens=240_000, clock_s=0.0) for n in range(7)]
     return play(
         [RouterState(policy)], engines, sessions=SESSIONS, turns=TURNS,

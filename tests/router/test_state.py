@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
-from ownerserve.router.decision import Reason
+from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import (
     Aborted,
     Arrive,
@@ -101,11 +101,11 @@ def test_a_worker_that_was_down_begins_anew_under_a_clock_that_was_set_back() ->
 def test_turns_of_a_session_stay_on_their_worker() -> None:
     state = fleet(3)
     first = turn(state)
-    assert first.reason is Reason.NEW_SESSION
+    assert first.reason is DispatchReason.NEW_SESSION
     for other in range(4):
         turn(state, SessionId(f"other-{other}"))
     again = turn(state)
-    assert (again.worker, again.reason) == (first.worker, Reason.OWNER)
+    assert (again.worker, again.reason) == (first.worker, DispatchReason.OWNER)
 
 
 def test_the_session_teaches_its_ratio_and_what_its_owner_holds() -> None:
@@ -146,7 +146,7 @@ def test_a_lost_worker_loses_its_bindings_but_not_its_live_requests() -> None:
     state.check()
     assert state.fleet[owner].requests == 1
     moved = arrive(state)
-    assert (moved.worker != owner, moved.reason) == (True, Reason.OWNER_LOST)
+    assert (moved.worker != owner, moved.reason) == (True, DispatchReason.OWNER_LOST)
     assert moved.prefill_tokens == 200  # the new owner holds nothing
     state.handle(Done(live.receipt, Usage(200, 1, 0)), 5.0)
     state.handle(WorkerUp(owner), 6.0)
@@ -158,7 +158,7 @@ def test_a_refused_connection_takes_the_worker_out_and_tries_the_next() -> None:
     first = arrive(state)
     second = state.handle(Failed(first.receipt, Failure.CONNECT), 2.0)
     assert isinstance(second, Dispatch)
-    assert (second.reason, second.attempt) == (Reason.RETRY_OTHER_WORKER, 2)
+    assert (second.reason, second.attempt) == (DispatchReason.RETRY_OTHER_WORKER, 2)
     assert second.worker != first.worker
     assert not state.fleet[first.worker].up
     state.handle(Done(second.receipt), 3.0)
@@ -170,7 +170,7 @@ def test_a_stale_connection_is_retried_at_the_same_worker_once() -> None:
     first = arrive(state)
     second = state.handle(Failed(first.receipt, Failure.STALE), 2.0)
     assert isinstance(second, Dispatch)
-    assert (second.worker, second.reason) == (first.worker, Reason.RETRY_NEW_CONNECTION)
+    assert (second.worker, second.reason) == (first.worker, DispatchReason.RETRY_NEW_CONNECTION)
     third = state.handle(Failed(second.receipt, Failure.STALE), 2.0)
     assert third == Refuse(Refusal.RETRY_BUDGET)
     state.check()
@@ -215,10 +215,10 @@ def test_a_turn_without_a_promise_is_one_request_and_is_sent_once_more() -> None
     first = arrive(state)
     second = state.handle(Unpromised(first.receipt), 2.0)
     assert isinstance(second, Dispatch)
-    assert (second.worker != owner, second.reason) == (True, Reason.RETRY_OTHER_WORKER)
+    assert (second.worker != owner, second.reason) == (True, DispatchReason.RETRY_OTHER_WORKER)
     third = state.handle(Unpromised(second.receipt), 2.0)
     assert isinstance(third, Dispatch)
-    assert (third.worker, third.reason, third.attempt) == (owner, Reason.RETRY_UNASKED, 3)
+    assert (third.worker, third.reason, third.attempt) == (owner, DispatchReason.RETRY_UNASKED, 3)
     assert (budget.earned, state.account.received, state.account.rejected) == (2, 2, 0)
     state.check()
     fourth = state.handle(Unpromised(third.receipt), 2.0)
@@ -231,7 +231,7 @@ def test_a_turn_without_a_promise_is_one_request_and_is_sent_once_more() -> None
 def test_a_turn_without_a_promise_is_sent_on_when_the_retries_are_used_up() -> None:
     state = fleet(3, RetryBudget(purse_max=0.0))
     again = state.handle(Unpromised(arrive(state).receipt), 2.0)
-    assert isinstance(again, Dispatch) and again.reason is Reason.RETRY_UNASKED
+    assert isinstance(again, Dispatch) and again.reason is DispatchReason.RETRY_UNASKED
     for worker in W:
         state.handle(WorkerDown(worker, Down.UNHEALTHY), 3.0)
     assert isinstance(state.handle(Unpromised(again.receipt), 4.0), Refuse)
@@ -265,7 +265,7 @@ def test_an_ended_session_starts_anew() -> None:
     state = fleet()
     turn(state)
     state.handle(SessionEnd(S), 4.0)
-    assert arrive(state).reason is Reason.NEW_SESSION
+    assert arrive(state).reason is DispatchReason.NEW_SESSION
     state.check()
 
 
@@ -286,7 +286,7 @@ def test_a_turn_may_name_its_session_by_the_last_answers_id() -> None:
     first = arrive(state, None)
     state.handle(Done(first.receipt, None, alias_1), 2.0)
     second = arrive(state, alias_1)
-    assert (second.worker, second.reason) == (first.worker, Reason.OWNER)
+    assert (second.worker, second.reason) == (first.worker, DispatchReason.OWNER)
     state.handle(Done(second.receipt, None, alias_2), 3.0)
     assert arrive(state, alias_2).worker == first.worker
     assert len(state.sessions) == 1

@@ -26,7 +26,7 @@ from ownerserve.kv.wire.status import (
 )
 from ownerserve.router.admission import SeatSettings
 from ownerserve.router.messages import Down
-from ownerserve.router.worker import DEFAULT_SPEED, Role
+from ownerserve.router.worker import DEFAULT_SPEED, WorkerRole
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest
@@ -91,7 +91,7 @@ def test_two_unlike_workers_are_priced_by_their_own_figures(play: Play) -> None:
         assert first.speed.media[Tier.DISK].ms(1e6) == 4.0
         assert first.speed.media[Tier.HOST] == DEFAULT_SPEED.media[Tier.HOST], "not stated"
         profile = first.profile
-        assert (profile.role, profile.spec_digest) == (Role.DECODE, "d1")
+        assert (profile.role, profile.spec_digest) == (WorkerRole.DECODE, "d1")
         assert profile.actions == {
             PlacementAction.COLOCATED_PREFILL, PlacementAction.TAIL_RECOMPUTE,
         }  # fmt: skip

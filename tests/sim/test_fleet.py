@@ -9,7 +9,7 @@ import pytest
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import ExecutionMode
-from ownerserve.router.policies import POLICIES
+from ownerserve.router.policies import ROUTING_POLICIES
 from ownerserve.sim.config.setup import Links, Tiers
 from ownerserve.sim.metrics.rows import MODES, SERVED
 from ownerserve.sim.workload import Capped, WorkloadShape
@@ -18,7 +18,7 @@ from tests.support.sim.fleet_driver import MIB, agents, ready, run, setup
 TRACE = agents()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ROUTING_POLICIES)
 def test_every_turn_ends_in_one_row_whatever_the_policy(policy: str) -> None:
     fleet = run(ready(TRACE, setup(policy)), check_every=97)
     table = fleet.rows.table()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ownerserve.router.policies import POLICIES
+from ownerserve.router.policies import ROUTING_POLICIES
 from ownerserve.sim.config.setup import SimSetup, Tiers
 from ownerserve.sim.run import Result, simulate
 from ownerserve.sim.workload import Capped, WorkloadShape
@@ -40,7 +40,7 @@ def compare(trace: Trace, wanted: SimSetup) -> Result:
     return folded
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ROUTING_POLICIES)
 def test_under_every_policy(policy: str) -> None:
     folded = compare(TRACE, setup(policy, kv_bytes=1500 * MIB))
     assert folded.counters.evicted_tokens > 0

@@ -20,7 +20,7 @@ from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import parse_worker, read_key
 from ownerserve.gateway.service import Gateway
 from ownerserve.router.admission import SeatSettings
-from ownerserve.router.policies import POLICIES, make_policy
+from ownerserve.router.policies import ROUTING_POLICIES, make_policy
 from ownerserve.router.settings import DEFAULTS
 from ownerserve.router.worker import DEFAULT_SPEED, Speed
 
@@ -28,7 +28,7 @@ from ownerserve.router.worker import DEFAULT_SPEED, Speed
 def _policies() -> str:
     """A line for each policy: the first of its module; and what it needs of its workers."""
     lines = []
-    for name in POLICIES:
+    for name in ROUTING_POLICIES:
         policy = make_policy(name)
         module = sys.modules[type(policy).__module__]
         lines.append(f"{name:<16} {(module.__doc__ or '').partition(chr(10))[0]}")
@@ -64,7 +64,7 @@ def _policies() -> str:
 )
 @click.option(
     "--policy",
-    type=click.Choice(POLICIES),
+    type=click.Choice(ROUTING_POLICIES),
     default="ownerserve",
     show_default=True,
     metavar="NAME",

@@ -23,14 +23,22 @@ from ownerserve.kv.units import GIB, parse_bytes
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.shape import shape_of
 from ownerserve.plan.question import model_state
-from ownerserve.router.decision import TERMS, Decision, Option, Request, classify
+from ownerserve.router.decision import TERMS, Decision, Option, RoutingRequest, classify
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import WorkerUp
-from ownerserve.router.policies import POLICIES, make_policy
-from ownerserve.router.pricing import Pricer, rank
+from ownerserve.router.policies import ROUTING_POLICIES, make_policy
+from ownerserve.router.pricing import PlacementPricer, rank
 from ownerserve.router.sessions import Copy
 from ownerserve.router.settings import Settings, derive
-from ownerserve.router.worker import EVERY_ACTION, LOADED_TIERS, Load, Profile, Role, Speed, Worker
+from ownerserve.router.worker import (
+    EVERY_ACTION,
+    LOADED_TIERS,
+    Load,
+    Profile,
+    Speed,
+    Worker,
+    WorkerRole,
+)
 
 STEP_CONTEXT_TOKENS = 50_000
 """A decode step reads so much state of each sequence, where nothing was measured."""
@@ -49,8 +57,8 @@ EXAMPLE = "'owner holds=110K pending=60K batch=8'"
               help="A worker, once for each: owner; holds=TOKENS[:TIER]; pending=TOKENS; batch=N;"
               " free=BYTES and memory=BYTES; role=prefill|decode|hybrid.")  # fmt: skip
 @click.option("--stored", help="Tokens of it in the store that all workers share.")
-@click.option("--policy", type=click.Choice(POLICIES), default="ownerserve", show_default=True,
-              help="Who decides.")  # fmt: skip
+@click.option("--policy", type=click.Choice(ROUTING_POLICIES), default="ownerserve",
+              show_default=True, help="Who decides.")  # fmt: skip
 @click.option("--gpu", default="H200", show_default=True, help=f"One of {GPU_NAMES}.")
 @click.option("--gpus", type=GPU_COUNT, default=1, show_default=True, help="Tensor-parallel GPUs.")
 @click.option("--active-params", type=Count(), metavar="N", help="Active parameters, like 3.3B.")
@@ -81,7 +89,7 @@ def placement(config: str, json_target: str | None, **options: Any) -> None:
     if not candidates:
         raise InvalidInput("--worker", "none decodes", "give one with role=hybrid or role=decode")
     decision = make_policy(str(text["policy"]), settings).decide(request, candidates)
-    ranked = rank(request, candidates, pricer=Pricer(settings), fleet=candidates)
+    ranked = rank(request, candidates, pricer=PlacementPricer(settings), fleet=candidates)
     if json_target != "-":
         title = f"{escape(name)}, {request.turn.value}, costs: {escape(label)}"
         _show(ranked, decision, console_for(json_target), title=title)
@@ -125,7 +133,7 @@ def speed_of(config: str, text: dict[str, str | None]) -> tuple[Speed, str, str]
 
 def _scene(
     workers: tuple[str, ...], text: dict[str, str | None], *, speed: Speed, settings: Settings
-) -> tuple[Fleet, Request]:
+) -> tuple[Fleet, RoutingRequest]:
     """The fleet as described, and the turn."""
     fleet, copies, owner = Fleet(), [], None
     for number, words in enumerate(workers):
@@ -147,7 +155,7 @@ def _scene(
         is_cold=owner is None,
         limits=settings,
     )
-    return fleet, Request(
+    return fleet, RoutingRequest(
         prompt_tokens=prompt,
         session=SessionId("session"),
         turn=turn,
@@ -165,7 +173,7 @@ def _worker(fleet: Fleet, name: str, said: dict[str, str], *, speed: Speed) -> W
     profile = Profile(
         speed=speed,
         actions=EVERY_ACTION,
-        role=_one_of(Role, said.get("role", "hybrid")),
+        role=_one_of(WorkerRole, said.get("role", "hybrid")),
         kv_bytes_total=memory,
     )
     fleet.raise_up(WorkerUp(WorkerId(name), profile=profile))

@@ -14,7 +14,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from ownerserve.gateway.http.client import Request
+from ownerserve.gateway.http.client import HttpRequest
 from ownerserve.gateway.http.heads import RequestHead
 from ownerserve.gateway.http.replies import Rejected
 from ownerserve.kv.errors import InvalidInput
@@ -25,9 +25,9 @@ from ownerserve.router.requests.body import NO_FIELDS, BodyFields, Span, may_say
 from ownerserve.router.requests.content_chain import ContentChain, content_of
 from ownerserve.router.requests.identity import (
     ANONYMOUS,
-    Identity,
     Scope,
-    Source,
+    SessionIdentity,
+    SessionSource,
     identify,
     response_alias,
     says_final,
@@ -36,7 +36,7 @@ from ownerserve.router.requests.identity import (
 _GROUP = GROUP_HEADER.encode()
 
 
-class Asked(msgspec.Struct, frozen=True, gc=False):
+class IdentifiedRequest(msgspec.Struct, frozen=True, gc=False):
     """A request as the router needs it; `identity.session` and `arrive.session` are the name.
 
     `named_parent`: what a header says; `arrive.parent` is whose bytes it shares. `fields`: what the
@@ -44,7 +44,7 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
     or by what they begin with.
     """
 
-    identity: Identity
+    identity: SessionIdentity
     arrive: Arrive
     scope: Scope
     named_parent: SessionId | None = None
@@ -87,7 +87,7 @@ class Asking:
         """The fleet answers to these names now."""
         self._only_model = None if len(models) > 1 else next(iter(models), "")
 
-    def read(self, request: Request) -> Asked:
+    def read(self, request: HttpRequest) -> IdentifiedRequest:
         """Raises Rejected when the body is needed and can't be believed.
 
         A request without a body (a listing of models) is no turn of a session.
@@ -95,7 +95,7 @@ class Asking:
         body, head = request.body, request.head
         scope, model = Scope(head.tenant, self._only_model or ""), None
         if not body:
-            return Asked(ANONYMOUS, Arrive(None, 0), scope)
+            return IdentifiedRequest(ANONYMOUS, Arrive(None, 0), scope)
         identity = self._resolved(identify(head.special, NO_FIELDS, scope=scope))
         is_named = identity.session is not None
         fields = _fields(head, body, is_named=is_named)
@@ -107,7 +107,7 @@ class Asking:
         shared_bytes, named_parent = 0, identity.parent
         if identity.session is None or not self._is_known(identity.session):
             identity, shared_bytes = self._by_content(identity, fields, scope=scope, head=head)
-        return Asked(
+        return IdentifiedRequest(
             identity,
             Arrive(
                 identity.session,
@@ -123,7 +123,7 @@ class Asking:
             self._group(identity, head, scope),
         )
 
-    def _group(self, identity: Identity, head: RequestHead, scope: Scope) -> str | None:
+    def _group(self, identity: SessionIdentity, head: RequestHead, scope: Scope) -> str | None:
         """A session's group; a client may name it (a repository, a document)."""
         if identity.session is None:
             return None
@@ -132,7 +132,7 @@ class Asking:
             return scope.name("group", "said", said.decode("latin-1"))
         return self.chain.group(identity.session)
 
-    def _resolved(self, identity: Identity) -> Identity:
+    def _resolved(self, identity: SessionIdentity) -> SessionIdentity:
         """The same under the session's own name."""
         asked_by = identity.session
         if asked_by is None:
@@ -140,14 +140,14 @@ class Asking:
         name = self._resolve(asked_by)
         return identity if name == asked_by else msgspec.structs.replace(identity, session=name)
 
-    def ended(self, identity: Identity) -> None:
+    def ended(self, identity: SessionIdentity) -> None:
         """A turn is over, whatever became of it."""
-        if identity.source is Source.CONTENT and identity.session is not None:
+        if identity.source is SessionSource.CONTENT and identity.session is not None:
             self.chain.ended(identity.session)
 
     def _by_content(
-        self, identity: Identity, fields: BodyFields, *, scope: Scope, head: RequestHead
-    ) -> tuple[Identity, int]:
+        self, identity: SessionIdentity, fields: BodyFields, *, scope: Scope, head: RequestHead
+    ) -> tuple[SessionIdentity, int]:
         """Who it is, or like whom it begins, by its content; and for how many bytes."""
         content = content_of(fields, tenant=scope.tenant)
         if content is None:
@@ -160,7 +160,9 @@ class Asking:
         if found is None:
             return identity, 0
         return (
-            Identity(found.session, Source.CONTENT, found.parent, says_final(head.special)),
+            SessionIdentity(
+                found.session, SessionSource.CONTENT, found.parent, says_final(head.special)
+            ),
             found.shared_bytes,
         )
 

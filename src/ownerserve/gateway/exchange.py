@@ -25,19 +25,19 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from ownerserve.gateway.asking import Asked
-from ownerserve.gateway.http.client import ClientConnection, Request
+from ownerserve.gateway.asking import IdentifiedRequest
+from ownerserve.gateway.http.client import ClientConnection, HttpRequest
 from ownerserve.gateway.http.heads import ResponseHead
 from ownerserve.gateway.http.replies import Rejected, fault, pressed, refused
 from ownerserve.gateway.http.upstream import BodySink, UpstreamConnection
 from ownerserve.gateway.stamps import Stamp, order_lines, receipt_lines
 from ownerserve.gateway.turns import Turns, Why
-from ownerserve.gateway.workers.reservations import Manner, Place, is_direct_append, is_turn
+from ownerserve.gateway.workers.reservations import HeldPlace, Manner, is_direct_append, is_turn
 from ownerserve.kv.wire.headers import session_id_of
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject
 from ownerserve.router.admission import Ticket
-from ownerserve.router.decision import Reason
+from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import Aborted, Broken, Dispatch, Failure, Refuse
 from ownerserve.router.requests.body import TAIL_BYTES, scan_response_id, with_text
 
@@ -50,7 +50,7 @@ class Exchange:
     __slots__ = ("client", "phase", "request", "request_id", "started_s", "turns")
 
     def __init__(
-        self, turns: Turns, client: ClientConnection, request: Request, request_id: bytes
+        self, turns: Turns, client: ClientConnection, request: HttpRequest, request_id: bytes
     ) -> None:
         self.turns = turns
         self.client = client
@@ -93,18 +93,18 @@ class Exchange:
         task.add_done_callback(self._ended)
         return task
 
-    def enter(self, asked: Asked) -> None:
+    def enter(self, asked: IdentifiedRequest) -> None:
         """A new session may have to wait until the fleet has room for it."""
         ticket = self.turns.enter(asked, lambda now: self._decide(asked))
         if ticket is not None:
             self.phase = Queued(self, asked, ticket)
 
-    def follow(self, asked: Asked, manner: Manner, outcome: Dispatch | Refuse) -> None:
+    def follow(self, asked: IdentifiedRequest, manner: Manner, outcome: Dispatch | Refuse) -> None:
         """Send the turn where it was decided, or tell the client no."""
         if isinstance(outcome, Refuse):
             self._refuse(asked, refused(outcome.refusal))
             return
-        if outcome.reason is Reason.RETRY_UNASKED:
+        if outcome.reason is DispatchReason.RETRY_UNASKED:
             manner = Manner.UNASKED
         attempt = Attempt(self, asked, outcome, manner)
         if attempt.is_judged and not is_direct_append(outcome):
@@ -122,11 +122,11 @@ class Exchange:
         else:
             self.follow(asked, attempt.manner, outcome)
 
-    def connect(self, attempt: Attempt, place: Place | None) -> None:
+    def connect(self, attempt: Attempt, place: HeldPlace | None) -> None:
         """Send the turn on a kept connection, or on a new one."""
         dispatch = attempt.dispatch
         pool = self.turns.pools[dispatch.worker]
-        kept = None if dispatch.reason is Reason.RETRY_NEW_CONNECTION else pool.take()
+        kept = None if dispatch.reason is DispatchReason.RETRY_NEW_CONNECTION else pool.take()
         if kept is not None:
             self._send(attempt, place, kept)
         else:
@@ -134,16 +134,16 @@ class Exchange:
 
     # The steps
 
-    async def _find(self, asked: Asked, finding: Coroutine[Any, Any, None]) -> None:
+    async def _find(self, asked: IdentifiedRequest, finding: Coroutine[Any, Any, None]) -> None:
         """A session that is new here: the directory may know its owner."""
         await finding
         self.enter(asked)
 
-    def _decide(self, asked: Asked) -> None:
+    def _decide(self, asked: IdentifiedRequest) -> None:
         self.phase = Deciding(self, asked)
         self.follow(asked, Manner.ASKING, self.turns.decide(asked, request_id=self.request_id))
 
-    def _refuse(self, asked: Asked, told: Rejected) -> None:
+    def _refuse(self, asked: IdentifiedRequest, told: Rejected) -> None:
         self.phase = OVER
         self.turns.ended(asked)
         self.client.answer_rejected(told, self.request_id)
@@ -156,7 +156,7 @@ class Exchange:
         else:
             self.connect(attempt, came)
 
-    async def _open(self, attempt: Attempt, place: Place | None) -> None:
+    async def _open(self, attempt: Attempt, place: HeldPlace | None) -> None:
         try:
             upstream = await self.turns.pools[attempt.dispatch.worker].connect()
         except OSError:
@@ -165,7 +165,9 @@ class Exchange:
             return
         self._send(attempt, place, upstream)
 
-    def _send(self, attempt: Attempt, place: Place | None, upstream: UpstreamConnection) -> None:
+    def _send(
+        self, attempt: Attempt, place: HeldPlace | None, upstream: UpstreamConnection
+    ) -> None:
         asked, dispatch = attempt.asked, attempt.dispatch
         head, body = self.request.head, self.request.body
         line = self.turns.line_of(asked, dispatch)
@@ -202,7 +204,7 @@ class Attempt(msgspec.Struct, frozen=True, eq=False):
     """One dispatch of an exchange's request, whose receipt is not given back."""
 
     exchange: Exchange
-    asked: Asked
+    asked: IdentifiedRequest
     dispatch: Dispatch
     manner: Manner
 
@@ -248,7 +250,9 @@ class Reading(Phase):
 
     __slots__ = ("asked", "exchange", "task")
 
-    def __init__(self, exchange: Exchange, asked: Asked, task: asyncio.Task[None]) -> None:
+    def __init__(
+        self, exchange: Exchange, asked: IdentifiedRequest, task: asyncio.Task[None]
+    ) -> None:
         self.exchange = exchange
         self.asked = asked
         self.task = task
@@ -266,7 +270,7 @@ class Queued(Phase):
 
     __slots__ = ("asked", "exchange", "ticket")
 
-    def __init__(self, exchange: Exchange, asked: Asked, ticket: Ticket) -> None:
+    def __init__(self, exchange: Exchange, asked: IdentifiedRequest, ticket: Ticket) -> None:
         self.exchange = exchange
         self.asked = asked
         self.ticket = ticket
@@ -280,7 +284,7 @@ class Deciding(Phase):
 
     __slots__ = ("asked", "exchange")
 
-    def __init__(self, exchange: Exchange, asked: Asked) -> None:
+    def __init__(self, exchange: Exchange, asked: IdentifiedRequest) -> None:
         self.exchange = exchange
         self.asked = asked
 
@@ -293,7 +297,7 @@ class Connecting(Phase):
 
     __slots__ = ("attempt", "place", "task")
 
-    def __init__(self, attempt: Attempt, place: Place | None, task: asyncio.Task[None]) -> None:
+    def __init__(self, attempt: Attempt, place: HeldPlace | None, task: asyncio.Task[None]) -> None:
         self.attempt = attempt
         self.place = place
         self.task = task
@@ -332,7 +336,9 @@ class AwaitingHead(Sent):
 
     __slots__ = ("place",)
 
-    def __init__(self, attempt: Attempt, place: Place | None, upstream: UpstreamConnection) -> None:
+    def __init__(
+        self, attempt: Attempt, place: HeldPlace | None, upstream: UpstreamConnection
+    ) -> None:
         self.attempt = attempt
         self.upstream = upstream
         self.place = place
@@ -452,7 +458,7 @@ class Refused(Sent):
         self.attempt.exchange.decide_again(self.attempt, self.refusal)
 
 
-def give_back(place: Place | None) -> None:
+def give_back(place: HeldPlace | None) -> None:
     """The turn won't take the place that was held for it."""
     if place is not None:
         place.give_back()

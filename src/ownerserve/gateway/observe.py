@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ownerserve.gateway.http.replies import Rejected
-from ownerserve.gateway.stamps import Came
+from ownerserve.gateway.stamps import PromptOutcome
 from ownerserve.kv.messages import ExecutionMode
-from ownerserve.router.decision import Reason
+from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import Dispatch, Refuse
 from ownerserve.router.requests.body import Usage
-from ownerserve.router.requests.identity import Identity
+from ownerserve.router.requests.identity import SessionIdentity
 
 TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -40,7 +40,7 @@ class Histogram:
         self.sum += value
 
 
-Decided: TypeAlias = tuple[float, bytes, Identity | None, Dispatch | Refuse]
+Decided: TypeAlias = tuple[float, bytes, SessionIdentity | None, Dispatch | Refuse]
 """One decision: when (s), request id, who asked, what was decided."""
 
 
@@ -64,11 +64,11 @@ class Observer:
         self._now = now
 
     def decided(
-        self, request_id: bytes, identity: Identity | None, outcome: Dispatch | Refuse
+        self, request_id: bytes, identity: SessionIdentity | None, outcome: Dispatch | Refuse
     ) -> None:
         self.decisions.append((self._now(), request_id, identity, outcome))
-        if isinstance(outcome, Dispatch) and outcome.decision.reason is Reason.NOT_OFFERED:
-            self.pressure["fallback", Reason.NOT_OFFERED.value] += 1
+        if isinstance(outcome, Dispatch) and outcome.decision.reason is DispatchReason.NOT_OFFERED:
+            self.pressure["fallback", DispatchReason.NOT_OFFERED.value] += 1
 
     def rejected(self, rejected: Rejected) -> None:
         self.rejections[rejected.code] += 1
@@ -79,7 +79,7 @@ class Observer:
         """A turn could not go as it was decided."""
         self.pressure[kind, reason] += 1
 
-    def compared(self, dispatch: Dispatch, usage: Usage | None, came: Came) -> None:
+    def compared(self, dispatch: Dispatch, usage: Usage | None, came: PromptOutcome) -> None:
         """The receipt against the engine's own count: was what we sent it for really there?"""
         expected = dispatch.decision.cached_tokens
         prompt_tokens = dispatch.prompt_tokens if usage is None else usage.prompt_tokens

@@ -14,7 +14,7 @@ from itertools import count
 from ownerserve.directory.port import Directory
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.exchange import Exchange
-from ownerserve.gateway.http.client import ClientConnection, Request
+from ownerserve.gateway.http.client import ClientConnection, HttpRequest
 from ownerserve.gateway.http.model_list import Models, union
 from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.turns import Turns
@@ -29,7 +29,7 @@ from ownerserve.router.messages import (
     WorkerDown,
     WorkerUp,
 )
-from ownerserve.router.policies import POLICIES
+from ownerserve.router.policies import ROUTING_POLICIES
 from ownerserve.router.policies.apart import lacking, unmet
 
 SWEEP_INTERVAL_S = 5.0
@@ -48,9 +48,11 @@ class Gateway:
     """
 
     def __init__(self, config: Config, directory: Directory | None = None) -> None:
-        if config.policy not in POLICIES:
+        if config.policy not in ROUTING_POLICIES:
             raise InvalidInput(
-                "policy", f"{config.policy!r} is unknown", f"use one of {', '.join(POLICIES)}"
+                "policy",
+                f"{config.policy!r} is unknown",
+                f"use one of {', '.join(ROUTING_POLICIES)}",
             )
         if not config.workers:
             raise InvalidInput("worker", "none given", "give --worker URL at least once")
@@ -98,7 +100,7 @@ class Gateway:
         """A client is told no."""
         self.turns.observer.rejected(rejected)
 
-    def begin(self, client: ClientConnection, request: Request) -> Exchange:
+    def begin(self, client: ClientConnection, request: HttpRequest) -> Exchange:
         """Whoever has the request answered; not started."""
         given = request.head.request_id
         return Exchange(self.turns, client, request, given or self.next_request_id())

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ownerserve.gateway.asking import Asked
+from ownerserve.gateway.asking import IdentifiedRequest
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import PrefixHash, WorkerId
@@ -48,10 +48,10 @@ from ownerserve.kv.wire.headers import (
 )
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.router.decision import Option, Reason, TurnClass
+from ownerserve.router.decision import DispatchReason, Option, TurnClass
 from ownerserve.router.messages import Answer, Dispatch
 from ownerserve.router.requests.body import Usage
-from ownerserve.router.sessions import Session
+from ownerserve.router.sessions import RoutedSession
 
 ANSWER = ANSWER_HEADER.removeprefix(PREFIX).encode()
 REFUSAL = REFUSAL_HEADER.removeprefix(PREFIX).encode()
@@ -176,14 +176,14 @@ BLOCK_TOKENS_MAX = 528
 recurrent state 528 (vLLM #40696); where they are longer, rounding may be called a loss."""
 
 
-class Came(msgspec.Struct, frozen=True, gc=False):
+class PromptOutcome(msgspec.Struct, frozen=True, gc=False):
     """What came of a prompt. `mode` None: nobody can say."""
 
     mode: ExecutionMode | None = None
     lost_tokens: int = 0
 
 
-def what_came(stamp: Stamp, usage: Usage | None, last_prompt: int) -> Came:
+def what_came(stamp: Stamp, usage: Usage | None, last_prompt: int) -> PromptOutcome:
     """`last_prompt`: tokens of the session's last prompt by the gateway's own table; 0: no turn
     was counted.
 
@@ -193,13 +193,13 @@ def what_came(stamp: Stamp, usage: Usage | None, last_prompt: int) -> Came:
     nothing.
     """
     if stamp.mode is not None:
-        return Came(stamp.mode, stamp.lost_tokens)
+        return PromptOutcome(stamp.mode, stamp.lost_tokens)
     if usage is None or not usage.tells_cached:
-        return Came()
+        return PromptOutcome()
     known, cached = last_prompt, usage.cached_tokens
     if usage.prompt_tokens < last_prompt or lost_tokens(known, cached) < _rounding(cached):
         known = min(known, cached)
-    return Came(execution_mode(known, cached, 0), lost_tokens(known, cached))
+    return PromptOutcome(execution_mode(known, cached, 0), lost_tokens(known, cached))
 
 
 def _rounding(cached: int) -> int:
@@ -212,7 +212,7 @@ PRICED_MAX = 4
 """Alternatives in the header; the admin port has all of them, with their terms."""
 
 _LINE, _ENGINE_LINE = TURN_HEADER.encode(), ENGINE_SESSION_HEADER.encode()
-_REASON = {reason: header_line(REASON_HEADER, reason) for reason in Reason}
+_REASON = {reason: header_line(REASON_HEADER, reason) for reason in DispatchReason}
 _ACTION = {action: header_line(ACTION_HEADER, action) for action in PlacementAction}
 _TURN = {turn: header_line(TURN_CLASS_HEADER, turn) for turn in TurnClass}
 _WORKER, _EXPECTED = WORKER_HEADER.encode(), EXPECTED_CACHED_HEADER.encode()
@@ -237,7 +237,9 @@ def receipt_lines(dispatch: Dispatch) -> bytes:
     return lines
 
 
-def turn_line_of(dispatch: Dispatch, asked: Asked, session: Session | None) -> TurnLine:
+def turn_line_of(
+    dispatch: Dispatch, asked: IdentifiedRequest, session: RoutedSession | None
+) -> TurnLine:
     """The line that says whose turn this is and for which worker: another life of the worker
     refuses it (seed 003, v2). `session`: what is known of it, who owned it at which version."""
     return TurnLine(

@@ -12,11 +12,11 @@ from collections.abc import Coroutine
 from typing import Any, TypeAlias
 
 from ownerserve.directory.port import Directory
-from ownerserve.gateway.asking import Asked, Asking
+from ownerserve.gateway.asking import Asking, IdentifiedRequest
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.finder import SessionFinder
 from ownerserve.gateway.http.access import open_access
-from ownerserve.gateway.http.client import Request
+from ownerserve.gateway.http.client import HttpRequest
 from ownerserve.gateway.http.heads import ResponseHead
 from ownerserve.gateway.http.upstream import WorkerPool
 from ownerserve.gateway.observe import Observer
@@ -29,7 +29,7 @@ from ownerserve.gateway.stamps import (
     what_came,
 )
 from ownerserve.gateway.workers.releasing import Releasing
-from ownerserve.gateway.workers.reservations import Place, Places, seed_of
+from ownerserve.gateway.workers.reservations import HeldPlace, Places, seed_of
 from ownerserve.gateway.workers.rpc import Lines, Lives
 from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.kv.messages import Tier
@@ -37,7 +37,7 @@ from ownerserve.kv.wire.headers import TurnLine
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject
 from ownerserve.router.admission import AdmissionQueue, Go, SessionAdmission, Ticket, forked_from
-from ownerserve.router.decision import Reason
+from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import (
     Aborted,
     AskRelease,
@@ -58,7 +58,7 @@ from ownerserve.router.messages import (
 )
 from ownerserve.router.policies import make_policy
 from ownerserve.router.requests.body import believed, place_of_prompt, scan_usage
-from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, Session
+from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, RoutedSession
 from ownerserve.router.state import RouterState
 
 Why: TypeAlias = Failure | WorkerRefusal
@@ -101,11 +101,11 @@ class Turns:
 
     # A turn, step by step
 
-    def read(self, request: Request) -> Asked:
+    def read(self, request: HttpRequest) -> IdentifiedRequest:
         """Who asks, for what. Raises Rejected."""
         return self.asking.read(request)
 
-    def find_owner(self, asked: Asked) -> Coroutine[Any, Any, None] | None:
+    def find_owner(self, asked: IdentifiedRequest) -> Coroutine[Any, Any, None] | None:
         """Ask the directory, if it may know more of the session than this gateway; None: not.
 
         One without a place to go to is new here, known by a worker's inventory alone, or its owner
@@ -119,7 +119,7 @@ class Turns:
             return None
         return self.finder.look_up(name)
 
-    def enter(self, asked: Asked, go: Go) -> Ticket | None:
+    def enter(self, asked: IdentifiedRequest, go: Go) -> Ticket | None:
         """Call `go` now, or once there is a seat: then the ticket to leave with."""
         arrive = asked.arrive
         if arrive.session is None or self.admission.admission is None:
@@ -134,20 +134,20 @@ class Turns:
         tokens = int(arrive.prompt_bytes / DEFAULT_BYTES_PER_TOKEN)
         return self.admission.enter(arrive.session, tokens, go, parent=parent, now_s=self.now())
 
-    def leave(self, asked: Asked, ticket: Ticket | None = None) -> None:
+    def leave(self, asked: IdentifiedRequest, ticket: Ticket | None = None) -> None:
         """The turn ends before it was let in."""
         if ticket is not None:
             self.admission.leave(ticket)
         self.asking.ended(asked.identity)
 
-    def decide(self, asked: Asked, *, request_id: bytes) -> Dispatch | Refuse:
+    def decide(self, asked: IdentifiedRequest, *, request_id: bytes) -> Dispatch | Refuse:
         """Where the turn runs."""
         outcome = self.state.handle(asked.arrive, self.now())
         self.observer.decided(request_id, asked.identity, outcome)
         return outcome
 
     def decide_again(
-        self, asked: Asked, dispatch: Dispatch, why: Why, *, request_id: bytes
+        self, asked: IdentifiedRequest, dispatch: Dispatch, why: Why, *, request_id: bytes
     ) -> Dispatch | Refuse:
         """Where it runs after a dispatch of which nothing came."""
         receipt = dispatch.receipt
@@ -161,11 +161,11 @@ class Turns:
             event = Unpromised(receipt) if has_no_room else Failed(receipt, Failure.REFUSED)
         outcome = self.state.handle(event, self.now())
         self.observer.decided(request_id, asked.identity, outcome)
-        if isinstance(outcome, Dispatch) and outcome.reason is Reason.RETRY_UNASKED:
+        if isinstance(outcome, Dispatch) and outcome.reason is DispatchReason.RETRY_UNASKED:
             self.observer.pressed("unasked", "all_refused")
         return outcome
 
-    async def reserve(self, dispatch: Dispatch, request_id: bytes) -> Place | Reject | None:
+    async def reserve(self, dispatch: Dispatch, request_id: bytes) -> HeldPlace | Reject | None:
         """A place at the worker for the turn, or why not; None: nothing was heard in time."""
         seed = seed_of(dispatch, self.state.sessions)
         came = await self.places.reserve(dispatch.worker, request_id.decode(), seed)
@@ -173,7 +173,7 @@ class Turns:
             self.observer.pressed("unasked", "no_word")
         return came
 
-    def line_of(self, asked: Asked, dispatch: Dispatch) -> TurnLine:
+    def line_of(self, asked: IdentifiedRequest, dispatch: Dispatch) -> TurnLine:
         """What the worker is told of the turn."""
         return turn_line_of(dispatch, asked, self._session(dispatch))
 
@@ -196,7 +196,7 @@ class Turns:
 
     def finished(
         self,
-        asked: Asked,
+        asked: IdentifiedRequest,
         dispatch: Dispatch,
         stamp: Stamp,
         tail: bytes,
@@ -224,7 +224,7 @@ class Turns:
             self.asking.chain.forget(session)
             self.admission.over(session, self.now())
 
-    def ended(self, asked: Asked, event: Aborted | Broken | None = None) -> None:
+    def ended(self, asked: IdentifiedRequest, event: Aborted | Broken | None = None) -> None:
         """A turn that was let in ends without a whole answer. `event`: its live dispatch's end."""
         if isinstance(event, Broken):
             self.observer.pressed("failed", "broken")
@@ -232,7 +232,7 @@ class Turns:
             self.state.handle(event, self.now())
         self._over(asked, 0)
 
-    def _over(self, asked: Asked, tokens: int) -> None:
+    def _over(self, asked: IdentifiedRequest, tokens: int) -> None:
         """Nothing of the turn runs any more; its session's context is `tokens` (0: not told)."""
         self.asking.ended(asked.identity)
         if self.admission.admission is not None and asked.arrive.session is not None:
@@ -252,7 +252,7 @@ class Turns:
             owner = self.lives.here(owned.unit)
             self.told(Claimed(session, owner, owned.epoch, owned.version))
 
-    def _session(self, dispatch: Dispatch) -> Session | None:
+    def _session(self, dispatch: Dispatch) -> RoutedSession | None:
         """The turn's session, as the router knows it now."""
         name = dispatch.session
         return None if name is None else self.state.sessions.get(name)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from ownerserve.kv.errors import InvariantViolated
-from ownerserve.router.decision import Reason
+from ownerserve.router.decision import DispatchReason
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import Down, Failure, Refusal
 from ownerserve.router.sessions import SessionTable
@@ -43,7 +43,7 @@ class Account:
         self.aborted = 0
         self.usages_refused = 0
         """Answers whose counts no sequence can have."""
-        self.reasons: Counter[Reason] = Counter()
+        self.reasons: Counter[DispatchReason] = Counter()
         self.refusals: Counter[Refusal] = Counter()
         self.failures: Counter[Failure] = Counter()
         self.downs: Counter[Down] = Counter()

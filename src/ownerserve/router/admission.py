@@ -36,7 +36,7 @@ from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.candidates import room_tokens
 from ownerserve.router.fleet import Fleet
-from ownerserve.router.worker import Role, Worker
+from ownerserve.router.worker import Worker, WorkerRole
 
 Ticket = NewType("Ticket", int)
 
@@ -232,7 +232,7 @@ class SessionAdmission:
             for worker in self._fleet.up
             if not worker.batch
             and not worker.pending_tokens
-            and worker.profile.role is not Role.PREFILL
+            and worker.profile.role is not WorkerRole.PREFILL
         ]
 
     def _beside_tokens(self) -> float:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from math import inf, log2
 
 from ownerserve.kv.errors import InvariantViolated
-from ownerserve.router.worker import Role, Watch, Worker
+from ownerserve.router.worker import Watch, Worker, WorkerRole
 
 STEPS_AN_OCTAVE = 8
 _UNKNOWN = 1 << 12
@@ -283,8 +283,8 @@ class Candidates:
     def _admit(self, worker: Worker, how: Callable[[_Order, Worker], None]) -> None:
         """Into the orders of what its role says that it does."""
         role = worker.profile.role
-        if role is not Role.PREFILL:
+        if role is not WorkerRole.PREFILL:
             self.serving.add(worker)
             how(self._serving, worker)
-        if role is not Role.DECODE:
+        if role is not WorkerRole.DECODE:
             how(self._prefill, worker)

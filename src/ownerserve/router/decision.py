@@ -38,7 +38,7 @@ class Label(enum.StrEnum):
     __hash__ = str.__hash__
 
 
-class Reason(Label):
+class DispatchReason(Label):
     """Why a worker was chosen. A label of metrics and the x-ownerserve-reason header."""
 
     ROUND_ROBIN = "round_robin"
@@ -137,7 +137,7 @@ _DEVICE = Tier.DEVICE
 """An enum's member costs a look-up in its class each time: not on this path."""
 
 
-class Request(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+class RoutingRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A request as a policy sees it. Every token count is the router's estimate."""
 
     prompt_tokens: int
@@ -241,7 +241,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
     worker: Worker
     action: PlacementAction
-    reason: Reason
+    reason: DispatchReason
     cached_tokens: int = 0
     prefill: Worker | None = None
     source: Copy | None = None
@@ -251,7 +251,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 def run_at(
-    request: Request, worker: Worker, reason: Reason, *, wanted: Move | None = None
+    request: RoutingRequest, worker: Worker, reason: DispatchReason, *, wanted: Move | None = None
 ) -> Decision:
     """Run the turn at `worker` on what its device holds; nothing is brought from elsewhere."""
     cached = request.cached_on(worker)
@@ -261,9 +261,9 @@ def run_at(
 
 
 def bring_to(
-    request: Request,
+    request: RoutingRequest,
     worker: Worker,
-    reason: Reason,
+    reason: DispatchReason,
     *,
     action: PlacementAction,
     source: Copy,
@@ -277,21 +277,23 @@ def bring_to(
     )
 
 
-def start_at(request: Request, worker: Worker) -> Decision:
+def start_at(request: RoutingRequest, worker: Worker) -> Decision:
     """Run it at `worker` because it has no owner: a first turn, a lost owner, no session."""
     if request.session is None:
-        reason = Reason.NO_SESSION
+        reason = DispatchReason.NO_SESSION
     else:
-        reason = Reason.OWNER_LOST if request.turns else Reason.NEW_SESSION
+        reason = DispatchReason.OWNER_LOST if request.turns else DispatchReason.NEW_SESSION
     return run_at(request, worker, reason)
 
 
-def split_over(request: Request, worker: Worker, prefill: Worker, *, moved_tokens: int) -> Decision:
+def split_over(
+    request: RoutingRequest, worker: Worker, prefill: Worker, *, moved_tokens: int
+) -> Decision:
     """Prefill at `prefill`, send the state of `moved_tokens`, decode at `worker`."""
     return Decision(
         worker,
         PlacementAction.REMOTE_PREFILL,
-        Reason.SPLIT,
+        DispatchReason.SPLIT,
         request.cached_on(prefill),
         prefill=prefill,
         moved_tokens=moved_tokens,
@@ -300,7 +302,7 @@ def split_over(request: Request, worker: Worker, prefill: Worker, *, moved_token
 
 def take(
     option: Option,
-    reason: Reason,
+    reason: DispatchReason,
     *,
     ranked: Sequence[Option],
     wanted: Move | None = None,

@@ -33,7 +33,7 @@ from ownerserve.router.messages import (
     ReleaseEnded,
     Reported,
 )
-from ownerserve.router.sessions import Grant, Prefix, PrefixIndex, Session, SessionTable
+from ownerserve.router.sessions import Grant, Prefix, PrefixIndex, RoutedSession, SessionTable
 from ownerserve.router.worker import Worker
 
 ENDED_KEPT = 8192
@@ -50,7 +50,7 @@ class Knowledge:
         self._term = NO_TERM
         self._ended: OrderedDict[SessionId, None] = OrderedDict()
 
-    def fork(self, child: Session, arrive: Arrive) -> None:
+    def fork(self, child: RoutedSession, arrive: Arrive) -> None:
         """A new session begins like its parent: it stands on the parent's prefix (rule 3)."""
         assert arrive.parent is not None
         name = self._sessions.resolve(arrive.parent)
@@ -198,7 +198,7 @@ class Handovers:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def done(self, name: SessionId, session: Session, worker: Worker) -> AskRelease | Noted:
+    def done(self, name: SessionId, session: RoutedSession, worker: Worker) -> AskRelease | Noted:
         """A turn of the session ended at `worker`: is somebody else to hand it over?"""
         grant, target = session.grant, worker.unit
         if grant is None or target is None or session.live_home is not worker:
@@ -215,7 +215,7 @@ class Handovers:
         """The session has ended."""
         self._under_way.discard(name)
 
-    def ended(self, event: ReleaseEnded, session: Session | None) -> None:
+    def ended(self, event: ReleaseEnded, session: RoutedSession | None) -> None:
         """The owner answered, or did not."""
         self._under_way.discard(event.session)
         grant = None if session is None else session.grant

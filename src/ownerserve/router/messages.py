@@ -16,7 +16,7 @@ from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.router.decision import Decision, Label, Reason, TurnClass
+from ownerserve.router.decision import Decision, DispatchReason, Label, TurnClass
 from ownerserve.router.requests.body import Prompt, Usage
 from ownerserve.router.worker import Profile, Receipt
 
@@ -261,7 +261,7 @@ class Dispatch(msgspec.Struct, frozen=True, gc=False):
 
     receipt: Receipt
     worker: WorkerId
-    reason: Reason
+    reason: DispatchReason
     attempt: int
     prefill_tokens: int
     """Estimate of what the worker must compute before the first byte."""

@@ -59,9 +59,9 @@ from ownerserve.router.candidates import Candidates, room_tokens
 from ownerserve.router.decision import (
     STRATEGIES,
     Decision,
+    DispatchReason,
     Option,
-    Reason,
-    Request,
+    RoutingRequest,
     TurnClass,
     take,
 )
@@ -70,7 +70,7 @@ from ownerserve.router.settings import Settings
 from ownerserve.router.worker import Worker
 
 
-class Pricer:
+class PlacementPricer:
     """Prices ways to place one request. Holds the weights, no state."""
 
     def __init__(self, settings: Settings) -> None:
@@ -78,7 +78,7 @@ class Pricer:
         self._delta = settings.duplicate_ms_per_gib / GIB
         self._mu = settings.interference
 
-    def local(self, request: Request, worker: Worker) -> Option:
+    def local(self, request: RoutingRequest, worker: Worker) -> Option:
         """Compute there whatever its device does not hold."""
         cached = request.cached_on(worker)
         is_going_on = cached > 0 and request.turn is _CONTINUATION
@@ -86,14 +86,14 @@ class Pricer:
         return self._price(request, worker, action, cached, cached, None)
 
     def bring(
-        self, request: Request, worker: Worker, *, action: PlacementAction, source: Copy
+        self, request: RoutingRequest, worker: Worker, *, action: PlacementAction, source: Copy
     ) -> Option:
         """Bring the state from `source` to `worker`, compute the rest there."""
         tokens, known_tokens = source.tokens, request.known_tokens
         cached = tokens if tokens < known_tokens else known_tokens
         return self._price(request, worker, action, cached, request.cached_on(worker), source)
 
-    def apart(self, request: Request, worker: Worker, prefill: Worker) -> Option:
+    def apart(self, request: RoutingRequest, worker: Worker, prefill: Worker) -> Option:
         """Prefill at `prefill`, send what `worker` lacks there, decode at `worker`."""
         speed = prefill.speed
         held, lent = request.cached_on(worker), request.cached_on(prefill)
@@ -117,7 +117,7 @@ class Pricer:
 
     def _price(
         self,
-        request: Request,
+        request: RoutingRequest,
         worker: Worker,
         action: PlacementAction,
         cached: int,
@@ -203,7 +203,9 @@ def _offer(turn: TurnClass, actions: frozenset[PlacementAction]) -> _Offer:
     return _Offer(_APART in able, _RESTORE in able, tuple(one for one in _BRINGING if one in able))
 
 
-def ways_at(request: Request, worker: Worker, *, pricer: Pricer, fleet: Candidates) -> list[Option]:
+def ways_at(
+    request: RoutingRequest, worker: Worker, *, pricer: PlacementPricer, fleet: Candidates
+) -> list[Option]:
     """Every way to run the turn at `worker`: on the spot always, the others where they apply."""
     ways = [pricer.local(request, worker)]
     profile = worker.profile
@@ -229,7 +231,7 @@ def ways_at(request: Request, worker: Worker, *, pricer: Pricer, fleet: Candidat
     return ways
 
 
-def stored_copy(request: Request, worker: Worker) -> Copy | None:
+def stored_copy(request: RoutingRequest, worker: Worker) -> Copy | None:
     """The longest copy that `worker` can load by itself: its own tiers, or the shared store."""
     found = None
     for copy in request.copies:
@@ -239,7 +241,7 @@ def stored_copy(request: Request, worker: Worker) -> Copy | None:
     return found
 
 
-def has_more_stored(request: Request, worker: Worker) -> bool:
+def has_more_stored(request: RoutingRequest, worker: Worker) -> bool:
     """Whether `worker` can load more of the prompt than its device has: not for most turns."""
     if len(request.copies) < 2 and (not request.copies or request.copies[0].tier is _DEVICE):
         return False
@@ -247,7 +249,7 @@ def has_more_stored(request: Request, worker: Worker) -> bool:
     return stored is not None and stored.tokens > request.cached_on(worker)
 
 
-def peer_copy(request: Request, worker: Worker) -> Copy | None:
+def peer_copy(request: RoutingRequest, worker: Worker) -> Copy | None:
     """The longest copy that another worker can send, the least busy one's of equals: nobody sends
     from a disk."""
     found = None
@@ -269,19 +271,23 @@ def shares_state(one: Worker, other: Worker) -> bool:
     return one.profile.spec_digest == other.profile.spec_digest
 
 
-def _may(action: PlacementAction, request: Request, peer: Copy) -> bool:
+def _may(action: PlacementAction, request: RoutingRequest, peer: Copy) -> bool:
     """Only its owner's state migrates: what others hold read-only is fetched."""
     return action is not _MIGRATION or peer.worker is request.owner
 
 
-def few(request: Request, fleet: Candidates, *, count: int) -> list[Worker]:
+def few(request: RoutingRequest, fleet: Candidates, *, count: int) -> list[Worker]:
     """The small set that is priced: the home, the holders and the `count` least loaded."""
     home = () if request.home is None else (request.home,)
     return [*home, *request.holders(fleet), *fleet.least(count)]
 
 
 def rank(
-    request: Request, workers: Iterable[Worker], *, pricer: Pricer, fleet: Candidates
+    request: RoutingRequest,
+    workers: Iterable[Worker],
+    *,
+    pricer: PlacementPricer,
+    fleet: Candidates,
 ) -> list[Option]:
     """All ways at `workers`, the cheapest first; of equal ones, the earlier worker's."""
     options: list[Option] = []
@@ -291,7 +297,9 @@ def rank(
     return options
 
 
-def start(request: Request, fleet: Candidates, *, pricer: Pricer, settings: Settings) -> Decision:
+def start(
+    request: RoutingRequest, fleet: Candidates, *, pricer: PlacementPricer, settings: Settings
+) -> Decision:
     """The cheapest way to start."""
     workers = few(request, fleet, count=settings.candidates)
     ranked = rank(request, workers, pricer=pricer, fleet=fleet)
@@ -302,18 +310,18 @@ def start(request: Request, fleet: Candidates, *, pricer: Pricer, settings: Sett
 _BY_TOTAL = attrgetter("total_ms")
 
 
-def _why(request: Request, best: Option) -> Reason:
+def _why(request: RoutingRequest, best: Option) -> DispatchReason:
     if request.session is None:
-        return Reason.NO_SESSION
+        return DispatchReason.NO_SESSION
     if request.turns:
-        return Reason.RECOVERED if best.cached_tokens else Reason.OWNER_LOST
+        return DispatchReason.RECOVERED if best.cached_tokens else DispatchReason.OWNER_LOST
     if not request.copies:
-        return Reason.NEW_SESSION
+        return DispatchReason.NEW_SESSION
     is_on_the_spot = best.action is PlacementAction.COLOCATED_PREFILL and best.cached_tokens > 0
-    return Reason.FORK if is_on_the_spot else Reason.REPLICA
+    return DispatchReason.FORK if is_on_the_spot else DispatchReason.REPLICA
 
 
-class Heat(Enum):
+class HomeHeat(Enum):
     """A session's state at its home."""
 
     CALM = "calm"
@@ -322,15 +330,15 @@ class Heat(Enum):
     LEAVING = "leaving"
 
 
-_CALM, _COOLING, _STUCK, _LEAVING = Heat
-STAYS_CALM: tuple[Heat, Worker | None] = (_CALM, None)
+_CALM, _COOLING, _STUCK, _LEAVING = HomeHeat
+STAYS_CALM: tuple[HomeHeat, Worker | None] = (_CALM, None)
 """What holds up to T_hot: `heat` need not be asked."""
 
-Pressure: TypeAlias = Callable[[Request, Worker, Candidates], float]
+Pressure: TypeAlias = Callable[[RoutingRequest, Worker, Candidates], float]
 """What leaving the worker could spare a turn, in ms."""
 
 
-def wait_ms(request: Request, worker: Worker, fleet: Candidates) -> float:
+def wait_ms(request: RoutingRequest, worker: Worker, fleet: Candidates) -> float:
     """EAR's pressure: how long others' pending prefill keeps the turn waiting there."""
     load, own = worker.load, request.own_pending_tokens
     if not own or worker is not request.home or load.pending_tokens <= 0:
@@ -339,14 +347,14 @@ def wait_ms(request: Request, worker: Worker, fleet: Candidates) -> float:
 
 
 def heat(
-    request: Request,
+    request: RoutingRequest,
     pressure_ms: float,
     home: Worker,
     *,
     fleet: Candidates,
     settings: Settings,
     pressure: Pressure,
-) -> tuple[Heat, Worker | None]:
+) -> tuple[HomeHeat, Worker | None]:
     """Under a pressure over T_hot at its home: the session's state, and where it leaves for."""
     target = least_with_room(request, home, fleet)
     if target is None:
@@ -358,7 +366,9 @@ def heat(
     return _LEAVING, target
 
 
-def least_with_room(request: Request, home: Worker | None, fleet: Candidates) -> Worker | None:
+def least_with_room(
+    request: RoutingRequest, home: Worker | None, fleet: Candidates
+) -> Worker | None:
     """The least loaded worker but `home` whose free memory takes the whole context, of all."""
     tokens = request.prompt_tokens + request.output_tokens
     least = fleet.least_one()

@@ -167,7 +167,7 @@ class Grant(msgspec.Struct, frozen=True, gc=False):
         return owner if owner.up and owner.life == self.life else None
 
 
-class Session:
+class RoutedSession:
     """One session: its owner in the life `owner_life`, its home in `home_life`; None: none yet.
 
     `heading` is the dispatch that made its home another than its owner may be: sent, and without
@@ -314,39 +314,39 @@ class SessionTable:
     def __init__(self, *, limit: int = SESSIONS_MAX, idle_s: float = 4 * 3600.0) -> None:
         self._limit = limit
         self._idle_s = idle_s
-        self._sessions: OrderedDict[SessionId, Session] = OrderedDict()
+        self._sessions: OrderedDict[SessionId, RoutedSession] = OrderedDict()
         self._aliases: OrderedDict[SessionId, SessionId] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def items(self) -> Iterator[tuple[SessionId, Session]]:
+    def items(self) -> Iterator[tuple[SessionId, RoutedSession]]:
         return iter(self._sessions.items())
 
     def resolve(self, session: SessionId) -> SessionId:
         """The session that a response alias stands for; any other name is its own."""
         return self._aliases.get(session, session)
 
-    def get(self, session: SessionId) -> Session | None:
+    def get(self, session: SessionId) -> RoutedSession | None:
         return self._sessions.get(session)
 
-    def touch(self, session: SessionId, now_s: float) -> Session:
+    def touch(self, session: SessionId, now_s: float) -> RoutedSession:
         """The session, made when it is new, now the most recently used."""
         known = self._sessions.get(session)
         if known is None:
             self._make_room(now_s)
-            known = self._sessions[session] = Session(now_s)
+            known = self._sessions[session] = RoutedSession(now_s)
         else:
             self._sessions.move_to_end(session)
         known.seen_at_s = now_s
         return known
 
-    def send(self, session: Session, worker: Worker, receipt: Receipt) -> None:
+    def send(self, session: RoutedSession, worker: Worker, receipt: Receipt) -> None:
         """The dispatch `receipt` of the session goes to `worker`, in its present life."""
         self._move_home(session, worker, worker.life)
         session.heading = receipt
 
-    def answered(self, session: Session, worker: Worker, receipt: Receipt) -> None:
+    def answered(self, session: RoutedSession, worker: Worker, receipt: Receipt) -> None:
         """`worker` began to answer that dispatch: it has the session, unless a later turn has run
         elsewhere since."""
         if session.is_forgotten:
@@ -358,25 +358,25 @@ class SessionTable:
             session.owner, session.owner_life = worker, worker.life
         self._settle(session, receipt)
 
-    def lost(self, session: Session, receipt: Receipt) -> None:
+    def lost(self, session: RoutedSession, receipt: Receipt) -> None:
         """Note a dispatch that came to nothing before a first byte: the next turn goes to the
         owner."""
         if not session.is_forgotten and session.heading == receipt:
             self._settle(session, receipt)
 
-    def claim(self, session: Session, worker: Worker) -> None:
+    def claim(self, session: RoutedSession, worker: Worker) -> None:
         """News of an owner: `worker` in its present life has the session."""
         session.owner, session.owner_life = worker, worker.life
         self._settle(session, None)
 
-    def _settle(self, session: Session, receipt: Receipt | None) -> None:
+    def _settle(self, session: RoutedSession, receipt: Receipt | None) -> None:
         """Nothing is known of a home but the owner, unless a later dispatch is on its way."""
         if session.heading not in (None, receipt):
             return
         session.heading, session.left_at_s = None, _NEVER
         self._move_home(session, session.owner, session.owner_life)
 
-    def _move_home(self, session: Session, worker: Worker | None, life: int) -> None:
+    def _move_home(self, session: RoutedSession, worker: Worker | None, life: int) -> None:
         former, former_life = session.home, session.home_life
         if former is worker and former_life == life:
             return

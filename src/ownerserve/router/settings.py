@@ -65,7 +65,7 @@ MOVING_SHARE_MAX = 0.05
 """Of a session's time."""
 
 
-class Sessions(msgspec.Struct, frozen=True, kw_only=True):
+class WorkloadFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What decides of a workload; `ownerserve trace stats` measures it."""
 
     context_tokens_p50: int
@@ -77,7 +77,7 @@ class Sessions(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences in a worker's batch."""
 
 
-CLAUDE_CODE = Sessions(
+CLAUDE_CODE = WorkloadFacts(
     context_tokens_p50=110_000,
     context_tokens_p90=261_000,
     addition_tokens_p50=758,
@@ -86,7 +86,7 @@ CLAUDE_CODE = Sessions(
 """The shared Claude-Code traces (36,725 requests; docs/traces.md)."""
 
 
-def derive(speed: Speed, sessions: Sessions = CLAUDE_CODE, *, spilled_to: Tier) -> Settings:
+def derive(speed: Speed, sessions: WorkloadFacts = CLAUDE_CODE, *, spilled_to: Tier) -> Settings:
     """Settings for a fleet of such workers, whose evicted state goes to the tier `spilled_to`."""
     context = sessions.context_tokens_p50
     addition = sessions.addition_tokens_p50

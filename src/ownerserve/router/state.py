@@ -42,7 +42,7 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.account import Account, Books, audit
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Reason, Request, classify
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, classify
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.knowledge import Handovers, Knowledge
 from ownerserve.router.messages import (
@@ -76,25 +76,25 @@ from ownerserve.router.messages import (
     WorkerDown,
     WorkerUp,
 )
-from ownerserve.router.policies.base import Policy
+from ownerserve.router.policies.base import RoutingPolicy
 from ownerserve.router.requests.body import Prompt, believed
-from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, Session, SessionTable
+from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, RoutedSession, SessionTable
 from ownerserve.router.settings import DEFAULTS, Settings
 from ownerserve.router.worker import Load, Receipt, Worker
 
 
 def ask(
     arrive: Arrive,
-    session: Session | None,
+    session: RoutedSession | None,
     candidates: Candidates,
     *,
     limits: Settings,
     now_s: float,
-) -> Request:
+) -> RoutingRequest:
     """The question that `arrive` is, for those who may answer it."""
     if session is None:
         prompt_tokens = max(int(arrive.prompt_bytes / DEFAULT_BYTES_PER_TOKEN), 1)
-        return Request(
+        return RoutingRequest(
             prompt_tokens=prompt_tokens,
             turn=classify(
                 turns=0, known_tokens=0, new_tokens=prompt_tokens, is_cold=False, limits=limits
@@ -117,7 +117,7 @@ def ask(
     if home is not None and home not in serving:
         home = owner
     turns, idle_s = session.turns, now_s - session.idle_since_s
-    return Request(
+    return RoutingRequest(
         prompt_tokens=prompt_tokens,
         session=arrive.session,
         turn=classify(
@@ -168,11 +168,11 @@ class _Live(msgspec.Struct, gc=False):
 
     arrive: Arrive
     name: SessionId | None
-    session: Session | None
+    session: RoutedSession | None
     decision: Decision
     life: int
     loads: tuple[Load, ...]
-    reason: Reason
+    reason: DispatchReason
     attempt: int = 1
     tried: tuple[Worker, ...] = ()
     has_answered: bool = False
@@ -191,7 +191,11 @@ class RouterState:
     """Where each request goes, and the account of all requests so far."""
 
     def __init__(
-        self, policy: Policy, *, settings: Settings = DEFAULTS, retries: RetryBudget | None = None
+        self,
+        policy: RoutingPolicy,
+        *,
+        settings: Settings = DEFAULTS,
+        retries: RetryBudget | None = None,
     ) -> None:
         self.fleet = Fleet()
         self.sessions = SessionTable()
@@ -281,7 +285,7 @@ class RouterState:
         live = _Live(event, name, session, decision, 0, (), decision.reason)
         return self._dispatch(live, request)
 
-    def _dispatch(self, live: _Live, request: Request) -> Dispatch:
+    def _dispatch(self, live: _Live, request: RoutingRequest) -> Dispatch:
         """Count `live` at its workers, make it its session's home, make its receipt."""
         decision, session = live.decision, live.session
         worker, prefill = decision.worker, decision.prefill
@@ -407,9 +411,12 @@ class RouterState:
     def _failed(self, event: Failed, now: float) -> Dispatch | Refuse:
         live = self._take_back(event.receipt, event.failure)
         worker = live.decision.worker
-        if event.failure is Failure.STALE and live.reason is not Reason.RETRY_NEW_CONNECTION:
+        if (
+            event.failure is Failure.STALE
+            and live.reason is not DispatchReason.RETRY_NEW_CONNECTION
+        ):
             candidates = self.fleet.candidates(live.arrive.model)
-            live.attempt, live.reason = live.attempt + 1, Reason.RETRY_NEW_CONNECTION
+            live.attempt, live.reason = live.attempt + 1, DispatchReason.RETRY_NEW_CONNECTION
             return self._dispatch(live, self._ask_again(live, candidates, now))
         if event.failure is Failure.CONNECT:
             self._worker_down(WorkerDown(worker.id, Down.UNREACHABLE), now)
@@ -425,7 +432,7 @@ class RouterState:
         if live.is_unasked or not candidates:
             return self._refuse(outcome)
         live.is_unasked, live.tried = True, ()
-        return self._again(live, candidates, Reason.RETRY_UNASKED, now_s=now)
+        return self._again(live, candidates, DispatchReason.RETRY_UNASKED, now_s=now)
 
     def _take_back(self, receipt: Receipt, failure: Failure) -> _Live:
         """A dispatch that nobody began to answer, as if it had not been sent."""
@@ -444,17 +451,17 @@ class RouterState:
             return Refusal.ALL_TRIED
         if not self._retries.spend(len(live.tried)):
             return Refusal.RETRY_BUDGET
-        return self._again(live, candidates, Reason.RETRY_OTHER_WORKER, now_s=now)
+        return self._again(live, candidates, DispatchReason.RETRY_OTHER_WORKER, now_s=now)
 
     def _again(
-        self, live: _Live, candidates: Candidates, reason: Reason, *, now_s: float
+        self, live: _Live, candidates: Candidates, reason: DispatchReason, *, now_s: float
     ) -> Dispatch:
         request = self._ask_again(live, candidates, now_s)
         live.decision = self._policy.decide(request, candidates)
         live.attempt, live.reason = live.attempt + 1, reason
         return self._dispatch(live, request)
 
-    def _ask_again(self, live: _Live, candidates: Candidates, now: float) -> Request:
+    def _ask_again(self, live: _Live, candidates: Candidates, now: float) -> RoutingRequest:
         return ask(live.arrive, live.session, candidates, limits=self._settings, now_s=now)
 
     def _session_end(self, event: SessionEnd, now: float) -> Noted:

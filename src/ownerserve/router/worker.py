@@ -34,7 +34,7 @@ FIRST_PROMPT_TOKENS = 8192
 LOADED_TIERS = (Tier.HOST, Tier.DISK, Tier.PEER, Tier.REMOTE)
 
 
-class Role(StrEnum):
+class WorkerRole(StrEnum):
     """Which part of a turn a worker takes."""
 
     PREFILL = "prefill"
@@ -110,7 +110,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     adapters: frozenset[str] = frozenset()
     spec_digest: str = ""
-    role: Role = Role.HYBRID
+    role: WorkerRole = WorkerRole.HYBRID
     speed: Speed = DEFAULT_SPEED
     actions: frozenset[PlacementAction] = EVERY_ENGINE
     kv_bytes_total: int = 0
@@ -157,7 +157,7 @@ class Load(msgspec.Struct, gc=False):
     sequences: int = 1
 
 
-class Estimate(msgspec.Struct, gc=False):
+class LoadEstimate(msgspec.Struct, gc=False):
     """Everybody's load at a worker, as far as it is known. Read it at once: it changes in place.
 
     `pending_tokens` of prefill stand before a new request, for `queue_ms`. `kv_bytes_free` is what
@@ -235,7 +235,7 @@ class Worker:
         self.batch = 0
         self.is_old = False
         """Whether its load has changed since it was estimated."""
-        self._load = Estimate()
+        self._load = LoadEstimate()
         self._recent: deque[Load] = deque(maxlen=RECENT_MAX)
         self._stamp: WorkerLoad | None = None
         self._stamped_batch = 0
@@ -340,7 +340,7 @@ class Worker:
             for watch in self.watchers:
                 watch.sequences += more
 
-    def _estimate(self) -> Estimate:
+    def _estimate(self) -> LoadEstimate:
         """Make the estimate anew."""
         self.is_old = False
         load, stamp, pending = self._load, self._stamp, self._delta_pending
@@ -371,7 +371,7 @@ class Worker:
         return load
 
     @property
-    def load(self) -> Estimate:
+    def load(self) -> LoadEstimate:
         """The present estimate of everybody's load here."""
         return self._estimate() if self.is_old else self._load
 

@@ -9,21 +9,21 @@ from pathlib import Path
 import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.policies import EVICTION_POLICIES as ORDERS
-from ownerserve.cache.policies.base import EvictionPolicy as Order
+from ownerserve.cache.policies import EVICTION_POLICIES
+from ownerserve.cache.policies.base import EvictionPolicy
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.messages import Tier
-from ownerserve.kv.registry import build_spec as spec_of
+from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.specs import ModelSpec
 from ownerserve.plan.cost.load import Medium
 from ownerserve.router.admission import SessionAdmission
-from ownerserve.router.policies import Policy, make_policy
+from ownerserve.router.policies import RoutingPolicy, make_policy
 from ownerserve.router.policies.apart import lacking, unmet
 from ownerserve.router.settings import Settings, derive
 from ownerserve.router.state import RouterState
-from ownerserve.router.worker import Profile, Role, Speed
+from ownerserve.router.worker import Profile, Speed, WorkerRole
 from ownerserve.sim.config.setup import Links, SimSetup
 from ownerserve.sim.engine.batch import BatchLimits, NodeHooks
 from ownerserve.sim.engine.engine import SimEngine
@@ -55,9 +55,9 @@ class BaselineParts(msgspec.Struct, frozen=True, kw_only=True):
     transfers  between workers
     """
 
-    policy: Callable[[Settings], Policy] | None = None
+    policy: Callable[[Settings], RoutingPolicy] | None = None
     spec: Callable[[ModelSpec], ModelSpec] | None = None
-    order: Callable[[], Order] | None = None
+    order: Callable[[], EvictionPolicy] | None = None
     node: type[SimNode] = SimNode
     transfers: Callable[[Heap, float], Transfers] | None = None
 
@@ -87,7 +87,7 @@ def pace_of(name: str) -> Pace:
 
 def geometry_of(pace: Pace) -> Geometry:
     """The state of the pace's model."""
-    return Geometry.of(spec_of(read_config(find_config(pace.config))))
+    return Geometry.of(build_spec(read_config(find_config(pace.config))))
 
 
 def settings_of(setup: SimSetup, speed: Speed) -> Settings:
@@ -138,7 +138,7 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
     return Built(heap, fleet, pace, settings, nodes)
 
 
-def _policy(setup: SimSetup, settings: Settings, parts: BaselineParts) -> Policy:
+def _policy(setup: SimSetup, settings: Settings, parts: BaselineParts) -> RoutingPolicy:
     if setup.oracle == "infinite":
         return FreeTransfer()
     return parts.policy(settings) if parts.policy else make_policy(setup.policy, settings)
@@ -164,9 +164,9 @@ def speed_of(pace: Pace, geometry: Geometry, links: Links) -> Speed:
 
 
 def _profile(setup: SimSetup, worker: SimWorker, pace: Pace, speed: Speed) -> Profile:
-    role = Role.HYBRID
+    role = WorkerRole.HYBRID
     if setup.prefill_workers:
-        role = Role.PREFILL if worker.index < setup.prefill_workers else Role.DECODE
+        role = WorkerRole.PREFILL if worker.index < setup.prefill_workers else WorkerRole.DECODE
     return Profile(
         model=pace.model,
         spec_digest=pace.name,
@@ -181,9 +181,9 @@ def _machines(
     setup: SimSetup, pace: Pace, nodes: NodeMaker, parts: BaselineParts
 ) -> Callable[[SimWorker], Machine]:
     """How each life of a worker is made."""
-    order = parts.order or ORDERS.get(setup.cache_policy)
+    order = parts.order or EVICTION_POLICIES.get(setup.cache_policy)
     if order is None:
-        known = ", ".join(sorted(ORDERS))
+        known = ", ".join(sorted(EVICTION_POLICIES))
         raise InvalidInput("cache_policy", f"{setup.cache_policy!r}", f"use one of {known}")
     limits, model = BatchLimits(setup.step_tokens, setup.running), nodes.model
     sizes = slots_for(model.layout, setup.kv_bytes or pace.kv_bytes_total, setup.running)

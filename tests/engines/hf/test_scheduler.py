@@ -13,7 +13,7 @@ from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import (
     CheckpointsOf,
     Intake,
-    Queued,
+    QueuedPrompt,
     RequestArrival,
     RequestRejected,
     ResumeOf,
@@ -66,7 +66,7 @@ class Bench:
 
     def arrive(
         self, name: str, prompt: list[int], *, new: int = 4, choices: int = 1, session: str = ""
-    ) -> Queued | RequestRejected:
+    ) -> QueuedPrompt | RequestRejected:
         turn_ids = tuple(TurnId(f"{name}.{i}") for i in range(choices))
         self.left |= dict.fromkeys(turn_ids, new)
         return self.scheduler.arrive(
@@ -206,7 +206,7 @@ def test_a_request_that_can_never_fit_is_refused_with_its_reason() -> None:
     assert isinstance(answer, RequestRejected)
     assert answer.reason is WorkerRefusal.CONTEXT_LENGTH
     assert "16" in answer.message
-    assert isinstance(bench.arrive("fits", [1] * 10, new=7), Queued)
+    assert isinstance(bench.arrive("fits", [1] * 10, new=7), QueuedPrompt)
     bench.drain()
     bench.scheduler.check()
 

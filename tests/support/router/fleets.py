@@ -9,7 +9,7 @@ from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.prices import Coefficients
-from ownerserve.router.decision import Request
+from ownerserve.router.decision import RoutingRequest
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import Arrive, Dispatch, Done, FirstByte, WorkerUp
 from ownerserve.router.requests.body import Usage
@@ -61,16 +61,16 @@ def stored(tokens: int) -> Copy:
     return Copy(None, 0, Tier.REMOTE, tokens)
 
 
-def request(prompt: int = 1000, **known: Any) -> Request:
+def request(prompt: int = 1000, **known: Any) -> RoutingRequest:
     defaults: dict[str, Any] = {"session": SessionId("s"), "output_tokens": 100}
     if known.get("copies") and "known_tokens" not in known:
         known["known_tokens"] = max(copy.tokens for copy in known["copies"])
     if "owner" in known:
         defaults["home"] = known["owner"]
-    return Request(prompt_tokens=prompt, **{**defaults, **known})
+    return RoutingRequest(prompt_tokens=prompt, **{**defaults, **known})
 
 
-def owned(worker: Worker, *, context: int = 10_000, new: int = 500, **more: Any) -> Request:
+def owned(worker: Worker, *, context: int = 10_000, new: int = 500, **more: Any) -> RoutingRequest:
     """A later turn of a session at its owner."""
     return request(context + new, owner=worker, turns=3, copies=(on(worker, context),), **more)
 

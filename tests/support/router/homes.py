@@ -6,7 +6,7 @@ from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Reason, Request, run_at
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at
 from ownerserve.router.messages import Arrive, Dispatch, Done, Event, FirstByte, WorkerUp
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.requests.body import Usage
@@ -17,7 +17,7 @@ from tests.support.router.fleets import unit
 S, FORK = SessionId("s"), SessionId("fork")
 NAMES = ("w0", "w1", "w2")
 TIP = PrefixHash(b"tip".ljust(32))
-OTHER_REASON = Reason.SCORE
+OTHER_REASON = DispatchReason.SCORE
 
 
 class Sends:
@@ -27,9 +27,9 @@ class Sends:
 
     def __init__(self) -> None:
         self.to = "w0"
-        self.asked: list[Request] = []
+        self.asked: list[RoutingRequest] = []
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         self.asked.append(request)
         told = [worker for worker in fleet if worker.id == self.to]
         return run_at(request, (told or list(fleet))[0], OTHER_REASON)

@@ -30,7 +30,7 @@ from ownerserve.cli.demo.workload import Transcript, conversations
 from ownerserve.cli.options import FACTOR, SEED
 from ownerserve.cli.output import console_for, json_option, write_json
 from ownerserve.report.demo_table import PolicyResult, heat_line, policy_table, summary_table
-from ownerserve.router.policies import POLICIES as EVERY_POLICY
+from ownerserve.router.policies import ROUTING_POLICIES
 from ownerserve.trace.model import Trace
 from ownerserve.trace.read import read_trace
 from ownerserve.trace.synth.generate import generate
@@ -47,7 +47,7 @@ DETAILED_MAX = 3
 """Policies side by side in the long table; of more, the first and the last (--json has all)."""
 
 NEEDS_PREFILL_WORKERS = frozenset({"static_pd", "static_pd_delta", "round_robin_pd"})
-ALL_POLICIES = tuple(name for name in EVERY_POLICY if name not in NEEDS_PREFILL_WORKERS)
+ALL_POLICIES = tuple(name for name in ROUTING_POLICIES if name not in NEEDS_PREFILL_WORKERS)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -29,7 +29,7 @@ from ownerserve.report.simulate_table import (
     to_json,
 )
 from ownerserve.report.unserved import served_nothing, unserved
-from ownerserve.router.policies import POLICIES
+from ownerserve.router.policies import ROUTING_POLICIES
 from ownerserve.sim.config.faults import Fault, read_faults
 from ownerserve.sim.config.granted import EngineAbilities, granted
 from ownerserve.sim.config.setup import PD, Links, SimSetup, Tiers
@@ -66,7 +66,7 @@ DEFAULT_POLICIES = "round_robin,least_load,lmetric,sticky,ear,ownerserve"
     default=(DEFAULT_POLICIES,),
     show_default=True,
     metavar="NAME,...",
-    help=f"Router policies, or 'all'; may be given again: {', '.join(POLICIES)}.",
+    help=f"Router policies, or 'all'; may be given again: {', '.join(ROUTING_POLICIES)}.",
 )
 @click.option(
     "--workers", type=click.IntRange(1, 10_000), default=8, show_default=True, help="Routing units."
@@ -213,10 +213,12 @@ def _policies(given: Sequence[str], abilities: EngineAbilities) -> list[str]:
     names = [name.strip() for text in given for name in text.split(",")]
     if "all" in names:
         splits = PlacementAction.REMOTE_PREFILL in granted(abilities).actions
-        names = [name for name in POLICIES if splits or name not in PD]
+        names = [name for name in ROUTING_POLICIES if splits or name not in PD]
     for name in names:
-        if name not in POLICIES:
-            raise InvalidInput("--policy", f"{name!r}", f"use some of {', '.join(POLICIES)}")
+        if name not in ROUTING_POLICIES:
+            raise InvalidInput(
+                "--policy", f"{name!r}", f"use some of {', '.join(ROUTING_POLICIES)}"
+            )
     return list(dict.fromkeys(names))
 
 

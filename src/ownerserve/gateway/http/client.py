@@ -28,7 +28,7 @@ from ownerserve.gateway.http.replies import Rejected, error_reply, refused, repl
 from ownerserve.router.messages import Refusal
 
 
-class Request(msgspec.Struct, frozen=True):
+class HttpRequest(msgspec.Struct, frozen=True):
     """A whole request as the client sent it. `keep_alive`: another may follow."""
 
     head: RequestHead
@@ -58,7 +58,7 @@ class RequestReader:
         self._body_max_bytes = limits.body_max_bytes
         self._replaced = limits.replaced
         self._parser = httptools.HttpRequestParser(self)
-        self._items: list[Request | Rejected] = []
+        self._items: list[HttpRequest | Rejected] = []
         self._url = b""
         self._headers: list[Header] = []
         self._head: RequestHead | None = None
@@ -77,7 +77,7 @@ class RequestReader:
             return False
         return self._head.special.get(b"expect", b"").lower() == b"100-continue"
 
-    def feed(self, data: bytes) -> list[Request | Rejected]:
+    def feed(self, data: bytes) -> list[HttpRequest | Rejected]:
         """Requests that are whole with `data`; a refusal comes last."""
         if self.over:
             return []
@@ -103,7 +103,7 @@ class RequestReader:
         self.over = True
         self._items.append(rejected)
 
-    def rest(self) -> list[Request | Rejected]:
+    def rest(self) -> list[HttpRequest | Rejected]:
         """What is whole and was not given out yet."""
         items, self._items = self._items, []
         return items
@@ -174,7 +174,7 @@ class RequestReader:
         assert self._head is not None
         self.in_message = False
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._items.append(Request(self._head, body, self._parser.should_keep_alive()))
+        self._items.append(HttpRequest(self._head, body, self._parser.should_keep_alive()))
 
 
 QUEUE_MAX = 4
@@ -208,7 +208,7 @@ class ClientPort(Protocol):
     def next_request_id(self) -> bytes: ...
     def models(self) -> Models: ...
     def rejected(self, rejected: Rejected) -> None: ...
-    def begin(self, client: ClientConnection, request: Request) -> Answering: ...
+    def begin(self, client: ClientConnection, request: HttpRequest) -> Answering: ...
 
 
 class ClientConnection(asyncio.Protocol):
@@ -220,7 +220,7 @@ class ClientConnection(asyncio.Protocol):
         self._gateway = gateway
         self._reader = RequestReader(gateway.limits)
         self._transport: asyncio.Transport | None = None
-        self._queue: deque[Request | Rejected] = deque()
+        self._queue: deque[HttpRequest | Rejected] = deque()
         self._exchange: Answering | None = None
         self._waiting_since_s = gateway.now()
         self._reading = self._writable = True

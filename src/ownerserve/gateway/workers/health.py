@@ -43,7 +43,7 @@ from ownerserve.kv.wire.status import (
 from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.prices import Coefficients
 from ownerserve.router.messages import Down, Stamped, WorkerDown, WorkerUp
-from ownerserve.router.worker import EVERY_ENGINE, Profile, Role, Speed
+from ownerserve.router.worker import EVERY_ENGINE, Profile, Speed, WorkerRole
 
 
 def profile_of(status: WorkerStatus, *, default: Speed) -> tuple[Profile, tuple[str, ...]]:
@@ -63,12 +63,12 @@ def profile_of(status: WorkerStatus, *, default: Speed) -> tuple[Profile, tuple[
     return profile, tuple(problems)
 
 
-def _role(stated: str, problems: list[str]) -> Role:
+def _role(stated: str, problems: list[str]) -> WorkerRole:
     try:
-        return Role(stated)
+        return WorkerRole(stated)
     except ValueError:
         problems.append(f"profile.role: {stated!r}")
-        return Role.HYBRID
+        return WorkerRole.HYBRID
 
 
 def _actions(stated: Sequence[str] | None) -> frozenset[PlacementAction]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from ownerserve.gateway.http.heads import RequestHead
-from ownerserve.gateway.workers.rpc import Line, Lines
+from ownerserve.gateway.workers.rpc import Lines, WorkerLine
 from ownerserve.kv.ids import TurnId, WorkerId
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.kv.wire.refusals import WorkerRefusal
@@ -86,10 +86,10 @@ _NO_WORD = (
 """Refusals that say nothing of the turn: it is sent unasked."""
 
 
-class Place:
+class HeldPlace:
     """A place at a worker, held for one turn: until the worker begins to answer, or given back."""
 
-    def __init__(self, line: Line, number: int) -> None:
+    def __init__(self, line: WorkerLine, number: int) -> None:
         self.number = number
         self._line = line
 
@@ -116,7 +116,7 @@ class Places:
         line = self._lines.of(worker)
         return line is not None and line.holds_places
 
-    async def reserve(self, worker: WorkerId, turn: str, seed: Seed) -> Place | Reject | None:
+    async def reserve(self, worker: WorkerId, turn: str, seed: Seed) -> HeldPlace | Reject | None:
         """A place for the turn, or why not; None: nothing was heard in time."""
         line = self._lines.of(worker)
         answer = None
@@ -126,7 +126,7 @@ class Places:
             case Reserved():
                 self.counts["reserved"] += 1
                 assert line is not None
-                return Place(line, answer.reservation)
+                return HeldPlace(line, answer.reservation)
             case Reject(reason):
                 self.counts[reason.value] += 1
                 if line is not None and reason is WorkerRefusal.UNKNOWN_RESERVATION:

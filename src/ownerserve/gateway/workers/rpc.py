@@ -54,7 +54,7 @@ class Lines:
         self.counts: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()
         self._key = key
-        self._lines: dict[WorkerId, Line] = {}
+        self._lines: dict[WorkerId, WorkerLine] = {}
 
     def learn(self, worker: WorkerId, host: str, address: str | None) -> None:
         """`worker`, which serves at `host`, answers at `address`; None: it does not.
@@ -73,7 +73,7 @@ class Lines:
             rpc_host, _ = parse_endpoint(address, field="rpc", mend="")
             if is_loopback(host) or not is_loopback(rpc_host):
                 place = host if rpc_host in EVERYWHERE else rpc_host
-                self._lines[worker] = Line(
+                self._lines[worker] = WorkerLine(
                     address,
                     address.replace(rpc_host, place, 1),
                     key=self._key,
@@ -83,7 +83,7 @@ class Lines:
         except (zmq.ZMQError, InvalidInput) as error:
             log.warning("worker %s: its RPC address %s: %s", worker, address, error)
 
-    def of(self, worker: WorkerId) -> Line | None:
+    def of(self, worker: WorkerId) -> WorkerLine | None:
         """The line to a worker; None: there is none."""
         return self._lines.get(worker)
 
@@ -94,7 +94,7 @@ class Lines:
         self._lines.clear()
 
 
-class Line:
+class WorkerLine:
     """One connection; requests and answers by number."""
 
     def __init__(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ownerserve.router.decision import Request
-from ownerserve.router.policies.base import Policy
+from ownerserve.router.decision import RoutingRequest
+from ownerserve.router.policies.base import RoutingPolicy
 from ownerserve.router.policies.dynamo import Dynamo
 from ownerserve.router.policies.ear import Ear
 from ownerserve.router.policies.kv_aware import KvAware
@@ -21,8 +21,8 @@ from ownerserve.router.policies.sticky import Sticky
 from ownerserve.router.policies.ttft_gate import TtftGate
 from ownerserve.router.settings import DEFAULTS, Settings
 
-TUNED: dict[str, Callable[[Settings], Policy]] = {"ear": Ear, "ownerserve": OwnerServe}
-PLAIN: dict[str, Callable[[], Policy]] = {
+TUNED: dict[str, Callable[[Settings], RoutingPolicy]] = {"ear": Ear, "ownerserve": OwnerServe}
+PLAIN: dict[str, Callable[[], RoutingPolicy]] = {
     "dynamo": Dynamo,
     "kv_aware": KvAware,
     "least_load": LeastLoad,
@@ -37,13 +37,13 @@ PLAIN: dict[str, Callable[[], Policy]] = {
     "sticky": Sticky,
     "ttft_gate": TtftGate,
 }
-POLICIES: tuple[str, ...] = tuple(sorted({**TUNED, **PLAIN}))
+ROUTING_POLICIES: tuple[str, ...] = tuple(sorted({**TUNED, **PLAIN}))
 """Names that `make_policy` knows."""
 
 
-def make_policy(name: str, settings: Settings = DEFAULTS) -> Policy:
+def make_policy(name: str, settings: Settings = DEFAULTS) -> RoutingPolicy:
     """A new policy; the baselines have no settings, as their sources state them."""
     return TUNED[name](settings) if name in TUNED else PLAIN[name]()
 
 
-__all__ = ["POLICIES", "Policy", "Request", "make_policy"]
+__all__ = ["ROUTING_POLICIES", "RoutingPolicy", "RoutingRequest", "make_policy"]

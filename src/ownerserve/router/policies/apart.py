@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Reason, Request, run_at
-from ownerserve.router.policies.base import Policy
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at
+from ownerserve.router.policies.base import RoutingPolicy
 from ownerserve.router.pricing import shares_state
 from ownerserve.router.worker import Worker
 
@@ -36,12 +36,12 @@ def pair(workers: Iterable[Worker], fleet: Candidates) -> tuple[Worker, Worker] 
     return None
 
 
-def on_the_spot(request: Request, worker: Worker) -> Decision:
+def on_the_spot(request: RoutingRequest, worker: Worker) -> Decision:
     """Nobody can be sent state: the turn runs where it is, and its reason says so."""
-    return run_at(request, worker, Reason.NOT_OFFERED)
+    return run_at(request, worker, DispatchReason.NOT_OFFERED)
 
 
-def unmet(policy: Policy, fleet: Candidates) -> PlacementAction | None:
+def unmet(policy: RoutingPolicy, fleet: Candidates) -> PlacementAction | None:
     """An action that `policy` needs and that no worker of `fleet` can carry out."""
     for action in sorted(policy.needs):
         if not any(_offers(worker, action, fleet) for worker in fleet):

@@ -11,13 +11,13 @@ from typing import Protocol
 
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Request
+from ownerserve.router.decision import Decision, RoutingRequest
 
 ANY_WORKER: frozenset[PlacementAction] = frozenset()
 """What a policy needs that makes do with what any engine can."""
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     """Chooses where a turn runs. May keep state of its own, fed by its own choices only."""
 
     @property
@@ -25,4 +25,4 @@ class Policy(Protocol):
         """Placement actions without which it is another policy (apart.py)."""
         ...
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision: ...
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision: ...

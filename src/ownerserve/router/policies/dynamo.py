@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from ownerserve.kv.messages import Tier
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Reason, Request, run_at
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.worker import Worker
 
@@ -28,12 +28,14 @@ class Dynamo:
 
     needs = ANY_WORKER
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         best = min(fleet, key=lambda worker: _cost(request, worker))
-        return run_at(request, best, Reason.OWNER if best is request.home else Reason.SCORE)
+        return run_at(
+            request, best, DispatchReason.OWNER if best is request.home else DispatchReason.SCORE
+        )
 
 
-def _cost(request: Request, worker: Worker) -> tuple[float, int, int]:
+def _cost(request: RoutingRequest, worker: Worker) -> tuple[float, int, int]:
     credit = 0.0
     for copy in request.copies:
         if copy.worker is worker:

@@ -9,12 +9,20 @@ from __future__ import annotations
 
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Move, Reason, Request, bring_to, run_at, start_at
+from ownerserve.router.decision import (
+    Decision,
+    DispatchReason,
+    Move,
+    RoutingRequest,
+    bring_to,
+    run_at,
+    start_at,
+)
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.pricing import (
     STAYS_CALM,
-    Heat,
-    Pricer,
+    HomeHeat,
+    PlacementPricer,
     heat,
     peer_copy,
     start,
@@ -25,9 +33,9 @@ from ownerserve.router.settings import DEFAULTS, Settings
 from ownerserve.router.worker import Worker
 
 _STAYS = {
-    Heat.CALM: Reason.OWNER,
-    Heat.COOLING: Reason.HOT_COOLING,
-    Heat.STUCK: Reason.HOT_NO_TARGET,
+    HomeHeat.CALM: DispatchReason.OWNER,
+    HomeHeat.COOLING: DispatchReason.HOT_COOLING,
+    HomeHeat.STUCK: DispatchReason.HOT_NO_TARGET,
 }
 
 
@@ -38,9 +46,9 @@ class Ear:
 
     def __init__(self, settings: Settings = DEFAULTS) -> None:
         self._settings = settings
-        self._pricer = Pricer(settings)
+        self._pricer = PlacementPricer(settings)
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         home = request.home
         if home is None:
             if request.copies:
@@ -57,7 +65,7 @@ class Ear:
         return move(request, home, target, fleet=fleet)
 
 
-def move(request: Request, home: Worker, target: Worker, *, fleet: Candidates) -> Decision:
+def move(request: RoutingRequest, home: Worker, target: Worker, *, fleet: Candidates) -> Decision:
     """Leave `home` for `target`: migrate; else fetch, load or compute anew, and want it migrated.
 
     Computing a long context anew can take longer than any queue: then the turn stays, with the
@@ -66,7 +74,7 @@ def move(request: Request, home: Worker, target: Worker, *, fleet: Candidates) -
     actions = target.profile.actions
     peer, stored = peer_copy(request, target), stored_copy(request, target)
     wanted = Move(request.owner or home, target, request.known_tokens)
-    reason = Reason.HOT_OWNER
+    reason = DispatchReason.HOT_OWNER
     if peer is not None and peer.worker is request.owner and _MIGRATION in actions:
         return bring_to(request, target, reason, action=_MIGRATION, source=peer)
     if peer is not None and _FETCH in actions:
@@ -78,7 +86,7 @@ def move(request: Request, home: Worker, target: Worker, *, fleet: Candidates) -
     stay_ms = home.speed.prefill.ms(request.prompt_tokens - kept, kept)
     if target.queue_ms + anew_ms < wait_ms(request, home, fleet) + stay_ms:
         return run_at(request, target, reason, wanted=wanted)
-    return run_at(request, home, Reason.HOT_TOO_DEAR, wanted=wanted)
+    return run_at(request, home, DispatchReason.HOT_TOO_DEAR, wanted=wanted)
 
 
 _MIGRATION = PlacementAction.STATE_MIGRATION

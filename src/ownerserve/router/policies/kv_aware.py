@@ -8,7 +8,7 @@ Looks at every worker.
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Reason, Request, run_at
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.worker import Worker
 
@@ -20,7 +20,7 @@ class KvAware:
 
     needs = ANY_WORKER
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         most = max(max(worker.pending_tokens for worker in fleet), request.prompt_tokens)
 
         def cost(worker: Worker) -> tuple[float, int, int]:
@@ -28,4 +28,4 @@ class KvAware:
             load = worker.pending_tokens / most
             return LOAD_WEIGHT * load - share, worker.bound_sessions + worker.batch, worker.order
 
-        return run_at(request, min(fleet, key=cost), Reason.SCORE)
+        return run_at(request, min(fleet, key=cost), DispatchReason.SCORE)

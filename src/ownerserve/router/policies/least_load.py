@@ -7,7 +7,7 @@ power of two); here over all workers, by queue time.
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Reason, Request, run_at
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at
 from ownerserve.router.policies.base import ANY_WORKER
 
 
@@ -16,5 +16,5 @@ class LeastLoad:
 
     needs = ANY_WORKER
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
-        return run_at(request, fleet.least_one(), Reason.LEAST_LOAD)
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        return run_at(request, fleet.least_one(), DispatchReason.LEAST_LOAD)

@@ -11,7 +11,7 @@ research/routers.md §1): "LMetric base + cache_ratio > 0.5 affinity gate".
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Reason, Request, run_at
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.worker import Worker
 
@@ -21,12 +21,12 @@ class LMetric:
 
     needs = ANY_WORKER
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         best = min(fleet, key=lambda worker: lmetric(request, worker))
-        return run_at(request, best, Reason.SCORE)
+        return run_at(request, best, DispatchReason.SCORE)
 
 
-def lmetric(request: Request, worker: Worker) -> tuple[int, int, int]:
+def lmetric(request: RoutingRequest, worker: Worker) -> tuple[int, int, int]:
     """The product, then who is there already, then stable order."""
     new_tokens, load = request.prompt_tokens - request.cached_on(worker), worker.load
     product = (load.pending_tokens + new_tokens) * (worker.batch + 1)
@@ -44,9 +44,11 @@ class LMetricGate:
     def __init__(self) -> None:
         self._base = LMetric()
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         needed = GATE_SHARE * request.prompt_tokens
         holders = [w for w in request.holders(fleet) if request.cached_on(w) > needed]
         if not holders:
             return self._base.decide(request, fleet)
-        return run_at(request, min(holders, key=lambda w: lmetric(request, w)), Reason.CACHED)
+        return run_at(
+            request, min(holders, key=lambda w: lmetric(request, w)), DispatchReason.CACHED
+        )

@@ -8,7 +8,7 @@ lie apart by an absolute and a relative amount, the least loaded gets it, cold i
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Reason, Request, run_at, start_at
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at, start_at
 from ownerserve.router.policies.base import ANY_WORKER
 
 APART_REQUESTS = 32
@@ -21,7 +21,7 @@ class MultiOwner:
 
     needs = ANY_WORKER
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         batches = [worker.batch for worker in fleet]
         low, high = min(batches), max(batches)
         needed = MATCH_SHARE * request.prompt_tokens
@@ -29,5 +29,7 @@ class MultiOwner:
         if not holders:
             return start_at(request, fleet.least_one())
         if high - low > APART_REQUESTS and high > APART_RATIO * low:
-            return run_at(request, fleet.least_one(), Reason.HOT_OWNER)
-        return run_at(request, min(holders, key=lambda w: (w.queue_ms, w.order)), Reason.CACHED)
+            return run_at(request, fleet.least_one(), DispatchReason.HOT_OWNER)
+        return run_at(
+            request, min(holders, key=lambda w: (w.queue_ms, w.order)), DispatchReason.CACHED
+        )

@@ -13,12 +13,20 @@ from collections.abc import Iterable
 
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Move, Option, Reason, Request, TurnClass, take
+from ownerserve.router.decision import (
+    Decision,
+    DispatchReason,
+    Move,
+    Option,
+    RoutingRequest,
+    TurnClass,
+    take,
+)
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.pricing import (
     STAYS_CALM,
-    Heat,
-    Pricer,
+    HomeHeat,
+    PlacementPricer,
     few,
     has_more_stored,
     heat,
@@ -30,8 +38,12 @@ from ownerserve.router.pricing import (
 from ownerserve.router.settings import DEFAULTS, Settings
 from ownerserve.router.worker import Worker
 
-_CALM, _COLD = Heat.CALM, TurnClass.COLD_RESUME
-_OWNER, _CHEAPEST, _HOT_OWNER = Reason.OWNER, Reason.CHEAPEST, Reason.HOT_OWNER
+_CALM, _COLD = HomeHeat.CALM, TurnClass.COLD_RESUME
+_OWNER, _CHEAPEST, _HOT_OWNER = (
+    DispatchReason.OWNER,
+    DispatchReason.CHEAPEST,
+    DispatchReason.HOT_OWNER,
+)
 _MIGRATION = PlacementAction.STATE_MIGRATION
 _SHORT = (TurnClass.SMALL_INCREMENT, TurnClass.DECODE_CONTINUATION)
 
@@ -43,9 +55,9 @@ class OwnerServe:
 
     def __init__(self, settings: Settings = DEFAULTS) -> None:
         self._settings = settings
-        self._pricer = Pricer(settings)
+        self._pricer = PlacementPricer(settings)
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         home = request.home
         if home is None:
             return start(request, fleet, pricer=self._pricer, settings=self._settings)
@@ -77,7 +89,7 @@ class OwnerServe:
             reason = _CHEAPEST if target is None else _HOT_OWNER
         return take(best, reason, ranked=ranked, wanted=self._wish(request, home, target, best))
 
-    def pressure_ms(self, request: Request, worker: Worker, fleet: Candidates) -> float:
+    def pressure_ms(self, request: RoutingRequest, worker: Worker, fleet: Candidates) -> float:
         """All that leaving can save: the queue, and what a larger batch than elsewhere costs.
 
         Each sequence more is delayed by the turn's prefill and makes its answer's steps slower.
@@ -92,7 +104,7 @@ class OwnerServe:
         return waits_ms + excess * (self._settings.interference * prefill_ms + slower_ms)
 
     def _wish(
-        self, request: Request, home: Worker, target: Worker | None, best: Option
+        self, request: RoutingRequest, home: Worker, target: Worker | None, best: Option
     ) -> Move | None:
         """A migration that should follow the turn, or that would have been cheaper."""
         if best.worker is not home:
@@ -110,8 +122,8 @@ class OwnerServe:
 
 
 _STAYS = {
-    Heat.CALM: Reason.OWNER,
-    Heat.COOLING: Reason.HOT_COOLING,
-    Heat.STUCK: Reason.HOT_NO_TARGET,
-    Heat.LEAVING: Reason.HOT_TOO_DEAR,
+    HomeHeat.CALM: DispatchReason.OWNER,
+    HomeHeat.COOLING: DispatchReason.HOT_COOLING,
+    HomeHeat.STUCK: DispatchReason.HOT_NO_TARGET,
+    HomeHeat.LEAVING: DispatchReason.HOT_TOO_DEAR,
 }

@@ -7,7 +7,7 @@ calls); its request pool is the worker's admission here.
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Reason, Request, run_at, start_at
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at, start_at
 from ownerserve.router.policies.base import ANY_WORKER
 
 TTL_S = 120.0
@@ -18,10 +18,10 @@ class ProgramTtl:
 
     needs = ANY_WORKER
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         home = request.home
         if home is None:
             return start_at(request, fleet.least_one())
         if request.idle_s > TTL_S:
-            return run_at(request, fleet.least_one(), Reason.EXPIRED)
-        return run_at(request, home, Reason.OWNER)
+            return run_at(request, fleet.least_one(), DispatchReason.EXPIRED)
+        return run_at(request, home, DispatchReason.OWNER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Reason, Request, run_at
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.worker import Worker
 
@@ -38,5 +38,5 @@ class RoundRobin:
     def __init__(self) -> None:
         self._rotation = Rotation()
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
-        return run_at(request, self._rotation.next(fleet), Reason.ROUND_ROBIN)
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        return run_at(request, self._rotation.next(fleet), DispatchReason.ROUND_ROBIN)

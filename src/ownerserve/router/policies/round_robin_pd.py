@@ -6,7 +6,7 @@ Source: seed 000 §3.8. All of the state is sent each time.
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Request, split_over
+from ownerserve.router.decision import Decision, RoutingRequest, split_over
 from ownerserve.router.policies.apart import NEEDS, on_the_spot, prefillers
 from ownerserve.router.policies.round_robin import Rotation
 
@@ -20,7 +20,7 @@ class RoundRobinPd:
         self._decode = Rotation()
         self._prefill = Rotation()
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         worker, prefilling = self._decode.next(fleet), fleet.prefilling()
         others = prefillers(worker, prefilling)
         if not others:

@@ -11,7 +11,7 @@ and computes each addition, D keeps what it was sent.
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Request, split_over
+from ownerserve.router.decision import Decision, RoutingRequest, split_over
 from ownerserve.router.policies.apart import NEEDS, on_the_spot, pair, prefillers
 
 
@@ -20,7 +20,7 @@ class StaticPd:
 
     needs = NEEDS
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         found = pair((fleet.least_one(),), fleet) or pair(fleet.least(len(fleet)), fleet)
         if found is None:
             return on_the_spot(request, fleet.least_one())
@@ -33,7 +33,7 @@ class StaticPdDelta:
 
     needs = NEEDS
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         worker = request.home or fleet.least_one()
         found = pair((worker,), fleet) or pair(fleet.least(len(fleet)), fleet)
         if found is None:

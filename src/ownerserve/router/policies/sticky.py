@@ -8,7 +8,7 @@ routers, 100 % of 64 sessions on one of four engines: research/routers.md §4).
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Reason, Request, run_at, start_at
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at, start_at
 from ownerserve.router.policies.base import ANY_WORKER
 
 
@@ -17,7 +17,7 @@ class Sticky:
 
     needs = ANY_WORKER
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         if request.home is not None:
-            return run_at(request, request.home, Reason.OWNER)
+            return run_at(request, request.home, DispatchReason.OWNER)
         return start_at(request, fleet.least_one())

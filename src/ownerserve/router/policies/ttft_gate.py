@@ -7,7 +7,7 @@ penalty for staying passes the limit, stickiness is broken and the prefix is com
 from __future__ import annotations
 
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Reason, Request, run_at, start_at
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at, start_at
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.worker import Worker
 
@@ -19,16 +19,16 @@ class TtftGate:
 
     needs = ANY_WORKER
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         least = fleet.least_one()
         home = request.home
         if home is None:
             return start_at(request, least)
         if _ttft_ms(request, home) - _ttft_ms(request, least) > PENALTY_MS_MAX:
-            return run_at(request, least, Reason.HOT_OWNER)
-        return run_at(request, home, Reason.OWNER)
+            return run_at(request, least, DispatchReason.HOT_OWNER)
+        return run_at(request, home, DispatchReason.OWNER)
 
 
-def _ttft_ms(request: Request, worker: Worker) -> float:
+def _ttft_ms(request: RoutingRequest, worker: Worker) -> float:
     cached = request.cached_on(worker)
     return worker.queue_ms + worker.speed.prefill.ms(request.prompt_tokens - cached, cached)

@@ -78,7 +78,7 @@ class Content(msgspec.Struct, frozen=True, gc=False):
     root_bytes: int
 
 
-class Place(msgspec.Struct, frozen=True, gc=False):
+class ChainPlace(msgspec.Struct, frozen=True, gc=False):
     """Where a body belongs. `shared_bytes` of it are equal to the beginning of `parent`'s."""
 
     session: SessionId
@@ -135,7 +135,7 @@ class ContentChain:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def arrive(self, content: Content, *, scope: Scope) -> Place | None:
+    def arrive(self, content: Content, *, scope: Scope) -> ChainPlace | None:
         """The session that the body goes on with, or a new one. None: too little to tell."""
         length = content.end - content.start
         if length + content.root_bytes < CONTENT_MIN_BYTES:
@@ -154,7 +154,7 @@ class ContentChain:
                     known.running += 1
                 else:
                     self._end_turn_at(tip.session, key, chunk=hashes[-1], offset=offset)
-                return Place(tip.session)
+                return ChainPlace(tip.session)
         head = self._longest_chunk(content, hashes)
         if tip is not None and (head is None or at + content.root_bytes > head.shared_bytes):
             head = _Head(tip.session, at + content.root_bytes, tip.chunk)
@@ -163,20 +163,20 @@ class ContentChain:
         self._begin(name, hashes)
         self._end_turn_at(name, key, chunk=hashes[-1], offset=offset)
         if head is None:
-            return Place(name)
+            return ChainPlace(name)
         self._join(name, head, scope)
-        return Place(name, head.session, head.shared_bytes)
+        return ChainPlace(name, head.session, head.shared_bytes)
 
-    def first_turn(self, name: SessionId, content: Content, *, scope: Scope) -> Place:
+    def first_turn(self, name: SessionId, content: Content, *, scope: Scope) -> ChainPlace:
         """A session that has a name comes for the first time: which one does it begin like?"""
         hashes = chunk_hashes(content)
         head = self._longest_chunk(content, hashes)
         if name not in self._sessions:
             self._begin(name, hashes)
         if head is None or head.session == name:
-            return Place(name)
+            return ChainPlace(name)
         self._join(name, head, scope)
-        return Place(name, head.session, head.shared_bytes)
+        return ChainPlace(name, head.session, head.shared_bytes)
 
     def group(self, session: SessionId) -> str | None:
         """The name of the group that the session belongs to; None: nobody else began like it."""

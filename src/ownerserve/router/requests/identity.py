@@ -108,7 +108,7 @@ IDENTITY_HEADERS = frozenset(
 _METADATA_SESSION = re.compile(r"_session_([0-9A-Za-z-]+)$")
 
 
-class Source(enum.StrEnum):
+class SessionSource(enum.StrEnum):
     """Which kind of field named the session."""
 
     HEADER = "header"
@@ -117,7 +117,7 @@ class Source(enum.StrEnum):
     NONE = "none"
 
 
-class Identity(msgspec.Struct, frozen=True, gc=False):
+class SessionIdentity(msgspec.Struct, frozen=True, gc=False):
     """The session of a request; `session` is None when nothing names one.
 
     `parent`: as the client says, or whose content it begins like. `final`: the client says that
@@ -125,12 +125,12 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
     """
 
     session: SessionId | None = None
-    source: Source = Source.NONE
+    source: SessionSource = SessionSource.NONE
     parent: SessionId | None = None
     final: bool = False
 
 
-ANONYMOUS = Identity()
+ANONYMOUS = SessionIdentity()
 
 
 @lru_cache(maxsize=4096)
@@ -144,7 +144,7 @@ def response_alias(scope: Scope, response_id: str) -> SessionId:
     return scope.name("previous_response_id", response_id)
 
 
-def identify(headers: Mapping[bytes, bytes], body: BodyFields, *, scope: Scope) -> Identity:
+def identify(headers: Mapping[bytes, bytes], body: BodyFields, *, scope: Scope) -> SessionIdentity:
     """The session of a request from its lower-case identity `headers` and its `body` fields."""
     is_said = not IDENTITY_HEADERS.isdisjoint(headers)  # most requests have other headers alone
     if is_said:
@@ -165,7 +165,7 @@ def says_final(headers: Mapping[bytes, bytes]) -> bool:
 
 def _from_header(
     name: bytes, value: str, *, headers: Mapping[bytes, bytes], scope: Scope
-) -> Identity:
+) -> SessionIdentity:
     field = name.decode()
     session, parent = scope.name(field, value), None
     if name == _CLAUDE_SESSION:
@@ -177,23 +177,25 @@ def _from_header(
     elif name in _PARENT_HEADERS:
         above = headers.get(_PARENT_HEADERS[name])
         parent = scope.name(field, above.decode("latin-1")) if above else None
-    return Identity(session=session, source=Source.HEADER, parent=parent, final=says_final(headers))
+    return SessionIdentity(
+        session=session, source=SessionSource.HEADER, parent=parent, final=says_final(headers)
+    )
 
 
-def _from_body(body: BodyFields, scope: Scope) -> Identity:
+def _from_body(body: BodyFields, scope: Scope) -> SessionIdentity:
     for field in ("session_id", "prompt_cache_key", "previous_response_id"):
         value = body.text(field)
         if value:
-            return Identity(session=scope.name(field, value), source=Source.BODY)
+            return SessionIdentity(session=scope.name(field, value), source=SessionSource.BODY)
     value = _vllm_session(body.raw("vllm_xargs"))
     if value:
-        return Identity(session=scope.name("vllm_xargs", value), source=Source.BODY)
+        return SessionIdentity(session=scope.name("vllm_xargs", value), source=SessionSource.BODY)
     value = _metadata_session(body.raw("metadata"))
     if value:
-        return Identity(session=scope.name("metadata", value), source=Source.BODY)
+        return SessionIdentity(session=scope.name("metadata", value), source=SessionSource.BODY)
     value = body.text("user")
     if value:
-        return Identity(session=scope.name("user", value), source=Source.BODY)
+        return SessionIdentity(session=scope.name("user", value), source=SessionSource.BODY)
     return ANONYMOUS
 
 

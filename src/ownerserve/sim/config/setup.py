@@ -12,7 +12,7 @@ import msgspec
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.admission import SeatSettings
-from ownerserve.router.policies import POLICIES
+from ownerserve.router.policies import ROUTING_POLICIES
 from ownerserve.sim.config import faults
 from ownerserve.sim.config.faults import Fault
 from ownerserve.sim.config.granted import FROM_TIERS, EngineAbilities, Granted, granted
@@ -96,8 +96,10 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise InvalidInput("policy", f"{self.policy!r}", f"use one of {', '.join(POLICIES)}")
+        if self.policy not in ROUTING_POLICIES:
+            raise InvalidInput(
+                "policy", f"{self.policy!r}", f"use one of {', '.join(ROUTING_POLICIES)}"
+            )
         if self.policy in PD and PlacementAction.REMOTE_PREFILL not in self.granted.actions:
             raise InvalidInput(
                 "policy",

@@ -26,7 +26,7 @@ from ownerserve.router.state import RouterState
 from ownerserve.sim.timeline.turns import SimTurn
 from ownerserve.sim.worker.worker import SimWorker
 from ownerserve.sim.workload import WorkloadDriver
-from ownerserve.sim.workload.driver import ReleaseKey as Release
+from ownerserve.sim.workload.driver import ReleaseKey
 
 NOW = -inf
 
@@ -104,7 +104,7 @@ class Foresight:
             if other is not worker and session is not None and not session.running:
                 other.cache.sessions.release(turn.name)
 
-    def over(self, turn: SimTurn, releases: Sequence[tuple[float, Release]], now: float) -> None:
+    def over(self, turn: SimTurn, releases: Sequence[tuple[float, ReleaseKey]], now: float) -> None:
         """A turn has ended and `releases` are known: of those, and of its own conversation's next
         turn, which may wait for others as long as it was recorded to."""
         next_s = self._workload.next_release_s(turn, now)

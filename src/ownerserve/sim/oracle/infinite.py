@@ -13,7 +13,7 @@ import msgspec
 
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Reason, Request, start_at
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, start_at
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.pricing import peer_copy
 from ownerserve.sim.config.setup import SimSetup
@@ -28,7 +28,7 @@ class FreeTransfer:
 
     needs = ANY_WORKER
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         worker = fleet.least_one()
         source = peer_copy(request, worker)
         held = request.cached_on(worker)
@@ -38,7 +38,7 @@ class FreeTransfer:
         return Decision(
             worker,
             PlacementAction.ARTIFACT_FETCH,
-            Reason.LEAST_LOAD,
+            DispatchReason.LEAST_LOAD,
             tokens,
             source=source,
             moved_tokens=tokens - held,

@@ -23,7 +23,14 @@ from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.node.state import NodeState
 from ownerserve.node.vocabulary.events import Event, TurnArrived, TurnEnded, TurnGone
 from ownerserve.router.candidates import Candidates
-from ownerserve.router.decision import Decision, Reason, Request, run_at, split_over, start_at
+from ownerserve.router.decision import (
+    Decision,
+    DispatchReason,
+    RoutingRequest,
+    run_at,
+    split_over,
+    start_at,
+)
 from ownerserve.router.policies.apart import NEEDS, prefillers
 from ownerserve.router.worker import Worker
 from ownerserve.sim.storage.nodeport import At, SimNode, Started, ToCheckpoint
@@ -217,12 +224,12 @@ class SlotRouter:
         self._home: dict[SessionId, int] = {}
         self._taken: dict[int, int] = {}
 
-    def decide(self, request: Request, fleet: Candidates) -> Decision:
+    def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         home = self._home_of(request, fleet)
         if home is not None:
             added = request.prompt_tokens - request.cached_on(home)
             if added <= DIRECT_MOST_TOKENS:
-                return run_at(request, home, Reason.OWNER)
+                return run_at(request, home, DispatchReason.OWNER)
             return self._split(request, fleet, home)
         worker = self._slot(request, fleet)
         if worker is None:
@@ -232,7 +239,7 @@ class SlotRouter:
             self._taken[worker.order] = self._taken.get(worker.order, 0) + 1
         return self._split(request, fleet, worker)
 
-    def _home_of(self, request: Request, fleet: Candidates) -> Worker | None:
+    def _home_of(self, request: RoutingRequest, fleet: Candidates) -> Worker | None:
         if request.session is None:
             return None
         order = self._home.get(request.session)
@@ -244,7 +251,7 @@ class SlotRouter:
         self._taken[home.order] -= 1
         return None
 
-    def _slot(self, request: Request, fleet: Candidates) -> Worker | None:
+    def _slot(self, request: RoutingRequest, fleet: Candidates) -> Worker | None:
         """The D worker with the fewest sessions, if it takes one more."""
         worker = min(fleet, key=lambda one: (self._taken.get(one.order, 0), one.order))
         if self._slots is not None:
@@ -253,7 +260,7 @@ class SlotRouter:
         roomy = [one for one in fleet if one.load.kv_bytes_free >= need]
         return max(roomy, key=lambda one: (one.load.kv_bytes_free, -one.order), default=None)
 
-    def _split(self, request: Request, fleet: Candidates, worker: Worker) -> Decision:
+    def _split(self, request: RoutingRequest, fleet: Candidates, worker: Worker) -> Decision:
         """Prefill on the P worker that holds most of it, else the least loaded; send what lacks."""
         able = prefillers(worker, [*request.prefill_holders(fleet), *fleet.least_prefill(2)])
         if not able:

@@ -63,7 +63,7 @@ from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import (
     AdmittedPrompt,
     Intake,
-    Queued,
+    QueuedPrompt,
     RequestArrival,
     RequestRejected,
     StepPlan,
@@ -335,7 +335,7 @@ class StepLoop:
         turn_ids = _turn_ids(request)
         block = self._cache.layout.block_tokens
         prompt = request.prefix or prefix_of(request.prompt, block)
-        answer: LetIn | Queued | RequestRejected = self._desk.let_in(request)
+        answer: LetIn | QueuedPrompt | RequestRejected = self._desk.let_in(request)
         if isinstance(answer, LetIn):
             answer = self._scheduler.arrive(
                 RequestArrival(

@@ -38,7 +38,7 @@ from ownerserve.engines.hf.scheduling.step import (
     NoPromises,
     PlannedToken,
     Promises,
-    Queued,
+    QueuedPrompt,
     RequestArrival,
     RequestCounts,
     RequestRejected,
@@ -230,7 +230,7 @@ class Scheduler:
 
     # ---- events
 
-    def arrive(self, arrival: RequestArrival) -> Queued | RequestRejected:
+    def arrive(self, arrival: RequestArrival) -> QueuedPrompt | RequestRejected:
         """Take a request into the queue, or say why it can't ever be served here."""
         self.counts.arrived += 1
         # The last sampled token is never computed, so it needs no slot.
@@ -259,7 +259,7 @@ class Scheduler:
                 is_promised=arrival.is_promised,
             )
         )
-        return Queued()
+        return QueuedPrompt()
 
     def hold(self, turn_id: TurnId) -> None:
         """State is being brought for a queued turn: it keeps its place and is not admitted."""

@@ -92,7 +92,7 @@ class RequestArrival(msgspec.Struct, frozen=True, kw_only=True):
     is_promised: bool = False
 
 
-class Queued(msgspec.Struct, frozen=True):
+class QueuedPrompt(msgspec.Struct, frozen=True):
     """The request will be served (or fail with a reason in a later plan)."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ownerserve.kv.geometry import Geometry, exact_replay_tokens
-from ownerserve.kv.registry import build_spec as spec_of
+from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.specs import Coverage, PerToken, Window
 from ownerserve.kv.units import GIB
@@ -54,7 +54,7 @@ SIZES_GIB = (8, 16, 32, 64, 96, 192, 384)
 
 def _state(trace: Trace | None) -> dict[str, Any]:
     """Per model: bytes by component and context, sessions that fit, replay."""
-    return {name: _of(Geometry.of(spec_of(read_config(find_config(name))))) for name in MODELS}
+    return {name: _of(Geometry.of(build_spec(read_config(find_config(name))))) for name in MODELS}
 
 
 def _of(geometry: Geometry) -> dict[str, Any]:
