@@ -49,6 +49,7 @@ from ownerserve.node.vocabulary.events import (
     TurnEnded,
     TurnGone,
 )
+from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import RecordNames, Tip, ids_of, tip_depth
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.load import Medium
@@ -135,9 +136,10 @@ class Guest:
         names = RecordNames(identity, LAYOUT, engine="test/1", blocks=CELL)
         self.device = EngineBlocks()
         self.stored: dict[bytes, StoreCopy] = {}
+        operations = Operations()
         self.state = HostedNodeState(
             self.device,
-            names,
+            operations,
             planner=Planner(
                 ModelState(layers=2, block_tokens=B, range_bytes_per_token=4.0, point_bytes=32),
                 GUEST,
@@ -145,6 +147,7 @@ class Guest:
             costs=CostModel(LOADS_PAY),
             saves=Saves(
                 names,
+                operations,
                 policy=TurnEnd(),
                 capture=Capture(exact_end=exact_end),
                 in_flight_bytes=in_flight_bytes,

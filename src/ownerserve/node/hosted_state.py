@@ -11,7 +11,6 @@ of it is ours once the engine has finished with it; what stays on the device is 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import count
 
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
@@ -20,16 +19,19 @@ from ownerserve.node.restore.sources import Device
 from ownerserve.node.retention.saves import Saves
 from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.node.vocabulary.events import (
+    Completion,
     Computing,
     DeviceAsked,
     DevicePlaced,
     Effect,
     Event,
+    FetchAndFill,
     Filled,
     FindRecords,
     Kept,
     NotFetched,
     NotKept,
+    OperationId,
     RecordsFound,
     RestoreReport,
     SessionOver,
@@ -38,7 +40,7 @@ from ownerserve.node.vocabulary.events import (
     TurnEnded,
     TurnGone,
 )
-from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.restore import Planner
@@ -62,21 +64,24 @@ class HostedNodeState:
     def __init__(
         self,
         device: Device,
-        names: RecordNames,
+        operations: Operations,
         *,
         planner: Planner,
         costs: CostModel,
         saves: Saves,
         settings: NodeSettings,
     ) -> None:
-        self.restores = Restores(device, names, planner=planner, costs=costs, settings=settings)
-        self.names = names
+        """`saves` begins its operations with the same `operations`."""
+        self.names = saves.names
         self.saves = saves
-        self._operation_ids = count(1)
+        self.operations = operations
+        self.restores = Restores(
+            device, self.names, operations, planner=planner, costs=costs, settings=settings
+        )
         block = device.layout.block_tokens
         self._chains = Chains(block, block_bytes=block * TOKEN_BYTES)
-        self._looking: dict[int, TurnId] = {}
-        self._bringing: dict[int, TurnId] = {}
+        self._turns: dict[OperationId, TurnId] = {}
+        """The turns of restores whose answers say something of what `saves` need not copy."""
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What to do about `event`."""
@@ -87,47 +92,41 @@ class HostedNodeState:
         match event:
             case TurnArrived():
                 return self._arrived(event, now)
-            case RecordsFound(operation_id, held):
-                turn_id = self._looking.pop(operation_id, None)
-                if turn_id is not None:
-                    saves.known(turn_id, set(held))
-                return restores.found(event, operation_id=self._next_operation(), now=now)
             case DeviceAsked(turn_id):
                 return restores.asked(turn_id, now=now)
             case DevicePlaced(turn_id):
-                operation_id = self._next_operation()
-                self._bringing[operation_id] = turn_id
-                return restores.placed(turn_id, operation_id=operation_id, now=now)
-            case NotFetched(operation_id):
-                turn_id = self._bringing.pop(operation_id, None)
-                if turn_id is not None:
-                    saves.doubt(turn_id)
-                return restores.not_fetched(event, operation_id=self._next_operation(), now=now)
-            case Filled(operation_id):
-                self._bringing.pop(operation_id, None)
-                return restores.filled(event, now)
+                return self._placed(turn_id, now)
+            case RecordsFound() | NotFetched() | Filled() | Kept() | NotKept():
+                self._tell_saves(event)
+                return self.operations.complete(event, now)
             case Computing():
-                return saves.computing(event, self._next_operation)
+                return saves.computing(event)
             case TurnEnded(turn_id):
                 self.restores.reports.pop(turn_id, None)
-                return saves.ended(event, self._next_operation)
+                return saves.ended(event)
             case TurnGone(turn_id):
                 dropped = list(restores.gone(turn_id, now))
                 self.restores.reports.pop(turn_id, None)
                 return dropped
-            case Kept(operation_id):
-                saves.landed(operation_id, "kept")
-            case NotKept(operation_id):
-                saves.landed(operation_id, "not_kept")
             case SessionOver(session_id):
                 saves.over(session_id)
             case Tick():
                 return restores.overdue(now)
         return ()
 
+    def _tell_saves(self, event: Completion) -> None:
+        """What a restore has learnt of the store counts for what is saved of its turn, too."""
+        turn_id = self._turns.pop(event.operation_id, None)
+        if turn_id is not None:
+            match event:
+                case RecordsFound(held=held):
+                    self.saves.known(turn_id, set(held))
+                case NotFetched():
+                    self.saves.doubt(turn_id)
+
     def take_over(self, other: HostedNodeState) -> None:
         """Go on counting where `other` ends: answers to its operations mean nothing here."""
-        self._operation_ids = other._operation_ids
+        self.operations.go_on_from(other.operations)
         self.saves.counts = other.saves.counts
 
     def is_waiting(self, turn_id: TurnId) -> bool:
@@ -140,7 +139,6 @@ class HostedNodeState:
 
     def _arrived(self, event: TurnArrived, now: float) -> Iterable[Effect]:
         prefix = self._chains.hashed(event.tokens, event.session_id)
-        operation_id = self._next_operation()
         if event.turn_id in self.saves:
             self.saves.again(event.turn_id)
         else:
@@ -152,12 +150,13 @@ class HostedNodeState:
                 session_id=event.session_id,
                 tenant=event.tenant,
             )
-        effects = list(
-            self.restores.arrived(event, _Hashed(prefix), operation_id=operation_id, now=now)
-        )
-        if any(isinstance(effect, FindRecords) for effect in effects):
-            self._looking[operation_id] = event.turn_id
+        effects = list(self.restores.arrived(event, _Hashed(prefix), now=now))
+        looks = [effect for effect in effects if isinstance(effect, FindRecords)]
+        self._turns |= {look.operation_id: event.turn_id for look in looks}
         return effects
 
-    def _next_operation(self) -> int:
-        return next(self._operation_ids)
+    def _placed(self, turn_id: TurnId, now: float) -> Iterable[Effect]:
+        effects = list(self.restores.placed(turn_id, now=now))
+        loads = [effect for effect in effects if isinstance(effect, FetchAndFill)]
+        self._turns |= {load.operation_id: turn_id for load in loads}
+        return effects

@@ -14,8 +14,6 @@ waited for, planned or copied: a turn starts when it arrives, and what is left o
 
 from __future__ import annotations
 
-from itertools import count
-
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import Resume
 from ownerserve.cache.policies.base import PolicyPrices
@@ -29,7 +27,7 @@ from ownerserve.node.restore.sources import OwnDevice, Walks
 from ownerserve.node.retention.checkpoints import Checkpoints
 from ownerserve.node.retention.gaps import Prefetches, SessionGaps
 from ownerserve.node.retention.record_value import KEPT_IN, RecordValue
-from ownerserve.node.retention.spills import IdleSpills, PressureRelief
+from ownerserve.node.retention.spills import IdleSpills, PressureRelief, RecordCopies
 from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.node.vocabulary.events import (
     Effect,
@@ -40,7 +38,6 @@ from ownerserve.node.vocabulary.events import (
     Located,
     NotFetched,
     NotKept,
-    OperationId,
     RecordsFound,
     RecordsLost,
     Remembered,
@@ -53,6 +50,7 @@ from ownerserve.node.vocabulary.events import (
     TurnEnded,
     TurnGone,
 )
+from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import RecordNames, tip_of
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.benefit import eviction_weights
@@ -83,22 +81,33 @@ class NodeState:
         self._has_tiers = bool(settings.below)
         self.cache = cache
         self.costs = costs
-        self._operation_ids = count(1)
+        self.operations = Operations()
         self.chains = Chains(cache.layout.block_tokens, block_bytes=cache.layout.packed_block_bytes)
         self.walks = Walks(cache)
         self.restores = Restores(
-            OwnDevice(cache, self.walks), names, planner=planner, costs=costs, settings=settings
+            OwnDevice(cache, self.walks),
+            names,
+            self.operations,
+            planner=planner,
+            costs=costs,
+            settings=settings,
         )
         self.room_queue = RoomQueue(
             cache, self.walks, self.restores.held_blocks, room_wait_s=settings.room_wait_s
         )
         self.checkpoints = Checkpoints(policy or TurnEnd(), planner.model, costs)
         self.gaps = SessionGaps(value, planner.abilities, settings)
+        copies = RecordCopies(names, value, self.operations, self.checkpoints)
         self.idle_spills = IdleSpills(
-            cache, names, self.chains, value=value, gaps=self.gaps, settings=settings
+            cache, self.chains, self.operations, copies=copies, gaps=self.gaps, settings=settings
         )
         self.pressure_relief = PressureRelief(
-            cache, names, self.chains, idle_spills=self.idle_spills, value=value, settings=settings
+            cache,
+            self.chains,
+            self.operations,
+            copies=copies,
+            idle_spills=self.idle_spills,
+            settings=settings,
         )
         self.prefetches = Prefetches(
             cache,
@@ -112,7 +121,7 @@ class NodeState:
         self.inventory = Inventory()
         self.on_device = OnDevice(cache, self.inventory, digest_at=self.chains.digest_at)
         can_replay = planner.abilities.can_replay and planner.model.exact_replay_tokens is not None
-        self.residency = Residency(names, self.inventory, can_replay=can_replay)
+        self.residency = Residency(names, self.inventory, self.operations, can_replay=can_replay)
         self._repriced_s = -REPRICE_S
         self._turns: dict[TurnId, SessionId | None] = {}
 
@@ -166,18 +175,16 @@ class NodeState:
         match event:
             case TurnArrived():
                 return self._arrived(event, now)
-            case RecordsFound():
-                if self.idle_spills.found(event):
-                    return []
-                return list(restores.found(event, operation_id=self._next_operation(), now=now))
-            case Fetched():
-                return list(restores.fetched(event))
-            case NotFetched():
-                return list(
-                    restores.not_fetched(event, operation_id=self._next_operation(), now=now)
-                )
-            case Filled():
-                return list(restores.filled(event, now))
+            case (
+                RecordsFound()
+                | Fetched()
+                | NotFetched()
+                | Filled()
+                | Kept()
+                | NotKept()
+                | Located()
+            ):
+                return self.operations.complete(event, now)
             case TurnEnded():
                 self._ended(event, now)
             case TurnGone(turn_id):
@@ -187,15 +194,9 @@ class NodeState:
                 if session_id is not None:
                     self.idle_spills.stayed(session_id, now)
                 return list(restores.gone(turn_id, now))
-            case Kept(operation_id):
-                self._landed(operation_id, is_kept=True)
-            case NotKept(operation_id):
-                self._landed(operation_id, is_kept=False)
             case SessionOver(session_id):
                 self.residency.forget(session_id)
                 self.inventory.forget(session_id)
-            case Located():
-                self.residency.located(event, now)
             case RecordsLost(ends, unnoted):
                 self.residency.lost(ends, now)
                 if unnoted:
@@ -222,7 +223,7 @@ class NodeState:
                 self.inventory.forget(session_id)
             case Tick():
                 self.cache.sessions.expire(now)
-                effects = self.pressure_relief.tick(now, self._next_operation)
+                effects = self.pressure_relief.tick(now)
                 self.on_device.tick()
                 return effects
         return []
@@ -233,10 +234,10 @@ class NodeState:
         effects = self.restores.overdue(now)
         for event in self.room_queue.let_on(now):
             effects += self._restore(event, now)
-        effects += self.pressure_relief.tick(now, self._next_operation)
-        effects += self.idle_spills.tick(now, self._next_operation)
+        effects += self.pressure_relief.tick(now)
+        effects += self.idle_spills.tick(now)
         self._tell_copied(now)
-        effects += self.residency.tick(now, self._next_operation)
+        effects += self.residency.tick(now)
         self.on_device.tick()
         for prefetch in self.prefetches.due(now):
             if len(self.room_queue):  # what is here comes before what may come
@@ -244,12 +245,6 @@ class NodeState:
             else:
                 effects += self._restore(prefetch, now)
         return effects
-
-    def _landed(self, operation_id: OperationId, *, is_kept: bool) -> None:
-        copy = self.idle_spills.landed(operation_id, is_kept=is_kept)
-        copy = copy or self.pressure_relief.landed(operation_id, is_kept=is_kept)
-        if copy is not None and is_kept:
-            self.checkpoints.kept(copy.meta, self.names.payload_bytes(copy.component, copy.slots))
 
     def _reprice(self, now: float) -> None:
         """What was measured goes to the cache's order and to the checkpoint policy."""
@@ -319,9 +314,7 @@ class NodeState:
         return effects
 
     def _restore(self, event: TurnArrived, now: float) -> list[Effect]:
-        return list(
-            self.restores.arrived(event, self.chains, operation_id=self._next_operation(), now=now)
-        )
+        return list(self.restores.arrived(event, self.chains, now=now))
 
     def _ended(self, event: TurnEnded, now: float) -> None:
         session_id = self._turns.pop(event.turn_id, None)
@@ -335,6 +328,3 @@ class NodeState:
             self.idle_spills.ended(session_id, points=points, ends=ends, now=now)
             self.prefetches.ended(session_id, now)
             self.on_device.ended(session_id)
-
-    def _next_operation(self) -> int:
-        return next(self._operation_ids)

@@ -32,6 +32,7 @@ from ownerserve.node.restore import sources
 from ownerserve.node.restore.restores import PendingRestore, RestorePhase, Restores
 from ownerserve.node.restore.sources import OwnDevice
 from ownerserve.node.vocabulary.chains import Chains
+from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.router import fleet, knowledge
 from ownerserve.router.candidates import Candidates
 from ownerserve.router.fleet import Fleet
@@ -203,7 +204,7 @@ MUTATIONS = (
     without(Instead(Restores, "overdue", never_due)),
     without(Instead(Restores, "gone", never_due)),
     without(Instead(Restores, "_give_up_slots", nothing)),
-    without(Instead(Restores, "_answered", any_answer)),
+    without(Instead(Restores, "_answered", any_answer), Instead(Operations, "end", nothing)),
     without(Instead(Chains, "hashed", session_goes_on)),
     without(Instead(OwnDevice, "abort", abort_only)),
     without(Instead(sources, "stored_records", parts_of_sets)),

@@ -41,6 +41,7 @@ from ownerserve.node.retention.saves import Capture, Saves
 from ownerserve.node.runtime.calibration import Calibration
 from ownerserve.node.runtime.stating import speed_statement, tier_statements
 from ownerserve.node.storage.backing import open_backing
+from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.load import Medium
@@ -126,8 +127,10 @@ class ConnectorParts:
     def state(self, name: Identity) -> HostedNodeState:
         """A node whose records bear `name`."""
         settings, names = self.settings, self.names(name)
+        operations = Operations()
         saves = Saves(
             names,
+            operations,
             policy=POLICY_OF[settings.checkpoints](),
             capture=Capture(exact_end=self.shape.is_recurrent),
             in_flight_bytes=settings.copy_bytes,
@@ -139,7 +142,7 @@ class ConnectorParts:
         )
         return HostedNodeState(
             self.device,
-            names,
+            operations,
             planner=Planner(self.shape.model_state(), self.abilities()),
             costs=self.calibration.model,
             saves=saves,

@@ -26,6 +26,7 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.specs import Coverage, Role
 from ownerserve.kv.wire.inventory import Has, Lost, Page, Word
 from ownerserve.node.vocabulary.events import (
+    Completion,
     Effect,
     Forget,
     Locate,
@@ -34,6 +35,7 @@ from ownerserve.node.vocabulary.events import (
     Remember,
     RestoreOutcome,
 )
+from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import (
     NOTHING,
     RecordNames,
@@ -206,9 +208,17 @@ class Residency:
     again. `can_replay`: the engine goes on from range state alone.
     """
 
-    def __init__(self, names: RecordNames, inventory: Inventory, *, can_replay: bool) -> None:
+    def __init__(
+        self,
+        names: RecordNames,
+        inventory: Inventory,
+        operations: Operations,
+        *,
+        can_replay: bool,
+    ) -> None:
         self._names = names
         self._inventory = inventory
+        self._operations = operations
         self._can_replay = can_replay
         self._range_kinds = kinds_of(names.layout, Coverage.RANGE)
         self._point_kinds = kinds_of(names.layout, Coverage.POINT)
@@ -265,33 +275,33 @@ class Residency:
             self._inventory.gone(session_id, tier)
         self._unfile(session_id)
 
-    def located(self, event: Located, now: float) -> bool:
-        """The store's answer; whether the operation was one of ours."""
-        looked = self._looking.pop(event.operation_id, None)
-        if looked is None:
-            return False
-        tip, _ = looked
-        if self._tips.get(tip.session_id) is not tip:
-            return True  # another one was copied meanwhile, and is looked for
-        if not event.held:
-            self._look_at(tip.session_id, now + LOOK_DEADLINE_S)  # it does not answer now
-        elif not self._tell(tip, event.held):
-            self.forget(tip.session_id)
-        return True
+    def completed(self, event: Completion, now: float) -> Iterable[Effect]:
+        """The store's answer to a look."""
+        if isinstance(event, Located) and (looked := self._looking.pop(event.operation_id, None)):
+            self._operations.end(event.operation_id)
+            tip, _ = looked
+            if self._tips.get(tip.session_id) is not tip:
+                return ()  # another one was copied meanwhile, and is looked for
+            if not event.held:
+                self._look_at(tip.session_id, now + LOOK_DEADLINE_S)  # it does not answer now
+            elif not self._tell(tip, event.held):
+                self.forget(tip.session_id)
+        return ()
 
-    def tick(self, now: float, next_operation: Callable[[], OperationId]) -> list[Effect]:
+    def tick(self, now: float) -> list[Effect]:
         """What is to be looked for now."""
         effects: list[Effect] = []
         for operation_id, (tip, until_s) in list(self._looking.items()):
             if until_s <= now:
                 del self._looking[operation_id]
+                self._operations.end(operation_id)
                 self._look_at(tip.session_id, now)
         while self._due and len(self._looking) < LOOKS_IN_FLIGHT:
             session_id, at_s = next(iter(self._due.items()))
             if at_s > now:
                 break
             del self._due[session_id]
-            tip, operation_id = self._tips[session_id], next_operation()
+            tip, operation_id = self._tips[session_id], self._operations.begin(self)
             deadline_s = now + LOOK_DEADLINE_S
             self._looking[operation_id] = tip, deadline_s
             effects.append(Locate(operation_id, ids_of(self._names, tip), deadline_s))

@@ -44,6 +44,7 @@ from ownerserve.node.restore.sources import Device, Later
 from ownerserve.node.retention.record_value import memory_price
 from ownerserve.node.vocabulary.chains import Hashes
 from ownerserve.node.vocabulary.events import (
+    Completion,
     DropOperation,
     Effect,
     Fetch,
@@ -62,6 +63,7 @@ from ownerserve.node.vocabulary.events import (
     Start,
     TurnArrived,
 )
+from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import Digests, RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
@@ -143,6 +145,7 @@ class Restores:
         self,
         device: Device,
         names: RecordNames,
+        operations: Operations,
         *,
         planner: Planner,
         costs: CostModel,
@@ -151,6 +154,7 @@ class Restores:
         self.reports: dict[TurnId, RestoreReport] = {}
         self._device = device
         self._names = names
+        self._operations = operations
         self._planner = planner
         self._costs = costs
         self._settings = settings
@@ -212,9 +216,20 @@ class Restores:
 
     # -- events --------------------------------------------------------------------------------
 
-    def arrived(
-        self, event: TurnArrived, chains: Hashes, *, operation_id: OperationId, now: float
-    ) -> Iterable[Effect]:
+    def completed(self, event: Completion, now: float) -> Iterable[Effect]:
+        """What follows from the store's answer to a look, a fetch or a fill."""
+        match event:
+            case RecordsFound():
+                return self._found(event, now)
+            case Fetched():
+                return self._fetched(event)
+            case NotFetched():
+                return self._not_fetched(event, now)
+            case Filled():
+                return self._filled(event, now)
+        return ()
+
+    def arrived(self, event: TurnArrived, chains: Hashes, *, now: float) -> Iterable[Effect]:
         """Ask the store, unless the device has all that could be restored."""
         cap = max(0, len(event.tokens) // TOKEN_BYTES - 1) // self._block
         match = self._device.match(event.turn_id, event.tokens)
@@ -240,7 +255,7 @@ class Restores:
         pending.upto = min(cap, (pending.resident // grid + FIRST_CELLS) * grid)
         self._pending[event.turn_id] = pending
         ends = range(pending.resident, pending.upto)
-        return [self._ask(pending, operation_id, ends=ends, points=self._last(pending, complete))]
+        return [self._ask(pending, ends=ends, points=self._last(pending, complete))]
 
     def _last(self, pending: PendingRestore, start: int) -> range:
         """The last depths in (start, upto] to ask for points; the others wait."""
@@ -251,7 +266,6 @@ class Restores:
     def _ask(
         self,
         pending: PendingRestore,
-        operation_id: OperationId,
         *,
         ends: range = NONE,
         points: Iterable[int] = (),
@@ -262,25 +276,22 @@ class Restores:
         depths = (*range(ends.start + 1, ends.stop + 1), *cells)
         asked = sources.record_queries(pending.names, pending.digests, ranges=depths, points=points)
         pending.asked.update(asked)
-        pending.operation_id = operation_id
-        self._by_operation[operation_id] = pending
+        operation_id = self._begin(pending)
         boundaries = tuple(reversed(pending.digests[ends.start : ends.stop]))
         tenant = pending.names.tenant
         return FindRecords(operation_id, tuple(asked), pending.deadline_s, boundaries, tenant)
 
-    def found(
-        self, event: RecordsFound, *, operation_id: OperationId, now: float
-    ) -> Iterable[Effect]:
+    def _found(self, event: RecordsFound, now: float) -> Iterable[Effect]:
         """The catalogue has answered: ask on, or decide, and read what the plan wants."""
         pending = self._answered(event.operation_id, RestorePhase.LOOKING)
         if pending is None:
             return ()
         pending.found.update(event.held)
         pending.asked.update(sources.queries_inside(pending.names, pending.digests, event.inside))
-        find = self._look_on(pending, operation_id)
-        return self._decide(pending, operation_id=operation_id, now=now) if find is None else [find]
+        find = self._look_on(pending)
+        return self._decide(pending, now) if find is None else [find]
 
-    def _look_on(self, pending: PendingRestore, operation_id: OperationId) -> FindRecords | None:
+    def _look_on(self, pending: PendingRestore) -> FindRecords | None:
         """The next look, as far as one can still find anything; see `Look`."""
         grid = self._names.blocks
         stored = sources.stored_records(pending.names, pending.asked, pending.found)
@@ -290,7 +301,7 @@ class Restores:
             pending.look = Look.FAR if goes_on else Look.EDGE
             cells = range(pending.upto + grid, pending.cap + 1, grid)
             if goes_on and cells:
-                return self._ask(pending, operation_id, cells=cells)
+                return self._ask(pending, cells=cells)
         if pending.look is Look.FAR:
             pending.look, before, edge = Look.EDGE, pending.upto, pending.upto
             while edge + grid in ends:
@@ -298,14 +309,12 @@ class Restores:
             pending.upto = min(pending.cap, edge + grid - 1)
             points = self._last(pending, before)
             if self._names.point_names or edge < pending.upto:
-                return self._ask(
-                    pending, operation_id, ends=range(edge, pending.upto), points=points
-                )
+                return self._ask(pending, ends=range(edge, pending.upto), points=points)
         if pending.look is Look.EDGE:
             pending.look = Look.POINTS
             depths = [depth for gap in pending.unasked for depth in gap]
             if depths and self._lacks_point(pending, stored):
-                return self._ask(pending, operation_id, points=depths)
+                return self._ask(pending, points=depths)
         return None
 
     def _lacks_point(self, pending: PendingRestore, stored: sources.StoredRecords) -> bool:
@@ -320,9 +329,9 @@ class Restores:
         pending = self._pending.get(turn_id)
         if pending is None or pending.phase not in (RestorePhase.FOUND, RestorePhase.OFFERED):
             return ()
-        return self._decide(pending, operation_id=0, now=now)
+        return self._decide(pending, now)
 
-    def placed(self, turn_id: TurnId, *, operation_id: OperationId, now: float) -> Iterable[Effect]:
+    def placed(self, turn_id: TurnId, *, now: float) -> Iterable[Effect]:
         """The engine has taken the offer: the turn has blocks to bring state into."""
         pending = self._pending.get(turn_id)
         if pending is None or pending.phase is not RestorePhase.OFFERED:
@@ -333,24 +342,20 @@ class Restores:
             return [self._start(pending, RestoreOutcome.NO_ROOM, now)]
         pending.room = reserved
         pending.attempts += 1
-        pending.phase, pending.operation_id = RestorePhase.FILLING, operation_id
-        self._by_operation[operation_id] = pending
+        pending.phase, operation_id = RestorePhase.FILLING, self._begin(pending)
         wants = tuple(reading.want for reading in pending.readings)
         until_s = now + self._settings.restore_deadline_s
         return [FetchAndFill(turn_id, operation_id, wants, self._fillings(pending), until_s)]
 
-    def fetched(self, event: Fetched) -> Iterable[Effect]:
-        """The bytes are at hand: into the slots with them."""
-        pending = self._answered(event.operation_id, RestorePhase.LOADING)
+    def _fetched(self, event: Fetched) -> Iterable[Effect]:
+        """The bytes are at hand: into the slots with them, under the same operation."""
+        pending = self._waiting(event.operation_id, RestorePhase.LOADING)
         if pending is None:
             return ()
         pending.phase = RestorePhase.FILLING
-        self._by_operation[event.operation_id] = pending
         return [Fill(event.operation_id, self._fillings(pending))]
 
-    def not_fetched(
-        self, event: NotFetched, *, operation_id: OperationId, now: float
-    ) -> Iterable[Effect]:
+    def _not_fetched(self, event: NotFetched, now: float) -> Iterable[Effect]:
         """A miss: plan again without what failed, or go on without any."""
         pending = self._answered(event.operation_id, RestorePhase.LOADING, RestorePhase.FILLING)
         if pending is None:
@@ -362,9 +367,9 @@ class Restores:
         pending.bad |= {event.id} if event.id else {r.want.id for r in pending.readings}
         if pending.attempts >= self._settings.attempts:
             return [self._start(pending, RestoreOutcome.MISS, now)]
-        return self._decide(pending, operation_id=operation_id, now=now)
+        return self._decide(pending, now)
 
-    def filled(self, event: Filled, now: float) -> Iterable[Effect]:
+    def _filled(self, event: Filled, now: float) -> Iterable[Effect]:
         """The slots are written: the prefix enters the tree with all its components at once."""
         pending = self._answered(event.operation_id, RestorePhase.FILLING)
         if pending is None:
@@ -395,17 +400,29 @@ class Restores:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _answered(self, operation_id: OperationId, *phases: RestorePhase) -> PendingRestore | None:
-        """The wish that waits for this answer; None for a late, foreign or repeated one."""
+    def _begin(self, pending: PendingRestore) -> OperationId:
+        """A new operation, the one that the restore waits for from now on."""
+        pending.operation_id = self._operations.begin(self)
+        self._by_operation[pending.operation_id] = pending
+        return pending.operation_id
+
+    def _end(self, operation_id: OperationId) -> None:
+        self._by_operation.pop(operation_id, None)
+        self._operations.end(operation_id)
+
+    def _waiting(self, operation_id: OperationId, *phases: RestorePhase) -> PendingRestore | None:
+        """The restore that waits for this answer; None for a foreign or repeated one."""
         pending = self._by_operation.get(operation_id)
-        if pending is None or pending.phase not in phases:
-            return None
-        del self._by_operation[operation_id]
+        return pending if pending is not None and pending.phase in phases else None
+
+    def _answered(self, operation_id: OperationId, *phases: RestorePhase) -> PendingRestore | None:
+        """The restore whose operation ends with this answer; None as for `_waiting`."""
+        pending = self._waiting(operation_id, *phases)
+        if pending is not None:
+            self._end(operation_id)
         return pending
 
-    def _decide(
-        self, pending: PendingRestore, *, operation_id: OperationId, now: float
-    ) -> Iterable[Effect]:
+    def _decide(self, pending: PendingRestore, now: float) -> Iterable[Effect]:
         event = pending.event
         stored = sources.stored_records(
             pending.names, pending.asked, pending.found, without=pending.bad
@@ -431,8 +448,7 @@ class Restores:
             return [self._start(pending, RestoreOutcome.NO_ROOM, now)]
         pending.room = reserved
         pending.attempts += 1
-        pending.phase, pending.operation_id = RestorePhase.LOADING, operation_id
-        self._by_operation[operation_id] = pending
+        pending.phase, operation_id = RestorePhase.LOADING, self._begin(pending)
         wants = tuple(reading.want for reading in pending.readings)
         return [Fetch(operation_id, wants, pending.deadline_s)]
 
@@ -485,7 +501,7 @@ class Restores:
         self, pending: PendingRestore, outcome: RestoreOutcome, now: float
     ) -> list[Effect]:
         self._give_up_slots(pending)
-        self._by_operation.pop(pending.operation_id, None)
+        self._end(pending.operation_id)
         self._start(pending, outcome, now)
         return [DropOperation(pending.operation_id)]
 

@@ -14,22 +14,26 @@ never more than `in_flight_bytes` at once: what does not fit goes with a later s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import PrefixChain
 from ownerserve.node.vocabulary.events import (
+    Completion,
     Computing,
     Effect,
+    Kept,
     OperationId,
     Pin,
     StoreCopy,
     TurnEnded,
 )
+from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import Cell, RecordNames, Tip, tip_of
 from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan
+from ownerserve.store.format.model import Meta
 
 IN_FLIGHT_BYTES = 256 << 20
 
@@ -39,6 +43,14 @@ class Capture(msgspec.Struct, frozen=True):
     is overwritten by the next token; window rows stand until they leave the window)."""
 
     exact_end: bool
+
+
+class Unsaved(msgspec.Struct, frozen=True):
+    """A record that a turn computed and the store does not have: what a copy of it would be."""
+
+    meta: Meta
+    component: str
+    slots: tuple[int, ...]
 
 
 class SavingTurn(msgspec.Struct, eq=False):
@@ -71,6 +83,7 @@ class Saves:
     def __init__(
         self,
         names: RecordNames,
+        operations: Operations,
         *,
         policy: CheckpointPolicy,
         capture: Capture,
@@ -79,7 +92,8 @@ class Saves:
         self.counts: Counter[str] = Counter()
         self.left: list[Tip] = []
         """Tips of sessions, all of whose copies were answered for; who tells of them empties it."""
-        self._names = names
+        self.names = names
+        self._operations = operations
         self._policy = policy
         self._capture = capture
         self._limit = in_flight_bytes
@@ -102,7 +116,7 @@ class Saves:
         """A turn whose prompt is `chain`; what it computes is kept from now on, for `tenant`."""
         span = TurnSpan(0, prompt, prompt, self._block)
         points = frozenset(self._policy.checkpoints(span))
-        names = self._names.of(tenant)
+        names = self.names.of(tenant)
         self._running[turn_id] = SavingTurn(names, tenant, chain, prompt, points, session_id)
 
     def known(self, turn_id: TurnId, ids: set[bytes]) -> None:
@@ -117,9 +131,7 @@ class Saves:
         if running is not None:
             running.stored.clear()
 
-    def computing(
-        self, event: Computing, next_operation: Callable[[], OperationId]
-    ) -> list[Effect]:
+    def computing(self, event: Computing) -> list[Effect]:
         """A step's worth: what of it is to be copied once it is done."""
         running = self._running.get(event.turn_id)
         if running is None:
@@ -130,17 +142,17 @@ class Saves:
         effects: list[Effect] = []
         for position in self._passed(running, event):
             if position in running.points:
-                effects += self._point(running, position, next_operation)
+                effects += self._point(running, position)
             elif position > running.prompt:
                 running.pinned = position
                 effects.append(Pin(event.turn_id, position))
         last = min(event.end // self._block, len(running.chain.digests))
-        effects += self._whole_cells(running, last, next_operation)
+        effects += self._whole_cells(running, last)
         if event.start < running.prompt <= event.end:
-            effects += self._rest(running, last, next_operation)
+            effects += self._rest(running, last)
         return effects
 
-    def ended(self, event: TurnEnded, next_operation: Callable[[], OperationId]) -> list[Effect]:
+    def ended(self, event: TurnEnded) -> list[Effect]:
         """The turn is over; so many tokens of it are computed beyond doubt."""
         running = self._running.pop(event.turn_id, None)
         if running is None:
@@ -148,9 +160,9 @@ class Saves:
         last = min(event.tokens // self._block, len(running.chain.digests))
         effects: list[Effect] = []
         if running.pinned and running.pinned == last * self._block:
-            effects += self._point(running, running.pinned, next_operation)
-        effects += self._whole_cells(running, last, next_operation)
-        effects += self._rest(running, last, next_operation)
+            effects += self._point(running, running.pinned)
+        effects += self._whole_cells(running, last)
+        effects += self._rest(running, last)
         if running.session_id is not None and last:
             running.tip = tip_of(
                 running.names,
@@ -173,6 +185,8 @@ class Saves:
     def give_up(self) -> None:
         """Nothing runs that is kept, and no copy is waited for."""
         self._running.clear()
+        for operation_id in self._in_flight:
+            self._operations.end(operation_id)
         self._in_flight.clear()
         self._bytes = 0
 
@@ -182,15 +196,17 @@ class Saves:
         if running is not None:
             running.end = running.cells = running.pinned = 0
 
-    def landed(self, operation_id: OperationId, outcome: str) -> None:
+    def completed(self, event: Completion, now: float) -> Iterable[Effect]:
         """A copy was kept, or was not."""
-        copied = self._in_flight.pop(operation_id, None)
+        copied = self._in_flight.pop(event.operation_id, None)
         if copied is not None:
             size, running = copied
+            self._operations.end(event.operation_id)
             self._bytes -= size
-            self.counts[outcome] += 1
+            self.counts["kept" if isinstance(event, Kept) else "not_kept"] += 1
             running.open -= 1
             self._answered(running)
+        return ()
 
     def tokens(self, turn_id: TurnId) -> int | None:
         """How many tokens of a turn were told; None when it is not one of ours."""
@@ -213,7 +229,7 @@ class Saves:
 
     def _passed(self, running: SavingTurn, event: Computing) -> Iterator[int]:
         """Boundaries whose state this step leaves behind it."""
-        if not self._names.layout.point_names:
+        if not self.names.layout.point_names:
             return
         block = self._block
         first = event.start // block * block + block
@@ -223,54 +239,47 @@ class Saves:
                 if wanted:
                     yield position
 
-    def _point(
-        self, running: SavingTurn, position: int, next_operation: Callable[[], OperationId]
-    ) -> Iterator[StoreCopy]:
+    def _point(self, running: SavingTurn, position: int) -> Iterator[StoreCopy]:
         names, depth, digests = running.names, position // self._block, running.chain.digests
         running.depths.add(depth)
         for name in names.layout.point_names:
             id_ = names.point_id(name, depth, digests)
             if id_ not in running.stored:
                 meta = names.point_meta(name, depth, digests)
-                yield self._copy(running, StoreCopy(next_operation(), meta, name, (position,)))
+                yield self._copy(running, Unsaved(meta, name, (position,)))
 
-    def _whole_cells(
-        self, running: SavingTurn, last: int, next_operation: Callable[[], OperationId]
-    ) -> Iterator[StoreCopy]:
+    def _whole_cells(self, running: SavingTurn, last: int) -> Iterator[StoreCopy]:
         """Cells that are full at depth `last`, in order, as far as there is room for copies."""
-        names = self._names
+        names = self.names
         while running.cells + names.blocks <= last:
             cell = Cell(running.cells, running.cells + names.blocks)
-            copies = list(self._cell(running, cell, next_operation))
-            size = sum(len(copy.slots) * names.slot_bytes(copy.component) for copy in copies)
+            unsaved = list(self._cell(running, cell))
+            size = sum(names.payload_bytes(one.component, one.slots) for one in unsaved)
             if self._bytes and self._bytes + size > self._limit:
                 return
-            yield from (self._copy(running, copy) for copy in copies)
+            yield from (self._copy(running, one) for one in unsaved)
             running.cells = cell.end
 
-    def _rest(
-        self, running: SavingTurn, last: int, next_operation: Callable[[], OperationId]
-    ) -> Iterator[StoreCopy]:
+    def _rest(self, running: SavingTurn, last: int) -> Iterator[StoreCopy]:
         """The cell that is begun at depth `last`; it is written again, whole, when it is full."""
-        if last - running.cells >= self._names.blocks:
+        if last - running.cells >= self.names.blocks:
             self.counts["shed"] += 1
         elif running.cells < last:
-            for copy in self._cell(running, Cell(running.cells, last), next_operation):
-                yield self._copy(running, copy)
+            for one in self._cell(running, Cell(running.cells, last)):
+                yield self._copy(running, one)
 
-    def _cell(
-        self, running: SavingTurn, cell: Cell, next_operation: Callable[[], OperationId]
-    ) -> Iterator[StoreCopy]:
+    def _cell(self, running: SavingTurn, cell: Cell) -> Iterator[Unsaved]:
         names, digests = running.names, running.chain.digests
         for name in names.layout.range_names:
             if names.range_id(name, cell, digests) not in running.stored:
                 meta = names.range_meta(name, cell, digests)
-                yield StoreCopy(next_operation(), meta, name, tuple(range(cell.first, cell.end)))
+                yield Unsaved(meta, name, tuple(range(cell.first, cell.end)))
 
-    def _copy(self, running: SavingTurn, copy: StoreCopy) -> StoreCopy:
-        size = len(copy.slots) * self._names.slot_bytes(copy.component)
-        running.stored.add(copy.meta.id)
+    def _copy(self, running: SavingTurn, unsaved: Unsaved) -> StoreCopy:
+        size = self.names.payload_bytes(unsaved.component, unsaved.slots)
+        operation_id = self._operations.begin(self)
+        running.stored.add(unsaved.meta.id)
         running.open += 1
-        self._in_flight[copy.operation_id] = size, running
+        self._in_flight[operation_id] = size, running
         self._bytes += size
-        return copy
+        return StoreCopy(operation_id, unsaved.meta, unsaved.component, unsaved.slots)

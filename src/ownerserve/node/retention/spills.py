@@ -9,7 +9,8 @@ No copy is waited for by a turn: its bytes are off the device when a tick's effe
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
 
@@ -21,17 +22,22 @@ from ownerserve.cache.residents import ResidentPrefix
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed
+from ownerserve.node.retention.checkpoints import Checkpoints
 from ownerserve.node.retention.gaps import SessionGaps
 from ownerserve.node.retention.record_value import RecordValue, SessionValue
 from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.node.vocabulary.events import (
+    Completion,
     DropOperation,
     Effect,
     FindRecords,
+    Kept,
+    NotKept,
     OperationId,
     RecordsFound,
     StoreCopy,
 )
+from ownerserve.node.vocabulary.operations import Operations, Owner
 from ownerserve.node.vocabulary.records import Cell, Digests, RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
 
@@ -63,6 +69,45 @@ class Forks:
 
     def __contains__(self, session_id: SessionId) -> bool:
         return session_id in self._parents
+
+
+class RecordCopies:
+    """Copies of our cache's records into the store: priced as they are begun, wear once kept."""
+
+    def __init__(
+        self,
+        names: RecordNames,
+        value: RecordValue,
+        operations: Operations,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self.names = names
+        self.value = value
+        self._operations = operations
+        self._checkpoints = checkpoints
+
+    def begin(
+        self,
+        owner: Owner,
+        cell: Cell,
+        component: str,
+        slots: tuple[int, ...],
+        *,
+        digests: Digests,
+        of: SessionValue,
+    ) -> StoreCopy:
+        """The copy of one component of `cell`, or of the point at its end when it is empty."""
+        if cell.first == cell.end:
+            meta = self.names.point_meta(component, cell.end, digests)
+        else:
+            meta = self.names.range_meta(component, cell, digests)
+        cost_ms = self.value.cost_ms(of, cell, component)
+        return StoreCopy(self._operations.begin(owner), meta, component, slots, cost_ms)
+
+    def kept(self, copy: StoreCopy) -> None:
+        """The copy is in the store."""
+        payload_bytes = self.names.payload_bytes(copy.component, copy.slots)
+        self._checkpoints.kept(copy.meta, payload_bytes)
 
 
 class IdleSession(msgspec.Struct, eq=False):
@@ -117,18 +162,20 @@ class IdleSpills:
     def __init__(
         self,
         cache: HeteroCache,
-        names: RecordNames,
         chains: Chains,
+        operations: Operations,
         *,
-        value: RecordValue,
+        copies: RecordCopies,
         gaps: SessionGaps,
         settings: NodeSettings,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._gaps = gaps
-        self._value = value
+        self._copies = copies
+        self._value = copies.value
         self._cache = cache
-        self._names = names
+        self._operations = operations
+        self._names = copies.names
         self._chains = chains
         self._settings = settings
         self._idle: OrderedDict[SessionId, IdleSession] = OrderedDict()
@@ -180,7 +227,9 @@ class IdleSpills:
             return
         self._gaps.observe(session_id, now - idle.since_s)
         self._due.pop(session_id, None)
-        self._looking = {e: b for e, b in self._looking.items() if b.session_id != session_id}
+        for operation_id in [e for e, b in self._looking.items() if b.session_id == session_id]:
+            del self._looking[operation_id]
+            self._operations.end(operation_id)
         self._copying = deque(b for b in self._copying if b.session_id != session_id)
 
     def stayed(self, session_id: SessionId, now: float) -> None:
@@ -210,11 +259,22 @@ class IdleSpills:
             self._due.get(name) == 0.0 for name in sessions
         )
 
-    def found(self, event: RecordsFound) -> bool:
-        """The store has said what it has of a batch; whether the operation was one of ours."""
+    def completed(self, event: Completion, now: float) -> Iterable[Effect]:
+        """What the store has of a batch, or what came of a copy; nothing follows at once."""
+        match event:
+            case RecordsFound():
+                self._found(event)
+            case Kept(operation_id):
+                self._kept(operation_id)
+            case NotKept(operation_id):
+                self._landed(operation_id, "not_kept")
+        return ()
+
+    def _found(self, event: RecordsFound) -> None:
         batch = self._looking.pop(event.operation_id, None)
         if batch is None:
-            return False
+            return
+        self._operations.end(event.operation_id)
         for id_ in event.held:
             cell = batch.missing.pop(id_, None)
             if cell is not None:
@@ -222,19 +282,22 @@ class IdleSpills:
         wanted = set(batch.missing.values())
         batch.pieces = deque(piece for piece in batch.pieces if piece in wanted)
         self._copying.append(batch)
-        return True
 
-    def landed(self, operation_id: OperationId, *, is_kept: bool) -> StoreCopy | None:
-        """A copy was kept, or was not; the copy. None for one that nobody knows: an echo."""
-        flying = self._in_flight.pop(operation_id, None)
-        if flying is None:
-            return None
-        flying.batch.open -= 1
-        self._close(flying.batch)
-        self.counts["kept" if is_kept else "not_kept"] += 1
-        if is_kept:
+    def _kept(self, operation_id: OperationId) -> None:
+        flying = self._landed(operation_id, "kept")
+        if flying is not None:
             self._stored(flying.batch, flying.batch.missing[flying.copy.meta.id])
-        return flying.copy
+            self._copies.kept(flying.copy)
+
+    def _landed(self, operation_id: OperationId, outcome: str) -> OpenCopy | None:
+        """The copy that was answered for; None: it is none of these."""
+        flying = self._in_flight.pop(operation_id, None)
+        if flying is not None:
+            self._operations.end(operation_id)
+            flying.batch.open -= 1
+            self._close(flying.batch)
+            self.counts[outcome] += 1
+        return flying
 
     def _stored(self, batch: SpillBatch, cell: Cell) -> None:
         """One record more is below. Point state that is there whole may go early."""
@@ -244,7 +307,7 @@ class IdleSpills:
                 size = self._cache.layout.packed_block_bytes
                 self._cache.pressure.backed(batch.tokens[: cell.end * size])
 
-    def tick(self, now: float, next_operation: Callable[[], OperationId]) -> list[Effect]:
+    def tick(self, now: float) -> list[Effect]:
         """Open batches for who is due, and copy some bytes."""
         effects: list[Effect] = self._give_up(now)
         while self._queue and self._queue[0][0] <= now:
@@ -254,7 +317,7 @@ class IdleSpills:
             del self._due[session_id]
             batch = self._batch(session_id, self._idle[session_id])
             if batch is not None:
-                operation_id = next_operation()
+                operation_id = self._operations.begin(self)
                 batch.until_s = now + FIND_DEADLINE_S + ECHO_S
                 self._looking[operation_id] = batch
                 effects.append(
@@ -269,7 +332,7 @@ class IdleSpills:
                 batch.is_asked = True
                 self._close(batch)
                 continue
-            for copy in self._copies(batch, batch.pieces.popleft(), next_operation):
+            for copy in self._copies_of(batch, batch.pieces.popleft()):
                 left -= len(copy.slots) * self._names.slot_bytes(copy.component)
                 self._in_flight[copy.operation_id] = OpenCopy(copy, batch, now + COPY_DEADLINE_S)
                 batch.open += 1
@@ -295,9 +358,11 @@ class IdleSpills:
         late = list(takewhile(lambda item: item[1].until_s <= now, self._looking.items()))
         for operation_id, _ in late:
             del self._looking[operation_id]
+            self._operations.end(operation_id)
         lost = list(takewhile(lambda item: item[1].until_s <= now, self._in_flight.items()))
         for operation_id, flying in lost:
             del self._in_flight[operation_id]
+            self._operations.end(operation_id)
             flying.batch.open -= 1
             self._close(flying.batch)
         if late or lost:
@@ -345,30 +410,25 @@ class IdleSpills:
                     missing[names.point_id(name, depth, digests)] = cell
         return SpillBatch(session_id, tokens, digests, pieces, missing, unstored, value)
 
-    def _copies(
-        self, batch: SpillBatch, piece: Cell, next_operation: Callable[[], OperationId]
-    ) -> Iterable[StoreCopy]:
+    def _copies_of(self, batch: SpillBatch, piece: Cell) -> Iterable[StoreCopy]:
         """The copies of one piece: all of its components that are missing, or none if it went."""
         prefix = self._cache.residents.prefix(batch.tokens, piece.end)
         if prefix is None:
             self.counts["evicted_first"] += 1
             return
         missing, names = batch.missing, self._names
+        begin = partial(self._copies.begin, self, piece, digests=batch.digests, of=batch.value)
         if piece.first == piece.end:
             for name, slot in self._point_slots(prefix).items():
                 if names.point_id(name, piece.end, batch.digests) in missing:
-                    meta = names.point_meta(name, piece.end, batch.digests)
-                    cost_ms = self._value.cost_ms(batch.value, piece, name)
-                    yield StoreCopy(next_operation(), meta, name, (slot,), cost_ms)
+                    yield begin(name, (slot,))
             return
         slots: tuple[int, ...] | None = None
         for name in names.range_names:
             if names.range_id(name, piece, batch.digests) in missing:
                 if slots is None:  # all range components fill in lock-step: one row for all
                     slots = prefix.range_slots(piece.first)
-                meta = names.range_meta(name, piece, batch.digests)
-                cost_ms = self._value.cost_ms(batch.value, piece, name)
-                yield StoreCopy(next_operation(), meta, name, slots, cost_ms)
+                yield begin(name, slots)
 
     def _point_slots(self, prefix: ResidentPrefix) -> dict[str, int]:
         """Slots of the complete point state behind it; none when something of it is gone."""
@@ -417,21 +477,23 @@ class PressureRelief:
     def __init__(
         self,
         cache: HeteroCache,
-        names: RecordNames,
         chains: Chains,
+        operations: Operations,
         *,
+        copies: RecordCopies,
         idle_spills: IdleSpills,
-        value: RecordValue,
         settings: NodeSettings,
     ) -> None:
         pressure = cache.pressure
         if settings.below:
             pressure.watermarks = msgspec.structs.replace(pressure.watermarks, tier=TIER)
         self._cache = cache
-        self._names = names
+        self._operations = operations
+        self._copies = copies
+        self._names = copies.names
+        self._value = copies.value
         self._chains = chains
-        self._spills = idle_spills
-        self._value = value
+        self._idle_spills = idle_spills
         self._settings = settings
         self._tickets: dict[int, OpenSpill] = {}
         self._queue: deque[int] = deque()
@@ -441,7 +503,7 @@ class PressureRelief:
         self._pressed: set[SessionId] = set()
         self._pressed_until_s = 0.0
 
-    def tick(self, now: float, next_operation: Callable[[], OperationId]) -> list[Effect]:
+    def tick(self, now: float) -> list[Effect]:
         """Relieve when it is due, and copy some bytes of what is being spilled."""
         for number in self._copied:
             if number in self._tickets:
@@ -452,7 +514,7 @@ class PressureRelief:
             for directive in self._cache.pressure.relieve(now):
                 match directive:
                     case Spill():
-                        copies = self._copies(directive, next_operation)
+                        copies = self._copies_of(directive)
                         until_s = now + COPY_DEADLINE_S
                         self._tickets[directive.ticket] = OpenSpill(copies, {}, until_s)
                         self._queue.append(directive.ticket)
@@ -477,16 +539,19 @@ class PressureRelief:
             effects.append(copy)
         return effects
 
-    def landed(self, operation_id: OperationId, *, is_kept: bool) -> StoreCopy | None:
-        """A copy is in the store, or is not; the copy. None for one that is not ours."""
-        number = self._by_operation.pop(operation_id, None)
-        if number is None:
-            return None
-        ticket = self._tickets[number]
-        copy = ticket.waiting.pop(operation_id)
-        ticket.is_bad = ticket.is_bad or not is_kept
-        self._report(number)
-        return copy
+    def completed(self, event: Completion, now: float) -> Iterable[Effect]:
+        """A copy is in the store, or is not."""
+        number = self._by_operation.pop(event.operation_id, None)
+        if number is not None:
+            self._operations.end(event.operation_id)
+            ticket = self._tickets[number]
+            copy = ticket.waiting.pop(event.operation_id)
+            if isinstance(event, Kept):
+                self._copies.kept(copy)
+            else:
+                ticket.is_bad = True
+            self._report(number)
+        return ()
 
     def next_due(self) -> float | None:
         """When `tick` has something to do; 0: now."""
@@ -519,6 +584,7 @@ class PressureRelief:
             ticket = self._tickets.pop(number)
             for operation_id in ticket.waiting:
                 del self._by_operation[operation_id]
+                self._operations.end(operation_id)
                 effects.append(DropOperation(operation_id))
             if number in self._queue:
                 self._queue.remove(number)
@@ -530,10 +596,10 @@ class PressureRelief:
         if not self._cache.pressure.are_blocks_short:
             return False
         if not self._pressed:
-            self._pressed = self._spills.press(PRESSED_SESSIONS)
+            self._pressed = self._idle_spills.press(PRESSED_SESSIONS)
             self._pressed_until_s = now + PRESS_WAIT_S
             return bool(self._pressed)
-        if now < self._pressed_until_s and self._spills.is_pending(self._pressed):
+        if now < self._pressed_until_s and self._idle_spills.is_pending(self._pressed):
             return True
         self._pressed.clear()
         return False
@@ -549,15 +615,12 @@ class PressureRelief:
         else:
             self._cache.pressure.spilled(number)
 
-    def _copies(
-        self, spill: Spill, next_operation: Callable[[], OperationId]
-    ) -> Iterator[StoreCopy]:
+    def _copies_of(self, spill: Spill) -> Iterator[StoreCopy]:
         """Lazily: the slots are held, so each can be read as late as there is budget for it."""
         for point in spill.points:
             digests = self._chains.peek(point.prefix, point.sessions)
             depth = len(digests)
             session = self._value.session(depth, (depth,))
             for name, slot in point.slots.items():
-                cost_ms = self._value.cost_ms(session, Cell(depth, depth), name)
-                meta = self._names.point_meta(name, depth, digests)
-                yield StoreCopy(next_operation(), meta, name, (slot,), cost_ms)
+                point_at = Cell(depth, depth)
+                yield self._copies.begin(self, point_at, name, (slot,), digests=digests, of=session)

@@ -157,6 +157,9 @@ class Computing(msgspec.Struct, frozen=True):
     added: Packed = b""
 
 
+Completion = RecordsFound | Fetched | NotFetched | Filled | Kept | NotKept | Located
+"""What came of an operation."""
+
 Event = (
     TurnArrived
     | RecordsFound

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -29,6 +28,7 @@ from ownerserve.kv.wire.rpc import PageIs, RpcAnswer
 from ownerserve.node.ownership.inventory import Inventory, Residency
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.vocabulary.events import Forget, Locate, Located, RecordsLost, Remember
+from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import RecordNames, Tip
 from ownerserve.store.disk.snapshot import StoreSnapshot
 
@@ -52,10 +52,10 @@ class Holding:
         self._can_replay = can_replay
         self.inventory = Inventory()
         """Written by the thread alone."""
-        self._residency = Residency(names, self.inventory, can_replay=can_replay)
+        self._operations = Operations()
+        self._residency = Residency(names, self.inventory, self._operations, can_replay=can_replay)
         self._shards = Shards(directories)
         self._journal: Journal | None = Journal(journal)
-        self._operation_ids = count(1)
         self._inbox: SimpleQueue[Chore | None] = SimpleQueue()
         found = self._journal.found
         self._tell(lambda: self._residency.remembered(found, _now()))
@@ -130,11 +130,11 @@ class Holding:
 
     def _look(self) -> None:
         now = _now()
-        for effect in self._residency.tick(now, lambda: next(self._operation_ids)):
+        for effect in self._residency.tick(now):
             assert isinstance(effect, Locate)
             held = self._shards.held(effect.ids)
             located = {} if held is None else {Tier.DISK: held}
-            self._residency.located(Located(effect.operation_id, located), now)
+            self._operations.complete(Located(effect.operation_id, located), now)
         self._write_down()
 
     def _write_down(self) -> None:
@@ -163,7 +163,9 @@ class Holding:
         if self._journal is not None:
             self._journal.close()
             self._journal = None
-        self._residency = Residency(names, self.inventory, can_replay=self._can_replay)
+        self._residency = Residency(
+            names, self.inventory, self._operations, can_replay=self._can_replay
+        )
 
     def _say(self, after: int, unit: RoutingUnit, answer: Future[RpcAnswer]) -> None:
         if answer.set_running_or_notify_cancel():
