@@ -1,4 +1,4 @@
-"""Who asks, for which model, and like which other session: what a request says before any decision.
+"""What a request says before any decision: who asks, for which model, and like which session.
 
 Owns the order of looking: headers, then the body's fields, then its content; and the session's name
 from there on: aliases are resolved here, once. Each JSON body is scanned, also of a session that a
@@ -133,7 +133,7 @@ class Asking:
         return self.chain.group(identity.session)
 
     def _resolved(self, identity: SessionIdentity) -> SessionIdentity:
-        """The same under the session's own name."""
+        """The identity under the session's own name, where an alias asked."""
         asked_by = identity.session
         if asked_by is None:
             return identity
@@ -148,7 +148,8 @@ class Asking:
     def _by_content(
         self, identity: SessionIdentity, fields: BodyFields, *, scope: Scope, head: RequestHead
     ) -> tuple[SessionIdentity, int]:
-        """Who it is, or like whom it begins, by its content; and for how many bytes."""
+        """The identity that the content gives, or the parent it begins like; and for how many
+        bytes."""
         content = content_of(fields, tenant=scope.tenant)
         if content is None:
             return identity, 0

@@ -246,7 +246,7 @@ OVER = Phase()
 
 
 class Reading(Phase):
-    """Who asks is known; the directory is asked who owns the session."""
+    """The directory is asked who owns the session: it is known who asks."""
 
     __slots__ = ("asked", "exchange", "task")
 
@@ -424,7 +424,7 @@ class Relaying(Sent):
 
 
 class Dechunking(Relaying):
-    """The same for a client too old for chunks."""
+    """The answer goes to a client too old for chunks, without their frames."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Who owns a session that is new to this gateway: the directory is asked, for a moment.
+"""Asks the directory, for a moment, who owns a session that is new to this gateway.
 
 Owns the look-ups that wait. Nothing is decided here: workers own, and say so themselves.
 

@@ -56,7 +56,7 @@ from ownerserve.router.sessions import RoutedSession
 ANSWER = ANSWER_HEADER.removeprefix(PREFIX).encode()
 REFUSAL = REFUSAL_HEADER.removeprefix(PREFIX).encode()
 MODEL = MODEL_HEADER.removeprefix(PREFIX).encode()
-"""As ResponseHead.stamp names them."""
+"""The names that ResponseHead.stamp has them under."""
 
 _BY_STATUS = {
     429: WorkerRefusal.QUEUE_FULL,
@@ -76,7 +76,7 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
 
 
 class Owned(msgspec.Struct, frozen=True, gc=False):
-    """Who owns the turn's session under which epoch, after how many turns; `unit` is the
+    """The owner of the turn's session, under which epoch and after how many turns; `unit` is the
     directory's name of it."""
 
     unit: RoutingUnit

@@ -102,7 +102,7 @@ class Turns:
     # A turn, step by step
 
     def read(self, request: HttpRequest) -> IdentifiedRequest:
-        """Who asks, for what. Raises Rejected."""
+        """Read who asks, and for what. Raises Rejected."""
         return self.asking.read(request)
 
     def find_owner(self, asked: IdentifiedRequest) -> Coroutine[Any, Any, None] | None:

@@ -151,7 +151,7 @@ class SessionAdmission:
         self._waiting = deque(one for one in self._waiting if one.ticket != ticket)
 
     def due(self, now_s: float) -> list[Ticket]:
-        """Who may enter now, in the order of arrival."""
+        """The tickets that may enter now, in the order of arrival."""
         if not self._waiting:
             return []
         self._expire(now_s)
@@ -199,7 +199,7 @@ class SessionAdmission:
         self._inside.move_to_end(session)
 
     def _count(self, known: _Inside, context: int, *, growth: int) -> None:
-        """Its context is `context` now, unless it was longer before."""
+        """A session's context is `context` now, unless it was longer before."""
         if context > known.context:
             self._context_tokens += context - known.context
             known.context = context
@@ -226,7 +226,7 @@ class SessionAdmission:
         return _take(idle, prompt, beside)
 
     def _idle(self) -> list[Worker]:
-        """Who could begin a new session at once."""
+        """The workers that could begin a new session at once."""
         return [
             worker
             for worker in self._fleet.up
@@ -268,7 +268,7 @@ class SessionAdmission:
                 self._stand_up(session)
 
     def _stand_up(self, session: SessionId) -> None:
-        """Its seat is free; what was promised to it stands."""
+        """The session's seat is free; what was promised to it stands."""
         known = self._inside.pop(session, None)
         if known is not None:
             self._held_tokens -= known.tokens
@@ -365,9 +365,9 @@ class AdmissionQueue:
 def forked_from(
     named: SessionId | None, like: SessionId | None, *, shared: float, prompt: float
 ) -> SessionId | None:
-    """Whose sub-agent or fork a session is: whom its client `named`, else the one that it begins
-    `like`, if it shares at least half of its prompt (`shared` and `prompt` in one unit, bytes or
-    tokens). A system prompt in common is not enough."""
+    """The session whose sub-agent or fork another one is: whom its client `named`, else the one
+    that it begins `like`, if it shares at least half of its prompt (`shared` and `prompt` in one
+    unit, bytes or tokens). A system prompt in common is not enough."""
     if named is not None:
         return named
     return like if 2 * shared >= prompt else None

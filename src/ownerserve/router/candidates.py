@@ -50,7 +50,7 @@ class Rooms:
         """Step and key of each worker, by its order."""
 
     def place(self, workers: Iterable[Worker], key_of: dict[int, int]) -> None:
-        """They stand with the room that they have now, at the key of load that `key_of` says."""
+        """Put workers where the room that they have now belongs, at the key of load in `key_of`."""
         for worker in workers:
             place = _step(room_tokens(worker)), key_of[worker.order]
             if place != self._place.get(worker.order):
@@ -128,7 +128,8 @@ class _Order:
         worker.watchers += (self.watch,)
 
     def place(self, worker: Worker) -> None:
-        """It stands here as it is now; without `add`, later changes of its load are not heard."""
+        """The worker stands here as it is now; without `add`, later changes of its load are not
+        heard."""
         self.by_order[worker.order] = worker
         self.watch.changed.add(worker)
         self.watch.sequences += worker.batch
@@ -200,7 +201,7 @@ class Candidates:
 
     def __init__(self, workers: Iterable[Worker] = ()) -> None:
         self.serving: set[Worker] = set()
-        """Those that run turns. Read it only."""
+        """Workers that run turns. Read it only."""
         self._serving = _Order()
         self._prefill = _Order()
         self._stable: tuple[Worker, ...] | None = None
@@ -246,11 +247,11 @@ class Candidates:
         return self._prefill.by_order.get(worker.order) is worker
 
     def prefilling(self) -> list[Worker]:
-        """Those that prefill for others, in stable order."""
+        """Workers that prefill for others, in stable order."""
         return [worker for _, worker in sorted(self._prefill.by_order.items())]
 
     def without(self, tried: Collection[Worker]) -> Candidates:
-        """The same but `tried`. A snapshot: no worker knows it, it follows no later change."""
+        """These candidates but `tried`: a snapshot, which no worker knows and no change follows."""
         others = Candidates()
         for worker in self.everyone():
             if worker not in tried:
@@ -258,7 +259,7 @@ class Candidates:
         return others
 
     def everyone(self) -> set[Worker]:
-        """Those that run turns and those that prefill for others."""
+        """Workers that run turns and workers that prefill for others."""
         return {*self._serving.by_order.values(), *self._prefill.by_order.values()}
 
     # Kept by the fleet

@@ -59,7 +59,7 @@ class DispatchReason(Label):
     CACHED = "cached"
     """Enough of the prompt is held there."""
     CHEAPEST = "cheapest"
-    """The lowest cost of all ways that were priced."""
+    """The lowest cost of all options that were priced."""
     HOT_OWNER = "hot_owner"
     """The owner is too busy: the session moves."""
     HOT_COOLING = "hot_cooling"
@@ -183,7 +183,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         return [worker for worker in self._holding() if worker in fleet]
 
     def prefill_holders(self, fleet: Candidates) -> list[Worker]:
-        """Those that hold it among the workers that prefill for others."""
+        """Workers that hold the beginning of the prompt, of those that prefill for others."""
         return [worker for worker in self._holding() if fleet.can_prefill(worker)]
 
     def _holding(self) -> list[Worker]:
@@ -234,9 +234,9 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     `cached_tokens`: how much of the prompt it is expected not to compute (compared later with what
     the engine reports). `prefill`: the worker that computes the prompt (remote_prefill). `source`:
     where to bring the state of `moved_tokens` from (artifact_fetch, state_migration,
-    tail_recompute); with remote_prefill they come from `prefill`. `wanted`: a
-    migration that would be right but that the worker can't perform; the action is the next best.
-    `alternatives`: the ways that were priced, cheapest first; empty for policies that do not price.
+    tail_recompute); with remote_prefill they come from `prefill`. `wanted`: a migration that would
+    be right but that the worker can't perform; the action is the next best. `alternatives`: the
+    options that were priced, cheapest first; empty for policies that do not price.
     """
 
     worker: Worker

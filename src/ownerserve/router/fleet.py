@@ -71,7 +71,7 @@ class Fleet:
         self._workers: dict[tuple[WorkerId, int], Worker] = {}
         self._all = Candidates()
         self._nameless = Candidates()
-        """Those that name no model, and so may serve any."""
+        """Workers that name no model, and so may serve any."""
         self._by_model: dict[str, Candidates] = {}
         self._presumed = PresumedSpeeds()
 
@@ -79,7 +79,7 @@ class Fleet:
         return iter(self._workers.values())
 
     def __getitem__(self, worker: WorkerId) -> Worker:
-        """Its first rank."""
+        """The first rank of `worker`."""
         return self._workers[worker, 0]
 
     @property
@@ -88,7 +88,7 @@ class Fleet:
         return tuple(self._all)
 
     def candidates(self, model: str | None) -> Candidates:
-        """Who may serve a request for `model`; None when the request names none."""
+        """Workers that may serve a request for `model`; None when the request names none."""
         if model is None:
             return self._all
         return self._by_model.get(model, self._nameless)
@@ -152,7 +152,7 @@ class Fleet:
             raise InvariantViolated("invariant 5: the candidates are not those that are up")
 
     def _price_unmeasured(self, like: Profile) -> None:
-        """Those of its kind that have not measured themselves are priced anew."""
+        """Workers of its kind that have not measured themselves are priced anew."""
         for worker in self._workers.values():
             profile = worker.profile
             if profile.is_measured or profile.spec_digest != like.spec_digest:

@@ -144,7 +144,7 @@ class ReleaseEnd(Label):
 
     RELEASED = "released"
     NOT_OWNER = "not_owner"
-    """It is not the owner under that epoch (any more)."""
+    """Whoever was asked is not the owner under that epoch (any more)."""
     KEPT = "kept"
     """A turn of it runs there, or nothing was heard: it may still own the session."""
 

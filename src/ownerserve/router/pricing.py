@@ -15,9 +15,9 @@
 | interference | mu x ms of prefill x sequences that decode there meanwhile |
 
 A sequence's bytes are those of its tokens and what it keeps beside: point state, which is taken,
-sent and held twice whole, however few tokens go with it.
-Network and restore are priced without overlap with compute: an upper bound, the same for all ways.
-Nothing is counted twice: what waits behind a queue is in `queue`, what runs is in the others.
+sent and held twice whole, however few tokens go with it. Network and restore are priced without
+overlap with compute: an upper bound, the same for all options. Nothing is counted twice: what waits
+behind a queue is in `queue`, what runs is in the others.
 
 **Options**: a worker's abilities, the turn's class and the known copies say in which ways a turn
 can be placed there. Nothing else asks what a worker can do.
@@ -71,7 +71,7 @@ from ownerserve.router.worker import Worker
 
 
 class PlacementPricer:
-    """Prices ways to place one request. Holds the weights, no state."""
+    """Prices options of placing one request. Holds the weights, no state."""
 
     def __init__(self, settings: Settings) -> None:
         self._lambda = settings.memory_ms_per_gib / GIB
@@ -164,7 +164,7 @@ class PlacementPricer:
         )  # fmt: skip
 
     def _duplicate_ms(self, tokens: int, copy: Copy) -> float:
-        """Of so many tokens that `copy` holds too."""
+        """What it costs that `copy` holds so many of the tokens too."""
         holder = copy.worker
         if tokens <= 0 or holder is None or copy.tier is not _DEVICE:
             return 0.0
@@ -189,7 +189,8 @@ _DISK = Tier.DISK
 
 
 class _Offer(NamedTuple):
-    """What a worker can do for a class of turns. `brings`: the ways from a peer, the first best."""
+    """What a worker can do for a class of turns. `brings`: actions that bring state from a peer,
+    the first best."""
 
     apart: bool
     restores: bool
@@ -203,32 +204,32 @@ def _offer(turn: TurnClass, actions: frozenset[PlacementAction]) -> _Offer:
     return _Offer(_APART in able, _RESTORE in able, tuple(one for one in _BRINGING if one in able))
 
 
-def ways_at(
+def options_at(
     request: RoutingRequest, worker: Worker, *, pricer: PlacementPricer, fleet: Candidates
 ) -> list[Option]:
     """Every way to run the turn at `worker`: on the spot always, the others where they apply."""
-    ways = [pricer.local(request, worker)]
+    options = [pricer.local(request, worker)]
     profile = worker.profile
     offer = _offer(request.turn, profile.actions)
     if offer.apart:
         prefill = next(iter(fleet.least_prefill(1)), worker)
         if prefill is not worker and shares_state(prefill, worker):
-            ways.append(pricer.apart(request, worker, prefill))
+            options.append(pricer.apart(request, worker, prefill))
     if not request.copies or request.spec_digest != profile.spec_digest:
-        return ways
+        return options
     held = request.cached_on(worker)
     if offer.restores:
         stored = stored_copy(request, worker)
         if stored is not None and stored.tokens > held:
-            ways.append(pricer.bring(request, worker, action=_RESTORE, source=stored))
+            options.append(pricer.bring(request, worker, action=_RESTORE, source=stored))
     if offer.brings:
         peer = peer_copy(request, worker)
         if peer is not None and peer.tokens > held:
             for action in offer.brings:
                 if _may(action, request, peer):
-                    ways.append(pricer.bring(request, worker, action=action, source=peer))
+                    options.append(pricer.bring(request, worker, action=action, source=peer))
                     break  # a migration costs what a fetch costs, and leaves no second copy
-    return ways
+    return options
 
 
 def stored_copy(request: RoutingRequest, worker: Worker) -> Copy | None:
@@ -289,10 +290,10 @@ def rank(
     pricer: PlacementPricer,
     fleet: Candidates,
 ) -> list[Option]:
-    """All ways at `workers`, the cheapest first; of equal ones, the earlier worker's."""
+    """All options at `workers`, the cheapest first; of equal ones, the earlier worker's."""
     options: list[Option] = []
     for worker in dict.fromkeys(workers):
-        options += ways_at(request, worker, pricer=pricer, fleet=fleet)
+        options += options_at(request, worker, pricer=pricer, fleet=fleet)
     options.sort(key=_BY_TOTAL)
     return options
 

@@ -77,7 +77,7 @@ class Prefix:
         self.hash: PrefixHash | None = None
         self.refs = 1
         self.spec_digest = ""
-        """Of the workers that hold it; state under another digest is another state."""
+        """The spec digest of the workers that hold it; under another digest it is another state."""
 
     def grow(self, worker: Worker, tokens: int) -> None:
         """A turn has left [0, tokens) on the device of `worker`."""
@@ -202,7 +202,7 @@ class RoutedSession:
         self.stem_tokens = 0
         self.bytes_per_token = DEFAULT_BYTES_PER_TOKEN
         self.prompt_tokens = 0
-        """Of its last counted turn, without the answer."""
+        """The prompt of its last counted turn, without the answer."""
         self.output_tokens = 0.0
         self.pending: tuple[tuple[Worker, Load], ...] = ()
         self.turns = 0
@@ -246,7 +246,7 @@ class RoutedSession:
         return self.stem_tokens if self.prefix is None else self.prefix.tokens
 
     def copies(self) -> tuple[Copy, ...]:
-        """Who holds the beginning of its context and can be used now."""
+        """Copies of the beginning of its context that can be used now."""
         prefix, stem = self.prefix, self.stem
         every = () if prefix is None else prefix.copies
         if stem is not None:
@@ -293,7 +293,7 @@ class RoutedSession:
             self.prefix.drop(source.worker, source.tier)
 
     def leave(self) -> None:
-        """It ends: others may still stand on its prefixes."""
+        """Leave its prefixes, as the session ends: others may still stand on them."""
         self._leave_stem()
         if self.prefix is not None:
             self.prefix.refs -= 1

@@ -62,7 +62,7 @@ DEFAULTS = Settings()
 
 
 MOVING_SHARE_MAX = 0.05
-"""Of a session's time."""
+"""The share of a session's time that moves may take."""
 
 
 class WorkloadFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class WorkloadFacts(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens_p90: int
     addition_tokens_p50: int
     reuse_share: float
-    """Of input tokens: prefix of an earlier turn of the same session."""
+    """The share of input tokens that are a prefix of an earlier turn of the same session."""
     decoding: int = 8
     """Sequences in a worker's batch."""
 

@@ -229,7 +229,7 @@ class Worker:
         self.profile: Profile = UNKNOWN
         self.speed = UNKNOWN.speed
         self.watchers: tuple[Watch, ...] = ()
-        """Who must know that its load has changed: the orders it stands in (candidates.py)."""
+        """The orders that it stands in (candidates.py): they hear that its load has changed."""
         self.bound_sessions = 0
         self.requests = self.pending_prefill_tokens = self.held_tokens = 0
         self.batch = 0
@@ -300,7 +300,7 @@ class Worker:
             self.refresh()
 
     def take_prefill(self, load: Load) -> None:
-        """Its prefill is over."""
+        """The dispatch's prefill is over."""
         self.pending_prefill_tokens -= load.prefill_tokens
         self._delta_pending -= load.prefill_tokens
         load.prefill_tokens = 0
@@ -308,7 +308,7 @@ class Worker:
             self.refresh()
 
     def take(self, load: Load) -> None:
-        """It has ended."""
+        """The dispatch has ended."""
         self.requests -= 1
         self.pending_prefill_tokens -= load.prefill_tokens
         self.held_tokens -= load.held_tokens
@@ -323,7 +323,7 @@ class Worker:
             self.refresh()
 
     def refresh(self) -> None:
-        """Its load has changed: say so to the orders that it stands in."""
+        """Tell the orders that it stands in: its load has changed."""
         if not self.is_old:
             self.is_old = True
             for watch in self.watchers:

@@ -185,7 +185,7 @@ _CLOSE_LINE = b"connection: close\r\n"
 
 
 class Answering(Protocol):
-    """Who has a request answered."""
+    """Whatever has one request answered (an exchange)."""
 
     def start(self) -> None: ...
     def abort(self) -> None: ...

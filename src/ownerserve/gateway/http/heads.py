@@ -235,7 +235,7 @@ class ResponseHead(msgspec.Struct, frozen=True):
         )
 
     def unchunked(self) -> ResponseHead:
-        """The same head for a client too old for chunks: the body ends by close."""
+        """This head for a client too old for chunks: the body ends by close."""
         return msgspec.structs.replace(self, chunked=False)
 
 

@@ -121,7 +121,7 @@ _JOIN_MAX_BYTES = 16 * KIB
 
 
 class BodySink(Protocol):
-    """Who gets an answer's body as it comes. After an end of any kind it hears nothing more."""
+    """Gets an answer's body as it comes. After an end of any kind it hears nothing more."""
 
     def answer_bytes(self, data: bytes) -> None: ...
     def answer_end(self, tail: bytes) -> None: ...
@@ -131,7 +131,7 @@ class BodySink(Protocol):
 
 
 class HeadSink(Protocol):
-    """Who waits for an answer to begin."""
+    """Waits for an answer to begin."""
 
     def answer_begin(self, head: ResponseHead, first: bytes) -> BodySink:
         """The head is here, and `first` of the body behind it; who is given the rest."""

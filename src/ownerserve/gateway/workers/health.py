@@ -1,4 +1,4 @@
-"""Who is up, in which life, and what it is: asks each worker from time to time, tells the state.
+"""Probes each worker from time to time: is it up, in which life, and what is it? Tells the state.
 
 A worker of ours answers `/ownerserve/status` with all of it (kv.wire.status), which is read on
 every probe: prices follow what the worker measures. Any other engine is asked for `/health`, and

@@ -16,7 +16,7 @@ class WorkerRefusal(StrEnum):
 
     TOO_LONG = "too_long"
     CONTEXT_LENGTH = "context_length_exceeded"
-    """The same of a turn that is here, in OpenAI's word: its client can mend it."""
+    """A turn that is here is too long: OpenAI's word, and its client can mend it."""
     QUEUE_FULL = "queue_full"
     NO_ROOM = "no_room"
     DRAINING = "draining"

@@ -59,7 +59,7 @@ CONTENT_MIN_BYTES = KIB
 """Less than this is no session: computing it anew costs nothing, and many say the same."""
 
 TIPS_KEPT = 4
-"""Of each session: the last turns that a fork or an edit may go back to."""
+"""A session's last turns that a fork or an edit may go back to."""
 
 OFFSETS_MAX = 16
 """Ends remembered past one chunk; the earliest goes first."""
@@ -190,7 +190,7 @@ class ContentChain:
             known.running -= 1
 
     def forget(self, session: SessionId) -> None:
-        """It is over."""
+        """Forget a session that is over."""
         known = self._sessions.pop(session, None)
         if known is None:
             return
@@ -349,7 +349,7 @@ def _tip_key(data: bytes, begin: int, offset: int, *, chunk: int) -> int:
 
 
 def _kept_chunks(last: int) -> list[int]:
-    """Of chunks 0..last: 0, 1 .. 8, 10, 12, 15, 18, 22 ..., and the last one."""
+    """Some of the chunks 0..last: 0, 1 .. 8, 10, 12, 15, 18, 22 ..., and the last one."""
     kept, chunk = [], 0
     while chunk < last:
         kept.append(chunk)

@@ -1,4 +1,4 @@
-"""Who is asking: the session a request belongs to.
+"""The session that a request belongs to: read from its headers and its body.
 
 Owns the list of headers and body fields that name a session, and their order. The first that is
 present wins; ids are compared whole, never by prefix ("session-1" and "session-12" are two), and
