@@ -172,7 +172,7 @@ def test_a_fault_of_ours_is_told_and_gives_the_receipt_back(
         with monkeypatch.context() as patch:
             if task == "look_up":
                 nobody = EmbeddedDirectory(ManualClock(), TermFile())
-                finder = SessionFinder(nobody, gateway.turns.lives, tell=print)
+                finder = SessionFinder(nobody, gateway.turns.worker_names, tell=print)
                 patch.setattr(gateway.turns, "finder", finder)
                 patch.setattr(finder, "look_up", _broken)
             elif task == "ask":

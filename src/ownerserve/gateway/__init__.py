@@ -2,11 +2,13 @@
 
 | module or folder | owns |
 |---|---|
-| http | connections and messages: client, upstream, requests, answers, heads, replies |
+| http | connections and messages: client, upstream, heads, replies, small questions |
 | workers | what is asked of each worker beside its turns: probes, inventories, places, releases |
 | finder | look-ups of sessions' owners in the directory |
 | asking | who asks, read from a request before any decision |
-| exchange | one request's life, from Arrive to its receipt's end |
-| service | all of the above for one gateway: listeners, drain |
+| stamps | what heads say of a turn, up and down |
+| exchange | one request's life as phases |
+| turns | what an exchange asks at each step: the router's state, admission, places, counts |
+| service | the process: listener, probes, drain |
 | observe, metrics, admin | what it did: counters, decisions, the admin port |
 """

@@ -26,7 +26,7 @@ from ownerserve.directory.messages import (
     SessionIs,
 )
 from ownerserve.directory.port import Directory
-from ownerserve.gateway.workers.rpc import Lives
+from ownerserve.gateway.workers.rpc import WorkerNames
 from ownerserve.kv.epoch import Epoch, later
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
@@ -43,14 +43,14 @@ class SessionFinder:
     """Asks a directory, whose client blocks, in a thread of its own. `tell` hears of owners."""
 
     def __init__(
-        self, directory: Directory, lives: Lives, *, tell: Callable[[Claimed], None]
+        self, directory: Directory, names: WorkerNames, *, tell: Callable[[Claimed], None]
     ) -> None:
         self.answers: Counter[str] = Counter()
         """Outcomes by name, refusals by reason: metric labels."""
         self._directory = directory
         self._tell = tell
         self._seen: Epoch | None = None
-        self._lives = lives
+        self._names = names
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, "directory")
         self._waiting: dict[SessionId, asyncio.Future[None]] = {}
@@ -134,6 +134,6 @@ class SessionFinder:
                 self.answers["session_is"] += 1
                 self.heard(epoch)
                 if outcome.owner_live:
-                    self._tell(Claimed(session, self._lives.here(owner), epoch, version))
+                    self._tell(Claimed(session, self._names.here(owner), epoch, version))
             case _:
                 self.answers["malformed"] += 1

@@ -170,11 +170,11 @@ class Gateway:
                 stated = self.monitors[worker].stated
                 if incarnation is not None:
                     unit = RoutingUnit(worker, dp_rank, incarnation)
-                    self.turns.lives.up(unit, None if stated is None else stated.unit.worker)
+                    self.turns.worker_names.up(unit, None if stated is None else stated.unit.worker)
                 rpc = None if stated is None else stated.profile.rpc
                 self.turns.lines.learn(worker, self.turns.pools[worker].address.host, rpc)
             case WorkerDown(worker, why):
-                self.turns.lives.down(worker)
+                self.turns.worker_names.down(worker)
                 self.turns.lines.learn(worker, self.turns.pools[worker].address.host, None)
                 self.turns.pools[worker].close_idle()
                 if why is Down.UNHEALTHY:  # one that nobody listens at may be ending what it has

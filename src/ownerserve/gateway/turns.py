@@ -30,7 +30,7 @@ from ownerserve.gateway.stamps import (
 )
 from ownerserve.gateway.workers.releasing import Releasing
 from ownerserve.gateway.workers.reservations import HeldPlace, Places, seed_of
-from ownerserve.gateway.workers.rpc import Lines, Lives
+from ownerserve.gateway.workers.rpc import WorkerLines, WorkerNames
 from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.wire.headers import TurnLine
@@ -84,14 +84,14 @@ class Turns:
             None if seats is None else SessionAdmission(self.state.fleet, seats)
         )
         self.asking = Asking(resolve=self.state.sessions.resolve, is_known=self._is_known)
-        self.lives = Lives()
+        self.worker_names = WorkerNames()
         self.finder = None
         if directory is not None:
-            self.finder = SessionFinder(directory, self.lives, tell=self.told)
+            self.finder = SessionFinder(directory, self.worker_names, tell=self.told)
         self.observer = Observer(self.now, decisions_kept=config.decisions_kept)
-        self.lines = Lines(key=config.fleet_key)
+        self.lines = WorkerLines(key=config.fleet_key)
         self.places = Places(self.lines)
-        self.releasing = Releasing(self.lines, self.lives, tell=self.told)
+        self.releasing = Releasing(self.lines, self.worker_names, tell=self.told)
 
     def told(self, event: Reported | Gone | ReleaseEnded | Claimed) -> None:
         """A worker or the directory has news for the state."""
@@ -249,7 +249,7 @@ class Turns:
             report = Reported(stamp.unit, Tier.DEVICE, tip, tokens, session=session)
             self.state.handle(report, now)
         if owned is not None:
-            owner = self.lives.here(owned.unit)
+            owner = self.worker_names.here(owned.unit)
             self.told(Claimed(session, owner, owned.epoch, owned.version))
 
     def _session(self, dispatch: Dispatch) -> RoutedSession | None:

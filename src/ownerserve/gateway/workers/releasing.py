@@ -13,7 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from ownerserve.gateway.workers.rpc import Lines, Lives
+from ownerserve.gateway.workers.rpc import WorkerLines, WorkerNames
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession, Said
 from ownerserve.router.knowledge import end_of
 from ownerserve.router.messages import AskRelease, ReleaseEnd, ReleaseEnded
@@ -25,16 +25,18 @@ RELEASE_S = 2.0
 class Releasing:
     """`tell` hears how each question ended. `counts`: the same by outcome, refusals by reason."""
 
-    def __init__(self, lines: Lines, lives: Lives, *, tell: Callable[[ReleaseEnded], None]) -> None:
+    def __init__(
+        self, lines: WorkerLines, names: WorkerNames, *, tell: Callable[[ReleaseEnded], None]
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self._lines = lines
-        self._lives = lives
+        self._names = names
         self._tell = tell
         self._tasks: set[asyncio.Task[None]] = set()
 
     def ask(self, wanted: AskRelease) -> None:
         """Begin to ask; nothing waits for the answer."""
-        target = self._lives.to_workers(wanted.target)
+        target = self._names.to_workers(wanted.target)
         known = None if target is None else ReleaseSession(wanted.session, wanted.epoch, target)
         self._begin(wanted, known)
 

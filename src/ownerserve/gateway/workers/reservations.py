@@ -19,7 +19,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from ownerserve.gateway.http.heads import RequestHead
-from ownerserve.gateway.workers.rpc import Lines, WorkerLine
+from ownerserve.gateway.workers.rpc import WorkerLine, WorkerLines
 from ownerserve.kv.ids import TurnId, WorkerId
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.kv.wire.refusals import WorkerRefusal
@@ -106,7 +106,7 @@ class Places:
     """All workers' admission. `counts`: what came of asking, by outcome; `late`: places that came
     when nobody waited any more; `cancelled`: workers' answers to a Cancel."""
 
-    def __init__(self, lines: Lines, *, ask_s: float = ASK_S) -> None:
+    def __init__(self, lines: WorkerLines, *, ask_s: float = ASK_S) -> None:
         self.counts = lines.counts
         self._ask_s = ask_s
         self._lines = lines

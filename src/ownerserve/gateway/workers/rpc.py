@@ -43,7 +43,7 @@ NUMBER_BYTES = 8
 EVERYWHERE = ("0.0.0.0", "[::]")
 
 
-class Lines:
+class WorkerLines:
     """A line to each worker that tells where its RPC port is, and that can be reached there.
 
     `counts`: `late`, places that came when nobody waited any more; `cancelled`, workers' answers to
@@ -189,9 +189,9 @@ class WorkerLine:
 Life = tuple[Incarnation, int]
 
 
-class Lives:
-    """Lives of routing units that answer: when one began, to the nanosecond, and its rank say which
-    one it is, under whatever name."""
+class WorkerNames:
+    """WorkerNames of routing units that answer: when one began, to the nanosecond, and its rank say
+    which one it is, under whatever name."""
 
     def __init__(self) -> None:
         self._here: dict[Life, RoutingUnit] = {}
