@@ -12,7 +12,7 @@ from ownerserve.cache.parts import Parts
 from ownerserve.cache.pools.slot_pools import SlotPool
 from ownerserve.cache.sessions import MORE_EXPECTED
 from ownerserve.cache.tree import paths
-from ownerserve.cache.tree.node import ABSENT, Node
+from ownerserve.cache.tree.node import Node
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.prefix import TOKEN_BYTES
 
@@ -46,10 +46,11 @@ def check_conservation(parts: Parts, nodes: list[Node]) -> None:
     _check_pool(pools.blocks, blocks)
     for index, pool in enumerate(pools.points):
         slots = [
-            stop.slots[index]
+            slot
             for node in nodes
             for stop in node.stops
-            if stop.slots is not None and stop.slots[index] != ABSENT
+            for slot in (stop.slots or ())[index : index + 1]
+            if slot is not None
         ]
         _check_pool(pool, slots + parts.ingest.point_slots(index))
     _check_pool(pools.states, [run.table.state for run in runs])
@@ -165,7 +166,7 @@ def check_evictable(parts: Parts, nodes: list[Node]) -> None:
             for index, slot in enumerate(stop.slots or ()):
                 queued = stop.queued is not None and stop.queued[index] is not None
                 queued = queued or stop.is_cooled or stop.holds > 0
-                require(slot == ABSENT or queued, 7, "the evictor can't find a point")
+                require(slot is None or queued, 7, "the evictor can't find a point")
 
 
 def check_tails(parts: Parts, nodes: list[Node]) -> None:

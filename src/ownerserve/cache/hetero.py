@@ -232,8 +232,7 @@ class HeteroCache:
         self._count(run, 1)
         effect: Effect
         if stop is not None:
-            assert stop.slots is not None
-            effect = LoadPoint(dict(zip(self._point_names, stop.slots, strict=True)), state)
+            effect = LoadPoint(stop.point_slots(self._point_names), state)
         else:
             effect = ResetState(state)
         skip = (restored - prompt_at) * TOKEN_BYTES

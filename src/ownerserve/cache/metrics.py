@@ -78,7 +78,7 @@ def snapshot(cache: HeteroCache, now: float) -> Snapshot:
     protected = [0] * len(layout.point_names)
     for stop in stops:
         for index, slot in enumerate(stop.slots or ()):
-            protected[index] += slot >= 0 and stop.holds > 0
+            protected[index] += slot is not None and stop.holds > 0
     cached = parts.tree.blocks * layout.block_tokens
     return Snapshot(
         as_of_s=now,

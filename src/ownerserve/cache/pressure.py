@@ -263,7 +263,7 @@ class Pressure:
     def _describe(self, stop: ResumeDepth) -> SpilledPoint:
         size = self._evictor.tree.block_bytes
         prefix = paths.tokens(stop.node, 0, stop.depth, block_bytes=size)
-        slots = dict(zip((p.name for p in self._pools.points), stop.slots or (), strict=True))
+        slots = stop.point_slots(self._pools.layout.point_names)
         return SpilledPoint(prefix, slots, tuple(SessionId(name) for name in stop.anchors or ()))
 
     def copied(self, ticket: int) -> None:

@@ -30,9 +30,9 @@ class ResidentPrefix:
     def point_slots(self) -> dict[str, int] | None:
         """Slots of the point state behind the last block, by component; None when it lacks any."""
         stop = paths.complete_stop(self._node, self._depth)
-        if stop is None or stop.depth != self._depth or stop.slots is None:
+        if stop is None or stop.depth != self._depth:
             return None
-        return dict(zip(self._names, stop.slots, strict=True))
+        return stop.point_slots(self._names)
 
 
 class Residents:

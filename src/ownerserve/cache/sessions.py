@@ -102,7 +102,7 @@ class Sessions:
         """One entry a session: one that waits already under an earlier instant is put back when
         that comes, so a turn pushes none."""
         session.next_check_s = at_s
-        if not 0.0 <= session.queued_s <= at_s:
+        if session.queued_s is None or session.queued_s > at_s:
             session.queued_s = at_s
             heappush(self._checks, (at_s, session.generation, session))
 
@@ -190,14 +190,14 @@ class Sessions:
         checks, left = self._checks, self._tree.left
         if left:
             for session in left:
-                if session.queued_s < 0.0:
+                if session.queued_s is None:
                     self._look_again(session, now + FORGET_CHECK_S)
             left.clear()
         while checks and checks[0][0] <= now:
             due, _, session = heappop(checks)
             if due != session.queued_s or self._by_id.get(session.session_id) is not session:
                 continue
-            session.queued_s = -1.0
+            session.queued_s = None
             if due < session.next_check_s:
                 self._look_again(session, session.next_check_s)
                 continue
@@ -293,7 +293,7 @@ class Sessions:
         restorable = 0 if layout.point_names else session.depth
         for stop in paths.stops_above(node, session.depth) if node is not None else ():
             for name, slot in zip(layout.point_names, stop.slots or (), strict=False):
-                points[name] += slot >= 0
+                points[name] += slot is not None
             if stop.is_complete:
                 restorable = max(restorable, stop.depth)
         for component in layout.components:

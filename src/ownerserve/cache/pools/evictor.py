@@ -17,7 +17,7 @@ from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import Victim
 from ownerserve.cache.policies.base import EvictionPolicy, PolicyPrices
 from ownerserve.cache.tree import paths
-from ownerserve.cache.tree.node import ABSENT, Key, Node, ResumeDepth
+from ownerserve.cache.tree.node import Key, Node, ResumeDepth
 from ownerserve.cache.tree.prefix_tree import Freed, PrefixTree
 
 LOOK_TAILS = 32
@@ -181,7 +181,7 @@ class Evictor:
         """Of point state there."""
         held = 0
         for slot, size in zip(stop.slots or (), self.point_bytes, strict=False):
-            held += size if slot != ABSENT else 0
+            held += size if slot is not None else 0
         return held
 
     def _next(self) -> int:
@@ -199,7 +199,7 @@ class Evictor:
         present = self._point_key(stop)
         for index, slot in enumerate(stop.slots):
             queued = stop.queued[index]
-            if slot != ABSENT and (queued is None or present < queued):
+            if slot is not None and (queued is None or present < queued):
                 stop.queued[index] = present
                 heappush(self._points[index], (present, self._next(), stop))
                 if len(self._points[index]) > self._points_limit[index]:
@@ -248,7 +248,7 @@ class Evictor:
             if stop.slots is None or queued is None or key is not queued[index]:
                 heappop(heap)
                 continue
-            if stop.slots[index] == ABSENT or stop.holds:
+            if stop.slots[index] is None or stop.holds:
                 queued[index] = None  # what is held is offered again when its spill is over
                 heappop(heap)
                 continue
@@ -266,15 +266,15 @@ class Evictor:
         """Take one point component off a stop."""
         assert stop.slots is not None
         lost = stop.is_complete
-        gone = [ABSENT] * len(stop.slots)
+        gone: list[int | None] = [None] * len(stop.slots)
         gone[index] = stop.slots[index]
         freed = Freed([], [gone], int(lost))
         if lost:
             self.policy.evicted(self._lost_key(stop))
-        stop.slots[index] = ABSENT
+        stop.slots[index] = None
         if self.tree.slid is not None and stop.anchors:
             self.tree.slid.add(stop)
-        if all(slot == ABSENT for slot in stop.slots):
+        if all(slot is None for slot in stop.slots):
             stop.slots = None
             self.tree.prune(stop)
         else:

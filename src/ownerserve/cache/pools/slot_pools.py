@@ -13,7 +13,7 @@ from ownerserve.cache.counters import Counters, LossCause
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import NoRoom, Shortage
 from ownerserve.cache.pools.evictor import Evictor
-from ownerserve.cache.tree.node import ABSENT, ResumeDepth
+from ownerserve.cache.tree.node import ResumeDepth
 from ownerserve.cache.tree.prefix_tree import Freed
 from ownerserve.kv.errors import CapacityExceeded, InvalidInput, InvariantViolated
 from ownerserve.kv.specs import Coverage
@@ -203,8 +203,8 @@ class SlotPools:
 
         May evict the state of other stops. When a pool has nothing to give, takes nothing.
         """
-        lacking = stop.slots or [ABSENT] * len(self.points)
-        wanted = [index for index, slot in enumerate(lacking) if slot == ABSENT]
+        lacking = stop.slots or [None] * len(self.points)
+        wanted = [index for index, slot in enumerate(lacking) if slot is None]
         taken = self._take_point(wanted)
         if not isinstance(taken, NoRoom):
             self._hang(stop, taken)
@@ -233,12 +233,12 @@ class SlotPools:
             self._hang(stop, taken)
             return
         names = [pool.name for pool in self.points]
-        lacks = {name: taken[name] for name, slot in zip(names, slots, strict=True) if slot < 0}
+        lacks = {name: taken[name] for name, slot in zip(names, slots, strict=True) if slot is None}
         self.give_point({name: taken[name] for name in names if name not in lacks})
         self._hang(stop, lacks)
 
     def _hang(self, stop: ResumeDepth, taken: dict[str, int]) -> None:
-        slots = stop.slots or [ABSENT] * len(self.points)
+        slots = stop.slots or [None] * len(self.points)
         stop.slots = [taken.get(p.name, s) for p, s in zip(self.points, slots, strict=True)]
         stop.backed = ()
         self._evictor.tree.cool(stop)
@@ -261,14 +261,14 @@ class SlotPools:
     def drop_point(self, stop: ResumeDepth, reason: LossCause) -> None:
         """Free all point state of a stop."""
         for index, slot in enumerate(stop.slots or ()):
-            if slot != ABSENT:
+            if slot is not None:
                 self._give_points(self._evictor.drop_component(stop, index), reason)
 
     def _give_points(self, freed: Freed, reason: LossCause) -> None:
         evicted = self._counters.evicted_points
         for slots in freed.points:
             for pool, slot in zip(self.points, slots, strict=True):
-                if slot != ABSENT:
+                if slot is not None:
                     pool.give([slot])
                     if reason is not LossCause.SUPERSEDED:
                         evicted[pool.name] = evicted.get(pool.name, 0) + 1

@@ -26,8 +26,10 @@ class Session(msgspec.Struct, eq=False):
     tip      the chain digest of those blocks, where who finished the turn told it
     node, depth   the resident part of it: the frontier in the tree
     row      slots of blocks 0..depth, None while a turn has them or nobody asked
-    frontier_order     the begin order of that turn: an earlier one that ends later is late
-    next_check_s, queued_s   when the table looks at it next; the instant it waits under, no later
+    frontier_order     the begin order of that turn, 0 before any: an earlier one that ends later
+                       is late
+    next_check_s, queued_s   when the table looks at it next; the instant it waits under, no later,
+                             None while it waits under none
     """
 
     session_id: SessionId
@@ -39,12 +41,12 @@ class Session(msgspec.Struct, eq=False):
     tip: PrefixHash | None = None
     stop: ResumeDepth | None = None
     row: list[int] | None = None
-    frontier_order: int = -1
+    frontier_order: int = 0
     running: int = 0
     last_s: float = 0.0
     expires_s: float = 0.0
     next_check_s: float = 0.0
-    queued_s: float = -1.0
+    queued_s: float | None = None
     is_referenced: bool = False
     pin: Receipt | None = None
 
@@ -62,16 +64,14 @@ class Session(msgspec.Struct, eq=False):
 Key = tuple[float, ...]
 """An eviction policy's order: the lowest goes first."""
 
-ABSENT = -1
-"""In `ResumeDepth.slots`: this point component is not resident here."""
-
 
 class ResumeDepth(msgspec.Struct, eq=False):
     """A depth at which somebody may go on: heat for eviction, sessions, point state.
 
     `refs` counts the sessions whose soft reference is alive; `anchors` holds all whose frontier is
-    here. `slots` has one entry a point component, or is None; `queued` the key under which the
-    evictor has it waiting, alike. `holds` counts open spills, `trimmed` the blocks lost behind it.
+    here. `slots` is None, or has an entry a point component: None for one that is not resident.
+    `queued` is the key under which the evictor has each of them waiting. `holds` counts open
+    spills, `trimmed` the blocks lost behind it.
     """
 
     node: Node
@@ -84,7 +84,7 @@ class ResumeDepth(msgspec.Struct, eq=False):
     trimmed: int = 0
     inflation: float = 0.0
     anchors: dict[str, Session] | None = None
-    slots: list[int] | None = None
+    slots: list[int | None] | None = None
     holds: int = 0
     queued: list[Key | None] | None = None
     backed: tuple[str, ...] = ()
@@ -109,7 +109,12 @@ class ResumeDepth(msgspec.Struct, eq=False):
     @property
     def is_complete(self) -> bool:
         """All point components are resident."""
-        return self.slots is not None and ABSENT not in self.slots
+        return self.slots is not None and None not in self.slots
+
+    def point_slots(self, names: tuple[str, ...]) -> dict[str, int]:
+        """Slots of the point components `names` that are resident here, by name."""
+        held = zip(names, self.slots or (), strict=self.slots is not None)
+        return {name: slot for name, slot in held if slot is not None}
 
     @property
     def is_bare(self) -> bool:

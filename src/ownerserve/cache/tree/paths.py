@@ -31,7 +31,8 @@ def points(
     found: list[RestorablePoint] = []
     for stop in stops_above(node, cap) if names else ():
         if stop.slots is not None:
-            lacks = tuple(name for name, slot in zip(names, stop.slots, strict=True) if slot < 0)
+            slots = zip(names, stop.slots, strict=True)
+            lacks = tuple(name for name, slot in slots if slot is None)
             found.append(RestorablePoint(stop.depth * block_tokens, lacks))
     if cap and not (found and found[0].position == cap * block_tokens):
         found.insert(0, RestorablePoint(cap * block_tokens, names))

@@ -36,7 +36,7 @@ class Freed(msgspec.Struct):
     how many of those stops could be restored at before."""
 
     blocks: list[int]
-    points: list[list[int]]
+    points: list[list[int | None]]
     points_lost: int = 0
 
 
