@@ -12,26 +12,28 @@ from typing import Any
 
 from ownerserve.kv.descriptor import NAMED, KvDescriptor
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.registry import (
-    bamba,
+from ownerserve.kv.registry.attention import (
     deepseek_v4,
     deepseek_v41,
     dense,
     dsa,
-    falcon_h1,
     gemma3,
     gemma4,
     gpt_oss,
-    jamba,
-    kimi_linear,
     minimax_m3,
     mistral,
     mla,
-    nemotron_h,
-    qwen_next,
 )
 from ownerserve.kv.registry.family import Family
 from ownerserve.kv.registry.fields import Fields
+from ownerserve.kv.registry.hybrid import (
+    bamba,
+    falcon_h1,
+    jamba,
+    kimi_linear,
+    nemotron_h,
+    qwen_next,
+)
 from ownerserve.kv.specs import ModelSpec
 
 FAMILIES: tuple[Family, ...] = (

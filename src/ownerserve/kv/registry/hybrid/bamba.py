@@ -14,7 +14,7 @@ from ownerserve.kv.registry.family import (
     ssm_precision,
 )
 from ownerserve.kv.registry.fields import Fields
-from ownerserve.kv.registry.mamba import read_mamba2
+from ownerserve.kv.registry.hybrid.mamba import read_mamba2
 from ownerserve.kv.specs import LayerSpec
 
 

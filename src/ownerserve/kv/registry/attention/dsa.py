@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from ownerserve.kv.descriptor import KvDescriptor
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.registry.attention.mla import mla_entry
 from ownerserve.kv.registry.entries import index_entry, per_token
 from ownerserve.kv.registry.family import Family
 from ownerserve.kv.registry.fields import Fields, agree, layer_types
-from ownerserve.kv.registry.mla import mla_entry
 from ownerserve.kv.specs import LayerSpec, Role
 
 FULL, SHARED = "full", "shared"

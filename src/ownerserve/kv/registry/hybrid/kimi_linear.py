@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ownerserve.kv.descriptor import KvDescriptor
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.registry.attention.mla import mla_entry
 from ownerserve.kv.registry.entries import per_token, recurrent_pair
 from ownerserve.kv.registry.family import (
     FULL,
@@ -19,7 +20,6 @@ from ownerserve.kv.registry.family import (
     ssm_precision,
 )
 from ownerserve.kv.registry.fields import Fields, agree, layer_types
-from ownerserve.kv.registry.mla import mla_entry
 from ownerserve.kv.specs import LayerSpec, Role, StateSpec
 
 NESTED = "linear_attn_config"

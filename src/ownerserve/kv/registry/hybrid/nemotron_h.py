@@ -18,7 +18,7 @@ from ownerserve.kv.registry.family import (
     ssm_precision,
 )
 from ownerserve.kv.registry.fields import Fields, agree, layer_types
-from ownerserve.kv.registry.mamba import Mamba2
+from ownerserve.kv.registry.hybrid.mamba import Mamba2
 from ownerserve.kv.specs import LayerSpec
 
 LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}

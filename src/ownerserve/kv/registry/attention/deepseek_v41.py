@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from ownerserve.kv.descriptor import KvDescriptor
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.registry.deepseek_v4 import Builder, latent_shape
+from ownerserve.kv.registry.attention.deepseek_v4 import Builder, latent_shape
 from ownerserve.kv.registry.entries import index_entry
 from ownerserve.kv.registry.family import SLIDING, Family
 from ownerserve.kv.registry.fields import Fields, ratios_of_layers

@@ -8,7 +8,7 @@ from ownerserve.kv.descriptor import KvDescriptor
 from ownerserve.kv.registry.entries import per_token
 from ownerserve.kv.registry.family import Family, attention_entry, ssm_precision
 from ownerserve.kv.registry.fields import Fields
-from ownerserve.kv.registry.mamba import read_mamba2
+from ownerserve.kv.registry.hybrid.mamba import read_mamba2
 from ownerserve.kv.specs import LayerSpec, Role
 
 

@@ -1,0 +1,1 @@
+"""Families whose layers all attend: full, windowed, latent, sparse or compressed; one file each."""
