@@ -50,13 +50,14 @@ test-vllm-matrix: setup $(VLLM) $(VLLM_OLDER) ## the same against vLLM 0.30, 0.3
 		OWNERSERVE_VLLM_VENV=$$venv $(BIN)/python -m pytest -m vllm $(VLLM_TESTS) || exit 1; \
 	done
 
-check: setup     ## lint, types, layers, size ratchet, dead wires
+check: setup     ## lint, types, layers, size ratchet, dead wires, names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/ratchet.py
 	$(BIN)/python tools/wires.py
+	$(BIN)/python tools/names.py
 	$(BIN)/python tools/closed.py
 
 bench: setup bench-envs ## every benchmark; results in benchmarks/results/

@@ -17,68 +17,23 @@ openers.txt, a line for each thing that was counted.
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
-import re
 import resource
 import shlex
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from names import OPENERS, class_definitions, docstrings, modules
 from turn_path import TurnPath
 from turn_path import measure as measure_turn
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER_MODULES = 16
-OPENERS = ("Of", "It", "As", "Those", "Who", "Whose")
-_OPENER = re.compile(rf"(?:{'|'.join(OPENERS)})\b")
-
-
-class Docstring(NamedTuple):
-    where: str
-    text: str
-
-    @property
-    def opens_badly(self) -> bool:
-        """Whether its first word says nothing of what it is about."""
-        return _OPENER.match(self.text.lstrip()) is not None
-
-
-def modules(source: Path) -> Iterator[tuple[str, ast.Module]]:
-    """Every module below `source`, as (path from there, syntax tree), in order of paths."""
-    for path in sorted(source.rglob("*.py")):
-        yield path.relative_to(source).as_posix(), ast.parse(path.read_text())
-
-
-def class_definitions(source: Path) -> dict[str, list[str]]:
-    """Public class name -> every `path:line` that defines it."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for name, tree in modules(source):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name].append(f"{name}:{node.lineno}")
-    return dict(found)
-
-
-def docstrings(source: Path) -> Iterator[Docstring]:
-    """Every docstring of a module, class, function or attribute, in order of paths."""
-    for name, tree in modules(source):
-        for node in ast.walk(tree):
-            body = getattr(node, "body", None)
-            if not isinstance(body, list):
-                continue
-            for index, item in enumerate(body):
-                if index and not isinstance(body[index - 1], ast.Assign | ast.AnnAssign):
-                    continue
-                if isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant):
-                    text = item.value.value
-                    if isinstance(text, str):
-                        yield Docstring(f"{name}:{item.lineno}", text)
 
 
 def folder_sizes(source: Path) -> dict[str, int]:
@@ -114,9 +69,10 @@ def core_cpu_s(checkout: Path) -> float:
 
 def static(source: Path) -> dict[str, Any]:
     """What can be counted without running anything."""
-    classes = class_definitions(source)
+    trees = list(modules(source))
+    classes = class_definitions(trees)
     twice = {name: where for name, where in classes.items() if len(where) > 1}
-    texts = list(docstrings(source))
+    texts = list(docstrings(trees))
     opening = [text for text in texts if text.opens_badly]
     sizes = folder_sizes(source)
     return {
