@@ -144,7 +144,7 @@ def test_who_has_not_answered_yet_may_offer_it(
             client = await world.client()
             fallen = await client.post("/v1/chat/completions", x__session__id="a")
             assert fallen["x-ownerserve-reason"] == "not_offered"
-            assert other.observer.pressure["fallback", "not_offered"] == 1
+            assert other.turns.observer.pressure["fallback", "not_offered"] == 1
             second.states = first.states = ABLE_WORKER
             await second.start(port)
             async with asyncio.timeout(4):
