@@ -114,6 +114,8 @@ class Router:
     def _go(self, call: Call, event: Arrive | Failed) -> None:
         """Send it where the state says, or drop it: its client asks again."""
         outcome = self.state.handle(event, self.world.net.now_s)
+        if isinstance(event, Failed) and not self.state.fleet[call.tried[-1]].up:
+            self._given_up[call.tried[-1]] = self._probes - 1
         if not isinstance(outcome, Dispatch):
             self._ended += 1
             self._look()
