@@ -88,7 +88,7 @@ def test_transformers_normal_form_gives_the_same_spec(example, name):
 def test_a_cache_holds_as_many_bytes_as_the_spec_says(model_type, tokens):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model_type, **TINY[model_type])
-    config._attn_implementation = "eager"
+    config._attn_implementation = "eager"  # noqa: SLF001 - so transformers calls it
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     cache = transformers.DynamicCache(config=config)
     with torch.no_grad():

@@ -160,7 +160,7 @@ def test_a_silent_prefetch_may_be_wished_for_again() -> None:
         driver.handle(Tick())
     driver.now += driver.settings.restore_deadline_s
     driver.handle(Tick())
-    assert not driver.state.prefetches._under_way
+    assert not driver.state.prefetches.landed(TurnId("prefetch/s")), "none is under way"
     assert not len(driver.state.restores)
     driver.check()
 

@@ -7,12 +7,12 @@ import pytest
 
 from ownerserve.kv.artifacts import PointKey, RangeKey, artifact_id
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import PrefixHash, SessionId
+from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.node.retention.checkpoints import policy_of
 from ownerserve.node.retention.gaps import SPILL_AFTER_S
 from ownerserve.node.vocabulary.events import FindRecords, RestoreOutcome, StoreCopy, Tick
-from ownerserve.node.vocabulary.records import Cell, Inside, RecordNames
+from ownerserve.node.vocabulary.records import Cell, Inside
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.swa.adaptive import Adaptive
@@ -22,10 +22,6 @@ from tests.support.node.node_driver import LAYOUT, MODEL, PRICES, B, NodeDriver
 
 LONG = list(range(10 * B + 5))
 COSTS = CostModel(PRICES)
-
-
-def names_of(driver: NodeDriver) -> RecordNames:
-    return driver.state.pressure_relief._names
 
 
 # ---- when
@@ -40,7 +36,9 @@ def spill_due_s(gaps_s: list[float], *, hold_ms_per_s: float = 1.0) -> float:
         driver.now += gap_s
         driver.turn(tokens)
         tokens += range(9000, 9000 + B)
-    return driver.state.idle_spills._due[SessionId("s")] - driver.now
+    due_s = driver.state.idle_spills.next_due()
+    assert due_s is not None
+    return due_s - driver.now
 
 
 def test_the_first_turns_of_a_session_wait_a_fixed_time() -> None:
@@ -68,7 +66,7 @@ def test_a_given_time_is_kept_whatever_the_gaps() -> None:
     for _ in range(6):
         driver.now += 200.0
         driver.turn(tokens)
-    assert driver.state.idle_spills._due[SessionId("s")] - driver.now == 1.0
+    assert driver.state.idle_spills.next_due() == driver.now + 1.0
 
 
 def test_sessions_are_put_away_in_the_order_of_their_own_times() -> None:
@@ -199,7 +197,7 @@ def test_the_adaptive_policy_is_repriced_by_what_was_measured() -> None:
 
 def test_ids_made_in_bulk_are_the_artifacts_ids() -> None:
     driver = NodeDriver()
-    names, digests = names_of(driver), hash_prefix(pack(LONG), B)
+    names, digests = driver.names, hash_prefix(pack(LONG), B)
     identity = names.identity.digest()
     for end in (1, 4, 7, 10):
         cell = names.cell_ending_at(end)
@@ -244,7 +242,7 @@ def test_a_point_far_back_is_found_when_no_newer_one_is_there() -> None:
     driver.idle()
     driver.turn(tokens)
     driver.idle()
-    names, digests = names_of(driver), hash_prefix(pack(tokens), B)
+    names, digests = driver.names, hash_prefix(pack(tokens), B)
     for depth in (199, 200):
         driver.stored.pop(names.point_id("swa", depth, digests), None)
     driver.forget_device()
@@ -277,7 +275,7 @@ def test_a_hole_near_the_beginning_ends_the_look() -> None:
     driver.idle()
     driver.forget_device()
     digests = hash_prefix(pack(tokens), B)
-    del driver.stored[names_of(driver).range_id("main", Cell(12, 16), digests)]
+    del driver.stored[driver.names.range_id("main", Cell(12, 16), digests)]
     turn = driver.arrive([*tokens, 1])
     driver.answer(driver.pending.popleft())
     assert not any(isinstance(asked, FindRecords) for asked in driver.pending)
@@ -291,7 +289,7 @@ def test_a_record_of_other_weights_is_not_shared() -> None:
     driver = NodeDriver()
     driver.turn(LONG)
     driver.idle()
-    names, digests = names_of(driver), hash_prefix(pack(LONG), B)
+    names, digests = driver.names, hash_prefix(pack(LONG), B)
     meta = next(m for m in driver.metas.values() if m.end_token == 4 * B)
     mine = Inside(meta, 2, digests[1])
     assert names.shared_cell(mine, digests) == Cell(0, 2)
@@ -304,7 +302,7 @@ def test_a_record_of_other_weights_is_not_shared() -> None:
 def test_a_record_says_what_its_key_says() -> None:
     """Metadata made from a component's template is that of the artifact itself."""
     driver = NodeDriver()
-    names, digests = names_of(driver), hash_prefix(pack(LONG), B)
+    names, digests = driver.names, hash_prefix(pack(LONG), B)
     made = names.range_meta("index", Cell(4, 7), digests)
     key = RangeKey(digests[6], 4 * B, 7 * B, "index")
     wanted = meta_of(names.identity, key, tenant=names.tenant, units=3)

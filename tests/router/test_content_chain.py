@@ -211,18 +211,24 @@ def test_tools_and_a_system_field_are_a_head_of_their_own() -> None:
 
 
 def test_memory_is_bounded_and_the_forgotten_leave_nothing() -> None:
-    chain = ContentChain(limit=8)
+    chain, names = ContentChain(limit=8), []
     for number in range(50):
         place = chain.arrive(content([SYSTEM, said(f"task {number}")]), scope=SCOPE)
         assert place is not None
+        names.append(place.session)
         for turn in range(TIPS_KEPT + 2):
-            chain.arrive(content([SYSTEM, said(f"task {number}"), said(f"{turn}")]), scope=SCOPE)
+            body = content([SYSTEM, said(f"task {number}"), said(f"{turn}")])
+            went_on = chain.arrive(body, scope=SCOPE)
+            assert went_on is not None
+            names.append(went_on.session)
         chain.check()
     assert len(chain) == 8
-    for name in list(chain._sessions):
+    for name in names:
         chain.forget(name)
     chain.check()
-    assert (len(chain._tips), len(chain._marks)) == (0, 0)
+    assert len(chain) == 0
+    left = (chain._tips, chain._marks)  # noqa: SLF001 - its memory is what is tested
+    assert left == ({}, {})
 
 
 @settings(max_examples=examples(25), deadline=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -30,6 +32,7 @@ from ownerserve.router.messages import (
 )
 from ownerserve.router.policies import make_policy
 from ownerserve.router.requests.body import Usage
+from ownerserve.router.sessions import SessionTable
 from ownerserve.router.state import RetryBudget, RouterState
 from ownerserve.router.worker import Receipt
 from tests.support.examples import examples
@@ -293,9 +296,10 @@ def test_a_turn_may_name_its_session_by_the_last_answers_id() -> None:
     state.check()
 
 
-def test_sessions_are_bounded_and_forgotten_when_idle() -> None:
+def test_sessions_are_bounded_and_forgotten_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    ten = partial(SessionTable, limit=10)
+    monkeypatch.setattr("ownerserve.router.state.SessionTable", ten)
     state = fleet()
-    state.sessions._limit = 10
     for number in range(50):
         turn(state, SessionId(f"n{number}"))
     assert len(state.sessions) == 10

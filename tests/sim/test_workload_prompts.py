@@ -269,13 +269,13 @@ def test_memory_follows_the_sessions_that_run() -> None:
 
     def looking(turn: SimTurn) -> float:
         nonlocal most
-        most = max(most, len(workload._live))
+        most = max(most, len(workload._live))  # noqa: SLF001 - its memory is what is tested
         return 1.0
 
     Walk(workload, looking)
     assert most == 2
-    assert not workload._live
-    assert not workload._courses
+    assert not workload._live  # noqa: SLF001
+    assert not workload._courses  # noqa: SLF001
 
 
 def test_claude_code_is_walked_whole(shared_traces: Path) -> None:

@@ -518,4 +518,4 @@ class HeteroCache:
 
 def parts_of(cache: HeteroCache) -> Parts:
     """The parts of a cache, to look at: for checks, snapshots and tests. Not to be kept."""
-    return cache._parts()
+    return cache._parts()  # noqa: SLF001 - its one door

@@ -100,7 +100,7 @@ class PrefixChain:
     def fork(self) -> PrefixChain:
         """An independent chain with the same content (a branch of the session)."""
         twin = self.upto(len(self.digests))
-        twin._tail = self._tail
+        twin._tail = self._tail  # noqa: SLF001 - its own kind
         return twin
 
     def upto(self, blocks: int) -> PrefixChain:
@@ -131,7 +131,7 @@ def digests_behind(
         return ()
     chain = PrefixChain(block_tokens)
     if before is not None:
-        chain._state = before
+        chain._state = before  # noqa: SLF001 - goes on from there
     return chain.extend(packed)
 
 

@@ -130,7 +130,8 @@ def _run_apart(
                     yield TaskEnded(name, None if error else future.result(), error)
         finally:
             _TASKS = {}
-            for process in list(pool._processes.values()) if waiting else []:
+            # The standard library ends no running worker of a pool.
+            for process in list(pool._processes.values()) if waiting else []:  # noqa: SLF001
                 with suppress(ProcessLookupError):
                     process.terminate()
             pool.shutdown(wait=True, cancel_futures=True)

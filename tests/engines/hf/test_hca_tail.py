@@ -93,13 +93,13 @@ def test_conversations_stay_right_while_others_evict_them() -> None:
 
 def test_corruption_control(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparisons above see a fold that loses its tokens' weights."""
-    folded = OnlineTail._folded
+    folded = OnlineTail.folded
 
     def flat(self: OnlineTail, waiting: int) -> tuple[torch.Tensor, torch.Tensor]:
         kv, gate = folded(self, waiting)
         return kv, gate.clamp(max=0.0)
 
-    monkeypatch.setattr(OnlineTail, "_folded", flat)
+    monkeypatch.setattr(OnlineTail, "folded", flat)
     rig = Rig(hca_tail=ONLINE)
     [answer] = rig.play(lambda: rig.ask(request("one", text(90), new=20)))
     assert not worst_error(answer) <= TOLERANCE

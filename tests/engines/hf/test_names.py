@@ -69,7 +69,7 @@ class Fleet:
         self._server = uvicorn.Server(uvicorn.Config(make_app(worker), log_level="error"))
         self._serving = threading.Thread(target=self._server.run, args=([bound],))
         self._serving.start()
-        self._until(lambda: self._server.started)
+        self.until(lambda: self._server.started)
         self._loop = asyncio.new_event_loop()
         self._looping = threading.Thread(target=self._loop.run_forever)
         self._looping.start()
@@ -84,7 +84,7 @@ class Fleet:
     def _run(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
 
-    def _until(self, condition: Any) -> None:
+    def until(self, condition: Any) -> None:
         deadline = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < deadline, "waited too long"
@@ -107,14 +107,14 @@ class Fleet:
         body = {"messages": said, "max_tokens": 4, "temperature": 0, **request.pop("body", {})}
         answer = self.http.post(f"{to}/v1/chat/completions", json=body, **request)
         assert answer.status_code == 200, answer.text
-        self._until(lambda: not self.gateway.state.live)
+        self.until(lambda: not self.gateway.state.live)
         name = self.gateway.turns.observer.decisions[-1][2].session
         assert name is not None
         return SessionId(name)
 
     def session(self, name: SessionId) -> Session | None:
         """What the worker knows under this name, once it is idle."""
-        self._until(lambda: not self.rig.cache.running)
+        self.until(lambda: not self.rig.cache.running)
         return self.rig.cache.sessions.get(name)
 
     def spilled(self) -> float:
@@ -155,7 +155,7 @@ def test_a_session_has_its_name_at_the_worker(
     known = fleet.session(first)
     assert known is not None
     assert (known.version, known.is_referenced) == (2, True)
-    fleet._until(lambda: fleet.spilled() > spilled)
+    fleet.until(lambda: fleet.spilled() > spilled)
 
 
 def test_a_sessions_end_is_heard(fleet: Fleet) -> None:

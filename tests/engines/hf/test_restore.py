@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from ownerserve.store.tiers.tiered import TieredStore
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -278,18 +280,16 @@ def test_a_failing_medium_does_not_hurt_the_engine(
     assert_right(two)
 
 
-def test_a_late_read_is_a_miss(tmp_path: Path) -> None:
+def test_a_late_read_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = first_turn(tmp_path)
     rig = node_rig(tmp_path, restore_deadline_s=0.1)
-    assert rig.node is not None
-    tiers = rig.node._backing.tiers
-    read = tiers.read
+    read = TieredStore.read
 
     def slow(*args: Any) -> Any:
         time.sleep(0.5)
         return read(*args)
 
-    tiers.read = slow  # type: ignore[method-assign]
+    monkeypatch.setattr(TieredStore, "read", slow)
     two = second_turn(rig, one)
     assert metric(rig, 'ownerserve_restores_total{outcome="late"}') == 1
     assert two.admitted is not None and two.admitted.mode is ExecutionMode.COLD_PREFILL

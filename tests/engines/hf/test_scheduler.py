@@ -342,12 +342,12 @@ def test_a_turn_preempted_in_mid_replay_leaves_no_snapshot() -> None:
     bench.arrive("old", [50] * 7, new=20)
     bench.step()
     bench.arrive("new", [*range(22), 90, 91], new=1)
-    while not bench.scheduler._sequences[TurnId("new.0")].computed:
+    sequence = bench.scheduler._sequences[TurnId("new.0")]  # noqa: SLF001 - to throw it out
+    while not sequence.computed:
         bench.step()
-    sequence = bench.scheduler._sequences[TurnId("new.0")]
     assert 0 < sequence.computed < sequence.write_floor
     plan = StepPlan()
-    bench.scheduler._preempt(sequence, plan, 0.0)
+    bench.scheduler._preempt(sequence, plan, 0.0)  # noqa: SLF001 - now, not by pressure
     assert not plan.effects
 
 

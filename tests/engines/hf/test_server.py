@@ -18,6 +18,8 @@ import httpx
 import openai
 import pytest
 
+from ownerserve.engines.hf.model.runner import ModelRunner
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -279,14 +281,13 @@ def test_health_fails_with_the_engine_thread(monkeypatch: pytest.MonkeyPatch) ->
     served = Served()
     try:
         assert served.http.get("/health").status_code == 200
-        loop = served.worker.engine._steps
 
         def broken(*_: object, **__: object) -> None:
             raise RuntimeError("device lost")
 
         stream = ask(served, stream=True, max_tokens=5000)
         next(stream)
-        monkeypatch.setattr(loop._runner, "decode", broken)
+        monkeypatch.setattr(ModelRunner, "decode", broken)
         with pytest.raises(openai.APIError, match="device lost"):
             list(stream)
         answer = served.http.get("/health")

@@ -116,6 +116,7 @@ class NodeDriver:
         self.cache = HeteroCache(LAYOUT, slots, 4)
         self.settings = settings or NodeSettings(record_blocks=4, spill_after_s=1.0)
         names = RecordNames(IDENTITY, LAYOUT, engine="toy/1", blocks=self.settings.record_blocks)
+        self.names = names
         self.state = NodeState(
             self.cache,
             names,

@@ -122,7 +122,7 @@ def connector_status(worker: Any) -> Any:
 def watch_preemptions(worker: Any) -> None:
     """From here on, note each preemption: `preemptions`."""
     scheduler = worker.scheduler
-    preempt = scheduler._preempt_request
+    preempt = scheduler._preempt_request  # noqa: SLF001 - vLLM tells nobody of them
     worker.preempted = {}
 
     def watched(request: Any, *arguments: Any, **options: Any) -> Any:
@@ -130,7 +130,7 @@ def watch_preemptions(worker: Any) -> None:
         known.append(request.num_output_tokens)
         return preempt(request, *arguments, **options)
 
-    scheduler._preempt_request = watched
+    scheduler._preempt_request = watched  # noqa: SLF001
 
 
 def preemptions(worker: Any) -> dict[str, list[int]]:
@@ -143,7 +143,7 @@ def empty_store(worker: Any) -> int:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     # From inside an engine there is no other way to the store.
-    disk = get_kv_transfer_group()._worker._backing.tiers.tiers[-1]
+    disk = get_kv_transfer_group()._worker._backing.tiers.tiers[-1]  # noqa: SLF001
     return int(disk.core.evict([entry.meta.id for entry in disk.core.index.walk()]))
 
 
@@ -151,7 +151,7 @@ def slow_commits(worker: Any, *, seconds: float) -> None:
     """From here on the drive takes so long to make records durable."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    tiers = get_kv_transfer_group()._worker._tiers
+    tiers = get_kv_transfer_group()._worker._tiers  # noqa: SLF001 - as above
     commit = tiers.commit
 
     def slow(reservations: Any) -> Any:

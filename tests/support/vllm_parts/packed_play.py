@@ -211,11 +211,11 @@ def queued_work_comes_first(pool: Pool, folder: Path, position: int) -> None:
     torch.cuda.synchronize()
 
     def forward() -> None:
-        torch.cuda._sleep(BUSY_CYCLES)
+        torch.cuda._sleep(BUSY_CYCLES)  # noqa: SLF001 - torch has no public one
         pool.bytes.copy_(computed, non_blocking=True)
 
     def reuse() -> None:
-        torch.cuda._sleep(BUSY_CYCLES)
+        torch.cuda._sleep(BUSY_CYCLES)  # noqa: SLF001 - torch has no public one
         pool.bytes.zero_()
 
     sources, goals = pool.sources(old, position), pool.goals(new, position)

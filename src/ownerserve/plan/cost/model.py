@@ -161,8 +161,8 @@ class CostModel:
             problem = f"version {state.version}, this build reads {VERSION}"
             raise InvalidInput(field, problem, mend)
         model = cls.__new__(cls)
-        model._state = state
-        model._prices, model._tables = None, {}
+        model._state = state  # noqa: SLF001 - made by hand, without the constructor
+        model._prices, model._tables = None, {}  # noqa: SLF001
         return model
 
     @property

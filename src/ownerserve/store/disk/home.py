@@ -64,7 +64,7 @@ class Home:
         except BaseException:
             os.close(lock_fd)
             raise
-        home._lock_fd = lock_fd
+        home._lock_fd = lock_fd  # noqa: SLF001 - its own class
         return home
 
     @classmethod

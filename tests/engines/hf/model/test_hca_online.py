@@ -51,21 +51,21 @@ def test_corruption_control(online, text, largest_error, part):
     steps = go_on(online, text(80), at=41, largest_error=largest_error)
     table = next(steps)
     if part is not None:
-        online.runner._allocated.state.part(HCA_TAIL, part)[table.state] *= 0.5
+        online.runner.allocated.state.part(HCA_TAIL, part)[table.state] *= 0.5
     error = next(steps)
     assert (error <= TOLERANCE) == (part is None)
 
 
 def test_the_bias_of_the_first_place_is_taken_back(online, text, largest_error, monkeypatch):
     """transformers adds it to the folded row, whose gates have their biases already."""
-    folded = OnlineTail._folded
+    folded = OnlineTail.folded
 
     def forgetful(self, waiting):
         kv, gate = folded(self, waiting)
         gate[:, 0] += self._bias[0]
         return kv, gate
 
-    monkeypatch.setattr(OnlineTail, "_folded", forgetful)
+    monkeypatch.setattr(OnlineTail, "folded", forgetful)
     steps = go_on(online, text(80), at=41, largest_error=largest_error)
     next(steps)
     assert not next(steps) <= TOLERANCE
@@ -148,7 +148,7 @@ def test_half_precision_loses_no_more_than_raw_rows_do(text, make_lab):
         lab = make_lab(v4_config(), form, dtype=dtype)
         table = lab.sequence(len(tokens))
         lab.compute(table, tokens, 0, chunk=7)
-        pool = lab.runner._allocated.component(HCA).part(HCA, "entries")
+        pool = lab.runner.allocated.component(HCA).part(HCA, "entries")
         return pool[table.range[HCA][:6]].float()
 
     truth = entries(RAW, torch.float32)

@@ -70,7 +70,7 @@ class ModelRunner:
         """Perform the cache's effects in order."""
         with torch.inference_mode():
             for effect in effects:
-                self._allocated.perform(effect)
+                self.allocated.perform(effect)
 
     def prefill(
         self,
@@ -103,19 +103,19 @@ class ModelRunner:
 
     def read_slot(self, component: str, slot: int) -> bytes:
         """All bytes of a slot, as they lie in the pool (its layout's `slot_bytes`)."""
-        return self._allocated.component(component).read(slot)
+        return self.allocated.component(component).read(slot)
 
     def write_slot(self, component: str, slot: int, data: bytes) -> None:
         """The inverse of `read_slot`; raises SpecMismatch on a wrong length."""
-        self._allocated.component(component).write(slot, data)
+        self.allocated.component(component).write(slot, data)
 
     def read_slots(self, component: str, slots: Sequence[int]) -> memoryview:
         """The bytes of several slots one after another, in one copy."""
-        return self._allocated.component(component).read_many(slots)
+        return self.allocated.component(component).read_many(slots)
 
     def write_slots(self, component: str, slots: Sequence[int], data: memoryview) -> None:
         """The inverse of `read_slots`; raises SpecMismatch on a wrong length."""
-        self._allocated.component(component).write_many(slots, data)
+        self.allocated.component(component).write_many(slots, data)
 
     def spec_digest(self) -> bytes:
         """What the state means, for artifacts' identity."""
@@ -130,7 +130,8 @@ class ModelRunner:
         return self._states.planned_state()
 
     @property
-    def _allocated(self) -> Pools:
+    def allocated(self) -> Pools:
+        """The pools that `allocate` made. Raises InvariantViolated before."""
         if self._pools is None:
             raise InvariantViolated("allocate() comes before any other call")
         return self._pools
@@ -156,7 +157,7 @@ class ModelRunner:
         self, span: ForwardRows, tokens: Sequence[Sequence[int]], *, inputs: Mapping[str, Any]
     ) -> Tensor:
         """Logits [R, kept, vocab]."""
-        cache = PagedCache(self._states, span, self._allocated, borrowed=self._borrowed)
+        cache = PagedCache(self._states, span, self.allocated, borrowed=self._borrowed)
         with torch.inference_mode():
             output = self._model(
                 input_ids=torch.tensor(tokens, dtype=torch.int64, device=self.device),

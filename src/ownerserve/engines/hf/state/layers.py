@@ -218,7 +218,7 @@ class OnlineTail:
         at = self._at
         closing_kv, closing_gate = kv[:, : at.closing], gate[:, : at.closing]
         if at.waiting:
-            folded_kv, folded_gate = self._folded(at.waiting)
+            folded_kv, folded_gate = self.folded(at.waiting)
             closing_kv = torch.cat((folded_kv, closing_kv.float()), dim=1)
             closing_gate = torch.cat((folded_gate, closing_gate.float()), dim=1)
         if at.left.numel():
@@ -226,7 +226,7 @@ class OnlineTail:
             self._fold(kv[rows, at.first_left :], gate[rows, at.first_left :])
         return closing_kv, closing_gate
 
-    def _folded(self, waiting: int) -> tuple[Tensor, Tensor]:
+    def folded(self, waiting: int) -> tuple[Tensor, Tensor]:
         """`waiting` rows that weigh as much as the tokens that were folded."""
         total = self._sum[self._states]
         shape = (len(self._states), waiting, self._bias.shape[1])
