@@ -28,7 +28,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 class PoolUse(msgspec.Struct, frozen=True):
-    """Of a worker's pool: slots, free ones, and what a slot occupies."""
+    """A worker's pool by component: its slots, the free ones, and the bytes of one slot."""
 
     slots: dict[str, int]
     free_slots: dict[str, int]

@@ -33,7 +33,7 @@ COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
 
 def worst(findings: Sequence[CheckResult]) -> Level:
-    """Of all."""
+    """The worst level of all findings; OK when there are none."""
     return max((finding.level for finding in findings), key=list(Level).index, default=Level.OK)
 
 

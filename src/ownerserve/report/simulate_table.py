@@ -22,7 +22,7 @@ Form: TypeAlias = Callable[[float], str]
 
 UNKNOWN = "-"
 NAME_WIDTH = 12
-"""Of a policy in a table of 80 columns."""
+"""Columns of a policy's name in a table of 80 columns."""
 
 
 class Simulated(msgspec.Struct, frozen=True):

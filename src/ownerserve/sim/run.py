@@ -28,9 +28,9 @@ Progress = Callable[[int, int], None]
 """Turns ended, turns in all."""
 REPORT_EVERY = 256
 MOST_SAMPLES = 1024
-"""Of load over a run's time: enough for a heat map; a trace of days is sampled less often."""
+"""Samples of load over a run: enough for a heat map; a trace of days is sampled less often."""
 MOST_READINGS = 256 * 1024
-"""Of all workers together: a large fleet is sampled less often too, but never less than this:"""
+"""Samples of all workers together: a large fleet is sampled less often, down to FEWEST_SAMPLES."""
 FEWEST_SAMPLES = 128
 
 

@@ -41,7 +41,7 @@ class Reuse(NamedTuple):
         return int(self.any_tokens.sum()) / total, int(self.intra_tokens.sum()) / total
 
     def split(self) -> tuple[float, float, float]:
-        """Of all re-usable tokens, the share found in (own session, another, a shared head)."""
+        """The shares of all re-usable tokens found in (own session, another, a shared head)."""
         reused = int(self.any_tokens.sum())
         if not reused:
             return 0.0, 0.0, 0.0

@@ -47,11 +47,11 @@ class VllmSetup(msgspec.Struct, frozen=True):
 
     @property
     def blocks(self) -> int:
-        """Of the pool: room for one longest context at least, and vLLM's null block."""
+        """Blocks of the pool: room for one longest context at least, and vLLM's null block."""
         return 2 + max(self.pool_tokens, self.context_tokens) // BLOCK_TOKENS
 
     def arguments(self, port: int, store: Path | None) -> list[str]:
-        """Of vLLM's server; without a store it is vLLM alone."""
+        """Arguments of vLLM's server; without a store it is vLLM alone."""
         fixed = [
             *("--model", str(self.model), "--served-model-name", "demo"),
             *("--host", "127.0.0.1", "--port", str(port)),
@@ -115,7 +115,7 @@ class VllmWorker:
         self._log.close()
 
     def kill(self) -> None:
-        """As a crash: no part of it gets to say goodbye."""
+        """Kill the process group as a crash would: no part of it gets to say goodbye."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 

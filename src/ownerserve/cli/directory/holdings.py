@@ -44,7 +44,7 @@ def read_prefix(text: str, *, field: str) -> PrefixHash:
 
 
 def session_body(directory: Directory, name: str) -> Body | None:
-    """Who owns the session and where its tip lies; None: it is not known."""
+    """What the directory says of the session: its owner and where its tip lies. None: not known."""
     found = _asked(directory, FindSession(SessionId(name)))
     if not isinstance(found, SessionIs):
         return None

@@ -36,7 +36,7 @@ class BatchCounts(msgspec.Struct, gc=False):
 
 
 class StepsEnded(msgspec.Struct, gc=False):
-    """Who reached what in the steps that are over."""
+    """The sequences that began and those that ended in the steps that are over."""
 
     began: list[SimSequence]
     done: list[SimSequence]

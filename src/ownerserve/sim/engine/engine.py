@@ -330,7 +330,7 @@ class SimEngine:
         return not sum(self.cache.ingest.counts()) and not self.cache.pressure.locks()
 
     def _give_up(self, sequence: SimSequence) -> None:
-        """It can never run here: it is out, and the next one may be tried."""
+        """Take out a sequence that can never run here; the next one may be tried."""
         self._waiting.remove(sequence)
         self._recount(sequence, 0)
         self._failed.append(sequence)
@@ -377,7 +377,7 @@ class SimEngine:
         return victim
 
     def _put_back(self, sequence: SimSequence, now: float) -> None:
-        """It waits again, the oldest first; what it sealed stays in the cache while there is room.
+        """Let a preempted sequence wait again, the oldest first; what it sealed stays cached.
 
         A prefill that stands at a boundary keeps its state there, and goes on from it.
         """

@@ -58,7 +58,7 @@ class SimSequence(msgspec.Struct, gc=False, eq=False):
         return self.units[: -(-self.target // self.unit_tokens) * TOKEN_BYTES]
 
     def forget(self) -> None:
-        """It lost its place: what was sampled so far is prompt when it comes back."""
+        """Forget the place in the batch: what was sampled is prompt when the turn comes back."""
         sampled = self.turn.output_tokens - self.left
         self.target = self.turn.prompt_tokens + sampled
         self.position = self.told = self.reserved = self.write_floor = 0

@@ -57,7 +57,7 @@ from ownerserve.sim.worker.worker import SimWorker
 from ownerserve.sim.workload import WorkloadDriver
 
 BYTES_PER_TOKEN = 4
-"""Of a request's body; the router learns each session's own ratio from what was counted."""
+"""Bytes of a request's body for one token; the router learns each session's own ratio."""
 
 _BRINGING = frozenset(
     {
@@ -126,7 +126,7 @@ class SimFleet:
         self._transfers.room_at(worker, now)  # nobody waits for room at the dead
 
     def back(self, worker: SimWorker, now: float) -> None:
-        """It is up again, in its next life."""
+        """Bring the worker up again, in its next life."""
         worker.rise()
         self.join(worker, None, now)
 

@@ -1,4 +1,4 @@
-"""Who owns which session in a simulated fleet: each worker's OwnerState and one DirectoryState.
+"""Ownership in a simulated fleet: each worker's OwnerState and one DirectoryState.
 
     came, left, over, release ──> OwnerState ── FLUSH_S ──> frame ── delay_s ──> DirectoryState
     standing <──────────────────── memory <──────────────── answers ────────────────┘
@@ -155,7 +155,7 @@ class SimOwnership:
         self._is_up = False
 
     def restore(self, now: float) -> None:
-        """It is back, under a later term; workers' leases of before may still run."""
+        """Bring the directory back under a later term; workers' leases of before may still run."""
         self._is_up = True
         self.state = DirectoryState(self._next_term(), lease_s=LEASE_S, open_at_s=now + LEASE_S)
         for node in self._nodes.values():
@@ -221,7 +221,7 @@ class SimOwnership:
                 self._look_at(node, now)
 
     def _look_at(self, node: _Node, now: float) -> None:
-        """As an idle worker does: is something due, or was not answered?"""
+        """Send what is due or was not answered, as an idle worker does."""
         self._send(node, node.owner.tick(now), now)
 
     def _sweep(self, now: float) -> None:

@@ -27,7 +27,7 @@ class InventoryReaders:
         self._tell = tell
         self._residents: list[Residents] = []
         self._read_of: list[Inventory | None] = []
-        """Whose words each reader has; another life has an inventory of its own."""
+        """The inventory that each reader has read from; another life has one of its own."""
         self._read_s = float("-inf")
 
     def look(self, now: float) -> None:

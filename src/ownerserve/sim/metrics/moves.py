@@ -45,8 +45,8 @@ def migration_metrics(
 def _accuracy(
     table: NDArray[Any], done: Sequence[Migration], *, hot_ms: float, next_turns: int
 ) -> float | None:
-    """Of the moves that a turn followed, the share whose target was not hot for any of the next
-    `next_turns` turns that the session sent there."""
+    """The share of the moves, among those that a turn followed, whose target was not hot for any
+    of the next `next_turns` turns that the session sent there."""
     movers = {move.session for move in done}
     moved = table[np.isin(table["session"], sorted(movers))]
     moved = moved[np.lexsort((moved["arrived_s"], moved["session"]))]

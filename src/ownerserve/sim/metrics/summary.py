@@ -158,7 +158,7 @@ def _bytes(table: NDArray[Any], counters: FleetCounters) -> dict[str, Metric]:
 
 
 def _restore(served: NDArray[Any]) -> dict[str, Metric]:
-    """Of the turns that brought something back: mean ms of each part, and their sum's spread."""
+    """Mean ms of each part of a restore and their sum's spread, over turns that had one."""
     parts = [served[f"restore_{part}_ms"] for part in ("queue", "load", "recompute")]
     total = parts[0] + parts[1] + parts[2]
     restored = total > 0

@@ -48,7 +48,7 @@ class Tasks(NamedTuple):
 
 
 def tasks(table: NDArray[Any]) -> Tasks:
-    """Of the turns in `table`; a session that still runs is as long as what ended of it."""
+    """The tasks of the turns in `table`; a session that still runs counts what ended of it."""
     rows = table[np.lexsort((table["arrived_s"], table["session"]))]
     sessions, starts = np.unique(rows["session"], return_index=True)
     if not len(sessions):
@@ -103,8 +103,8 @@ def _gaps(rows: NDArray[Any], starts: NDArray[np.intp]) -> tuple[GapColumns, Flo
 
 
 def tool_idle_utilisation(gaps: GapColumns, samples: Samples) -> float | None:
-    """Of the time that sessions spend in tool gaps, the share in which the worker that holds their
-    state computed for others. None without gaps or samples."""
+    """The share of the time in tool gaps in which the worker that holds a session's state computed
+    for others. None without gaps or samples."""
     times, busy = samples.times_s(), samples.column("busy_s")
     known = gaps.worker >= 0
     total = float((gaps.until_s - gaps.from_s)[known].sum())

@@ -28,7 +28,7 @@ class TurnAccess(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReuseBound(msgspec.Struct, frozen=True):
-    """Of all turns: prompt tokens, and those that need not have been computed."""
+    """Prompt tokens of all turns, and those that need not have been computed."""
 
     prompt_tokens: int
     cached_tokens: int

@@ -98,7 +98,7 @@ class Foresight:
             self._router.handle(told, now)
 
     def runs_at(self, turn: SimTurn, worker: SimWorker) -> None:
-        """Who knows the future also knows where a conversation does not come back to."""
+        """Drop a session where it will not come back to: an oracle knows that too."""
         for other in self._workers if self._knows.places else ():
             session = other.cache.sessions.get(turn.name)
             if other is not worker and session is not None and not session.running:

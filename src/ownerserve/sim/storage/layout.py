@@ -54,7 +54,7 @@ class UnitModel(msgspec.Struct, frozen=True):
         return -(-tokens // self.unit_tokens)
 
     def identity(self) -> Identity:
-        """Whose state a simulated store keeps: one model, one tenant."""
+        """The identity of all state in a simulated store: one model, one tenant."""
         spec = self.geometry.spec
         return Identity(
             model_id=spec.family,

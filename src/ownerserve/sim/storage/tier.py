@@ -140,7 +140,7 @@ class SimTier:
     # -- reading -------------------------------------------------------------------------------
 
     def touch(self, id_: bytes, now_s: float) -> None:
-        """It was read: it is the youngest now."""
+        """Make a record that was read the youngest."""
         record = self.get(id_)
         if record is not None:
             held = self._held[record.meta.kind]
@@ -178,7 +178,7 @@ class SimTier:
             self.segments.remove(id_)
 
     def forget_coming(self, id_: bytes) -> None:
-        """Who was writing it has died."""
+        """Give up the room of a record whose writer has died."""
         coming = self._coming.pop(id_, None)
         if coming is not None:
             self._coming_bytes -= coming.stored_bytes

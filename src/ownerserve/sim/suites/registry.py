@@ -27,7 +27,7 @@ def experiments() -> tuple[Experiment, ...]:
 
 
 def chosen(suite: str, only: tuple[str, ...] = ()) -> tuple[Experiment, ...]:
-    """Those of `suite`, or the ones named. Raises InvalidInput for a name that is none."""
+    """The experiments of `suite`, or those named. Raises InvalidInput for a name that is none."""
     if suite not in SUITES:
         raise InvalidInput("--suite", f"{suite!r} is unknown", f"use {', '.join(SUITES)}")
     by_name = {experiment.name: experiment for experiment in experiments()}

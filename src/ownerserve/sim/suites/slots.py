@@ -146,7 +146,7 @@ class PdTransfers(Transfers):
     def bring(
         self, source: SimWorker, target: SimWorker, prompt: Packed, *, then: Then, now: float
     ) -> None:
-        """As of the base; waits for its turn first."""
+        """Bring state as the base does, after waiting for a free slot."""
         if self._limit and self._open >= self._limit:
             self._queued.append((source, target, prompt, then, now))
             return

@@ -25,7 +25,7 @@ class TimedCall(msgspec.Struct, eq=False):
     call: Call | None
 
     def cancel(self) -> None:
-        """It does not happen. Cancelling what has happened is no error."""
+        """Take the call back. Cancelling what has happened is no error."""
         self.call = None
 
 
@@ -51,7 +51,7 @@ class Heap:
         return entry
 
     def begin_with(self, calls: Iterable[tuple[float, Call]]) -> None:
-        """As `at` for each; to be called before anything happens."""
+        """Schedule each call as `at` does; to be called before anything happens."""
         for when_s, call in calls:
             self._order += 1
             self._far.append((max(when_s, self.now), self._order, TimedCall(when_s, call)))

@@ -12,7 +12,7 @@ import msgspec
 from ownerserve.kv.ids import PrefixHash, SessionId
 
 UNIT_BYTES = 4
-"""Of one packed unit id."""
+"""Bytes of one packed unit id."""
 
 _PADDING = bytes(32 - UNIT_BYTES)
 
@@ -41,7 +41,7 @@ class SimTurn(msgspec.Struct, gc=False):
     name: SessionId
     """What the router is told: `s12`, or `s12/a3` for a sub-agent, a conversation of its own."""
     position: int
-    """Of the request in its session."""
+    """Index of the request in its session."""
     arrived_s: float
     prompt: bytes
     prompt_tokens: int

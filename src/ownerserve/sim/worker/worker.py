@@ -57,16 +57,16 @@ class WorkerNode(Protocol):
 
 
 class Listener(Protocol):
-    """Who is told what came of a turn. Never called from within `submit`."""
+    """The one that is told what came of a turn. Never called from within `submit`."""
 
     def began(self, sequence: SimSequence, now: float) -> None:
-        """Its first token is there."""
+        """The turn's first token is there."""
 
     def served(self, sequence: SimSequence, now: float) -> None:
-        """It is complete."""
+        """The turn is complete."""
 
     def lost(self, sequence: SimSequence, now: float) -> None:
-        """It can never run here; or the worker is not up."""
+        """The turn can never run here, or the worker is not up."""
 
 
 class Machine:

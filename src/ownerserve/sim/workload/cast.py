@@ -1,4 +1,4 @@
-"""Who plays: which sessions of a trace run, how far each, and when it begins.
+"""The cast of a run: which sessions of a trace run, how far each, and when it begins.
 
 Owns the choice and nothing of its execution. Equal trace, shape and seed give an equal cast.
 """

@@ -121,7 +121,7 @@ class WorkloadDriver:
         return releases
 
     def failed(self, turn: SimTurn, now: float) -> list[tuple[float, ReleaseKey]]:
-        """As `finished`: its successors still run, but the session is marked as failed."""
+        """End a turn as `finished` does and mark its session as failed; successors still run."""
         self.failed_sessions.add(turn.session)
         return self.finished(turn, now)
 
@@ -140,7 +140,7 @@ class WorkloadDriver:
         return now + self._shape.tool_scale * live.course.away_s(turn.position)
 
     def conversation(self, key: ReleaseKey) -> SessionId | None:
-        """Whose turn a release of a session that runs is; None for a session's first."""
+        """The conversation whose turn a release is; None for a session's first."""
         live = self._live.get(key >> _POSITION_BITS)
         return None if live is None else live.name(key & _POSITION)
 

@@ -17,7 +17,7 @@ from ownerserve.trace.runs import common_prefix
 
 
 class Fork(NamedTuple):
-    """Whose beginning a conversation shares, and how much of it."""
+    """The parent whose beginning a conversation shares, and how much of it."""
 
     parent: SessionId
     shared_tokens: int

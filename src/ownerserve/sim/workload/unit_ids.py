@@ -86,9 +86,9 @@ class UnitSpan(NamedTuple):
     """Which units a request touches; its prompt and its answer have at least one token."""
 
     full: int
-    """Of the prompt alone."""
+    """Full units of the prompt alone."""
     units: int
-    """Of the prompt, with a last, partial one."""
+    """Units of the prompt, a last partial one among them."""
     end: int
     """Full ones after decoding; the last sampled token is never computed."""
 

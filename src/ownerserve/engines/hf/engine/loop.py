@@ -110,11 +110,11 @@ class IntakeClock:
         self._since_s = time.thread_time()
 
     def submitted(self, request_id: str) -> None:
-        """It was done for this request, which is queued now."""
+        """Count the time since `start` for this request, which is queued now."""
         self._spent[request_id] = time.thread_time() - self._since_s
 
     def planned(self, plan: StepPlan) -> None:
-        """It was done for what the plan opens for the first time, and for no other."""
+        """Share the time since `start` among what the plan opens for the first time."""
         opened = [one for one in plan.admitted if one.request_id in self._spent]
         if opened:
             share_s = (time.thread_time() - self._since_s) / len(opened)

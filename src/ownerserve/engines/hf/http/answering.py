@@ -305,7 +305,7 @@ def turn_headers(
 
 
 def load_headers(load: WorkerLoad) -> dict[str, str]:
-    """Who speaks, in which life, and its load: for gateways that ask /health."""
+    """The answer line of a worker that serves no turn: its unit and its load, for /health."""
     line = AnswerLine(unit=load.unit, load=load_statement(load))
     return {ANSWER_HEADER: encode_answer_line(line).decode()}
 

@@ -28,7 +28,7 @@ says it in its own line (kv.wire.headers)."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions."""
 DEFAULT_CHAT_TOKENS = 1024
-"""Of /v1/chat/completions, context permitting: a tiny random model never ends by itself."""
+"""The default of /v1/chat/completions, context permitting: a tiny random model never ends."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this overflow a softmax; they mean greedy."""
 

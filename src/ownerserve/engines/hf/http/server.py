@@ -184,7 +184,7 @@ class Endpoints:
         return msgspec.structs.replace(request, prefix=prefix, prompt=tokens)
 
     def _owner_of(self, request: EngineRequest) -> OwnerIs | None:
-        """Who owns the turn's session, as far as is known here."""
+        """The owner of the turn's session, as far as it is known here."""
         if not request.is_named or request.session_id is None:
             return None
         return self._worker.ownership.owner_of(SessionId(request.session_id))

@@ -75,7 +75,7 @@ AGAIN_SEED = 1
 """These once more with other sessions of the recorded trace: a handful of first prompts of a
 million tokens and who queues behind them move one draw's mean TTFT by a tenth."""
 UNIT_TOKENS = 64
-"""Of both traces."""
+"""Tokens of a unit in both traces."""
 
 
 def dense_equivalent(spec: ModelSpec) -> ModelSpec:
