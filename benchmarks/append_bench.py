@@ -27,7 +27,7 @@ from ownerserve.cache.effects import Effect
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.build import WorkerOptions, build_node
-from ownerserve.engines.hf.engine.inbox import StopLoop, Submit
+from ownerserve.engines.hf.engine.commands import StopLoop, Submit
 from ownerserve.engines.hf.engine.loop import StepLoop
 from ownerserve.engines.hf.metrics.prometheus import RestoreMetrics, WorkerMetrics
 from ownerserve.engines.hf.metrics.status import WorkerIdentity

@@ -33,7 +33,7 @@ SOURCE = ROOT / "src"
 MESSAGES = (
     "ownerserve.directory.messages",
     "ownerserve.kv.wire",
-    "ownerserve.node.admission.reservations",
+    "ownerserve.node.admission",
     "ownerserve.node.vocabulary.events",
     "ownerserve.router.messages",
 )

@@ -35,7 +35,7 @@ from ownerserve.kv.wire.rpc import (
     encode,
 )
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.node.admission.reservations import (
+from ownerserve.node.admission import (
     RESERVED_FOR_S,
     Admission,
     Levels,

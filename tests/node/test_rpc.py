@@ -35,8 +35,7 @@ from ownerserve.kv.wire.rpc import (
     encode,
 )
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.node.rpc.flights import REMEMBERED, Flights
-from ownerserve.node.rpc.server import RpcServer
+from ownerserve.node.rpc.server import REMEMBERED, Flights, RpcServer
 
 PLACE = Reserve(TurnId("t"), Seed(100))
 SOON_S = 5.0

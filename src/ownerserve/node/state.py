@@ -20,12 +20,11 @@ from ownerserve.cache.policies.base import PolicyPrices
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Packed
-from ownerserve.node.admission.room_queue import RoomQueue
+from ownerserve.node.admission import RoomQueue
 from ownerserve.node.ownership.inventory import FOUND_LESS, Inventory, OnDevice, Residency
 from ownerserve.node.restore.restores import Restores
 from ownerserve.node.restore.sources import OwnDevice, Walks
-from ownerserve.node.retention.checkpoints import Checkpoints
-from ownerserve.node.retention.gaps import Prefetches, SessionGaps
+from ownerserve.node.retention.policy import Checkpoints, Prefetches, SessionGaps
 from ownerserve.node.retention.record_value import KEPT_IN, RecordValue
 from ownerserve.node.retention.spills import IdleSpills, PressureRelief, RecordCopies
 from ownerserve.node.vocabulary.chains import Chains

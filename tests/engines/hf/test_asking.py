@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 import zmq
 
 from ownerserve.engines.hf.build import WorkerOptions
-from ownerserve.engines.hf.engine.turn_admission import TurnAdmission
+from ownerserve.engines.hf.engine.commands import TurnAdmission
 from ownerserve.engines.hf.http import server
 from ownerserve.gateway import service
 from ownerserve.gateway.workers.reservations import ASK_S, Places
@@ -39,7 +39,7 @@ from ownerserve.kv.wire.rpc import (
     encode,
     new_nonce,
 )
-from ownerserve.node.admission import reservations
+from ownerserve.node import admission
 from ownerserve.node.rpc.server import RpcClient
 from tests.support.hf.fleet_rig import WAIT_S, ServedGateway, ServedWorker, until
 
@@ -65,7 +65,7 @@ def gateway(
     a word that is late lets the turn be sent unasked."""
     for bound in ("RESERVE_MIN_S", "RESERVE_MAX_S"):
         monkeypatch.setattr(f"ownerserve.node.rpc.server.{bound}", WAIT_S)
-    monkeypatch.setattr("ownerserve.node.admission.reservations.RESERVED_FOR_S", 1e4)
+    monkeypatch.setattr("ownerserve.node.admission.RESERVED_FOR_S", 1e4)
     monkeypatch.setattr(service, "Places", partial(Places, ask_s=WAIT_S))
     gateway = ServedGateway(*workers, health_interval_s=WAIT_S)
     yield gateway
@@ -188,12 +188,12 @@ def test_a_place_is_kept_for_a_turn_that_is_on_its_way(
 ) -> None:
     """Its Commit has come, and the worker reads the prompt for longer than a place is held."""
     held_s, ends_s = 5.0, list[float]()
-    monkeypatch.setattr(reservations, "RESERVED_FOR_S", held_s)
+    monkeypatch.setattr(admission, "RESERVED_FOR_S", held_s)
     answer, prompt = TurnAdmission.answer, server.completion_prompt
 
     def answered(desk: TurnAdmission, request: Any) -> Any:
         if isinstance(request, Commit):
-            monkeypatch.setattr(reservations, "RESERVED_FOR_S", 1e4)
+            monkeypatch.setattr(admission, "RESERVED_FOR_S", 1e4)
         said = answer(desk, request)
         if isinstance(request, Reserve):
             ends_s.append(time.monotonic() + held_s)
@@ -278,7 +278,7 @@ def test_a_place_is_given_back_by_a_release_that_waited_for_a_long_step(
     """Longer than an answer is waited for: nobody says it again, and the place must not stay."""
     worker = workers[0]
     # It does not run out.
-    monkeypatch.setattr("ownerserve.node.admission.reservations.RESERVED_FOR_S", 1e4)
+    monkeypatch.setattr("ownerserve.node.admission.RESERVED_FOR_S", 1e4)
     full, in_step = filled(worker), threading.Event()
 
     def long_step(_: object) -> None:

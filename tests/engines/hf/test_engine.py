@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ownerserve.engines.hf.engine.inbox import EngineDead  # noqa: E402
+from ownerserve.engines.hf.engine.commands import EngineDead  # noqa: E402
 from ownerserve.engines.hf.scheduling.requests import (  # noqa: E402
     Admitted,
     Sampling,

@@ -10,7 +10,7 @@ import pytest
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Component, Layout
-from ownerserve.engines.hf.engine.turn_admission import TurnAdmission
+from ownerserve.engines.hf.engine.commands import TurnAdmission
 from ownerserve.engines.hf.metrics.status import WorkerIdentity
 from ownerserve.engines.hf.scheduling.requests import EngineRequest, Stopping
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
@@ -24,7 +24,7 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Release, Released, Reserve, Reserved, Seed
-from ownerserve.node.admission.reservations import RESERVED_FOR_S
+from ownerserve.node.admission import RESERVED_FOR_S
 from ownerserve.node.vocabulary.chains import prefix_of
 
 BLOCK = 16

@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 import uvicorn  # noqa: E402
 
 from ownerserve.engines.hf.build import HfWorker, WorkerOptions, build_worker  # noqa: E402
-from ownerserve.engines.hf.engine.turn_admission import TurnAdmission  # noqa: E402
+from ownerserve.engines.hf.engine.commands import TurnAdmission  # noqa: E402
 from ownerserve.engines.hf.http import server  # noqa: E402
 from ownerserve.engines.hf.http.serve import listen, url_of  # noqa: E402
 from ownerserve.engines.hf.http.server import make_app  # noqa: E402

@@ -28,7 +28,7 @@ from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.kv.wire.rpc import Reject, Seed
-from ownerserve.node.admission.reservations import Admission, Levels, PlaceTaken
+from ownerserve.node.admission import Admission, Levels, PlaceTaken
 from ownerserve.node.vocabulary.events import (
     Event,
     Fetch,

@@ -35,7 +35,7 @@ from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.node.ownership.inventory import kinds_of
 from ownerserve.node.ownership.ownership import Ownership, Owning, Unowned
-from ownerserve.node.retention.checkpoints import policy_of
+from ownerserve.node.retention.policy import policy_of
 from ownerserve.node.runtime.calibration import Calibration
 from ownerserve.node.runtime.node_runtime import NodeRuntime
 from ownerserve.node.state import NodeState

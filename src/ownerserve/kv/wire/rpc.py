@@ -1,7 +1,7 @@
 """What is said on a node's RPC port, and how it is encoded. Version 1.
 
 A place is asked for by what the turn may take: an append that goes to its state comes unasked, and
-is judged as it arrives. node/admission/reservations.py says what the answers promise.
+is judged as it arrives. node/admission.py says what the answers promise.
 
 A request is one msgpack frame `[version, request, nonce]`, an answer `[version, answer]`; requests
 and answers are tagged structs, whose unknown fields are ignored and whose new fields have defaults,

@@ -22,8 +22,7 @@ from ownerserve.cache.residents import ResidentPrefix
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed
-from ownerserve.node.retention.checkpoints import Checkpoints
-from ownerserve.node.retention.gaps import SessionGaps
+from ownerserve.node.retention.policy import Checkpoints, SessionGaps
 from ownerserve.node.retention.record_value import RecordValue, SessionValue
 from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.node.vocabulary.events import (

@@ -1,11 +1,11 @@
 """The RPC server: one thread between a ZeroMQ socket and whoever answers.
 
-Owns the socket. Never touches the node and never waits for it: a request is handed to whoever
-answers, who gives a future. Many are in flight at once, each answered when it is ready, under the
-envelope that it came in (a client's number for it): a quick one overtakes a slow one, and a
-`Cancel` all. An offer (a probe, a place) is waited for a bounded time and is then refused as
+`RpcServer` owns the socket. It never touches the node and never waits for it: a request is handed
+to whoever answers, who gives a future. Many are in flight at once, each answered when it is ready,
+under the envelope that it came in (a client's number for it): a quick one overtakes a slow one, and
+a `Cancel` all. An offer (a probe, a place) is waited for a bounded time and is then refused as
 `engine_busy`; a place that was reserved all the same is given back. A word is carried out, however
-late. flights.py says who hears what.
+late. `Flights` says who hears what.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 
+import msgspec
 import zmq
 
 from ownerserve.kv.errors import InvalidInput, PeerLost
@@ -26,6 +27,7 @@ from ownerserve.kv.wire.framed import LOOPBACK, FramedClient, FramedServer
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     MAX_FRAME_BYTES,
+    NO_NONCE,
     AskLine,
     Cancel,
     Cancelled,
@@ -44,7 +46,96 @@ from ownerserve.kv.wire.rpc import (
     decode_request,
     encode,
 )
-from ownerserve.node.rpc.flights import NEVER_S, Flight, Flights, Joined
+
+# ---- what is in flight
+
+
+REMEMBERED = 4096
+NEVER_S = float("inf")
+
+
+class Flight(msgspec.Struct, eq=False):
+    """A request in flight: to whom its answer goes, and until when it is waited for."""
+
+    envelope: list[bytes]
+    nonce: Nonce
+    future: Future[RpcAnswer]
+    until_s: float
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """The request is in flight already; its answer will come here."""
+
+
+class Flights:
+    """Requests in flight on a node's RPC port, and what was said under which nonce. Pure.
+
+        asked ── done ──────────> told, to the envelope that asked last
+          |`──── given up ──────> told `engine_busy`: an offer only (a probe, a place), which ages
+          `───── called off ────> told `Cancelled`, and not begun any more
+
+    A word (commit, release) is never given up: what it undoes would stay done. The last
+    `REMEMBERED` nonces keep their answers, for who asks again.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Future[RpcAnswer], Flight] = {}
+        self._by_nonce: dict[Nonce, Flight] = {}
+        self._told: OrderedDict[Nonce, Said] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def again(self, nonce: Nonce, envelope: list[bytes]) -> Said | Joined | None:
+        """What was said, or will be, to who asks under this nonce once more; None: it is new."""
+        told = self._told.get(nonce)
+        if told is not None:
+            return told
+        flight = self._by_nonce.get(nonce)
+        if flight is None:
+            return None
+        flight.envelope = envelope
+        return Joined()
+
+    def begin(self, flight: Flight) -> None:
+        """The request went to whoever answers."""
+        self._open[flight.future] = flight
+        if flight.nonce != NO_NONCE:
+            self._by_nonce[flight.nonce] = flight
+
+    def end(self, future: Future[RpcAnswer]) -> Flight | None:
+        """Its answer is there; None: nobody waits for it any more."""
+        flight = self._open.pop(future, None)
+        if flight is not None:
+            self._by_nonce.pop(flight.nonce, None)
+        return flight
+
+    def overdue(self, now: float) -> list[Flight]:
+        """Requests that were waited for long enough; they have ended."""
+        late = [flight for flight in self._open.values() if flight.until_s <= now]
+        for flight in late:
+            self.end(flight.future)
+        return late
+
+    def tell(self, nonce: Nonce, said: Said) -> None:
+        """Keep what was said under a nonce."""
+        if nonce == NO_NONCE:
+            return
+        self._told[nonce] = said
+        if len(self._told) > REMEMBERED:
+            self._told.popitem(last=False)
+
+    def call_off(self, nonce: Nonce) -> Flight | Said | None:
+        """What is cancelled: a flight, which has ended with this, or what was said; None: neither
+        yet. Whoever asks for it now is told that it was."""
+        found: Flight | Said | None = self._by_nonce.get(nonce)
+        if isinstance(found, Flight):
+            self.end(found.future)
+        else:
+            found = self._told.get(nonce)
+        self.tell(nonce, Cancelled())
+        return found
+
 
 log = logging.getLogger("ownerserve.node")
 

@@ -25,7 +25,7 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import Packed
 from ownerserve.kv.units import GIB
-from ownerserve.node.retention.checkpoints import policy_of
+from ownerserve.node.retention.policy import policy_of
 from ownerserve.node.state import NodeState
 from ownerserve.node.vocabulary.events import (
     DropOperation,

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from ownerserve.cache.metrics import Snapshot
-from ownerserve.engines.hf.engine.inbox import (
+from ownerserve.engines.hf.engine.commands import (
     Abort,
     AskCache,
     AskInventory,
@@ -36,7 +36,7 @@ from ownerserve.engines.hf.scheduling.requests import (
 from ownerserve.kv.wire.inventory import Page
 from ownerserve.kv.wire.rpc import Probe, RpcAnswer, RpcRequest
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.node.admission.reservations import Standing, probe_seed
+from ownerserve.node.admission import Standing, probe_seed
 
 logger = logging.getLogger(__name__)
 

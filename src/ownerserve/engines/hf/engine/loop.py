@@ -21,18 +21,19 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import Install
 from ownerserve.cache.tails import Table
-from ownerserve.engines.hf.engine.inbox import (
+from ownerserve.engines.hf.engine.commands import (
     Abort,
     AskCache,
     AskInventory,
     Call,
     EngineDead,
     Inbox,
+    LetIn,
     LivenessProbe,
     StopLoop,
     Submit,
+    TurnAdmission,
 )
-from ownerserve.engines.hf.engine.turn_admission import LetIn, TurnAdmission
 from ownerserve.engines.hf.metrics.prometheus import WorkerMetrics
 from ownerserve.engines.hf.metrics.status import (
     HfStatus,

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ownerserve.engines.hf.build import HfWorker
-from ownerserve.engines.hf.engine.inbox import EngineDead
+from ownerserve.engines.hf.engine.commands import EngineDead
 from ownerserve.engines.hf.http.answering import (
     ApiError,
     ChatFormat,

@@ -16,8 +16,7 @@ from torch import Tensor
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.state.layers import PagedCache
-from ownerserve.engines.hf.state.pools import Pools
-from ownerserve.engines.hf.state.span import ForwardRows, batch_inputs
+from ownerserve.engines.hf.state.paged import ForwardRows, Pools, batch_inputs
 from ownerserve.engines.hf.state.states import describe
 from ownerserve.engines.hf.state.v4 import borrow
 from ownerserve.kv.descriptor import TailForm

@@ -22,8 +22,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ownerserve.engines.hf.state.pools import Pools
-from ownerserve.engines.hf.state.span import EntryAddresses, ForwardRows
+from ownerserve.engines.hf.state.paged import EntryAddresses, ForwardRows, Pools
 from ownerserve.engines.hf.state.states import (
     CONV,
     CSA_INDEX,

@@ -1,22 +1,29 @@
-"""The engine's desk: who is let in, and what the worker says of itself, on the cache's own thread.
+"""Commands to the engine thread, the queue they come through, and who is let in.
 
-Translates the scheduler's and the cache's state into what admission asks; decides nothing. Owns the
-order of arrivals.
+`Inbox` is the one place that knows whether anybody will answer: it takes commands until the thread
+ends, then refuses them with the reason, so that no caller waits for ever. `TurnAdmission` answers
+those of the RPC port on the cache's own thread: it translates the scheduler's and the cache's state
+into what admission asks, decides nothing, and owns the order of arrivals.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import count
+from queue import Empty, SimpleQueue
+from threading import Lock
 
 import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.engines.hf.metrics.status import WorkerIdentity, worker_load
+from ownerserve.cache.metrics import Snapshot
+from ownerserve.engines.hf.metrics.status import HfStatus, WorkerIdentity, worker_load
 from ownerserve.engines.hf.scheduling.requests import EngineRequest
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import RequestRejected
+from ownerserve.kv.wire.inventory import Page
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     AskLine,
@@ -33,13 +40,106 @@ from ownerserve.kv.wire.rpc import (
     StatusIs,
 )
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.node.admission.reservations import (
+from ownerserve.node.admission import (
     Admission,
     Levels,
     PlaceTaken,
     Standing,
     probe_seed,
 )
+
+
+class Submit(msgspec.Struct, frozen=True):
+    """Command: take this request in."""
+
+    request: EngineRequest
+    arrived_s: float
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """Command: give the request up, wherever it is."""
+
+    request_id: str
+
+
+class LivenessProbe(msgspec.Struct, frozen=True):
+    """Command that the engine thread itself answers: proof that it still takes turns."""
+
+    answer: Future[HfStatus]
+
+
+class AskCache(msgspec.Struct, frozen=True):
+    """Command: a dated copy of the cache's counters and levels. O(restorable points)."""
+
+    answer: Future[Snapshot]
+
+
+class AskInventory(msgspec.Struct, frozen=True):
+    """Command: what is held here, as far as it was said after the word number `after`."""
+
+    after: int
+    answer: Future[Page]
+
+
+class Call(msgspec.Struct, frozen=True):
+    """Command: answer this request of the node's RPC port."""
+
+    request: RpcRequest
+    answer: Future[RpcAnswer]
+
+
+class StopLoop(msgspec.Struct, frozen=True):
+    """Command: end the thread."""
+
+
+Command = Submit | Abort | LivenessProbe | AskCache | AskInventory | Call | StopLoop
+
+
+class EngineDead(RuntimeError):
+    """The engine thread has ended; `args[0]` says why. Nothing will be answered any more."""
+
+
+class Inbox:
+    """Commands to the engine thread. Closed for good, with the reason, when the thread ends."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Command] = SimpleQueue()
+        self._lock = Lock()
+        self._closed_because: str | None = None
+
+    @property
+    def closed_because(self) -> str | None:
+        return self._closed_because
+
+    def put(self, command: Command) -> None:
+        """Raises EngineDead when nobody is there to take it."""
+        with self._lock:
+            if self._closed_because is not None:
+                raise EngineDead(self._closed_because)
+            self._queue.put(command)
+
+    def take(self, timeout_s: float | None = None) -> Command | None:
+        """The next command; waits for one, `timeout_s` at most (then None)."""
+        try:
+            return self._queue.get(timeout=timeout_s)
+        except Empty:
+            return None
+
+    def take_ready(self) -> Command | None:
+        """The next command, if there is one."""
+        try:
+            return self._queue.get_nowait()
+        except Empty:
+            return None
+
+    def close(self, because: str) -> list[Command]:
+        """Refuse all further commands; returns those that nobody took."""
+        with self._lock:
+            self._closed_because = self._closed_because or because
+        left = []
+        while (command := self.take_ready()) is not None:
+            left.append(command)
+        return left
 
 
 class LetIn(msgspec.Struct, frozen=True):
@@ -50,7 +150,10 @@ class LetIn(msgspec.Struct, frozen=True):
 
 
 class TurnAdmission:
-    """See the module. Keeps promised room from turns that stand behind it (step.Promises)."""
+    """Lets turns in as the scheduler and the cache stand.
+
+    It keeps promised room from turns that stand behind it (step.Promises).
+    """
 
     def __init__(
         self,
