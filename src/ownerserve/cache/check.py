@@ -24,7 +24,7 @@ def require(holds: object, number: int, problem: str) -> None:
 
 
 def check(parts: Parts) -> None:
-    """All of a cache's invariants."""
+    """Check every invariant of a cache; raise InvariantViolated at the first that does not hold."""
     nodes = list(paths.nodes(parts.tree.root))
     check_conservation(parts, nodes)
     check_turns(parts)
@@ -37,7 +37,7 @@ def check(parts: Parts) -> None:
 
 
 def check_conservation(parts: Parts, nodes: list[Node]) -> None:
-    """1: every slot of every pool is in exactly one place."""
+    """Invariant 1: every slot of every pool is in exactly one place."""
     pools, runs = parts.pools, parts.running.values()
     blocks = [slot for node in nodes for slot in node.blocks]
     require(len(blocks) == parts.tree.blocks, 1, "the tree's block count is off")
@@ -66,14 +66,14 @@ def _check_pool(pool: SlotPool, used: list[int]) -> None:
 
 
 def check_turns(parts: Parts) -> None:
-    """3: every turn that was begun is running, or has ended one way."""
+    """Invariant 3: every turn that was begun is running, or has ended one way."""
     counters = parts.counters
     ended = counters.turns_finished + counters.turns_aborted
     require(counters.turns_begun == ended + len(parts.running), 3, "a turn has vanished")
 
 
 def check_locks(parts: Parts, nodes: list[Node]) -> None:
-    """5: locks in the tree are exactly the live receipts, and parents are held by children."""
+    """Invariant 5: the tree's locks are exactly the live receipts, and children hold parents."""
     receipts = [run.lock for run in parts.running.values()]
     receipts += [session.pin for session in parts.sessions if session.pin is not None]
     receipts += parts.ingest.locks() + parts.pressure.locks()
@@ -118,7 +118,7 @@ def check_structure(parts: Parts, nodes: list[Node]) -> None:
 
 
 def check_running(parts: Parts) -> None:
-    """7: a running turn's row begins with its locked path, slot by slot."""
+    """Invariant 7: a running turn's row begins with its locked path, slot by slot."""
     block, size = parts.layout.block_tokens, parts.tree.block_bytes
     for run in parts.running.values():
         require(run.lock.depth == run.sealed, 7, "a lock is not where the turn sealed to")
@@ -131,7 +131,8 @@ def check_running(parts: Parts) -> None:
 
 
 def check_sessions(parts: Parts, nodes: list[Node]) -> None:
-    """6: sessions own nothing: each frontier is a stop of the tree, and counts are by sight."""
+    """Invariant 6: sessions own nothing. Each frontier is a stop of the tree; counts are by
+    sight."""
     anchored = {
         name: stop for node in nodes for stop in node.stops for name in (stop.anchors or {})
     }
@@ -155,7 +156,7 @@ def check_sessions(parts: Parts, nodes: list[Node]) -> None:
 
 
 def check_evictable(parts: Parts, nodes: list[Node]) -> None:
-    """7: everything under no lock can be found by the evictor, so the pool can't deadlock."""
+    """Invariant 7: the evictor finds everything under no lock, so the pool can't deadlock."""
     known = {id(node) for node in parts.tree.exposed}
     for node in nodes:
         if node.end > node.floor:

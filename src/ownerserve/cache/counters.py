@@ -8,7 +8,7 @@ import msgspec
 
 
 class LossCause(StrEnum):
-    """Why a restorable point is one no more."""
+    """LossCause says why a restorable point is one no more."""
 
     RANGE_EVICTED = "range_evicted"
     POINT_EVICTED = "point_evicted"
@@ -17,7 +17,7 @@ class LossCause(StrEnum):
 
 
 class Counters(msgspec.Struct):
-    """Sums since the start. Evicted tokens and bytes are those of range blocks."""
+    """Counters are sums since the start. Evicted tokens and bytes are those of range blocks."""
 
     turns_begun: int = 0
     turns_refused: int = 0

@@ -77,7 +77,11 @@ class HeteroCache:
         state_slots: int,
         policy: EvictionPolicy | None = None,
     ) -> None:
-        """`slots` per component name, `state_slots` running turns at once, default cost-aware."""
+        """Make an empty cache of `slots` by component name, for `state_slots` running turns at
+        once.
+
+        `policy` orders eviction; without one, CostAware does.
+        """
         self.layout = layout
         self.counters = Counters()
         self.policy = policy or CostAware()
@@ -102,8 +106,11 @@ class HeteroCache:
     # -- looking -------------------------------------------------------------------------------
 
     def match(self, tokens: Packed, *, behind: ResumeDepth | None = None) -> Match:
-        """Everything resident of a prompt that it could go on from. Reads only. `behind`: a place
-        that the prompt is known to reach."""
+        """Tell everything resident of a prompt that it could go on from; nothing changes.
+
+        `behind` is a place that the prompt is known to reach (`residents.behind`): the comparison
+        begins there.
+        """
         known = len(tokens) // TOKEN_BYTES
         node, depth = (None, 0) if behind is None else (behind.node, behind.depth)
         node, depth = self._tree.walk(tokens, known // self._block, node=node, depth=depth)
@@ -239,7 +246,7 @@ class HeteroCache:
         return Begun(restored, (effect,), floor * self._block, turn.tokens[skip:])
 
     def _row(self, session: Session | None, node: Node, depth: int) -> list[int]:
-        """Slots of the shared blocks: the session's own row when nobody else has it."""
+        """Return the slots of the shared blocks: the session's own row when nobody else has it."""
         stop = None if session is None else session.stop
         if session is None or stop is None or session.row is None or stop.node is not node:
             return paths.row(node, depth)
@@ -249,7 +256,8 @@ class HeteroCache:
         return row
 
     def _expected(self, session: Session, known: int) -> int:
-        """Tokens of the prompt that the session had computed before and could be restored."""
+        """Return how many of the prompt's tokens the session had computed and a restore could
+        bring."""
         if not session.version:
             return 0
         most = (known - 1) // self._block
@@ -267,7 +275,8 @@ class HeteroCache:
     # -- running -------------------------------------------------------------------------------
 
     def reserve(self, turn_id: TurnId, upto: int, now: float) -> tuple[Effect, ...] | NoRoom:
-        """Range slots for all tokens before position `upto`. Evicts as needed; all or nothing."""
+        """Take range slots for all tokens before position `upto`, evicting as needed: all or
+        none."""
         run = self._running.get(turn_id) or self._run(turn_id)
         missing = -(-upto // self._block) - len(run.row)
         if missing > 0:
@@ -278,7 +287,7 @@ class HeteroCache:
         return ()
 
     def advance(self, turn_id: TurnId, tokens: Packed, now: float) -> None:
-        """`tokens` are computed: their state is in the slots. Seals each block that became full.
+        """Note that `tokens` are computed, their state in the slots, and seal each block now full.
 
         Raises InvalidInput when they contradict the prompt or have no reserved slots.
         """
@@ -372,7 +381,8 @@ class HeteroCache:
     def fork(
         self, turn_id: TurnId, child_id: TurnId, now: float
     ) -> tuple[Effect, ...] | NoRoom | CacheRefused:
-        """A second turn that goes on from here: shares sealed blocks, copies the unfinished one.
+        """Open a second turn that goes on from here: it shares sealed blocks, copies the unfinished
+        one.
 
         The child belongs to no session: of several answers only the first moves it.
         """
@@ -422,7 +432,7 @@ class HeteroCache:
     # -- ending --------------------------------------------------------------------------------
 
     def finish(self, turn_id: TurnId, now: float, *, tip: PrefixHash | None = None) -> Finished:
-        """The turn is over: its sealed output stays, its session's frontier moves behind it.
+        """End a turn: its sealed output stays, its session's frontier moves behind it.
 
         The session keeps a soft reference; the hard lock goes after that is in place. One that
         ends inside its replay leaves its session where it stopped. `tip`: the chain digest of all
@@ -447,12 +457,13 @@ class HeteroCache:
         return Finished(run.position, depth * self._block, version)
 
     def _moves_frontier(self, run: Running, session: Session) -> bool:
-        """Not when the session was released meanwhile, or a turn begun later has finished."""
+        """Tell whether the turn's end counts: its session was not released meanwhile, and no turn
+        that began later has finished."""
         is_current = self.sessions.get(session.session_id) is session
         return is_current and run.order > session.frontier_order
 
     def abort(self, turn_id: TurnId, now: float) -> None:
-        """The turn is over and never was: private slots go, the session's frontier stays.
+        """End a turn as if it had not been: private slots go, the session's frontier stays.
 
         Also how a turn is preempted: what it sealed remains matchable, and evictable.
         """
@@ -488,7 +499,7 @@ class HeteroCache:
     # -- what the engine and the tests read ----------------------------------------------------
 
     def table(self, turn_id: TurnId) -> Table:
-        """Slots of a running turn. Live: it changes with the next call, and is not to be kept."""
+        """Return the slots of a running turn. The table is live: the next call changes it."""
         return self._run(turn_id).table
 
     def check(self) -> None:
@@ -517,5 +528,5 @@ class HeteroCache:
 
 
 def parts_of(cache: HeteroCache) -> Parts:
-    """The parts of a cache, to look at: for checks, snapshots and tests. Not to be kept."""
+    """Return the parts of a cache, to look at once: for checks, snapshots and tests."""
     return cache._parts()  # noqa: SLF001 - its one door

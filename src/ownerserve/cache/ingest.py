@@ -43,7 +43,8 @@ class Pending(msgspec.Struct, eq=False):
 
 
 class Ingest:
-    """The verified insert. Several producers may feed one prefix; the first to commit wins."""
+    """Ingest is the verified insert. Several producers may feed one prefix; the first to commit
+    wins."""
 
     def __init__(self, tree: PrefixTree, pools: SlotPools, counters: Counters) -> None:
         self._tree = tree
@@ -54,7 +55,7 @@ class Ingest:
         self._tickets = 0
 
     def reserve(self, arrival: Arrival, now: float) -> SlotsReserved | NoRoom | CacheRefused:
-        """Slots for what is not resident of the arrival. Locks the part that is."""
+        """Take slots for what is not resident of the arrival, and lock the part that is."""
         size = self._tree.block_bytes
         total, rest = divmod(len(arrival.tokens), size)
         if rest or not total:
@@ -87,12 +88,13 @@ class Ingest:
         return SlotsReserved(self._tickets, depth * self._block, tuple(blocks), points)
 
     def _digest(self, arrival: Arrival) -> PrefixHash:
-        """Of the arrival's tokens, as this side computed it: before, or now."""
+        """Return the digest of the arrival's tokens as this side computed it, before or now."""
         known = arrival.hashed.digest_of(arrival.tokens) if arrival.hashed is not None else None
         return known or hash_prefix(arrival.tokens, self._block)[-1]
 
     def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | CacheRefused:
-        """The bytes are written and `digest` was computed over them here."""
+        """Put the arrival in the tree: its bytes are written, and `digest` was computed here over
+        them."""
         pending = self._pending.get(ticket)
         if pending is None or pending.lock is None:
             raise InvalidInput("ticket", f"{ticket} is not reserved", "reserve it first")
@@ -126,7 +128,7 @@ class Ingest:
         pending.lock = None
 
     def quiet(self, ticket: int) -> None:
-        """The writer of an aborted arrival has acknowledged, or is fenced: its slots are free."""
+        """Free an aborted arrival's slots: its writer has acknowledged, or is fenced."""
         pending = self._pending.get(ticket)
         if pending is None or pending.lock is not None:
             raise InvalidInput("ticket", f"{ticket} is not on hold", "abort it first")
@@ -140,26 +142,26 @@ class Ingest:
     # -- what the checks and the metrics read --------------------------------------------------
 
     def counts(self) -> tuple[int, int]:
-        """Range blocks reserved, and on hold."""
+        """Count the range blocks that are reserved, and those on hold."""
         every = self._pending.values()
         reserved = sum(len(pending.blocks) for pending in every if pending.lock is not None)
         return reserved, len(self.block_slots()) - reserved
 
     def point_counts(self) -> tuple[int, int]:
-        """Slots reserved, and on hold, in each point pool."""
+        """Count the slots of each point pool that are reserved, and those on hold."""
         every = self._pending.values()
         reserved = sum(len(pending.points) for pending in every if pending.lock is not None)
         return reserved, sum(len(pending.points) for pending in every) - reserved
 
     def block_slots(self) -> list[int]:
-        """Range blocks of all arrivals that are not in the tree."""
+        """List the range blocks of all arrivals that are not in the tree."""
         return [slot for pending in self._pending.values() for slot in pending.blocks]
 
     def point_slots(self, index: int) -> list[int]:
-        """The same for point component `index`."""
+        """List the slots of point component `index` of all arrivals that are not in the tree."""
         name = self._pools.points[index].name
         return [p[name] for pending in self._pending.values() for p in pending.points.values()]
 
     def locks(self) -> list[Receipt]:
-        """Locks on what arrivals build on."""
+        """List the locks on what arrivals build on."""
         return [p.lock for p in self._pending.values() if p.lock is not None]

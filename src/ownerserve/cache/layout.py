@@ -19,7 +19,7 @@ from ownerserve.kv.specs import Coverage
 
 
 class Component(msgspec.Struct, frozen=True):
-    """One kind of state over all layers that keep it.
+    """A component is one kind of state over all layers that keep it.
 
     `slot_bytes` is what a slot occupies, alignment padding included; `payload_bytes` what of it
     is information. Their ratio is the component's internal fragmentation.
@@ -32,7 +32,8 @@ class Component(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """All components of a model at one block length; `state_bytes` is one live state block.
+    """A layout is all components of a model at one block length; `state_bytes` is one live state
+    block.
 
     Every tail's window divides the block, so at a boundary no tail holds anything.
     """
@@ -59,7 +60,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def packed_block_bytes(self) -> int:
-        """Bytes of one block's tokens, packed (kv.prefix)."""
+        """One block's tokens take so many bytes when packed (kv.prefix)."""
         return self.block_tokens * TOKEN_BYTES
 
     @property
@@ -80,5 +81,5 @@ class Layout(msgspec.Struct, frozen=True):
         return (*self.point_names, *open_tails)
 
     def boundary_at_or_before(self, position: int) -> int:
-        """The last multiple of B that is <= `position`."""
+        """Return the last multiple of B that is <= `position`."""
         return position - position % self.block_tokens

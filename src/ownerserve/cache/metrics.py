@@ -13,7 +13,7 @@ from ownerserve.kv.specs import Coverage
 
 
 class PoolLevel(msgspec.Struct, frozen=True):
-    """Where a pool's slots are: the last six sum to `capacity` (invariant 1).
+    """A pool's level says where its slots are: the last six sum to `capacity` (invariant 1).
 
     reserved   for an arrival from outside that is not committed yet
     private    a running turn's own: reserved or written, not sealed
@@ -32,7 +32,7 @@ class PoolLevel(msgspec.Struct, frozen=True):
 
 
 class Fragmentation(msgspec.Struct, frozen=True):
-    """Bytes that hold nothing, by component.
+    """Fragmentation is the bytes that hold nothing, by component.
 
     Internal: in used slots, alignment padding, the unfilled part of unsealed blocks, and by tail
     the rows of state blocks in which no token waits. External:
@@ -45,7 +45,7 @@ class Fragmentation(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """One dated copy of everything countable.
+    """A snapshot is one dated copy of everything countable.
 
     `cached_tokens` are the tokens whose range state the tree holds, `restorable_points` the stops
     that lack nothing, `partial_points` those that lack a component. `tail_tokens` are those of all
@@ -127,7 +127,7 @@ def _levels(parts: Parts, protected_points: list[int]) -> dict[str, PoolLevel]:
 
 
 def _waiting(parts: Parts, tail: Tail) -> list[int]:
-    """Tokens that wait in `tail`, by running turn."""
+    """List the tokens that wait in `tail`, by running turn."""
     return [run.table.tails.waiting[tail.name] for run in parts.running.values()]
 
 

@@ -9,7 +9,7 @@ from ownerserve.cache.outcomes import Shortage
 
 
 class PoolView(Protocol):
-    """One pool of equal slots. Live: the numbers are those of now."""
+    """A pool of equal slots as others see it. The numbers are live."""
 
     @property
     def name(self) -> str: ...
@@ -22,8 +22,8 @@ class PoolView(Protocol):
 
 
 class Occupancy(Protocol):
-    """All pools of one cache: range blocks, of which every range component has as many, one pool
-    a point component, and the state blocks of running turns."""
+    """Occupancy is all pools of one cache: range blocks (every range component has as many), one
+    pool a point component, and the state blocks of running turns."""
 
     @property
     def blocks(self) -> PoolView: ...
@@ -33,13 +33,13 @@ class Occupancy(Protocol):
     def states(self) -> PoolView: ...
 
     def evictable_blocks(self) -> int:
-        """Range blocks that may be evicted: the tree's, under no lock."""
+        """Count the range blocks that may be evicted: the tree's, under no lock."""
         ...
 
     def obtainable_blocks(self) -> int:
-        """Range blocks that a turn could have now: the free ones, and those that may be evicted."""
+        """Count the range blocks that a turn could have now: free ones, and evictable ones."""
         ...
 
     def shortage(self, count: int) -> Shortage:
-        """What would be evicted for `count` range blocks; nothing is."""
+        """Tell what would be evicted for `count` range blocks; nothing is."""
         ...

@@ -19,7 +19,8 @@ DEFAULT_TTL_S = 300.0
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One request: the whole prompt as packed tokens. `session_id` None: nobody will come back."""
+    """A turn is one request: the whole prompt as packed tokens. `session_id` None: nobody will come
+    back."""
 
     turn_id: TurnId
     session_id: SessionId | None
@@ -29,7 +30,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Append(msgspec.Struct, frozen=True):
-    """One request as what it adds: `suffix` follows the session's tokens at `version`.
+    """An append is one request as what it adds: `suffix` follows the session's tokens at `version`.
 
     Both are in the `Finished` of the session's last turn. The suffix therefore opens with the last
     sampled token, whose state was never computed.
@@ -44,8 +45,9 @@ class Append(msgspec.Struct, frozen=True):
 
 
 class Install(msgspec.Struct, frozen=True):
-    """Where a session stands that other workers counted: `version` turns were finished, and the
-    last one left `tokens` (whole blocks, whose chain digest is `tip`) and `open_tokens`."""
+    """An install says where a session stands that other workers counted: `version` turns were
+    finished, and the last one left `tokens` (whole blocks, whose chain digest is `tip`) and
+    `open_tokens`."""
 
     session_id: SessionId
     version: int
@@ -78,7 +80,7 @@ Resume = Restore | Replay
 
 
 class CacheRefusal(StrEnum):
-    """Why a request was refused. Metric labels."""
+    """CacheRefusal says why a request was refused; its values are metric labels."""
 
     NO_STATE_BLOCK = "no_state_block"
     TURN_IS_LIVE = "turn_is_live"
@@ -91,13 +93,14 @@ class CacheRefusal(StrEnum):
 
 
 class CacheRefused(msgspec.Struct, frozen=True):
-    """Nothing was changed."""
+    """The request was refused, and nothing was changed."""
 
     reason: CacheRefusal
 
 
 class NoRoom(msgspec.Struct, frozen=True):
-    """Nothing was changed: `missing` slots of `pool` are neither free nor evictable."""
+    """There is no room, and nothing was changed: `missing` slots of `pool` are neither free nor
+    evictable."""
 
     pool: str
     missing: int
@@ -129,7 +132,8 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class Victim(msgspec.Struct, frozen=True):
-    """State that would be evicted next: `blocks` range blocks that end at token `position`.
+    """A victim is state that would be evicted next: `blocks` range blocks that end at token
+    `position`.
 
     Whoever comes back for it computes `tokens` again, or loads it where it is `is_backed` by a
     copy below the device. `is_expected`: a session with a soft reference stands there.
@@ -143,8 +147,8 @@ class Victim(msgspec.Struct, frozen=True):
 
 
 class Shortage(msgspec.Struct, frozen=True):
-    """Room for `wanted` range blocks, of which `free` are free: what would go for the others, as
-    far as the cache looked. A block takes `block_bytes`."""
+    """A shortage is room for `wanted` range blocks, of which `free` are free: what would go for the
+    others, as far as the cache looked. A block takes `block_bytes`."""
 
     wanted: int
     free: int
@@ -161,7 +165,7 @@ class RestorablePoint(msgspec.Struct, frozen=True):
 
 
 class Match(msgspec.Struct, frozen=True):
-    """What is resident of a prompt.
+    """A match is what is resident of a prompt.
 
     `points`, deepest first, hold every boundary that has any point state, and the deepest resident
     boundary even when it has none (its range state can be replayed). A layout without point
@@ -173,7 +177,7 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class SessionStatus(msgspec.Struct, frozen=True):
-    """A session as the tree sees it now."""
+    """A session's status is what the tree has of it now."""
 
     session_id: SessionId
     version: int
@@ -187,7 +191,8 @@ class SessionStatus(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """State from outside for the prefix `tokens` (whole blocks), with point state at `points`.
+    """An arrival is state from outside for the prefix `tokens` (whole blocks), with point state at
+    `points`.
 
     `prefix_hash` is the chain digest of `tokens`; `digest` that of the bytes, as the producer
     signed them. Commit compares it with what was read at this side (invariant 4). `hashed`, when
@@ -202,7 +207,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class SlotsReserved(msgspec.Struct, frozen=True):
-    """Slots for an arrival: range blocks from `start` on, and per point position its slots."""
+    """An arrival has its slots: range blocks from `start` on, and per point position its slots."""
 
     ticket: int
     start: int

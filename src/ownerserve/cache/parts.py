@@ -21,7 +21,7 @@ from ownerserve.kv.ids import TurnId
 
 
 class Parts(NamedTuple):
-    """Live: the objects that the cache works with."""
+    """The objects that one cache works with; they are live."""
 
     layout: Layout
     counters: Counters

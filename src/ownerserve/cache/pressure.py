@@ -35,7 +35,8 @@ LOOK = 256
 
 
 class Watermarks(msgspec.Struct, frozen=True):
-    """Shares of a pool. Below `low` free, act until `high` are; `low` 0: only on demand.
+    """Watermarks are shares of a pool. Below `low` free, act until `high` are; `low` 0: only on
+    demand.
 
     Point state of a session that was idle for `idle_s` is spilled first, at most `spills` stops a
     run, when `tier` names a place.
@@ -55,8 +56,8 @@ class Watermarks(msgspec.Struct, frozen=True):
 
 
 class SpilledPoint(msgspec.Struct, frozen=True):
-    """Copy these slots out: the state after the tokens `prefix`, for the sessions that stand
-    there."""
+    """A spilled point's slots are to be copied out: the state after the tokens `prefix`, for the
+    sessions that stand there."""
 
     prefix: Packed
     slots: dict[str, int]
@@ -64,7 +65,7 @@ class SpilledPoint(msgspec.Struct, frozen=True):
 
 
 class Spill(msgspec.Struct, frozen=True, tag=True):
-    """Copy to `tier`, then call `spilled(ticket)` or `spill_failed(ticket)`."""
+    """A spill is to be copied to `tier`; then call `spilled(ticket)` or `spill_failed(ticket)`."""
 
     ticket: int
     tier: str
@@ -72,14 +73,14 @@ class Spill(msgspec.Struct, frozen=True, tag=True):
 
 
 class EvictedState(msgspec.Struct, frozen=True, tag="Dropped"):
-    """Told, not asked: what one run freed."""
+    """One run freed so much; nothing is asked for."""
 
     blocks: int
     points: int
 
 
 class Checkpoint(msgspec.Struct, frozen=True, tag=True):
-    """Snapshot these turns at their next boundary: they are the first to be preempted."""
+    """These turns are to be snapshotted at their next boundary: they are preempted first."""
 
     turns: tuple[TurnId, ...]
 
@@ -95,7 +96,7 @@ class OpenSpill(msgspec.Struct):
 
 
 class Pressure:
-    """Watches the pools of one cache."""
+    """The policy engine watches the pools of one cache."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class Pressure:
 
     @property
     def are_blocks_short(self) -> bool:
-        """Whether range blocks are to be evicted by the next run."""
+        """Whether the next run is to evict range blocks."""
         return self._is_short(self._pools.blocks)
 
     def _is_short(self, pool: SlotPool) -> bool:
@@ -154,7 +155,7 @@ class Pressure:
     # -- what ----------------------------------------------------------------------------------
 
     def relieve(self, now: float) -> tuple[Directive, ...]:
-        """One run: at most one directive of each kind."""
+        """Act once: give at most one directive of each kind."""
         if not self.is_due:
             return ()
         directives: list[Directive] = []
@@ -177,7 +178,7 @@ class Pressure:
         return tuple(directives)
 
     def _missing(self, pool: SlotPool) -> int:
-        """Slots to free, so that `high` are."""
+        """Count the slots to free, so that `high` of them are free."""
         return max(0, int(self.watermarks.high * pool.capacity) - pool.free)
 
     def _checkpoint(self) -> Checkpoint:
@@ -185,7 +186,8 @@ class Pressure:
         return Checkpoint(tuple(run.turn_id for run in youngest[: max(1, len(youngest) // 4)]))
 
     def _relieve_points(self, now: float) -> tuple[Spill | None, int]:
-        """Room in the point pools: a spill, and how many stops or slots went at once."""
+        """Make room in the point pools: return a spill, and how many stops or slots went at
+        once."""
         pools = self._pools
         short_pools = [pool for pool in pools.points if self._is_short(pool)]
         if not short_pools:
@@ -207,7 +209,7 @@ class Pressure:
 
     @property
     def _coming(self) -> int:
-        """Slots of each point pool that open spills will make easy to free."""
+        """Count the slots of each point pool that open spills will make easy to free."""
         return sum(len(spill.prefixes) for spill in self.open_spills.values())
 
     def _drop_superseded(self, near: Iterable[ResumeDepth]) -> int:
@@ -272,7 +274,8 @@ class Pressure:
         self._let_go(self._spill_of(ticket))
 
     def spilled(self, ticket: int) -> None:
-        """The copies are safe: this state is cheap to bring back now, and may go early."""
+        """Note that the copies are safe: this state is cheap to bring back now, and may go
+        early."""
         for prefix in self._close(ticket):
             stop = self._standing(prefix)
             if stop is not None:
@@ -280,19 +283,21 @@ class Pressure:
                 self._back(stop)
 
     def spill_failed(self, ticket: int) -> None:
-        """No copy was made. The next run evicts without: the same spill would fail the same way."""
+        """Note that no copy was made. The next run evicts without: the same spill would fail the
+        same way."""
         self._close(ticket)
         self._counters.failed_spills += 1
         self._spill_again = False
 
     def backed(self, prefix: Packed) -> None:
-        """The point state behind `prefix` has a copy below, whoever made it."""
+        """Note that the point state behind `prefix` has a copy below, whoever made it."""
         stop = self._standing(prefix)
         if stop is not None:
             self._back(stop)
 
     def _standing(self, prefix: Packed) -> ResumeDepth | None:
-        """The complete point state behind `prefix`, if the device still has it."""
+        """Return the stop with the complete point state behind `prefix`, if the device has it
+        still."""
         depth = len(prefix) // self._evictor.tree.block_bytes
         node, reached = self._evictor.tree.walk(prefix, depth)
         stop = paths.complete_stop(node, depth) if reached == depth else None
@@ -323,5 +328,5 @@ class Pressure:
         spill.held = []
 
     def locks(self) -> list[Receipt]:
-        """Locks of open spills."""
+        """List the locks of open spills."""
         return [lock for spill in self.open_spills.values() for _, lock in spill.held]

@@ -16,7 +16,7 @@ from ownerserve.kv.prefix import HashedPrefix, Packed
 
 
 class ResidentPrefix:
-    """Blocks that are all resident, for who copies them out. Valid until the cache changes."""
+    """A prefix whose blocks are all resident, to copy them out. Valid until the cache changes."""
 
     __slots__ = ("_depth", "_names", "_node")
 
@@ -24,11 +24,12 @@ class ResidentPrefix:
         self._node, self._depth, self._names = node, depth, names
 
     def range_slots(self, first: int) -> tuple[int, ...]:
-        """Slots of the blocks from `first` on, the same in every range pool."""
+        """List the slots of the blocks from `first` on, the same in every range pool."""
         return tuple(paths.row(self._node, self._depth)[first:])
 
     def point_slots(self) -> dict[str, int] | None:
-        """Slots of the point state behind the last block, by component; None when it lacks any."""
+        """Return the point state's slots behind the last block, by component; None if any is
+        gone."""
         stop = paths.complete_stop(self._node, self._depth)
         if stop is None or stop.depth != self._depth:
             return None
@@ -36,7 +37,7 @@ class ResidentPrefix:
 
 
 class Residents:
-    """Answers from the tree of one cache."""
+    """Residents answers from the tree of one cache."""
 
     def __init__(self, tree: PrefixTree, sessions: Sessions, *, names: tuple[str, ...]) -> None:
         self._tree = tree
@@ -48,7 +49,7 @@ class Residents:
     def behind(
         self, session_id: SessionId, hashed: HashedPrefix, blocks: int
     ) -> ResumeDepth | None:
-        """The place where the session stands, if a prompt of so many whole blocks, of which
+        """Return the place where the session stands, if a prompt of so many whole blocks, of which
         `hashed` are the digests, is known to reach it without a comparison."""
         session = self._sessions.get(session_id)
         if session is None or session.stop is None or session.tip is None:
@@ -59,14 +60,15 @@ class Residents:
         return session.stop
 
     def blocks(self, tokens: Packed) -> int:
-        """How many leading blocks of `tokens` are resident."""
+        """Count the leading blocks of `tokens` that are resident."""
         return self._walk(tokens, None)[1]
 
     def missing_blocks(
         self, tokens: Packed, *, behind: ResumeDepth | None = None, held: int = 0
     ) -> int:
-        """Blocks of a prompt, its last unfinished one included, that are neither among the first
-        `held` nor kept for a running turn; resident or not, they may have to be had again."""
+        """Count the blocks of a prompt, its last unfinished one included, that are neither among
+        the first `held` nor kept for a running turn; resident or not, they may have to be had
+        again."""
         node, depth = self._walk(tokens, behind)
         kept = max(held, paths.locked_depth(node, depth))
         return -(-len(tokens) // self._tree.block_bytes) - kept
@@ -74,20 +76,22 @@ class Residents:
     def retain(
         self, turn_id: TurnId, tokens: Packed, now: float, *, behind: ResumeDepth | None = None
     ) -> None:
-        """A turn that is here and has not begun will go on from what of `tokens` is resident: a
-        soft reference stands there, in place of the turn's former one, until `release`."""
+        """Keep what of `tokens` is resident for a turn that is here and has not begun: a soft
+        reference stands there, in place of the turn's former one, until `release`."""
         node, depth = self._walk(tokens, behind)
         if depth:
             self._sessions.expect(turn_id, self._tree.stop_at(node, depth, now), now)
 
     def release(self, turn_id: TurnId) -> None:
-        """The turn has ended or is gone; one that retained nothing is no error."""
+        """Let go what a turn retained: it has ended or is gone. One that retained nothing is no
+        error."""
         self._sessions.met(turn_id)
 
     # -- slots to copy out ---------------------------------------------------------------------
 
     def tokens_of(self, session_id: SessionId) -> Packed:
-        """The resident part of what the session committed; empty for one that is unknown."""
+        """Return the resident tokens of what the session committed; none for one that is
+        unknown."""
         session = self._sessions.get(session_id)
         if session is None or session.node is None:
             return b""
@@ -95,14 +99,14 @@ class Residents:
         return paths.tokens(session.node, 0, session.depth, block_bytes=size)
 
     def prefix(self, tokens: Packed, blocks: int) -> ResidentPrefix | None:
-        """The first so many blocks of `tokens`; None when some of them are not resident."""
+        """Return the first so many blocks of `tokens`; None when some of them are not resident."""
         node, depth = self._tree.walk(tokens, blocks)
         return ResidentPrefix(node, blocks, names=self._names) if depth == blocks else None
 
     # -- what went -----------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """From now on, keep of whom something was evicted until `take_lost` asks."""
+        """Note, from now on, of which sessions something was evicted, until `take_lost` asks."""
         self._tree.slid = set()
 
     @property
@@ -111,7 +115,7 @@ class Residents:
         return bool(self._tree.slid)
 
     def take_lost(self) -> list[SessionId]:
-        """Sessions that lost blocks or point state since the last call, in no order."""
+        """List the sessions that lost blocks or point state since the last call, in no order."""
         slid = self._tree.slid
         if not slid:
             return []

@@ -11,7 +11,7 @@ from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 
 
 class Running(msgspec.Struct, eq=False):
-    """One turn between begin and finish or abort.
+    """A running turn is one between begin and finish or abort.
 
         row:   0 ....... sealed | private .......... len(row)      slots of blocks
                shared, in tree  | written or reserved
@@ -42,8 +42,8 @@ class Running(msgspec.Struct, eq=False):
     decode_stop: ResumeDepth | None = None
 
     def frontier(self, block_tokens: int) -> tuple[int, Packed]:
-        """Depth and tail where the turn stands. Inside its replay the tree's blocks go on behind
-        it, with tokens of the prompt that it has not computed."""
+        """Return the depth and tail where the turn stands. Inside its replay the tree's blocks go
+        on behind it, with tokens of the prompt that it has not computed."""
         depth = self.position // block_tokens
         if depth >= self.sealed:
             return self.sealed, bytes(self.tail)

@@ -43,7 +43,7 @@ DigestAt = Callable[[int], PrefixHash | None]
 
 
 class SessionView(Protocol):
-    """What others may read of a session's record; the record itself is the cache's."""
+    """A session's record as others may read it; the record itself is the cache's."""
 
     @property
     def session_id(self) -> SessionId: ...
@@ -68,7 +68,7 @@ class SessionView(Protocol):
 
 
 class Sessions:
-    """Sessions by id, and in a heap when to look at each next."""
+    """The table of sessions by id, with a heap of when to look at each next."""
 
     def __init__(self, tree: PrefixTree, layout: Layout, *, policy: EvictionPolicy) -> None:
         self._tree = tree
@@ -84,12 +84,12 @@ class Sessions:
         return len(self._by_id)
 
     def get(self, session_id: SessionId) -> Session | None:
-        """The record, if the session is known."""
+        """Return the session's record, if it is known."""
         return self._by_id.get(session_id)
 
     def open(self, session_id: SessionId, now: float) -> Session:
-        """The record, made when missing. A released id that comes back is a new generation, so
-        that a turn of its former life can't move it."""
+        """Return the session's record, made when missing. A released id that comes back is a new
+        generation, so that a turn of its former life can't move it."""
         session = self._by_id.get(session_id)
         if session is None:
             self._generations += 1
@@ -107,8 +107,10 @@ class Sessions:
             heappush(self._checks, (at_s, session.generation, session))
 
     def move(self, session: Session, stop: ResumeDepth | None, *, ttl_s: float, now: float) -> None:
-        """The frontier goes to `stop` with a fresh soft reference until now + ttl_s; None: the
-        turn sealed no block, there is nothing to stand at."""
+        """Move the session's frontier to `stop`, under a fresh soft reference until now + ttl_s.
+
+        `stop` None: the turn sealed no block, there is nothing to stand at.
+        """
         before = self._tree.lift(session)
         session.last_s = now
         session.expires_s = now + ttl_s
@@ -131,8 +133,8 @@ class Sessions:
             self._tree.unlock(former)
 
     def append_of(self, turn: Turn, digest_at: DigestAt) -> Append | None:
-        """`turn` as what it adds to its session, by digests alone; None when its session is not
-        known, its history was edited, or not all that the session left is at hand.
+        """Return `turn` as what it adds to its session, by digests alone; None when its session is
+        not known, its history was edited, or not all that the session left is at hand.
 
             session   |======= sealed =======|- tail -|          tip: the digest of what is sealed
             prompt    |=======================--------+++++|     its digest there is the tip, the
@@ -210,7 +212,7 @@ class Sessions:
                 del self._by_id[session.session_id]
 
     def next_due(self) -> float | None:
-        """When `expire` has something to look at."""
+        """Return when `expire` has something to look at next."""
         return self._checks[0][0] if self._checks else None
 
     def _dereference(self, session: Session) -> None:
@@ -240,13 +242,14 @@ class Sessions:
         return 0 if node is None else max(0, depth - node.floor)
 
     def reorder(self, session_id: SessionId) -> None:
-        """What the session stands at may be worth less to the eviction order than before."""
+        """Have the eviction order look again at what the session stands at: it may be worth
+        less."""
         session = self._by_id.get(session_id)
         if session is not None and session.stop is not None:
             self._tree.cool(session.stop)
 
     def expect(self, turn_id: TurnId, stop: ResumeDepth, now: float) -> None:
-        """A turn that goes on from `stop` is here and can't begin yet: a soft reference of its own,
+        """Give a turn that goes on from `stop`, and can't begin yet, a soft reference of its own,
         in place of its former one, until `met`."""
         waiting = self.expected.get(turn_id)
         before = None if waiting is None else self._lift_expected(waiting)
@@ -265,7 +268,8 @@ class Sessions:
             self._tree.prune(before)  # only now: it may be the same one
 
     def met(self, turn_id: TurnId) -> None:
-        """The turn has ended or is gone; one that nobody expected is no error."""
+        """Drop what `expect` gave: the turn has ended or is gone. One nobody expected is no
+        error."""
         waiting = self.expected.pop(turn_id, None)
         stop = None if waiting is None else self._lift_expected(waiting)
         if stop is not None:
@@ -278,11 +282,11 @@ class Sessions:
         return stop
 
     def __iter__(self) -> Iterator[Session]:
-        """Every record, oldest generation first."""
+        """Iterate over all records, oldest generation first."""
         return iter(tuple(self._by_id.values()))
 
     def status(self, session_id: SessionId) -> SessionStatus | None:
-        """What the tree holds for a session now; None when the id is unknown."""
+        """Tell what the tree holds for a session now; None when the id is unknown."""
         session = self._by_id.get(session_id)
         return self._status(session) if session is not None else None
 

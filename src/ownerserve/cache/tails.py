@@ -23,7 +23,7 @@ from ownerserve.kv.errors import InvalidInput, InvariantViolated
 
 
 class TailStep(msgspec.Struct, frozen=True):
-    """What an append does to one tail.
+    """A step is what an append does to one tail.
 
     `waiting` tokens waited before. With the first `taken` new ones they make `entries` entries,
     from number `first_entry` on: the finalize trigger fired that often. `left` tokens wait
@@ -39,7 +39,7 @@ class TailStep(msgspec.Struct, frozen=True):
 
     @property
     def end_entry(self) -> int:
-        """Entries that the sequence has afterwards."""
+        """The sequence has so many entries afterwards."""
         return self.first_entry + self.entries
 
 
@@ -59,7 +59,7 @@ def step(start: int, tokens: int, *, period: int, overlap: int = 0) -> TailStep:
 
 
 class Tail(msgspec.Struct, frozen=True):
-    """One kind of tail over all layers that have it; windows of `period` tokens.
+    """A tail is one kind of waiting state over all layers that have it; windows of `period` tokens.
 
     `overlap` rows of the last full window are needed at every boundary. `form` says how waiting
     tokens are held: a row each, or all of them as one row, an online softmax. A row has
@@ -82,16 +82,17 @@ class Tail(msgspec.Struct, frozen=True):
             )
 
     def step(self, start: int, tokens: int) -> TailStep:
-        """What an append of `tokens` at `start` does here."""
+        """Return what an append of `tokens` at `start` does to this tail."""
         return step(start, tokens, period=self.period, overlap=self.overlap)
 
     def rows_held(self, waiting: int) -> int:
-        """Rows that `waiting` tokens take."""
+        """Count the rows that `waiting` tokens take."""
         return min(waiting, 1) if self.form is TailForm.ONLINE else waiting
 
 
 class TailBook(msgspec.Struct):
-    """One running sequence's tails at `position`: what waits in each, and what it has finalized.
+    """A book is one running sequence's tails at `position`: what waits in each, and what it has
+    finalized.
 
     Kept append by append, not computed from `position`, so that a check has two sides to compare
     (invariant 12). Without tails it follows nothing.
@@ -104,7 +105,7 @@ class TailBook(msgspec.Struct):
 
     @classmethod
     def at(cls, tails: Sequence[Tail], position: int) -> TailBook:
-        """The book of a sequence restored at a boundary: every window is closed."""
+        """Make the book of a sequence restored at a boundary: every window is closed."""
         if not tails:
             return cls(position=position)
         entries = {}
@@ -115,7 +116,7 @@ class TailBook(msgspec.Struct):
         return cls(tuple(tails), position, dict.fromkeys(entries, 0), entries)
 
     def advance(self, tokens: int) -> None:
-        """`tokens` more are computed; finalizes each window they close."""
+        """Note that `tokens` more are computed, and finalize each window they close."""
         self.position += tokens
         for tail in self.tails:
             closed, left = divmod(self.waiting[tail.name] + tokens, tail.period)
@@ -123,7 +124,7 @@ class TailBook(msgspec.Struct):
             self.waiting[tail.name] = left
 
     def copy(self) -> TailBook:
-        """A fork's own book."""
+        """Copy the book for a fork."""
         return TailBook(self.tails, self.position, dict(self.waiting), dict(self.entries))
 
     def require_at(self, start: int) -> None:
@@ -135,7 +136,7 @@ class TailBook(msgspec.Struct):
 
 
 class Table(msgspec.Struct):
-    """Slots of one running sequence.
+    """A table holds the slots of one running sequence.
 
     `range` maps each range component to the slots of blocks 0, 1, ...: tokens [i*B, (i+1)*B) are in
     slot `range[component][i]`. `state` is the live state block, `tails` what waits in it.

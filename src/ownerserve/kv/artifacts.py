@@ -161,7 +161,7 @@ class ArtifactIds:
         self._after_point = _uint64(0) + self._component
 
     def range(self, prefix_hash: PrefixHash, start: int, end: int) -> ArtifactId:
-        """As of RangeKey(prefix_hash, start, end, component)."""
+        """Return the id of RangeKey(prefix_hash, start, end, component)."""
         return self.at(prefix_hash, self.place(start, end))
 
     def place(self, start: int, end: int) -> bytes:
@@ -174,7 +174,7 @@ class ArtifactIds:
         return ArtifactId(hashlib.sha256(self._head + prefix_hash + place).digest())
 
     def point(self, prefix_hash: PrefixHash, position: int) -> ArtifactId:
-        """As of PointKey(prefix_hash, position, component)."""
+        """Return the id of PointKey(prefix_hash, position, component)."""
         key = self._before_point + position.to_bytes(8, "little") + self._after_point
         return ArtifactId(hashlib.sha256(self._head + prefix_hash + key).digest())
 

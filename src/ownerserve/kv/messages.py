@@ -14,7 +14,8 @@ from ownerserve.kv.ids import Incarnation, WorkerId
 
 
 class Tier(StrEnum):
-    """Where bytes are kept. `device` needs no load; every other tier has a measured load cost."""
+    """A tier is where bytes are kept. `device` needs no load; every other tier has a measured load
+    cost."""
 
     DEVICE = "device"
     HOST = "host"
@@ -72,7 +73,8 @@ class Reason(StrEnum):
 
 
 class RoutingUnit(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Who can serve: one data-parallel rank in one life of a worker; each has its own cache."""
+    """A routing unit can serve: one data-parallel rank in one life of a worker, with its own
+    cache."""
 
     worker: WorkerId
     dp_rank: int

@@ -28,7 +28,7 @@ Packed = bytes
 
 
 def pack(tokens: Iterable[int]) -> Packed:
-    """Tokens to bytes. Raises InvalidInput for a token that is no uint32."""
+    """Pack tokens into bytes. Raises InvalidInput for a token that is no uint32."""
     try:
         packed = array("I", tokens)
     except (OverflowError, TypeError) as error:
@@ -39,7 +39,7 @@ def pack(tokens: Iterable[int]) -> Packed:
 
 
 def unpack(packed: Packed) -> array[int]:
-    """Bytes back to tokens: a copy of the bytes, no object for each token."""
+    """Unpack bytes into tokens: a copy of the bytes, no object for each token."""
     tokens = array("I")
     tokens.frombytes(packed)
     if byteorder == "big":
@@ -68,7 +68,7 @@ class PrefixChain:
 
     @property
     def tokens(self) -> int:
-        """Tokens hashed or waiting in the unfinished block."""
+        """Count the tokens hashed, or waiting in the unfinished block."""
         return len(self.digests) * self.block_tokens + len(self._tail) // TOKEN_BYTES
 
     def extend(self, packed: Packed) -> Sequence[PrefixHash]:
@@ -112,12 +112,12 @@ class PrefixChain:
         return twin
 
     def tip(self) -> PrefixHash:
-        """Digest of the last full block; the domain's own digest when there is none."""
+        """The digest of the last full block; the domain's own digest when there is none."""
         return PrefixHash(self._state)
 
 
 def hash_prefix(packed: Packed, block_tokens: int) -> Sequence[PrefixHash]:
-    """Digests of all full blocks of `packed`."""
+    """Return the digests of all full blocks of `packed`."""
     chain = PrefixChain(block_tokens)
     return chain.extend(packed)
 
@@ -151,12 +151,13 @@ class HashedPrefix:
 
     @property
     def tokens(self) -> Packed:
-        """Those of the full blocks."""
+        """The tokens of the full blocks."""
         return self._source[: len(self.digests) * self._block_bytes]
 
     @property
     def digests(self) -> list[PrefixHash]:
-        """One for each block. Grows with the prefix; not the reader's to change."""
+        """The digest of each block. The list grows with the prefix; the reader must not change
+        it."""
         return self._chain.digests
 
     def grow(self, tokens: Packed) -> bool:
@@ -172,7 +173,7 @@ class HashedPrefix:
         return True
 
     def is_of(self, tokens: Packed) -> bool:
-        """Whether these are the very bytes that it was made of last."""
+        """Whether `tokens` are the very bytes that the prefix was made of last."""
         return tokens is self._source
 
     def follow(self, other: HashedPrefix) -> bool:
@@ -198,7 +199,7 @@ class HashedPrefix:
         return twin
 
     def copy(self) -> HashedPrefix:
-        """The same, and from now on another's."""
+        """Copy the prefix: it grows apart from now on."""
         return self._first(len(self.digests))
 
     def _first(self, blocks: int) -> HashedPrefix:
@@ -214,5 +215,5 @@ class HashedPrefix:
         return self._chain.digests[blocks - 1]
 
     def fork(self) -> PrefixChain:
-        """A chain of its own that goes on from here."""
+        """Return a chain of its own that goes on from here."""
         return self._chain.fork()

@@ -70,7 +70,7 @@ class Entry(msgspec.Struct, frozen=True):
         return -(-sum(part.bits for part in self.parts) // 8)
 
     def describe(self) -> str:
-        """Like '448 fp8 + 64 bf16 + 7 ue8m0 + 1 pad'."""
+        """Describe the parts, like '448 fp8 + 64 bf16 + 7 ue8m0 + 1 pad'."""
         return " + ".join(
             f"{part.elements} {'pad' if part.name == 'pad' else part.precision}"
             for part in self.parts
@@ -78,7 +78,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Role(StrEnum):
-    """Which state it is. All layers' states of one role form one component."""
+    """A role says which state it is. All layers' states of one role form one component."""
 
     DENSE = "dense"  # keys and values by head
     MLA_LATENT = "mla_latent"  # one latent a token, shared by all heads
@@ -95,7 +95,7 @@ class Role(StrEnum):
 
 
 class PerToken(msgspec.Struct, frozen=True, tag="per_token"):
-    """One entry a token, kept for the whole context."""
+    """The state has one entry a token, kept for the whole context."""
 
 
 class Compressed(msgspec.Struct, frozen=True, tag="compressed"):
@@ -168,7 +168,8 @@ class StateSpec(msgspec.Struct, frozen=True):
 
     @property
     def restore_actions(self) -> tuple[RestoreAction, ...]:
-        """How this state can come back, cheapest first. Recurrent state has no replay."""
+        """The ways in which this state can come back, cheapest first. Recurrent state has no
+        replay."""
         return _RESTORE[type(self.kind)]
 
     @property
@@ -258,7 +259,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return tuple(state for layer in self.layers for state in layer.states)
 
     def count(self, role: Role) -> int:
-        """Layers that keep a state of this role."""
+        """Count the layers that keep a state of this role."""
         return sum(any(s.role is role for s in layer.states) for layer in self.layers)
 
     def digest(self) -> bytes:

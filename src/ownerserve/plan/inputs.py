@@ -19,14 +19,14 @@ from ownerserve.kv.messages import Tier
 
 
 class Overlap(StrEnum):
-    """What of a load may run beside the compute that needs it."""
+    """Overlap is what of a load may run beside the compute that needs it."""
 
     NONE = "none"
     LAYERWISE = "layerwise"
 
 
 class Abilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine can do; the planner offers nothing else.
+    """Abilities are what an engine can do; the planner offers nothing else.
 
     can_replay       computes tokens below a write floor: their range state is kept, not overwritten
     can_reserve      gives space before the request runs: loads hide behind the queue
@@ -78,7 +78,7 @@ ENGINES = {"hf": HF, "vllm": VLLM, "ideal": FULL_ABILITIES}
 
 
 class ModelState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the planner needs of a model's geometry.
+    """A model's state as the planner needs it of its geometry.
 
     `exact_replay_tokens`: tokens to compute before a boundary so that its window state is exact,
     sum over window layers of (n_layer - 1); None when the model keeps recurrent state, which no
@@ -99,7 +99,7 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """Bytes to bring from one tier.
+    """A piece is bytes to bring from one tier.
 
     `ready_ms` > 0: a load that is already under way puts them there in so many ms (`device`: they
     are then in place).
@@ -134,7 +134,7 @@ class Point(msgspec.Struct, frozen=True, gc=False):
 
 
 class Backlog(msgspec.Struct, frozen=True):
-    """Work that stands before a new request, as observed now.
+    """A backlog is work that stands before a new request, as observed now.
 
     `context_tokens` is the mean number of tokens already behind each of `prefill_tokens`;
     `tier_bytes` are the bytes asked of each tier and not yet delivered.

@@ -26,7 +26,7 @@ _Part = tuple[float, LoadTable | None, int, int | None, int, int]
 
 
 class LoadBytes:
-    """Bytes to bring, those already on their way apart."""
+    """LoadBytes counts the bytes to bring, those already on their way apart."""
 
     __slots__ = ("late", "now", "ready_ms")
 
@@ -51,12 +51,12 @@ class LoadBytes:
 
 
 def share(piece: Piece, used: int, of: int) -> int:
-    """Bytes of `used` tokens of a piece that spans `of`, rounded up."""
+    """Return the bytes of `used` tokens of a piece that spans `of`, rounded up."""
     return -(-piece.bytes * used // of)
 
 
 def load_bytes_until(spans: tuple[RangeSpan, ...], position: int) -> LoadBytes:
-    """What of `spans` must be brought for [0, position)."""
+    """Count what of `spans` must be brought for [0, position)."""
     loads = LoadBytes()
     for span in spans:
         start, end = span.start, span.end
@@ -70,7 +70,7 @@ def load_bytes_until(spans: tuple[RangeSpan, ...], position: int) -> LoadBytes:
 
 
 class LoadPricer:
-    """Bytes by tier to ms, for one engine, one moment's prices and one backlog."""
+    """The pricer turns bytes by tier into ms, for one engine, one moment and one backlog."""
 
     __slots__ = ("_backlog", "tables", "via_host")
 
@@ -84,7 +84,7 @@ class LoadPricer:
         return all(piece.tier is Tier.DEVICE or piece.tier in self.tables for piece in pieces)
 
     def ms(self, loads: LoadBytes) -> float:
-        """Time until all of it is in place, from when loading may begin.
+        """Return the ms until all of it is in place, from when loading may begin.
 
         Tiers load one after another (they share the way into the device). What is still on its way
         comes last: end = max(everything else, ready) + its own load.
@@ -95,7 +95,8 @@ class LoadPricer:
         return max(now_ms, loads.ready_ms) + self.book_ms(loads.late)
 
     def book_ms(self, book: Book) -> float:
-        """Time to load a book's bytes; with a host landing all of them cross to the device too."""
+        """Return the ms that a book's bytes take to load; with a host landing all of them cross to
+        the device too."""
         total_ms, landed = 0.0, 0
         for tier, count in book.items():
             if tier is Tier.DEVICE:
@@ -113,7 +114,8 @@ class LoadPricer:
         return self.tables[tier].ms(ahead) if ahead else 0.0
 
     def point_ms(self, pieces: tuple[Piece, ...]) -> float:
-        """Time to load one boundary's point state; it is read apart from range state."""
+        """Return the ms that one boundary's point state takes; it is read apart from range
+        state."""
         if not pieces:
             return 0.0
         if len(pieces) == 1 and not self.via_host:
@@ -130,7 +132,7 @@ class LoadPricer:
 
 
 class RangeLoadCosts:
-    """How long the range state of [0, position) takes to load, for any position of one query."""
+    """RangeLoadCosts tells how long the range state of [0, position) of one query takes to load."""
 
     __slots__ = ("_before", "_ends", "_load_pricer", "_parts", "_spans", "covered")
 
@@ -157,7 +159,7 @@ class RangeLoadCosts:
         self._parts: dict[int, _Part] = {}
 
     def ms_until(self, position: int) -> float:
-        """Time to load [0, position); `position` must not exceed `covered`."""
+        """Return the ms that loading [0, position) takes; `position` must not exceed `covered`."""
         if position <= 0:
             return 0.0
         if self._before is None:
@@ -174,7 +176,7 @@ class RangeLoadCosts:
         return base_ms + table.ms(own_bytes - (-piece_bytes * (position - start) // length))
 
     def moved_until(self, position: int) -> int:
-        """Bytes of [0, position) that newly come to the device."""
+        """Count the bytes of [0, position) that newly come to the device."""
         return load_bytes_until(self._spans, position).moved_bytes
 
     def _part(self, at: int, before: Book) -> _Part:

@@ -86,7 +86,7 @@ class OptionPricer:
         self.load_from_ms = 0.0 if abilities.can_reserve else self.queue_ms
 
     def _terms(self, option: RestoreOption, loads: LoadBytes, hbm_bytes: int) -> Terms:
-        """The price by term (picture: plan.outcome).
+        """Return the price by term (picture: plan.outcome).
 
         With a load of l ms in S stages beside c ms of compute, stage i of compute waits for stage i
         of the load: compute may begin after l / S, and ends no earlier than c / S after the load.
@@ -114,7 +114,7 @@ class OptionPricer:
         return int(own) + moved_bytes
 
     def priced(self, option: RestoreOption) -> Priced:
-        """`option` with its terms and its steps in order."""
+        """Return `option` with its terms and its steps in order."""
         loads = load_bytes_until(self._query.spans, option.position)
         moved = loads.moved_bytes
         hbm_bytes = self._new_hbm_bytes(option, moved)
@@ -188,7 +188,7 @@ class OptionPricer:
 
 
 def stages(model: ModelState, abilities: Abilities) -> int:
-    """In how many stages a load and the compute that needs it can be interleaved."""
+    """Count the stages in which a load and the compute that needs it can be interleaved."""
     return model.layers if abilities.overlap is Overlap.LAYERWISE else 1
 
 
@@ -200,7 +200,7 @@ def restore_options(
     covered: int,
     load_pricer: LoadPricer,
 ) -> Iterator[RestoreOption | NotOffered]:
-    """Every way that may be offered, and for every other one why it is not."""
+    """Iterate over every option that may be offered, and for every other one why it is not."""
     no_replay = why_no_replay(model, abilities)
     no_bounded = why_no_bounded_replay(model, abilities, query)
     hit = None if abilities.per_group_hit else device_hit(query)

@@ -20,7 +20,8 @@ from ownerserve.plan.inputs import Exactness
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
-    """One action on tokens [start, end). `tier` and `bytes` are a load's; `ms` its own time."""
+    """A step is one action on tokens [start, end). `tier` and `bytes` are a load's; `ms` its own
+    time."""
 
     action: RestoreAction
     start: int
@@ -46,12 +47,12 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def ttft_ms(self) -> float:
-        """Time until the first token."""
+        """The ms until the first token."""
         return self.queue_ms + self.load_ms + self.recompute_ms + self.stall_ms
 
     @property
     def total_ms(self) -> float:
-        """What the planner minimises."""
+        """The ms that the planner minimises."""
         return self.ttft_ms + self.hbm_ms
 
 
@@ -74,12 +75,13 @@ class Priced(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def name(self) -> str:
-        """Its actions, in order and once each: "load_global + replay + prefill"."""
+        """The option's actions, in order and once each: "load_global + replay + prefill"."""
         return " + ".join(dict.fromkeys(str(step.action) for step in self.steps))
 
 
 class Basis(StrEnum):
-    """What decided: the prices, or plain observables because the prices could not be trusted."""
+    """A basis is what decided: the prices, or plain observables because the prices could not be
+    trusted."""
 
     COST = "cost"
     OBSERVABLES = "observables"
@@ -100,7 +102,7 @@ class RestorePlan(msgspec.Struct, frozen=True, gc=False):
 
 
 class Why(StrEnum):
-    """Why an action was not offered at a point. Metric labels."""
+    """Why says why an action was not offered at a point; its values are metric labels."""
 
     ENGINE_CANNOT_REPLAY = "engine_cannot_replay"
     RECURRENT_HAS_NO_REPLAY = "recurrent_has_no_replay"

@@ -48,7 +48,7 @@ PREFER_SEALED = 1e-9
 
 
 class Planner:
-    """One model on one engine. Holds no state between plans.
+    """A planner is for one model on one engine, and holds no state between plans.
 
     `replay_tokens` is the exact replay length where replay may be offered at all, else None.
     """

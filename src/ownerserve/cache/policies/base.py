@@ -15,7 +15,7 @@ Key = tuple[float, ...]
 
 
 class UseHeat(Protocol):
-    """How a place in the tree was used. `refs` counts live soft references of sessions."""
+    """Heat is how a place in the tree was used. `refs` counts live soft references of sessions."""
 
     last_s: float
     born_s: float
@@ -26,12 +26,13 @@ class UseHeat(Protocol):
 
     @property
     def anchors(self) -> Mapping[str, object] | None:
-        """Sessions that stand there, by id; None when there are none."""
+        """The sessions that stand there, by id; None when there are none."""
         ...
 
 
 class Candidate(Protocol):
-    """Something that could go: an interval's tail, or (`is_point`) a snapshot. Valid in the call.
+    """A candidate is something that could go: an interval's tail, or (`is_point`) a snapshot. Valid
+    in the call.
 
     `lost_tokens` must be computed again if it goes, `freed_bytes` are won by that, `position` is
     where it ends and `trimmed_tokens` what was lost behind it since its last use. `is_backed`: a
@@ -55,7 +56,8 @@ class Candidate(Protocol):
 
 
 class PolicyPrices(NamedTuple):
-    """What measured costs say to an order: ratios only, so that keys of before still compare.
+    """Prices are what measured costs say to an order: ratios only, so that keys of before still
+    compare.
 
     At position `context_tokens` a token takes twice as long to compute as at 0; bringing a byte
     back from a copy takes as long as computing `reload_tokens_per_byte` tokens at position 0.
@@ -66,21 +68,21 @@ class PolicyPrices(NamedTuple):
 
 
 class EvictionPolicy:
-    """Base of all policies: an order without memory needs only `key`."""
+    """The base of all policies: an order without memory needs only `key`."""
 
     name: ClassVar[str]
     pins_idle_sessions: ClassVar[bool] = False
     """True only in the pinned-slot baseline: an idle session keeps its hard lock."""
 
     def key(self, candidate: Candidate) -> Key:
-        """The candidate's place in the order, now."""
+        """Return the candidate's place in the order, now; the lowest goes first."""
         raise NotImplementedError
 
     def touched(self, heat: UseHeat) -> None:
-        """A turn came back to this place."""
+        """Note that a turn came back to this place."""
 
     def reprice(self, prices: PolicyPrices) -> None:
-        """Costs were measured; most policies know none."""
+        """Note what costs were measured; most policies know none."""
 
     def evicted(self, key: Key) -> None:
-        """A candidate with this key went."""
+        """Note that a candidate with this key went."""

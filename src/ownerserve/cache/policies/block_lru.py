@@ -15,8 +15,8 @@ from ownerserve.cache.tree.node import ResumeDepth
 
 
 class BlockLru(EvictionPolicy):
-    """Owns the count of touches, which orders turns that end at one instant. O(stops of the path)
-    a touch."""
+    """BlockLru owns the count of touches, which orders turns that end at one instant. A touch is
+    O(stops of the path)."""
 
     name: ClassVar[str] = "block-lru"
 

@@ -21,7 +21,7 @@ LOAD_SHARE = 0.1
 
 
 class CostAware(EvictionPolicy):
-    """Lowest expected reuse x restore cost per byte first, told apart by what can differ.
+    """The lowest expected reuse x restore cost per byte goes first, told apart by what can differ.
 
     Tails of intervals: every block costs about the same per byte, so expected reuse decides: what
     fewer live sessions refer to, then what was used longest ago, then what is cheaper to compute.
@@ -57,7 +57,7 @@ class CostAware(EvictionPolicy):
         return (heat.inflation + self._value(candidate), heat.last_s)
 
     def _value(self, candidate: Candidate) -> float:
-        """Expected milliseconds won per byte kept."""
+        """Return the expected milliseconds won per byte kept."""
         heat, lost = candidate.heat, candidate.lost_tokens
         if not lost:
             return 0.0

@@ -23,14 +23,15 @@ ZERO_SLOTS = 1
 
 
 class PoolSizes(msgspec.Struct, frozen=True):
-    """Slots by component, and state blocks."""
+    """PoolSizes holds the slots by component, and the state blocks."""
 
     slots: dict[str, int]
     state_slots: int
 
 
 def share_memory(layout: Layout, kv_bytes: int, *, max_running: int) -> PoolSizes:
-    """Raises InvalidInput when `kv_bytes` can't hold a few blocks beside the running states."""
+    """Share `kv_bytes` among the pools. Raises InvalidInput when `kv_bytes` can't hold a few blocks
+    beside the running states."""
     block_bytes = _slot_bytes(layout, Coverage.RANGE)
     point_bytes = _slot_bytes(layout, Coverage.POINT)
     states = (max_running + ZERO_SLOTS) * layout.state_bytes

@@ -48,7 +48,7 @@ class EvictionCandidate:
 
 
 class Evictor:
-    """Lazy heaps over the tree's free tails and its point state."""
+    """The evictor keeps lazy heaps over the tree's free tails and its point state."""
 
     def __init__(self, tree: PrefixTree, layout: Layout, policy: EvictionPolicy) -> None:
         self.tree = tree
@@ -71,13 +71,13 @@ class Evictor:
     # -- what the candidate view asks ----------------------------------------------------------
 
     def segment_floor(self, node: Node) -> int:
-        """Where the run of blocks that share the last stop's fate begins."""
+        """Return the depth where the run of blocks that share the last stop's fate begins."""
         stops = node.stops
         floor = node.pinned if node.pinned > node.branch_top else node.branch_top
         return stops[-2].depth if len(stops) > 1 and stops[-2].depth > floor else floor
 
     def restorable_before(self, stop: ResumeDepth) -> int:
-        """Depth to go on from if `stop` goes; its own depth when it is no restorable point."""
+        """Return the depth to go on from if `stop` goes; its own when it is no restorable point."""
         if not self.point_bytes:
             return self.segment_floor(stop.node)
         if not stop.is_complete:
@@ -116,7 +116,7 @@ class Evictor:
         return freed
 
     def next_tails(self, need: int) -> list[Victim]:
-        """What `evict_blocks(need)` would take, as the order stands now; evicts nothing.
+        """Tell what `evict_blocks(need)` would take as the order stands now, and evict nothing.
 
         Looks at `LOOK_TAILS` entries at most, however large the tree is, and at one stretch of
         each interval: entries whose worth has risen since they were made come too early.
@@ -138,7 +138,7 @@ class Evictor:
         return found
 
     def _victim(self, node: Node, need: int) -> Victim:
-        """Up to `need` blocks of what shares the fate of the interval's last stop."""
+        """Describe up to `need` blocks of what shares the fate of the interval's last stop."""
         stop = node.stops[-1]
         blocks = min(need, stop.depth - self.segment_floor(node))
         lost = stop.depth - self.restorable_before(stop) if self.point_bytes else blocks
@@ -163,7 +163,8 @@ class Evictor:
             self._tails_limit = 2 * len(heap) + SMALL_HEAP
 
     def _tail_key(self, stop: ResumeDepth, node: Node) -> Key:
-        """Of the blocks of `node` behind its last but one stop; `stop` is its last."""
+        """Return the key of the blocks of `node` behind its last but one stop; `stop` is its
+        last."""
         view, tokens, depth = self._view, self.block_tokens, stop.depth
         blocks = depth - self.segment_floor(node)
         view.heat, view.is_point, view.is_backed = stop, False, False
@@ -178,7 +179,7 @@ class Evictor:
         return self.policy.key(view)
 
     def _held_bytes(self, stop: ResumeDepth) -> int:
-        """Of point state there."""
+        """Count the bytes of point state at `stop`."""
         held = 0
         for slot, size in zip(stop.slots or (), self.point_bytes, strict=False):
             held += size if slot is not None else 0
@@ -191,7 +192,7 @@ class Evictor:
     # -- point state ---------------------------------------------------------------------------
 
     def offer(self, stop: ResumeDepth) -> None:
-        """Point state was hung at `stop`, or became worth less."""
+        """Queue the point state of `stop`, which is new or became worth less."""
         if stop.slots is None:
             return
         if stop.queued is None:
@@ -219,8 +220,8 @@ class Evictor:
         self._points_limit[index] = 2 * len(heap) + SMALL_HEAP
 
     def next_points(self, limit: int) -> list[ResumeDepth]:
-        """Stops with point state that are about to go: the heads of the heaps, `limit` entries of
-        each. O(limit), however large the tree is."""
+        """List the stops with point state that are about to go: the heads of the heaps, `limit`
+        entries of each. O(limit), however large the tree is."""
         self.look_at_cooled()
         heads = (entry[2] for heap in self._points for entry in heap[:limit])
         return list({id(stop): stop for stop in heads if stop.slots is not None}.values())
@@ -283,11 +284,12 @@ class Evictor:
         return freed
 
     def _point_key(self, stop: ResumeDepth) -> Key:
-        """Incomplete point state first: alone it restores nothing."""
+        """Return the key of a stop's point state. What is incomplete goes first: it restores
+        nothing."""
         return (float(stop.is_complete), *self._lost_key(stop))
 
     def _lost_key(self, stop: ResumeDepth) -> Key:
-        """The policy's, of point state by itself."""
+        """Return the policy's key of point state by itself."""
         view, tokens, depth = self._view, self.block_tokens, stop.depth
         view.heat, view.is_point, view.is_backed = stop, True, bool(stop.backed)
         view.position, view.trimmed_tokens = depth * tokens, stop.trimmed * tokens

@@ -44,7 +44,7 @@ class SlotPool:
         return self.capacity - self.free
 
     def take_one(self) -> int:
-        """A slot. Raises CapacityExceeded when none is free."""
+        """Take a slot. Raises CapacityExceeded when none is free."""
         freed = self._freed
         if freed:
             slot = freed.pop()
@@ -66,7 +66,7 @@ class SlotPool:
         self.free += 1
 
     def take(self, count: int) -> list[int]:
-        """`count` slots, returned ones first. Raises CapacityExceeded and takes none."""
+        """Take `count` slots, returned ones first. Raises CapacityExceeded and takes none."""
         freed = self._freed
         have = len(freed)
         if count <= have:
@@ -109,7 +109,7 @@ class SlotPool:
         )
 
     def free_slots(self) -> list[int]:
-        """Every free slot by number: for checks, O(capacity)."""
+        """List every free slot by number: for checks, O(capacity)."""
         return self._freed + list(range(self._next, self.capacity))
 
 
@@ -156,23 +156,23 @@ class SlotPools:
         )
 
     def evictable_blocks(self) -> int:
-        """Blocks of the tree under no lock: all of them can go, leaf by leaf."""
+        """Count the tree's blocks under no lock: all of them can go, leaf by leaf."""
         tree = self._tree
         return tree.blocks - tree.protected
 
     def obtainable_blocks(self) -> int:
-        """Free ones, and those that can be evicted."""
+        """Count the free blocks, and those that can be evicted."""
         tree = self._tree
         return self.blocks.free + tree.blocks - tree.protected
 
     def shortage(self, count: int) -> Shortage:
-        """What would go for `count` range blocks. O(1) while they are free, else bounded."""
+        """Tell what would go for `count` range blocks. O(1) while they are free, else bounded."""
         missing = count - self.blocks.free
         victims = tuple(self._evictor.next_tails(missing)) if missing > 0 else ()
         return Shortage(count, self.blocks.free, self._block_bytes, victims)
 
     def take_blocks(self, count: int) -> list[int] | NoRoom:
-        """`count` range blocks; evicts what is missing, or takes and evicts nothing."""
+        """Take `count` range blocks and evict what is missing, or take and evict nothing."""
         missing = count - self.blocks.free
         if missing > 0:
             short = missing - self.evictable_blocks()
@@ -183,7 +183,7 @@ class SlotPools:
         return self.blocks.take(count)
 
     def evict_blocks(self, count: int) -> Freed:
-        """One eviction run of `count` blocks, which must be evictable."""
+        """Evict `count` blocks, which must be evictable, in one run."""
         freed = self._evictor.evict_blocks(count)
         self.blocks.give(freed.blocks)
         tokens = count * self._block_tokens
@@ -211,7 +211,7 @@ class SlotPools:
         return taken
 
     def take_point(self) -> dict[str, int] | NoRoom:
-        """One slot of every point component, for state that has no stop yet."""
+        """Take one slot of every point component, for state that has no stop yet."""
         return self._take_point(list(range(len(self.points))))
 
     def _take_point(self, wanted: list[int]) -> dict[str, int] | NoRoom:

@@ -19,7 +19,7 @@ from ownerserve.kv.ids import PrefixHash, SessionId
 
 
 class Session(msgspec.Struct, eq=False):
-    """One agent's run on this worker.
+    """A session is one agent's run on this worker: metadata, it owns no slot.
 
     tokens   committed by the last turn that moved the frontier, unsealed tail included
     sealed   its depth in the tree at that time, in blocks
@@ -52,12 +52,12 @@ class Session(msgspec.Struct, eq=False):
 
     @property
     def node(self) -> Node | None:
-        """The interval of the frontier."""
+        """The interval in which the frontier stands, if anything of the session is resident."""
         return self.stop.node if self.stop is not None else None
 
     @property
     def depth(self) -> int:
-        """Resident blocks of what the session committed."""
+        """So many blocks of what the session committed are resident."""
         return self.stop.depth if self.stop is not None else 0
 
 
@@ -66,7 +66,7 @@ Key = tuple[float, ...]
 
 
 class ResumeDepth(msgspec.Struct, eq=False):
-    """A depth at which somebody may go on: heat for eviction, sessions, point state.
+    """A resume depth is one at which somebody may go on: heat for eviction, sessions, point state.
 
     `refs` counts the sessions whose soft reference is alive; `anchors` holds all whose frontier is
     here. `slots` is None, or has an entry a point component: None for one that is not resident.
@@ -108,11 +108,11 @@ class ResumeDepth(msgspec.Struct, eq=False):
 
     @property
     def is_complete(self) -> bool:
-        """All point components are resident."""
+        """Whether all point components are resident."""
         return self.slots is not None and None not in self.slots
 
     def point_slots(self, names: tuple[str, ...]) -> dict[str, int]:
-        """Slots of the point components `names` that are resident here, by name."""
+        """Return the slots of the point components `names` that are resident here, by name."""
         held = zip(names, self.slots or (), strict=self.slots is not None)
         return {name: slot for name, slot in held if slot is not None}
 

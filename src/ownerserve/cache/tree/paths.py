@@ -15,8 +15,8 @@ from ownerserve.cache.tree.node import Node, ResumeDepth
 
 
 class ResumePlace(msgspec.Struct, frozen=True):
-    """Where a turn opens: load `stop` (None: the empty state), compute from depth `start`, write
-    from depth `floor` on."""
+    """A turn opens at a resume place: load `stop` (None: the empty state), compute from depth
+    `start`, write from depth `floor` on."""
 
     stop: ResumeDepth | None
     start: int
@@ -26,8 +26,8 @@ class ResumePlace(msgspec.Struct, frozen=True):
 def points(
     node: Node, cap: int, *, names: tuple[str, ...], block_tokens: int
 ) -> tuple[RestorablePoint, ...]:
-    """Every depth up to `cap` that has point state, deepest first, and `cap` itself if it is not
-    among them: its range state is resident and can be replayed."""
+    """List every depth up to `cap` that has point state, deepest first, and `cap` itself if it is
+    not among them: its range state is resident and can be replayed."""
     found: list[RestorablePoint] = []
     for stop in stops_above(node, cap) if names else ():
         if stop.slots is not None:
@@ -40,8 +40,8 @@ def points(
 
 
 def deepest(node: Node, depth: int, *, names: tuple[str, ...]) -> ResumePlace:
-    """The deepest point at `depth` or before that lacks none of the point components `names`; a
-    model without any can go on at every boundary."""
+    """Return the deepest point at `depth` or before that lacks none of the point components
+    `names`; a model without any can go on at every boundary."""
     if not names:
         return ResumePlace(None, depth, depth)
     stop = complete_stop(node, depth)
@@ -52,7 +52,7 @@ def deepest(node: Node, depth: int, *, names: tuple[str, ...]) -> ResumePlace:
 def chosen(
     node: Node, depth: int, resume: Resume, *, names: tuple[str, ...], block_tokens: int
 ) -> ResumePlace | None:
-    """The place that `resume` names; None when it is no longer to be had."""
+    """Return the place that `resume` names; None when it is no longer to be had."""
     match resume:
         case Restore(position=position):
             start = floor = position // block_tokens
@@ -69,7 +69,7 @@ def chosen(
 
 
 def path(node: Node, depth: int) -> list[tuple[Node, int]]:
-    """(interval, depth reached in it) from the root's child down to `node`."""
+    """List (interval, depth reached in it) from the root's child down to `node`."""
     steps = []
     current = node
     while current.parent is not None:
@@ -81,7 +81,7 @@ def path(node: Node, depth: int) -> list[tuple[Node, int]]:
 
 
 def row(node: Node, depth: int) -> list[int]:
-    """Slots of blocks 0..depth."""
+    """List the slots of blocks 0..depth on the path to `node`."""
     if not node.start:  # as for a session that shares nothing; the root has none
         return node.blocks[:depth]
     steps = path(node, depth)
@@ -92,7 +92,7 @@ def row(node: Node, depth: int) -> list[int]:
 
 
 def tokens(node: Node, first: int, depth: int, *, block_bytes: int) -> bytes:
-    """Token bytes of blocks first..depth on the path to `node`."""
+    """Return the token bytes of blocks first..depth on the path to `node`."""
     parts = []
     for step, reached in path(node, depth):
         low, high = max(first - step.start, 0), max(reached - step.start, 0)
@@ -101,14 +101,14 @@ def tokens(node: Node, first: int, depth: int, *, block_bytes: int) -> bytes:
 
 
 def locate(node: Node, depth: int) -> Node:
-    """The interval on the path to `node` that holds the block before `depth`."""
+    """Return the interval on the path to `node` that holds the block before `depth`."""
     while depth <= node.start and node.parent is not None:
         node = node.parent
     return node
 
 
 def stops_above(node: Node, depth: int) -> Iterator[ResumeDepth]:
-    """Stops on the path at `depth` or before, deepest first."""
+    """Iterate over the stops on the path at `depth` or before, deepest first."""
     current: Node | None = node
     while current is not None:
         for stop in reversed(current.stops):
@@ -119,7 +119,7 @@ def stops_above(node: Node, depth: int) -> Iterator[ResumeDepth]:
 
 
 def locked_depth(node: Node, depth: int) -> int:
-    """How far the path to (node, depth) is locked: a lock holds all before it."""
+    """Return how far the path to (node, depth) is locked: a lock holds all before it."""
     current = node
     while current.parent is not None:
         if current.pinned > current.start:
@@ -129,7 +129,7 @@ def locked_depth(node: Node, depth: int) -> int:
 
 
 def complete_stop(node: Node, depth: int) -> ResumeDepth | None:
-    """The deepest stop at `depth` or before whose point state lacks nothing."""
+    """Return the deepest stop at `depth` or before whose point state lacks nothing."""
     for stop in stops_above(node, depth):
         if stop.is_complete:
             return stop
@@ -137,7 +137,7 @@ def complete_stop(node: Node, depth: int) -> ResumeDepth | None:
 
 
 def nodes(root: Node) -> Iterator[Node]:
-    """Every interval but the root, parents first."""
+    """Iterate over all intervals but the root, parents first."""
     pending = [root]
     while pending:
         node = pending.pop()

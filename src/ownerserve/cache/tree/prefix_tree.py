@@ -32,8 +32,8 @@ _depth = attrgetter("depth")
 
 
 class Freed(msgspec.Struct):
-    """What one run freed: range slots, point slots (a list by component index for each stop), and
-    how many of those stops could be restored at before."""
+    """One eviction run freed so much: range slots, point slots (a list by component index for each
+    stop), and how many of those stops could be restored at before."""
 
     blocks: list[int]
     points: list[list[int | None]]
@@ -41,12 +41,12 @@ class Freed(msgspec.Struct):
 
 
 def _part(keys: memoryview, first: int, same: int, step: int, size: int) -> memoryview:
-    """`step` blocks of `keys` behind the first `same` ones from byte `first` on."""
+    """Return `step` blocks of `keys` behind the first `same` ones from byte `first` on."""
     return keys[first + same * size : first + (same + step) * size]
 
 
 class PrefixTree:
-    """Intervals of blocks of `block_bytes` token bytes each."""
+    """The tree of intervals of blocks, of `block_bytes` token bytes each."""
 
     __slots__ = ("block_bytes", "blocks", "cooled", "exposed", "left", "protected", "root", "slid")
 
@@ -101,7 +101,8 @@ class PrefixTree:
         return node, depth
 
     def _common(self, node: Node, depth: int, tokens: bytes, *, at: int, count: int) -> int:
-        """How many of `count` blocks of `node` from `depth` on equal `tokens` from byte `at` on.
+        """Count how many of `count` blocks of `node` from `depth` on equal `tokens` from byte `at`
+        on.
 
         One memcmp when all do. Else from the front in steps that double to the one that differs,
         and halving that down to NEAR_BYTES: sequences part early, or at the end of what they share.
@@ -164,7 +165,7 @@ class PrefixTree:
         return node, depth, spares
 
     def _tip(self, node: Node, depth: int, first_block: bytes) -> Node:
-        """An interval that ends at `depth` and may grow by `first_block`."""
+        """Return an interval that ends at `depth` and may grow by `first_block`."""
         if node.parent is not None:
             if depth < node.end and self._is_sheddable(node, depth):
                 self._shed(node, depth)
@@ -208,7 +209,7 @@ class PrefixTree:
     # -- stops ---------------------------------------------------------------------------------
 
     def stop_at(self, node: Node, depth: int, now: float) -> ResumeDepth:
-        """The stop at `depth` of `node`, made when missing."""
+        """Return the stop at `depth` of `node`, made when missing."""
         stops = node.stops
         if not stops or stops[-1].depth < depth:  # as at the end of a turn that grew it
             index = len(stops)
@@ -246,15 +247,15 @@ class PrefixTree:
         return stop
 
     def cool(self, stop: ResumeDepth) -> None:
-        """Point state is new at this stop, a session left it, or its soft reference ended: the
-        evictor must look."""
+        """Have the evictor look at a stop: its point state is new, a session left it, or its soft
+        reference ended."""
         self.expose(stop.node)
         if stop.slots is not None and not stop.is_cooled:
             stop.is_cooled = True
             self.cooled.append(stop)
 
     def expose(self, node: Node) -> None:
-        """The tail of `node` may have become free, or worth less: the evictor must look."""
+        """Have the evictor look at the tail of `node`: it may have become free, or worth less."""
         if not node.is_exposed:
             node.is_exposed = True
             self.exposed.append(node)

@@ -69,7 +69,7 @@ def recurrent_layer(index: int, states: tuple[StateSpec, ...], attention: Entry)
 
 
 def ssm_precision(fields: Fields, kv: KvDescriptor, *spellings: str) -> Precision:
-    """Of recurrent state: the engine's word, else the config's field, else FP32."""
+    """Return the precision of recurrent state: the engine's, else the config's field, else FP32."""
     if kv.ssm is not None:
         return kv.ssm
     for field in spellings:

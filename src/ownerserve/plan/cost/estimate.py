@@ -35,7 +35,8 @@ class EstimateSource(StrEnum):
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """So many ms, by `source`, whose last `samples` observations it missed by `error_factor`."""
+    """An estimate is so many ms, by `source`, whose last `samples` observations it missed by
+    `error_factor`."""
 
     ms: float
     source: EstimateSource
@@ -49,7 +50,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class ErrorTrack(msgspec.Struct):
-    """Exponentially forgotten mean of |ln(predicted / observed)|."""
+    """The exponentially forgotten mean of |ln(predicted / observed)|."""
 
     log_error: float = 0.0
     samples: int = 0

@@ -52,7 +52,7 @@ class LoadTable(msgspec.Struct, frozen=True):
     ms_per_byte: tuple[float, ...]
 
     def ms(self, count: int) -> float:
-        """Time to load `count` bytes; nothing for none."""
+        """Return the ms that loading `count` bytes takes; nothing for none."""
         if count <= 0:
             return 0.0
         # Nodes are 4 ** k * 4096, so the bit length is the interval.
@@ -83,7 +83,7 @@ def size_class(count: int) -> int:
 
 
 class TierLoad(msgspec.Struct):
-    """What one tier's loads have taken. Owns its size classes and its error, nothing else."""
+    """One tier's loads as they were observed. Owns its size classes and its error, nothing else."""
 
     medium: Medium
     log_ratio: list[float] = msgspec.field(default_factory=lambda: [0.0] * CLASSES)

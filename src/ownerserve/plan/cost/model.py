@@ -26,7 +26,8 @@ RATIO_LIMITS = (0.05, 20.0)
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """What is assumed before anything is measured (plan.cost.roofline makes one per GPU).
+    """Defaults are what is assumed before anything is measured (plan.cost.roofline makes one per
+    GPU).
 
     `label` says where it comes from and travels with every estimate that still rests on it.
     """
@@ -38,7 +39,7 @@ class Defaults(msgspec.Struct, frozen=True):
 
 
 class _State(msgspec.Struct):
-    """Everything that is persisted."""
+    """The model's state is everything that is persisted."""
 
     version: int
     label: str
@@ -52,7 +53,7 @@ class _State(msgspec.Struct):
 
 
 class CostModel:
-    """Observations in, prices out."""
+    """The cost model takes observations and gives prices."""
 
     def __init__(self, defaults: Defaults) -> None:
         self._state = _State(
@@ -99,7 +100,7 @@ class CostModel:
                 self._observe_wait(backlog, ms)
 
     def steps(self) -> StepTimes:
-        """What a decode step takes."""
+        """The line that tells what a decode step takes."""
         return self._state.steps.times()
 
     def prices(self) -> Prices:
@@ -120,11 +121,11 @@ class CostModel:
         return self._prices
 
     def load(self, tier: Tier, count: int) -> Estimate:
-        """What loading `count` bytes from `tier` takes once it has begun."""
+        """Estimate what loading `count` bytes from `tier` takes once it has begun."""
         return self._tier(tier).error.estimate(self._table(tier).ms(count))
 
     def prefill(self, new: int, prefix: int) -> Estimate:
-        """What computing `new` tokens after `prefix` others takes."""
+        """Estimate what computing `new` tokens after `prefix` others takes."""
         fit = self._state.prefill
         return fit.error.estimate(fit.fitted.ms(new, prefix))
 
@@ -136,7 +137,7 @@ class CostModel:
         return self._replay.error.estimate(self._replay.fitted.ms(new, prefix))
 
     def queue(self, backlog: Backlog) -> Estimate:
-        """How long the engine is busy with what stands before a new request."""
+        """Estimate how long the engine is busy with what stands before a new request."""
         return self._state.queue_error.estimate(self.prices().queue_ms(backlog))
 
     def sources(self) -> dict[str, EstimateSource]:

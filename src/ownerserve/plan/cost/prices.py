@@ -23,7 +23,8 @@ class Coefficients(msgspec.Struct, frozen=True):
     c_ms: float
 
     def ms(self, new: int, prefix: int) -> float:
-        """Time to compute `new` tokens after `prefix` others; nothing for none."""
+        """Return the ms that `new` tokens after `prefix` others take to compute; nothing for
+        none."""
         if new <= 0:
             return 0.0
         return self.a_ms + new * (self.b_ms + self.c_ms * (prefix + 0.5 * new))
@@ -48,7 +49,7 @@ class Prices(msgspec.Struct, frozen=True):
     """When each estimate was last measured, seconds since 1970; what is missing is assumed."""
 
     def queue_ms(self, backlog: Backlog) -> float:
-        """How long the engine is busy with what stands before a new request."""
+        """Return the ms that the engine is busy with what stands before a new request."""
         fixed = self.prefill.a_ms * backlog.requests
         token_ms = self.prefill.b_ms + self.prefill.c_ms * backlog.context_tokens
         return self.queue_ratio * (fixed + token_ms * backlog.prefill_tokens)
