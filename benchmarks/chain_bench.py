@@ -24,8 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from ownerserve.kv.units import KIB
 from ownerserve.router.requests.body import scan
-from ownerserve.router.requests.content_chain import Content, ContentChain, chunk_hashes, content_of
-from ownerserve.router.requests.identity import Scope
+from ownerserve.router.requests.identity import (
+    Content,
+    ContentChain,
+    Scope,
+    chunk_hashes,
+    content_of,
+)
 from result import Row, report, smaller_is_better
 
 SCOPE = Scope("t", "m")

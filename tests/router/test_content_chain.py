@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ownerserve.router.requests.body import scan
-from ownerserve.router.requests.content_chain import (
+from ownerserve.router.requests.identity import (
     TIPS_KEPT,
     ChainPlace,
     Content,
     ContentChain,
+    Scope,
     content_of,
 )
-from ownerserve.router.requests.identity import Scope
 from tests.support.examples import examples
 
 SCOPE = Scope("t")

@@ -12,7 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from ownerserve.gateway.workers import releasing
+from ownerserve.gateway.workers import rpc
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
@@ -124,7 +124,7 @@ def test_the_owner_is_asked_and_its_word_is_followed(
     play: Play, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     says, times = OUTCOMES[outcome]
-    monkeypatch.setattr(releasing, "RELEASE_S", 0.3)
+    monkeypatch.setattr(rpc, "RELEASE_S", 0.3)
 
     async def scenario(world: World) -> None:
         gateway, (owner, guest) = world.gateway, world.engines

@@ -8,9 +8,8 @@ import pytest
 
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import PlacementAction, Tier
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, TurnClass
-from ownerserve.router.fleet import Fleet
+from ownerserve.router.fleet import Candidates, Fleet
 from ownerserve.router.messages import Aborted, Done, Failed, Failure, FirstByte, Refuse
 from ownerserve.router.policies import ROUTING_POLICIES, RoutingPolicy, make_policy
 from ownerserve.router.requests.body import Usage

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ownerserve.router.candidates import room_tokens
 from ownerserve.router.decision import DispatchReason
+from ownerserve.router.fleet import room_tokens
 from ownerserve.router.policies import make_policy
 from ownerserve.router.settings import Settings
 from tests.support.examples import examples

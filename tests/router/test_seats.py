@@ -13,7 +13,7 @@ from ownerserve.kv.ids import Incarnation, SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.admission import ENTER, Enter, SeatSettings, SessionAdmission, Ticket, Wait
-from ownerserve.router.candidates import room_tokens
+from ownerserve.router.fleet import room_tokens
 from ownerserve.router.messages import WorkerUp
 from ownerserve.router.worker import Load, Profile, Worker
 from tests.support.examples import examples

@@ -22,12 +22,13 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.headers import GROUP_HEADER
 from ownerserve.router.messages import Arrive
 from ownerserve.router.requests.body import NO_FIELDS, BodyFields, Span, may_say_session, scan
-from ownerserve.router.requests.content_chain import ContentChain, content_of
 from ownerserve.router.requests.identity import (
     ANONYMOUS,
+    ContentChain,
     Scope,
     SessionIdentity,
     SessionSource,
+    content_of,
     identify,
     response_alias,
     says_final,

@@ -32,7 +32,7 @@ from ownerserve.gateway.http.replies import Rejected, fault, pressed, refused
 from ownerserve.gateway.http.upstream import BodySink, UpstreamConnection
 from ownerserve.gateway.stamps import Stamp, order_lines, receipt_lines
 from ownerserve.gateway.turns import Turns, Why
-from ownerserve.gateway.workers.reservations import HeldPlace, Manner, is_direct_append, is_turn
+from ownerserve.gateway.workers.rpc import HeldPlace, Manner, is_direct_append, is_turn
 from ownerserve.kv.wire.headers import session_id_of
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject

@@ -28,9 +28,14 @@ from ownerserve.gateway.stamps import (
     turn_line_of,
     what_came,
 )
-from ownerserve.gateway.workers.releasing import Releasing
-from ownerserve.gateway.workers.reservations import HeldPlace, Places, seed_of
-from ownerserve.gateway.workers.rpc import WorkerLines, WorkerNames
+from ownerserve.gateway.workers.rpc import (
+    HeldPlace,
+    Places,
+    Releasing,
+    WorkerLines,
+    WorkerNames,
+    seed_of,
+)
 from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.wire.headers import TurnLine

@@ -34,8 +34,7 @@ import msgspec
 
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import SessionId
-from ownerserve.router.candidates import room_tokens
-from ownerserve.router.fleet import Fleet
+from ownerserve.router.fleet import Fleet, room_tokens
 from ownerserve.router.worker import Worker, WorkerRole
 
 Ticket = NewType("Ticket", int)

@@ -8,11 +8,37 @@ not run a turn states what it assumes; beside one that has measured itself on a 
 machine it would look many times as fast, and sessions would leave their state for it. Workers of
 one spec digest are taken to be alike until they say otherwise. One of them gives the measure: a
 fleet of N that measures itself for the first time is not priced anew N x N times.
+
+**Candidates** of one model stand in order of load. That owns the order, not the load. A worker's
+key sorts by how long a first prompt would take there (its queue, and its own speed, which tells
+GPUs apart), then by who is there already (bound sessions and running turns: without that every
+session of an idle fleet starts on the first worker), then by stable order, which also names the
+worker.
+
+    key = (queue_ms + first_prompt_ms) x 1024 | crowd (16 bits) | order (24 bits)
+
+A worker whose load changes only says so; it is put in its place when the order is next asked for.
+So a turn that stays with its owner costs the order nothing, and no decision looks at all workers
+unless most of them have changed since the last one.
+
+The same order is kept apart by how much room each worker has. A step is an eighth of an octave of
+tokens that a worker's free memory still takes at its own bytes a token; the workers of a step stand
+in order of load. So the least loaded of all with room is found by a look at the first of each step
+above the need: some 80 steps at most, however many workers there are.
+
+    need 100k tokens ──> steps     ... | 92k-100k | 100k-109k | 109k-119k | ...  64M | unknown
+                         looked at                  (its own)       x         x    x      x
+
+Of the need's own step nobody is taken: who has room for it has less than a twelfth to spare, and
+the context grows with each turn. A worker that has changed is put in its place when the room is
+next asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterable, Iterator
+from math import inf, log2
 
 from msgspec.structs import replace
 
@@ -20,9 +46,265 @@ from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.messages import WorkerUp
-from ownerserve.router.worker import Profile, Speed, Worker
+from ownerserve.router.worker import Profile, Speed, Watch, Worker, WorkerRole
+
+STEPS_AN_OCTAVE = 8
+_UNKNOWN = 1 << 12
+"""The step of a worker that says nothing of its memory: taken as enough."""
+
+
+class Rooms:
+    """Workers by (step of room, key of load)."""
+
+    __slots__ = ("_keys", "_place")
+
+    def __init__(self) -> None:
+        self._keys: dict[int, list[int]] = {}
+        """The keys of a step's workers, least first; no step is empty."""
+        self._place: dict[int, tuple[int, int]] = {}
+        """Step and key of each worker, by its order."""
+
+    def place(self, workers: Iterable[Worker], key_of: dict[int, int]) -> None:
+        """Put workers where the room that they have now belongs, at the key of load in `key_of`."""
+        for worker in workers:
+            place = _step(room_tokens(worker)), key_of[worker.order]
+            if place != self._place.get(worker.order):
+                self.discard(worker)
+                self._place[worker.order] = place
+                insort(self._keys.setdefault(place[0], []), place[1])
+
+    def discard(self, worker: Worker) -> None:
+        """Forget a worker that is no candidate any more."""
+        place = self._place.pop(worker.order, None)
+        if place is None:
+            return
+        step, key = place
+        keys = self._keys[step]
+        del keys[bisect_left(keys, key)]
+        if not keys:
+            del self._keys[step]
+
+    def least(self, tokens: float, *, but: Worker | None) -> int | None:
+        """The least key of those whose room lies in a step above that of `tokens`; None: none."""
+        need, found = _step(tokens), None
+        home = None if but is None else self._place.get(but.order)
+        for step, keys in self._keys.items():
+            if step <= need:
+                continue
+            key = keys[0]
+            if home == (step, key):  # keys name workers: nobody else's is equal
+                if len(keys) == 1:
+                    continue
+                key = keys[1]
+            if found is None or key < found:
+                found = key
+        return found
+
+
+def room_tokens(worker: Worker) -> float:
+    """How long a sequence its free memory takes, infinite where nothing is known of it."""
+    free, speed = worker.load.kv_bytes_free, worker.speed
+    if free == inf:
+        return inf
+    if not speed.kv_bytes_per_token:
+        return inf if free >= speed.kv_bytes_per_sequence else 0.0
+    return (free - speed.kv_bytes_per_sequence) / speed.kv_bytes_per_token
+
+
+def _step(tokens: float) -> int:
+    """Which step has `tokens` of room."""
+    if tokens == inf:
+        return _UNKNOWN
+    return int(log2(tokens) * STEPS_AN_OCTAVE) + 1 if tokens >= 1.0 else 0
+
+
+_ORDER = (1 << 24) - 1
+_CROWD_MAX = (1 << 16) - 1
+RESORT_SHARE = 8
+"""With more than one in so many changed, all are sorted anew."""
+
+
+class _Order:
+    """Workers by key."""
+
+    __slots__ = ("_key_of", "_keys", "_rooms", "_unroomed", "by_order", "watch")
+
+    def __init__(self) -> None:
+        self.by_order: dict[int, Worker] = {}
+        self.watch = Watch()
+        self._keys: list[int] = []
+        self._key_of: dict[int, int] = {}
+        self._rooms = Rooms()
+        self._unroomed: set[Worker] = set()
+        """Workers whose room has not been looked at since their load changed."""
+
+    def add(self, worker: Worker) -> None:
+        self.place(worker)
+        worker.watchers += (self.watch,)
+
+    def place(self, worker: Worker) -> None:
+        """The worker stands here as it is now; without `add`, later changes of its load are not
+        heard."""
+        self.by_order[worker.order] = worker
+        self.watch.changed.add(worker)
+        self.watch.sequences += worker.batch
+
+    def discard(self, worker: Worker) -> None:
+        if self.by_order.pop(worker.order, None) is not None:
+            key = self._key_of.pop(worker.order, None)
+            if key is not None:
+                del self._keys[bisect_left(self._keys, key)]
+            self._rooms.discard(worker)
+            self._unroomed.discard(worker)
+            self.watch.changed.discard(worker)
+            self.watch.sequences -= worker.batch
+            worker.watchers = tuple(one for one in worker.watchers if one is not self.watch)
+
+    def keys(self) -> list[int]:
+        """All keys, least first, as of now."""
+        keys, key_of, changed = self._keys, self._key_of, self.watch.changed
+        if not changed:
+            return keys
+        if len(changed) * RESORT_SHARE > len(keys):
+            for worker in changed:
+                key_of[worker.order] = _key(worker)
+            keys[:] = sorted(key_of.values())
+        else:
+            for worker in changed:
+                old, new = key_of.get(worker.order), _key(worker)
+                if new != old:
+                    if old is not None:
+                        del keys[bisect_left(keys, old)]
+                    insort(keys, new)
+                    key_of[worker.order] = new
+        self._unroomed |= changed
+        changed.clear()
+        return keys
+
+    def least(self, count: int) -> list[Worker]:
+        by_order = self.by_order
+        return [by_order[key & _ORDER] for key in self.keys()[:count]]
+
+    def least_with_room(self, tokens: float, *, but: Worker | None) -> Worker | None:
+        """The least loaded but `but` of those with room for so many tokens."""
+        self.keys()
+        self._rooms.place(self._unroomed, self._key_of)
+        self._unroomed.clear()
+        key = self._rooms.least(tokens, but=but)
+        return None if key is None else self.by_order[key & _ORDER]
+
+    def check(self) -> None:
+        if self.keys() != sorted(_key(worker) for worker in self.by_order.values()):
+            raise InvariantViolated("invariant 5: candidates are out of order")
+        if self.watch.sequences != sum(worker.batch for worker in self.by_order.values()):
+            raise InvariantViolated("invariant 5: running sequences do not add up")
+
+
+def _key(worker: Worker) -> int:
+    load = worker.load
+    due = int((load.queue_ms + worker.speed.first_prompt_ms) * 1024.0)
+    crowd = worker.bound_sessions + worker.batch
+    if crowd > _CROWD_MAX:
+        crowd = _CROWD_MAX
+    return (due << 40) | (crowd << 24) | worker.order
+
+
+class Candidates:
+    """Workers that are up and serve a model; iterates in stable order over those that run turns."""
+
+    __slots__ = ("_prefill", "_serving", "_stable", "serving")
+
+    def __init__(self, workers: Iterable[Worker] = ()) -> None:
+        self.serving: set[Worker] = set()
+        """Workers that run turns. Read it only."""
+        self._serving = _Order()
+        self._prefill = _Order()
+        self._stable: tuple[Worker, ...] | None = None
+        for worker in workers:
+            self.add(worker)
+
+    def __iter__(self) -> Iterator[Worker]:
+        if self._stable is None:  # as for a fleet that grows: sorted once, not for each that joins
+            self._stable = tuple(worker for _, worker in sorted(self._serving.by_order.items()))
+        return iter(self._stable)
+
+    def __len__(self) -> int:
+        return len(self._serving.by_order)
+
+    def __contains__(self, worker: Worker) -> bool:
+        return worker in self.serving
+
+    @property
+    def mean_batch(self) -> float:
+        """Sequences at each worker that runs turns."""
+        serving = self._serving
+        return serving.watch.sequences / len(serving.by_order)
+
+    def least(self, count: int) -> list[Worker]:
+        """The `count` least loaded of those that run turns, least first."""
+        return self._serving.least(count)
+
+    def least_one(self) -> Worker:
+        """The least loaded of those that run turns."""
+        serving = self._serving
+        return serving.by_order[serving.keys()[0] & _ORDER]
+
+    def least_with_room(self, tokens: float, *, but: Worker | None) -> Worker | None:
+        """The least loaded of those that run turns, but `but`, with room for so many tokens."""
+        return self._serving.least_with_room(tokens, but=but)
+
+    def least_prefill(self, count: int) -> list[Worker]:
+        """The `count` least loaded of those that prefill for others, least first."""
+        return self._prefill.least(count)
+
+    def can_prefill(self, worker: Worker) -> bool:
+        """Whether it is one of those that prefill for others."""
+        return self._prefill.by_order.get(worker.order) is worker
+
+    def prefilling(self) -> list[Worker]:
+        """Workers that prefill for others, in stable order."""
+        return [worker for _, worker in sorted(self._prefill.by_order.items())]
+
+    def without(self, tried: Collection[Worker]) -> Candidates:
+        """These candidates but `tried`: a snapshot, which no worker knows and no change follows."""
+        others = Candidates()
+        for worker in self.everyone():
+            if worker not in tried:
+                others._admit(worker, _Order.place)
+        return others
+
+    def everyone(self) -> set[Worker]:
+        """Workers that run turns and workers that prefill for others."""
+        return {*self._serving.by_order.values(), *self._prefill.by_order.values()}
+
+    # Kept by the fleet
+
+    def add(self, worker: Worker) -> None:
+        """`worker` is up."""
+        self._admit(worker, _Order.add)
+        self._stable = None
+
+    def discard(self, worker: Worker) -> None:
+        """`worker` is no candidate any more."""
+        self.serving.discard(worker)
+        self._serving.discard(worker)
+        self._prefill.discard(worker)
+        self._stable = None
+
+    def check(self) -> None:
+        """Raise InvariantViolated unless the orders are those of the keys."""
+        self._serving.check()
+        self._prefill.check()
+
+    def _admit(self, worker: Worker, how: Callable[[_Order, Worker], None]) -> None:
+        """Into the orders of what its role says that it does."""
+        role = worker.profile.role
+        if role is not WorkerRole.PREFILL:
+            self.serving.add(worker)
+            how(self._serving, worker)
+        if role is not WorkerRole.DECODE:
+            how(self._prefill, worker)
 
 
 class PresumedSpeeds:

@@ -55,7 +55,6 @@ from typing import NamedTuple, TypeAlias
 
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.units import GIB
-from ownerserve.router.candidates import Candidates, room_tokens
 from ownerserve.router.decision import (
     STRATEGIES,
     Decision,
@@ -65,6 +64,7 @@ from ownerserve.router.decision import (
     TurnClass,
     take,
 )
+from ownerserve.router.fleet import Candidates, room_tokens
 from ownerserve.router.sessions import Copy
 from ownerserve.router.settings import Settings
 from ownerserve.router.worker import Worker

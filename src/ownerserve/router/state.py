@@ -41,9 +41,8 @@ from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.account import Account, Books, audit
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, classify
-from ownerserve.router.fleet import Fleet
+from ownerserve.router.fleet import Candidates, Fleet
 from ownerserve.router.knowledge import Handovers, Knowledge
 from ownerserve.router.messages import (
     NOTED,

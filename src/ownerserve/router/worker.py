@@ -229,7 +229,7 @@ class Worker:
         self.profile: Profile = UNKNOWN
         self.speed = UNKNOWN.speed
         self.watchers: tuple[Watch, ...] = ()
-        """The orders that it stands in (candidates.py): they hear that its load has changed."""
+        """The orders that it stands in (fleet.py): they hear that its load has changed."""
         self.bound_sessions = 0
         self.requests = self.pending_prefill_tokens = self.held_tokens = 0
         self.batch = 0

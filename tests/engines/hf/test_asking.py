@@ -23,8 +23,7 @@ from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.engines.hf.engine.commands import TurnAdmission
 from ownerserve.engines.hf.http import server
 from ownerserve.gateway import service
-from ownerserve.gateway.workers.reservations import ASK_S, Places
-from ownerserve.gateway.workers.rpc import REPEAT_S
+from ownerserve.gateway.workers.rpc import ASK_S, REPEAT_S, Places
 from ownerserve.kv.ids import TurnId, WorkerId
 from ownerserve.kv.wire.rpc import (
     Cancel,

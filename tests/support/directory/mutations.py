@@ -34,8 +34,7 @@ from ownerserve.node.restore.sources import OwnDevice
 from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.router import fleet, knowledge
-from ownerserve.router.candidates import Candidates
-from ownerserve.router.fleet import Fleet
+from ownerserve.router.fleet import Candidates, Fleet
 from ownerserve.router.worker import Worker
 from tests.support.directory import fault_world
 from tests.support.directory.fault_world import World, play

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at
+from ownerserve.router.fleet import Candidates
 from ownerserve.router.messages import Arrive, Dispatch, Done, Event, FirstByte, WorkerUp
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.requests.body import Usage

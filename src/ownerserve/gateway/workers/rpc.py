@@ -1,11 +1,31 @@
-"""The gateway's connections to its workers' RPC ports, and workers' two names.
+"""What the gateway asks over workers' RPC ports: places for turns, and hand-overs of sessions.
 
-Owns the sockets: one for each worker, many requests in flight on it. Each wait has a deadline;
-until then a request that may be lost is said again, under its nonce. A place that comes later is
-given back.
+**Lines** own the sockets: one for each worker, many requests in flight on it. Each wait has a
+deadline; until then a request that may be lost is said again, under its nonce. A place that comes
+later is given back.
 
-Owns too which life of a worker has which names: the gateway's, the address where it reaches it, and
-its own, known to the directory and to its peers.
+WorkerNames own which life of a worker has which names: the gateway's, the address where it reaches
+it, and its own, known to the directory and to its peers.
+
+**Places.** A direct append goes where its state is, at once: the worker judges it as it arrives,
+before any work. Every other turn asks for its place first. One that all refused for want of room is
+sent without a promise and waits in the best worker's queue. Each wait has a deadline: who hears
+nothing sends the turn unasked.
+
+    turn ── ask ── Reserved ── sent with its number, Commit behind it
+                |─ Reject(reason) ── the next candidate
+                |─ engine_busy ── sent unasked, counted
+                |─ nothing in time ── Cancel, sent unasked, counted
+                `─ the client hangs up ── Cancel
+
+A worker that does not know Cancel may answer after it: that place is given back at once.
+
+**Releases.** Owners are asked to hand sessions over to where their turns are done now, or to end
+one whose last turn was done elsewhere: off the request path. router/knowledge.py decides which are
+asked, and how many at once.
+
+    AskRelease ── ReleaseSession over the node's RPC ──> the owner ── Transfer ──> directory
+    ReleaseEnded <── Released, Reject(reason), or nothing in RELEASE_S ──┘
 """
 
 from __future__ import annotations
@@ -13,27 +33,41 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Callable
+from enum import StrEnum
 from itertools import count
 
 import zmq
 import zmq.asyncio
 
+from ownerserve.gateway.http.heads import RequestHead
 from ownerserve.kv.addresses import is_loopback, parse_endpoint
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import Incarnation, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.ids import Incarnation, TurnId, WorkerId
+from ownerserve.kv.messages import PlacementAction, RoutingUnit
 from ownerserve.kv.wire.curve import FleetKey, connect
+from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Cancel,
     Cancelled,
+    Commit,
+    Reject,
     Release,
+    Released,
+    ReleaseSession,
+    Reserve,
     Reserved,
     RpcRequest,
     Said,
+    Seed,
     decode_answer,
     encode,
     new_nonce,
 )
+from ownerserve.router.decision import TurnClass
+from ownerserve.router.knowledge import end_of
+from ownerserve.router.messages import AskRelease, Dispatch, ReleaseEnd, ReleaseEnded
+from ownerserve.router.sessions import SessionTable
 
 log = logging.getLogger("ownerserve.gateway")
 
@@ -218,3 +252,177 @@ class WorkerNames:
         """The unit as the directory and its peers name it; None: it never said."""
         name = self._own_names.get((unit.incarnation, unit.dp_rank))
         return None if name is None else RoutingUnit(name, unit.dp_rank, unit.incarnation)
+
+
+TURNS = (b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages")
+MARGIN = 1.25
+"""A prompt's tokens are estimated from its bytes; one that is longer than its place is judged anew
+as it arrives."""
+OUTPUT_TOKENS = 1024
+"""Asked for the answer of a session that has not answered yet."""
+
+_APPENDS = (TurnClass.DECODE_CONTINUATION, TurnClass.SMALL_INCREMENT, TurnClass.LONG_TOOL_OUTPUT)
+_ON_THE_SPOT = (PlacementAction.COLOCATED_PREFILL, PlacementAction.DECODE_CONTINUATION)
+
+
+class Manner(StrEnum):
+    """How a request deals with workers' admission."""
+
+    ASKING = "asking"
+    """The request asks first; a direct append is judged on its arrival."""
+    UNASKED = "unasked"
+    """The request takes its chance in a queue."""
+
+
+def is_turn(head: RequestHead) -> bool:
+    """Whether a request is a session's turn: a listing needs no place."""
+    return head.method == b"POST" and head.target.startswith(TURNS)
+
+
+def is_direct_append(dispatch: Dispatch) -> bool:
+    """Whether the worker should have the session's state on its device."""
+    decision = dispatch.decision
+    return (
+        decision.cached_tokens > 0
+        and dispatch.turn in _APPENDS
+        and decision.action in _ON_THE_SPOT
+        and not decision.moved_tokens
+    )
+
+
+def seed_of(dispatch: Dispatch, sessions: SessionTable) -> Seed:
+    """The place that a turn needs."""
+    known = None if dispatch.session is None else sessions.get(dispatch.session)
+    output = known.output_tokens if known is not None else 0.0
+    return Seed(
+        int(dispatch.prompt_tokens * MARGIN) + 1,
+        output_tokens=int(output * MARGIN) + 1 if output else OUTPUT_TOKENS,
+    )
+
+
+ASK_S = 0.6
+"""A little over what a worker takes at most to say that it is busy."""
+
+_NO_WORD = (
+    WorkerRefusal.ENGINE_BUSY,
+    WorkerRefusal.TOO_LONG,  # by an estimate: the worker counts the tokens of the turn itself
+    WorkerRefusal.UNKNOWN_RESERVATION,  # it holds no places
+    WorkerRefusal.MALFORMED,
+)
+"""Refusals that say nothing of the turn: it is sent unasked."""
+
+
+class HeldPlace:
+    """A place at a worker, held for one turn: until the worker begins to answer, or given back."""
+
+    def __init__(self, line: WorkerLine, number: int) -> None:
+        self.number = number
+        self._line = line
+
+    def use(self) -> None:
+        """The turn is on its way."""
+        self._line.tell(Commit(self.number))
+
+    def give_back(self) -> None:
+        """The turn won't come, or not to its answer. One that was used up knows no release."""
+        self._line.tell(Release(self.number))
+
+
+class Places:
+    """All workers' admission. `counts`: what came of asking, by outcome; `late`: places that came
+    when nobody waited any more; `cancelled`: workers' answers to a Cancel."""
+
+    def __init__(self, lines: WorkerLines, *, ask_s: float = ASK_S) -> None:
+        self.counts = lines.counts
+        self._ask_s = ask_s
+        self._lines = lines
+
+    def can_ask(self, worker: WorkerId) -> bool:
+        """Whether the worker told where its admission answers."""
+        line = self._lines.of(worker)
+        return line is not None and line.holds_places
+
+    async def reserve(self, worker: WorkerId, turn: str, seed: Seed) -> HeldPlace | Reject | None:
+        """A place for the turn, or why not; None: nothing was heard in time."""
+        line = self._lines.of(worker)
+        answer = None
+        if line is not None:
+            answer = await line.ask(Reserve(TurnId(turn), seed), self._ask_s)
+        match answer:
+            case Reserved():
+                self.counts["reserved"] += 1
+                assert line is not None
+                return HeldPlace(line, answer.reservation)
+            case Reject(reason):
+                self.counts[reason.value] += 1
+                if line is not None and reason is WorkerRefusal.UNKNOWN_RESERVATION:
+                    line.holds_places = False
+                return None if reason in _NO_WORD else answer
+            case _:
+                self.counts["no_answer"] += 1
+        return None
+
+
+RELEASE_S = 2.0
+"""An owner that says nothing for so long may still have handed over: the next answer tells."""
+
+
+class Releasing:
+    """`tell` hears how each question ended. `counts`: the same by outcome, refusals by reason."""
+
+    def __init__(
+        self, lines: WorkerLines, names: WorkerNames, *, tell: Callable[[ReleaseEnded], None]
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._lines = lines
+        self._names = names
+        self._tell = tell
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def ask(self, wanted: AskRelease) -> None:
+        """Begin to ask; nothing waits for the answer."""
+        target = self._names.to_workers(wanted.target)
+        known = None if target is None else ReleaseSession(wanted.session, wanted.epoch, target)
+        self._begin(wanted, known)
+
+    def end(self, wanted: AskRelease) -> None:
+        """The turn at the target was the session's last: its owner is asked to end it."""
+        self._begin(wanted, ReleaseSession(wanted.session, wanted.epoch))
+
+    def _begin(self, wanted: AskRelease, request: ReleaseSession | None) -> None:
+        task = asyncio.get_running_loop().create_task(self._ask(wanted, request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Ask nobody any more."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _ask(self, wanted: AskRelease, request: ReleaseSession | None) -> None:
+        end = ReleaseEnd.KEPT
+        try:
+            end = self._end_of(await self._answer(wanted, request))
+        finally:
+            self._tell(ReleaseEnded(wanted.session, wanted.epoch, end))
+
+    async def _answer(self, wanted: AskRelease, request: ReleaseSession | None) -> Said | str:
+        line = self._lines.of(wanted.source.worker)
+        if line is None or request is None:
+            return "unreachable"
+        answer = await line.ask(request, RELEASE_S)
+        return "no_answer" if answer is None else answer
+
+    def _end_of(self, answer: Said | str) -> ReleaseEnd:
+        match answer:
+            case Released():
+                self.counts["released"] += 1
+                return ReleaseEnd.RELEASED
+            case Reject(reason):
+                self.counts[reason.value] += 1
+                return end_of(reason)
+            case str():
+                self.counts[answer] += 1
+            case _:
+                self.counts["malformed"] += 1
+        return ReleaseEnd.KEPT

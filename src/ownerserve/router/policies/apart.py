@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import PlacementAction
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at
+from ownerserve.router.fleet import Candidates
 from ownerserve.router.policies.base import RoutingPolicy
 from ownerserve.router.pricing import shares_state
 from ownerserve.router.worker import Worker

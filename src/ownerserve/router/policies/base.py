@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from ownerserve.kv.messages import PlacementAction
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, RoutingRequest
+from ownerserve.router.fleet import Candidates
 
 ANY_WORKER: frozenset[PlacementAction] = frozenset()
 """What a policy needs that makes do with what any engine can."""

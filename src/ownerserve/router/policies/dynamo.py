@@ -10,8 +10,8 @@ Looks at every worker.
 from __future__ import annotations
 
 from ownerserve.kv.messages import Tier
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at
+from ownerserve.router.fleet import Candidates
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.worker import Worker
 

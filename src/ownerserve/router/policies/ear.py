@@ -8,7 +8,6 @@ owner; when others' work there passes T_hot, the session moves to the least load
 from __future__ import annotations
 
 from ownerserve.kv.messages import PlacementAction
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import (
     Decision,
     DispatchReason,
@@ -18,6 +17,7 @@ from ownerserve.router.decision import (
     run_at,
     start_at,
 )
+from ownerserve.router.fleet import Candidates
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.pricing import (
     STAYS_CALM,

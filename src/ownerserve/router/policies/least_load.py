@@ -6,8 +6,8 @@ power of two); here over all workers, by queue time.
 
 from __future__ import annotations
 
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at
+from ownerserve.router.fleet import Candidates
 from ownerserve.router.policies.base import ANY_WORKER
 
 

@@ -10,8 +10,8 @@ research/routers.md §1): "LMetric base + cache_ratio > 0.5 affinity gate".
 
 from __future__ import annotations
 
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at
+from ownerserve.router.fleet import Candidates
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.worker import Worker
 

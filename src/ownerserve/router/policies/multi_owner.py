@@ -7,8 +7,8 @@ lie apart by an absolute and a relative amount, the least loaded gets it, cold i
 
 from __future__ import annotations
 
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at, start_at
+from ownerserve.router.fleet import Candidates
 from ownerserve.router.policies.base import ANY_WORKER
 
 APART_REQUESTS = 32

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ownerserve.kv.messages import PlacementAction
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import (
     Decision,
     DispatchReason,
@@ -22,6 +21,7 @@ from ownerserve.router.decision import (
     TurnClass,
     take,
 )
+from ownerserve.router.fleet import Candidates
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.pricing import (
     STAYS_CALM,

@@ -5,8 +5,8 @@ Source: seed 000 §3.8. All of the state is sent each time.
 
 from __future__ import annotations
 
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, RoutingRequest, split_over
+from ownerserve.router.fleet import Candidates
 from ownerserve.router.policies.apart import NEEDS, on_the_spot, prefillers
 from ownerserve.router.policies.round_robin import Rotation
 

@@ -10,8 +10,8 @@ and computes each addition, D keeps what it was sent.
 
 from __future__ import annotations
 
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, RoutingRequest, split_over
+from ownerserve.router.fleet import Candidates
 from ownerserve.router.policies.apart import NEEDS, on_the_spot, pair, prefillers
 
 

@@ -7,8 +7,8 @@ routers, 100 % of 64 sessions on one of four engines: research/routers.md §4).
 
 from __future__ import annotations
 
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at, start_at
+from ownerserve.router.fleet import Candidates
 from ownerserve.router.policies.base import ANY_WORKER
 
 

@@ -6,8 +6,8 @@ penalty for staying passes the limit, stickiness is broken and the prefix is com
 
 from __future__ import annotations
 
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at, start_at
+from ownerserve.router.fleet import Candidates
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.worker import Worker
 

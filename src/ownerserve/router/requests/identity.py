@@ -1,9 +1,9 @@
-"""The session that a request belongs to: read from its headers and its body.
+"""The session that a request belongs to: named by its headers or body, or found by its content.
 
 Owns the list of headers and body fields that name a session, and their order. The first that is
 present wins; ids are compared whole, never by prefix ("session-1" and "session-12" are two), and
 each is scoped to its tenant, its model and the field that named it. Where nothing names
-a session its content does (content_chain.py).
+a session its content does (below).
 
 | order | field | sent by |
 |---|---|---|
@@ -32,21 +32,52 @@ they serve several, or it is not known what one of them serves, it is the one th
 Both are equal for whoever is served: a worker that serves one model answers no other name. One
 exception costs a session its cached state once: a body that names no model, on the day when the
 fleet learns of a second one.
+
+**Content**: sessions of agents that send no key are found by what their bodies begin with
+(ContentChain). Owns the tips: at which bytes the earlier bodies of each conversation ended. Never
+parses content, never keeps any of it, and never believes two conversations to be one: what counts
+is equality of every byte up to a tip (to a 64-bit chance; a mistake costs a cache hit, no answer
+depends on it).
+
+    body n      root | messages ............ tip_n ]
+    body n+1    root | messages ............ tip_n , answer, tool result .... tip_n+1 ]
+
+    root     digest of tenant, model, tools, system: what stands before the first message
+    h(i)     xxh3 over chunk i, seeded with h(i-1): one for each chunk of the new body.
+             1 KiB each for the first 4 KiB, then 4 KiB: what they cost is their number
+    tip      a message boundary: h of the last whole chunk, then of the bytes left over
+
+A tip is looked for where some body ended: each chunk's mark knows at which offsets past it. So one
+pass over the bytes finds the latest tip; tips are kept, and of a session's first body about four
+chunks an octave, for sessions that only begin alike.
+
+| the longest that is known | then |
+|---|---|
+| the last tip of a session | its next turn |
+| the same, nothing added, and that turn is still running | another sample: a fork |
+| an earlier tip, or a chunk | a new session, forked there |
+| nothing | a new session |
+
+**Groups.** Sessions that begin alike are a group (one system prompt and tools, one repository). Its
+name stands for the head that the first two of them shared; who shares that head with one of them
+joins, also when it shares more.
 """
 
 from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
-from ownerserve.kv.errors import UNREADABLE
+from ownerserve.kv.errors import UNREADABLE, InvariantViolated
 from ownerserve.kv.ids import SessionId
+from ownerserve.kv.units import KIB
 from ownerserve.kv.wire.headers import FINAL_HEADER, NAME_DIGITS
 from ownerserve.router.requests.body import BodyFields
 
@@ -239,3 +270,341 @@ def _metadata_session(raw: bytes | None) -> str | None:
         return match[1] if match else _METADATA_USER.decode(user).session_id
     except UNREADABLE:
         return None  # someone else's metadata
+
+
+_BEFORE_MESSAGES = ("tools", "system", "instructions")
+"""In the order in which chat templates show them."""
+
+_CACHE_MARKER = b'"cache_control"'
+_CACHE_MARKERS = re.compile(rb',\s*"cache_control"\s*:\s*(?:null|\{[^{}]*\})')
+"""Anthropic's: a client moves them on with every turn, so they can't count as content."""
+
+
+CHUNK_BYTES = KIB
+FINE_CHUNKS = 4
+COARSE_BYTES = 4 * KIB
+
+CONTENT_MIN_BYTES = KIB
+"""Less than this is no session: computing it anew costs nothing, and many say the same."""
+
+TIPS_KEPT = 4
+"""A session's last turns that a fork or an edit may go back to."""
+
+OFFSETS_MAX = 16
+"""Ends remembered past one chunk; the earliest goes first."""
+
+SESSIONS_MAX = 50_000
+
+
+class Content(msgspec.Struct, frozen=True, gc=False):
+    """What a body says, as bytes [start, end) of `data` after a `root`, which stands for
+    `root_bytes` more before them."""
+
+    data: bytes
+    start: int
+    end: int
+    root: int
+    root_bytes: int
+
+
+class ChainPlace(msgspec.Struct, frozen=True, gc=False):
+    """Where a body belongs. `shared_bytes` of it are equal to the beginning of `parent`'s."""
+
+    session: SessionId
+    parent: SessionId | None = None
+    shared_bytes: int = 0
+
+
+class _Known(msgspec.Struct, gc=False):
+    """A session: its turns so far, how many of them run, the keys that it has in the tables, and
+    its group, whose head has so many bytes."""
+
+    turn: int
+    running: int
+    tips: list[int]
+    chunks: list[int]
+    group: str | None = None
+    group_bytes: int = 0
+
+
+class _Head(NamedTuple):
+    """What a body shares with `session`'s: so many bytes, `chunk` is the last whole one of them."""
+
+    session: SessionId
+    shared_bytes: int
+    chunk: int
+
+
+class _Tip(msgspec.Struct, frozen=True, gc=False):
+    """Body `turn` of `session` ended `offset` bytes past the chunk `chunk`."""
+
+    session: SessionId
+    turn: int
+    chunk: int
+    offset: int
+
+
+class _Mark(msgspec.Struct, gc=False):
+    """A chunk that was seen. `session`: whose first body has it; `offsets`: where bodies ended."""
+
+    session: SessionId | None
+    offsets: tuple[int, ...] = ()
+
+
+class ContentChain:
+    """Finds sessions by content, and names the new ones."""
+
+    def __init__(self, *, limit: int = SESSIONS_MAX) -> None:
+        self._limit = limit
+        self._sessions: dict[SessionId, _Known] = {}
+        self._tips: dict[int, _Tip] = {}
+        self._marks: dict[int, _Mark] = {}
+        self._made = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def arrive(self, content: Content, *, scope: Scope) -> ChainPlace | None:
+        """The session that the body goes on with, or a new one. None: too little to tell."""
+        length = content.end - content.start
+        if length + content.root_bytes < CONTENT_MIN_BYTES:
+            return None
+        hashes = chunk_hashes(content)
+        end = content.start + _start_of(len(hashes) - 1)
+        offset = content.end - end
+        key = _tip_key(content.data, end, offset, chunk=hashes[-1])
+        tip, at = self._longest_tip(content, hashes)
+        if tip is not None:
+            known = self._sessions[tip.session]
+            is_same = at == length
+            if tip.turn == known.turn and not (is_same and known.running):
+                self._touch(tip.session)
+                if is_same:
+                    known.running += 1
+                else:
+                    self._end_turn_at(tip.session, key, chunk=hashes[-1], offset=offset)
+                return ChainPlace(tip.session)
+        head = self._longest_chunk(content, hashes)
+        if tip is not None and (head is None or at + content.root_bytes > head.shared_bytes):
+            head = _Head(tip.session, at + content.root_bytes, tip.chunk)
+        self._made += 1
+        name = scope.name("content", f"{key:016x}", str(self._made))
+        self._begin(name, hashes)
+        self._end_turn_at(name, key, chunk=hashes[-1], offset=offset)
+        if head is None:
+            return ChainPlace(name)
+        self._join(name, head, scope)
+        return ChainPlace(name, head.session, head.shared_bytes)
+
+    def first_turn(self, name: SessionId, content: Content, *, scope: Scope) -> ChainPlace:
+        """A session that has a name comes for the first time: which one does it begin like?"""
+        hashes = chunk_hashes(content)
+        head = self._longest_chunk(content, hashes)
+        if name not in self._sessions:
+            self._begin(name, hashes)
+        if head is None or head.session == name:
+            return ChainPlace(name)
+        self._join(name, head, scope)
+        return ChainPlace(name, head.session, head.shared_bytes)
+
+    def group(self, session: SessionId) -> str | None:
+        """The name of the group that the session belongs to; None: nobody else began like it."""
+        known = self._sessions.get(session)
+        return None if known is None else known.group
+
+    def ended(self, session: SessionId) -> None:
+        """A turn of it runs no more."""
+        known = self._sessions.get(session)
+        if known is not None and known.running:
+            known.running -= 1
+
+    def forget(self, session: SessionId) -> None:
+        """Forget a session that is over."""
+        known = self._sessions.pop(session, None)
+        if known is None:
+            return
+        for key in known.tips:
+            self._drop_tip(key)
+        for key in known.chunks:
+            mark = self._marks.get(key)
+            if mark is not None and mark.session == session:
+                mark.session = None
+                self._drop_if_empty(key, mark)
+
+    def check(self) -> None:
+        """Raise InvariantViolated unless every key is some session's (for tests)."""
+        tips = {key for known in self._sessions.values() for key in known.tips}
+        if tips != set(self._tips):
+            raise InvariantViolated("a tip of the content chain has no session")
+        for key, mark in self._marks.items():
+            if mark.session is not None and key not in self._sessions[mark.session].chunks:
+                raise InvariantViolated("a chunk of the content chain is not its session's")
+            if mark.session is None and not mark.offsets:
+                raise InvariantViolated("a mark of the content chain stands for nothing")
+
+    # ---- looking
+
+    def _longest_tip(self, content: Content, hashes: list[int]) -> tuple[_Tip | None, int]:
+        """The tip that lies furthest in the body, and where."""
+        marks, data = self._marks, content.data
+        for chunk in range(len(hashes) - 1, -1, -1):
+            mark = marks.get(hashes[chunk])
+            if mark is None or not mark.offsets:
+                continue
+            at = _start_of(chunk)
+            begin = content.start + at
+            offsets: Iterable[int] = mark.offsets
+            if len(mark.offsets) > 1:
+                offsets = sorted(set(offsets), reverse=True)
+            for offset in offsets:
+                if begin + offset > content.end:
+                    continue
+                tip = self._tips.get(_tip_key(data, begin, offset, chunk=hashes[chunk]))
+                if tip is not None:
+                    return tip, at + offset
+        return None, 0
+
+    def _longest_chunk(self, content: Content, hashes: list[int]) -> _Head | None:
+        """The session whose first body is equal for longest."""
+        for chunk in range(len(hashes) - 1, -1, -1):
+            mark = self._marks.get(hashes[chunk])
+            shared = _start_of(chunk) + content.root_bytes
+            if mark is not None and mark.session is not None and shared >= CHUNK_BYTES:
+                self._touch(mark.session)
+                return _Head(mark.session, shared, hashes[chunk])
+        return None
+
+    # ---- keeping
+
+    def _join(self, name: SessionId, head: _Head, scope: Scope) -> None:
+        """The session shares that head: it is of its group, or the two begin one."""
+        known, like = self._sessions.get(name), self._sessions.get(head.session)
+        if known is None or like is None or known.group is not None:
+            return
+        if like.group is not None and like.group_bytes <= head.shared_bytes:
+            known.group, known.group_bytes = like.group, like.group_bytes
+            return
+        known.group = scope.name("group", "head", f"{head.chunk:016x}")
+        known.group_bytes = head.shared_bytes
+        if like.group is None:
+            like.group, like.group_bytes = known.group, known.group_bytes
+
+    def _begin(self, name: SessionId, hashes: list[int]) -> None:
+        while len(self._sessions) >= self._limit:
+            self.forget(next(iter(self._sessions)))
+        known = self._sessions[name] = _Known(0, 0, [], [])
+        for chunk in _kept_chunks(len(hashes) - 1):
+            mark = self._mark(hashes[chunk])
+            if mark.session is None:
+                mark.session = name
+                known.chunks.append(hashes[chunk])
+
+    def _end_turn_at(self, name: SessionId, key: int, *, chunk: int, offset: int) -> None:
+        """The session's latest body ends here."""
+        known = self._sessions[name]
+        known.turn += 1
+        known.running += 1
+        before = self._tips.get(key)
+        if before is not None:  # another sample of the same body: the newest is found from now on
+            self._sessions[before.session].tips.remove(key)
+            self._drop_tip(key)
+        self._tips[key] = _Tip(name, known.turn, chunk, offset)
+        known.tips.append(key)
+        if len(known.tips) > TIPS_KEPT:
+            self._drop_tip(known.tips.pop(0))
+        mark = self._mark(chunk)
+        mark.offsets = (*mark.offsets, offset)[-OFFSETS_MAX:]
+
+    def _drop_tip(self, key: int) -> None:
+        tip = self._tips.pop(key)
+        mark = self._marks.get(tip.chunk)
+        if mark is None:
+            return
+        offsets = list(mark.offsets)
+        if tip.offset in offsets:
+            offsets.remove(tip.offset)
+            mark.offsets = tuple(offsets)
+        self._drop_if_empty(tip.chunk, mark)
+
+    def _drop_if_empty(self, key: int, mark: _Mark) -> None:
+        if mark.session is None and not mark.offsets:
+            del self._marks[key]
+
+    def _mark(self, key: int) -> _Mark:
+        mark = self._marks.get(key)
+        if mark is None:
+            mark = self._marks[key] = _Mark(None)
+        return mark
+
+    def _touch(self, name: SessionId) -> None:
+        """Make it the most recently used."""
+        self._sessions[name] = self._sessions.pop(name)
+
+
+def chunk_hashes(content: Content) -> list[int]:
+    """h(0) = the root, then one for each whole chunk."""
+    data, digest, end = content.data, xxh3_64_intdigest, content.end
+    coarse = content.start + FINE_CHUNKS * CHUNK_BYTES
+    last = content.root
+    hashes = [last]
+    append = hashes.append
+    for at in range(content.start, min(end, coarse) - CHUNK_BYTES + 1, CHUNK_BYTES):
+        last = digest(data[at : at + CHUNK_BYTES], last)
+        append(last)
+    for at in range(coarse, end - COARSE_BYTES + 1, COARSE_BYTES):
+        last = digest(data[at : at + COARSE_BYTES], last)
+        append(last)
+    return hashes
+
+
+def _start_of(chunk: int) -> int:
+    """Bytes before it."""
+    coarse = max(chunk - FINE_CHUNKS, 0)
+    return (chunk - coarse) * CHUNK_BYTES + coarse * COARSE_BYTES
+
+
+def root_of(scope: str, parts: Mapping[str, bytes]) -> tuple[int, int]:
+    """The root's digest and how many bytes it stands for. `parts` by name, in a fixed order."""
+    digest, held = xxh3_64_intdigest(scope.encode()), 0
+    for name, value in parts.items():
+        digest = xxh3_64_intdigest(value, xxh3_64_intdigest(name.encode(), digest))
+        held += len(value)
+    return digest, held
+
+
+def _tip_key(data: bytes, begin: int, offset: int, *, chunk: int) -> int:
+    """Apart from a chunk's own: a tip at offset 0 has one too."""
+    return xxh3_64_intdigest(data[begin : begin + offset], ~chunk & 0xFFFFFFFFFFFFFFFF)
+
+
+def _kept_chunks(last: int) -> list[int]:
+    """Some of the chunks 0..last: 0, 1 .. 8, 10, 12, 15, 18, 22 ..., and the last one."""
+    kept, chunk = [], 0
+    while chunk < last:
+        kept.append(chunk)
+        chunk += max(1, chunk // 4)
+    return [*kept, last]
+
+
+def content_of(body: BodyFields, *, tenant: str) -> Content | None:
+    """The conversation in a body: what comes before the messages, and their bytes.
+
+    The bytes end where the next turn's go on: before the bracket, or the quote of one long text.
+    """
+    for key in ("messages", "input", "prompt"):
+        span = body.content.get(key)
+        if span is not None:
+            break
+    else:
+        return None
+    data, start, end = body.body, span.start + 1, span.end - 1
+    if data[start - 1] not in b'["':
+        return None
+    before = {name: body.slice(name) for name in _BEFORE_MESSAGES if name in body.content}
+    root, root_bytes = root_of(f"{tenant}/{body.text('model')}", before)
+    if data.find(_CACHE_MARKER, start, end) >= 0:
+        data = _CACHE_MARKERS.sub(b"", data[start:end])
+        start, end = 0, len(data)
+    while end > start and data[end - 1] in b" \t\r\n":
+        end -= 1
+    return Content(data, start, end, root, root_bytes)

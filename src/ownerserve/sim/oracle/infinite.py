@@ -12,8 +12,8 @@ from __future__ import annotations
 import msgspec
 
 from ownerserve.kv.messages import PlacementAction
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, start_at
+from ownerserve.router.fleet import Candidates
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.pricing import peer_copy
 from ownerserve.sim.config.setup import SimSetup

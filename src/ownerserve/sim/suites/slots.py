@@ -22,7 +22,6 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.node.state import NodeState
 from ownerserve.node.vocabulary.events import Event, TurnArrived, TurnEnded, TurnGone
-from ownerserve.router.candidates import Candidates
 from ownerserve.router.decision import (
     Decision,
     DispatchReason,
@@ -31,6 +30,7 @@ from ownerserve.router.decision import (
     split_over,
     start_at,
 )
+from ownerserve.router.fleet import Candidates
 from ownerserve.router.policies.apart import NEEDS, prefillers
 from ownerserve.router.worker import Worker
 from ownerserve.sim.storage.nodeport import At, SimNode, Started, ToCheckpoint
