@@ -137,7 +137,7 @@ _DEVICE = Tier.DEVICE
 """An enum's member costs a look-up in its class each time: not on this path."""
 
 
-class Choice(Protocol):
+class EligibleWorkers(Protocol):
     """The workers that a policy may choose from (fleet.Candidates), as a request looks at them."""
 
     def __contains__(self, worker: Worker, /) -> bool: ...
@@ -182,7 +182,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
                 tokens = copy.tokens
         return tokens if tokens < self.known_tokens else self.known_tokens if tokens else 0
 
-    def holders(self, fleet: Choice) -> list[Worker]:
+    def holders(self, fleet: EligibleWorkers) -> list[Worker]:
         """Candidates that hold the beginning of the prompt, in whatever tier."""
         copies = self.copies
         if len(copies) == 1:  # as for most turns
@@ -190,7 +190,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
             return [] if worker is None or worker not in fleet else [worker]
         return [worker for worker in self._holding() if worker in fleet]
 
-    def prefill_holders(self, fleet: Choice) -> list[Worker]:
+    def prefill_holders(self, fleet: EligibleWorkers) -> list[Worker]:
         """Workers that hold the beginning of the prompt, of those that prefill for others."""
         return [worker for worker in self._holding() if fleet.can_prefill(worker)]
 
