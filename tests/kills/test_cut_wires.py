@@ -39,8 +39,9 @@ from ownerserve.kv.wire.headers import (
 )
 from ownerserve.kv.wire.status import ProfileStatement
 from ownerserve.router.requests.identity import Scope
-from tests.support.kills.processes import SESSION_HEADER, Fleet, until
+from tests.support.kills.processes import SESSION_HEADER, Fleet
 from tests.support.kills.wires import WAIT_S
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash, pytest.mark.slow]
 

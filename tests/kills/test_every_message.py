@@ -19,8 +19,9 @@ from ownerserve.directory import messages as ask
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.router.requests.identity import Scope
 from tests.support.directory.servers import Server, find_binary
-from tests.support.kills.processes import SESSION_HEADER, Fleet, until
+from tests.support.kills.processes import SESSION_HEADER, Fleet
 from tests.support.kills.wires import WAIT_S
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash, pytest.mark.slow]
 

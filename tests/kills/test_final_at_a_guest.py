@@ -10,7 +10,8 @@ import pytest
 from ownerserve.directory import messages as ask
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.router.requests.identity import Scope
-from tests.support.kills.processes import SESSION_HEADER, Fleet, until
+from tests.support.kills.processes import SESSION_HEADER, Fleet
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash, pytest.mark.slow]
 

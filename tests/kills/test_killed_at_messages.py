@@ -23,8 +23,9 @@ from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.headers import TURN_HEADER, TurnLine, encode_turn_line
 from ownerserve.router.requests.identity import Scope
-from tests.support.kills.processes import SESSION_HEADER, Fleet, Member, Worker, until
+from tests.support.kills.processes import SESSION_HEADER, Fleet, Member, Worker
 from tests.support.kills.wires import WAIT_S, At, Trap
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash, pytest.mark.slow]
 

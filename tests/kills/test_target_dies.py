@@ -23,8 +23,9 @@ from ownerserve.kv.wire.headers import (
 )
 from ownerserve.node.rpc.server import RpcClient
 from ownerserve.router.requests.identity import Scope
-from tests.support.kills.processes import SESSION_HEADER, Fleet, Worker, until
+from tests.support.kills.processes import SESSION_HEADER, Fleet, Worker
 from tests.support.kills.wires import WAIT_S
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash, pytest.mark.slow]
 

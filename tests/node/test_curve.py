@@ -19,7 +19,6 @@ from ownerserve.directory.opening import opener_of
 from ownerserve.directory.rpc.client import DirectoryClient, why_silent
 from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile
-from ownerserve.kv.addresses import is_loopback
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.errors import InvalidInput, PeerLost
 from ownerserve.kv.wire.curve import FleetKey, read_fleet_key, write_fleet_key
@@ -36,27 +35,14 @@ from ownerserve.kv.wire.rpc import (
     encode,
 )
 from ownerserve.node.rpc.server import RpcClient, RpcServer
+from tests.support.net import own_address
 
 SHORT_S = 0.5
 
 
-def own_address() -> str | None:
-    """An address of this machine that others reach, if it has one. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return None
-        found = str(probe.getsockname()[0])
-    return None if is_loopback(found) else found
-
-
 @pytest.fixture(scope="module")
 def outside() -> str:
-    found = own_address()
-    if found is None:
-        pytest.skip("this machine has no address but loopback")
-    return found
+    return own_address()
 
 
 def drawn(folder: Path, name: str) -> FleetKey:

@@ -30,6 +30,7 @@ from ownerserve.node.ownership.ownership import (
     boot_time_s,
 )
 from ownerserve.node.ownership.publishing import extent_name
+from tests.support.waits import until
 
 S1, S2 = SessionId("s1"), SessionId("s2")
 WAIT_S = 20.0
@@ -93,13 +94,6 @@ def nodes(holds: dict[RoutingUnit, Inventory]) -> Iterator[Callable[[RoutingUnit
     yield join
     for node in made:
         node.close(within_s=5.0)
-
-
-def until(holds: Callable[[], object]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < end_s, "it never held"
-        time.sleep(0.01)
 
 
 def found(address: str, session: SessionId) -> ask.SessionIs | ask.Miss:

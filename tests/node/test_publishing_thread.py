@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from click.testing import CliRunner
@@ -24,6 +24,7 @@ from ownerserve.kv.prefix import Packed, hash_prefix, pack
 from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.node.ownership.ownership import Ownership, TurnCame, TurnLeft, boot_time_s
 from ownerserve.node.ownership.publishing import extent_name
+from tests.support.waits import until
 
 BLOCK = 16
 ONE, OTHER = bytes(32), bytes([1]) * 32
@@ -80,13 +81,6 @@ def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
     made.close()
-
-
-def until(holds: Callable[[], object]) -> None:
-    end_s = time.monotonic() + 20.0
-    while not holds():
-        assert time.monotonic() < end_s, "it never held"
-        time.sleep(0.01)
 
 
 def tokens(blocks: int) -> Packed:

@@ -43,6 +43,7 @@ from ownerserve.kv.wire.status import (
 from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import Refuse
 from tests.support.router.answer_lines import said
+from tests.support.waits import until_async
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest
@@ -108,18 +109,12 @@ def record(rpc: object) -> bytes:
     return json.dumps(document).encode()
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(4):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def introduced(world: World, *rpcs: str | None) -> None:
     """Each engine states its address, and the gateway has heard it."""
     for engine, rpc in zip(world.engines, rpcs, strict=True):
         engine.states = record(rpc)
     worker = WorkerId(f"127.0.0.1:{world.engines[0].port}")
-    await until(lambda: world.gateway.turns.places.can_ask(worker) == (rpcs[0] is not None))
+    await until_async(lambda: world.gateway.turns.places.can_ask(worker) == (rpcs[0] is not None))
 
 
 def test_a_worker_that_dies_while_it_is_asked_costs_nobody_a_turn(play: Play) -> None:
@@ -129,7 +124,7 @@ def test_a_worker_that_dies_while_it_is_asked_costs_nobody_a_turn(play: Play) ->
         await introduced(world, admission.address, None)
         client = await world.client()
         answer = asyncio.create_task(client.post("/v1/completions", x__session__id="a"))
-        await until(lambda: admission.reserves)
+        await until_async(lambda: admission.reserves)
         await world.engines[0].kill()
         told = await answer
         assert told.status == 200
@@ -146,7 +141,7 @@ def test_a_worker_that_moves_its_port_while_it_is_asked_costs_nobody_a_turn(play
         await introduced(world, first.address)
         client = await world.client()
         answer = asyncio.create_task(client.post("/v1/completions", x__session__id="a"))
-        await until(lambda: first.reserves)
+        await until_async(lambda: first.reserves)
         world.engines[0].states = record(second.address)
         assert (await answer).status == 200
         assert world.gateway.turns.observer.pressure["unasked", "no_word"] == 1
@@ -190,7 +185,7 @@ def test_a_fault_of_ours_is_told_and_gives_the_receipt_back(
         (logged,) = [line for line in caplog.records if line.exc_info]
         assert "a fault of ours" in str(logged.exc_info and logged.exc_info[1])
         if task == "connect":
-            await until(lambda: admission.held == set())
+            await until_async(lambda: admission.held == set())
         assert (await client.post("/v1/completions", x__session__id="a")).status == 200
         admission.close()
 
@@ -212,7 +207,7 @@ def test_a_worker_that_states_no_address_is_served_unasked(play: Play, rpc: obje
         assert not world.gateway.turns.places.can_ask(monitor.address.worker)
         assert (await client.post("/v1/completions", x__session__id="a")).status == 200
         await engine.kill()
-        await until(lambda: not world.gateway.state.fleet.up)
+        await until_async(lambda: not world.gateway.state.fleet.up)
 
     play(scenario, engines=1, states=[record(rpc)], health_interval_s=0.02)
 
@@ -223,9 +218,9 @@ def test_an_address_that_turns_bad_is_given_up_and_the_probes_go_on(play: Play) 
         await introduced(world, admission.address)
         engine.states = record("tcp://[::1")
         (monitor,) = world.gateway.monitors.values()
-        await until(lambda: not world.gateway.turns.places.can_ask(monitor.address.worker))
+        await until_async(lambda: not world.gateway.turns.places.can_ask(monitor.address.worker))
         await engine.kill()
-        await until(lambda: not world.gateway.state.fleet.up)
+        await until_async(lambda: not world.gateway.state.fleet.up)
         admission.close()
 
     play(scenario, engines=1, states=[record(None)], health_interval_s=0.02)
@@ -245,10 +240,10 @@ def test_a_fault_while_a_worker_is_looked_after_is_logged_and_it_is_probed_on(
                 patch.setattr("ownerserve.gateway.workers.health.read_status", fails)
             else:
                 patch.setattr(world.gateway.turns.lines, "learn", fails)
-            await until(lambda: any(line.exc_info for line in caplog.records))
-        await until(lambda: world.gateway.state.fleet.up)
+            await until_async(lambda: any(line.exc_info for line in caplog.records))
+        await until_async(lambda: world.gateway.state.fleet.up)
         await engine.kill()
-        await until(lambda: not world.gateway.state.fleet.up)
+        await until_async(lambda: not world.gateway.state.fleet.up)
 
     play(scenario, engines=1, states=[record(None)], health_interval_s=0.02)
 
@@ -262,9 +257,11 @@ def test_a_place_at_a_stale_connection_is_given_back(play: Play) -> None:
         admission.asked.clear()
         engine.drops_next = True
         assert (await client.post("/v1/completions", x__session__id="b")).status == 200
-        await until(lambda: len(admission.reserves) == 2)
+        await until_async(lambda: len(admission.reserves) == 2)
         first, second = 1, 2
-        await until(lambda: Release(first) in admission.asked and Commit(second) in admission.asked)
+        await until_async(
+            lambda: Release(first) in admission.asked and Commit(second) in admission.asked
+        )
         assert admission.asked.index(Commit(first)) < admission.asked.index(Release(first))
         assert Release(second) not in admission.asked, "it came to its turn"
         admission.close()
@@ -286,10 +283,12 @@ def test_a_client_that_hangs_up_before_the_first_byte_gives_its_place_back(
             world.engines[0].is_mute = True
         turn = asyncio.create_task(client.post("/v1/completions", x__session__id="a"))
         heard = Commit(1) if stage == "sent" else None
-        await until(lambda: admission.reserves and (heard is None or heard in admission.asked))
-        await until(lambda: world.gateway.turns.places.counts["reserved"] == 1)
+        await until_async(
+            lambda: admission.reserves and (heard is None or heard in admission.asked)
+        )
+        await until_async(lambda: world.gateway.turns.places.counts["reserved"] == 1)
         client.hang_up()
-        await until(lambda: Release(1) in admission.asked)
+        await until_async(lambda: Release(1) in admission.asked)
         turn.cancel()
         admission.close()
 
@@ -305,11 +304,11 @@ def test_a_client_that_hangs_up_while_a_worker_is_asked_calls_that_off(play: Pla
         await introduced(world, admission.address)
         client = await world.client()
         turn = asyncio.create_task(client.post("/v1/completions", x__session__id="a"))
-        await until(lambda: admission.reserves)
+        await until_async(lambda: admission.reserves)
         client.hang_up()
-        await until(lambda: admission.cancelled)
+        await until_async(lambda: admission.cancelled)
         assert admission.cancelled == [admission.nonces[0]]
-        await until(lambda: world.gateway.turns.places.counts["cancelled"] == 1)
+        await until_async(lambda: world.gateway.turns.places.counts["cancelled"] == 1)
         turn.cancel()
         admission.close()
 
@@ -323,7 +322,7 @@ def test_a_silent_worker_is_asked_again_and_then_called_off(play: Play) -> None:
         await introduced(world, admission.address)
         client = await world.client()
         assert (await client.post("/v1/completions", x__session__id="a")).status == 200
-        await until(lambda: admission.cancelled)
+        await until_async(lambda: admission.cancelled)
         assert len(admission.reserves) == 1, "one wish"
         assert len(admission.nonces) > 1 and set(admission.nonces) == set(admission.cancelled)
         assert world.gateway.turns.places.counts["no_answer"] == 1
@@ -343,7 +342,7 @@ def test_a_turn_that_began_keeps_its_place_to_itself(play: Play) -> None:
         client.hang_up()
         other = await world.client()
         assert (await other.post("/v1/completions", x__session__id="b")).status == 200
-        await until(lambda: Commit(2) in admission.asked)
+        await until_async(lambda: Commit(2) in admission.asked)
         assert not [one for one in admission.asked if isinstance(one, Release)]
         admission.close()
 

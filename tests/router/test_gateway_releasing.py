@@ -36,6 +36,7 @@ from ownerserve.kv.wire.status import (
     unit_statement,
 )
 from tests.support.router.answer_lines import LIFE, said
+from tests.support.waits import until_async
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest
@@ -105,12 +106,6 @@ def line_of(head: bytes) -> TurnLine:
     return decode_turn_line(lines[TURN_HEADER])
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(4):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 OUTCOMES = {
     "released": (Released(), 1),
     "session_is_running": (Reject(WorkerRefusal.SESSION_IS_RUNNING), 2),
@@ -131,7 +126,7 @@ def test_the_owner_is_asked_and_its_word_is_followed(
         node = Node(says)
         owner.states, guest.states = record(0, node.address), record(1, None)
         name_here = WorkerId(f"127.0.0.1:{owner.port}")
-        await until(lambda: gateway.turns.lines.of(name_here))
+        await until_async(lambda: gateway.turns.lines.of(name_here))
         owner.says = stamp(0, **OWNED, version=4)
         guest.says = stamp(1)
         client = await world.client()
@@ -151,7 +146,7 @@ def test_the_owner_is_asked_and_its_word_is_followed(
             assert isinstance(told.name, str)
             wanted = ReleaseSession(SessionId(told.name), EPOCH, own_unit(1))
             heard = min(number + 1, times)
-            await until(lambda heard=heard: gateway.turns.releasing.counts[outcome] >= heard)
+            await until_async(lambda heard=heard: gateway.turns.releasing.counts[outcome] >= heard)
             owner.says = stamp(0)  # from now on it serves as a guest
             if number == 0:
                 assert node.asked == [wanted]
@@ -208,7 +203,7 @@ def test_an_owner_that_cannot_be_asked_costs_nobody_a_turn(play: Play) -> None:
         for _ in range(4):
             answer = await client.post("/v1/completions", x__session__id="a")
             assert answer.status == 200
-        await until(lambda: world.gateway.turns.releasing.counts == {"unreachable": 2})
+        await until_async(lambda: world.gateway.turns.releasing.counts == {"unreachable": 2})
         assert json.loads(answer.body)
 
     play(
@@ -225,14 +220,14 @@ def test_the_owner_is_told_that_the_last_turn_was_done_elsewhere(play: Play) -> 
         node = Node(Released())
         owner.states, guest.states = record(0, node.address), record(1, None)
         name_here = WorkerId(f"127.0.0.1:{owner.port}")
-        await until(lambda: gateway.turns.lines.of(name_here))
+        await until_async(lambda: gateway.turns.lines.of(name_here))
         owner.says, guest.says = stamp(0, **OWNED, version=4), stamp(1)
         client = await world.client()
         await client.post("/v1/completions", x__session__id="a")
         final = {"x__session__id": "a", "x__ownerserve__session__final": "true"}
         answer = await client.post("/v1/completions", **final)
         assert world.engine_of(answer) is guest
-        await until(lambda: gateway.turns.releasing.counts["released"])
+        await until_async(lambda: gateway.turns.releasing.counts["released"])
         name = line_of(guest.seen[-1][0]).name
         assert name is not None
         assert node.asked == [ReleaseSession(SessionId(name), EPOCH)]

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.support.waits import until
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -82,13 +84,6 @@ def counted(url: str, start: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
 
 
-def wait_for(condition: Callable[[], object], problem: str) -> None:
-    until = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < until, problem
-        time.sleep(0.1)
-
-
 def fleet(
     stack: ExitStack, home: Path, *options: str
 ) -> tuple[list[str], list[tuple[httpx.Client, str]]]:
@@ -120,9 +115,10 @@ def test_a_session_finds_its_owner_through_either_gateway(kind: str, tmp_path: P
         messages = [{"role": "user", "content": "tell me of owners and epochs. " * 40}]
         first = turn(one, messages)
         owner = f"http://{first.headers['x-ownerserve-worker']}"
-        wait_for(
+        until(
             lambda: counted(owner, 'ownerserve_directory_answers_total{answer="advanced"}'),
-            "the owner did not say that it owns",
+            within_s=BOUND_S,
+            what="the owner says that it owns",
         )
         second = turn(two, messages)
         assert second.headers["x-ownerserve-worker"] == first.headers["x-ownerserve-worker"]
@@ -155,7 +151,11 @@ def test_what_one_gateway_did_the_other_hears_of_from_the_workers(tmp_path: Path
         _, [(one, _), (two, admin)] = fleet(stack, tmp_path)
         messages = [{"role": "user", "content": "tell me of homes and inventories. " * 40}]
         place = turn(one, messages).headers["x-ownerserve-worker"]
-        wait_for(lambda: counted(admin, "ownerserve_worker_extents"), "no inventory was read")
+        until(
+            lambda: counted(admin, "ownerserve_worker_extents"),
+            within_s=BOUND_S,
+            what="an inventory is read",
+        )
         for gateway in (two, one, two):
             later = turn(gateway, messages)
             assert later.headers["x-ownerserve-worker"] == place

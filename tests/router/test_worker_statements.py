@@ -27,6 +27,7 @@ from ownerserve.kv.wire.status import (
 from ownerserve.router.admission import SeatSettings
 from ownerserve.router.messages import Down
 from ownerserve.router.worker import DEFAULT_SPEED, WorkerRole
+from tests.support.waits import until_async
 
 Play = Callable[..., None]
 World = Any  # conftest.World; a test module can't import its conftest
@@ -65,12 +66,6 @@ async def admin(world: World, path: str) -> httpx.Response:
     transport = httpx.ASGITransport(admin_app(world.gateway))
     async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
         return await client.get(path)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(4):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def test_two_unlike_workers_are_priced_by_their_own_figures(play: Play) -> None:
@@ -123,7 +118,7 @@ def test_a_worker_whose_figures_change_is_priced_anew(play: Play) -> None:
         (engine,), (worker,) = world.engines, world.gateway.state.fleet
         assert worker.speed.prefill.b_ms == 1.0
         engine.states = msgspec.json.encode(stated("m", 8.0, 1.0, as_of_s=2.0))
-        await until(lambda: worker.speed.prefill.b_ms == 8.0)
+        await until_async(lambda: worker.speed.prefill.b_ms == 8.0)
         assert worker.queue_ms == 40 * 8.0
         world.gateway.state.fleet.check()
 
@@ -189,7 +184,7 @@ def test_an_address_whose_process_changes_its_rank_is_one_candidate(play: Play) 
         later = stated("m2", 1.0, 1.0)
         later = replace(later, unit=replace(later.unit, rank=1, incarnation=LIFE + 1))
         engine.states = msgspec.json.encode(later)
-        await until(lambda: any(worker.dp_rank == 1 for worker in fleet.up))
+        await until_async(lambda: any(worker.dp_rank == 1 for worker in fleet.up))
         assert [(worker.dp_rank, worker.incarnation) for worker in fleet.up] == [(1, LIFE + 1)]
         assert account.downs[Down.ANOTHER_RANK] == 1
         answer = await client.post("/v1/chat/completions", b'{"model":"m2"}', x__session__id="a")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from ownerserve.sim.run import Result
 from ownerserve.sim.sweep import Jobs, run_all
 from tests.support.children import importing
 from tests.support.sim.fleet_driver import agents, setup
+from tests.support.waits import until
 
 ray = pytest.importorskip("ray")
 IMPORTED = importing()["PYTHONPATH"]
@@ -198,20 +199,13 @@ class Head:
         self.process.wait()
 
 
-def until(holds: Callable[[], bool], within_s: float) -> None:
-    end_s = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < end_s, f"not within {within_s} s"
-        time.sleep(0.2)
-
-
 @pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
     pytest.importorskip("grpc", reason="needs ray[client]")
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         made = Head(folder)
         try:
-            until(made.listens, 90)
+            until(made.listens, within_s=90)
             yield made
         finally:
             made.stop()
@@ -275,7 +269,7 @@ def test_ctrl_c_ends_the_client_and_its_actors(head: Head) -> None:
         head.command(*given), env=head.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
-        until(lambda: len(head.hands()) == 2, 90)
+        until(lambda: len(head.hands()) == 2, within_s=90)
         assert running.poll() is None
         running.send_signal(signal.SIGINT)
         said, _ = running.communicate(timeout=60)
@@ -283,4 +277,4 @@ def test_ctrl_c_ends_the_client_and_its_actors(head: Head) -> None:
         running.kill()
         running.communicate()
     assert (running.returncode, said.decode().split()) == (130, ["interrupted"]), head.said()
-    until(lambda: not head.hands(), 60)
+    until(lambda: not head.hands(), within_s=60)

@@ -6,8 +6,7 @@ Optional: needs the extra [mooncake] (no torch, no GPU, no RDMA card). Its behav
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from ownerserve.store.tiers.backend import put
 from ownerserve.store.tiers.mooncake import MooncakeBlobs
 from ownerserve.store.tiers.remote import RemoteTier, record_key
 from tests.support.store.servers import MooncakeCluster
+from tests.support.waits import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,13 +51,6 @@ def cluster(tmp_path: Path) -> Iterator[MooncakeCluster]:
 def tier(cluster: MooncakeCluster, clock: Any) -> RemoteTier:
     blobs = MooncakeBlobs(cluster.client, "test")
     return RemoteTier("mooncake", blobs, clock=clock, keys=Keys(b"k" * 32))
-
-
-def until(happens: Callable[[], bool], limit_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not happens():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.1)
 
 
 def test_a_full_pool_is_backpressure_and_what_was_stored_is_right(tier, samples):

@@ -16,7 +16,7 @@ from tests.support.vllm.installed import distribution
 from tests.support.vllm.ownerships import directory_process
 from tests.support.vllm.rig import Rig
 from tests.support.vllm.serving import Agent, gateway, serve
-from tests.support.vllm.waits import until
+from tests.support.waits import until
 
 pytestmark = pytest.mark.vllm
 

@@ -21,8 +21,8 @@ from tests.support.vllm import connectors, tiny
 from tests.support.vllm.fleet import VllmWorker
 from tests.support.vllm.ownerships import Directory, directory_process
 from tests.support.vllm.rig import Rig, next_turn
-from tests.support.vllm.waits import until
 from tests.support.vllm.wire import Answer
+from tests.support.waits import until
 
 pytestmark = pytest.mark.vllm
 

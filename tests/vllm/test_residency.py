@@ -13,7 +13,7 @@ from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.service.runtime import WallClock
 from tests.support.vllm import connectors, tiny
 from tests.support.vllm.rig import Rig, next_turn, settle
-from tests.support.vllm.waits import until
+from tests.support.waits import until
 
 pytestmark = pytest.mark.vllm
 

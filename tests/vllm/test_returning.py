@@ -9,11 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.net import free_port
 from tests.support.vllm import connectors
 from tests.support.vllm.installed import distribution
 from tests.support.vllm.rig import Rig
-from tests.support.vllm.serving import PROMPT_TOKENS, Agent, free_port, gateway, serve
-from tests.support.vllm.waits import until
+from tests.support.vllm.serving import PROMPT_TOKENS, Agent, gateway, serve
+from tests.support.waits import until
 
 pytestmark = pytest.mark.vllm
 

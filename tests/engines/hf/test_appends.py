@@ -25,7 +25,8 @@ from ownerserve.kv.wire.headers import ANSWER_HEADER, TURN_HEADER, read_answer_l
 from ownerserve.node.ownership.ownership import boot_time_s
 from ownerserve.node.vocabulary.settings import NodeSettings
 from tests.support.hf.engine_rig import TOLERANCE, reference, text
-from tests.support.hf.fleet_rig import WAIT_S, ServedGateway, ServedWorker, until
+from tests.support.hf.fleet_rig import WAIT_S, ServedGateway, ServedWorker
+from tests.support.waits import until
 
 pytestmark = pytest.mark.engine
 

@@ -40,7 +40,8 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.node import admission
 from ownerserve.node.rpc.server import RpcClient
-from tests.support.hf.fleet_rig import WAIT_S, ServedGateway, ServedWorker, until
+from tests.support.hf.fleet_rig import WAIT_S, ServedGateway, ServedWorker
+from tests.support.waits import until
 
 
 def text(tokens: int, seed: int) -> list[int]:

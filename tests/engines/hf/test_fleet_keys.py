@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,10 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.net import own_address
+
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ownerserve.kv.addresses import is_loopback
 
 pytestmark = pytest.mark.engine
 
@@ -57,19 +57,6 @@ def running(home: Path, *arguments: str) -> Iterator[list[str]]:
         process.wait(WAIT_S)
 
 
-def outside() -> str:
-    """An address of this machine that others reach. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            pytest.skip("this machine has no address but loopback")
-        found = str(probe.getsockname()[0])
-    if is_loopback(found):
-        pytest.skip("this machine has no address but loopback")
-    return found
-
-
 def outcomes(admin: str) -> dict[str, float]:
     """What came of asking workers for places."""
     start = 'ownerserve_places_total{outcome="'
@@ -86,7 +73,7 @@ def completed(gateway: str, session: str) -> None:
 
 
 def test_a_fleet_with_keys_asks_and_owns_beyond_loopback(tmp_path: Path) -> None:
-    host, key = outside(), str(tmp_path / "fleet.key")
+    host, key = own_address(), str(tmp_path / "fleet.key")
     ownerserve("directory", "keys", "--out", key)
     keyed = ["--curve-key-file", key]
     with ExitStack() as stack:

@@ -19,8 +19,9 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession
 from ownerserve.node.ownership.ownership import boot_time_s
-from tests.support.hf.fleet_rig import WAIT_S, ServedGateway, until
+from tests.support.hf.fleet_rig import WAIT_S, ServedGateway
 from tests.support.hf.worker_process import Wire, WorkerProcess
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash]
 

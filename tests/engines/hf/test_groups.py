@@ -8,8 +8,8 @@ import pytest
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.rpc.client import DirectoryClient
-from tests.support.hf.fleet_rig import until
 from tests.support.hf.owning_fleet import Fleet, name_of
+from tests.support.waits import until
 
 pytestmark = pytest.mark.engine
 

@@ -31,7 +31,8 @@ from ownerserve.store.format.model import ArtifactKind  # noqa: E402
 from ownerserve.store.index.reader import IndexEntry  # noqa: E402
 from ownerserve.store.tiers.policy import KindLimits, TierLimits  # noqa: E402
 from tests.support.hf.engine_rig import Later, Rig, request, text  # noqa: E402
-from tests.support.hf.fleet_rig import ServedWorker, until  # noqa: E402
+from tests.support.hf.fleet_rig import ServedWorker  # noqa: E402
+from tests.support.waits import until  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+
+from tests.support.waits import until
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -69,7 +70,7 @@ class Fleet:
         self._server = uvicorn.Server(uvicorn.Config(make_app(worker), log_level="error"))
         self._serving = threading.Thread(target=self._server.run, args=([bound],))
         self._serving.start()
-        self.until(lambda: self._server.started)
+        until(lambda: self._server.started)
         self._loop = asyncio.new_event_loop()
         self._looping = threading.Thread(target=self._loop.run_forever)
         self._looping.start()
@@ -83,12 +84,6 @@ class Fleet:
 
     def _run(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
-
-    def until(self, condition: Any) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < deadline, "waited too long"
-            time.sleep(0.02)
 
     def close(self) -> None:
         self.http.close()
@@ -107,14 +102,14 @@ class Fleet:
         body = {"messages": said, "max_tokens": 4, "temperature": 0, **request.pop("body", {})}
         answer = self.http.post(f"{to}/v1/chat/completions", json=body, **request)
         assert answer.status_code == 200, answer.text
-        self.until(lambda: not self.gateway.state.live)
+        until(lambda: not self.gateway.state.live)
         name = self.gateway.turns.observer.decisions[-1][2].session
         assert name is not None
         return SessionId(name)
 
     def session(self, name: SessionId) -> Session | None:
         """What the worker knows under this name, once it is idle."""
-        self.until(lambda: not self.rig.cache.running)
+        until(lambda: not self.rig.cache.running)
         return self.rig.cache.sessions.get(name)
 
     def spilled(self) -> float:
@@ -155,7 +150,7 @@ def test_a_session_has_its_name_at_the_worker(
     known = fleet.session(first)
     assert known is not None
     assert (known.version, known.is_referenced) == (2, True)
-    fleet.until(lambda: fleet.spilled() > spilled)
+    until(lambda: fleet.spilled() > spilled)
 
 
 def test_a_sessions_end_is_heard(fleet: Fleet) -> None:

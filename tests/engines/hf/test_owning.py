@@ -12,8 +12,9 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.headers import TURN_HEADER, TurnLine, encode_turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession
-from tests.support.hf.fleet_rig import ServedWorker, until
+from tests.support.hf.fleet_rig import ServedWorker
 from tests.support.hf.owning_fleet import NAME, PROMPT, Fleet, asked, name_of, serve_at
+from tests.support.waits import until
 
 pytestmark = pytest.mark.engine
 

@@ -21,7 +21,8 @@ from ownerserve.kv.wire.status import ProfileStatement, read_status
 from ownerserve.router.admission import SeatSettings
 from ownerserve.router.messages import Dispatch
 from ownerserve.router.worker import Worker
-from tests.support.hf.fleet_rig import ServedGateway, ServedWorker, until
+from tests.support.hf.fleet_rig import ServedGateway, ServedWorker
+from tests.support.waits import until
 
 pytestmark = pytest.mark.engine
 

@@ -19,7 +19,8 @@ from ownerserve.kv.prefix import Packed, PrefixChain, hash_prefix, pack  # noqa:
 from ownerserve.node.vocabulary.chains import Chains, PromptPrefixes  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 from tests.support.hf.engine_rig import text  # noqa: E402
-from tests.support.hf.fleet_rig import ServedWorker, until  # noqa: E402
+from tests.support.hf.fleet_rig import ServedWorker  # noqa: E402
+from tests.support.waits import until  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

@@ -22,8 +22,9 @@ from ownerserve.node.storage import backing
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.store.disk.tier import DiskOptions
 from ownerserve.store.tiers.policy import KindLimits, TierLimits
-from tests.support.hf.fleet_rig import ServedWorker, until
+from tests.support.hf.fleet_rig import ServedWorker
 from tests.support.hf.owning_fleet import NAME, PROMPT, BootClock, serve_at
+from tests.support.waits import until
 
 pytestmark = pytest.mark.engine
 

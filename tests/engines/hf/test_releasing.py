@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from ownerserve.directory import messages as ask
-from tests.support.hf.fleet_rig import ServedGateway, until
+from tests.support.hf.fleet_rig import ServedGateway
 from tests.support.hf.owning_fleet import PROMPT, Fleet, name_of
+from tests.support.waits import until
 
 pytestmark = pytest.mark.engine
 

@@ -20,6 +20,8 @@ import httpx
 import msgspec
 import pytest
 
+from tests.support.waits import until_async
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -153,13 +155,6 @@ async def gateway_over(config: Config) -> AsyncIterator[tuple[Gateway, httpx.Asy
         await gateway.stop()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        await asyncio.sleep(0.02)
-
-
 class Agent:
     """A session that goes on from its own answers."""
 
@@ -192,7 +187,9 @@ def on_disk(gateway: Gateway) -> dict[str, set[str]]:
 
 
 async def all_on_disk(gateway: Gateway, sessions: int) -> None:
-    await until(lambda: sum(bool(workers) for workers in on_disk(gateway).values()) == sessions)
+    await until_async(
+        lambda: sum(bool(workers) for workers in on_disk(gateway).values()) == sessions
+    )
 
 
 def came_back(headers: httpx.Headers, home: str) -> None:
@@ -220,7 +217,7 @@ def test_sessions_return_to_the_worker_whose_disk_holds_them(
             for number in order:
                 await asyncio.to_thread(fleet.restart, number)
             lives = {life.incarnation for life in fleet.lives}
-            await until(lambda: {w.incarnation for w in gateway.state.fleet if w.up} == lives)
+            await until_async(lambda: {w.incarnation for w in gateway.state.fleet if w.up} == lives)
             for number in reversed(order):
                 came_back(await agents[number].turn(), homes[number])
             await all_on_disk(gateway, 3)
@@ -259,13 +256,15 @@ def test_what_goes_from_a_disk_is_withdrawn(fleet: Fleet, harm: str) -> None:
             number = [life.name for life in fleet.lives].index(homes[0])
             await asyncio.to_thread(fleet.restart, number, HARMS[harm])
             life = fleet.lives[number]
-            await until(lambda: life.incarnation in {w.incarnation for w in gateway.state.fleet})
+            await until_async(
+                lambda: life.incarnation in {w.incarnation for w in gateway.state.fleet}
+            )
             if harm == "damaged":
-                await until(lambda: len(life.held("disk")) == 1)
+                await until_async(lambda: len(life.held("disk")) == 1)
                 turn = await agents[0].turn()
                 assert turn["x-ownerserve-action"] == "tail_recompute"
                 assert int(turn["x-ownerserve-cached-tokens"]) == 0
-            await until(lambda: sum(map(bool, on_disk(gateway).values())) == 2)
+            await until_async(lambda: sum(map(bool, on_disk(gateway).values())) == 2)
             turn = await agents[0].turn()
             assert turn["x-ownerserve-action"] != "tail_recompute"
 
@@ -332,7 +331,7 @@ def test_a_session_that_ends_is_told_no_more(fleet: Fleet) -> None:
             await all_on_disk(gateway, 1)
             assert len(gateway.state.sessions) == 1
             await agent.turn(**{"x-ownerserve-session-final": "true"})
-            await until(lambda: not any(life.held("disk") for life in fleet.lives))
+            await until_async(lambda: not any(life.held("disk") for life in fleet.lives))
             await asyncio.sleep(0.3)  # and what is read later brings it back no more
             assert len(gateway.state.sessions) == 0
             assert not any(life.held("device") for life in fleet.lives)

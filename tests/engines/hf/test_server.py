@@ -19,6 +19,7 @@ import openai
 import pytest
 
 from ownerserve.engines.hf.model.runner import ModelRunner
+from tests.support.waits import until
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -77,13 +78,6 @@ class Served:
     def metric(self, name: str) -> float:
         lines = self.http.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
-
-
-def until(condition: Any, within_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

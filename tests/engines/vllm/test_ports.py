@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,13 @@ from ownerserve.engines.vllm.scheduler_side.node_rpc import (
 )
 from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere, gateway_port
 from ownerserve.engines.vllm.settings import decode
-from ownerserve.kv.addresses import is_loopback
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.curve import read_fleet_key, write_fleet_key
 from ownerserve.kv.wire.rpc import Status, StatusIs
 from ownerserve.node.rpc.server import RpcClient
+from tests.support.net import own_address
 
 LIMITS = EngineLimits(
     unit=RoutingUnit(WorkerId("w"), 0, Incarnation(7)),
@@ -37,19 +36,6 @@ class Nothing(Holding):
 
     def __init__(self) -> None:
         """No thread: nothing is asked of it here."""
-
-
-def own_address() -> str:
-    """An address of this machine that others reach. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            pytest.skip("this machine has no address but loopback")
-        found = str(probe.getsockname()[0])
-    if is_loopback(found):
-        pytest.skip("this machine has no address but loopback")
-    return found
 
 
 def test_a_desk_is_asked_from_other_hosts_with_keys_and_here_without(tmp_path: Path) -> None:

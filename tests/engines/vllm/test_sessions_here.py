@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import AskLine, Reject, Released, ReleaseSession
 from ownerserve.node.ownership.ownership import Ownership, boot_time_s
+from tests.support.waits import until
 
 NAME, PARENT = SessionId("5" * 32), SessionId("6" * 32)
 GROUP = "7" * 32
@@ -37,13 +38,6 @@ class BootClock:
 def turn(session: str = NAME, status: str = "FINISHED_STOPPED") -> Any:
     """vLLM's request, as far as it is read."""
     return SimpleNamespace(session_id=session, status=SimpleNamespace(name=status))
-
-
-def until(holds: Callable[[], object]) -> None:
-    end_s = time.monotonic() + 20.0
-    while not holds():
-        assert time.monotonic() < end_s, "it never held"
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -31,7 +31,8 @@ from ownerserve.directory.valkey.primary import parse_source
 from ownerserve.kv.epoch import Epoch, later
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
-from tests.support.directory.servers import Server, find_binary, free_port
+from tests.support.directory.servers import Server, find_binary
+from tests.support.net import free_port
 
 LEASE_S = 0.3
 GRANTS = 10

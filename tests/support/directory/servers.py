@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -13,16 +12,12 @@ from typing import Any
 
 import redis
 
+from tests.support.net import free_port
+
 
 def find_binary() -> str | None:
     """valkey-server, else redis-server."""
     return shutil.which("valkey-server") or shutil.which("redis-server")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,17 +23,11 @@ from ownerserve.gateway.metrics import GatewayCollector
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.node.rpc.server import RpcServer
+from tests.support.waits import until
 
 WAIT_S = 60.0
 
 T = TypeVar("T")
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
 
 
 class ServedWorker:

@@ -22,7 +22,8 @@ from ownerserve.kv.wire.headers import TURN_HEADER, TurnLine, encode_turn_line
 from ownerserve.kv.wire.rpc import RpcAnswer, RpcRequest
 from ownerserve.kv.wire.status import WorkerStatus
 from ownerserve.node.rpc.server import RpcClient
-from tests.support.hf.fleet_rig import WAIT_S, until
+from tests.support.hf.fleet_rig import WAIT_S
+from tests.support.waits import until
 
 Send = Callable[[socket.socket, bytes], None]
 

@@ -4,11 +4,9 @@ stores, a gateway. Any of them is killed and begun again at its place."""
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,24 +14,12 @@ import httpx
 
 from tests.support.kills.cutting import Cuts, DirectoryWire, NodeWire, WorkerWire
 from tests.support.kills.wires import WAIT_S, Wires
+from tests.support.net import free_port
+from tests.support.waits import until
 
 LEASE_S = 2.0
 SESSION_HEADER = "x-session-id"
 FINAL_HEADER = "x-ownerserve-session-final"
-
-
-def until(condition: Callable[[], object], *, what: str = "it") -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited too long: {what}"
-        time.sleep(0.05)
-
-
-def free_port() -> int:
-    """Five digits, as all of the system's own are."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class Member:

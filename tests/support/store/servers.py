@@ -17,6 +17,7 @@ from threading import Thread
 from urllib.parse import urlsplit
 
 from ownerserve.kv.units import MIB
+from tests.support.net import free_port
 
 HOST = "127.0.0.1"
 CREDENTIALS = {
@@ -25,12 +26,6 @@ CREDENTIALS = {
     "AWS_DEFAULT_REGION": "us-east-1",
     "NO_PROXY": HOST,
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def _answers(port: int) -> bool:

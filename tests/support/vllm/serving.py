@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ import pytest
 
 from ownerserve.cli.demo.processes import Child
 from tests.support.children import ROOT
+from tests.support.net import free_port
 from tests.support.vllm import tiny
 from tests.support.vllm.fleet import vllm_python
 
@@ -28,13 +28,6 @@ FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--
 FLAGS += ["--num-gpu-blocks-override", "300", "--kv-cache-memory-bytes", str(1 << 30)]
 FLAGS += ["--generation-config", "vllm", "--served-model-name", "tiny"]
 FLAGS += ["--enable-prompt-tokens-details"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager
