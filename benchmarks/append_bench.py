@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.tails import Table
+from ownerserve.cache.layout import Table
 from ownerserve.engines.hf.build import WorkerOptions, build_node
 from ownerserve.engines.hf.engine.commands import StopLoop, Submit
 from ownerserve.engines.hf.engine.loop import StepLoop

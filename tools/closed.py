@@ -38,7 +38,6 @@ OPEN: dict[str, frozenset[str]] = {
             "pressure",
             "residents",
             "sessions",
-            "tails",
         }
     ),
 }

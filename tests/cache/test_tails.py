@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ownerserve.cache.layout import Layout
+from ownerserve.cache.layout import Layout, Tail, TailBook, TailStep, tail_step
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import Replay
-from ownerserve.cache.tails import Tail, TailBook, TailStep, step
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import TurnId
@@ -82,7 +81,7 @@ def test_a_step_is_what_keeping_every_token_gives(
     for position in range(start, start + tokens):
         naive.append(position)
 
-    done = step(start, tokens, period=period, overlap=overlap)
+    done = tail_step(start, tokens, period=period, overlap=overlap)
 
     assert done.waiting == len(waiting)
     assert (done.first_entry, done.end_entry) == (before, len(naive.entries))

@@ -11,7 +11,7 @@ from collections import Counter
 from ownerserve.cache.parts import Parts
 from ownerserve.cache.pools.slot_pools import SlotPool
 from ownerserve.cache.sessions import MORE_EXPECTED
-from ownerserve.cache.tree import paths
+from ownerserve.cache.tree import prefix_tree
 from ownerserve.cache.tree.node import Node
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.prefix import TOKEN_BYTES
@@ -25,7 +25,7 @@ def require(holds: object, number: int, problem: str) -> None:
 
 def check(parts: Parts) -> None:
     """Check every invariant of a cache; raise InvariantViolated at the first that does not hold."""
-    nodes = list(paths.nodes(parts.tree.root))
+    nodes = list(prefix_tree.nodes(parts.tree.root))
     check_conservation(parts, nodes)
     check_turns(parts)
     check_locks(parts, nodes)
@@ -122,7 +122,7 @@ def check_running(parts: Parts) -> None:
     block, size = parts.layout.block_tokens, parts.tree.block_bytes
     for run in parts.running.values():
         require(run.lock.depth == run.sealed, 7, "a lock is not where the turn sealed to")
-        path = paths.row(run.lock.node, run.sealed)
+        path = prefix_tree.row(run.lock.node, run.sealed)
         require(run.row[: run.sealed] == path, 7, f"{run.turn_id}: the row left its path")
         require(all(slots is run.row for slots in run.table.range.values()), 7, "a stale table")
         unsealed = max(run.position - run.sealed * block, 0)
@@ -141,7 +141,7 @@ def check_sessions(parts: Parts, nodes: list[Node]) -> None:
         stop = anchored.pop(session.session_id, None)
         require(stop is session.stop, 6, "a session stands at a stop that is not in the tree")
         if stop is not None and session.row is not None:
-            path = paths.row(stop.node, stop.depth)
+            path = prefix_tree.row(stop.node, stop.depth)
             require(session.row[: stop.depth] == path, 6, "a session's row left its path")
         require(session.running == running[id(session)], 6, "running turns are miscounted")
         require(session.depth <= session.sealed, 6, "more is resident than was sealed")

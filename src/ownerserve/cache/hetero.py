@@ -34,7 +34,7 @@ from ownerserve.cache.effects import (
     SavePoint,
 )
 from ownerserve.cache.ingest import Ingest
-from ownerserve.cache.layout import Layout
+from ownerserve.cache.layout import Layout, Table, TailBook
 from ownerserve.cache.occupancy import Occupancy
 from ownerserve.cache.outcomes import (
     Append,
@@ -57,11 +57,9 @@ from ownerserve.cache.pressure import Pressure
 from ownerserve.cache.residents import Residents
 from ownerserve.cache.running import Running
 from ownerserve.cache.sessions import Sessions
-from ownerserve.cache.tails import Table, TailBook
-from ownerserve.cache.tree import paths
+from ownerserve.cache.tree import prefix_tree
 from ownerserve.cache.tree.node import Node, ResumeDepth, Session
-from ownerserve.cache.tree.paths import ResumePlace
-from ownerserve.cache.tree.prefix_tree import PrefixTree
+from ownerserve.cache.tree.prefix_tree import PrefixTree, ResumePlace
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
@@ -115,7 +113,7 @@ class HeteroCache:
         node, depth = (None, 0) if behind is None else (behind.node, behind.depth)
         node, depth = self._tree.walk(tokens, known // self._block, node=node, depth=depth)
         cap = min(depth, max(known - 1, 0) // self._block)
-        points = paths.points(node, cap, names=self._point_names, block_tokens=self._block)
+        points = prefix_tree.points(node, cap, names=self._point_names, block_tokens=self._block)
         return Match(depth * self._block, points)
 
     # -- opening a turn ------------------------------------------------------------------------
@@ -140,11 +138,11 @@ class HeteroCache:
         node, depth = self._tree.walk(turn.tokens, (known - 1) // self._block)
         place: ResumePlace | None
         if resume is not None:
-            place = paths.chosen(
+            place = prefix_tree.chosen(
                 node, depth, resume, names=self._point_names, block_tokens=self._block
             )
         else:
-            place = paths.deepest(node, depth, names=self._point_names)
+            place = prefix_tree.deepest(node, depth, names=self._point_names)
         if place is None:
             return self._refuse(CacheRefusal.POINT_GONE)
         name = turn.session_id
@@ -180,11 +178,11 @@ class HeteroCache:
             depth=session.depth,
             skip=session.depth,
         )
-        place = paths.deepest(node, depth, names=self._point_names)
+        place = prefix_tree.deepest(node, depth, names=self._point_names)
         first = min(place.floor, session.depth)
         if first < session.depth:  # its point state went: compute again from tokens the tree has
             size = self._tree.block_bytes
-            fresh = paths.tokens(node, first, session.depth, block_bytes=size) + fresh
+            fresh = prefix_tree.tokens(node, first, session.depth, block_bytes=size) + fresh
         whole = Turn(turn.turn_id, turn.session_id, fresh, turn.priority, turn.ttl_s)
         prompt_at = first * self._block
         return self._open(whole, session, prompt_at=prompt_at, node=node, place=place, now=now)
@@ -214,7 +212,7 @@ class HeteroCache:
     ) -> Begun:
         stop, floor = place.stop, place.floor
         if floor <= node.start:
-            node = paths.locate(node, floor)
+            node = prefix_tree.locate(node, floor)
         if stop is not None:
             stop.last_s, stop.trimmed = now, 0
             stop.uses += 1
@@ -249,7 +247,7 @@ class HeteroCache:
         """Return the slots of the shared blocks: the session's own row when nobody else has it."""
         stop = None if session is None else session.stop
         if session is None or stop is None or session.row is None or stop.node is not node:
-            return paths.row(node, depth)
+            return prefix_tree.row(node, depth)
         row, session.row = session.row, None
         del row[depth if depth < stop.depth else stop.depth :]
         row += node.blocks[len(row) - node.start : depth - node.start]
@@ -356,7 +354,7 @@ class HeteroCache:
             )
         if not self._point_names or not depth:
             return ()
-        stop = self._tree.stop_at(paths.locate(run.lock.node, depth), depth, now)
+        stop = self._tree.stop_at(prefix_tree.locate(run.lock.node, depth), depth, now)
         former = run.decode_stop
         if former is not None and former is not stop:
             self._supersede(former)
@@ -487,7 +485,7 @@ class HeteroCache:
         self._pools.states.give_one(run.table.state)
         if not depth:
             return None
-        stop = self._tree.stop_at(paths.locate(run.lock.node, depth), depth, now)
+        stop = self._tree.stop_at(prefix_tree.locate(run.lock.node, depth), depth, now)
         stop.last_s, stop.trimmed = now, 0
         if stop.born_s < run.begun_s:
             stop.uses += 1

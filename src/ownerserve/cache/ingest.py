@@ -25,7 +25,7 @@ from ownerserve.cache.outcomes import (
     SlotsReserved,
 )
 from ownerserve.cache.pools.slot_pools import SlotPools
-from ownerserve.cache.tree import paths
+from ownerserve.cache.tree import prefix_tree
 from ownerserve.cache.tree.node import Node, Receipt, ResumeDepth
 from ownerserve.cache.tree.prefix_tree import PrefixTree
 from ownerserve.kv.errors import InvalidInput
@@ -117,7 +117,7 @@ class Ingest:
         return Inserted(depth * self._block, len(spares))
 
     def _stop(self, node: Node, depth: int, now: float) -> ResumeDepth:
-        return self._tree.stop_at(paths.locate(node, depth), depth, now)
+        return self._tree.stop_at(prefix_tree.locate(node, depth), depth, now)
 
     def abort(self, ticket: int) -> None:
         """Give the arrival up. Its slots stay on hold until `quiet`."""

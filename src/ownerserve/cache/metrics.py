@@ -6,9 +6,9 @@ import msgspec
 
 from ownerserve.cache.counters import Counters
 from ownerserve.cache.hetero import HeteroCache, parts_of
+from ownerserve.cache.layout import Tail
 from ownerserve.cache.parts import Parts
-from ownerserve.cache.tails import Tail
-from ownerserve.cache.tree import paths
+from ownerserve.cache.tree import prefix_tree
 from ownerserve.kv.specs import Coverage
 
 
@@ -70,7 +70,7 @@ def snapshot(cache: HeteroCache, now: float) -> Snapshot:
     layout = parts.layout
     stops = [
         stop
-        for node in paths.nodes(parts.tree.root)
+        for node in prefix_tree.nodes(parts.tree.root)
         for stop in node.stops
         if stop.slots is not None
     ]

@@ -24,7 +24,7 @@ from ownerserve.cache.counters import Counters, LossCause
 from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.pools.slot_pools import SlotPool, SlotPools
 from ownerserve.cache.running import Running
-from ownerserve.cache.tree import paths
+from ownerserve.cache.tree import prefix_tree
 from ownerserve.cache.tree.node import Receipt, ResumeDepth
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
@@ -264,7 +264,7 @@ class Pressure:
 
     def _describe(self, stop: ResumeDepth) -> SpilledPoint:
         size = self._evictor.tree.block_bytes
-        prefix = paths.tokens(stop.node, 0, stop.depth, block_bytes=size)
+        prefix = prefix_tree.tokens(stop.node, 0, stop.depth, block_bytes=size)
         slots = stop.point_slots(self._pools.layout.point_names)
         return SpilledPoint(prefix, slots, tuple(SessionId(name) for name in stop.anchors or ()))
 
@@ -300,7 +300,7 @@ class Pressure:
         still."""
         depth = len(prefix) // self._evictor.tree.block_bytes
         node, reached = self._evictor.tree.walk(prefix, depth)
-        stop = paths.complete_stop(node, depth) if reached == depth else None
+        stop = prefix_tree.complete_stop(node, depth) if reached == depth else None
         return stop if stop is not None and stop.depth == depth else None
 
     def _back(self, stop: ResumeDepth) -> None:

@@ -8,7 +8,7 @@ comparison begins there.
 from __future__ import annotations
 
 from ownerserve.cache.sessions import Sessions
-from ownerserve.cache.tree import paths
+from ownerserve.cache.tree import prefix_tree
 from ownerserve.cache.tree.node import Node, ResumeDepth
 from ownerserve.cache.tree.prefix_tree import PrefixTree
 from ownerserve.kv.ids import SessionId, TurnId
@@ -25,12 +25,12 @@ class ResidentPrefix:
 
     def range_slots(self, first: int) -> tuple[int, ...]:
         """List the slots of the blocks from `first` on, the same in every range pool."""
-        return tuple(paths.row(self._node, self._depth)[first:])
+        return tuple(prefix_tree.row(self._node, self._depth)[first:])
 
     def point_slots(self) -> dict[str, int] | None:
         """Return the point state's slots behind the last block, by component; None if any is
         gone."""
-        stop = paths.complete_stop(self._node, self._depth)
+        stop = prefix_tree.complete_stop(self._node, self._depth)
         if stop is None or stop.depth != self._depth:
             return None
         return stop.point_slots(self._names)
@@ -70,7 +70,7 @@ class Residents:
         the first `held` nor kept for a running turn; resident or not, they may have to be had
         again."""
         node, depth = self._walk(tokens, behind)
-        kept = max(held, paths.locked_depth(node, depth))
+        kept = max(held, prefix_tree.locked_depth(node, depth))
         return -(-len(tokens) // self._tree.block_bytes) - kept
 
     def retain(
@@ -96,7 +96,7 @@ class Residents:
         if session is None or session.node is None:
             return b""
         size = self._tree.block_bytes
-        return paths.tokens(session.node, 0, session.depth, block_bytes=size)
+        return prefix_tree.tokens(session.node, 0, session.depth, block_bytes=size)
 
     def prefix(self, tokens: Packed, blocks: int) -> ResidentPrefix | None:
         """Return the first so many blocks of `tokens`; None when some of them are not resident."""

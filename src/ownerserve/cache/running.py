@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ownerserve.cache.tails import Table
+from ownerserve.cache.layout import Table
 from ownerserve.cache.tree.node import Receipt, ResumeDepth, Session
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed

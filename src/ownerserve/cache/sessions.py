@@ -21,7 +21,7 @@ from ownerserve.cache.outcomes import (
     Turn,
 )
 from ownerserve.cache.policies.base import EvictionPolicy
-from ownerserve.cache.tree import paths
+from ownerserve.cache.tree import prefix_tree
 from ownerserve.cache.tree.node import ResumeDepth, Session
 from ownerserve.cache.tree.prefix_tree import PrefixTree
 from ownerserve.kv.errors import InvalidInput
@@ -178,7 +178,7 @@ class Sessions:
         node, depth = self._tree.walk(install.tokens, blocks)
         stop = None
         if depth:
-            stop = self._tree.stop_at(paths.locate(node, depth), depth, now)
+            stop = self._tree.stop_at(prefix_tree.locate(node, depth), depth, now)
             self._policy.touched(stop)
         session.version, session.sealed = install.version, blocks
         session.tokens = (len(install.tokens) + len(install.open_tokens)) // TOKEN_BYTES
@@ -295,7 +295,7 @@ class Sessions:
         resident: dict[str, int] = {}
         points = dict.fromkeys(layout.point_names, 0)
         restorable = 0 if layout.point_names else session.depth
-        for stop in paths.stops_above(node, session.depth) if node is not None else ():
+        for stop in prefix_tree.stops_above(node, session.depth) if node is not None else ():
             for name, slot in zip(layout.point_names, stop.slots or (), strict=False):
                 points[name] += slot is not None
             if stop.is_complete:

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ownerserve.cache.effects import Effect, LoadPoint, ResetState, SavePoint
-from ownerserve.cache.layout import Component, Layout
+from ownerserve.cache.layout import Component, Layout, Table
 from ownerserve.cache.outcomes import Begun, CacheRefusal, CacheRefused, NoRoom, Turn
-from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import (
     RequestArrival,

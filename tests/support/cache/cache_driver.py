@@ -23,7 +23,7 @@ from ownerserve.cache.effects import (
     SavePoint,
 )
 from ownerserve.cache.hetero import HeteroCache, parts_of
-from ownerserve.cache.layout import Component, Layout
+from ownerserve.cache.layout import Component, Layout, Tail
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import (
     Append,
@@ -40,8 +40,7 @@ from ownerserve.cache.outcomes import (
     Turn,
 )
 from ownerserve.cache.policies.base import EvictionPolicy
-from ownerserve.cache.tails import Tail
-from ownerserve.cache.tree import paths
+from ownerserve.cache.tree import prefix_tree
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.prefix import hash_prefix, pack
@@ -449,8 +448,8 @@ class Driver:
     def look(self) -> set[bytes]:
         """Every resident prefix, read out of the tree and compared with the memory."""
         found: set[bytes] = set()
-        for node in paths.nodes(parts_of(self.cache).tree.root):
-            whole = paths.tokens(node, 0, node.end, block_bytes=BLOCK_BYTES)
+        for node in prefix_tree.nodes(parts_of(self.cache).tree.root):
+            whole = prefix_tree.tokens(node, 0, node.end, block_bytes=BLOCK_BYTES)
             for offset, slot in enumerate(node.blocks):
                 prefix = whole[: (node.start + offset + 1) * BLOCK_BYTES]
                 assert prefix not in found, "one prefix in two places"
@@ -491,9 +490,9 @@ class Driver:
     def restorable(self, tokens: bytes) -> set[int]:
         """Boundaries of `tokens` whose point state the tree has in full, by reading every stop."""
         found = set()
-        for node in paths.nodes(parts_of(self.cache).tree.root):
+        for node in prefix_tree.nodes(parts_of(self.cache).tree.root):
             for stop in node.stops:
-                prefix = paths.tokens(node, 0, stop.depth, block_bytes=BLOCK_BYTES)
+                prefix = prefix_tree.tokens(node, 0, stop.depth, block_bytes=BLOCK_BYTES)
                 if stop.is_complete and tokens.startswith(prefix):
                     found.add(stop.depth * B)
         return found

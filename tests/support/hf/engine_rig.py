@@ -18,7 +18,7 @@ import torch
 
 from ownerserve.cache.effects import ResetState
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.tails import Table
+from ownerserve.cache.layout import Table
 from ownerserve.engines.hf.build import WorkerOptions, build_node
 from ownerserve.engines.hf.engine import loop
 from ownerserve.engines.hf.engine.async_engine import AsyncEngine

@@ -17,7 +17,7 @@ from ownerserve.cache.hetero import HeteroCache, parts_of
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, NoRoom, Replay, Turn
 from ownerserve.cache.pressure import Checkpoint, Watermarks
-from ownerserve.cache.tree import paths
+from ownerserve.cache.tree import prefix_tree
 from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
@@ -340,8 +340,8 @@ class NodeDriver:
         """All books, and every resident block and point is what its tokens say."""
         self.state.check()
         size = self.cache.layout.packed_block_bytes
-        for node in paths.nodes(parts_of(self.cache).tree.root):
-            prefix = paths.tokens(node, 0, node.end, block_bytes=size)
+        for node in prefix_tree.nodes(parts_of(self.cache).tree.root):
+            prefix = prefix_tree.tokens(node, 0, node.end, block_bytes=size)
             for i, slot in enumerate(node.blocks, start=node.start + 1):
                 for name in LAYOUT.range_names:
                     assert self.slots[name, slot] == truth(name, prefix[: i * size])

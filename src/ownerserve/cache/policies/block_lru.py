@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key, UseHeat
-from ownerserve.cache.tree import paths
+from ownerserve.cache.tree import prefix_tree
 from ownerserve.cache.tree.node import ResumeDepth
 
 
@@ -29,5 +29,5 @@ class BlockLru(EvictionPolicy):
     def touched(self, heat: UseHeat) -> None:
         assert isinstance(heat, ResumeDepth), "the tree's own"
         self._touches += 1.0
-        for stop in paths.stops_above(heat.node, heat.depth):
+        for stop in prefix_tree.stops_above(heat.node, heat.depth):
             stop.inflation = self._touches

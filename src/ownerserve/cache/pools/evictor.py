@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import Victim
 from ownerserve.cache.policies.base import EvictionPolicy, PolicyPrices
-from ownerserve.cache.tree import paths
+from ownerserve.cache.tree import prefix_tree
 from ownerserve.cache.tree.node import Key, Node, ResumeDepth
 from ownerserve.cache.tree.prefix_tree import Freed, PrefixTree
 
@@ -82,7 +82,7 @@ class Evictor:
             return self.segment_floor(stop.node)
         if not stop.is_complete:
             return stop.depth
-        before = paths.complete_stop(stop.node, stop.depth - 1)
+        before = prefix_tree.complete_stop(stop.node, stop.depth - 1)
         return before.depth if before else 0
 
     # -- range blocks --------------------------------------------------------------------------

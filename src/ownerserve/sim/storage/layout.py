@@ -18,9 +18,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ownerserve.cache.layout import Component, Layout
+from ownerserve.cache.layout import Component, Layout, Tail
 from ownerserve.cache.pools.budget import PoolSizes, share_memory
-from ownerserve.cache.tails import Tail
 from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry, block_unit, pool_plans

@@ -19,7 +19,7 @@ from ownerserve.cache.effects import (  # noqa: E402
     ResetState,
     SavePoint,
 )
-from ownerserve.cache.tails import Table  # noqa: E402
+from ownerserve.cache.layout import Table  # noqa: E402
 from ownerserve.engines.hf.model.checkpoint import load_checkpoint  # noqa: E402
 from ownerserve.engines.hf.model.runner import ALL_LOGITS, DecodeRow, ModelRunner  # noqa: E402
 from ownerserve.engines.hf.model.tiny import TINY_MODELS, random_model  # noqa: E402

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="the hf engine needs the [engine] ext
 import torch
 
 from ownerserve.cache.effects import ResetState
-from ownerserve.cache.tails import Table
+from ownerserve.cache.layout import Table
 from ownerserve.engines.hf.model.checkpoint import load_checkpoint, save_tiny
 from ownerserve.engines.hf.model.runner import ALL_LOGITS, DecodeRow, ModelRunner
 from ownerserve.engines.hf.model.tiny import TINY_MODELS

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="the hf engine needs the [engine] ext
 import torch
 
 from ownerserve.cache.effects import LoadPoint
-from ownerserve.cache.tails import TailBook
+from ownerserve.cache.layout import TailBook
 from ownerserve.engines.hf.model.tiny import tiny_config, v4_config
 from ownerserve.engines.hf.state.layers import OnlineTail
 from ownerserve.engines.hf.state.states import HCA, HCA_TAIL, LayerKind, describe

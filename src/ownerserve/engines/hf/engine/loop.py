@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.layout import Table
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import Install
-from ownerserve.cache.tails import Table
 from ownerserve.engines.hf.engine.commands import (
     Abort,
     AskCache,

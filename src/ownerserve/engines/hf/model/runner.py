@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ownerserve.cache.effects import Effect
-from ownerserve.cache.tails import Table
+from ownerserve.cache.layout import Table
 from ownerserve.engines.hf.state.layers import PagedCache
 from ownerserve.engines.hf.state.paged import ForwardRows, Pools, batch_inputs
 from ownerserve.engines.hf.state.states import describe

@@ -13,10 +13,9 @@ from typing import Protocol
 import msgspec
 
 from ownerserve.cache.effects import Effect
-from ownerserve.cache.layout import Layout
+from ownerserve.cache.layout import Layout, Table
 from ownerserve.cache.outcomes import Append, Begun, CacheRefused, NoRoom, Resume, Turn
 from ownerserve.cache.sessions import DigestAt
-from ownerserve.cache.tails import Table
 from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.prefix import Packed
 from ownerserve.kv.wire.refusals import WorkerRefusal

@@ -16,7 +16,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ownerserve.cache import tails
 from ownerserve.cache.effects import (
     CopyBlock,
     CopyState,
@@ -25,7 +24,7 @@ from ownerserve.cache.effects import (
     ResetState,
     SavePoint,
 )
-from ownerserve.cache.tails import Table, TailStep
+from ownerserve.cache.layout import Table, TailStep, tail_step
 from ownerserve.engines.hf.state.states import (
     DENSE,
     WINDOW,
@@ -260,7 +259,7 @@ class ForwardRows:
         found = self._steps.get(rate)
         if found is None:
             new = self.new_tokens
-            found = [tails.step(start, new, period=rate) for start in self.starts]
+            found = [tail_step(start, new, period=rate) for start in self.starts]
             self._steps[rate] = found
         return found
 

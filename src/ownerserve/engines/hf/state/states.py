@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ownerserve.cache.layout import Component, Layout
-from ownerserve.cache.tails import Tail
+from ownerserve.cache.layout import Component, Layout, Tail
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.payload import PayloadPart, PayloadSection, payload_digest
