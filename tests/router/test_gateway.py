@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import Callable
-from typing import Any
 
 import httpx
 import pytest
@@ -16,9 +14,7 @@ from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Address, parse_worker
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.errors import InvalidInput
-
-Play = Callable[..., None]
-World = Any  # conftest.World; a test module can't import its conftest
+from tests.support.gateway.world import Play, World
 
 
 def test_a_session_stays_and_answers_say_where_and_why(play: Play) -> None:

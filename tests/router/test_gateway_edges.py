@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -12,10 +12,8 @@ import pytest
 
 from ownerserve.gateway.admin import admin_app
 from ownerserve.kv.ids import INCARNATION_MAX
+from tests.support.gateway.world import Play, World
 from tests.support.router.answer_lines import LIFE, said
-
-Play = Callable[..., None]
-World = Any  # conftest.World; a test module can't import its conftest
 
 HASH = "ab" * 32
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -34,10 +34,8 @@ from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.headers import TURN_HEADER, decode_turn_line
+from tests.support.gateway.world import Play, World
 from tests.support.router.answer_lines import LIFE, said
-
-Play = Callable[..., None]
-World = Any  # conftest.World; a test module can't import its conftest
 
 
 async def admin(world: World, path: str) -> httpx.Response:

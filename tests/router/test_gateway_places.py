@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
@@ -42,11 +40,9 @@ from ownerserve.kv.wire.status import (
 )
 from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import Refuse
+from tests.support.gateway.world import Play, World
 from tests.support.router.answer_lines import said
 from tests.support.waits import until_async
-
-Play = Callable[..., None]
-World = Any  # conftest.World; a test module can't import its conftest
 
 
 class Admission:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -35,11 +34,9 @@ from ownerserve.kv.wire.status import (
     WorkerStatus,
     unit_statement,
 )
+from tests.support.gateway.world import Play, World
 from tests.support.router.answer_lines import LIFE, said
 from tests.support.waits import until_async
-
-Play = Callable[..., None]
-World = Any  # conftest.World; a test module can't import its conftest
 
 EPOCH = Epoch(Term(3, 77), 5)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -13,9 +11,7 @@ from ownerserve.gateway import service
 from ownerserve.router.admission import SeatSettings
 from ownerserve.router.messages import Down, WorkerDown, WorkerUp
 from ownerserve.router.worker import Profile
-
-Play = Callable[..., None]
-World = Any  # conftest.World; a test module can't import its conftest
+from tests.support.gateway.world import Play, World
 
 SEATS = SeatSettings(share=1.0, growth_tokens=0, idle_s=60.0, patience_s=60.0)
 CHAT = "/v1/chat/completions"

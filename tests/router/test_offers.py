@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
@@ -31,10 +29,8 @@ from ownerserve.router.policies import ROUTING_POLICIES, make_policy
 from ownerserve.router.policies.apart import unmet
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import EVERY_ACTION, Profile, WorkerRole
+from tests.support.gateway.world import Play, World
 from tests.support.router.fleets import ABLE, PLAIN, dispatched, fleet_of
-
-Play = Callable[..., None]
-World = Any  # conftest.World; a test module can't import its conftest
 
 PD = ("round_robin_pd", "static_pd", "static_pd_delta")
 PREFILLS = Profile(role=WorkerRole.PREFILL, speed=ABLE.speed, actions=EVERY_ACTION)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
-Play = Callable[..., None]
-World = Any  # conftest.World; a test module can't import its conftest
+from tests.support.gateway.world import Play, World
 
 BODY = b'{"messages": [{"role": "user", "content": "go on"}]}'
 

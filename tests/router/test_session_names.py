@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 from ownerserve.kv.wire.headers import TurnLine, read_session_id, received_turn_line
+from tests.support.gateway.world import Play, World
 from tests.support.router import answer_lines
-
-Play = Callable[..., None]
-World = Any  # conftest.World; a test module can't import its conftest
 
 CHAT = "/v1/chat/completions"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 
@@ -18,8 +17,7 @@ from ownerserve.kv.ids import Incarnation
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import Down, Failure, WorkerDown, WorkerUp
 from ownerserve.router.worker import Profile
-
-World = Any  # conftest.World; a test module can't import its conftest
+from tests.support.gateway.world import World
 
 WAIT_S = 60.0
 ACCESS = open_access(None, None)

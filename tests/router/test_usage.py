@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,8 +26,8 @@ from ownerserve.router.requests.body import (
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile
 from tests.support.examples import examples
+from tests.support.gateway.world import Play
 
-Play = Callable[..., None]
 World = Any
 S = SessionId("s")
 HUGE = 10**400

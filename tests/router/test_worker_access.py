@@ -8,7 +8,7 @@ import ipaddress
 import json
 import logging
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,8 @@ from ownerserve.gateway.http.upstream import WorkerPool
 from ownerserve.gateway.workers.health import HealthMonitor
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.router.messages import Down, WorkerDown
+from tests.support.gateway.world import Play, World
 
-Play = Callable[..., None]
-World = Any  # conftest.World; a test module can't import its conftest
 Engines = Sequence[Any]
 
 CHAT = "/v1/chat/completions"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -27,10 +26,8 @@ from ownerserve.kv.wire.status import (
 from ownerserve.router.admission import SeatSettings
 from ownerserve.router.messages import Down
 from ownerserve.router.worker import DEFAULT_SPEED, WorkerRole
+from tests.support.gateway.world import Play, World
 from tests.support.waits import until_async
-
-Play = Callable[..., None]
-World = Any  # conftest.World; a test module can't import its conftest
 
 LIFE = 1_700_000_000_000_000_000
 

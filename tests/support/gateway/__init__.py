@@ -1,0 +1,1 @@
+"""A gateway on real sockets between fake engines and clients."""
