@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from ownerserve.engines.hf.engine import loop  # noqa: E402
 from ownerserve.engines.hf.engine.commands import EngineDead  # noqa: E402
 from ownerserve.engines.hf.scheduling.requests import (  # noqa: E402
     Admitted,
@@ -191,6 +193,28 @@ def test_a_crash_of_the_engine_thread_ends_everything_with_its_reason(
     answer = rig.play(scenario)
     assert answer.failed.reason is WorkerRefusal.ENGINE_DEAD
     assert "device lost" in answer.failed.message
+
+
+def test_a_crash_while_a_command_is_handled_ends_that_one_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("books lost")
+
+    async def arrives() -> Answer:
+        monkeypatch.setattr(rig.scheduler, "arrive", broken)
+        async with asyncio.timeout(30):
+            return await answer_of(rig.engine.submit(request("a", text(9))), request("a", text(9)))
+
+    async def is_asked() -> None:
+        monkeypatch.setattr(loop, "snapshot", broken)
+        with pytest.raises(EngineDead, match="books lost"):
+            await rig.engine.cache(30)
+
+    rig = Rig()
+    assert rig.play(arrives).failed.reason is WorkerRefusal.ENGINE_DEAD
+    rig = Rig()
+    rig.play(is_asked)
 
 
 def test_a_stop_ends_open_streams() -> None:

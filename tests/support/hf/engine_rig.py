@@ -58,12 +58,14 @@ class Later:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_s = 0.0
-        self.time, self.perf_counter, self.sleep = time.time, time.perf_counter, time.sleep
         for module in (loop, restoring):
             monkeypatch.setattr(module, "time", self)
 
     def monotonic(self) -> float:
         return time.monotonic() + self.by_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
 
 
 class Rig:

@@ -26,6 +26,7 @@ from ownerserve.engines.hf.engine.commands import (
     AskCache,
     AskInventory,
     Call,
+    Command,
     EngineDead,
     Inbox,
     LetIn,
@@ -234,6 +235,8 @@ class StepLoop:
         self.latest = self._load()
         self.step_s = 0.0
         """What the last step took."""
+        self._in_hand: Command | None = None
+        """The command that is being handled."""
         self.standing = self._desk.standing()
         """What seeds are judged by, as of the last step; replaced whole, as `latest`."""
 
@@ -280,29 +283,34 @@ class StepLoop:
             waits = (self._restoring.wait_s(), self._desk.wait_s())
             command = self.inbox.take(min((s for s in waits if s is not None), default=None))
         while command is not None:
-            match command:
-                case StopLoop():
-                    return False
-                case Submit():
-                    self._submit(command)
-                case Abort(request_id):
-                    self._abort(request_id)
-                case LivenessProbe(answer):
-                    if answer.set_running_or_notify_cancel():
-                        answer.set_result(self._status())
-                case Call(request, called):
-                    if called.set_running_or_notify_cancel():
-                        called.set_result(self._answer(request))
-                case AskCache(asked):
-                    if asked.set_running_or_notify_cancel():
-                        asked.set_result(snapshot(self._cache, time.time()))
-                case AskInventory(after, wanted):
-                    if wanted.set_running_or_notify_cancel():
-                        life = self._identity.incarnation
-                        wanted.set_result(self._restoring.inventory.page(after, incarnation=life))
+            if isinstance(command, StopLoop):
+                return False
+            self._in_hand = command
+            self._handle(command)
+            self._in_hand = None
             command = self.inbox.take_ready()
         self.standing = self._desk.standing()
         return True
+
+    def _handle(self, command: Command) -> None:
+        match command:
+            case Submit():
+                self._submit(command)
+            case Abort(request_id):
+                self._abort(request_id)
+            case LivenessProbe(answer):
+                if answer.set_running_or_notify_cancel():
+                    answer.set_result(self._status())
+            case Call(request, called):
+                if called.set_running_or_notify_cancel():
+                    called.set_result(self._answer(request))
+            case AskCache(asked):
+                if asked.set_running_or_notify_cancel():
+                    asked.set_result(snapshot(self._cache, time.time()))
+            case AskInventory(after, wanted):
+                if wanted.set_running_or_notify_cancel():
+                    life = self._identity.incarnation
+                    wanted.set_result(self._restoring.inventory.page(after, incarnation=life))
 
     def _answer(self, request: RpcRequest) -> RpcAnswer:
         if isinstance(request, ReleaseSession):
@@ -558,15 +566,17 @@ class StepLoop:
     def _die(self, because: str, outbox: Outbox) -> None:
         """Nobody will answer any more: say so to all who wait, and to all who come."""
         left = self.inbox.close(because)
+        if self._in_hand is not None:  # in whose handling it crashed
+            left.insert(0, self._in_hand)
         waiting = [*self._live, *(c.request.request_id for c in left if isinstance(c, Submit))]
-        for request_id in waiting:
+        for request_id in dict.fromkeys(waiting):
             self._emit(request_id, RequestFailed(WorkerRefusal.ENGINE_DEAD, because))
         for command in left:
-            if (
-                isinstance(command, LivenessProbe | AskCache | AskInventory | Call)
-                and command.answer.set_running_or_notify_cancel()
-            ):
-                command.answer.set_exception(EngineDead(because))
+            if not isinstance(command, LivenessProbe | AskCache | AskInventory | Call):
+                continue
+            answer = command.answer
+            if answer.running() or (not answer.done() and answer.set_running_or_notify_cancel()):
+                answer.set_exception(EngineDead(because))
         self._hand_out(outbox)
 
 
