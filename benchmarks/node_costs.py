@@ -77,7 +77,7 @@ def median_us(run: Callable[[], None], *, prepare: Callable[[], None], times: in
 
 
 def arrival(blocks: int, *, digests_known: bool) -> float:
-    """A prompt that is nowhere: from `TurnArrived` to its `Find`."""
+    """A prompt that is nowhere: from `TurnArrived` to its `FindRecords`."""
     state = node(blocks=64, points=16)
     tokens = pack(range(blocks * B + 1))
     turn, session = TurnId("t"), SessionId("s") if digests_known else None

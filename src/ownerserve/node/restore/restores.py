@@ -1,9 +1,9 @@
 """Restores: from a turn's arrival to its start. Pure.
 
     phase     leaves by                                                     holds
-    LOOKING   Found: a plan is made                                         -
-    FOUND     Asked: the engine says what it has itself                     -
-    OFFERED   Placed: the engine says where it may go | Asked: again        -
+    LOOKING   RecordsFound: a plan is made                                  -
+    FOUND     DeviceAsked: the engine says what it has itself               -
+    OFFERED   DevicePlaced: the engine says where it may go | DeviceAsked   -
     LOADING   Fetched | NotFetched | deadline                               slots, reserved
     FILLING   Filled | NotFetched: all of it counts, or nothing             the same
 

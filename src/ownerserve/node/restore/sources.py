@@ -96,7 +96,7 @@ class Walks:
 
 
 class Later(msgspec.Struct, frozen=True):
-    """Not known before the engine asks: `Asked` for a match, `Placed` for room."""
+    """Not known before the engine asks: `DeviceAsked` for a match, `DevicePlaced` for room."""
 
 
 class Device(Protocol):

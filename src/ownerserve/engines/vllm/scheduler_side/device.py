@@ -48,11 +48,11 @@ class EngineDevice:
         return self._layout
 
     def heard(self, turn_id: TurnId, hit: int) -> None:
-        """The engine goes on from `hit` by itself: `Asked` may follow."""
+        """The engine goes on from `hit` by itself: `DeviceAsked` may follow."""
         self._hits[turn_id] = hit
 
     def took(self, turn_id: TurnId) -> None:
-        """The engine gave the turn blocks for what was offered: `Placed` may follow."""
+        """The engine gave the turn blocks for what was offered: `DevicePlaced` may follow."""
         self._taken.add(turn_id)
 
     def forget(self, turn_id: TurnId) -> None:
