@@ -47,7 +47,7 @@ RETIRED: dict[str, str] = {
     "wish": "pending_restore",
 }
 STILL: dict[str, int] = {"desk": 1, "outbox": 3, "wish": 6}
-OPENERS_LEFT = 18
+OPENERS_LEFT = 10
 
 
 class Docstring(NamedTuple):
