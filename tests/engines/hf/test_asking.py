@@ -22,7 +22,7 @@ import zmq
 from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.engines.hf.engine.commands import TurnAdmission
 from ownerserve.engines.hf.http import server
-from ownerserve.gateway import service
+from ownerserve.gateway import turns
 from ownerserve.gateway.workers.rpc import ASK_S, REPEAT_S, Places
 from ownerserve.kv.ids import TurnId, WorkerId
 from ownerserve.kv.wire.rpc import (
@@ -66,7 +66,7 @@ def gateway(
     for bound in ("RESERVE_MIN_S", "RESERVE_MAX_S"):
         monkeypatch.setattr(f"ownerserve.node.rpc.server.{bound}", WAIT_S)
     monkeypatch.setattr("ownerserve.node.admission.RESERVED_FOR_S", 1e4)
-    monkeypatch.setattr(service, "Places", partial(Places, ask_s=WAIT_S))
+    monkeypatch.setattr(turns, "Places", partial(Places, ask_s=WAIT_S))
     gateway = ServedGateway(*workers, health_interval_s=WAIT_S)
     yield gateway
     gateway.close()

@@ -21,7 +21,6 @@ from ownerserve.engines.hf.http.answering import (
 )
 from ownerserve.engines.hf.scheduling.requests import Admitted, EngineRequest, Stopping
 from ownerserve.gateway.stamps import (
-    PREFIX,
     Stamp,
     WorkerRefusal,
     read_stamp,
@@ -31,6 +30,7 @@ from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import ExecutionMode, RoutingUnit
 from ownerserve.kv.prefix import hash_prefix, pack
+from ownerserve.kv.wire.headers import PREFIX
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.ownership.ownership import OwnerIs
 from ownerserve.node.vocabulary.chains import PromptPrefixes
@@ -46,9 +46,9 @@ LOAD = WorkerLoad(
 def as_heard(headers: dict[str, str]) -> dict[bytes, bytes]:
     """Through the gateway's own reading of names."""
     return {
-        name.encode()[len(PREFIX) :]: value.encode()
+        name.removeprefix(PREFIX).encode(): value.encode()
         for name, value in headers.items()
-        if name.encode().startswith(PREFIX)
+        if name.startswith(PREFIX)
     }
 
 
