@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from ownerserve.kv.messages import Tier
-from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.plan.inputs import FULL_ABILITIES, ModelState, Overlap
 
 # V4-Pro and Gemma-3-27B as research/hybrid-kv.md §1.3 and §2 give them.

@@ -11,9 +11,8 @@ from click.testing import CliRunner
 from ownerserve.cli.plan import command
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import Tier
-from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import Coefficients, Medium
 
 
 def run(*args: str) -> str:

@@ -16,11 +16,16 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.plan.cost.compute import ComputeFit, fit
-from ownerserve.plan.cost.estimate import ErrorTrack, EstimateSource
 from ownerserve.plan.cost.events import Loaded, Prefilled, Replayed, Waited
-from ownerserve.plan.cost.load import NODE_BYTES, Medium, TierLoad
 from ownerserve.plan.cost.model import CostModel, Defaults
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import (
+    NODE_BYTES,
+    Coefficients,
+    ErrorTrack,
+    EstimateSource,
+    Medium,
+    TierLoad,
+)
 from ownerserve.plan.cost.roofline import defaults, find_gpu
 from ownerserve.plan.cost.shape import shape_of
 from ownerserve.plan.inputs import Backlog

@@ -18,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ownerserve.kv.messages import Tier
-from ownerserve.plan.cost.load import Medium, TierLoad
 from ownerserve.plan.cost.model import CostModel
-from ownerserve.plan.cost.prices import Coefficients, Prices
+from ownerserve.plan.cost.prices import Coefficients, Medium, Prices, TierLoad
 from ownerserve.plan.inputs import (
     Abilities,
     Backlog,

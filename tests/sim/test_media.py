@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.plan.cost.load import Medium
+from ownerserve.plan.cost.prices import Medium
 from ownerserve.sim.timeline.media import Pipe, duplex, in_series, through
 
 LINK = Medium(2.0, 1000.0)  # 2 ms, then 1 MB/s

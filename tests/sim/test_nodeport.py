@@ -15,8 +15,7 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.units import GIB, MIB
 from ownerserve.node.vocabulary.events import RestoreOutcome, TurnArrived, TurnGone
-from ownerserve.plan.cost.estimate import EstimateSource
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import Coefficients, EstimateSource
 from ownerserve.sim.storage.layout import slots_for, unit_model
 from ownerserve.sim.storage.nodeport import make_node, unit_settings
 from ownerserve.sim.timeline.heap import Heap

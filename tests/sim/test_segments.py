@@ -9,7 +9,7 @@ import pytest
 
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import MIB
-from ownerserve.plan.cost.load import Medium
+from ownerserve.plan.cost.prices import Medium
 from ownerserve.sim.storage.segments import Segments
 from ownerserve.sim.storage.tier import UPKEEP_S, SimTier, TierPlan
 from ownerserve.store.format.model import ArtifactKind, Listed, Meta, RefusalReason

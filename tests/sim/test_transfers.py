@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ownerserve.kv.prefix import pack
-from ownerserve.plan.cost.load import Medium
+from ownerserve.plan.cost.prices import Medium
 from ownerserve.sim.engine.sequence import SimSequence, sequence_of
 from ownerserve.sim.timeline.heap import Heap
 from ownerserve.sim.timeline.media import duplex

@@ -12,7 +12,7 @@ from ownerserve.cache.parts import Parts
 from ownerserve.cache.pools.slot_pools import SlotPool
 from ownerserve.cache.sessions import MORE_EXPECTED
 from ownerserve.cache.tree import prefix_tree
-from ownerserve.cache.tree.node import Node
+from ownerserve.cache.tree.prefix_tree import Node
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.prefix import TOKEN_BYTES
 

@@ -55,11 +55,9 @@ from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.pressure import Pressure
 from ownerserve.cache.residents import Residents
-from ownerserve.cache.running import Running
-from ownerserve.cache.sessions import Sessions
+from ownerserve.cache.sessions import Running, Sessions
 from ownerserve.cache.tree import prefix_tree
-from ownerserve.cache.tree.node import Node, ResumeDepth, Session
-from ownerserve.cache.tree.prefix_tree import PrefixTree, ResumePlace
+from ownerserve.cache.tree.prefix_tree import Node, PrefixTree, ResumeDepth, ResumePlace, Session
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed

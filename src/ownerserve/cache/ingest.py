@@ -26,8 +26,7 @@ from ownerserve.cache.outcomes import (
 )
 from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.tree import prefix_tree
-from ownerserve.cache.tree.node import Node, Receipt, ResumeDepth
-from ownerserve.cache.tree.prefix_tree import PrefixTree
+from ownerserve.cache.tree.prefix_tree import Node, PrefixTree, Receipt, ResumeDepth
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.prefix import hash_prefix

@@ -14,8 +14,7 @@ from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.pressure import Pressure
 from ownerserve.cache.residents import Residents
-from ownerserve.cache.running import Running
-from ownerserve.cache.sessions import Sessions
+from ownerserve.cache.sessions import Running, Sessions
 from ownerserve.cache.tree.prefix_tree import PrefixTree
 from ownerserve.kv.ids import TurnId
 

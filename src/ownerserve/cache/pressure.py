@@ -23,9 +23,9 @@ import msgspec
 from ownerserve.cache.counters import Counters, LossCause
 from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.pools.slot_pools import SlotPool, SlotPools
-from ownerserve.cache.running import Running
+from ownerserve.cache.sessions import Running
 from ownerserve.cache.tree import prefix_tree
-from ownerserve.cache.tree.node import Receipt, ResumeDepth
+from ownerserve.cache.tree.prefix_tree import Receipt, ResumeDepth
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Packed

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from ownerserve.cache.sessions import Sessions
 from ownerserve.cache.tree import prefix_tree
-from ownerserve.cache.tree.node import Node, ResumeDepth
-from ownerserve.cache.tree.prefix_tree import PrefixTree
+from ownerserve.cache.tree.prefix_tree import Node, PrefixTree, ResumeDepth
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import HashedPrefix, Packed
 

@@ -1,4 +1,5 @@
-"""The session table. Metadata only: owns versions, soft references and their TTL, no slot.
+"""The session table, and the record of a running turn. Metadata only: owns versions, soft
+references and their TTL, no slot.
 
 A soft reference orders eviction and nothing else; what a session may re-use is what the tree has
 (invariant 6). Every method that changes a frontier does so by `tree.lift` and `tree.anchor`.
@@ -10,7 +11,9 @@ from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import Protocol
 
-from ownerserve.cache.layout import Layout
+import msgspec
+
+from ownerserve.cache.layout import Layout, Table
 from ownerserve.cache.outcomes import (
     DEFAULT_TTL_S,
     Append,
@@ -22,8 +25,7 @@ from ownerserve.cache.outcomes import (
 )
 from ownerserve.cache.policies.base import EvictionPolicy
 from ownerserve.cache.tree import prefix_tree
-from ownerserve.cache.tree.node import ResumeDepth, Session
-from ownerserve.cache.tree.prefix_tree import PrefixTree
+from ownerserve.cache.tree.prefix_tree import PrefixTree, Receipt, ResumeDepth, Session
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
@@ -327,3 +329,45 @@ def _check_install(install: Install, block_bytes: int) -> None:
         )
     if install.version < 1:
         raise InvalidInput("version", f"{install.version}", "a session begins with its first turn")
+
+
+class Running(msgspec.Struct, eq=False):
+    """A running turn is one between begin and finish or abort.
+
+        row:   0 ....... sealed | private .......... len(row)      slots of blocks
+               shared, in tree  | written or reserved
+        tail:  tokens from block `sealed` on to `position`
+
+    `sealed` is the depth of `lock`. In a replay `position` starts before it. `prompt` holds the
+    known tokens from position `prompt_at` on, to check what the engine says it computed. The
+    turn opened at `begun_s` with `restored` tokens, of `expected` that its session once had.
+    """
+
+    turn_id: TurnId
+    session: Session | None
+    order: int
+    begun_s: float
+    restored: int
+    expected: int
+    priority: int
+    ttl_s: float
+    prompt: Packed
+    prompt_at: int
+    prompt_end: int
+    position: int
+    sealed: int
+    row: list[int]
+    table: Table
+    lock: Receipt
+    tail: bytearray
+    decode_stop: ResumeDepth | None = None
+
+    def frontier(self, block_tokens: int) -> tuple[int, Packed]:
+        """Return the depth and tail where the turn stands. Inside its replay the tree's blocks go
+        on behind it, with tokens of the prompt that it has not computed."""
+        depth = self.position // block_tokens
+        if depth >= self.sealed:
+            return self.sealed, bytes(self.tail)
+        first = depth * block_tokens - self.prompt_at
+        last = self.position - self.prompt_at
+        return depth, self.prompt[first * TOKEN_BYTES : last * TOKEN_BYTES]

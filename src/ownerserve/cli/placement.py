@@ -20,7 +20,7 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.units import GIB, parse_bytes
-from ownerserve.plan.cost.load import Medium
+from ownerserve.plan.cost.prices import Medium
 from ownerserve.plan.cost.shape import shape_of
 from ownerserve.plan.question import model_state
 from ownerserve.router.decision import TERMS, Decision, Option, RoutingRequest, classify

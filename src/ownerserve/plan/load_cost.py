@@ -13,8 +13,7 @@ from bisect import bisect_left
 from math import inf
 
 from ownerserve.kv.messages import Tier
-from ownerserve.plan.cost.load import LoadTable
-from ownerserve.plan.cost.prices import Prices
+from ownerserve.plan.cost.prices import LoadTable, Prices
 from ownerserve.plan.inputs import Abilities, Piece, RangeSpan, RestoreQuery
 
 Book = dict[Tier, int]

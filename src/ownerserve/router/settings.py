@@ -11,7 +11,7 @@ tools/routing_defaults.py` prints it for other models and GPUs. docs/routing.md 
 
     T_hot      fetching the median context, or computing it where that is cheaper: a move costs
                that, and pays when the wait that it saves is longer
-    hot ratio  1.5 x 1.5: two loads, each known within a factor of 1.5 (plan.cost.estimate), are
+    hot ratio  1.5 x 1.5: two loads, each known within a factor of 1.5 (plan.cost.prices), are
                surely ordered from there on
     T_cool     moving the p90 context / 5 %: no session then spends more of its time on moves
     lambda     reuse share x the cheaper of loading a GiB back and computing it: what evicting a
@@ -27,7 +27,7 @@ import msgspec
 
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import GIB
-from ownerserve.plan.cost.estimate import UNTRUSTED_FACTOR
+from ownerserve.plan.cost.prices import UNTRUSTED_FACTOR
 from ownerserve.router.worker import Speed
 
 

@@ -27,8 +27,7 @@ from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import PlacementAction, RoutingUnit, Tier
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.plan.cost.load import Medium
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import Coefficients, Medium
 
 FIRST_PROMPT_TOKENS = 8192
 LOADED_TIERS = (Tier.HOST, Tier.DISK, Tier.PEER, Tier.REMOTE)

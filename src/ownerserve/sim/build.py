@@ -17,7 +17,7 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.specs import ModelSpec
-from ownerserve.plan.cost.load import Medium
+from ownerserve.plan.cost.prices import Medium
 from ownerserve.router.admission import SessionAdmission
 from ownerserve.router.policies import RoutingPolicy, make_policy
 from ownerserve.router.policies.apart import lacking, unmet

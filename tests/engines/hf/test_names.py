@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 import uvicorn
 
 from ownerserve.cache.pools.budget import PoolSizes
-from ownerserve.cache.tree.node import Session
+from ownerserve.cache.tree.prefix_tree import Session
 from ownerserve.engines.hf.build import HfWorker, WorkerOptions
 from ownerserve.engines.hf.http.openai_api import Facts
 from ownerserve.engines.hf.http.serve import listen, url_of

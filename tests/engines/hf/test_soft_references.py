@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ownerserve.cache.outcomes import DEFAULT_TTL_S  # noqa: E402
-from ownerserve.cache.tree.node import Session  # noqa: E402
+from ownerserve.cache.tree.prefix_tree import Session  # noqa: E402
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
 from ownerserve.engines.hf.scheduling.requests import Delta  # noqa: E402
 from ownerserve.kv.ids import SessionId  # noqa: E402

@@ -52,9 +52,8 @@ from ownerserve.node.vocabulary.events import (
 )
 from ownerserve.node.vocabulary.records import Inside, RecordNames, Tip
 from ownerserve.node.vocabulary.settings import NodeSettings
-from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.plan.inputs import FULL_ABILITIES, ModelState
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.base import CheckpointPolicy

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import PlacementAction
-from ownerserve.plan.cost.load import Medium
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.router.messages import Arrive, Dispatch, Done, FirstByte, WorkerUp
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.state import RouterState

@@ -7,8 +7,7 @@ from typing import Any
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.plan.cost.load import Medium
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.router.decision import RoutingRequest
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import Arrive, Dispatch, Done, FirstByte, WorkerUp

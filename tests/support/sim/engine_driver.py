@@ -14,9 +14,8 @@ from ownerserve.kv.specs import Coverage
 from ownerserve.node.state import NodeState
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
-from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.plan.inputs import FULL_ABILITIES, ModelState
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.zero import Zero

@@ -18,8 +18,7 @@ from ownerserve.kv.registry import build_spec as spec_of
 from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.units import GIB
 from ownerserve.node.vocabulary.events import RestoreOutcome, RestoreReport, TurnArrived, TurnEnded
-from ownerserve.plan.cost.load import Medium
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.sim.storage.layout import UnitModel, slots_for, unit_model
 from ownerserve.sim.storage.nodeport import SimNode, make_node, unit_settings
 from ownerserve.sim.storage.store import SimStore

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key, UseHeat
 from ownerserve.cache.tree import prefix_tree
-from ownerserve.cache.tree.node import ResumeDepth
+from ownerserve.cache.tree.prefix_tree import ResumeDepth
 
 
 class BlockLru(EvictionPolicy):

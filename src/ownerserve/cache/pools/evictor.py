@@ -17,8 +17,7 @@ from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import Victim
 from ownerserve.cache.policies.base import EvictionPolicy, PolicyPrices
 from ownerserve.cache.tree import prefix_tree
-from ownerserve.cache.tree.node import Key, Node, ResumeDepth
-from ownerserve.cache.tree.prefix_tree import Freed, PrefixTree
+from ownerserve.cache.tree.prefix_tree import Freed, Key, Node, PrefixTree, ResumeDepth
 
 LOOK_TAILS = 32
 """Entries of the order that a look at what goes next takes; what follows them costs as much."""

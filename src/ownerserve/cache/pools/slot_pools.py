@@ -13,8 +13,7 @@ from ownerserve.cache.counters import Counters, LossCause
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import NoRoom, Shortage
 from ownerserve.cache.pools.evictor import Evictor
-from ownerserve.cache.tree.node import ResumeDepth
-from ownerserve.cache.tree.prefix_tree import Freed
+from ownerserve.cache.tree.prefix_tree import Freed, ResumeDepth
 from ownerserve.kv.errors import CapacityExceeded, InvalidInput, InvariantViolated
 from ownerserve.kv.specs import Coverage
 

@@ -44,9 +44,8 @@ from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
-from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.plan.inputs import VLLM, Abilities
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.base import CheckpointPolicy

@@ -40,8 +40,7 @@ from ownerserve.kv.wire.status import (
     load_of,
     read_status,
 )
-from ownerserve.plan.cost.load import Medium
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.router.messages import Down, Stamped, WorkerDown, WorkerUp
 from ownerserve.router.worker import EVERY_ENGINE, Profile, Speed, WorkerRole
 

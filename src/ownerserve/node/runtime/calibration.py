@@ -15,9 +15,8 @@ from threading import Thread
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import Tier
 from ownerserve.plan.cost.events import Loaded, Observation
-from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import CostModel, Defaults
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import Coefficients, Medium
 
 log = logging.getLogger("ownerserve.node")
 

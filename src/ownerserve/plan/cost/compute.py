@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.plan.cost.estimate import ErrorTrack
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import Coefficients, ErrorTrack
 
 CELL_SAMPLES = 8
 REFIT_EVERY = 8

@@ -13,10 +13,22 @@ import msgspec
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.messages import Tier
 from ownerserve.plan.cost.compute import ASSUMED, ComputeFit, StepFit, StepTimes
-from ownerserve.plan.cost.estimate import TRUST_MIN_SAMPLES, ErrorTrack, Estimate, EstimateSource
 from ownerserve.plan.cost.events import Loaded, Observation, Prefilled, Replayed, Stepped, Waited
-from ownerserve.plan.cost.load import LoadTable, Medium, TierLoad
-from ownerserve.plan.cost.prices import PREFILL, QUEUE, REPLAY, STEP, Coefficients, Prices
+from ownerserve.plan.cost.prices import (
+    PREFILL,
+    QUEUE,
+    REPLAY,
+    STEP,
+    TRUST_MIN_SAMPLES,
+    Coefficients,
+    ErrorTrack,
+    Estimate,
+    EstimateSource,
+    LoadTable,
+    Medium,
+    Prices,
+    TierLoad,
+)
 from ownerserve.plan.inputs import Backlog
 
 VERSION = 1

@@ -15,9 +15,8 @@ import msgspec
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import Tier
-from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import Defaults
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import Coefficients, Medium
 
 MATRIX_EFFICIENCY = 0.40
 ATTENTION_EFFICIENCY = 0.55

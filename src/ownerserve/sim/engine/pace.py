@@ -27,8 +27,7 @@ import msgspec
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry, exact_replay_tokens
 from ownerserve.kv.messages import Tier
-from ownerserve.plan.cost.load import Medium
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.plan.cost.roofline import LINK_EFFICIENCY, SURROUNDINGS, find_gpu
 from ownerserve.router.worker import Speed
 

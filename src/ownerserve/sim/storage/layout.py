@@ -25,9 +25,8 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry, block_unit, pool_plans
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.specs import Coverage, ModelSpec, Ring
-from ownerserve.plan.cost.load import Medium
 from ownerserve.plan.cost.model import Defaults
-from ownerserve.plan.cost.prices import Coefficients
+from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.plan.inputs import ModelState
 from ownerserve.plan.question import model_state
 

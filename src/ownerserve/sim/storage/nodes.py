@@ -10,7 +10,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Tier
 from ownerserve.node.vocabulary.records import Tip
-from ownerserve.plan.cost.load import Medium
+from ownerserve.plan.cost.prices import Medium
 from ownerserve.sim.config.setup import SimSetup
 from ownerserve.sim.engine.pace import Pace
 from ownerserve.sim.metrics.counters import FleetCounters

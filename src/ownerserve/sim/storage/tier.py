@@ -15,7 +15,7 @@ import msgspec
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.messages import Tier
-from ownerserve.plan.cost.load import Medium
+from ownerserve.plan.cost.prices import Medium
 from ownerserve.sim.storage.segments import Segments
 from ownerserve.sim.timeline.media import Pipe
 from ownerserve.store.disk.home import DEFAULT_SEGMENT_BYTES

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.plan.cost.load import Medium
+from ownerserve.plan.cost.prices import Medium
 
 
 class Pipe:
