@@ -8,6 +8,8 @@ from typing import ClassVar
 
 import pytest
 
+from ownerserve.directory.embedded import EmbeddedDirectory
+from ownerserve.directory.terms import TermFile
 from ownerserve.gateway import service
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Address, open_access
@@ -16,6 +18,7 @@ from ownerserve.gateway.http.heads import ResponseHead
 from ownerserve.gateway.http.upstream import UpstreamConnection, WorkerPool
 from ownerserve.gateway.service import Gateway
 from ownerserve.gateway.turns import Turns
+from ownerserve.kv.clock import ManualClock
 from ownerserve.router.messages import Failure
 
 CAPS = {"head_max_bytes": 2048, "body_max_bytes": 4096}
@@ -222,6 +225,22 @@ def test_a_client_that_asks_is_told_to_continue(requests: list[Recorder]) -> Non
     wire = feed(HEAD + b"Content-Length: 3\r\nExpect: 100-continue\r\n\r\n", b"abc")
     assert wire.sent == b"HTTP/1.1 100 Continue\r\n\r\nanswer;"
     assert b"xpect" not in requests[0].request.head.lines
+
+
+def test_a_client_that_hangs_up_before_its_owner_is_looked_up_leaves_nothing_behind() -> None:
+    async def run() -> None:
+        directory = EmbeddedDirectory(ManualClock(), TermFile())
+        gateway = Gateway(Config(workers=(Address("127.0.0.1", 1),)), directory)
+        connection = ClientConnection(gateway)
+        connection.connection_made(Wire())  # type: ignore[arg-type]
+        body = b'{"session_id": "s", "prompt": "p"}'
+        connection.data_received(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        connection.connection_lost(None)
+        await asyncio.sleep(0)
+        assert gateway.state.live == 0 and gateway.state.account.received == 0
+        await gateway.stop()
+
+    asyncio.run(run())
 
 
 # Answers

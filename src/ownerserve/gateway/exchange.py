@@ -31,7 +31,7 @@ from ownerserve.gateway.http.heads import ResponseHead
 from ownerserve.gateway.http.replies import Rejected, fault, pressed, refused
 from ownerserve.gateway.http.upstream import BodySink, UpstreamConnection
 from ownerserve.gateway.stamps import Stamp, order_lines, receipt_lines
-from ownerserve.gateway.turns import Turns, Why
+from ownerserve.gateway.turns import LookUp, Turns, Why
 from ownerserve.gateway.workers.rpc import HeldPlace, Manner, is_direct_append, is_turn
 from ownerserve.kv.wire.headers import session_id_of
 from ownerserve.kv.wire.refusals import WorkerRefusal
@@ -66,11 +66,11 @@ class Exchange:
         except Rejected as rejected:
             self.client.answer_rejected(rejected, self.request_id)
             return
-        finding = self.turns.find_owner(asked)
-        if finding is None:
+        look_up = self.turns.find_owner(asked)
+        if look_up is None:
             self.enter(asked)
         else:
-            self.phase = Reading(self, asked, self.run(self._find(asked, finding)))
+            self.phase = Reading(self, asked, self.run(self._find(asked, look_up)))
 
     def abort(self) -> None:
         """The client hung up: so do we, and the engine can stop."""
@@ -134,9 +134,9 @@ class Exchange:
 
     # The steps
 
-    async def _find(self, asked: IdentifiedRequest, finding: Coroutine[Any, Any, None]) -> None:
+    async def _find(self, asked: IdentifiedRequest, look_up: LookUp) -> None:
         """A session that is new here: the directory may know its owner."""
-        await finding
+        await look_up()
         self.enter(asked)
 
     def _decide(self, asked: IdentifiedRequest) -> None:

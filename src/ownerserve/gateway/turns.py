@@ -8,7 +8,8 @@ what is counted (observer). One call of each step of a turn; nothing here knows 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeAlias
 
 from ownerserve.directory.port import Directory
@@ -70,6 +71,10 @@ Why: TypeAlias = Failure | WorkerRefusal
 """Why nothing of an answer came: what went wrong, or what the worker's admission said."""
 
 
+LookUp: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+"""Asks the directory about one session; ends with its answer, or after a moment."""
+
+
 class Turns:
     """What turns pass in one gateway. `directory`: as of Gateway."""
 
@@ -110,8 +115,8 @@ class Turns:
         """Read who asks, and for what. Raises Rejected."""
         return self.asking.read(request)
 
-    def find_owner(self, asked: IdentifiedRequest) -> Coroutine[Any, Any, None] | None:
-        """Ask the directory, if it may know more of the session than this gateway; None: not.
+    def find_owner(self, asked: IdentifiedRequest) -> LookUp | None:
+        """What asks the directory, if it may know more of the session than this gateway.
 
         One without a place to go to is new here, known by a worker's inventory alone, or its owner
         is lost: another gateway may have sent it elsewhere since.
@@ -122,7 +127,7 @@ class Turns:
         known = self.state.sessions.get(self.state.sessions.resolve(name))
         if known is not None and known.live_home is not None:
             return None
-        return self.finder.look_up(name)
+        return partial(self.finder.look_up, name)
 
     def enter(self, asked: IdentifiedRequest, go: Go) -> Ticket | None:
         """Call `go` now, or once there is a seat: then the ticket to leave with."""
