@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,9 @@ import pytest
 from ownerserve.cli.failures import EXTRAS, REPORT
 from ownerserve.cli.main import COMMANDS, cli
 from ownerserve.cli.output import OutputFile, OutputFolder
+from ownerserve.directory.embedded import EmbeddedDirectory
+from ownerserve.directory.rpc.server import DirectoryServer
+from ownerserve.directory.terms import TermFile
 from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.service.runtime import WallClock
 from ownerserve.trace.synth.generate import generate
@@ -85,6 +89,8 @@ class Shop(NamedTuple):
     folder: Path
     light: subprocess.Popen[str]
     taken_port: int
+    directory: str
+    """Address of a directory that answers: one that does not is waited for each time."""
 
     def run(
         self, words: list[str], *, blocked: str = "", broken: str = "", uid: int = 0
@@ -105,6 +111,13 @@ class Shop(NamedTuple):
         return answer
 
 
+@contextmanager
+def serving(server: DirectoryServer) -> Iterator[str]:
+    server.start()
+    yield server.address
+    server.stop()
+
+
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     folder = tmp_path_factory.mktemp("shop")
@@ -121,6 +134,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     modules = [f"ownerserve.cli.{module}" for module, _ in COMMANDS.values()]
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
+        serving(DirectoryServer(EmbeddedDirectory(WallClock(), TermFile()))) as address,
         subprocess.Popen(
             [sys.executable, "-m", "tests.support.cli.fork_commands", *modules],
             env=importing(),
@@ -130,7 +144,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
         ) as light,
     ):
         try:
-            yield Shop(folder, light, taken.getsockname()[1])
+            yield Shop(folder, light, taken.getsockname()[1], address)
         finally:
             light.kill()
 
@@ -145,12 +159,12 @@ FILLED = {
     "tenant": "ab" * 32,
     "model": "model",
     "store": "store",
-    "address": "tcp://127.0.0.1:1",
     "prefix": "ab" * 32,
     "place": "w1",
     "out": "new/fleet.key",
     "plan placement workers": "owner holds=1K",
     "gateway workers": "http://127.0.0.1:1",
+    "directory rebuild address": "tcp://127.0.0.1:1",  # else it waits as long as it is told
 }
 """A right value for each required parameter, by name, or by command and name."""
 
@@ -219,7 +233,8 @@ def words_for(shop: Shop, command: Command, tried: click.Parameter | None, value
             given = value
         elif one.required:
             name = str(one.name)
-            given = FILLED.get(f"{command.name} {name}") or FILLED[name]
+            known = {**FILLED, "address": shop.directory}
+            given = known.get(f"{command.name} {name}") or known[name]
         else:
             continue
         if isinstance(one, click.Option):

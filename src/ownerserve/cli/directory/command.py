@@ -16,6 +16,7 @@ import msgspec
 from rich.table import Table
 
 from ownerserve.cli.directory.holdings import (
+    check_name,
     group_body,
     group_table,
     prefix_body,
@@ -168,6 +169,9 @@ def status(
     ownerserve directory status tcp://127.0.0.1:7700 --group my-repository
     """
     wanted = None if prefix is None else read_prefix(prefix, field="--prefix")
+    for field, name in (("--session", session), ("--group", group)):
+        if name is not None:
+            check_name(name, field=field)
     more: dict[str, Any] = {}
     tables: list[Table] = []
     with _asking(address, fleet_key(curve_key_file)) as client:

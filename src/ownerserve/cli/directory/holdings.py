@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+from rich.markup import escape
 from rich.table import Table
 
 from ownerserve.directory.messages import (
@@ -41,6 +42,17 @@ def read_prefix(text: str, *, field: str) -> PrefixHash:
     if len(found) != ID_BYTES:
         raise InvalidInput(field, f"{text[:80]!r} is no prefix hash", "use 64 hex digits")
     return PrefixHash(found)
+
+
+def check_name(text: str, *, field: str) -> None:
+    """Refuses a session's or a group's name that no message can carry.
+
+    Raises InvalidInput naming `field` for bytes that are no UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidInput(field, f"{text[:80]!r} is no UTF-8", "give the name as it was") from None
 
 
 def session_body(directory: Directory, name: str) -> Body | None:
@@ -137,7 +149,7 @@ def prefix_table(body: Body) -> Table:
 
 def group_table(body: Body) -> Table:
     """The same for people."""
-    table = Table(title=f"group {body['name']}", title_justify="left")
+    table = Table(title=f"group {escape(body['name'])}", title_justify="left")
     for column in ("prefix", "uses", "tokens", "copies"):
         table.add_column(column)
     for one in body["members"]:
@@ -163,9 +175,9 @@ def _rows(body: Body) -> list[tuple[str, str]]:
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(title=escape(title), title_justify="left", show_header=False)
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     return table
 
 
