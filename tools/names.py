@@ -31,9 +31,7 @@ OPENERS = ("Of", "It", "As", "Those", "Who", "Whose")
 _OPENER = re.compile(rf"(?:{'|'.join(OPENERS)})\b")
 
 TWICE: dict[str, str] = {
-    "OpenSpill": "the cache's pinned slots, and the node's copies of them: to become one",
     "Refused": "the directory's answer on the wire, and a phase of an exchange in the gateway",
-    "Residents": "state of a device by session, and a router's copy of it: to be qualified",
 }
 RENAMED: dict[str, str] = {
     "cache/hetero.py check": "its own method is `check` too",

@@ -15,9 +15,8 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import find_config, read_config
-from ownerserve.plan.cost.compute import ComputeFit, fit
 from ownerserve.plan.cost.events import Loaded, Prefilled, Replayed, Waited
-from ownerserve.plan.cost.model import CostModel, Defaults
+from ownerserve.plan.cost.model import ComputeFit, CostModel, Defaults, fit
 from ownerserve.plan.cost.prices import (
     NODE_BYTES,
     Coefficients,

@@ -12,9 +12,8 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import Tier
 from ownerserve.node.runtime.calibration import UNMEASURED, Calibration
 from ownerserve.node.runtime.stating import speed_statement, tier_statements
-from ownerserve.plan.cost.compute import ASSUMED, StepFit, StepTimes
 from ownerserve.plan.cost.events import Loaded, Prefilled, Stepped
-from ownerserve.plan.cost.model import CostModel
+from ownerserve.plan.cost.model import ASSUMED, CostModel, StepFit, StepTimes
 
 
 def test_until_a_step_was_seen_the_default_stands() -> None:

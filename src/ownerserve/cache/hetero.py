@@ -54,7 +54,7 @@ from ownerserve.cache.policies.cost_aware import CostAware
 from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.pressure import Pressure
-from ownerserve.cache.residents import Residents
+from ownerserve.cache.residents import ResidentState
 from ownerserve.cache.sessions import Running, Sessions
 from ownerserve.cache.tree import prefix_tree
 from ownerserve.cache.tree.prefix_tree import Node, PrefixTree, ResumeDepth, ResumePlace, Session
@@ -91,7 +91,7 @@ class HeteroCache:
         self.running: Collection[TurnId] = self._running.keys()
         """Turns that were begun, and have not ended."""
         self.sessions = Sessions(self._tree, layout, policy=self.policy)
-        self.residents = Residents(self._tree, self.sessions, names=layout.point_names)
+        self.residents = ResidentState(self._tree, self.sessions, names=layout.point_names)
         self.ingest = Ingest(self._tree, self._pools, self.counters)
         self.pressure = Pressure(self._pools, self._evictor, self._running, counters=self.counters)
         self._order = 0

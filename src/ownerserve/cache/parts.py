@@ -13,7 +13,7 @@ from ownerserve.cache.layout import Layout
 from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.pressure import Pressure
-from ownerserve.cache.residents import Residents
+from ownerserve.cache.residents import ResidentState
 from ownerserve.cache.sessions import Running, Sessions
 from ownerserve.cache.tree.prefix_tree import PrefixTree
 from ownerserve.kv.ids import TurnId
@@ -29,6 +29,6 @@ class Parts(NamedTuple):
     pools: SlotPools
     running: dict[TurnId, Running]
     sessions: Sessions
-    residents: Residents
+    residents: ResidentState
     ingest: Ingest
     pressure: Pressure

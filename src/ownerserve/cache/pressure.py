@@ -88,7 +88,7 @@ class Checkpoint(msgspec.Struct, frozen=True, tag=True):
 Directive = Spill | EvictedState | Checkpoint
 
 
-class OpenSpill(msgspec.Struct):
+class PinnedSpill(msgspec.Struct):
     """A spill that waits for a report. `held` is empty once its bytes are copied off the device."""
 
     prefixes: tuple[Packed, ...]
@@ -113,7 +113,7 @@ class Pressure:
         self._block_tokens = pools.layout.block_tokens
         self._running = running
         self._counters = counters
-        self.open_spills: dict[int, OpenSpill] = {}
+        self.open_spills: dict[int, PinnedSpill] = {}
         """Spills that wait for a report, by ticket."""
         self._tickets = 0
         # The levels at which the last run found nothing to free: until they change none will.
@@ -259,7 +259,7 @@ class Pressure:
             points.append(self._describe(stop))
         self._tickets += 1
         prefixes = tuple(point.prefix for point in points)
-        self.open_spills[self._tickets] = OpenSpill(prefixes, held)
+        self.open_spills[self._tickets] = PinnedSpill(prefixes, held)
         return Spill(self._tickets, marks.tier, tuple(points))
 
     def _describe(self, stop: ResumeDepth) -> SpilledPoint:
@@ -308,7 +308,7 @@ class Pressure:
             stop.backed = (*stop.backed, self.watermarks.tier)
         self._evictor.offer(stop)
 
-    def _spill_of(self, ticket: int) -> OpenSpill:
+    def _spill_of(self, ticket: int) -> PinnedSpill:
         spill = self.open_spills.get(ticket)
         if spill is None:
             raise InvalidInput("ticket", f"{ticket} is no open spill", "report each one once")
@@ -320,7 +320,7 @@ class Pressure:
         self._let_go(spill)
         return spill.prefixes
 
-    def _let_go(self, spill: OpenSpill) -> None:
+    def _let_go(self, spill: PinnedSpill) -> None:
         for stop, lock in spill.held:
             stop.holds -= 1
             self._evictor.tree.cool(stop)

@@ -35,8 +35,8 @@ class ResidentPrefix:
         return stop.point_slots(self._names)
 
 
-class Residents:
-    """Residents answers from the tree of one cache."""
+class ResidentState:
+    """Answers of one cache about what of a prompt or a session is resident, read from its tree."""
 
     def __init__(self, tree: PrefixTree, sessions: Sessions, *, names: tuple[str, ...]) -> None:
         self._tree = tree

@@ -1,6 +1,6 @@
 """What a pass and a load take, as plain numbers, and how wrong such numbers have been lately.
 
-The planner multiplies and adds one moment's `Prices`. Apart from the fits (plan.cost.compute), so
+The planner multiplies and adds one moment's `Prices`. Apart from the fits (plan.cost.model), so
 that who only prices need not import numpy.
 
 An error is *prequential*: each observation is first predicted with what was known before it, and
