@@ -44,8 +44,8 @@ RETIRED: dict[str, str] = {
     "outbox": "pending_commands",
     "wish": "pending_restore",
 }
-STILL: dict[str, int] = {"desk": 1, "outbox": 3, "wish": 6}
-OPENERS_LEFT = 10
+STILL: dict[str, int] = {"wish": 6}
+OPENERS_LEFT = 0
 
 
 class Docstring(NamedTuple):

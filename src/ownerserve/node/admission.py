@@ -47,7 +47,7 @@ RESERVED_FOR_S = 10.0
 
 
 class Levels(msgspec.Struct, frozen=True):
-    """The worker's load now; queue places are requests.
+    """Levels are the worker's load now; queue places are requests.
 
     `room_tokens` are free or evictable, less what running turns may still grow by and what those
     that wait (`queued_tokens` in all) will take. `block_tokens`: room is given in such pieces.
@@ -65,8 +65,10 @@ class Levels(msgspec.Struct, frozen=True):
 
 
 class PlaceTaken(msgspec.Struct, frozen=True):
-    """The turn that the place was held for: its `order` among arrivals, and the `tokens` that it
-    was promised room for."""
+    """A place was used up by the turn that it was held for.
+
+    `order` is where the turn stands among arrivals, `tokens` what it was promised room for.
+    """
 
     turn_id: TurnId
     order: int = 0
@@ -74,7 +76,7 @@ class PlaceTaken(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """Levels with the open places: what a new seed is judged by. A dated copy; any thread's."""
+    """The levels with the open places: a dated copy, by which any thread may judge a new seed."""
 
     levels: Levels
     places: int = 0
@@ -86,7 +88,7 @@ class Standing(msgspec.Struct, frozen=True):
         return self.levels.room_tokens - self.promised_tokens
 
     def judge(self, wanted: Seed) -> WorkerRefusal | None:
-        """Why a turn may not come."""
+        """The reason why a turn may not come; None: it may."""
         levels, block = self.levels, self.levels.block_tokens
         tokens = wanted.tokens + wanted.output_tokens
         if levels.is_draining:
@@ -132,7 +134,7 @@ class _Place(msgspec.Struct):
 
 
 class Admission:
-    """Open reservations of one worker. Owns its places."""
+    """The open reservations of one worker; the class owns its places."""
 
     def __init__(self, sessions: Sessions) -> None:
         self.counts: Counter[str] = Counter()

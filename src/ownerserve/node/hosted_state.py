@@ -59,7 +59,7 @@ class _Hashed:
 
 
 class HostedNodeState:
-    """See the module. Called on the engine's scheduling thread."""
+    """A node in an engine that owns its blocks; called on the engine's scheduling thread."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class HostedNodeState:
         """The turns of restores whose answers say something of what `saves` need not copy."""
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """What to do about `event`."""
+        """The effects that `event` asks for."""
         return list(self._handle(event, now))
 
     def _handle(self, event: Event, now: float) -> Iterable[Effect]:

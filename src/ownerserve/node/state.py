@@ -63,7 +63,7 @@ REPRICE_S = 10.0
 
 
 class NodeState:
-    """See the module. One for each routing unit; called on the thread that owns the cache."""
+    """The brain of one routing unit; called on the thread that owns the cache."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class NodeState:
         self._turns: dict[TurnId, SessionId | None] = {}
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """What to do about `event`."""
+        """The effects that `event` asks for."""
         if not self._has_tiers:
             return self._handle_on_device(event, now)
         effects = self._handle(event, now)

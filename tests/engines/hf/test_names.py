@@ -22,10 +22,10 @@ import uvicorn
 from ownerserve.cache.pools.budget import PoolSizes
 from ownerserve.cache.tree.prefix_tree import Session
 from ownerserve.engines.hf.build import HfWorker, WorkerOptions
-from ownerserve.engines.hf.http.openai_api import Facts
 from ownerserve.engines.hf.http.serve import listen, url_of
 from ownerserve.engines.hf.http.server import make_app
 from ownerserve.engines.hf.model.text import ChatCodec
+from ownerserve.engines.hf.scheduling.requests import Facts
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import parse_worker
 from ownerserve.gateway.service import Gateway

@@ -64,7 +64,7 @@ class Bench:
         self.scheduler = Scheduler(self.cache, limits)
         self.now = 0.0
         self.steps = 0
-        self.desk = TurnAdmission(
+        self.turn_admission = TurnAdmission(
             self.cache, self.scheduler, WorkerIdentity("m", 1, 64), now=lambda: self.now
         )
         self.jobs: dict[TurnId, Job] = {}
@@ -73,7 +73,7 @@ class Bench:
 
     def ask(self, wanted: Seed) -> Reserved | Reject:
         self.numbers += 1
-        answer = self.desk.answer(Reserve(TurnId(f"ask{self.numbers}"), wanted))
+        answer = self.turn_admission.answer(Reserve(TurnId(f"ask{self.numbers}"), wanted))
         assert isinstance(answer, Reserved | Reject)
         return answer
 
@@ -95,7 +95,7 @@ class Bench:
             reservation=None if place is None else place.reservation,
             is_judged=is_judged,
         )
-        answer = self.desk.let_in(request)
+        answer = self.turn_admission.let_in(request)
         if isinstance(answer, RequestRejected):
             return answer
         turn_id = TurnId(f"{request.request_id}.0")
@@ -155,7 +155,7 @@ def test_room_is_promised_once() -> None:
     assert isinstance(answers[0], Reserved)
     assert answers[1:] == [NO_ROOM] * 4
     assert isinstance(bench.ask(Seed(100)), Reserved)
-    assert bench.desk.answer(Release(answers[0].reservation)) == Released()
+    assert bench.turn_admission.answer(Release(answers[0].reservation)) == Released()
     assert isinstance(bench.ask(Seed(700, output_tokens=200)), Reserved)
     bench.now += RESERVED_FOR_S
     assert isinstance(bench.ask(Seed(1000)), Reserved), "places end with their deadline"
@@ -193,7 +193,7 @@ def test_a_prompt_does_not_take_room_that_is_promised() -> None:
     bench.step()
     assert bench.jobs[waiting].began_step < 0  # type: ignore[index]
     bench.now += RESERVED_FOR_S
-    bench.desk.standing()
+    bench.turn_admission.standing()
     bench.step()
     assert bench.jobs[waiting].began_step > 0, "the place has ended"  # type: ignore[index]
 
@@ -258,7 +258,7 @@ def test_random_reservations_are_each_kept(seed: int) -> None:
     for _, place, prompt, new, session in open_places:
         assert isinstance(bench.come(prompt, new=new, session=session, place=place), str)
     bench.run()
-    assert bench.desk.admission.counts["revoked"] == 0
+    assert bench.turn_admission.admission.counts["revoked"] == 0
     assert kept > SCHEDULE_S / 6
     assert refused > 0, "there was no pressure"
 

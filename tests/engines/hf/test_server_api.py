@@ -10,13 +10,12 @@ import pytest
 from ownerserve.engines.hf.http.openai_api import (
     ChatBody,
     CompletionBody,
-    Facts,
     ModelNotFound,
     TurnHeaders,
     make_request,
     parse_body,
 )
-from ownerserve.engines.hf.scheduling.requests import EngineRequest
+from ownerserve.engines.hf.scheduling.requests import EngineRequest, Facts
 from ownerserve.kv.errors import InvalidInput
 
 FACTS = Facts(

@@ -14,7 +14,6 @@ from ownerserve.cache.pressure import Watermarks
 from ownerserve.directory.opening import opener_of
 from ownerserve.engines.hf.engine.async_engine import AsyncEngine
 from ownerserve.engines.hf.engine.loop import StepLoop
-from ownerserve.engines.hf.http.openai_api import Facts
 from ownerserve.engines.hf.metrics.prometheus import (
     OwnershipCollector,
     RestoreMetrics,
@@ -26,6 +25,7 @@ from ownerserve.engines.hf.model.runner import ModelRunner
 from ownerserve.engines.hf.model.text import ChatCodec
 from ownerserve.engines.hf.node.port import SLOT_FORMAT, HfPort, identity_of
 from ownerserve.engines.hf.node.restoring import WithNode
+from ownerserve.engines.hf.scheduling.requests import Facts
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import SchedulerLimits
 from ownerserve.kv.descriptor import TailForm

@@ -38,6 +38,7 @@ from ownerserve.node.vocabulary.events import (
 from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import (
     NOTHING,
+    TIPS_KEPT,
     RecordNames,
     Tip,
     ids_of,
@@ -66,7 +67,10 @@ def _above(words: Reversible[Word], after: int) -> list[Word]:
 
 
 class Inventory:
-    """See the module."""
+    """The words that say what this node holds: one a session and tier, the last one said.
+
+    A reader that was away catches up with the present, not with history. Any thread may read.
+    """
 
     def __init__(self, *, has_kept: int = HAS_KEPT, gone_kept: int = GONE_KEPT) -> None:
         self.last = 0
@@ -184,7 +188,6 @@ def kinds_of(layout: Layout, coverage: Coverage) -> Kinds:
 # ---- below the device
 
 
-TIPS_KEPT = 4096
 LOOKS_IN_FLIGHT = 8
 LOOK_DEADLINE_S = 5.0
 CALM_S = 0.2
@@ -196,7 +199,7 @@ BELOW = (Tier.HOST, Tier.DISK, Tier.REMOTE)
 
 
 class Residency:
-    """Which sessions could come back from below the device, and up to where.
+    """Residency says which sessions could come back from below the device, and up to where.
 
         copied (spills) ─┐
         found in a file ─┼─> look (Locate) ─> the store answers (Located) ─> inventory: has | gone
@@ -266,7 +269,7 @@ class Residency:
             self._look_at(session_id, now)
 
     def forget(self, session_id: SessionId) -> None:
-        """Nobody will ask for the session."""
+        """Forget a session that nobody will ask for."""
         tip = self._tips.pop(session_id, None)
         if tip is not None:
             self._unindex(tip)
@@ -276,7 +279,7 @@ class Residency:
         self._unfile(session_id)
 
     def completed(self, event: Completion, now: float) -> Iterable[Effect]:
-        """The store's answer to a look."""
+        """Take the store's answer to a look; nothing follows at once."""
         if isinstance(event, Located) and (looked := self._looking.pop(event.operation_id, None)):
             self._operations.end(event.operation_id)
             tip, _ = looked
@@ -393,7 +396,7 @@ DigestAt = Callable[[SessionId, int], PrefixHash | None]
 
 
 class OnDevice:
-    """What of each session one cache could go on from, told as it comes and goes.
+    """This part says what of each session one cache could go on from, as it comes and goes.
 
     The cache owns what is resident and says whose was evicted; this class looks at those alone.
     `digest_at` None: nobody hashes here.

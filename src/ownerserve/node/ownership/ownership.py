@@ -119,7 +119,7 @@ class OwnerIs(msgspec.Struct, frozen=True):
 
 
 class Owning(Protocol):
-    """What an engine tells, and asks."""
+    """What an engine tells of its sessions, and asks who owns them."""
 
     def tell(self, told: Told) -> None: ...
     def standing(self, session: SessionId) -> SessionGrant | None: ...
@@ -151,8 +151,11 @@ class Unowned:
 
 
 class Ownership:
-    """One unit's. `open_directory` is called on the thread that then asks; digests of what turns
-    left are made there too, `block_tokens` tokens a block."""
+    """The sessions that one unit owns, and the thread that asks the directory for them.
+
+    `open_directory` is called on that thread; digests of what turns left are made there too,
+    `block_tokens` tokens a block.
+    """
 
     def __init__(
         self,
@@ -191,7 +194,7 @@ class Ownership:
         self._thread = threading.Thread(target=self._run, name="ownership", daemon=True)
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start the thread that asks the directory."""
         self._thread.start()
 
     def close(self, *, within_s: float) -> None:
@@ -225,7 +228,7 @@ class Ownership:
         return self.publishing.name(digest, session)
 
     def owner_of(self, session: SessionId) -> OwnerIs | None:
-        """Who owns the session, as far as was heard here: this unit, or whose guests its turns are.
+        """The session's owner, as far as was heard here: this unit, or whose guests its turns are.
         None: nothing was heard."""
         grant = self.standing(session)
         if grant is not None:
@@ -344,7 +347,7 @@ class Ownership:
         return SessionTip(name, tokens, TierCode.DEVICE, self._kinds, left.group, left.before)
 
     def _digest_at(self, session: SessionId, tokens: int) -> PrefixHash | None:
-        """Of a session's first so many tokens, as its last turn here left them."""
+        """The digest of a session's first so many tokens, as its last turn here left them."""
         depth, rest = divmod(tokens, self._block_tokens)
         return None if rest else self._chains.digest_at(session, depth)
 

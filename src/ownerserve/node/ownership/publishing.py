@@ -55,7 +55,7 @@ def extent_name(scope: bytes, digest: PrefixHash, tenant: bytes = b"") -> Prefix
 
 
 class PublishedPart(msgspec.Struct, frozen=True, gc=False):
-    """[0, tokens) of a session under its name."""
+    """The first `tokens` tokens of a session, under their name."""
 
     name: PrefixHash
     tokens: int
@@ -79,7 +79,7 @@ class _Known(msgspec.Struct, eq=False):
 
 
 class Publishing:
-    """One life of a routing unit. `digest_at` may know more than the words do."""
+    """What one life of a routing unit publishes. `digest_at` may know more than the words do."""
 
     def __init__(
         self, unit: RoutingUnit, inventory: Inventory, *, scope: bytes, digest_at: DigestAt

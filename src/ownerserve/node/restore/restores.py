@@ -83,7 +83,7 @@ NOTHING_KNOWN = Match(0, ())
 
 
 class RestorePhase(StrEnum):
-    """See the module's table."""
+    """Where a restore stands; the module's table says how it goes on."""
 
     LOOKING = "looking"
     FOUND = "found"
@@ -93,8 +93,10 @@ class RestorePhase(StrEnum):
 
 
 class Look(StrEnum):
-    """What a wish in LOOKING has asked for last. A cold prompt takes the first look alone, a long
-    one up to four, each of some hundred ids and not of thousands.
+    """What a restore in LOOKING has asked for last.
+
+    A cold prompt takes the first look alone, a long one up to four, each of some hundred ids and
+    not of thousands.
 
         range    resident | NEAR: every end | FAR: whole cells ........... | EDGE: every end | cap
         points                        NEAR ]                          EDGE ]  POINTS: the others
@@ -107,7 +109,7 @@ class Look(StrEnum):
 
 
 class PendingRestore(msgspec.Struct, eq=False):
-    """A turn that waits for state. Owned by `Restores` until its `Start`.
+    """A turn that waits for state; `Restores` owns it until its `Start`.
 
     In blocks: the device has range state up to `resident` and a point at `complete`; up to `cap`
     may be restored, up to `upto` every end was asked for, and in `unasked` no point was.
@@ -382,7 +384,7 @@ class Restores:
         return [self._start(pending, outcome, now)]
 
     def gone(self, turn_id: TurnId, now: float) -> Iterable[Effect]:
-        """The client has hung up."""
+        """Give the restore up: the client has hung up."""
         pending = self._pending.get(turn_id)
         return [] if pending is None else self._abandon(pending, RestoreOutcome.GONE, now)
 

@@ -96,11 +96,11 @@ class Walks:
 
 
 class Later(msgspec.Struct, frozen=True):
-    """Not known before the engine asks: `DeviceAsked` for a match, `DevicePlaced` for room."""
+    """The engine knows only when it asks: `DeviceAsked` for a match, `DevicePlaced` for room."""
 
 
 class Device(Protocol):
-    """Where turns find their state. Called with what the node decided; decides nothing itself."""
+    """The place where turns find their state. It is told what the node decided; decides nothing."""
 
     @property
     def layout(self) -> Layout: ...
@@ -129,7 +129,7 @@ class Device(Protocol):
 
 
 class OwnDevice:
-    """A HeteroCache as a Device."""
+    """Our own HeteroCache as a Device."""
 
     def __init__(self, cache: HeteroCache, walks: Walks) -> None:
         self._cache = cache

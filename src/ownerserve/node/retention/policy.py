@@ -69,7 +69,7 @@ def economics(model: ModelState, costs: CostModel) -> Economics:
 
 
 class Checkpoints:
-    """One node's policy and its account."""
+    """One node's checkpoint policy, what it learns, and the account of what storing wears."""
 
     def __init__(self, policy: CheckpointPolicy, model: ModelState, costs: CostModel) -> None:
         self.policy = policy

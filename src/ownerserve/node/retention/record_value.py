@@ -84,7 +84,7 @@ class SessionValue(msgspec.Struct, eq=False):
 
 
 class RecordValue:
-    """Prices records. Holds no state but where prices come from."""
+    """Prices what stored records save; holds no state but where prices come from."""
 
     def __init__(self, names: RecordNames, planner: Planner, costs: CostModel) -> None:
         self._names = names

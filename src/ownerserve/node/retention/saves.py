@@ -67,7 +67,7 @@ class SavingTurn(msgspec.Struct, eq=False):
     session_id: SessionId | None
     stored: set[bytes] = set()
     depths: set[int] = set()
-    """Of the points that were asked for, or are stored."""
+    """The depths of points that were asked for, or are stored."""
     open: int = 0
     """Copies that nobody has answered."""
     tip: Tip | None = None

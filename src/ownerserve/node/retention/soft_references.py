@@ -1,7 +1,7 @@
 """Soft references: which cached blocks of an engine's own pool idle sessions would like to find.
 
 Owns a list of blocks for each idle session; the pool owns the blocks, and takes one whenever it
-must: a soft reference is a wish about the order of eviction, never a count. A block is named by
+must: a soft reference asks for an order of eviction, and never counts. A block is named by
 its id *and* its content (the engine's hash), since an id is used again.
 
     session's blocks, by position    [ head ........................ tail ]
@@ -28,7 +28,7 @@ class SoftBlock(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SoftLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How long (`ttl_s`) and how many (`max_blocks`, over all sessions)."""
+    """Limits of soft references: how long (`ttl_s`), how many blocks in all (`max_blocks`)."""
 
     ttl_s: float
     max_blocks: int
@@ -46,25 +46,25 @@ class _Held(msgspec.Struct):
 
 
 class SoftLedger:
-    """Who wishes for which block. Sessions stand in the order in which their last turn ended."""
+    """The blocks that idle sessions refer to; the session idle for longest stands first."""
 
     def __init__(self, limits: SoftLimits) -> None:
         self.counts: Counter[str] = Counter()
         self.limits = limits
         self._sessions: dict[str, _Held] = {}
-        self._wishes: dict[SoftBlock, int] = {}
+        self._references: dict[SoftBlock, int] = {}
 
     def __len__(self) -> int:
-        """Blocks that somebody wishes for."""
-        return len(self._wishes)
+        """Blocks that some session refers to."""
+        return len(self._references)
 
     @property
     def sessions(self) -> int:
         return len(self._sessions)
 
     def wants(self, block: SoftBlock) -> bool:
-        """Whether somebody wishes for the block with what it holds."""
-        return block in self._wishes
+        """Whether a session refers to the block with what it holds."""
+        return block in self._references
 
     def ended(self, session_id: str, blocks: Sequence[SoftBlock], now: float) -> None:
         """A turn is over: its `blocks`, by position, replace what the session wished for.
@@ -76,8 +76,8 @@ class SoftLedger:
             return
         self._sessions[session_id] = _Held(list(blocks), now + self.limits.ttl_s)
         for block in blocks:
-            self._wishes[block] = self._wishes.get(block, 0) + 1
-        excess = len(self._wishes) - self.limits.max_blocks
+            self._references[block] = self._references.get(block, 0) + 1
+        excess = len(self._references) - self.limits.max_blocks
         self.counts["over_limit"] += sum(1 for _ in islice(self.give_up(), max(0, excess)))
 
     def is_back(self, session_id: str, now: float) -> None:
@@ -94,28 +94,28 @@ class SoftLedger:
                 self._unwish(block)
 
     def expire(self, now: float) -> int:
-        """Forget sessions whose time is over; blocks that nobody wishes for any more."""
-        before = len(self._wishes)
+        """Forget sessions whose time is over; blocks that nobody refers to any more."""
+        before = len(self._references)
         for session_id in [s for s, held in self._sessions.items() if held.until_s <= now]:
             self.drop(session_id)
-        expired = before - len(self._wishes)
+        expired = before - len(self._references)
         self.counts["expired"] += expired
         return expired
 
     def forget_lost(self, holds: Callable[[SoftBlock], bool]) -> int:
         """Forget blocks that no longer hold what was wished for; how many."""
-        lost = {block for block in self._wishes if not holds(block)}
+        lost = {block for block in self._references if not holds(block)}
         for session_id, held in list(self._sessions.items()):
             held.blocks = [block for block in held.blocks if block not in lost]
             if not held.blocks:
                 del self._sessions[session_id]
         for block in lost:
-            del self._wishes[block]
+            del self._references[block]
         self.counts["lost"] += len(lost)
         return len(lost)
 
     def give_up(self, spare: str | None = None) -> Iterator[SoftBlock]:
-        """Blocks that nobody wishes for any more, one at a time; stop when it is enough.
+        """Blocks that nobody refers to any more, one at a time; stop when it is enough.
 
         The session `spare` comes last.
         """
@@ -134,20 +134,22 @@ class SoftLedger:
     def clear(self) -> None:
         """Forget everybody."""
         self._sessions.clear()
-        self._wishes.clear()
+        self._references.clear()
 
     def check(self) -> None:
-        """Raise InvariantViolated unless wishes and sessions agree."""
+        """Raise InvariantViolated unless references and sessions agree."""
         held = Counter(block for one in self._sessions.values() for block in one.blocks)
-        if held != Counter(self._wishes):
-            raise InvariantViolated(f"soft references: sessions {held}, wishes {self._wishes}")
+        if held != Counter(self._references):
+            raise InvariantViolated(
+                f"soft references: sessions {held}, references {self._references}"
+            )
         if len(held) > self.limits.max_blocks:
             raise InvariantViolated(f"soft references: {len(held)} blocks, {self.limits}")
 
     def _unwish(self, block: SoftBlock) -> bool:
-        """Whether that was the last wish for it."""
-        self._wishes[block] -= 1
-        if self._wishes[block]:
+        """Whether that was the last reference to it."""
+        self._references[block] -= 1
+        if self._references[block]:
             return False
-        del self._wishes[block]
+        del self._references[block]
         return True

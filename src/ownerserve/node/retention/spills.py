@@ -447,8 +447,8 @@ PRESSED_SESSIONS = 8
 PRESS_WAIT_S = 0.5
 
 
-class OpenSpill(msgspec.Struct, eq=False):
-    """An open spill: copies that were not asked for yet, and those that nobody has answered."""
+class SpillCopies(msgspec.Struct, eq=False):
+    """The copies of an open spill: those not asked for yet, and those that nobody has answered."""
 
     copies: Iterator[StoreCopy]
     waiting: dict[OperationId, StoreCopy]
@@ -494,7 +494,7 @@ class PressureRelief:
         self._chains = chains
         self._idle_spills = idle_spills
         self._settings = settings
-        self._tickets: dict[int, OpenSpill] = {}
+        self._tickets: dict[int, SpillCopies] = {}
         self._queue: deque[int] = deque()
         self._by_operation: dict[OperationId, int] = {}
         self._copied: list[int] = []
@@ -515,7 +515,7 @@ class PressureRelief:
                     case Spill():
                         copies = self._copies_of(directive)
                         until_s = now + COPY_DEADLINE_S
-                        self._tickets[directive.ticket] = OpenSpill(copies, {}, until_s)
+                        self._tickets[directive.ticket] = SpillCopies(copies, {}, until_s)
                         self._queue.append(directive.ticket)
                     case Checkpoint():
                         effects.append(directive)

@@ -153,8 +153,8 @@ Answerer = Callable[[RpcRequest], "Future[RpcAnswer]"]
 
 
 class RpcServer:
-    """Bound when made, serving from `start` to `stop`: on loopback for all who are there; with a
-    key anywhere, for who has it.
+    """The server is bound when made and serves from `start` to `stop`: on loopback for all who are
+    there; with a key anywhere, for who has it.
 
     `counts`: requests `repeated`, `cancelled`, `given_up`; `late`: answers that nobody waited for.
     """

@@ -100,7 +100,7 @@ class Writing(msgspec.Struct, eq=False):
 
 
 class NodeRuntime:
-    """One node. `handle` and `poll` return the turns that may run now."""
+    """The runtime of one node. `handle` and `poll` return the turns that may run now."""
 
     def __init__(
         self,

@@ -82,7 +82,7 @@ def _at_boundary(tier: TierBackend, digest: bytes) -> list[tuple[Listed, int]]:
 
 
 class NodeTiers(TieredStore):
-    """Written as `write` says (None: through to the lowest tier), read from the fastest.
+    """Tiers that are written as `write` says (None: through to the lowest), read from the fastest.
 
     Times every read in the thread that makes it, so that a busy engine does not look like a slow
     disk. `timings` is filled by reading threads and emptied by the node's. `record_value_ms` is
@@ -100,7 +100,7 @@ class NodeTiers(TieredStore):
                 tier.on_removed = self.losses.add
 
     def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]:
-        """As the placement says, then prices."""
+        """Write as the placement says, then price what was stored."""
         ids = [reserved.meta.id for reserved in reservations]
         outcomes = super().commit(reservations)
         priced = {id_: ms for id_ in ids if (ms := self.record_value_ms.pop(id_, None)) is not None}
@@ -118,7 +118,7 @@ class NodeTiers(TieredStore):
     def sighted(
         self, ids: Sequence[bytes], boundaries: Sequence[bytes], *, tenant: bytes = SHARED
     ) -> Mapping[bytes, Sighting]:
-        """As `look`, and where each is nearest. Asks the media: not for the engine's thread."""
+        """What `look` finds, and where each is nearest. Asks media: not for the engine's thread."""
         found = self.look(ids, boundaries, tenant=tenant)
         near = self.nearest(found)
         return {id_: Sighting(record, near[id_]) for id_, record in found.items()}
@@ -139,7 +139,7 @@ class NodeTiers(TieredStore):
         return {}
 
     def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
-        """As any tiered read, timed when all of it came from one tier."""
+        """Read as any tiered store does; the time is noted when all of it came from one tier."""
         media = self.media([want.id for want in wants])
         started_s = time.perf_counter()
         outcome = super().read(wants, landing)

@@ -18,8 +18,7 @@ import msgspec
 
 from ownerserve.kv.errors import UNREADABLE
 from ownerserve.kv.ids import SessionId
-from ownerserve.node.ownership.inventory import TIPS_KEPT
-from ownerserve.node.vocabulary.records import Tip
+from ownerserve.node.vocabulary.records import TIPS_KEPT, Tip
 
 log = logging.getLogger("ownerserve.node")
 
@@ -30,7 +29,7 @@ _DECODER = msgspec.json.Decoder(Tip)
 
 
 class Journal:
-    """Tips in a file. `write` never waits; `close` does, for what was written."""
+    """A file of sessions' tips. `write` never waits; `close` does, for what was written."""
 
     def __init__(self, path: Path) -> None:
         self.unreadable = 0

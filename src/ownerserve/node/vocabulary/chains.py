@@ -32,7 +32,7 @@ HASHED_SESSIONS = 256
 
 
 class Hashes(Protocol):
-    """Who knows the digests of a prompt."""
+    """A part that knows the digests of a prompt."""
 
     def hashed(
         self, tokens: Packed, session_id: SessionId | None, made: HashedPrefix | None = None
@@ -40,7 +40,7 @@ class Hashes(Protocol):
 
 
 class Chains:
-    """Digests by session, least recently used forgotten first."""
+    """Prefix digests by session; the least recently used are forgotten first."""
 
     def __init__(self, block_tokens: int, *, block_bytes: int) -> None:
         self._block_tokens = block_tokens

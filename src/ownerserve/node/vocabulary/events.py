@@ -27,18 +27,18 @@ OperationId = int
 
 
 class TurnArrived(msgspec.Struct, frozen=True):
-    """A turn is here. It is not to run before its `Start`."""
+    """A turn is here; it must not run before its `Start`."""
 
     turn_id: TurnId
     session_id: SessionId | None
     tokens: Packed
     backlog: Backlog = Backlog()
     tenant: bytes = b""
-    """Whose state it may use and makes; empty: what all share."""
+    """The tenant whose state it may use and makes; empty: what all share."""
     hashed: HashedPrefix | None = None
     """The digests of `tokens`, where somebody has made them before; the node's from now on."""
     parent: SessionId | None = None
-    """Whose fork the session is: it stands on what the parent has left."""
+    """The session that this one was forked from: it stands on what the parent has left."""
 
 
 class RecordsFound(msgspec.Struct, frozen=True):
@@ -312,7 +312,7 @@ Effect = (
 
 
 class RestoreOutcome(StrEnum):
-    """What came of a turn's wish for state. A metric label; one a turn."""
+    """What came of a turn's restore: a metric label, one a turn."""
 
     RESIDENT = "resident"
     """The device had all there was to have: the store was not asked."""
@@ -328,7 +328,7 @@ class RestoreOutcome(StrEnum):
 
 
 class RestoreReport(msgspec.Struct, frozen=True):
-    """One turn's restore, for logs and metrics. `plan` is the last one that was made."""
+    """What came of one turn's restore, for logs and metrics. `plan` is the last one made."""
 
     outcome: RestoreOutcome
     plan: RestorePlan | None

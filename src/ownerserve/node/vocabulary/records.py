@@ -274,6 +274,10 @@ class RecordNames:
 # ---- tips
 
 
+TIPS_KEPT = 4096
+"""Sessions of which a node, and the file beside its store, keep the tip."""
+
+
 class Tip(msgspec.Struct, frozen=True):
     """A session's blocks [0, depth), as they were last copied; depth 0: the session is forgotten.
 

@@ -45,7 +45,7 @@ JOIN_S = 30.0
 
 
 class RequestStream:
-    """Events of one request, in order. Ends after Finished or Failed."""
+    """The events of one request, in order. It ends after Finished or Failed."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -67,7 +67,7 @@ class RequestStream:
 
 
 class AsyncEngine:
-    """Start and stop it on the event loop that uses it."""
+    """The engine as asyncio code uses it; started and stopped on the event loop that uses it."""
 
     def __init__(self, loop: StepLoop) -> None:
         self._steps = loop
@@ -137,7 +137,7 @@ class AsyncEngine:
         return self._steps.standing
 
     def step_s(self) -> float:
-        """What the last step took."""
+        """Seconds that the last step took."""
         return self._steps.step_s
 
     async def inventory(self, after: int, timeout_s: float) -> Page:
@@ -162,13 +162,13 @@ class AsyncEngine:
         assert self._asyncio is not None
         loop = self._asyncio
 
-        def outbox(events: Sequence[tuple[str, StreamEvent]]) -> None:
+        def deliver(events: Sequence[tuple[str, StreamEvent]]) -> None:
             try:
                 loop.call_soon_threadsafe(self._deliver, events)
             except RuntimeError:
                 logger.warning("the event loop closed before the engine was stopped")
 
-        self._steps.run(outbox)
+        self._steps.run(deliver)
 
     def _deliver(self, events: Sequence[tuple[str, StreamEvent]]) -> None:
         for request_id, event in events:

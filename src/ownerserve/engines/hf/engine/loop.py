@@ -2,7 +2,7 @@
 
 Owns the runner, the scheduler and the cache from the moment it starts; nobody else may touch them.
 It never decides what a step holds (the scheduler does) and never waits for a reader (events go to
-an outbox that must not block).
+a callback that must not block).
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def take_over(
 
 logger = logging.getLogger(__name__)
 
-Outbox = Callable[[Sequence[tuple[str, StreamEvent]]], None]
+DeliverEvents = Callable[[Sequence[tuple[str, StreamEvent]]], None]
 """Takes (request id, event) pairs; called on the engine thread."""
 
 
@@ -198,7 +198,7 @@ class _Voice(msgspec.Struct, eq=False):
 
 
 class StepLoop:
-    """`run` is the engine thread. `inbox` is the way in, the outbox the way out.
+    """The loop of the engine thread: `run`. `inbox` is the way in, `deliver` the way out.
 
     `latest` is the load after the last step, replaced whole: any thread may read it.
     """
@@ -223,7 +223,7 @@ class StepLoop:
         self._restoring: Restoring = WithoutNode(cache, scheduler)
         self._measuring = SchedulerObserver(self._restoring.calibration)
         self._intake = IntakeClock(metrics.taken_in)
-        self._desk = TurnAdmission(cache, scheduler, identity)
+        self._turn_admission = TurnAdmission(cache, scheduler, identity)
         self.ownership: Owning = Unowned()
         self._known = KnownSessions(cache.layout.block_tokens)
         self._live: dict[str, _Live] = {}
@@ -237,7 +237,7 @@ class StepLoop:
         """What the last step took."""
         self._in_hand: Command | None = None
         """The command that is being handled."""
-        self.standing = self._desk.standing()
+        self.standing = self._turn_admission.standing()
         """What seeds are judged by, as of the last step; replaced whole, as `latest`."""
 
     def attach(self, restoring: Restoring) -> None:
@@ -254,7 +254,7 @@ class StepLoop:
         """Serve with a directory that knows whose the sessions are; before `run`."""
         self.ownership = ownership
 
-    def run(self, outbox: Outbox) -> None:
+    def run(self, deliver: DeliverEvents) -> None:
         """Serve until told to stop. However it ends, every stream gets its last event."""
         because, within_s = "the engine has stopped", STOP_WITHIN_S
         self.ownership.start()
@@ -262,14 +262,14 @@ class StepLoop:
             while self._drain():
                 self._restoring.poll()
                 if self._scheduler.has_work:
-                    self._step(outbox)
-                self._hand_out(outbox)
+                    self._step(deliver)
+                self._hand_out(deliver)
         except Exception as error:  # a thread's root: the reason must reach the callers
             within_s = 0.0
             because = f"the engine has crashed: {type(error).__name__}: {error}"
             logger.exception("the engine thread ends")
         finally:
-            self._die(because, outbox)
+            self._die(because, deliver)
             self._restoring.close(within_s=within_s)
             self.ownership.close(within_s=within_s)
 
@@ -280,7 +280,7 @@ class StepLoop:
         if self._scheduler.has_work:
             command = self.inbox.take_ready()
         else:
-            waits = (self._restoring.wait_s(), self._desk.wait_s())
+            waits = (self._restoring.wait_s(), self._turn_admission.wait_s())
             command = self.inbox.take(min((s for s in waits if s is not None), default=None))
         while command is not None:
             if isinstance(command, StopLoop):
@@ -289,7 +289,7 @@ class StepLoop:
             self._handle(command)
             self._in_hand = None
             command = self.inbox.take_ready()
-        self.standing = self._desk.standing()
+        self.standing = self._turn_admission.standing()
         return True
 
     def _handle(self, command: Command) -> None:
@@ -318,7 +318,7 @@ class StepLoop:
         if isinstance(request, ListHeld):
             life = self._identity.incarnation
             return PageIs(self._restoring.inventory.page(request.after, incarnation=life))
-        answer = self._desk.answer(request)
+        answer = self._turn_admission.answer(request)
         if isinstance(request, Reserve):
             self._metrics.reserved(answer)
         return answer
@@ -335,7 +335,7 @@ class StepLoop:
         if isinstance(given_up, Reject):
             return given_up
         self._known.forget(session_id)
-        let_go = self._desk.answer(asked)
+        let_go = self._turn_admission.answer(asked)
         return let_go if asked.epoch is None else given_up
 
     def _submit(self, submit: Submit) -> None:
@@ -344,7 +344,7 @@ class StepLoop:
         turn_ids = _turn_ids(request)
         block = self._cache.layout.block_tokens
         prompt = request.prefix or prefix_of(request.prompt, block)
-        answer: LetIn | QueuedPrompt | RequestRejected = self._desk.let_in(request)
+        answer: LetIn | QueuedPrompt | RequestRejected = self._turn_admission.let_in(request)
         if isinstance(answer, LetIn):
             answer = self._scheduler.arrive(
                 RequestArrival(
@@ -401,13 +401,13 @@ class StepLoop:
 
     # ---- one step
 
-    def _step(self, outbox: Outbox) -> None:
+    def _step(self, deliver: DeliverEvents) -> None:
         started_s = time.monotonic()
         self._intake.start()
         plan = self._scheduler.plan(started_s)
         self._announce(plan)
         self._intake.planned(plan)
-        self._hand_out(outbox)
+        self._hand_out(deliver)
         self._runner.apply(plan.effects)
         sampled = self._compute(plan)
         now = time.monotonic()
@@ -546,10 +546,10 @@ class StepLoop:
     def _emit(self, request_id: str, event: StreamEvent) -> None:
         self._events.append((request_id, event))
 
-    def _hand_out(self, outbox: Outbox) -> None:
+    def _hand_out(self, deliver: DeliverEvents) -> None:
         if self._events:
             events, self._events = self._events, []
-            outbox(events)
+            deliver(events)
 
     def _forget(self, request_id: str) -> bool:
         """Drop what is known of a request; whether it was live."""
@@ -563,7 +563,7 @@ class StepLoop:
         self._measuring.forget(turn_ids)
         return True
 
-    def _die(self, because: str, outbox: Outbox) -> None:
+    def _die(self, because: str, deliver: DeliverEvents) -> None:
         """Nobody will answer any more: say so to all who wait, and to all who come."""
         left = self.inbox.close(because)
         if self._in_hand is not None:  # in whose handling it crashed
@@ -577,7 +577,7 @@ class StepLoop:
             answer = command.answer
             if answer.running() or (not answer.done() and answer.set_running_or_notify_cancel()):
                 answer.set_exception(EngineDead(because))
-        self._hand_out(outbox)
+        self._hand_out(deliver)
 
 
 def _turn_ids(request: EngineRequest) -> tuple[TurnId, ...]:

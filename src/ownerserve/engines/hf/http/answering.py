@@ -60,7 +60,7 @@ class Envelope(msgspec.Struct, frozen=True):
     model: str
 
 
-class Wishes(msgspec.Struct, frozen=True):
+class ResponseOptions(msgspec.Struct, frozen=True):
     """What the caller wants to see beside the text."""
 
     token_ids: bool
@@ -74,12 +74,12 @@ class Format(ABC):
     chunk_object: str
 
     def __init__(
-        self, envelope: Envelope, request: EngineRequest, codec: ChatCodec, wishes: Wishes
+        self, envelope: Envelope, request: EngineRequest, codec: ChatCodec, options: ResponseOptions
     ) -> None:
         self._envelope = envelope
         self.request = request
         self._codec = codec
-        self._wishes = wishes
+        self._options = options
         # Characters of choice i so far, as its tokens are shown (completions' text_offset).
         self._shown = [0] * request.choices
 
@@ -102,7 +102,7 @@ class Format(ABC):
 
     def chunk(self, delta: Delta) -> Json | None:
         """A stream chunk; None when there is nothing to show yet."""
-        has_details = self.request.sampling.logprobs is not None or self._wishes.token_ids
+        has_details = self.request.sampling.logprobs is not None or self._options.token_ids
         if not (delta.text or delta.finish or has_details):
             return None
         choice = self._choice(delta, self._delta_body(delta.text))
@@ -110,7 +110,7 @@ class Format(ABC):
 
     def closing(self, finished: RequestFinished) -> Json | None:
         """The usage chunk, if it was asked for."""
-        if not self._wishes.stream_usage:
+        if not self._options.stream_usage:
             return None
         return {**self._object(self.chunk_object, []), "usage": usage(finished)}
 
@@ -124,7 +124,7 @@ class Format(ABC):
             joined = Delta(i, text, sampled, own[-1].finish)
             choices.append(self._choice(joined, self._whole_body(text)))
         answer = {**self._object(self.whole_object, choices), "usage": usage(finished)}
-        if self._wishes.token_ids:
+        if self._options.token_ids:
             answer["prompt_token_ids"] = list(self.request.prompt)
         return answer
 
@@ -137,7 +137,7 @@ class Format(ABC):
             "model": envelope.model,
             "choices": choices,
         }
-        if kind == self.chunk_object and self._wishes.stream_usage:
+        if kind == self.chunk_object and self._options.stream_usage:
             body["usage"] = None
         return body
 
@@ -150,13 +150,13 @@ class Format(ABC):
         }
         if self.request.sampling.logprobs is not None:
             choice["logprobs"] = self._logprobs(delta.index, delta.sampled)
-        if self._wishes.token_ids:
+        if self._options.token_ids:
             choice["token_ids"] = [sampled.token for sampled in delta.sampled]
         return choice
 
 
 class ChatFormat(Format):
-    """/v1/chat/completions"""
+    """The objects of /v1/chat/completions."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -195,7 +195,7 @@ class ChatFormat(Format):
 
 
 class CompletionFormat(Format):
-    """/v1/completions"""
+    """The objects of /v1/completions."""
 
     whole_object = chunk_object = "text_completion"
 

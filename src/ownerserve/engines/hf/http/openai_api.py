@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from ownerserve.engines.hf.model.text import ChatCodec
-from ownerserve.engines.hf.scheduling.requests import EngineRequest, Sampling, Stopping
+from ownerserve.engines.hf.scheduling.requests import EngineRequest, Facts, Sampling, Stopping
 from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
@@ -116,16 +116,6 @@ class TurnHeaders(msgspec.Struct, frozen=True):
     group: str = ""
     epoch: Epoch | None = None
     version: int = 0
-
-
-class Facts(msgspec.Struct, frozen=True):
-    """What a request is checked against."""
-
-    model: str
-    vocab_size: int
-    sequence_tokens: int
-    eos_token_ids: frozenset[int]
-    block_tokens: int
 
 
 def parse_body(data: bytes, body_type: type[B]) -> B:

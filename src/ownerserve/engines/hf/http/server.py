@@ -32,7 +32,7 @@ from ownerserve.engines.hf.http.answering import (
     Envelope,
     EventStream,
     Format,
-    Wishes,
+    ResponseOptions,
     check_target,
     collect,
     error_response,
@@ -191,16 +191,16 @@ class Endpoints:
 
     def _form(
         self, prefix: str, body: Body, request: EngineRequest
-    ) -> tuple[Envelope, EngineRequest, Any, Wishes]:
+    ) -> tuple[Envelope, EngineRequest, Any, ResponseOptions]:
         envelope = Envelope(
             f"{prefix}-{request.request_id}", int(time.time()), self._worker.facts.model
         )
         options = body.stream_options
-        wishes = Wishes(
+        shown = ResponseOptions(
             token_ids=bool(body.return_token_ids),
             stream_usage=bool(body.stream and options and options.include_usage),
         )
-        return envelope, request, self._worker.codec, wishes
+        return envelope, request, self._worker.codec, shown
 
     async def _answer(self, http: HttpRequest, body: Body, form: Format) -> Response:
         """Submit, wait for admission (headers carry what came of it), then stream or collect."""

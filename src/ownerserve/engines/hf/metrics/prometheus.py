@@ -40,7 +40,7 @@ TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 class WorkerMetrics:
-    """One registry a worker, so that several can live in one process."""
+    """A worker's own metrics, in a registry of its own: several can live in one process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -126,7 +126,7 @@ class RestoreSummary(msgspec.Struct, frozen=True):
 
 
 class Restoring(Protocol):
-    """What the loop tells, and asks."""
+    """What the loop tells a node, and asks of it."""
 
     calibration: Calibration
     """Where what is measured goes."""
@@ -149,7 +149,7 @@ class Restoring(Protocol):
 
 
 class WithoutNode:
-    """No store, no node: every turn runs with what the device has; short room is evicted."""
+    """A loop without a node: turns run with what the device has; short room is evicted."""
 
     def __init__(self, cache: HeteroCache, scheduler: Scheduler) -> None:
         self.inventory = Inventory()

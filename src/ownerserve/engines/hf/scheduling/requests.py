@@ -86,6 +86,16 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefix: PromptPrefix | None = None
 
 
+class Facts(msgspec.Struct, frozen=True):
+    """What a request is checked against."""
+
+    model: str
+    vocab_size: int
+    sequence_tokens: int
+    eos_token_ids: frozenset[int]
+    block_tokens: int
+
+
 class TokenLogprob(msgspec.Struct, frozen=True):
     """A token and its natural-log probability under the unmodified distribution."""
 

@@ -175,7 +175,10 @@ def open_turn(
 
 
 class Scheduler:
-    """See the module. Calls alternate: `plan`, then `step_done`; `arrive` and `abort` between."""
+    """The scheduler of one engine.
+
+    Calls alternate: `plan`, then `step_done`; `arrive` and `abort` between.
+    """
 
     def __init__(
         self,
@@ -192,7 +195,7 @@ class Scheduler:
             )
         self.counts = RequestCounts()
         self.promises: Promises = NoPromises()
-        """Keeps room for turns that are not here yet; set by the desk that answers for it."""
+        """Keeps room for turns that are not here yet; `TurnAdmission` sets itself here."""
         self._cache = cache
         self._limits = limits
         self._resume_of = resume_of or (lambda _: None)

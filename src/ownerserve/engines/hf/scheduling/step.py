@@ -189,7 +189,7 @@ class Promises(Protocol):
 
 
 class NoPromises:
-    """Nobody reserves."""
+    """The promises of a worker at which nobody reserves."""
 
     def withholds(self, blocks: int, order: int) -> bool:
         return False
