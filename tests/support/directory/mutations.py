@@ -13,7 +13,7 @@ owner names another version (`test_transfer_is_compare_and_set`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -219,14 +219,24 @@ class Caught(NamedTuple):
     problem: str
 
 
-def first_caught(mutation: Mutation, seeds: int) -> Caught | None:
-    """The first seed on which the missing check shows; None when it never does."""
+LATE = {"may_adopt": 818, "_lease_end": 403}
+"""Removals that the first hundreds of schedules do not miss, and a schedule that did."""
+
+
+def likely_first(mutation: Mutation, seeds: int) -> Iterator[int]:
+    """`seeds` schedules, the one that is known to miss the check before the others."""
+    yield from (LATE[name] for _, name, _ in mutation.missing if name in LATE)
+    yield from range(seeds)
+
+
+def first_caught(mutation: Mutation, seeds: Iterable[int]) -> Caught | None:
+    """The first of `seeds` on which the missing check shows; None when it never does."""
     with ExitStack() as patched:
         for where, name, by in mutation.missing:
             patched.enter_context(patch.object(where, name, by))
         ask = remembered(OwnerState._ask)
         patched.enter_context(patch.object(OwnerState, "_ask", ask))
-        for seed in range(seeds):
+        for seed in seeds:
             try:
                 play(seed)
             except (AssertionError, OwnerServeError, LookupError) as error:
@@ -237,4 +247,4 @@ def first_caught(mutation: Mutation, seeds: int) -> Caught | None:
 if __name__ == "__main__":
     limit = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
     for one in MUTATIONS:
-        print(f"{one.name}: {first_caught(one, limit)}", flush=True)
+        print(f"{one.name}: {first_caught(one, range(limit))}", flush=True)
