@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ownerserve.kv.messages import ExecutionMode, PlacementAction, Reason
+from ownerserve.kv.messages import ExecutionMode, PlacementAction, UnservedReason
 from ownerserve.sim.metrics.counters import FleetCounters, Migration
 from ownerserve.sim.metrics.coupling import coupling
 from ownerserve.sim.metrics.fleet_load import heat_map
@@ -54,7 +54,7 @@ def summary(*turns: TurnRow, counters: FleetCounters | None = None, samples: Sam
 
 
 def test_a_row_comes_back_as_it_was_put_in() -> None:
-    row = turn(7, 3, 1.25, 9.5, reason=Reason.OVERLOADED, network_bytes=1 << 40, attempts=3)
+    row = turn(7, 3, 1.25, 9.5, reason=UnservedReason.OVERLOADED, network_bytes=1 << 40, attempts=3)
     kept = rows_of(row).table()[0]
     for name in DTYPE.names:
         value = kept[name]
@@ -91,7 +91,9 @@ def test_one_sampled_token_has_no_time_per_token() -> None:
 
 
 def test_outcomes_add_up_and_only_whole_sessions_are_completed() -> None:
-    refused = turn(3, 2, 0, 0, mode=ExecutionMode.REFUSED, reason=Reason.NO_ROOM, worker=NO_WORKER)
+    refused = turn(
+        3, 2, 0, 0, mode=ExecutionMode.REFUSED, reason=UnservedReason.NO_ROOM, worker=NO_WORKER
+    )
     found = summary(
         turn(0, 0, 0, 36),
         turn(1, 0, 40, 50, attempts=3, routed_s=42),

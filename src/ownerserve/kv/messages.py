@@ -48,7 +48,7 @@ class PlacementAction(StrEnum):
 
 
 class ExecutionMode(StrEnum):
-    """How a turn was really served. `refused` and `failed` carry a `Reason`."""
+    """How a turn was really served. `refused` and `failed` carry a `UnservedReason`."""
 
     DIRECT_APPEND = "direct_append"
     SEED = "seed"
@@ -61,14 +61,13 @@ class ExecutionMode(StrEnum):
     FAILED = "failed"
 
 
-class Reason(StrEnum):
-    """Why a turn was refused or failed; a metric label."""
+class UnservedReason(StrEnum):
+    """Why a simulated turn was not served; a label of the simulator's rows and tables. A real
+    worker's word is WorkerRefusal (kv.wire.refusals)."""
 
     NO_ROOM = "no_room"
     TOO_LONG = "too_long"
     OVERLOADED = "overloaded"
-    DRAINING = "draining"
-    ABORTED = "aborted"
     ENGINE_ERROR = "engine_error"
 
 

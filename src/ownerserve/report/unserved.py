@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ownerserve.kv.messages import Reason
+from ownerserve.kv.messages import UnservedReason
 
 MENDS: dict[str, str] = {
-    Reason.TOO_LONG: "give each worker more memory (--kv), or take shorter sessions",
-    Reason.NO_ROOM: "add workers or memory (--workers, --kv), or a faster link (--nic)",
-    Reason.OVERLOADED: "add workers, or fewer sessions at once (--mode capped:N)",
-    Reason.ENGINE_ERROR: "workers died (--faults)",
+    UnservedReason.TOO_LONG: "give each worker more memory (--kv), or take shorter sessions",
+    UnservedReason.NO_ROOM: "add workers or memory (--workers, --kv), or a faster link (--nic)",
+    UnservedReason.OVERLOADED: "add workers, or fewer sessions at once (--mode capped:N)",
+    UnservedReason.ENGINE_ERROR: "workers died (--faults)",
 }
 UNNAMED = "see `modes` and `reasons` in --json"
 

@@ -20,7 +20,7 @@ import msgspec
 from ownerserve.directory.owner.state import SessionTip
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.messages import ExecutionMode, PlacementAction, Reason, Tier
+from ownerserve.kv.messages import ExecutionMode, PlacementAction, Tier, UnservedReason
 from ownerserve.router.messages import (
     Answer,
     Arrive,
@@ -226,7 +226,7 @@ class SimFleet:
         if brought.landing is TransferOutcome.LOST:
             if moves:
                 self._accounts.gave_up(live, now)
-            self._lost(live, now, reason=Reason.ENGINE_ERROR)
+            self._lost(live, now, reason=UnservedReason.ENGINE_ERROR)
             return
         self._waited(live, brought, now)
         if brought.landing is TransferOutcome.LANDED:
@@ -313,10 +313,10 @@ class SimFleet:
     def _sent(self, live: LiveTurn, brought: TransferResult, now: float) -> None:
         """What was computed elsewhere has come, or has not: then it is computed here."""
         if brought.landing is TransferOutcome.LOST:
-            self._lost(live, now, reason=Reason.ENGINE_ERROR)
+            self._lost(live, now, reason=UnservedReason.ENGINE_ERROR)
             return
         if brought.landing is TransferOutcome.NO_ROOM:
-            self._lost(live, now, reason=Reason.NO_ROOM)
+            self._lost(live, now, reason=UnservedReason.NO_ROOM)
             return
         self._waited(live, brought, now)
         if brought.landing in (TransferOutcome.LATE, TransferOutcome.SOURCE_LOST):
@@ -332,21 +332,25 @@ class SimFleet:
         else:
             live = self._live[sequence.turn_id]
             where = live.worker
-        self._lost(live, now, reason=Reason.TOO_LONG if where.is_up else Reason.ENGINE_ERROR)
+        self._lost(
+            live,
+            now,
+            reason=UnservedReason.TOO_LONG if where.is_up else UnservedReason.ENGINE_ERROR,
+        )
         self._transfers.room_at(where, now)
 
-    def _lost(self, live: LiveTurn, now: float, *, reason: Reason) -> None:
+    def _lost(self, live: LiveTurn, now: float, *, reason: UnservedReason) -> None:
         """Try another worker while nothing has reached the client; else the turn has failed."""
         turn, row, receipt = live.turn, live.row, live.dispatch.receipt
         del self._live[live.sequence.turn_id]
         outcome: Dispatch | Refuse | None = None
-        if reason is Reason.TOO_LONG:  # a client's error: nobody else is asked
+        if reason is UnservedReason.TOO_LONG:  # a client's error: nobody else is asked
             self.router.handle(FirstByte(receipt, None, Answer.ERROR), now)
             self.router.handle(Done(receipt), now)
         elif live.has_begun:
             self.router.handle(Broken(receipt), now)
         else:
-            died = reason is Reason.ENGINE_ERROR
+            died = reason is UnservedReason.ENGINE_ERROR
             failure = Failure.CLOSED if died else Failure.REFUSED
             outcome = self.router.handle(Failed(receipt, failure), now)
         if isinstance(outcome, Dispatch):
@@ -362,7 +366,7 @@ class SimFleet:
         self._close(turn, row, now)
 
     def _refused(self, turn: SimTurn, row: TurnRow, now: float) -> None:
-        row.mode, row.reason = ExecutionMode.REFUSED, Reason.OVERLOADED
+        row.mode, row.reason = ExecutionMode.REFUSED, UnservedReason.OVERLOADED
         self._close(turn, row, now)
 
     def _close(self, turn: SimTurn, row: TurnRow, now: float) -> None:

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ownerserve.kv.messages import ExecutionMode, PlacementAction, Reason
+from ownerserve.kv.messages import ExecutionMode, PlacementAction, UnservedReason
 
 MODES = tuple(ExecutionMode)
 ACTIONS = (None, *PlacementAction)
-REASONS = (None, *Reason)
+REASONS = (None, *UnservedReason)
 
 NO_WORKER = -1
 
@@ -80,7 +80,7 @@ class TurnRow(msgspec.Struct, gc=False):
     network_bytes: int = 0
     mode: ExecutionMode = ExecutionMode.COLD_PREFILL
     action: PlacementAction | None = None
-    reason: Reason | None = None
+    reason: UnservedReason | None = None
 
 
 _LONG = {"placed_bytes", "duplicate_bytes", "avoidable_bytes", "network_bytes"}
