@@ -16,7 +16,7 @@ not."""
 
 
 def parse_address(text: str, *, field: str, mend: str) -> tuple[str, int]:
-    """Host and port of "host:port". Raises InvalidInput naming `field`, with `mend`."""
+    """Return host and port of "host:port". Raises InvalidInput naming `field`, with `mend`."""
     host, _, port = text.rpartition(":")
     if not _HOST.fullmatch(host) or not _PORT.fullmatch(port):
         raise InvalidInput(field, f"{text[:80]!r} is no HOST:PORT", mend)
@@ -26,7 +26,9 @@ def parse_address(text: str, *, field: str, mend: str) -> tuple[str, int]:
 
 
 def parse_endpoint(address: str, *, field: str, mend: str) -> tuple[str, int]:
-    """Host and port of "tcp://host:port" or "curve://host:port". Raises as `parse_address`."""
+    """Return host and port of "tcp://host:port" or "curve://host:port". Raises as
+    `parse_address`.
+    """
     for scheme in (KEYED, PLAIN):
         if address.startswith(scheme):
             return parse_address(address.removeprefix(scheme), field=field, mend=mend)
@@ -34,7 +36,7 @@ def parse_endpoint(address: str, *, field: str, mend: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether only this machine reaches `host`."""
+    """Tell whether only this machine reaches `host`."""
     name = (host or "").strip("[]")
     try:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback

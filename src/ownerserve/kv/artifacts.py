@@ -32,17 +32,21 @@ SHA256_BYTES = 32
 
 
 class Approximation(StrEnum):
-    """Ways in which state may differ from that of a cold run."""
+    """An approximation is a way in which state may differ from that of a cold run."""
 
     BOUNDED_REPLAY = "bounded_replay"
 
 
 class Exact(msgspec.Struct, frozen=True, tag="exact"):
-    """Same inputs, same numerics, within the stated logit tolerance of a cold run."""
+    """Exact state has the same inputs and numerics as a cold run's, and its logits within the
+    stated tolerance.
+    """
 
 
 class Approximate(msgspec.Struct, frozen=True, tag="approximate"):
-    """Made by a shortcut of `kind`; never published under the exact id of the same prefix."""
+    """Approximate state was made by a shortcut of `kind`; it is never published under the exact id
+    of the same prefix.
+    """
 
     kind: Approximation
 
@@ -51,7 +55,8 @@ Exactness: TypeAlias = Exact | Approximate
 
 
 class Numerics(msgspec.Struct, frozen=True):
-    """How values were computed: compute dtype, quantisation of the weights, RoPE scaling.
+    """Numerics say how values were computed: compute dtype, quantisation of the weights, RoPE
+    scaling.
 
     `rope_scaling` is the config's object in canonical JSON; empty when there is none. Positions
     are absolute in this project, so a prefix has one rotation.
@@ -63,7 +68,7 @@ class Numerics(msgspec.Struct, frozen=True):
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything but the prefix that the meaning of state bytes depends on.
+    """An identity is everything but the prefix that the meaning of state bytes depends on.
 
     `weights` is a digest, or a revision that names one; `tenant_salt` is made by `tenant_salt`;
     `multimodal` digests inputs that are no tokens (images), empty for text.
@@ -89,7 +94,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def digest(self) -> bytes:
-        """SHA-256 over all fields, each with its length, so that none runs into the next."""
+        """Return the SHA-256 over all fields, each with its length, so that none runs into the
+        next.
+        """
         exact = self.exactness
         fields = (
             self.model_id.encode(),
@@ -108,7 +115,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RangeKey(msgspec.Struct, frozen=True, tag="range"):
-    """One component's entries of tokens [start, end); `prefix_hash` is the chain's tip at `end`."""
+    """A range key names one component's entries of tokens [start, end); `prefix_hash` is the
+    chain's tip at `end`.
+    """
 
     prefix_hash: PrefixHash
     start: int
@@ -121,7 +130,9 @@ class RangeKey(msgspec.Struct, frozen=True, tag="range"):
 
 
 class PointKey(msgspec.Struct, frozen=True, tag="point"):
-    """One component's state at `position`, a boundary; `prefix_hash` is the chain's tip there."""
+    """A point key names one component's state at `position`, a boundary; `prefix_hash` is the
+    chain's tip there.
+    """
 
     prefix_hash: PrefixHash
     position: int
@@ -136,7 +147,7 @@ ArtifactKey: TypeAlias = RangeKey | PointKey
 
 
 def artifact_id(identity_digest: bytes, key: ArtifactKey) -> ArtifactId:
-    """The id of `key` under an identity; pass `Identity.digest()` computed once."""
+    """Return the id of `key` under an identity; pass `Identity.digest()` computed once."""
     match key:
         case RangeKey():
             where = (b"range", _uint64(key.start), _uint64(key.end))
@@ -147,8 +158,9 @@ def artifact_id(identity_digest: bytes, key: ArtifactKey) -> ArtifactId:
 
 
 class ArtifactIds:
-    """`artifact_id` of one component under one identity, many at a time: at two fifths of the cost,
-    since all that does not change is laid out once."""
+    """ArtifactIds makes the `artifact_id`s of one component under one identity, many at a time: at
+    two fifths of the cost, since all that does not change is laid out once.
+    """
 
     __slots__ = ("_after_point", "_before_point", "_before_range", "_component", "_head")
 
@@ -165,12 +177,12 @@ class ArtifactIds:
         return self.at(prefix_hash, self.place(start, end))
 
     def place(self, start: int, end: int) -> bytes:
-        """What the ids of [start, end) have in common, whatever the prefix: for `at`."""
+        """Return what the ids of [start, end) have in common, whatever the prefix: for `at`."""
         key = self._before_range + start.to_bytes(8, "little") + _EIGHT + end.to_bytes(8, "little")
         return key + self._component
 
     def at(self, prefix_hash: PrefixHash, place: bytes) -> ArtifactId:
-        """The range artifact of that prefix at a `place`."""
+        """Return the id of the range artifact of that prefix at a `place`."""
         return ArtifactId(hashlib.sha256(self._head + prefix_hash + place).digest())
 
     def point(self, prefix_hash: PrefixHash, position: int) -> ArtifactId:
@@ -180,7 +192,9 @@ class ArtifactIds:
 
 
 def tenant_salt(secret: bytes, tenant: str) -> bytes:
-    """HMAC-SHA-256 of the tenant's name: ids of one tenant say nothing about another's."""
+    """Return the HMAC-SHA-256 of the tenant's name: ids of one tenant say nothing about another's.
+    Raises InvalidInput for a `secret` that is too short.
+    """
     if len(secret) < SALT_BYTES:
         raise InvalidInput("secret", f"{len(secret)} bytes", f"use {SALT_BYTES} or more")
     return hmac.digest(secret, tenant.encode(), "sha256")

@@ -6,13 +6,13 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds since an arbitrary origin; never goes back."""
+    """A clock returns the seconds since an arbitrary origin; it never goes back."""
 
     def now(self) -> float: ...
 
 
 class ManualClock:
-    """A clock that a test or the simulator moves."""
+    """A manual clock stands still until a test or the simulator moves it."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

@@ -20,7 +20,9 @@ from ownerserve.kv.specs import Precision
 
 
 class KvFormat(StrEnum):
-    """Layout of a key-value entry. The last three exist for latents only (MLA, DeepSeek-V4)."""
+    """A KvFormat is the layout of a key-value entry. The last three exist for latents only (MLA,
+    DeepSeek-V4).
+    """
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -36,7 +38,7 @@ class KvFormat(StrEnum):
 
 
 class IndexFormat(StrEnum):
-    """Layout of an indexer key."""
+    """An IndexFormat is the layout of an indexer key."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -46,15 +48,17 @@ class IndexFormat(StrEnum):
 
 
 class TailForm(StrEnum):
-    """How an HCA tail is held: the waiting rows, or an online softmax (max, sum, value)."""
+    """A TailForm says how an HCA tail is held: as the waiting rows, or as an online softmax (max,
+    sum, value).
+    """
 
     RAW_ROWS = "raw_rows"
     ONLINE = "online"
 
 
 class KvDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An engine's choices. `window` and `ssm` None: as `kv`, and as the model's config says
-    (FP32 when it is silent).
+    """A descriptor states an engine's choices. `window` and `ssm` None: as `kv`, and as the model's
+    config says (FP32 when it is silent).
 
     `page_tokens`: boundaries are multiples of it too. `align_bytes`: what a kernel wants the
     entries of one layer in one block, and its window, rounded up to. `lookahead_tokens`:
@@ -113,7 +117,9 @@ NAMED = {
 
 
 def load_descriptor(name_or_path: str) -> KvDescriptor:
-    """A named descriptor, or the one in a JSON file. Raises InvalidInput naming the field."""
+    """Return a named descriptor, or the one in a JSON file. Raises InvalidInput naming the
+    field.
+    """
     if name_or_path in NAMED:
         return NAMED[name_or_path]
     path = Path(name_or_path)
@@ -127,7 +133,9 @@ def load_descriptor(name_or_path: str) -> KvDescriptor:
 
 
 def parse_descriptor(text: bytes, *, source: str) -> KvDescriptor:
-    """The descriptor in JSON `text`; `base` names the one whose fields it changes."""
+    """Return the descriptor in JSON `text`; `base` in it names the one whose fields it changes.
+    Raises InvalidInput naming the field in `source`.
+    """
     try:
         fields = msgspec.json.decode(text, type=dict[str, object])
         base = fields.pop("base", None)

@@ -20,7 +20,9 @@ COUNTER_LIMIT = 1 << 48
 
 
 class Term(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
-    """One memory of a directory. `ordinal` grows; `nonce` is random and tells twins apart."""
+    """A term is one memory of a directory. `ordinal` grows; `nonce` is random and tells twins
+    apart.
+    """
 
     ordinal: int
     nonce: int
@@ -31,14 +33,14 @@ class Term(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
 
 
 class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
-    """One grant of ownership. Compares by term, then by counter."""
+    """An epoch is one grant of ownership. Epochs compare by term, then by counter."""
 
     term: Term
     counter: int
 
 
 def later(first: Epoch | None, second: Epoch | None) -> Epoch | None:
-    """The higher of two epochs, either of which may be absent."""
+    """Return the higher of two epochs, either of which may be absent."""
     if first is None or second is None:
         return first or second
     return max(first, second)

@@ -13,7 +13,7 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class OwnerServeError(Exception):
-    """Base of all errors that a caller can be expected to handle."""
+    """OwnerServeError is the base of all errors that a caller can be expected to handle."""
 
 
 class InvalidInput(OwnerServeError):
@@ -29,7 +29,9 @@ class InvalidInput(OwnerServeError):
         self.mend = mend
 
     def __reduce__(self) -> tuple[type[InvalidInput], tuple[str, str, str]]:
-        """So that it crosses from a process of a sweep: Exception's own has one argument."""
+        """Return all three arguments, so that the error crosses from a process of a sweep:
+        Exception's own has one.
+        """
         return type(self), (self.field, self.problem, self.mend)
 
 
@@ -46,7 +48,9 @@ class PeerLost(OwnerServeError):
 
 
 class Corrupt(OwnerServeError):
-    """The store must act: bytes do not match their digest. Served as a miss, never as data."""
+    """The store must act: bytes do not match their digest. They are served as a miss, never as
+    data.
+    """
 
 
 class InvariantViolated(OwnerServeError):

@@ -20,12 +20,12 @@ from ownerserve.kv.messages import ExecutionMode
 
 
 def lost_tokens(known: int, cached: int) -> int:
-    """Tokens that the session's last turn left and that must be computed again."""
+    """Count the tokens that the session's last turn left and that must be computed again."""
     return max(0, known - cached)
 
 
 def execution_mode(known: int, cached: int, brought: int) -> ExecutionMode:
-    """The mode of a turn that ran where its prompt was computed.
+    """Return the mode of a turn that ran where its prompt was computed.
 
     Any loss makes a known session's turn a reseed, unless more was brought than was lost. A turn
     that was moved or prefilled elsewhere is named by whoever did that.

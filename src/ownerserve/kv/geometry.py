@@ -37,7 +37,7 @@ POINT_NAME = {Role.CSA_TAIL: "csa_overlap", Role.CSA_INDEX_TAIL: "csa_overlap"}
 
 
 class ComponentGeometry(msgspec.Struct, frozen=True):
-    """One role over all layers that keep it; every size is the sum over those layers.
+    """A component's geometry sums the sizes of one role over all layers that keep it.
 
     `block_payload_bytes` is what one block's entries hold, `block_bytes` the same with each
     layer's alignment. `live_bytes` is what a running sequence holds all the time,
@@ -59,7 +59,9 @@ class ComponentGeometry(msgspec.Struct, frozen=True):
 
 
 class PoolPlan(msgspec.Struct, frozen=True):
-    """Plain sizes of one slot, from which a cache layout is made (`cache.layout.Component`)."""
+    """A pool's plan holds the plain sizes of one slot, from which a cache layout is made
+    (`cache.layout.Component`).
+    """
 
     name: str
     coverage: Coverage
@@ -68,7 +70,7 @@ class PoolPlan(msgspec.Struct, frozen=True):
 
 
 class Geometry(msgspec.Struct, frozen=True):
-    """A model's state at one block length.
+    """A geometry holds the sizes of a model's state at one block length.
 
     `bytes_by_ratio` pairs each compression ratio with the bytes of one entry over all layers of
     that ratio; `state_bytes` is the size of one live state block, each layer's part aligned.
@@ -82,7 +84,9 @@ class Geometry(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, spec: ModelSpec, block_tokens: int | None = None) -> Geometry:
-        """At the smallest legal block length of 16 tokens or more, or at `block_tokens`."""
+        """Make the geometry at the smallest legal block length of 16 tokens or more, or at
+        `block_tokens`. Raises InvalidInput when that is no multiple of `block_unit`.
+        """
         unit = block_unit(spec)
         if block_tokens is None:
             block_tokens = math.ceil(MIN_BLOCK_TOKENS / unit) * unit
@@ -102,56 +106,70 @@ class Geometry(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_token(self) -> float:
-        """What each further token adds, compressed entries by their share."""
+        """Return the bytes that each further token adds, compressed entries by their share."""
         return sum(component.bytes_per_token for component in self.components)
 
     @property
     def fixed_bytes_per_sequence(self) -> int:
-        """What a running sequence holds whatever its length: windows, tails, recurrent state."""
+        """Return the bytes that a running sequence holds whatever its length: windows, tails,
+        recurrent state.
+        """
         return sum(component.live_bytes for component in self.components)
 
     @property
     def point_bytes(self) -> int:
-        """The least that must be kept to go on at one boundary."""
+        """Return the least bytes that must be kept to go on at one boundary."""
         return sum(component.boundary_bytes for component in self.components)
 
     @property
     def dense_bytes_per_token(self) -> int:
-        """The same model in a PagedAttention-style layout: every layer an entry a token."""
+        """Return the bytes a token of the same model in a PagedAttention-style layout: every layer
+        an entry a token.
+        """
         return sum(layer.dense_bytes for layer in self.spec.layers)
 
     def range_bytes(self, tokens: int) -> int:
-        """Payload of the range state of `tokens` tokens; unfinished entries are in the tail."""
+        """Return the payload bytes of the range state of `tokens` tokens; unfinished entries are in
+        the tail.
+        """
         return sum(tokens // ratio * size for ratio, size in self.bytes_by_ratio)
 
     def total_bytes(self, tokens: int) -> int:
-        """Payload that a running sequence of `tokens` tokens holds: range and live state."""
+        """Return the payload bytes that a running sequence of `tokens` tokens holds: range and live
+        state.
+        """
         return self.range_bytes(tokens) + self.fixed_bytes_per_sequence
 
     def allocated_bytes(self, tokens: int) -> int:
-        """What a running sequence of `tokens` tokens takes of memory: whole padded blocks and
-        its state block."""
+        """Return the bytes of memory that a running sequence of `tokens` tokens takes: whole padded
+        blocks and its state block.
+        """
         blocks = math.ceil(tokens / self.block_tokens)
         return blocks * sum(c.block_bytes for c in self.components) + self.state_bytes
 
     def sessions_that_fit(self, memory_bytes: int, tokens: int) -> int:
-        """Running sequences of `tokens` tokens that `memory_bytes` hold, sharing nothing."""
+        """Count the running sequences of `tokens` tokens that `memory_bytes` hold, sharing
+        nothing.
+        """
         return memory_bytes // max(self.allocated_bytes(tokens), 1)
 
     def restorable_points(self, tokens: int) -> range:
-        """Boundaries from which a prompt of `tokens` tokens can go on: at most tokens - 1, since
-        the last token must be computed."""
+        """Return the boundaries from which a prompt of `tokens` tokens can go on: at most tokens -
+        1, since the last token must be computed.
+        """
         return range(self.block_tokens, tokens, self.block_tokens)
 
 
 def block_unit(spec: ModelSpec) -> int:
-    """lcm of all compression ratios and the engine's page: the smallest legal block."""
+    """Return the lcm of all compression ratios and the engine's page: the smallest legal block, in
+    tokens.
+    """
     ratios = (state.tokens_per_entry for state in spec.states if state.coverage is Coverage.RANGE)
     return math.lcm(spec.page_tokens, *ratios)
 
 
 def exact_replay_tokens(spec: ModelSpec) -> int | None:
-    """Tokens to recompute, over kept range state, to rebuild every window exactly.
+    """Count the tokens to recompute, over kept range state, to rebuild every window exactly.
 
     A window of n rows is right once the n-1 tokens before were seen by a layer whose own input
     was right, so the reaches of the layers add up: sum of (n - 1). None when a layer is
@@ -163,8 +181,9 @@ def exact_replay_tokens(spec: ModelSpec) -> int | None:
 
 
 def pool_plans(geometry: Geometry) -> tuple[PoolPlan, ...]:
-    """Slot sizes of every component that is kept: a block's for range state, a boundary's for
-    point state. What is empty at a boundary (an HCA tail) has no pool."""
+    """Return the slot sizes of every component that is kept: a block's for range state, a
+    boundary's for point state. What is empty at a boundary (an HCA tail) has no pool.
+    """
     plans: dict[str, PoolPlan] = {}
     states = geometry.spec.states
     for state in states:
@@ -224,7 +243,9 @@ def _component(role: Role, states: Sequence[StateSpec], block_tokens: int) -> Co
 
 
 def describe_kind(state: StateSpec) -> str:
-    """A state's kind in a few characters: 'per token', '1/4 (+4)', 'window 128', 'ring 8'."""
+    """Describe a state's kind in a few characters: 'per token', '1/4 (+4)', 'window 128', 'ring
+    8'.
+    """
     match state.kind:
         case Window(tokens=tokens):
             return f"window {tokens}"
@@ -241,7 +262,7 @@ def describe_kind(state: StateSpec) -> str:
 
 
 def layer_counts(spec: ModelSpec) -> dict[str, int]:
-    """How many layers there are of each type, in the order they first appear."""
+    """Count the layers of each type, in the order in which the types first appear."""
     counts: dict[str, int] = {}
     layers: Sequence[LayerSpec] = spec.layers
     for layer in layers:

@@ -25,7 +25,7 @@ class Tier(StrEnum):
 
 
 class RestoreAction(StrEnum):
-    """What a restore planner may do to bring a state back."""
+    """A restore action is what a restore planner may do to bring a state back."""
 
     LOAD_GLOBAL = "load_global"
     LOAD_POINT = "load_point"
@@ -37,7 +37,7 @@ class RestoreAction(StrEnum):
 
 
 class PlacementAction(StrEnum):
-    """What a router may do with a turn."""
+    """A placement action is what a router may do with a turn."""
 
     COLOCATED_PREFILL = "colocated_prefill"
     REMOTE_PREFILL = "remote_prefill"
@@ -48,7 +48,9 @@ class PlacementAction(StrEnum):
 
 
 class ExecutionMode(StrEnum):
-    """How a turn was really served. `refused` and `failed` carry a `UnservedReason`."""
+    """An execution mode says how a turn was really served. `refused` and `failed` carry an
+    `UnservedReason`.
+    """
 
     DIRECT_APPEND = "direct_append"
     SEED = "seed"
@@ -62,8 +64,9 @@ class ExecutionMode(StrEnum):
 
 
 class UnservedReason(StrEnum):
-    """Why a simulated turn was not served; a label of the simulator's rows and tables. A real
-    worker's word is WorkerRefusal (kv.wire.refusals)."""
+    """An UnservedReason says why a simulated turn was not served; it is a label of the simulator's
+    rows and tables. A real worker's word is WorkerRefusal (kv.wire.refusals).
+    """
 
     NO_ROOM = "no_room"
     TOO_LONG = "too_long"

@@ -61,7 +61,7 @@ ITEM_BYTES = {
 
 
 class PayloadPart(msgspec.Struct, frozen=True):
-    """One array of a section. `dtype` is its name without a library's prefix: float32."""
+    """A part is one array of a section. `dtype` is its name without a library's prefix: float32."""
 
     name: str
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class PayloadPart(msgspec.Struct, frozen=True):
 
 
 class PayloadSection(msgspec.Struct, frozen=True):
-    """One component: its parts in the order in which they lie in a unit."""
+    """A section is one component: its parts in the order in which they lie in a unit."""
 
     name: str
     parts: tuple[PayloadPart, ...]
@@ -103,7 +103,8 @@ class PayloadSection(msgspec.Struct, frozen=True):
 
 
 class Payload(msgspec.Struct, frozen=True):
-    """All sections of a model at one block length, in the order its layers first need them.
+    """A payload is all sections of a model at one block length, in the order its layers first need
+    them.
 
     `kinds` names every layer's attention, first to last, as transformers' `layer_types` does.
     `window_tokens` is W, 0 without sliding-window layers.
@@ -118,7 +119,7 @@ class Payload(msgspec.Struct, frozen=True):
         return next(section for section in self.sections if section.name == name)
 
     def digest(self) -> bytes:
-        """What `Identity.spec_digest` is for this payload."""
+        """Return what `Identity.spec_digest` is for this payload."""
         return payload_digest(
             self.kinds,
             self.sections,
@@ -135,7 +136,7 @@ def payload_digest(
     window_tokens: int,
     rates: tuple[int, int] = (0, 0),
 ) -> bytes:
-    """SHA-256 over what state means: kinds of layers and each section's arrays.
+    """Return the SHA-256 over what state means: kinds of layers and each section's arrays.
 
     `rates` are the compression ratios of the layers that compress (CSA, HCA).
     """

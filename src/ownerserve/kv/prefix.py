@@ -48,7 +48,7 @@ def unpack(packed: Packed) -> array[int]:
 
 
 class PrefixChain:
-    """Digests of all full blocks of one growing token sequence.
+    """A prefix chain holds the digests of all full blocks of one growing token sequence.
 
     Owns the digests and the unfinished block's tokens; nothing else of the sequence.
     """
@@ -88,8 +88,10 @@ class PrefixChain:
         return self.digests[first:]
 
     def follow(self, other: PrefixChain) -> bool:
-        """Go on to where `other` is, whose digests are not made again. False, and unchanged, when
-        it does not go on from the last full block here; what waits here is dropped."""
+        """Go on to where `other` is, whose digests are not made again. Returns False, and changes
+        nothing, when `other` does not go on from the last full block here; what waits here is
+        dropped.
+        """
         known = len(self.digests)
         if known > len(other.digests) or (known and other.digests[known - 1] != self.digests[-1]):
             return False
@@ -98,13 +100,13 @@ class PrefixChain:
         return True
 
     def fork(self) -> PrefixChain:
-        """An independent chain with the same content (a branch of the session)."""
+        """Return an independent chain with the same content (a branch of the session)."""
         twin = self.upto(len(self.digests))
         twin._tail = self._tail  # noqa: SLF001 - its own kind
         return twin
 
     def upto(self, blocks: int) -> PrefixChain:
-        """An independent chain of the first `blocks` full blocks."""
+        """Return an independent chain of the first `blocks` full blocks."""
         twin = PrefixChain(self.block_tokens)
         if blocks:
             twin.digests = self.digests[:blocks]
@@ -112,7 +114,7 @@ class PrefixChain:
         return twin
 
     def tip(self) -> PrefixHash:
-        """The digest of the last full block; the domain's own digest when there is none."""
+        """Return the digest of the last full block; the domain's own digest when there is none."""
         return PrefixHash(self._state)
 
 
@@ -125,8 +127,9 @@ def hash_prefix(packed: Packed, block_tokens: int) -> Sequence[PrefixHash]:
 def digests_behind(
     before: PrefixHash | None, packed: Packed, block_tokens: int
 ) -> Sequence[PrefixHash]:
-    """Digests of the full blocks of `packed`, which stands behind a prefix whose digest is `before`
-    (None: an empty one)."""
+    """Return the digests of the full blocks of `packed`, which stands behind a prefix whose digest
+    is `before` (None: an empty one).
+    """
     if len(packed) < block_tokens * TOKEN_BYTES:
         return ()
     chain = PrefixChain(block_tokens)
@@ -136,7 +139,8 @@ def digests_behind(
 
 
 class HashedPrefix:
-    """Tokens and the digests of all their full blocks, which were computed here and nowhere else.
+    """A hashed prefix holds tokens and the digests of all their full blocks, which were computed
+    here and nowhere else.
 
     So it answers for a digest without hashing again: comparing tokens costs a hundredth of that,
     and of the very bytes that it was made of nothing is compared. Owns both; grown, never rewound.
@@ -151,18 +155,20 @@ class HashedPrefix:
 
     @property
     def tokens(self) -> Packed:
-        """The tokens of the full blocks."""
+        """Return the tokens of the full blocks."""
         return self._source[: len(self.digests) * self._block_bytes]
 
     @property
     def digests(self) -> list[PrefixHash]:
-        """The digest of each block. The list grows with the prefix; the reader must not change
-        it."""
+        """Return the digest of each block. The list grows with the prefix; the reader must not
+        change it.
+        """
         return self._chain.digests
 
     def grow(self, tokens: Packed) -> bool:
-        """Go on to the last full block of `tokens`. False, and unchanged, when they do not begin
-        with what is here."""
+        """Go on to the last full block of `tokens`. Returns False, and changes nothing, when they
+        do not begin with what is here.
+        """
         if tokens is self._source:
             return True
         known = len(self.digests) * self._block_bytes
@@ -173,19 +179,20 @@ class HashedPrefix:
         return True
 
     def is_of(self, tokens: Packed) -> bool:
-        """Whether `tokens` are the very bytes that the prefix was made of last."""
+        """Tell whether `tokens` are the very bytes that the prefix was made of last."""
         return tokens is self._source
 
     def follow(self, other: HashedPrefix) -> bool:
-        """Go on to where `other` is, by its digests: nothing is compared or hashed. False, and
-        unchanged, when it does not begin with what is here."""
+        """Go on to where `other` is, by its digests: nothing is compared or hashed. Returns False,
+        and changes nothing, when `other` does not begin with what is here.
+        """
         if not self._chain.follow(other._chain):
             return False
         self._source = other._source
         return True
 
     def branch(self, tokens: Packed) -> HashedPrefix:
-        """Another prefix, of `tokens`: what both begin with is not hashed again."""
+        """Return another prefix, of `tokens`: what both begin with is not hashed again."""
         mine, size = memoryview(self._source), self._block_bytes
         low, high = 0, min(len(tokens) // size, len(self.digests))
         while low < high:
@@ -208,7 +215,7 @@ class HashedPrefix:
         return twin
 
     def digest_of(self, tokens: Packed) -> PrefixHash | None:
-        """The digest of `tokens`; None unless they are one or more of its first blocks."""
+        """Return the digest of `tokens`; None unless they are one or more of its first blocks."""
         blocks, rest = divmod(len(tokens), self._block_bytes)
         if rest or not 0 < blocks <= len(self.digests) or not self._source.startswith(tokens):
             return None

@@ -23,7 +23,9 @@ DIGEST_DOMAIN = b"ownerserve/attention-spec/1\n"
 
 
 class Precision(StrEnum):
-    """How one element is encoded. E4M3, E2M1 and UE8M0 as in the OCP microscaling formats."""
+    """A precision says how one element is encoded; E4M3, E2M1 and UE8M0 are those of the OCP
+    microscaling formats.
+    """
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -48,7 +50,9 @@ _BITS = {
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A run of equal elements in an entry: `nope` in FP8, `rope` in BF16, `scale` in UE8M0."""
+    """A part is a run of equal elements in an entry: `nope` in FP8, `rope` in BF16, `scale` in
+    UE8M0.
+    """
 
     name: str
     elements: int
@@ -60,13 +64,15 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """What one layer keeps for one position (or one window of positions): its parts in order."""
+    """An entry is what one layer keeps for one position (or one window of positions): its parts in
+    order.
+    """
 
     parts: tuple[Part, ...]
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of all parts together; a last half byte counts whole."""
+        """Return the bytes of all parts together; a last half byte counts whole."""
         return -(-sum(part.bits for part in self.parts) // 8)
 
     def describe(self) -> str:
@@ -99,7 +105,8 @@ class PerToken(msgspec.Struct, frozen=True, tag="per_token"):
 
 
 class Compressed(msgspec.Struct, frozen=True, tag="compressed"):
-    """One entry for every `tokens` tokens, made from them and the `overlap` tokens before them.
+    """The state has one entry for every `tokens` tokens, made from them and the `overlap` tokens
+    before them.
 
     CSA: tokens 4, overlap 4 (an entry sees 2m tokens at stride m). HCA: tokens 128, overlap 0.
     """
@@ -109,13 +116,13 @@ class Compressed(msgspec.Struct, frozen=True, tag="compressed"):
 
 
 class Window(msgspec.Struct, frozen=True, tag="window"):
-    """The entries of the last `tokens` tokens, the present one included."""
+    """The state is the entries of the last `tokens` tokens, the present one included."""
 
     tokens: int
 
 
 class Ring(msgspec.Struct, frozen=True, tag="ring"):
-    """A tail: rows that wait until `period` tokens make an entry, in a ring of `rows`.
+    """The state is a tail: rows that wait until `period` tokens make an entry, in a ring of `rows`.
 
     At a multiple of `period` only `carry_rows` of them are still needed, each cut down to
     `carry` (CSA: the Ca half of the last window's m rows; HCA: nothing).
@@ -128,28 +135,30 @@ class Ring(msgspec.Struct, frozen=True, tag="ring"):
 
 
 class Recurrent(msgspec.Struct, frozen=True, tag="recurrent"):
-    """One state of fixed size that every token changes; it can't be cut, only copied."""
+    """The state is one of fixed size that every token changes; it can't be cut, only copied."""
 
 
 Kind: TypeAlias = PerToken | Compressed | Window | Ring | Recurrent
 
 
 class Coverage(StrEnum):
-    """What a kept piece of a state covers: a token range, or one boundary."""
+    """A coverage is what a kept piece of a state covers: a token range, or one boundary."""
 
     RANGE = "range"
     POINT = "point"
 
 
 class Sharding(StrEnum):
-    """What tensor parallelism does to a state: every rank all of it, or its own heads."""
+    """A sharding is what tensor parallelism does to a state: every rank has all of it, or its own
+    heads.
+    """
 
     REPLICATED = "replicated"
     BY_HEAD = "by_head"
 
 
 class StateSpec(msgspec.Struct, frozen=True):
-    """One kind of state that one layer keeps.
+    """A state spec describes one kind of state that one layer keeps.
 
     `align_bytes` is what a kernel wants a block's (or a ring's) bytes rounded up to;
     `extra_bytes` what speculative decoding adds to the live form. Neither is identity.
@@ -168,13 +177,14 @@ class StateSpec(msgspec.Struct, frozen=True):
 
     @property
     def restore_actions(self) -> tuple[RestoreAction, ...]:
-        """The ways in which this state can come back, cheapest first. Recurrent state has no
-        replay."""
+        """Return the ways in which this state can come back, cheapest first. Recurrent state has no
+        replay.
+        """
         return _RESTORE[type(self.kind)]
 
     @property
     def tokens_per_entry(self) -> int:
-        """Tokens that one range entry stands for; 0 for state that does not grow."""
+        """Count the tokens that one range entry stands for; 0 for state that does not grow."""
         match self.kind:
             case PerToken():
                 return 1
@@ -184,12 +194,14 @@ class StateSpec(msgspec.Struct, frozen=True):
                 return 0
 
     def padded(self, payload_bytes: int) -> int:
-        """`payload_bytes` rounded up to this state's alignment."""
+        """Return `payload_bytes` rounded up to this state's alignment."""
         return -(-payload_bytes // self.align_bytes) * self.align_bytes
 
     @property
     def live_bytes(self) -> int:
-        """Payload that a running sequence holds all the time; 0 for range state."""
+        """Return the payload bytes that a running sequence holds all the time; 0 for range
+        state.
+        """
         match self.kind:
             case Window(tokens=rows) | Ring(rows=rows):
                 return rows * self.entry.payload_bytes + self.extra_bytes
@@ -200,7 +212,7 @@ class StateSpec(msgspec.Struct, frozen=True):
 
     @property
     def boundary_bytes(self) -> int:
-        """The least that must be kept to go on at a boundary; 0 for range state.
+        """Return the least bytes that must be kept to go on at a boundary; 0 for range state.
 
         W-1 rows of a window (the next token brings its own), the carry of a tail, all of a
         recurrent state.
@@ -226,7 +238,7 @@ _RESTORE = {
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
-    """One layer: what it keeps, and whose state it reads besides.
+    """A layer spec says what one layer keeps, and whose state it reads besides.
 
     `kv_source` and `index_source` are layers whose keys or whose top-k choice this one re-uses.
     `dense_bytes` is what this layer would keep for every token if it were plain attention: the
@@ -242,7 +254,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """All layers of a model, with the name of the engine KV descriptor that set the precisions.
+    """A model spec is all layers of a model, with the name of the engine KV descriptor that set the
+    precisions.
 
     `draft_layers` counts prediction layers of the checkpoint (MTP) that are not part of `layers`.
     """
@@ -263,7 +276,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return sum(any(s.role is role for s in layer.states) for layer in self.layers)
 
     def digest(self) -> bytes:
-        """SHA-256 over what the state *means*: layers, roles, kinds and entries.
+        """Return the SHA-256 over what the state *means*: layers, roles, kinds and entries.
 
         Leaves out what is only layout or live form (alignment, sharding, pages, ring length,
         speculation): artifacts of equal digest can be converted into each other.

@@ -34,7 +34,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str, *, field: str = "size") -> int:
-    """Bytes in `text`: "96GiB", "80 GB" (decimal), "512M" (binary), "4096".
+    """Return the bytes that `text` states: "96GiB", "80 GB" (decimal), "512M" (binary), "4096".
 
     Raises InvalidInput naming `field` when the text is no size.
     """
@@ -51,7 +51,7 @@ def parse_bytes(text: str, *, field: str = "size") -> int:
 
 
 def format_bytes(count: float) -> str:
-    """`count` bytes in the largest binary unit that leaves at least 1, with three digits."""
+    """Write `count` bytes in the largest binary unit that leaves at least 1, with three digits."""
     for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(count) >= factor:
             scaled = count / factor

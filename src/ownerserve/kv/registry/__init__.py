@@ -59,7 +59,7 @@ BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_ty
 
 
 def build_spec(config: Mapping[str, Any], kv: KvDescriptor | None = None) -> ModelSpec:
-    """The state specs of the model that `config` describes.
+    """Return the state specs of the model that `config` describes.
 
     Without `kv`, the descriptor that the family's published figures assume. Raises InvalidInput
     naming the field that is missing, unknown or contradictory.
@@ -78,13 +78,15 @@ def build_spec(config: Mapping[str, Any], kv: KvDescriptor | None = None) -> Mod
 
 
 def default_descriptor(config: Mapping[str, Any]) -> KvDescriptor:
-    """The engine descriptor that the published figures of this model's family assume."""
+    """Return the engine descriptor that the published figures of this model's family assume."""
     _, family = find_family(config)
     return NAMED[family.default_kv]
 
 
 def find_family(config: Mapping[str, Any]) -> tuple[Fields, Family]:
-    """The family that reads `config`, and its fields (those of the nested text model, if any)."""
+    """Return the family that reads `config`, and its fields (those of the nested text model, if
+    any). Raises InvalidInput when no family reads it.
+    """
     outer = Fields(config)
     fields = outer.nested("text_config") if outer.has("text_config") else outer
     named_by = fields if fields.has("model_type") else outer

@@ -24,7 +24,8 @@ from ownerserve.kv.specs import (
 
 
 class LatentShape(msgspec.Struct, frozen=True):
-    """A latent shared by all heads: `nope` plain and `rope` rotated dimensions.
+    """A latent shape gives the dimensions of a latent shared by all heads: `nope` plain and `rope`
+    rotated ones.
 
     `scale_group` dimensions share a scale of `scale_precision` in the fp8_ds_mla layout, whose
     scale area is filled up to whole 8 bytes.
@@ -37,7 +38,7 @@ class LatentShape(msgspec.Struct, frozen=True):
 
 
 def latent_entry(shape: LatentShape, layout: KvFormat) -> Entry:
-    """One latent in `layout`."""
+    """Return the entry of one latent in `layout`."""
     dims = shape.nope + shape.rope
     match layout:
         case KvFormat.FP8_DS_MLA:
@@ -61,7 +62,9 @@ def latent_entry(shape: LatentShape, layout: KvFormat) -> Entry:
 
 
 def heads_entry(heads: int, head_dim: int, layout: KvFormat) -> Entry:
-    """Keys and values of `heads` heads."""
+    """Return the entry of keys and values of `heads` heads. Raises InvalidInput for a layout of
+    latents.
+    """
     if layout.latent_only:
         raise InvalidInput(
             "--kv",
@@ -74,7 +77,7 @@ def heads_entry(heads: int, head_dim: int, layout: KvFormat) -> Entry:
 
 
 def index_entry(dim: int, layout: IndexFormat) -> Entry:
-    """One indexer key of `dim` dimensions."""
+    """Return the entry of one indexer key of `dim` dimensions."""
     key = Part("key", dim, Precision(layout))
     match layout:
         case IndexFormat.FP8:
@@ -86,13 +89,13 @@ def index_entry(dim: int, layout: IndexFormat) -> Entry:
 
 
 def per_token(role: Role, entry: Entry, kv: KvDescriptor) -> StateSpec:
-    """A state of one entry a token; only keys and values by head are sharded."""
+    """Return a state of one entry a token; only keys and values by head are sharded."""
     sharding = Sharding.BY_HEAD if role is Role.DENSE else Sharding.REPLICATED
     return StateSpec(role, PerToken(), entry, sharding, kv.align_bytes)
 
 
 def window(entry: Entry, tokens: int, kv: KvDescriptor, *, sharding: Sharding) -> StateSpec:
-    """The last `tokens` entries, widened by what the engine speculates."""
+    """Return the state of the last `tokens` entries, widened by what the engine speculates."""
     extra_bytes = kv.lookahead_tokens * entry.payload_bytes
     return StateSpec(Role.SWA, Window(tokens), entry, sharding, kv.align_bytes, extra_bytes)
 
@@ -100,7 +103,7 @@ def window(entry: Entry, tokens: int, kv: KvDescriptor, *, sharding: Sharding) -
 def recurrent_pair(
     state_elements: int, conv_channels: int, conv_kernel: int, *, ssm: Precision, kv: KvDescriptor
 ) -> tuple[StateSpec, StateSpec]:
-    """Recurrent state and the k-1 columns that its convolution remembers.
+    """Return recurrent state, and the k-1 columns that its convolution remembers.
 
     An engine that speculates keeps one recurrent state for each token it may have to return to,
     and as many more convolution columns.

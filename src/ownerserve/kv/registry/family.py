@@ -15,7 +15,7 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 
 
 class Family(msgspec.Struct, frozen=True):
-    """One family of models: which `model_type`s it reads, the engine descriptor its published
+    """A family of models says which `model_type`s it reads, which engine descriptor its published
     figures assume, and how it makes layers.
     """
 
@@ -26,8 +26,8 @@ class Family(msgspec.Struct, frozen=True):
 
 
 def head_dim(fields: Fields) -> int:
-    """`head_dim` (early Nemotron-H: `attention_head_dim`), or hidden size over heads: what every
-    modeling code without the field does.
+    """Return `head_dim` (early Nemotron-H: `attention_head_dim`), or hidden size over heads: what
+    every modeling code without the field does.
     """
     for spelling in ("head_dim", "attention_head_dim"):
         if fields.has(spelling):
@@ -41,21 +41,23 @@ def head_dim(fields: Fields) -> int:
 
 
 def kv_heads(fields: Fields) -> int:
-    """`num_key_value_heads`, or all heads when the field is absent (multi-head attention)."""
+    """Return `num_key_value_heads`, or all heads when the field is absent (multi-head
+    attention).
+    """
     if fields.has("num_key_value_heads"):
         return fields.integer("num_key_value_heads")
     return fields.integer("num_attention_heads")
 
 
 def attention_entry(fields: Fields, kv: KvDescriptor) -> Entry:
-    """Keys and values of one token in one layer."""
+    """Return the entry of one token in one layer: its keys and values."""
     return heads_entry(kv_heads(fields), head_dim(fields), kv.kv)
 
 
 def attention_layer(
     index: int, kind: str, entry: Entry, *, window_tokens: int, kv: KvDescriptor
 ) -> LayerSpec:
-    """A layer of keys and values by head: all of them, or those of a window."""
+    """Return a layer of keys and values by head: all of them, or those of a window."""
     if kind == SLIDING:
         state = window(entry, window_tokens, kv, sharding=Sharding.BY_HEAD)
     else:
@@ -64,7 +66,7 @@ def attention_layer(
 
 
 def recurrent_layer(index: int, states: tuple[StateSpec, ...], attention: Entry) -> LayerSpec:
-    """A layer of recurrent state; `attention` is what it would keep were it attention."""
+    """Return a layer of recurrent state; `attention` is what it would keep were it attention."""
     return LayerSpec(index, LINEAR, states, attention.payload_bytes)
 
 

@@ -11,7 +11,9 @@ from ownerserve.kv.errors import InvalidInput
 
 
 class Fields:
-    """A model's configuration as a mapping, read field by field. `prefix` names it in errors."""
+    """Fields reads a model's configuration, a mapping, field by field. `prefix` names it in
+    errors.
+    """
 
     def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
         self._values = values
@@ -24,15 +26,15 @@ class Fields:
         return f"{self._prefix}{field}"
 
     def has(self, field: str) -> bool:
-        """Present and not null: a null is how configs say "not set"."""
+        """Tell whether `field` is present and not null: a null is how configs say "not set"."""
         return self._values.get(field) is not None
 
     def raw(self, field: str) -> object:
-        """Whatever stands in the configuration; None when it is absent."""
+        """Return whatever stands under `field`; None when it is absent."""
         return self._values.get(field)
 
     def first_of(self, *spellings: str) -> str:
-        """The first spelling that is present. Raises InvalidInput naming them all."""
+        """Return the first spelling that is present. Raises InvalidInput naming them all."""
         for field in spellings:
             if self.has(field):
                 return field
@@ -43,7 +45,7 @@ class Fields:
         )
 
     def integer(self, *spellings: str, least: int = 1) -> int:
-        """A whole number under the first spelling present."""
+        """Return the whole number, `least` or more, under the first spelling present."""
         field = self.first_of(*spellings)
         value = self._values[field]
         if isinstance(value, bool) or not isinstance(value, int):
@@ -62,7 +64,7 @@ class Fields:
         return value
 
     def integers(self, *spellings: str) -> tuple[int, ...]:
-        """A list of whole numbers, none negative."""
+        """Return the list of whole numbers, none negative, under the first spelling present."""
         field = self.first_of(*spellings)
         value = self._values[field]
         whole = isinstance(value, Sequence) and not isinstance(value, str)
@@ -79,25 +81,27 @@ class Fields:
         return tuple(value)
 
     def nested(self, field: str) -> Fields:
-        """The object under `field`."""
+        """Return the object under `field`, to be read likewise."""
         value = self._values[self.first_of(field)]
         if not isinstance(value, Mapping):
             raise InvalidInput(self.name(field), f"{value!r} is no object", "write an object")
         return Fields(value, f"{self.name(field)}.")
 
     def unknown(self, field: str, value: object, known: Iterable[str]) -> InvalidInput:
-        """The error for a word that is not one of `known`."""
+        """Return the error for a word that is not one of `known`."""
         return InvalidInput(self.name(field), f"{value!r} is unknown", f"use {', '.join(known)}")
 
     def contradiction(self, field: str, other: str, *, problem: str) -> InvalidInput:
-        """The error for two fields that can't both be right."""
+        """Return the error for two fields that can't both be right."""
         return InvalidInput(
             self.name(field), f"contradicts {self.name(other)}: {problem}", "correct one of them"
         )
 
 
 def by_layer(fields: Fields, field: str) -> dict[int, Fields]:
-    """The object under `field`, whose keys are layer numbers and whose values are objects."""
+    """Return the object under `field`, whose keys are layer numbers and whose values are
+    objects.
+    """
     nested = fields.nested(field)
     if bad := [key for key in nested if not key.isdigit()]:
         raise InvalidInput(nested.name(bad[0]), "is no layer number", "use 0, 1, ...")
@@ -111,7 +115,7 @@ def _or_spelled(spellings: Sequence[str]) -> str:
 def layer_types(
     fields: Fields, layers: int, allowed: Iterable[str], *, field: str = "layer_types"
 ) -> tuple[str, ...]:
-    """The per-layer list `field`, checked for its length and its words."""
+    """Return the per-layer list `field`, checked for its length and its words."""
     types = fields.texts(field)
     if len(types) != layers:
         raise fields.contradiction(
@@ -125,12 +129,14 @@ def layer_types(
 
 
 def every_nth(layers: int, period: int, *, nth: str, others: str) -> tuple[str, ...]:
-    """`nth` at layers period-1, 2·period-1, ..., `others` elsewhere."""
+    """Return one type a layer: `nth` at layers period-1, 2·period-1, ..., `others` elsewhere."""
     return tuple(others if (index + 1) % period else nth for index in range(layers))
 
 
 def ratios_of_layers(fields: Fields, layers: int) -> tuple[int, ...]:
-    """`compress_ratios` of the model's own layers; zeros beyond them belong to draft layers."""
+    """Return `compress_ratios` of the model's own layers; zeros beyond them belong to draft
+    layers.
+    """
     ratios = fields.integers("compress_ratios")
     if len(ratios) < layers or any(ratios[layers:]):
         raise fields.contradiction(
@@ -142,7 +148,9 @@ def ratios_of_layers(fields: Fields, layers: int) -> tuple[int, ...]:
 
 
 def agree(fields: Fields, found: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The one layer pattern that all spellings in `found` give. Raises on the first difference."""
+    """Return the one layer pattern that all spellings in `found` give. Raises InvalidInput on the
+    first difference.
+    """
     (first, pattern), *others = found.items()
     for field, other in others:
         for index, (mine, theirs) in enumerate(zip(pattern, other, strict=True)):

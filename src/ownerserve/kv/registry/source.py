@@ -19,12 +19,12 @@ EXAMPLE_FOLDERS = (
 
 
 def example_names() -> tuple[str, ...]:
-    """Names of the shipped examples, sorted."""
+    """Return the names of the shipped examples, sorted."""
     return tuple(sorted({path.stem for f in EXAMPLE_FOLDERS for path in f.glob("*.json")}))
 
 
 def find_config(name: str) -> Path:
-    """The file that `name` means. Raises InvalidInput listing the examples."""
+    """Return the file that `name` means. Raises InvalidInput listing the examples."""
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
@@ -40,7 +40,7 @@ def find_config(name: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`."""
+    """Return the JSON object in `path`. Raises InvalidInput when it can't be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (msgspec.MsgspecError, OSError) as error:

@@ -40,7 +40,9 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FleetKey:
-    """Both pairs, in z85. Shows none of them."""
+    """A fleet's key is two CURVE pairs, the server's and the client's, in z85. Its repr shows none
+    of them.
+    """
 
     __slots__ = ("client_public", "client_secret", "server_public", "server_secret")
 
@@ -51,7 +53,7 @@ class FleetKey:
 
 
 def read_fleet_key(path: Path, *, field: str = OPTION) -> FleetKey:
-    """The keys in a file that `write_fleet_key` made. Raises InvalidInput naming `field`."""
+    """Return the keys in a file that `write_fleet_key` made. Raises InvalidInput naming `field`."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -107,8 +109,9 @@ def _secure(
 
 
 class Guard:
-    """Lets in who has the fleet's key, on sockets of a context of its own (ZeroMQ asks one guard a
-    context)."""
+    """A guard lets in who has the fleet's key, on sockets of a context of its own (ZeroMQ asks one
+    guard a context).
+    """
 
     def __init__(self, key: FleetKey) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -119,7 +122,7 @@ class Guard:
         self._thread.start()
 
     def secure(self, server: zmq.Socket[bytes]) -> None:
-        """Before it is bound."""
+        """Make `server` ask for the fleet's key; to be called before it is bound."""
         server.curve_server = True
         server.curve_secretkey = self._key.server_secret
         server.curve_publickey = self._key.server_public
@@ -127,7 +130,9 @@ class Guard:
         server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of ours nobody gets in
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Asked by the authenticator, on its thread."""
+        """Tell the authenticator, which asks on its thread, whether the client with `key` is let
+        in; a wrong key is logged once.
+        """
         if key == self._key.client_public:
             return True
         if key not in self._warned and len(self._warned) < _WARNED_MAX:
@@ -136,6 +141,8 @@ class Guard:
         return False
 
     def close(self) -> None:
-        """After its sockets."""
+        """Stop the authenticator and free the context; to be called after its sockets are
+        closed.
+        """
         self._thread.stop()
         self.context.destroy(linger=0)

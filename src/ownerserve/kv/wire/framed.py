@@ -32,7 +32,7 @@ FAULT_PAUSE_S = 0.05
 
 
 class Versioned(Protocol):
-    """A decoded frame."""
+    """A decoded frame names the version that it is written in."""
 
     @property
     def version(self) -> int: ...
@@ -42,7 +42,9 @@ F = TypeVar("F", bound=Versioned)
 
 
 def open_frame(data: bytes, decoder: msgspec.msgpack.Decoder[F], *, oldest: int, newest: int) -> F:
-    """The frame in `data`. Raises InvalidInput for what is none of a version that is read here."""
+    """Return the frame in `data`. Raises InvalidInput for what is none of a version that is read
+    here.
+    """
     try:
         frame = decoder.decode(data)
     except (*UNREADABLE, InvalidInput) as error:
@@ -54,7 +56,8 @@ def open_frame(data: bytes, decoder: msgspec.msgpack.Decoder[F], *, oldest: int,
 
 
 class Port:
-    """A bound ROUTER socket; one thread's, as all of ZeroMQ's. `what` names it in errors.
+    """A port is a bound ROUTER socket; it is one thread's, as all of ZeroMQ's are. `what` names it
+    in errors.
 
     `address` says whether it wants keys (curve.py).
     """
@@ -99,7 +102,8 @@ class Port:
 
 
 class FramedServer:
-    """A bound port and the thread that serves it from `start` to `stop`. `what` names both.
+    """A framed server is a bound port and the thread that serves it from `start` to `stop`. `what`
+    names both.
 
     What is raised in a round is logged and costs that round, never the service.
     """
@@ -137,8 +141,9 @@ class FramedServer:
 
 
 class FramedClient:
-    """Asks one port, one request at a time, and blocks. Not for several threads: ZeroMQ's sockets
-    are not."""
+    """A framed client asks one port, one request at a time, and blocks. It is not for several
+    threads: ZeroMQ's sockets are not.
+    """
 
     def __init__(
         self, address: str, *, timeout_s: float, key: FleetKey | None, read_bytes_max: int
@@ -151,7 +156,9 @@ class FramedClient:
         connect(self._socket, address, key)
 
     def ask(self, data: bytes) -> bytes:
-        """The data of the answer. Raises PeerLost when there is none in time, or it is no frame."""
+        """Send `data` and return the data of the answer. Raises PeerLost when there is none in
+        time, or it is no frame.
+        """
         number = next(self._numbers).to_bytes(NUMBER_BYTES, "little")
         deadline_s = time.monotonic() + self._timeout_s
         try:
@@ -168,5 +175,5 @@ class FramedClient:
         raise PeerLost("does not answer")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._socket.close()

@@ -105,7 +105,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def header_line(name: str, value: str) -> bytes:
-    """One whole header line."""
+    """Return one whole header line, with its line end."""
     return f"{name}: {value}\r\n".encode()
 
 
@@ -119,7 +119,7 @@ _Name = Annotated[str, msgspec.Meta(pattern=rf"^[0-9a-f]{{{NAME_DIGITS}}}\Z")]
 
 
 class TurnLine(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, kw_only=True):
-    """What a worker is told of a turn beside its body."""
+    """A turn's line is what a worker is told of a turn beside its body."""
 
     name: SessionId | None = None
     parent: SessionId | None = None
@@ -133,7 +133,7 @@ class TurnLine(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, kw_onl
 
 
 class _CheckedTurnLine(msgspec.Struct, frozen=True, gc=False):
-    """The form that a received line must have."""
+    """This struct states the form that a received turn line must have."""
 
     name: _Name | None = None
     parent: _Name | None = None
@@ -152,12 +152,12 @@ _turn_line_decoder = msgspec.json.Decoder(_CheckedTurnLine)
 
 
 def encode_turn_line(line: TurnLine) -> bytes:
-    """The header's value."""
+    """Return the value of the header that carries `line`."""
     return _encoder.encode(line)
 
 
 def decode_turn_line(value: str) -> TurnLine:
-    """The line in a header's value. Raises InvalidInput that names the field."""
+    """Return the line in a header's value. Raises InvalidInput that names the field."""
     if len(value) > LINE_BYTES_MAX:
         raise InvalidInput(TURN_HEADER, f"is longer than {LINE_BYTES_MAX} bytes", _MEND)
     try:
@@ -193,25 +193,26 @@ _MEND = "leave it out: it is a gateway's, which sends one JSON object"
 
 
 def received_turn_line(headers: Mapping[str, str]) -> TurnLine | None:
-    """The line of a request; None where no gateway stands in front. Raises InvalidInput."""
+    """Return the line of a request; None where no gateway stands in front. Raises InvalidInput."""
     value = headers.get(TURN_HEADER)
     return None if value is None else decode_turn_line(value)
 
 
 def session_id_of(line: TurnLine) -> str:
-    """The engine's session id of a turn with a name."""
+    """Return the engine's session id of a turn with a name."""
     assert line.name is not None
     return f"{line.name}{_FINAL}" if line.final else line.name
 
 
 def is_name(session_id: str) -> bool:
-    """Whether it has the form of a gateway's name."""
+    """Tell whether `session_id` has the form of a gateway's name."""
     return _NAME.fullmatch(session_id) is not None
 
 
 def read_session_id(session_id: str) -> TurnLine:
-    """The name in an engine's session id, and whether it is the last turn. A client's own id, where
-    no gateway stands in front, is a name as it is."""
+    """Return the name in an engine's session id, and whether it is the last turn. A client's own
+    id, where no gateway stands in front, is a name as it is.
+    """
     name = session_id.removesuffix(_FINAL)
     if name != session_id and is_name(name):
         return TurnLine(name=SessionId(name), final=True)
@@ -224,7 +225,7 @@ _Tip = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 class AnswerLine(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, kw_only=True):
-    """What a worker says beside its answer."""
+    """An answer's line is what a worker says beside its answer."""
 
     unit: RoutingUnit | None = None
     load: LoadStatement | None = None
@@ -238,7 +239,9 @@ class AnswerLine(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, kw_o
 
 
 class AnswerRead(msgspec.Struct, frozen=True):
-    """A line as it was read, and the fields that were refused ("line": all of it)."""
+    """An answer's line as it was read comes with the names of the fields that were refused ("line":
+    all of it).
+    """
 
     line: AnswerLine
     refused: tuple[str, ...] = ()
@@ -251,12 +254,12 @@ _FIELDS = {field.name: field.type for field in msgspec.structs.fields(AnswerLine
 
 
 def encode_answer_line(line: AnswerLine) -> bytes:
-    """The header's value."""
+    """Return the value of the header that carries `line`."""
     return _encoder.encode(line)
 
 
 def read_answer_line(value: bytes) -> AnswerRead:
-    """The line in a header's value. Never raises."""
+    """Return the line in a header's value. Never raises: what is refused is named."""
     if len(value) > LINE_BYTES_MAX:
         return AnswerRead(NO_ANSWER_LINE, ("line",))
     try:
@@ -275,7 +278,7 @@ def read_answer_line(value: bytes) -> AnswerRead:
 
 
 def _by_field(value: bytes) -> AnswerRead:
-    """What can be used of a line of which something is wrong."""
+    """Return what can be used of a line of which something is wrong."""
     try:
         found = msgspec.json.decode(value)
     except UNREADABLE:
@@ -300,7 +303,7 @@ def _by_field(value: bytes) -> AnswerRead:
 
 
 def _can_be(name: str, said: Any) -> bool:
-    """Whether the field's numbers are such as there are."""
+    """Tell whether the field's numbers are such as there are."""
     check = _CHECKED.get(name)
     return said is None or check is None or check(said)
 

@@ -49,7 +49,8 @@ Word = Has | Lost
 
 
 class Page(msgspec.Struct, frozen=True):
-    """Words above the number that was asked for, in order, from life `incarnation` of `rank`.
+    """A page holds the words above the number that was asked for, in order, from life `incarnation`
+    of `rank`.
 
     `last` is the highest number given so far; words between the page's last and `last` are asked
     for next. `floor`: words that something is gone are forgotten up to here.
@@ -66,7 +67,9 @@ _DECODER = msgspec.json.Decoder(Page)
 
 
 def decode_page(data: bytes, *, after: int = 0) -> Page | None:
-    """The page in `data`; None when it is none, or its numbers do not grow from `after` on."""
+    """Return the page in `data`; None when it is none, or its numbers do not grow from `after`
+    on.
+    """
     try:
         page = _DECODER.decode(data)
     except UNREADABLE:

@@ -10,7 +10,9 @@ from enum import StrEnum
 
 
 class WorkerRefusal(StrEnum):
-    """Why not. Hashes as the text it equals, and as fast (Enum's own does not)."""
+    """A WorkerRefusal says why a worker would not take a turn. Hashes as the text it equals, and as
+    fast (Enum's own does not).
+    """
 
     __hash__ = str.__hash__
 

@@ -39,63 +39,67 @@ NO_NONCE = Nonce(0)
 
 
 class Seed(msgspec.Struct, frozen=True, tag="seed"):
-    """A prompt of `tokens` tokens from its beginning, and then an answer of `output_tokens`."""
+    """A seed is a prompt of `tokens` tokens from its beginning, and then an answer of
+    `output_tokens`.
+    """
 
     tokens: int
     output_tokens: int = 0
 
 
 class Admit(msgspec.Struct, frozen=True, tag="admit"):
-    """The turn may come: so much prefill is ahead."""
+    """Admit answers `Probe`: the turn may come, behind so many tokens of prefill."""
 
     ahead_prefill_tokens: int
 
 
 class Reject(msgspec.Struct, frozen=True, tag="reject"):
-    """The turn may not come."""
+    """Reject answers any request: what it asked is refused, for `reason`."""
 
     reason: WorkerRefusal
 
 
 class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
-    """A place is held under this number, until the worker's admission gives it up."""
+    """Reserved answers `Reserve`: a place is held under this number, until the worker's admission
+    gives it up.
+    """
 
     reservation: int
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
-    """The place waits for its turn."""
+    """Committed answers `Commit`: the place waits for its turn."""
 
 
 class Released(msgspec.Struct, frozen=True, tag="released"):
-    """Given up."""
+    """Released answers `Release` and `ReleaseSession`: what was held is given up."""
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):
-    """How is the worker?"""
+    """Status asks for the worker's load and profile; `StatusIs` answers it."""
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """Would this turn be let in?"""
+    """Probe asks whether this turn would be let in; nothing is held for it."""
 
     wanted: Seed
 
 
 class Reserve(msgspec.Struct, frozen=True, tag="reserve"):
-    """Hold a place for this turn."""
+    """Reserve asks to hold a place for this turn."""
 
     turn_id: TurnId
     wanted: Seed
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
-    """The turn of this reservation is on its way."""
+    """Commit says that the turn of this reservation is on its way."""
 
     reservation: int
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """The turn of this reservation won't come."""
+    """Release says that the turn of this reservation won't come."""
 
     reservation: int
 
@@ -121,20 +125,25 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
-    """Called off: now, or before. The answer to a `Cancel`, and to what comes after it."""
+    """Cancelled says that a request is called off, now or before: the answer to a `Cancel`, and to
+    what comes after it.
+    """
 
 
 class ListHeld(msgspec.Struct, frozen=True, tag="list_held"):
-    """What is held, as far as it was said after the word number `after`."""
+    """ListHeld asks what is held, as far as it was said after the word number `after`; `PageIs`
+    answers it.
+    """
 
     after: int
 
 
 class AskLine(msgspec.Struct, frozen=True, tag="ask_line"):
-    """What is to be said on the answer to a turn of the session; None: of none. Of a turn that
-    comes, `parent`: whose fork it is; `group`: of sessions that share a head; `epoch`: the highest
-    under which its gateway knows it owned; `version`: how many turns it knows its owners
-    finished."""
+    """AskLine asks what is to be said on the answer to a turn of the session; None: of none. Of a
+    turn that comes, `parent`: whose fork it is; `group`: of sessions that share a head; `epoch`:
+    the highest under which its gateway knows it owned; `version`: how many turns it knows its
+    owners finished.
+    """
 
     session_id: SessionId | None = None
     parent: SessionId | None = None
@@ -147,20 +156,22 @@ RpcRequest = AskLine | ListHeld | Status | Probe | Reserve | Commit | Release | 
 
 
 class StatusIs(msgspec.Struct, frozen=True, tag="status_is"):
-    """The worker's load, dated; `profile`: what it is, where its engine says so here."""
+    """StatusIs answers `Status`: the worker's load, dated; `profile`: what it is, where its engine
+    says so here.
+    """
 
     status: WorkerLoad
     profile: ProfileStatement | None = None
 
 
 class LineIs(msgspec.Struct, frozen=True, tag="line_is"):
-    """The line of an answer."""
+    """LineIs answers `AskLine` with the line to be said."""
 
     line: AnswerLine
 
 
 class PageIs(msgspec.Struct, frozen=True, tag="page_is"):
-    """Words about what is held."""
+    """PageIs answers `ListHeld` with a page of words about what is held."""
 
     page: Page
 
@@ -186,33 +197,34 @@ _answers: msgspec.msgpack.Decoder[_Frame[Said]] = msgspec.msgpack.Decoder(_Frame
 
 
 def new_nonce() -> Nonce:
-    """A number that nobody else draws."""
+    """Return a number, never 0, that nobody else draws."""
     return Nonce(secrets.randbits(63) | 1)
 
 
 def encode(body: RpcRequest | Cancel | Said, nonce: Nonce = NO_NONCE) -> bytes:
-    """One frame. Raises InvalidInput when it is longer than any reader takes."""
+    """Return one frame. Raises InvalidInput when it is longer than any reader takes."""
     data = _encoder.encode(_Frame(VERSION, body, nonce))
     check_length(len(data))
     return data
 
 
 def check_length(count: int) -> None:
-    """Raises InvalidInput for a frame of `count` bytes that is too long."""
+    """Raise InvalidInput for a frame of `count` bytes that is too long."""
     if count > MAX_FRAME_BYTES:
         mend = "name what is meant, and bring the bytes another way"
         raise InvalidInput("rpc", f"a frame of {count} bytes, at most {MAX_FRAME_BYTES}", mend)
 
 
 def decode_request(data: bytes) -> tuple[RpcRequest | Cancel, Nonce]:
-    """What is asked, and under which nonce. Raises InvalidInput for what is no request of a version
-    that is read here."""
+    """Return what is asked, and under which nonce. Raises InvalidInput for what is no request of a
+    version that is read here.
+    """
     check_length(len(data))
     frame = open_frame(data, _requests, oldest=OLDEST, newest=VERSION)
     return frame.body, frame.nonce
 
 
 def decode_answer(data: bytes) -> Said:
-    """An answer. Raises as `decode_request`."""
+    """Return the answer in a frame. Raises as `decode_request`."""
     check_length(len(data))
     return open_frame(data, _answers, oldest=OLDEST, newest=VERSION).body

@@ -64,7 +64,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class UnitStatement(msgspec.Struct, frozen=True):
-    """The unit that speaks; `worker` is what the worker calls itself."""
+    """A unit's statement names the unit that speaks; `worker` is what the worker calls itself."""
 
     worker: str = ""
     rank: int = 0
@@ -72,7 +72,7 @@ class UnitStatement(msgspec.Struct, frozen=True):
 
 
 class LoadStatement(msgspec.Struct, frozen=True, kw_only=True):
-    """A WorkerLoad without its unit, in the words of the record."""
+    """A load's statement is a WorkerLoad without its unit, in the words of the record."""
 
     as_of_s: Annotated[float, msgspec.Meta(ge=0, le=AS_OF_MAX_S)] = 0.0
     pending_prefill_tokens: Count = 0
@@ -84,7 +84,7 @@ class LoadStatement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpeedStatement(msgspec.Struct, frozen=True, kw_only=True):
-    """What computing takes on the worker.
+    """A speed statement tells what computing takes on the worker.
 
     A prefill of n tokens after p others takes `prefill_pass_ms` + n x (`prefill_token_ms` +
     `prefill_attention_ms` x (p + n / 2)); a decode step `step_ms` + `step_ms_per_sequence` x batch.
@@ -103,7 +103,8 @@ class SpeedStatement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierStatement(msgspec.Struct, frozen=True, kw_only=True):
-    """One place below the device that the worker keeps state in: `host`, `disk` or `remote`.
+    """A tier's statement describes one place below the device that the worker keeps state in:
+    `host`, `disk` or `remote`.
 
     `bytes_total` None: not known. Loading n bytes takes `latency_ms` + n / `bytes_per_ms`, as last
     measured at `measured_s` (None: assumed).
@@ -117,7 +118,8 @@ class TierStatement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfileStatement(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is and can do; constant but for `speed` and `tiers`, which it measures.
+    """A profile says what a worker is and can do; constant but for `speed` and `tiers`, which it
+    measures.
 
     `models`: the names it serves, the first its own. `actions`: the placement actions that it can
     carry out as the worker that runs the turn. `kv_bytes_per_token` and `kv_bytes_per_sequence`:
@@ -140,7 +142,9 @@ class ProfileStatement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The record. Who answers may add fields of its own; readers ignore them."""
+    """A worker's status is the record that it answers with. Who answers may add fields of its own;
+    readers ignore them.
+    """
 
     version: int = VERSION
     unit: UnitStatement
@@ -149,15 +153,16 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusRead(msgspec.Struct, frozen=True):
-    """A record as it was read: `status` None when nothing of it can be used, and each thing that
-    was refused, by the name of its field."""
+    """A record as it was read has `status` None when nothing of it can be used, and in `problems`
+    each thing that was refused, by the name of its field.
+    """
 
     status: WorkerStatus | None
     problems: tuple[str, ...] = ()
 
 
 def load_statement(load: WorkerLoad) -> LoadStatement:
-    """`load` as the record says it."""
+    """Return `load` as the record says it."""
     return LoadStatement(
         as_of_s=load.as_of,
         pending_prefill_tokens=load.pending_prefill_tokens,
@@ -170,12 +175,12 @@ def load_statement(load: WorkerLoad) -> LoadStatement:
 
 
 def unit_statement(unit: RoutingUnit) -> UnitStatement:
-    """`unit` as the record says it."""
+    """Return `unit` as the record says it."""
     return UnitStatement(unit.worker, unit.dp_rank, unit.incarnation)
 
 
 def load_of(unit: UnitStatement, load: LoadStatement, *, worker: WorkerId) -> WorkerLoad:
-    """What `unit`, which its reader calls `worker`, says of its load."""
+    """Return what `unit`, which its reader calls `worker`, says of its load."""
     return WorkerLoad(
         unit=RoutingUnit(worker, unit.rank, Incarnation(unit.incarnation)),
         as_of=load.as_of_s,
@@ -189,7 +194,7 @@ def load_of(unit: UnitStatement, load: LoadStatement, *, worker: WorkerId) -> Wo
 
 
 def read_status(document: bytes) -> StatusRead:
-    """The record in `document`. Never raises: what is wrong is named in `problems`."""
+    """Return the record in `document`. Never raises: what is wrong is named in `problems`."""
     try:
         found = msgspec.json.decode(document)
     except UNREADABLE as error:
@@ -213,7 +218,9 @@ def read_status(document: bytes) -> StatusRead:
 
 
 class _Fields:
-    """One object of the record. What is refused goes into `problems`, which all parts share."""
+    """Fields reads one object of the record. What is refused goes into `problems`, which all parts
+    share.
+    """
 
     def __init__(self, found: Mapping[str, object], path: str, problems: list[str]) -> None:
         self.problems = problems
@@ -221,7 +228,9 @@ class _Fields:
         self._path = path
 
     def number(self, name: str, *, default: float, most: float, least: float = 0.0) -> float:
-        """A number from `least` to `most`, or 0."""
+        """Return a number that is 0 or from `least` to `most`; `default` when it is missing or
+        refused.
+        """
         value = self._found.get(name)
         if value is None:
             return default
@@ -232,11 +241,11 @@ class _Fields:
         return float(value)
 
     def bytes_per(self, name: str) -> float:
-        """Bytes for one of something."""
+        """Return the bytes for one of something; 0 when missing or refused."""
         return self.number(name, default=0.0, most=float(COUNT_MAX), least=BYTES_LEAST)
 
     def count(self, name: str, *, default: int = 0, most: int = COUNT_MAX) -> int:
-        """A whole number from 0 to `most`."""
+        """Return a whole number from 0 to `most`; `default` when it is missing or refused."""
         value = self._found.get(name)
         if value is None:
             return default
@@ -245,14 +254,16 @@ class _Fields:
         return value
 
     def is_true(self, name: str) -> bool:
-        """Whether it says so; anything but true and false is refused and counts as false."""
+        """Tell whether the field says so; anything but true and false is refused and counts as
+        false.
+        """
         value = self._found.get(name)
         if value is not None and not isinstance(value, bool):
             self._refuse(name, value, 0.0)
         return value is True
 
     def date(self, name: str) -> float | None:
-        """Seconds since 1970, or None."""
+        """Return seconds since 1970; None when missing, 0 or refused."""
         if self._found.get(name) is None:
             return None
         return self.number(name, default=0.0, most=float(COUNT_MAX)) or None
@@ -267,7 +278,7 @@ class _Fields:
         return value
 
     def rpc_address(self, name: str) -> str | None:
-        """An address tcp://HOST:PORT or curve://HOST:PORT, or None; all else is refused."""
+        """Return an address tcp://HOST:PORT or curve://HOST:PORT, or None; all else is refused."""
         value = self._found.get(name)
         if value is None or value == "":
             return None
@@ -279,7 +290,7 @@ class _Fields:
         return None
 
     def texts(self, name: str) -> tuple[str, ...] | None:
-        """A list of texts; None when it is not said."""
+        """Return a list of texts; None when it is not said."""
         value = self._found.get(name)
         if value is None:
             return None
@@ -292,14 +303,14 @@ class _Fields:
         return tuple(good)
 
     def part(self, name: str) -> _Fields:
-        """An object inside this one; an empty one where it is missing."""
+        """Return an object inside this one; an empty one where it is missing."""
         value = self._found.get(name)
         if value is not None and not isinstance(value, dict):
             self._refuse(name, value, 0.0)
         return _Fields(_object(value), self._name(name), self.problems)
 
     def parts(self, name: str) -> Sequence[_Fields]:
-        """A list of objects inside this one."""
+        """Return a list of objects inside this one."""
         value = self._found.get(name)
         if value is None:
             return ()
@@ -324,7 +335,7 @@ class _Fields:
 
 
 def _object(value: object) -> Mapping[str, object]:
-    """`value` where it is an object; an empty one where it is not."""
+    """Return `value` where it is an object, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
@@ -366,7 +377,9 @@ def _profile(fields: _Fields) -> ProfileStatement:
 
 
 def _speed(fields: _Fields) -> SpeedStatement | None:
-    """None when one of its times is missing or was refused: half a price is none."""
+    """Read the speed; None when one of its times is missing or was refused: half a price is
+    none.
+    """
     refused = len(fields.problems)
     times = {name: fields.number(name, default=-1.0, most=MS_MAX) for name in _TIMES}
     missing = [name for name, ms in times.items() if ms < 0.0]

@@ -37,14 +37,16 @@ TYPE_OF_RATIO = {0: SLIDING, 1: SLIDING, 4: CSA, 128: HCA}
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """Each layer's type, and the ratios m (CSA) and m' (HCA) where they are used."""
+    """A pattern is each layer's type, and the ratios m (CSA) and m' (HCA) where they are used."""
 
     kinds: tuple[str, ...]
     rates: dict[str, int]
 
 
 def read_pattern(fields: Fields) -> Pattern:
-    """From `compress_ratios`, or `layer_types` + `compress_rates`, or both when they agree."""
+    """Read the pattern from `compress_ratios`, or `layer_types` + `compress_rates`, or both when
+    they agree.
+    """
     layers = fields.integer("num_hidden_layers")
     found: dict[str, tuple[str, ...]] = {}
     rates: dict[str, int] = {}
@@ -69,7 +71,7 @@ def read_pattern(fields: Fields) -> Pattern:
 
 
 def _rate(fields: Fields, kind: str, from_ratios: int | None) -> int:
-    """The compression ratio of one layer type, under any of its three spellings."""
+    """Return the compression ratio of one layer type, under any of its three spellings."""
     legacy = {CSA: "compress_rate_csa", HCA: "compress_rate_hca"}[kind]
     if fields.has("compress_rates"):
         where, rate = "compress_rates", fields.nested("compress_rates").integer(kind)
@@ -91,7 +93,9 @@ def _rate(fields: Fields, kind: str, from_ratios: int | None) -> int:
 
 
 def latent_shape(fields: Fields) -> LatentShape:
-    """The one shared head: K = V, rotated in its last `qk_rope_head_dim` dimensions."""
+    """Return the shape of the one shared head: K = V, rotated in its last `qk_rope_head_dim`
+    dimensions.
+    """
     dims = fields.integer("head_dim")
     spelling = fields.first_of("qk_rope_head_dim", "partial_rotary_factor")
     if spelling == "qk_rope_head_dim":
@@ -111,7 +115,7 @@ def _rotated_part(fields: Fields, field: str, dims: int) -> int:
 
 
 class Builder(msgspec.Struct, frozen=True):
-    """Makes the states of V4 layers from its dimensions and an engine's formats."""
+    """A builder makes the states of V4 layers from its dimensions and an engine's formats."""
 
     shape: LatentShape
     kv: KvDescriptor
@@ -132,7 +136,7 @@ class Builder(msgspec.Struct, frozen=True):
         return StateSpec(role, kind, entry, align_bytes=self.kv.align_bytes)
 
     def tail(self, role: Role, dims: int, kind: Compressed) -> StateSpec:
-        """Waiting rows: a value and a gate score for each dimension of each series.
+        """Make a tail of waiting rows: a value and a gate score for each dimension of each series.
 
         With overlap there are two series, Ca and Cb, in a ring of two windows, and at a boundary
         the Ca half of the last window is still needed.
@@ -149,13 +153,17 @@ class Builder(msgspec.Struct, frozen=True):
         return StateSpec(role, ring, row, extra_bytes=extra_bytes)
 
     def online_tail(self, role: Role, dims: int, kind: Compressed) -> StateSpec:
-        """An online softmax over the waiting rows: maximum, sum and weighted value."""
+        """Make a tail that is an online softmax over the waiting rows: maximum, sum and weighted
+        value.
+        """
         names = ("maximum", "sum", "value")
         row = Entry(tuple(Part(name, dims, Precision.FP32) for name in names))
         return StateSpec(role, Ring(rows=1, period=kind.tokens), row)
 
     def dense_bytes(self, states: Sequence[StateSpec]) -> int:
-        """Uncompressed: a latent a token, and an index key where there is an indexer."""
+        """Return the bytes a token of an uncompressed layer: a latent, and an index key where there
+        is an indexer.
+        """
         index = sum(s.entry.payload_bytes for s in states if s.role is Role.CSA_INDEX)
         return self.entry.payload_bytes + index
 

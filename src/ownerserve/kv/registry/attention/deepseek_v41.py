@@ -25,7 +25,7 @@ KV_SOURCES, INDEX_SOURCES = "kv_source_layer_ids", "index_source_layer_ids"
 
 
 def sources(fields: Fields, name: str, ratios: Sequence[int]) -> tuple[int | None, ...]:
-    """For each layer the nearest source at or before it; None where the ratio is 0."""
+    """Return for each layer the nearest source at or before it; None where the ratio is 0."""
     ids = fields.integers(name)
     for source in ids:
         if source >= len(ratios) or ratios[source] == 0:

@@ -38,7 +38,7 @@ SLIDING_BY_DEPTH = ("qwen2", "qwen3")
 
 
 def pattern(fields: Fields) -> tuple[str, ...]:
-    """Each layer's type, from every spelling present."""
+    """Return each layer's type, on which all spellings present must agree."""
     layers = fields.integer("num_hidden_layers")
     found: dict[str, tuple[str, ...]] = {}
     if fields.has("layer_types"):

@@ -23,7 +23,7 @@ PATTERN, FREQ, OFFSET = "index_topk_pattern", "index_topk_freq", "index_skip_top
 
 
 def indexers(fields: Fields, layers: int) -> tuple[str, ...]:
-    """`full` or `shared` for each layer, from every spelling present."""
+    """Return `full` or `shared` for each layer; all spellings present must agree."""
     found: dict[str, tuple[str, ...]] = {}
     if fields.has("indexer_types"):
         found["indexer_types"] = layer_types(fields, layers, (FULL, SHARED), field="indexer_types")

@@ -24,7 +24,7 @@ from ownerserve.kv.specs import Entry, LayerSpec
 
 
 def entries(fields: Fields, kinds: Sequence[str], kv: KvDescriptor) -> tuple[Entry, ...]:
-    """Keys and values of one token, layer by layer.
+    """Return the entry (keys and values of one token) of each layer.
 
     transformers writes what differs from the model's own dimensions into `per_layer_config`;
     published configs have `global_head_dim` and `num_global_key_value_heads` for full layers.
@@ -49,7 +49,7 @@ def entries(fields: Fields, kinds: Sequence[str], kv: KvDescriptor) -> tuple[Ent
 
 
 def sources(fields: Fields, kinds: Sequence[str]) -> tuple[int | None, ...]:
-    """For each layer the layer whose keys it reads; None for one that owns its own."""
+    """Return for each layer the layer whose keys it reads; None for one that owns its own."""
     shared = fields.integer_or("num_kv_shared_layers", 0, least=0)
     first_shared = len(kinds) - shared
     owner = {kind: index for index, kind in enumerate(kinds[: max(first_shared, 0)])}

@@ -18,7 +18,7 @@ SPARSE, NESTED, FREQ = "minimax_m3_sparse", "sparse_attention_config", "sparse_a
 
 
 def pattern(fields: Fields) -> tuple[str, ...]:
-    """Each layer's type, from every spelling present."""
+    """Return each layer's type, on which all spellings present must agree."""
     layers = fields.integer("num_hidden_layers")
     found: dict[str, tuple[str, ...]] = {}
     if fields.has("layer_types"):
@@ -38,7 +38,7 @@ def pattern(fields: Fields) -> tuple[str, ...]:
 
 
 def index_dims(fields: Fields) -> int:
-    """Dimensions of an index key, in the nested object or flat."""
+    """Return the dimensions of an index key, given in the nested object or flat."""
     if fields.has(NESTED) and fields.nested(NESTED).has("sparse_index_dim"):
         return fields.nested(NESTED).integer("sparse_index_dim")
     return fields.integer("index_head_dim")

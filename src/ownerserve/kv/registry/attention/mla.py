@@ -12,7 +12,9 @@ from ownerserve.kv.specs import Entry, LayerSpec, Precision, Role
 
 
 def mla_entry(fields: Fields, kv: KvDescriptor) -> Entry:
-    """`kv_lora_rank` compressed and `qk_rope_head_dim` rotated dimensions."""
+    """Return the latent's entry: `kv_lora_rank` compressed and `qk_rope_head_dim` rotated
+    dimensions.
+    """
     shape = LatentShape(
         nope=fields.integer("kv_lora_rank"),
         rope=fields.integer("qk_rope_head_dim", least=0),

@@ -26,7 +26,7 @@ NESTED = "linear_attn_config"
 
 
 def pattern(fields: Fields) -> tuple[str, ...]:
-    """Each layer's type, from the two lists of layer numbers, `layer_types`, or both."""
+    """Return each layer's type, from the two lists of layer numbers, `layer_types`, or both."""
     layers = fields.integer("num_hidden_layers")
     found: dict[str, tuple[str, ...]] = {}
     if fields.has("layer_types"):
@@ -52,7 +52,9 @@ def _from_numbers(nested: Fields, layers: int) -> tuple[str, ...]:
 
 
 def delta_attention(fields: Fields, kv: KvDescriptor) -> tuple[StateSpec, ...]:
-    """A square matrix for each head; short convolutions over q, k and v."""
+    """Return a layer's state: a square matrix for each head, and short convolutions over q, k and
+    v.
+    """
     if fields.has(NESTED):
         where, names = fields.nested(NESTED), ("head_dim", "num_heads", "short_conv_kernel_size")
     else:

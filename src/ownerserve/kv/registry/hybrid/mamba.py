@@ -15,7 +15,7 @@ from ownerserve.kv.specs import Precision, StateSpec
 
 
 class Mamba2(msgspec.Struct, frozen=True):
-    """Dimensions of a Mamba-2 mixer."""
+    """Mamba2 holds the dimensions of a Mamba-2 mixer."""
 
     heads: int
     head_dim: int
@@ -30,7 +30,7 @@ class Mamba2(msgspec.Struct, frozen=True):
 
 
 def read_mamba2(fields: Fields) -> Mamba2:
-    """From the `mamba_*` fields of Bamba and Falcon-H1.
+    """Read the dimensions from the `mamba_*` fields of Bamba and Falcon-H1.
 
     `mamba_d_head` may be "auto": the inner size (`mamba_d_ssm`, else `mamba_expand` times the
     hidden size) over the heads. Given as a number, it must agree with that.

@@ -27,7 +27,7 @@ PATTERN = "hybrid_override_pattern"
 
 
 def pattern(fields: Fields) -> tuple[str, ...]:
-    """Each layer's type, from every spelling present."""
+    """Return each layer's type, on which all spellings present must agree."""
     found: dict[str, tuple[str, ...]] = {}
     if fields.has(PATTERN):
         letters = fields.text(PATTERN)

@@ -22,7 +22,7 @@ INTERVAL = "full_attention_interval"
 
 
 def pattern(fields: Fields) -> tuple[str, ...]:
-    """Each layer's type, from `layer_types`, the interval, or both when they agree."""
+    """Return each layer's type, from `layer_types`, the interval, or both when they agree."""
     layers = fields.integer("num_hidden_layers")
     found: dict[str, tuple[str, ...]] = {}
     if fields.has("layer_types"):
@@ -34,7 +34,9 @@ def pattern(fields: Fields) -> tuple[str, ...]:
 
 
 def delta_net(fields: Fields, kv: KvDescriptor) -> tuple[StateSpec, ...]:
-    """A key-by-value matrix for each value head; the convolution runs over q, k and v."""
+    """Return a layer's state: a key-by-value matrix for each value head, and a convolution over q,
+    k and v.
+    """
     keys = fields.integer("linear_num_key_heads") * fields.integer("linear_key_head_dim")
     values = fields.integer("linear_num_value_heads") * fields.integer("linear_value_head_dim")
     return recurrent_pair(
