@@ -22,7 +22,8 @@ from ownerserve.router.worker import Load, Receipt, Worker
 
 
 class Account:
-    """Counts since the state was made."""
+    """The account counts a RouterState's requests, and what became of them, since the state was
+    made."""
 
     __slots__ = (
         "aborted",
@@ -50,17 +51,19 @@ class Account:
 
     @property
     def done(self) -> int:
-        """Requests whose last dispatch ended, well or not."""
+        """The account counts as done the requests whose last dispatch ended, well or not."""
         return self.finished + self.broken + self.aborted
 
     @property
     def rejected(self) -> int:
-        """Requests that were refused, at arrival or after failed attempts."""
+        """The account counts as rejected the requests that were refused, at arrival or after failed
+        attempts."""
         return self.refusals.total()
 
 
 class Books(msgspec.Struct, frozen=True):
-    """What the state counts of its live dispatches: their loads, and who was not answered yet."""
+    """The books list what the state counts of its live dispatches: the load of each at its workers,
+    and the receipts whose worker has not begun to answer."""
 
     loads: Sequence[tuple[Worker, Load]]
     unanswered: Collection[Receipt]
@@ -95,7 +98,8 @@ def audit(fleet: Fleet, sessions: SessionTable, books: Books) -> None:
 
 
 def _check_homes(sessions: SessionTable, books: Books) -> None:
-    """A session's home is its owner, but for a dispatch that nobody has begun to answer."""
+    """Raise InvariantViolated unless each session's home is its owner, except while a dispatch of
+    it is unanswered."""
     for name, session in sessions.items():
         if session.heading is None:
             if (session.home, session.home_life) != (session.owner, session.owner_life):
@@ -105,7 +109,8 @@ def _check_homes(sessions: SessionTable, books: Books) -> None:
 
 
 def _check_references(sessions: SessionTable) -> None:
-    """Copy-on-write rests on knowing how many stand on a prefix."""
+    """Raise InvariantViolated unless each prefix's `refs` is the number of sessions that stand on
+    it: copy-on-write rests on that."""
     standing = [prefix for _, session in sessions.items()
                 for prefix in (session.prefix, session.stem) if prefix is not None]  # fmt: skip
     counted = Counter(map(id, standing))

@@ -63,11 +63,11 @@ class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Enter(msgspec.Struct, frozen=True):
-    """Go on: decide where the turn runs."""
+    """The turn may go on: its sender decides now where it runs."""
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Not yet. `due` will name the ticket."""
+    """The turn waits for a seat: a later `due` names its `ticket`."""
 
     ticket: Ticket
 
@@ -77,7 +77,8 @@ ENTER = Enter()
 
 
 class _Inside(msgspec.Struct, gc=False):
-    """`tokens` are what it counts for; `context` what it is known to hold."""
+    """A session inside: it counts for `tokens` of the fleet's memory and is known to hold
+    `context`."""
 
     tokens: int
     context: int
@@ -93,7 +94,8 @@ class _Waiting(msgspec.Struct, gc=False):
 
 
 class SessionAdmission:
-    """Decides for one router: `ask` before every turn of a session, `ended` after it."""
+    """The admission decides for one router which sessions run: `ask` is called before every turn of
+    a session, `ended` after it."""
 
     def __init__(self, fleet: Fleet, settings: SeatSettings | None = None) -> None:
         self.settings = settings or SeatSettings()
@@ -108,13 +110,14 @@ class SessionAdmission:
 
     @property
     def waiting(self) -> int:
-        """Sessions that wait."""
+        """How many sessions wait for a seat."""
         return len(self._waiting)
 
     def ask(
         self, session: SessionId, tokens: int, *, parent: SessionId | None, now_s: float
     ) -> Answer:
-        """A turn of `tokens` prompt tokens is here. `parent`: whose sub-agent or fork it is."""
+        """Decide whether a turn of `tokens` prompt tokens enters or waits; `parent` is the session
+        whose sub-agent or fork this one is."""
         if session in self._promised or parent in self._promised:
             self._enter(session, tokens, now_s=now_s, growth=0)
             return ENTER
@@ -131,7 +134,8 @@ class SessionAdmission:
         return Wait(ticket)
 
     def ended(self, session: SessionId, tokens: int, now_s: float) -> None:
-        """A turn is over, well or not; the session's context is `tokens` now (0: as before)."""
+        """Note that a turn is over, well or not; the session's context is `tokens` now (0: as
+        before)."""
         known = self._inside.get(session)
         if known is None:
             return
@@ -141,16 +145,17 @@ class SessionAdmission:
         self._inside.move_to_end(session)
 
     def over(self, session: SessionId) -> None:
-        """The session is over."""
+        """Free the seat of a session that is over, and forget what was promised to it."""
         self._promised.pop(session, None)
         self._stand_up(session)
 
     def leave(self, ticket: Ticket) -> None:
-        """The client hung up while it waited. One that does not wait any more is no error."""
+        """Take the ticket of a client that hung up out of the line; one that no longer waits is no
+        error."""
         self._waiting = deque(one for one in self._waiting if one.ticket != ticket)
 
     def due(self, now_s: float) -> list[Ticket]:
-        """The tickets that may enter now, in the order of arrival."""
+        """Let in those whose turn it is, and return their tickets in the order of arrival."""
         if not self._waiting:
             return []
         self._expire(now_s)
@@ -175,7 +180,8 @@ class SessionAdmission:
         return found
 
     def next_due_s(self) -> float | None:
-        """When time alone may let somebody in: a seat goes cold, or patience ends."""
+        """Return when time alone may let somebody in, as a seat goes cold or patience ends; None
+        when nobody waits or no time is set."""
         if not self._waiting:
             return None
         until_s = self._waiting[0].until_s
@@ -198,7 +204,8 @@ class SessionAdmission:
         self._inside.move_to_end(session)
 
     def _count(self, known: _Inside, context: int, *, growth: int) -> None:
-        """A session's context is `context` now, unless it was longer before."""
+        """Raise what the session is known to hold to `context` tokens, and what it counts for to
+        `growth` more, where that is not less."""
         if context > known.context:
             self._context_tokens += context - known.context
             known.context = context
@@ -207,7 +214,8 @@ class SessionAdmission:
             known.tokens = context + growth
 
     def _has_seat(self, prompt: int) -> bool:
-        """Whether the fleet has. Also when nobody is inside: one session is always let in."""
+        """Return whether the fleet's memory takes one more session; while nobody is inside it
+        always does."""
         if not self._inside:
             return True
         capacity = self._capacity_tokens()
@@ -216,7 +224,8 @@ class SessionAdmission:
         )
 
     def _has_idle(self, prompt: int) -> bool:
-        """Whether those who wait leave an idle worker for it."""
+        """Return whether an idle worker is left for the prompt once those who wait have taken
+        theirs."""
         idle, beside = self._idle(), self._beside_tokens()
         for one in self._waiting:
             if not idle:
@@ -225,7 +234,7 @@ class SessionAdmission:
         return _take(idle, prompt, beside)
 
     def _idle(self) -> list[Worker]:
-        """The workers that could begin a new session at once."""
+        """Return the workers that could begin a new session at once."""
         return [
             worker
             for worker in self._fleet.up
@@ -235,13 +244,15 @@ class SessionAdmission:
         ]
 
     def _beside_tokens(self) -> float:
-        """What the contexts inside, as they are, leave of the fleet's memory."""
+        """Return how many tokens of the fleet's memory the contexts inside, as they are, leave
+        free."""
         capacity = self._capacity_tokens()
         return inf if capacity is None else capacity - self._context_tokens
 
     def _capacity_tokens(self) -> float | None:
-        """What the fleet holds of the sessions inside and one more, beside what each takes at all;
-        None where the memory of a worker is not known, or no token takes any of it."""
+        """Return how many tokens the fleet holds of the sessions inside and one more, less the
+        fixed bytes of each; None where a worker's memory is not known, or tokens take none of
+        it."""
         workers = self._fleet.up
         total = fixed = 0.0
         for worker in workers:
@@ -267,14 +278,14 @@ class SessionAdmission:
                 self._stand_up(session)
 
     def _stand_up(self, session: SessionId) -> None:
-        """The session's seat is free; what was promised to it stands."""
+        """Free the session's seat; it stays promised, so that its next turn is let in at once."""
         known = self._inside.pop(session, None)
         if known is not None:
             self._held_tokens -= known.tokens
             self._context_tokens -= known.context
 
     def check(self) -> None:
-        """Raise InvariantViolated unless the sum is that of who is inside."""
+        """Raise InvariantViolated unless the sums of tokens are those of the sessions inside."""
         held = sum(known.tokens for known in self._inside.values())
         if held != self._held_tokens:
             raise InvariantViolated(f"3: seats hold {held} tokens, counted {self._held_tokens}")
@@ -286,8 +297,8 @@ class SessionAdmission:
 
 
 def _take(idle: list[Worker], prompt: int, beside_tokens: float) -> bool:
-    """Take one out that has room for the prompt, if there is any: where no session lives, or, up to
-    `beside_tokens`, beside the contexts inside."""
+    """Take a worker that has room for the prompt out of `idle`, and return whether there was one:
+    where no session lives or, up to `beside_tokens`, beside the contexts inside."""
     for worker in idle:
         if room_tokens(worker) >= prompt and (not worker.bound_sessions or prompt <= beside_tokens):
             idle.remove(worker)
@@ -300,7 +311,8 @@ Go: TypeAlias = Callable[[float], None]
 
 
 class AdmissionQueue:
-    """The first turns that wait for a seat, each with what it does once it may enter.
+    """The queue holds the first turns that wait for a seat, each with what it does once it may
+    enter.
 
     Decides nothing: it asks `admission` and calls whom that names. Without one, every turn goes on
     at once. Gateway and simulator stand the same queue in front of their routers.
@@ -311,15 +323,17 @@ class AdmissionQueue:
         self._waiting: dict[Ticket, Go] = {}
 
     def __len__(self) -> int:
-        """Sessions that wait."""
+        """How many sessions wait for a seat."""
         return len(self._waiting)
 
     def enter(
         self, session: SessionId, tokens: int, go: Go, *, parent: SessionId | None, now_s: float
     ) -> Ticket | None:
-        """Call `go` now, or once there is a seat: then the ticket to `leave` with.
+        """Call `go` at once and return None, or hold it until there is a seat and return the
+        ticket.
 
-        A turn of `tokens` prompt tokens. `parent`: whose sub-agent or fork it is (`forked_from`).
+        The turn has `tokens` prompt tokens; `parent` is the session whose sub-agent or fork this
+        one is (`forked_from`). A client that hangs up gives the ticket to `leave`.
         """
         if self.admission is not None:
             answer = self.admission.ask(session, tokens, parent=parent, now_s=now_s)
@@ -330,18 +344,19 @@ class AdmissionQueue:
         return None
 
     def leave(self, ticket: Ticket) -> None:
-        """The client hung up."""
+        """Take the turn of a client that hung up out of the queue; its `go` is never called."""
         if self.admission is not None and self._waiting.pop(ticket, None) is not None:
             self.admission.leave(ticket)
 
     def ended(self, session: SessionId, tokens: int, now_s: float) -> None:
-        """A turn is over; its session's context is `tokens` (0: not told)."""
+        """Note that a turn is over and let in whom that makes room for; the session's context is
+        `tokens` (0: not told)."""
         if self.admission is not None:
             self.admission.ended(session, tokens, now_s)
             self.look(now_s)
 
     def over(self, session: SessionId, now_s: float) -> None:
-        """The session is over."""
+        """Free the seat of a session that is over, and let in whom that makes room for."""
         if self.admission is not None:
             self.admission.over(session)
             self.look(now_s)
@@ -353,7 +368,8 @@ class AdmissionQueue:
                 self._waiting.pop(ticket)(now_s)
 
     def let_all_in(self, now_s: float) -> None:
-        """The router drains: who waits is to be refused, not to wait on."""
+        """Call everyone who waits: the router drains, and each is to be refused instead of waiting
+        on."""
         waiting, self._waiting = self._waiting, {}
         for ticket, go in waiting.items():
             if self.admission is not None:
@@ -364,9 +380,9 @@ class AdmissionQueue:
 def forked_from(
     named: SessionId | None, like: SessionId | None, *, shared: float, prompt: float
 ) -> SessionId | None:
-    """The session whose sub-agent or fork another one is: whom its client `named`, else the one
-    that it begins `like`, if it shares at least half of its prompt (`shared` and `prompt` in one
-    unit, bytes or tokens). A system prompt in common is not enough."""
+    """Return the session whose sub-agent or fork another one is: the one that its client `named`,
+    else the one that it begins `like`, if they share at least half of its prompt (`shared` and
+    `prompt` in one unit, bytes or tokens). A system prompt in common is not enough."""
     if named is not None:
         return named
     return like if 2 * shared >= prompt else None

@@ -1,4 +1,4 @@
-"""What a policy is asked about a turn, and what it answers.
+"""This module defines what a policy is asked about a turn, and what it answers.
 
 A request as a policy sees it is plain facts; every token count is the router's estimate. The answer
 says where the turn runs, by which action, why, and what else it would have cost: the state counts
@@ -33,13 +33,15 @@ from ownerserve.router.worker import Worker
 
 
 class Label(enum.StrEnum):
-    """An enum of metric labels. Hashes as the text it equals, and as fast (Enum's own does not)."""
+    """A label is an enum whose members are metric labels. It hashes as the text that it equals, and
+    as fast (Enum's own hash does not)."""
 
     __hash__ = str.__hash__
 
 
 class DispatchReason(Label):
-    """Why a worker was chosen. A label of metrics and the x-ownerserve-reason header."""
+    """A dispatch reason says why a worker was chosen: a label of metrics and the value of the
+    x-ownerserve-reason header."""
 
     ROUND_ROBIN = "round_robin"
     LEAST_LOAD = "least_load"
@@ -82,7 +84,7 @@ class DispatchReason(Label):
 
 
 class TurnClass(Label):
-    """Kinds of turns; a metric label."""
+    """A turn's class says what kind of work it is; it is a metric label."""
 
     NEW_LONG_PREFIX = "new_long_prefix"
     SMALL_INCREMENT = "small_increment"
@@ -112,7 +114,7 @@ STRATEGIES: dict[TurnClass, tuple[PlacementAction, ...]] = {
 def classify(
     *, turns: int, known_tokens: int, new_tokens: int, is_cold: bool, limits: Settings
 ) -> TurnClass:
-    """The class of a turn that adds `new_tokens` to `known_tokens` known ones.
+    """Return the class of a turn that adds `new_tokens` to `known_tokens` known ones.
 
     `is_cold`: the session was away for long, or its owner is gone.
     """
@@ -138,15 +140,17 @@ _DEVICE = Tier.DEVICE
 
 
 class EligibleWorkers(Protocol):
-    """The workers that a policy may choose from (fleet.Candidates), as a request looks at them."""
+    """The workers that a policy may choose from (fleet.Candidates), as far as a request looks at
+    them."""
 
     def __contains__(self, worker: Worker, /) -> bool: ...
     def can_prefill(self, worker: Worker) -> bool:
-        """Whether it prefills for others."""
+        """Return whether `worker` prefills for others."""
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """A request as a policy sees it. Every token count is the router's estimate."""
+    """A routing request is a turn as a policy sees it. Every token count is the router's
+    estimate."""
 
     prompt_tokens: int
     session: SessionId | None = None
@@ -175,7 +179,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     now_s: float = 0.0
 
     def cached_on(self, worker: Worker) -> int:
-        """Tokens of the prompt that lie on `worker`'s device, so that they cost it nothing."""
+        """Return how many tokens of the prompt lie on `worker`'s device, so that they cost it
+        nothing."""
         tokens = 0
         for copy in self.copies:
             if copy.worker is worker and copy.tier is _DEVICE and copy.tokens > tokens:
@@ -183,7 +188,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         return tokens if tokens < self.known_tokens else self.known_tokens if tokens else 0
 
     def holders(self, fleet: EligibleWorkers) -> list[Worker]:
-        """Candidates that hold the beginning of the prompt, in whatever tier."""
+        """Return the workers of `fleet` that hold the beginning of the prompt, in whatever tier."""
         copies = self.copies
         if len(copies) == 1:  # as for most turns
             worker = copies[0].worker
@@ -191,7 +196,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         return [worker for worker in self._holding() if worker in fleet]
 
     def prefill_holders(self, fleet: EligibleWorkers) -> list[Worker]:
-        """Workers that hold the beginning of the prompt, of those that prefill for others."""
+        """Return the workers that hold the beginning of the prompt and prefill for others."""
         return [worker for worker in self._holding() if fleet.can_prefill(worker)]
 
     def _holding(self) -> list[Worker]:
@@ -200,7 +205,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class Option(msgspec.Struct, frozen=True, gc=False):
-    """One way to place a turn, priced (pricing.py). All `_ms` terms add up to `total_ms`.
+    """An option is one way to place a turn, with its price (pricing.py). All `_ms` terms add up to
+    `total_ms`.
 
     `cached_tokens` of the prompt need no prefill this way; the state of `moved_tokens` is brought.
     """
@@ -221,7 +227,7 @@ class Option(msgspec.Struct, frozen=True, gc=False):
     prefill: Worker | None = None
 
     def terms(self) -> dict[str, float]:
-        """The terms of the cost by name, in ms."""
+        """Return the terms of the cost by name, in ms."""
         return {name: getattr(self, f"{name}_ms") for name in TERMS}
 
 
@@ -229,7 +235,8 @@ TERMS = ("queue", "compute", "network", "restore", "memory", "duplicate", "inter
 
 
 class Move(msgspec.Struct, frozen=True, gc=False):
-    """A session's state should go from `source` to `target`, and its ownership with it."""
+    """A move says that a session's state, and its ownership, should go from `source` to
+    `target`."""
 
     source: Worker
     target: Worker
@@ -237,7 +244,7 @@ class Move(msgspec.Struct, frozen=True, gc=False):
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """Run the turn on `worker`.
+    """A decision says that the turn runs on `worker`, by which action and why.
 
     `cached_tokens`: how much of the prompt it is expected not to compute (compared later with what
     the engine reports). `prefill`: the worker that computes the prompt (remote_prefill). `source`:
@@ -261,7 +268,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 def run_at(
     request: RoutingRequest, worker: Worker, reason: DispatchReason, *, wanted: Move | None = None
 ) -> Decision:
-    """Run the turn at `worker` on what its device holds; nothing is brought from elsewhere."""
+    """Decide to run the turn at `worker` on what its device holds, with nothing brought from
+    elsewhere."""
     cached = request.cached_on(worker)
     is_going_on = cached > 0 and request.turn is TurnClass.DECODE_CONTINUATION
     action = _DECODE_CONTINUATION if is_going_on else _COLOCATED_PREFILL
@@ -277,7 +285,8 @@ def bring_to(
     source: Copy,
     wanted: Move | None = None,
 ) -> Decision:
-    """Run it at `worker`, with the state that it lacks brought from `source` by `action`."""
+    """Decide to run the turn at `worker`, with the state that it lacks brought from `source` by
+    `action`."""
     cached = min(source.tokens, request.known_tokens)
     moved = cached - request.cached_on(worker)
     return Decision(
@@ -286,7 +295,8 @@ def bring_to(
 
 
 def start_at(request: RoutingRequest, worker: Worker) -> Decision:
-    """Run it at `worker` because it has no owner: a first turn, a lost owner, no session."""
+    """Decide to run the turn at `worker` because it has no owner: a first turn, a lost owner, no
+    session."""
     if request.session is None:
         reason = DispatchReason.NO_SESSION
     else:
@@ -297,7 +307,7 @@ def start_at(request: RoutingRequest, worker: Worker) -> Decision:
 def split_over(
     request: RoutingRequest, worker: Worker, prefill: Worker, *, moved_tokens: int
 ) -> Decision:
-    """Prefill at `prefill`, send the state of `moved_tokens`, decode at `worker`."""
+    """Decide to prefill at `prefill`, send the state of `moved_tokens`, and decode at `worker`."""
     return Decision(
         worker,
         PlacementAction.REMOTE_PREFILL,
@@ -315,7 +325,7 @@ def take(
     ranked: Sequence[Option],
     wanted: Move | None = None,
 ) -> Decision:
-    """The decision for `option`, the best of `ranked`, for `reason`."""
+    """Make the decision that carries out `option`, the best of `ranked`, for `reason`."""
     return Decision(
         option.worker, option.action, reason, option.cached_tokens, option.prefill, option.source,
         option.moved_tokens, wanted, tuple(ranked),

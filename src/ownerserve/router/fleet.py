@@ -55,7 +55,7 @@ _UNKNOWN = 1 << 12
 
 
 class Rooms:
-    """Workers by (step of room, key of load)."""
+    """The rooms order workers by step of free memory and, in each step, by key of load."""
 
     __slots__ = ("_keys", "_place")
 
@@ -86,7 +86,8 @@ class Rooms:
             del self._keys[step]
 
     def least(self, tokens: float, *, but: Worker | None) -> int | None:
-        """The least key of those whose room lies in a step above that of `tokens`; None: none."""
+        """Return the least key of those whose room lies in a step above that of `tokens`, leaving
+        out `but`; None when there is none."""
         need, found = _step(tokens), None
         home = None if but is None else self._place.get(but.order)
         for step, keys in self._keys.items():
@@ -103,7 +104,8 @@ class Rooms:
 
 
 def room_tokens(worker: Worker) -> float:
-    """How long a sequence its free memory takes, infinite where nothing is known of it."""
+    """Return how long a sequence the worker's free memory takes, in tokens; infinite where nothing
+    is known of it."""
     free, speed = worker.load.kv_bytes_free, worker.speed
     if free == inf:
         return inf
@@ -113,7 +115,7 @@ def room_tokens(worker: Worker) -> float:
 
 
 def _step(tokens: float) -> int:
-    """Which step has `tokens` of room."""
+    """Return the step of room that `tokens` lie in."""
     if tokens == inf:
         return _UNKNOWN
     return int(log2(tokens) * STEPS_AN_OCTAVE) + 1 if tokens >= 1.0 else 0
@@ -126,7 +128,8 @@ RESORT_SHARE = 8
 
 
 class _Order:
-    """Workers by key."""
+    """An order holds workers sorted by key of load, and puts those that changed in place when
+    asked."""
 
     __slots__ = ("_key_of", "_keys", "_rooms", "_unroomed", "by_order", "watch")
 
@@ -144,7 +147,7 @@ class _Order:
         worker.watchers += (self.watch,)
 
     def place(self, worker: Worker) -> None:
-        """The worker stands here as it is now; without `add`, later changes of its load are not
+        """Put the worker in as it is now; unlike after `add`, later changes of its load are not
         heard."""
         self.by_order[worker.order] = worker
         self.watch.changed.add(worker)
@@ -162,7 +165,7 @@ class _Order:
             worker.watchers = tuple(one for one in worker.watchers if one is not self.watch)
 
     def keys(self) -> list[int]:
-        """All keys, least first, as of now."""
+        """Put in place whoever changed, and return all keys, least first."""
         keys, key_of, changed = self._keys, self._key_of, self.watch.changed
         if not changed:
             return keys
@@ -187,7 +190,8 @@ class _Order:
         return [by_order[key & _ORDER] for key in self.keys()[:count]]
 
     def least_with_room(self, tokens: float, *, but: Worker | None) -> Worker | None:
-        """The least loaded but `but` of those with room for so many tokens."""
+        """Return the least loaded worker with room for so many tokens, leaving out `but`; None when
+        there is none."""
         self.keys()
         self._rooms.place(self._unroomed, self._key_of)
         self._unroomed.clear()
@@ -211,7 +215,8 @@ def _key(worker: Worker) -> int:
 
 
 class Candidates:
-    """Workers that are up and serve a model; iterates in stable order over those that run turns."""
+    """The candidates are the workers that are up and serve a model; iteration goes over those that
+    run turns, in stable order."""
 
     __slots__ = ("_prefill", "_serving", "_stable", "serving")
 
@@ -237,37 +242,39 @@ class Candidates:
 
     @property
     def mean_batch(self) -> float:
-        """Sequences at each worker that runs turns."""
+        """The mean number of sequences at the workers that run turns."""
         serving = self._serving
         return serving.watch.sequences / len(serving.by_order)
 
     def least(self, count: int) -> list[Worker]:
-        """The `count` least loaded of those that run turns, least first."""
+        """Return the `count` least loaded of the workers that run turns, least first."""
         return self._serving.least(count)
 
     def least_one(self) -> Worker:
-        """The least loaded of those that run turns."""
+        """Return the least loaded of the workers that run turns."""
         serving = self._serving
         return serving.by_order[serving.keys()[0] & _ORDER]
 
     def least_with_room(self, tokens: float, *, but: Worker | None) -> Worker | None:
-        """The least loaded of those that run turns, but `but`, with room for so many tokens."""
+        """Return the least loaded of the workers that run turns and have room for so many tokens,
+        leaving out `but`; None when there is none."""
         return self._serving.least_with_room(tokens, but=but)
 
     def least_prefill(self, count: int) -> list[Worker]:
-        """The `count` least loaded of those that prefill for others, least first."""
+        """Return the `count` least loaded of the workers that prefill for others, least first."""
         return self._prefill.least(count)
 
     def can_prefill(self, worker: Worker) -> bool:
-        """Whether it is one of those that prefill for others."""
+        """Return whether `worker` is one of those that prefill for others."""
         return self._prefill.by_order.get(worker.order) is worker
 
     def prefilling(self) -> list[Worker]:
-        """Workers that prefill for others, in stable order."""
+        """Return the workers that prefill for others, in stable order."""
         return [worker for _, worker in sorted(self._prefill.by_order.items())]
 
     def without(self, tried: Collection[Worker]) -> Candidates:
-        """These candidates but `tried`: a snapshot, which no worker knows and no change follows."""
+        """Return these candidates without `tried`: a snapshot, which no worker knows and no change
+        follows."""
         others = Candidates()
         for worker in self.everyone():
             if worker not in tried:
@@ -275,30 +282,30 @@ class Candidates:
         return others
 
     def everyone(self) -> set[Worker]:
-        """Workers that run turns and workers that prefill for others."""
+        """Return the workers that run turns and those that prefill for others."""
         return {*self._serving.by_order.values(), *self._prefill.by_order.values()}
 
     # Kept by the fleet
 
     def add(self, worker: Worker) -> None:
-        """`worker` is up."""
+        """Take in `worker`, which is up, and hear of its changes of load."""
         self._admit(worker, _Order.add)
         self._stable = None
 
     def discard(self, worker: Worker) -> None:
-        """`worker` is no candidate any more."""
+        """Drop `worker`, which is no candidate any more."""
         self.serving.discard(worker)
         self._serving.discard(worker)
         self._prefill.discard(worker)
         self._stable = None
 
     def check(self) -> None:
-        """Raise InvariantViolated unless the orders are those of the keys."""
+        """Raise InvariantViolated unless both orders are sorted by their workers' present keys."""
         self._serving.check()
         self._prefill.check()
 
     def _admit(self, worker: Worker, how: Callable[[_Order, Worker], None]) -> None:
-        """Into the orders of what its role says that it does."""
+        """Put the worker, by `how`, into the order of each thing that its role does."""
         role = worker.profile.role
         if role is not WorkerRole.PREFILL:
             self.serving.add(worker)
@@ -308,14 +315,17 @@ class Candidates:
 
 
 class PresumedSpeeds:
-    """The worker that gives the measure for each spec digest, and its speed when last told."""
+    """The presumed speeds hold, for each spec digest, the worker that gives the measure and the
+    speed that it told last."""
 
     def __init__(self) -> None:
         self._by_digest: dict[str, tuple[Worker, Speed]] = {}
 
     def speed_of(self, profile: Profile) -> Speed:
-        """What a worker of this profile is priced at. What state takes in its memory and over its
-        media is always its own statement."""
+        """Return the speed that a worker of this profile is priced at.
+
+        What state takes in its memory and over its media is always the worker's own statement.
+        """
         known = self._by_digest.get(profile.spec_digest)
         if profile.is_measured or known is None:
             return profile.speed
@@ -328,7 +338,8 @@ class PresumedSpeeds:
         )
 
     def measured(self, worker: Worker) -> bool:
-        """Take in a worker's statement; whether it changes what others are presumed to be.
+        """Take in a worker's statement, and return whether it changes what others are presumed to
+        be.
 
         A worker that states no digest is like none. The first that measured itself gives the
         measure until it is down.
@@ -347,7 +358,8 @@ class PresumedSpeeds:
 
 
 class Fleet:
-    """Routing units by (worker, dp_rank)."""
+    """The fleet holds every routing unit ever seen, by (worker, dp_rank), and the candidates for
+    each model."""
 
     def __init__(self) -> None:
         self._workers: dict[tuple[WorkerId, int], Worker] = {}
@@ -361,27 +373,28 @@ class Fleet:
         return iter(self._workers.values())
 
     def __getitem__(self, worker: WorkerId) -> Worker:
-        """The first rank of `worker`."""
+        """Return the first rank of `worker`; raises KeyError when it was never seen."""
         return self._workers[worker, 0]
 
     @property
     def up(self) -> tuple[Worker, ...]:
-        """Workers that run turns and may be chosen, in the order in which they first came."""
+        """The workers that run turns and may be chosen, in the order in which they first came."""
         return tuple(self._all)
 
     def candidates(self, model: str | None) -> Candidates:
-        """Workers that may serve a request for `model`; None when the request names none."""
+        """Return the workers that may serve a request for `model`; None: the request names none."""
         if model is None:
             return self._all
         return self._by_model.get(model, self._nameless)
 
     def find(self, unit: RoutingUnit) -> Worker | None:
-        """The unit in this very life, or None."""
+        """Return the unit if it is known in this very life, else None."""
         known = self._workers.get((unit.worker, unit.dp_rank))
         return known if known is not None and known.incarnation == unit.incarnation else None
 
     def heard(self, status: WorkerLoad, now_s: float) -> None:
-        """A worker's word on its load. It also tells of a restart, earlier than any probe."""
+        """Take in a worker's word on its load; it also tells of a restart, earlier than any
+        probe."""
         unit = status.unit
         known = self._workers.get((unit.worker, unit.dp_rank))
         if known is None:
@@ -394,8 +407,11 @@ class Fleet:
             known.stamp(status, now_s)
 
     def raise_up(self, event: WorkerUp) -> None:
-        """A unit answers. It lives anew with a later incarnation; after it was down with any other,
-        for its host's clock may have been set back, or without one."""
+        """Take in that a unit answers.
+
+        It lives anew with a later incarnation; after it was down also with any other, for its
+        host's clock may have been set back, or without one.
+        """
         place = event.worker, event.dp_rank
         known = self._workers.get(place)
         if known is None:
@@ -418,7 +434,7 @@ class Fleet:
             self._price_unmeasured(event.profile)
 
     def take_down(self, worker: WorkerId) -> list[Worker]:
-        """The worker's units that were up; none when there is nothing to do."""
+        """Take the worker's units out, and return those that were up."""
         units = [unit for unit in self._workers.values() if unit.id == worker and unit.up]
         for unit in units:
             unit.up = False
@@ -434,7 +450,7 @@ class Fleet:
             raise InvariantViolated("invariant 5: the candidates are not those that are up")
 
     def _price_unmeasured(self, like: Profile) -> None:
-        """Workers of its kind that have not measured themselves are priced anew."""
+        """Price anew the workers of this kind that have not measured themselves."""
         for worker in self._workers.values():
             profile = worker.profile
             if profile.is_measured or profile.spec_digest != like.spec_digest:
@@ -462,14 +478,16 @@ class Fleet:
 
 
 def _is_former_life(event: WorkerUp, known: Worker) -> bool:
-    """Only of a worker that is up: one that was down may have an earlier clock."""
+    """Return whether the event speaks of an earlier life of a worker that is up; one that was down
+    may come back with an earlier clock."""
     if event.incarnation is None or known.incarnation is None:
         return False
     return known.up and event.incarnation < known.incarnation
 
 
 def _is_another_life(event: WorkerUp, known: Worker) -> bool:
-    """Without two incarnations to compare, one that was down is taken to have restarted."""
+    """Return whether the event begins another life; without two incarnations to compare, a worker
+    that was down is taken to have restarted."""
     if event.incarnation is None or known.incarnation is None:
         return not known.up
     return event.incarnation != known.incarnation

@@ -1,4 +1,4 @@
-"""How the dated copy of extents and owners follows what is told, and who is asked to hand over.
+"""This module keeps the dated copy of extents and owners by what is told, and asks for hand-overs.
 
 Owns the names of prefixes and the hand-overs under way. Workers (turn reports, inventories) and the
 directory tell, in any order and late: nothing here is trusted beyond an estimate, and what names an
@@ -41,7 +41,8 @@ NO_TERM = Term(0, 0)
 
 
 class Knowledge:
-    """Applies Reported, Gone, Claimed and Migrated, and forks sessions."""
+    """The knowledge applies Reported, Gone, Claimed and Migrated to sessions and prefixes, and
+    forks sessions."""
 
     def __init__(self, fleet: Fleet, sessions: SessionTable) -> None:
         self._fleet = fleet
@@ -51,7 +52,7 @@ class Knowledge:
         self._ended: OrderedDict[SessionId, None] = OrderedDict()
 
     def fork(self, child: RoutedSession, arrive: Arrive) -> None:
-        """A new session begins like its parent: it stands on the parent's prefix (rule 3)."""
+        """Let a new session begin like its parent: it stands on the parent's prefix (rule 3)."""
         assert arrive.parent is not None
         name = self._sessions.resolve(arrive.parent)
         parent = self._sessions.get(name)
@@ -69,13 +70,13 @@ class Knowledge:
             child.fork(prefix, tokens)
 
     def ended(self, session: SessionId) -> None:
-        """The session is over: what workers still hold of it brings it back no more."""
+        """Note that the session is over: what workers still hold of it brings it back no more."""
         self._ended[session] = None
         if len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
 
     def reported(self, event: Reported, now_s: float) -> Noted:
-        """A holder says what it holds."""
+        """Note what a holder says that it holds; a word of an earlier life is ignored."""
         worker = None if event.unit is None else self._fleet.find(event.unit)
         if worker is None and event.unit is not None:
             return NOTED  # an earlier life of it
@@ -92,7 +93,7 @@ class Knowledge:
         return NOTED
 
     def gone(self, event: Gone, now_s: float) -> Noted:
-        """A holder dropped it."""
+        """Note that a holder dropped its copy of a prefix."""
         prefix = None
         if event.session is not None:
             session = self._sessions.get(self._sessions.resolve(event.session))
@@ -105,8 +106,11 @@ class Knowledge:
         return NOTED
 
     def claimed(self, event: Claimed, now_s: float) -> Noted:
-        """A word on who owns a session, unless a later one was heard. An epoch is one grant: heard
-        again it says nothing of where the session runs, but the number of its turns."""
+        """Note a word on who owns a session, unless a later one was heard.
+
+        An epoch is one grant: heard again, it says nothing of where the session runs, only the
+        number of its turns.
+        """
         session = self._sessions.touch(self._sessions.resolve(event.session), now_s)
         worker, epoch, known = self._fleet.find(event.unit), event.epoch, session.epoch
         if worker is None or _is_earlier(epoch, known):
@@ -123,13 +127,15 @@ class Knowledge:
         return NOTED
 
     def _sharing_its_term(self, epoch: Epoch) -> Epoch:
-        """The epoch, with the term that those of other sessions have: there may be 10^5 of them."""
+        """Return the epoch, built on the term object that other sessions' epochs have: there may be
+        10^5 of them."""
         if epoch.term != self._term:
             self._term = epoch.term
         return Epoch(self._term, epoch.counter)
 
     def migrated(self, event: Migrated, now_s: float) -> Noted:
-        """The session's state and ownership are at the target, the source has released its own."""
+        """Note that the session's state and ownership are at the target, and that the source has
+        released its own."""
         session = self._sessions.get(self._sessions.resolve(event.session))
         worker = self._fleet.find(event.target)
         if session is None or worker is None:
@@ -144,7 +150,8 @@ class Knowledge:
         return NOTED
 
     def _stands_on(self, event: Reported, now_s: float) -> Prefix | None:
-        """The prefix of the session that stands on it, which has this hash from now on.
+        """Return the prefix that the event's session stands on, under the event's hash from now on;
+        None when the report is of no use.
 
         A session that nobody here has seen ran before this router began: it is known from now on,
         as one that has run and whose owner is not known.
@@ -169,7 +176,7 @@ class Knowledge:
 
 
 def _is_earlier(epoch: Epoch, known: Epoch | None) -> bool:
-    """A word that came late, or from a directory that lost its memory."""
+    """Return whether the word came late, or from a directory that lost its memory."""
     return known is not None and epoch < known
 
 
@@ -185,12 +192,13 @@ _NO_OWNER = (
 
 
 def end_of(refusal: WorkerRefusal) -> ReleaseEnd:
-    """What an owner's refusal says of who owns the session."""
+    """Return what an owner's refusal to hand over says of who owns the session."""
     return ReleaseEnd.NOT_OWNER if refusal in _NO_OWNER else ReleaseEnd.KEPT
 
 
 class Handovers:
-    """Decides when an owner is asked to hand a session over."""
+    """The hand-overs decide when an owner is asked to hand a session over; they own which are under
+    way."""
 
     def __init__(self) -> None:
         self._under_way: set[SessionId] = set()
@@ -199,7 +207,8 @@ class Handovers:
         return len(self._under_way)
 
     def done(self, name: SessionId, session: RoutedSession, worker: Worker) -> AskRelease | Noted:
-        """A turn of the session ended at `worker`: is somebody else to hand it over?"""
+        """After a turn of the session ended at `worker`, return the question to its owner, if that
+        is another worker, to hand it over; else NOTED."""
         grant, target = session.grant, worker.unit
         if grant is None or target is None or session.live_home is not worker:
             return NOTED
@@ -212,11 +221,12 @@ class Handovers:
         return AskRelease(name, source.unit, grant.epoch, target)
 
     def over(self, name: SessionId) -> None:
-        """The session has ended."""
+        """Forget the hand-over of a session that has ended."""
         self._under_way.discard(name)
 
     def ended(self, event: ReleaseEnded, session: RoutedSession | None) -> None:
-        """The owner answered, or did not."""
+        """Note how a hand-over ended: unless the owner kept the session, it is not known as its
+        owner any more."""
         self._under_way.discard(event.session)
         grant = None if session is None else session.grant
         if grant is None or grant.epoch != event.epoch or event.end is ReleaseEnd.KEPT:

@@ -1,4 +1,4 @@
-"""What RouterState is told (events) and what it answers (outcomes). Plain data, no behaviour.
+"""This module defines what RouterState is told (events) and what it answers (outcomes): plain data.
 
 A request in events and outcomes:
 
@@ -22,7 +22,7 @@ from ownerserve.router.worker import Profile, Receipt
 
 
 class Refusal(Label):
-    """Why a request got no worker."""
+    """A refusal says why a request got no worker."""
 
     NO_WORKER = "no_worker"
     NO_SUCH_MODEL = "no_such_model"
@@ -33,7 +33,7 @@ class Refusal(Label):
 
 
 class Failure(Label):
-    """What went wrong at a worker before the first byte of its answer."""
+    """A failure says what went wrong at a worker before the first byte of its answer."""
 
     STALE = "stale"
     """A kept connection turned out closed: says nothing about the worker."""
@@ -50,7 +50,7 @@ class Failure(Label):
 
 
 class Answer(Label):
-    """What an answer's own lines say of the worker that gives it."""
+    """An answer's kind is what its own lines say of the worker that gives it."""
 
     TURN = "turn"
     """The worker serves the turn: a status below 400, and no execution mode that says otherwise.
@@ -60,7 +60,7 @@ class Answer(Label):
 
 
 class Down(Label):
-    """Why a worker is taken out."""
+    """A down reason says why a worker is taken out."""
 
     UNHEALTHY = "unhealthy"
     UNREACHABLE = "unreachable"
@@ -75,7 +75,7 @@ class Down(Label):
 
 
 class WorkerUp(msgspec.Struct, frozen=True, gc=False):
-    """A worker (one routing unit of it) answers. Idempotent.
+    """This event says that a worker (one routing unit of it) answers. It may be told again.
 
     An `incarnation` higher than the known one, or any other than it after the worker was down, is
     a new life: what it held in volatile tiers is gone. Without one, a worker that was down is taken
@@ -89,24 +89,25 @@ class WorkerUp(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkerDown(msgspec.Struct, frozen=True, gc=False):
-    """All routing units of a worker are out of reach until they are up again. Idempotent."""
+    """This event says that all routing units of a worker are out of reach until they are up again.
+    It may be told again."""
 
     worker: WorkerId
     why: Down
 
 
 class Drain(msgspec.Struct, frozen=True, gc=False):
-    """Take nothing new; what is live runs to its end."""
+    """This event tells the router to take nothing new; what is live runs to its end."""
 
 
 class Stamped(msgspec.Struct, frozen=True, gc=False):
-    """A worker's word on its load, heard now; older stamps than the last one are ignored."""
+    """This event is a worker's word on its load, heard now; one older than the last is ignored."""
 
     status: WorkerLoad
 
 
 class Reported(msgspec.Struct, frozen=True, gc=False):
-    """`unit` (None: the shared store) holds [0, tokens) of a prefix in `tier`.
+    """This event says that `unit` (None: the shared store) holds [0, tokens) of a prefix in `tier`.
 
     `session` stands on it, when given: that is how the router learns a session's prefix hash, and
     of sessions that ran before it began. `prefix_hash` None: the holder has not hashed so far.
@@ -120,8 +121,11 @@ class Reported(msgspec.Struct, frozen=True, gc=False):
 
 
 class Gone(msgspec.Struct, frozen=True, gc=False):
-    """`unit` (None: the shared store) no longer holds the prefix in `tier`: the one that `session`
-    stands on, else the one that ends in `prefix_hash`."""
+    """This event says that `unit` (None: the shared store) no longer holds a prefix in `tier`.
+
+    The prefix is the one that `session` stands on, when given, else the one that ends in
+    `prefix_hash`.
+    """
 
     unit: RoutingUnit | None
     tier: Tier
@@ -130,8 +134,8 @@ class Gone(msgspec.Struct, frozen=True, gc=False):
 
 
 class Claimed(msgspec.Struct, frozen=True, gc=False):
-    """A worker's or the directory's word: `unit` owns the session under `epoch`, `version` turns
-    are finished. An earlier epoch is ignored."""
+    """This event is a worker's or the directory's word that `unit` owns the session under `epoch`,
+    `version` of whose turns are finished. An earlier epoch is ignored."""
 
     session: SessionId
     unit: RoutingUnit
@@ -140,7 +144,7 @@ class Claimed(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReleaseEnd(Label):
-    """What came of asking an owner to hand a session over."""
+    """A release end says how asking an owner to hand a session over ended."""
 
     RELEASED = "released"
     NOT_OWNER = "not_owner"
@@ -150,7 +154,7 @@ class ReleaseEnd(Label):
 
 
 class ReleaseEnded(msgspec.Struct, frozen=True, gc=False):
-    """The end of an AskRelease. There is one for each."""
+    """This event ends an AskRelease; there is one for each."""
 
     session: SessionId
     epoch: Epoch
@@ -158,7 +162,7 @@ class ReleaseEnded(msgspec.Struct, frozen=True, gc=False):
 
 
 class Arrive(msgspec.Struct, frozen=True, gc=False):
-    """A request; `prompt_bytes` is the size of its body.
+    """This event says that a request arrived, whose body has `prompt_bytes`.
 
     `session` is its name (requests/identity.py), or another's that is an alias of it. `model`: only
     workers that serve it may take the turn, as the client named it; None: not looked for. `parent`:
@@ -174,7 +178,8 @@ class Arrive(msgspec.Struct, frozen=True, gc=False):
 
 
 class FirstByte(msgspec.Struct, frozen=True, gc=False):
-    """The worker began to answer: its prefill is over. `status`: its stamp on this answer.
+    """This event says that the worker began to answer, so that its prefill is over. `status`: its
+    stamp on this answer.
 
     With Answer.TURN the worker is the session's owner from here on, until W8's nodes say so
     themselves. Done without a FirstByte before it says both at once.
@@ -186,7 +191,8 @@ class FirstByte(msgspec.Struct, frozen=True, gc=False):
 
 
 class Done(msgspec.Struct, frozen=True, gc=False):
-    """The answer is complete. `alias`: a name under which the next turn may ask for the session.
+    """This event says that the answer is complete. `alias`: a name under which the next turn may
+    ask for the session.
 
     `usage` is refused, and counted, when no sequence of the worker's model can have such counts.
     `prompt`: of one that is not in the body, its bytes teach nothing of its tokens.
@@ -200,14 +206,15 @@ class Done(msgspec.Struct, frozen=True, gc=False):
 
 
 class Failed(msgspec.Struct, frozen=True, gc=False):
-    """The attempt failed before the first byte; another may be made."""
+    """This event says that the attempt failed before the first byte; another may be made."""
 
     receipt: Receipt
     failure: Failure
 
 
 class Unpromised(msgspec.Struct, frozen=True, gc=False):
-    """The worker has no room for the turn, and has done no work for it: as if it had not been sent.
+    """This event says that the worker has no room for the turn and has done no work for it: the
+    dispatch counts as if it had not been sent.
 
     Another is asked, as after Failed with Failure.REFUSED. When none is left, or the retries are
     used up, the turn is sent once more, to the best of all, without a promise.
@@ -217,19 +224,22 @@ class Unpromised(msgspec.Struct, frozen=True, gc=False):
 
 
 class Broken(msgspec.Struct, frozen=True, gc=False):
-    """The worker failed after the first byte: the client got a part, nothing can be retried."""
+    """This event says that the worker failed after the first byte: the client got a part, nothing
+    can be retried."""
 
     receipt: Receipt
 
 
 class Aborted(msgspec.Struct, frozen=True, gc=False):
-    """The client hung up, before or during the answer, or a fault of the gateway's ended it."""
+    """This event says that the client hung up, before or during the answer, or that a fault of the
+    gateway's ended it."""
 
     receipt: Receipt
 
 
 class Migrated(msgspec.Struct, frozen=True, gc=False):
-    """A migration is complete: verified at `target`, owner switched, released at the source."""
+    """This event says that a migration is complete: verified at `target`, owner switched, released
+    at the source."""
 
     session: SessionId
     target: RoutingUnit
@@ -237,7 +247,7 @@ class Migrated(msgspec.Struct, frozen=True, gc=False):
 
 
 class SessionEnd(msgspec.Struct, frozen=True, gc=False):
-    """The session is over; forget it."""
+    """This event says that the session is over and to be forgotten."""
 
     session: SessionId
 
@@ -252,7 +262,8 @@ Event = Arrive | Failed | Unpromised | Done | Settling
 
 
 class Dispatch(msgspec.Struct, frozen=True, gc=False):
-    """Send it to `worker`; give the receipt back by Done, Failed, Broken or Aborted.
+    """This outcome sends the turn to `worker`; the receipt is given back by Done, Failed,
+    Unpromised, Broken or Aborted.
 
     `decision` has the action, the prefill worker, the source, the wanted migration and the priced
     alternatives; `reason` is its reason, or why this is another attempt. `session` is the router's
@@ -273,14 +284,15 @@ class Dispatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Refuse(msgspec.Struct, frozen=True, gc=False):
-    """Tell the client no."""
+    """This outcome tells the client no, for the reason `refusal`."""
 
     refusal: Refusal
 
 
 class AskRelease(msgspec.Struct, frozen=True, gc=False):
-    """Ask `source`, which owns the session under `epoch`, to hand it over to `target`, where its
-    last turn was done. Nothing waits for it; ReleaseEnded says what came of it."""
+    """This outcome asks `source`, which owns the session under `epoch`, to hand it over to
+    `target`, where its last turn was done. Nothing waits for it; ReleaseEnded tells how it
+    ended."""
 
     session: SessionId
     source: RoutingUnit
@@ -289,7 +301,7 @@ class AskRelease(msgspec.Struct, frozen=True, gc=False):
 
 
 class Noted(msgspec.Struct, frozen=True, gc=False):
-    """Nothing to do."""
+    """This outcome says that the event was taken in and there is nothing to do."""
 
 
 NOTED = Noted()

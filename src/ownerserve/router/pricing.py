@@ -1,4 +1,5 @@
-"""What the pricing policies (ear, ownerserve) are made of: options, costs, the start, the heat.
+"""This module is what the pricing policies (ear, ownerserve) share: options, costs, the start, the
+heat.
 
 **Costs** (seed 000 §3.6.5): each term in ms, priced for one option at a time.
 
@@ -71,7 +72,7 @@ from ownerserve.router.worker import Worker
 
 
 class PlacementPricer:
-    """Prices options of placing one request. Holds the weights, no state."""
+    """A pricer prices options of placing one request. It holds the weights, no state."""
 
     def __init__(self, settings: Settings) -> None:
         self._lambda = settings.memory_ms_per_gib / GIB
@@ -79,7 +80,7 @@ class PlacementPricer:
         self._mu = settings.interference
 
     def local(self, request: RoutingRequest, worker: Worker) -> Option:
-        """Compute there whatever its device does not hold."""
+        """Price computing at `worker` whatever its device does not hold."""
         cached = request.cached_on(worker)
         is_going_on = cached > 0 and request.turn is _CONTINUATION
         action = _DECODE if is_going_on else _COLOCATED
@@ -88,13 +89,14 @@ class PlacementPricer:
     def bring(
         self, request: RoutingRequest, worker: Worker, *, action: PlacementAction, source: Copy
     ) -> Option:
-        """Bring the state from `source` to `worker`, compute the rest there."""
+        """Price bringing the state from `source` to `worker` and computing the rest there."""
         tokens, known_tokens = source.tokens, request.known_tokens
         cached = tokens if tokens < known_tokens else known_tokens
         return self._price(request, worker, action, cached, request.cached_on(worker), source)
 
     def apart(self, request: RoutingRequest, worker: Worker, prefill: Worker) -> Option:
-        """Prefill at `prefill`, send what `worker` lacks there, decode at `worker`."""
+        """Price a prefill at `prefill`, sending what `worker` lacks there, and decoding at
+        `worker`."""
         speed = prefill.speed
         held, lent = request.cached_on(worker), request.cached_on(prefill)
         prompt = request.prompt_tokens
@@ -124,7 +126,8 @@ class PlacementPricer:
         held: int,
         source: Copy | None,
     ) -> Option:
-        """`held` of the `cached` tokens are there, the others come from `source`."""
+        """Price a turn of which `held` of the `cached` tokens are at the worker, the others coming
+        from `source`."""
         speed, load = worker.speed, worker.load
         batch, queue_ms, occupancy = worker.batch, load.queue_ms, load.occupancy
         answer_tokens = request.output_tokens
@@ -164,7 +167,7 @@ class PlacementPricer:
         )  # fmt: skip
 
     def _duplicate_ms(self, tokens: int, copy: Copy) -> float:
-        """What it costs that `copy` holds so many of the tokens too."""
+        """Return what it costs, in ms, that `copy` holds so many of the tokens too."""
         holder = copy.worker
         if tokens <= 0 or holder is None or copy.tier is not _DEVICE:
             return 0.0
@@ -189,8 +192,8 @@ _DISK = Tier.DISK
 
 
 class _Offer(NamedTuple):
-    """What a worker can do for a class of turns. `brings`: actions that bring state from a peer,
-    the first best."""
+    """An offer is what a worker can do for a class of turns. `brings`: actions that bring state
+    from a peer, the best first."""
 
     apart: bool
     restores: bool
@@ -199,7 +202,8 @@ class _Offer(NamedTuple):
 
 @cache
 def _offer(turn: TurnClass, actions: frozenset[PlacementAction]) -> _Offer:
-    """One for each class of turns and kind of worker: both are few."""
+    """Return what a worker of these actions offers a turn of this class; cached, as there are few
+    of both."""
     able = actions.intersection(STRATEGIES[turn])
     return _Offer(_APART in able, _RESTORE in able, tuple(one for one in _BRINGING if one in able))
 
@@ -207,7 +211,8 @@ def _offer(turn: TurnClass, actions: frozenset[PlacementAction]) -> _Offer:
 def options_at(
     request: RoutingRequest, worker: Worker, *, pricer: PlacementPricer, fleet: Candidates
 ) -> list[Option]:
-    """Every way to run the turn at `worker`: on the spot always, the others where they apply."""
+    """Return every way to run the turn at `worker`, priced: on the spot always, the others where
+    they apply."""
     options = [pricer.local(request, worker)]
     profile = worker.profile
     offer = _offer(request.turn, profile.actions)
@@ -233,7 +238,8 @@ def options_at(
 
 
 def stored_copy(request: RoutingRequest, worker: Worker) -> Copy | None:
-    """The longest copy that `worker` can load by itself: its own tiers, or the shared store."""
+    """Return the longest copy that `worker` can load by itself, from its own tiers or the shared
+    store; None when there is none."""
     found = None
     for copy in request.copies:
         is_own = copy.worker is worker and copy.tier is not _DEVICE
@@ -243,7 +249,8 @@ def stored_copy(request: RoutingRequest, worker: Worker) -> Copy | None:
 
 
 def has_more_stored(request: RoutingRequest, worker: Worker) -> bool:
-    """Whether `worker` can load more of the prompt than its device has: not for most turns."""
+    """Return whether `worker` can load more of the prompt than its device has: not for most
+    turns."""
     if len(request.copies) < 2 and (not request.copies or request.copies[0].tier is _DEVICE):
         return False
     stored = stored_copy(request, worker)
@@ -251,8 +258,8 @@ def has_more_stored(request: RoutingRequest, worker: Worker) -> bool:
 
 
 def peer_copy(request: RoutingRequest, worker: Worker) -> Copy | None:
-    """The longest copy that another worker can send, the least busy one's of equals: nobody sends
-    from a disk."""
+    """Return the longest copy that another worker can send, of equals the least busy one's; None
+    when there is none. Nobody sends from a disk."""
     found = None
     for copy in request.copies:
         other = copy.worker
@@ -268,17 +275,18 @@ def peer_copy(request: RoutingRequest, worker: Worker) -> Copy | None:
 
 
 def shares_state(one: Worker, other: Worker) -> bool:
-    """Whether state computed by one can be used by the other."""
+    """Return whether state computed by one can be used by the other."""
     return one.profile.spec_digest == other.profile.spec_digest
 
 
 def _may(action: PlacementAction, request: RoutingRequest, peer: Copy) -> bool:
-    """Only its owner's state migrates: what others hold read-only is fetched."""
+    """Return whether the action may bring `peer`: only its owner's state migrates, what others hold
+    read-only is fetched."""
     return action is not _MIGRATION or peer.worker is request.owner
 
 
 def few(request: RoutingRequest, fleet: Candidates, *, count: int) -> list[Worker]:
-    """The small set that is priced: the home, the holders and the `count` least loaded."""
+    """Return the small set that is priced: the home, the holders and the `count` least loaded."""
     home = () if request.home is None else (request.home,)
     return [*home, *request.holders(fleet), *fleet.least(count)]
 
@@ -290,7 +298,8 @@ def rank(
     pricer: PlacementPricer,
     fleet: Candidates,
 ) -> list[Option]:
-    """All options at `workers`, the cheapest first; of equal ones, the earlier worker's."""
+    """Price all options at `workers` and return them, the cheapest first; of equal ones, the
+    earlier worker's."""
     options: list[Option] = []
     for worker in dict.fromkeys(workers):
         options += options_at(request, worker, pricer=pricer, fleet=fleet)
@@ -301,7 +310,8 @@ def rank(
 def start(
     request: RoutingRequest, fleet: Candidates, *, pricer: PlacementPricer, settings: Settings
 ) -> Decision:
-    """The cheapest way to start."""
+    """Decide where a turn without an owner starts: by the cheapest option at the few that are
+    priced."""
     workers = few(request, fleet, count=settings.candidates)
     ranked = rank(request, workers, pricer=pricer, fleet=fleet)
     best = ranked[0]
@@ -323,7 +333,7 @@ def _why(request: RoutingRequest, best: Option) -> DispatchReason:
 
 
 class HomeHeat(Enum):
-    """A session's state at its home."""
+    """A home's heat says whether a session stays there or leaves, and why it stays."""
 
     CALM = "calm"
     COOLING = "cooling"
@@ -340,7 +350,8 @@ Pressure: TypeAlias = Callable[[RoutingRequest, Worker, Candidates], float]
 
 
 def wait_ms(request: RoutingRequest, worker: Worker, fleet: Candidates) -> float:
-    """EAR's pressure: how long others' pending prefill keeps the turn waiting there."""
+    """Return EAR's pressure: how long, in ms, others' pending prefill keeps the turn waiting
+    there."""
     load, own = worker.load, request.own_pending_tokens
     if not own or worker is not request.home or load.pending_tokens <= 0:
         return load.queue_ms
@@ -356,7 +367,8 @@ def heat(
     settings: Settings,
     pressure: Pressure,
 ) -> tuple[HomeHeat, Worker | None]:
-    """Under a pressure over T_hot at its home: the session's state, and where it leaves for."""
+    """Return the state of a session whose home is under a pressure over T_hot, and the worker that
+    it leaves for (None: it stays)."""
     target = least_with_room(request, home, fleet)
     if target is None:
         return _STUCK, None
@@ -370,7 +382,8 @@ def heat(
 def least_with_room(
     request: RoutingRequest, home: Worker | None, fleet: Candidates
 ) -> Worker | None:
-    """The least loaded worker but `home` whose free memory takes the whole context, of all."""
+    """Return the least loaded worker of all but `home` whose free memory takes the whole context;
+    None when there is none."""
     tokens = request.prompt_tokens + request.output_tokens
     least = fleet.least_one()
     if least is not home and room_tokens(least) >= tokens:

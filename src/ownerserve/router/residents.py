@@ -1,4 +1,5 @@
-"""What one worker says that it holds, page by page, as news for the router. Pure.
+"""This module turns what one worker says that it holds, page by page, into news for the router.
+Pure.
 
     page of another life ─────────────> begin anew at 0
     page with a higher floor than read ─> begin anew at 0: a word that something is gone was missed
@@ -25,7 +26,8 @@ _TIERS = {tier.value: tier for tier in Tier if tier is not Tier.PEER}
 
 
 class Residents:
-    """One worker's words; `worker` as the router names it."""
+    """The residents are one worker's words on what it holds; `worker` is its name with the
+    router."""
 
     def __init__(self, worker: WorkerId) -> None:
         self.after = 0
@@ -45,11 +47,12 @@ class Residents:
         """Until all that was said before the reading began is read."""
 
     def __len__(self) -> int:
-        """Extents that the worker was last said to hold."""
+        """How many extents the worker was last said to hold."""
         return len(self._told)
 
     def take(self, page: Page, *, asked: int) -> list[News]:
-        """The news in the answer to a question for the words after `asked`."""
+        """Take in the answer to a question for the words after `asked`, and return what is new in
+        it."""
         if page.incarnation != self._life:
             self._life, self._rank = page.incarnation, page.rank
             self._begin(page)
@@ -71,7 +74,8 @@ class Residents:
         return news
 
     def silent(self, incarnation: Incarnation) -> list[News]:
-        """The worker makes no such statements in this life: what it said counts no longer."""
+        """Return the news that all that the worker said is gone: it makes no such statements in
+        this life."""
         self._life = incarnation
         news: list[News] = [self._gone(key) for key in tuple(self._told)]
         self.after, self._life, self._is_reading = 0, None, True
@@ -106,7 +110,8 @@ class Residents:
         return Gone(self._unit(tier), tier, None, SessionId(session))
 
     def _unit(self, tier: Tier) -> RoutingUnit | None:
-        """The unit that holds it: a shared medium is nobody's."""
+        """Return the unit that holds what lies in `tier`; None for a shared medium, which is
+        nobody's."""
         if tier is Tier.REMOTE:
             return None
         if self._life is None:

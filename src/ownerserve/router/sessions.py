@@ -1,4 +1,5 @@
-"""What the router remembers of each session, in bounded memory, and which state lies where.
+"""This module holds what the router remembers of each session, in bounded memory, and which state
+lies where.
 
 **Sessions**: where a session's next turn goes and whose it is, how many bytes its tokens take,
 which prefix it stands on. Losing an entry costs a cache hit, never a right answer. Two facts, told
@@ -47,7 +48,8 @@ CLEAN_MIN = 1024
 
 
 class Copy(msgspec.Struct, frozen=True, gc=False):
-    """Tokens [0, tokens) lie in `tier` of `worker`; None: in the store that all workers share."""
+    """A copy says that tokens [0, tokens) lie in `tier` of `worker`; None: in the store that all
+    workers share."""
 
     worker: Worker | None
     life: int
@@ -55,7 +57,8 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
     tokens: int
 
     def is_good(self) -> bool:
-        """Whether it can be used now (invariant 6: what is resident decides, nothing else)."""
+        """Return whether it can be used now (invariant 6: what is resident decides, nothing
+        else)."""
         worker = self.worker
         if worker is None:
             return True
@@ -63,7 +66,8 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
 
 
 class Prefix:
-    """A chain of tokens and who holds it. Shared by all sessions that stand on it (forks).
+    """A prefix is a chain of tokens and who holds it, shared by all sessions that stand on it
+    (forks).
 
     `refs` sessions stand on it. One alone may grow it; with more, the session that goes on gets a
     prefix of its own and this one stays as it is: copy-on-write (seed 000 §3.6.6, rules 1 and 3).
@@ -80,7 +84,7 @@ class Prefix:
         """The spec digest of the workers that hold it; under another digest it is another state."""
 
     def grow(self, worker: Worker, tokens: int) -> None:
-        """A turn has left [0, tokens) on the device of `worker`."""
+        """Note that a turn has left [0, tokens) on the device of `worker`."""
         digest = worker.profile.spec_digest
         if tokens < self.tokens or digest != self.spec_digest:
             self.copies = ()  # an edited history, or another numerics: others hold other state
@@ -89,7 +93,8 @@ class Prefix:
         self.hold(worker, Tier.DEVICE, tokens)
 
     def hold(self, worker: Worker | None, tier: Tier, tokens: int) -> None:
-        """`worker` holds [0, tokens) in `tier`; what was known of the same place is replaced."""
+        """Note that `worker` holds [0, tokens) in `tier`; this replaces what was known of the same
+        place."""
         copy = Copy(worker, 0 if worker is None else worker.life, tier, tokens)
         copies = self.copies
         if copies and (
@@ -103,14 +108,14 @@ class Prefix:
             self.tokens = tokens
 
     def drop(self, worker: Worker | None, tier: Tier) -> None:
-        """The copy in that place is gone."""
+        """Forget the copy in `tier` of `worker`, which is gone."""
         self.copies = tuple(
             [copy for copy in self.copies if copy.worker is not worker or copy.tier is not tier]
         )
 
 
 class PrefixIndex:
-    """Prefixes by their hash, as long as some session stands on them.
+    """The index finds prefixes by their hash, as long as some session stands on them.
 
     Those that nobody stands on any more are let go when they may be half of all: a turn names its
     prefix anew, and a dictionary of weak references would cost it more than all else here.
@@ -128,7 +133,7 @@ class PrefixIndex:
         return prefix if prefix is not None and prefix.refs > 0 else None
 
     def name(self, prefix: Prefix, prefix_hash: PrefixHash) -> None:
-        """`prefix` ends in `prefix_hash` now."""
+        """Let `prefix_hash` name `prefix`, which ends in it now, in place of its former hash."""
         by_hash = self._by_hash
         former = prefix.hash
         if former is not None and by_hash.get(former) is prefix:
@@ -152,8 +157,8 @@ SESSIONS_MAX = 131_072
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False):
-    """The last word heard of who owns a session: `owner` in its life `life`, under `epoch`, after
-    `version` finished turns."""
+    """A grant is the last word heard of who owns a session: `owner` in its life `life`, under
+    `epoch`, after `version` finished turns."""
 
     owner: Worker
     life: int
@@ -162,13 +167,14 @@ class Grant(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def live_owner(self) -> Worker | None:
-        """The owner, if it is up and in the life in which it became it."""
+        """The owner, if it is up and in the life in which it became the owner; else None."""
         owner = self.owner
         return owner if owner.up and owner.life == self.life else None
 
 
 class RoutedSession:
-    """One session: its owner in the life `owner_life`, its home in `home_life`; None: none yet.
+    """A routed session has its owner in the life `owner_life` and its home in `home_life`; None:
+    none yet.
 
     `heading` is the dispatch that made its home another than its owner may be: sent, and without
     a first byte so far. `prefix` is what its last turn left; `stem` the prefix that it was forked
@@ -211,7 +217,7 @@ class RoutedSession:
 
     @property
     def live_owner(self) -> Worker | None:
-        """The owner, if it is up and in the life in which it became it."""
+        """The owner, if it is up and in the life in which it became the owner; else None."""
         owner = self.owner
         if owner is None or not owner.up or owner.life != self.owner_life:
             return None
@@ -219,7 +225,8 @@ class RoutedSession:
 
     @property
     def live_home(self) -> Worker | None:
-        """Where the next turn goes: home, if it is up and in that life, else the owner."""
+        """The worker where the next turn goes: the home, if it is up and in that life, else the
+        live owner."""
         home = self.home
         if home is None or not home.up or home.life != self.home_life:
             return self.live_owner
@@ -227,26 +234,28 @@ class RoutedSession:
 
     @property
     def last_move_s(self) -> float:
-        """When it last left for load's sake; a leaving that came to nothing does not count."""
+        """When the session last left for load's sake, in seconds; a leaving that came to nothing
+        does not count."""
         return self.left_at_s if self.left_at_s > self.moved_at_s else self.moved_at_s
 
     def pending_at(self, worker: Worker) -> int:
-        """Prefill tokens of its own live turns that `worker` has not begun to answer."""
+        """Return the prefill tokens of the session's own live turns that `worker` has not begun to
+        answer."""
         return sum(load.prefill_tokens for where, load in self.pending if where is worker)
 
     def ended(self, loads: tuple[Load, ...]) -> None:
-        """A dispatch that counted for `loads` is over."""
+        """Take the loads of a dispatch that is over out of `pending`."""
         self.pending = tuple(
             [part for part in self.pending if not any(part[1] is load for load in loads)]
         )
 
     @property
     def known_tokens(self) -> int:
-        """How much of its context was computed once."""
+        """How many tokens of the session's context were computed once, wherever they lie now."""
         return self.stem_tokens if self.prefix is None else self.prefix.tokens
 
     def copies(self) -> tuple[Copy, ...]:
-        """Copies of the beginning of its context that can be used now."""
+        """Return the copies of the beginning of its context that can be used now."""
         prefix, stem = self.prefix, self.stem
         every = () if prefix is None else prefix.copies
         if stem is not None:
@@ -263,8 +272,8 @@ class RoutedSession:
         self.stem, self.stem_tokens = parent, min(tokens, parent.tokens)
 
     def grow(self, worker: Worker, usage: Usage, *, prompt_bytes: int) -> None:
-        """A finished turn: the context that `worker` holds now, and the session's ratio from the
-        `prompt_bytes` (0: not known) that its prompt took."""
+        """Note a finished turn: the context that `worker` holds now, and the session's bytes a
+        token from the `prompt_bytes` (0: not known) that its prompt took."""
         self.prompt_tokens = usage.prompt_tokens
         learnt = bytes_per_token(prompt_bytes, usage.prompt_tokens)
         if learnt is not None:
@@ -283,12 +292,12 @@ class RoutedSession:
         prefix.grow(worker, usage.prompt_tokens + usage.output_tokens)
 
     def lent(self, prefill: Worker, tokens: int) -> None:
-        """`prefill` computed the prompt for another worker and still holds it."""
+        """Note that `prefill` computed the prompt for another worker and still holds it."""
         if self.prefix is not None:
             self.prefix.hold(prefill, Tier.DEVICE, tokens)
 
     def released(self, source: Copy | None) -> None:
-        """A migration's source gave up its copy."""
+        """Note that a migration's source gave up its copy."""
         if self.prefix is not None and source is not None:
             self.prefix.drop(source.worker, source.tier)
 
@@ -306,7 +315,8 @@ class RoutedSession:
 
 
 class SessionTable:
-    """Sessions by id, least recently used first; at most `limit`, none idle for over `idle_s`.
+    """The table holds sessions by id, least recently used first: at most `limit`, none idle for
+    over `idle_s`.
 
     Owns the binding on both sides: `session.home` and the worker's `bound_sessions`.
     """
@@ -324,14 +334,14 @@ class SessionTable:
         return iter(self._sessions.items())
 
     def resolve(self, session: SessionId) -> SessionId:
-        """The session that a response alias stands for; any other name is its own."""
+        """Return the session that a response alias stands for; any other name is its own."""
         return self._aliases.get(session, session)
 
     def get(self, session: SessionId) -> RoutedSession | None:
         return self._sessions.get(session)
 
     def touch(self, session: SessionId, now_s: float) -> RoutedSession:
-        """The session, made when it is new, now the most recently used."""
+        """Return the session, made when it is new, as the most recently used one."""
         known = self._sessions.get(session)
         if known is None:
             self._make_room(now_s)
@@ -342,13 +352,14 @@ class SessionTable:
         return known
 
     def send(self, session: RoutedSession, worker: Worker, receipt: Receipt) -> None:
-        """The dispatch `receipt` of the session goes to `worker`, in its present life."""
+        """Bind the session's home to `worker`, in its present life, to which the dispatch `receipt`
+        goes."""
         self._move_home(session, worker, worker.life)
         session.heading = receipt
 
     def answered(self, session: RoutedSession, worker: Worker, receipt: Receipt) -> None:
-        """`worker` began to answer that dispatch: it has the session, unless a later turn has run
-        elsewhere since."""
+        """Note that `worker` began to answer that dispatch: it owns the session, unless a later
+        dispatch was answered before."""
         if session.is_forgotten:
             return
         if receipt >= session.answered_by:
@@ -365,12 +376,12 @@ class SessionTable:
             self._settle(session, receipt)
 
     def claim(self, session: RoutedSession, worker: Worker) -> None:
-        """News of an owner: `worker` in its present life has the session."""
+        """Note the news that `worker`, in its present life, owns the session."""
         session.owner, session.owner_life = worker, worker.life
         self._settle(session, None)
 
     def _settle(self, session: RoutedSession, receipt: Receipt | None) -> None:
-        """Nothing is known of a home but the owner, unless a later dispatch is on its way."""
+        """Make the owner the home, unless a later dispatch than `receipt` is on its way."""
         if session.heading not in (None, receipt):
             return
         session.heading, session.left_at_s = None, _NEVER
@@ -414,5 +425,5 @@ class SessionTable:
 
 
 def _is_in(worker: Worker, owner: Worker | None, life: int) -> bool:
-    """Whether `worker`, in its present life, is that owner in that life."""
+    """Return whether `worker`, in its present life, is that owner in that life."""
     return owner is worker and life == worker.life

@@ -1,4 +1,4 @@
-"""Every number a routing decision depends on, once, with its unit.
+"""This module holds every number that a routing decision depends on, once, with its unit.
 
 The defaults of T_hot, T_cool, lambda and mu come out of the procedure below, `derive`, for
 DEFAULT_SPEED and the shared Claude-Code traces (docs/routing.md); a fleet that has measured its
@@ -32,7 +32,7 @@ from ownerserve.router.worker import Speed
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What policies and prices are tuned by."""
+    """The settings tune policies and prices; each has its unit in its name."""
 
     continuation_tokens: int = 16
     """At most so many new tokens: the turn only goes on decoding."""
@@ -66,7 +66,8 @@ MOVING_SHARE_MAX = 0.05
 
 
 class WorkloadFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides of a workload; `ownerserve trace stats` measures it."""
+    """The facts of a workload that settings are derived from; `ownerserve trace stats` measures
+    them."""
 
     context_tokens_p50: int
     context_tokens_p90: int
@@ -87,7 +88,8 @@ CLAUDE_CODE = WorkloadFacts(
 
 
 def derive(speed: Speed, sessions: WorkloadFacts = CLAUDE_CODE, *, spilled_to: Tier) -> Settings:
-    """Settings for a fleet of such workers, whose evicted state goes to the tier `spilled_to`."""
+    """Derive the settings for a fleet of such workers, whose evicted state goes to the tier
+    `spilled_to`."""
     context = sessions.context_tokens_p50
     addition = sessions.addition_tokens_p50
     gib_tokens = int(GIB / speed.kv_bytes_per_token)
@@ -106,7 +108,8 @@ def derive(speed: Speed, sessions: WorkloadFacts = CLAUDE_CODE, *, spilled_to: T
 
 
 def move_ms(speed: Speed, tokens: int) -> float:
-    """What it takes to have a session of `tokens` tokens somewhere else."""
+    """Return how long it takes, in ms, to have a session of `tokens` tokens on another worker:
+    fetched, or computed anew where that is faster."""
     fetch_ms = speed.media[Tier.PEER].ms(speed.sequence_bytes(tokens))
     fetch_ms += speed.prefill.ms(min(speed.replay_tokens, tokens), tokens)
     return min(fetch_ms, speed.prefill.ms(tokens, 0))

@@ -1,4 +1,5 @@
-"""RouterState: the fleet's brain. Events in, outcomes out; no clock, socket or randomness.
+"""RouterState decides where each turn runs: events in, outcomes out; no clock, socket or
+randomness.
 
 | event | does | outcome |
 |---|---|---|
@@ -90,7 +91,8 @@ def ask(
     limits: Settings,
     now_s: float,
 ) -> RoutingRequest:
-    """The question that `arrive` is, for those who may answer it."""
+    """Make the question that the policy is asked about `arrive`, as of `now_s`, for these
+    candidates."""
     if session is None:
         prompt_tokens = max(int(arrive.prompt_bytes / DEFAULT_BYTES_PER_TOKEN), 1)
         return RoutingRequest(
@@ -141,7 +143,8 @@ def ask(
 
 
 class RetryBudget:
-    """A purse: each arrival puts `share` in, each retry takes 1 out; at most `attempts` tries."""
+    """The budget limits retries like a purse: each arrival puts `share` in, each retry takes 1 out,
+    and one request has at most `attempts` tries."""
 
     def __init__(self, *, share: float = 0.2, purse_max: float = 64.0, attempts: int = 3) -> None:
         self._share = share
@@ -150,12 +153,13 @@ class RetryBudget:
         self._purse = purse_max
 
     def earn(self) -> None:
-        """A request has arrived."""
+        """Put a share of a retry into the purse, as a request has arrived."""
         purse = self._purse + self._share
         self._purse = purse if purse < self._purse_max else self._purse_max
 
     def spend(self, failed_attempts: int) -> bool:
-        """Whether a request that failed `failed_attempts` times may be tried again."""
+        """Pay for another try of a request that failed `failed_attempts` times; return whether it
+        may be made."""
         if failed_attempts >= self._attempts or self._purse < 1:
             return False
         self._purse -= 1
@@ -163,7 +167,7 @@ class RetryBudget:
 
 
 class _Live(msgspec.Struct, gc=False):
-    """A dispatch whose end is not yet known; `loads` as in `parts`."""
+    """A live dispatch is one whose end is not yet known; `loads` are in the order of `parts`."""
 
     arrive: Arrive
     name: SessionId | None
@@ -179,7 +183,8 @@ class _Live(msgspec.Struct, gc=False):
     """All have refused it for room, and it goes on without a promise."""
 
     def parts(self) -> tuple[tuple[Worker, Load], ...]:
-        """What it counts for where it runs and, apart from it, where its prompt is computed."""
+        """Return what the dispatch counts for where it runs and, apart from it, where its prompt is
+        computed."""
         worker, prefill = self.decision.worker, self.decision.prefill
         if prefill is None:
             return ((worker, self.loads[0]),)
@@ -187,7 +192,8 @@ class _Live(msgspec.Struct, gc=False):
 
 
 class RouterState:
-    """Where each request goes, and the account of all requests so far."""
+    """The router's state decides where each request goes, and keeps the account of all requests so
+    far."""
 
     def __init__(
         self,
@@ -239,7 +245,7 @@ class RouterState:
 
     @property
     def live(self) -> int:
-        """Dispatches whose end is not yet known."""
+        """How many dispatches are live: their ends are not yet known."""
         return len(self._live)
 
     # Workers
@@ -337,7 +343,8 @@ class RouterState:
         return NOTED
 
     def _answered(self, live: _Live, event: FirstByte | Done, life: int) -> None:
-        """An answer of the worker's `life` begins: what its own lines say of the session."""
+        """Note that an answer of the worker's `life` begins, by what its own lines say of the
+        session."""
         if isinstance(event, FirstByte) and event.answer is Answer.ERROR:
             self._came_to_nothing(live, event.receipt)
             return
@@ -434,7 +441,8 @@ class RouterState:
         return self._again(live, candidates, DispatchReason.RETRY_UNASKED, now_s=now)
 
     def _take_back(self, receipt: Receipt, failure: Failure) -> _Live:
-        """A dispatch that nobody began to answer, as if it had not been sent."""
+        """Take back a dispatch that nobody began to answer, as if it had not been sent, and count
+        the failure."""
         live = self._release(receipt)
         self._came_to_nothing(live, receipt)
         self.account.failures[failure] += 1
@@ -443,7 +451,7 @@ class RouterState:
         return live
 
     def _elsewhere(self, live: _Live, now: float) -> Dispatch | Refusal:
-        """Another worker, of those that were not tried, or why none."""
+        """Dispatch to another worker, of those that were not tried, or return why there is none."""
         live.tried += (live.decision.worker,)
         candidates = self.fleet.candidates(live.arrive.model).without(live.tried)
         if not candidates:
@@ -471,7 +479,8 @@ class RouterState:
         return NOTED
 
     def _release(self, receipt: Receipt) -> _Live:
-        """Take the dispatch's load off its workers. The only place where a receipt ends."""
+        """Take the dispatch's load off its workers and return it; nothing else ends a receipt.
+        Raises InvariantViolated for one that was given back before."""
         live = self._live.pop(receipt, None)
         if live is None:
             raise InvariantViolated(f"invariant 5: receipt {receipt} was given back before")
@@ -482,7 +491,8 @@ class RouterState:
         return live
 
     def check(self) -> None:
-        """Raise InvariantViolated unless the account is whole."""
+        """Raise InvariantViolated unless the account adds up and the books agree (invariants 3 and
+        5)."""
         account, live = self.account, len(self._live)
         if account.received != account.done + account.rejected + live:
             raise InvariantViolated(

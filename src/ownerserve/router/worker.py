@@ -1,4 +1,5 @@
-"""A worker as the router knows it: what it is (its profile), and what it is counted to carry.
+"""This module holds a worker as the router knows it: its profile, and the load that it is counted
+to carry.
 
 A worker's profile is what it is by its own word: a worker that says nothing serves every model, at
 the speed of DEFAULT_SPEED, and can do what any engine can.
@@ -34,7 +35,7 @@ LOADED_TIERS = (Tier.HOST, Tier.DISK, Tier.PEER, Tier.REMOTE)
 
 
 class WorkerRole(StrEnum):
-    """Which part of a turn a worker takes."""
+    """A worker's role says which part of a turn it takes."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -43,7 +44,8 @@ class WorkerRole(StrEnum):
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """What things take on a worker: measured by its node (plan.cost), else from a data sheet.
+    """A speed says what things take on a worker: measured by its node (plan.cost), else from a data
+    sheet.
 
     A decode step takes `step_ms` + `step_ms_per_sequence` x batch. `media`: loading from its own
     host memory and disk, from a peer's memory over the network, from the shared store.
@@ -71,7 +73,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def sequence_bytes(self, tokens: int) -> float:
-        """Device memory that a sequence of `tokens` takes; nothing for none."""
+        """Return the device memory, in bytes, that a sequence of `tokens` takes; 0 for none."""
         if tokens <= 0:
             return 0.0
         return self.kv_bytes_per_sequence + tokens * self.kv_bytes_per_token
@@ -99,7 +101,8 @@ EVERY_ACTION = frozenset(PlacementAction)
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """One routing unit. Candidates are filtered by it; state moves only between equal digests.
+    """A profile says what one routing unit is. Candidates are filtered by it; state moves only
+    between equal digests.
 
     `model` "": any. `adapters` are names it answers to beside `model`. `spec_digest`: of the
     attention spec, numerics and layout version. `actions`: the placement actions that it can carry
@@ -145,7 +148,7 @@ Receipt = NewType("Receipt", int)
 
 
 class Load(msgspec.Struct, gc=False):
-    """What one dispatch counts for at a worker; all of it is 0 once it was taken off.
+    """A load is what one dispatch counts for at a worker; all of it is 0 once it was taken off.
 
     It does not name the worker, which remembers it: such a ring would never be freed (gc=False).
     """
@@ -157,7 +160,8 @@ class Load(msgspec.Struct, gc=False):
 
 
 class LoadEstimate(msgspec.Struct, gc=False):
-    """Everybody's load at a worker, as far as it is known. Read it at once: it changes in place.
+    """An estimate is everybody's load at a worker, as far as it is known. Read it at once: it
+    changes in place.
 
     `pending_tokens` of prefill stand before a new request, for `queue_ms`. `kv_bytes_free` is what
     a new turn could have, free or evictable, and infinite where nothing is known; `occupancy` the
@@ -171,7 +175,8 @@ class LoadEstimate(msgspec.Struct, gc=False):
 
 
 class Watch:
-    """What an order is told by the workers that stand in it: who changed, how many run in all."""
+    """A watch is what an order is told by the workers that stand in it: who changed, and how many
+    sequences they run in all."""
 
     __slots__ = ("changed", "sequences")
 
@@ -183,7 +188,7 @@ class Watch:
 
 
 class Worker:
-    """One routing unit: a data-parallel rank of an engine process, in its present life.
+    """A worker is one routing unit: a data-parallel rank of an engine process, in its present life.
 
     `requests`, `pending_prefill_tokens`, `held_tokens` are this router's own dispatches; `batch` is
     how many of everybody's sequences run or wait here; `load`, and most of its fields under their
@@ -249,12 +254,14 @@ class Worker:
         return RoutingUnit(self.id, self.dp_rank, self.incarnation)
 
     def become(self, profile: Profile, speed: Speed) -> None:
-        """What it says it is, and the speed that it is priced at (presumed.py)."""
+        """Set what the worker says that it is, and the speed that it is priced at
+        (fleet.PresumedSpeeds)."""
         self.profile, self.speed = profile, speed
         self.refresh()
 
     def begin_life(self, incarnation: Incarnation | None) -> None:
-        """A new process: what the old one held in volatile tiers is gone at once."""
+        """Begin the life of a new process: what the old one held in volatile tiers is gone at
+        once."""
         self.incarnation = incarnation
         self.life += 1
         self.bound_sessions = 0
@@ -286,7 +293,7 @@ class Worker:
         self.refresh()
 
     def add(self, load: Load) -> None:
-        """A dispatch of our own."""
+        """Count a dispatch of this router's own."""
         self.requests += 1
         self.pending_prefill_tokens += load.prefill_tokens
         self.held_tokens += load.held_tokens
@@ -299,7 +306,7 @@ class Worker:
             self.refresh()
 
     def take_prefill(self, load: Load) -> None:
-        """The dispatch's prefill is over."""
+        """Take the dispatch's prefill, which is over, off the load."""
         self.pending_prefill_tokens -= load.prefill_tokens
         self._delta_pending -= load.prefill_tokens
         load.prefill_tokens = 0
@@ -307,7 +314,8 @@ class Worker:
             self.refresh()
 
     def take(self, load: Load) -> None:
-        """The dispatch has ended."""
+        """Take what is left of a dispatch that has ended off the load. Raises InvariantViolated
+        when a sum falls below zero."""
         self.requests -= 1
         self.pending_prefill_tokens -= load.prefill_tokens
         self.held_tokens -= load.held_tokens
@@ -322,14 +330,15 @@ class Worker:
             self.refresh()
 
     def refresh(self) -> None:
-        """Tell the orders that it stands in: its load has changed."""
+        """Tell the orders that the worker stands in that its load has changed."""
         if not self.is_old:
             self.is_old = True
             for watch in self.watchers:
                 watch.changed.add(self)
 
     def _recount(self) -> None:
-        """Count the sequences anew, and in the sums of the orders that it stands in."""
+        """Count the sequences anew, here and in the sums of the orders that the worker stands
+        in."""
         batch = self._stamped_batch + self._delta_batch
         if batch < 0:
             batch = 0
@@ -340,7 +349,7 @@ class Worker:
                 watch.sequences += more
 
     def _estimate(self) -> LoadEstimate:
-        """Make the estimate anew."""
+        """Make the estimate of the load anew, in place, and return it."""
         self.is_old = False
         load, stamp, pending = self._load, self._stamp, self._delta_pending
         if stamp is None:

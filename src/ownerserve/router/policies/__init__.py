@@ -1,4 +1,4 @@
-"""Policies: where a turn runs. One small file each; POLICIES names them all."""
+"""A policy decides where a turn runs. Each is one small file; POLICIES names them all."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ ROUTING_POLICIES: tuple[str, ...] = tuple(sorted({**TUNED, **PLAIN}))
 
 
 def make_policy(name: str, settings: Settings = DEFAULTS) -> RoutingPolicy:
-    """A new policy; the baselines have no settings, as their sources state them."""
+    """Make a new policy of that name; the baselines have no settings, as their sources state
+    them."""
     return TUNED[name](settings) if name in TUNED else PLAIN[name]()
 
 

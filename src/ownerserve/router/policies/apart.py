@@ -1,4 +1,5 @@
-"""What policies need and fleets offer: above all, prefill apart from decode.
+"""This module matches what policies need with what fleets offer: above all, prefill apart from
+decode.
 
 A policy names the placement actions without which it is another policy (`needs`). Where nobody
 offers one, the gateway and the simulator refuse to start; a fleet that loses the last worker that
@@ -21,14 +22,16 @@ NEEDS = frozenset({PlacementAction.REMOTE_PREFILL})
 
 
 def prefillers(worker: Worker, offered: Iterable[Worker]) -> list[Worker]:
-    """The workers of `offered` that can prefill for `worker`; none when it can't be sent state."""
+    """Return the workers of `offered` that can prefill for `worker`; none when it can't be sent
+    state."""
     if PlacementAction.REMOTE_PREFILL not in worker.profile.actions:
         return []
     return [other for other in offered if other is not worker and shares_state(other, worker)]
 
 
 def pair(workers: Iterable[Worker], fleet: Candidates) -> tuple[Worker, Worker] | None:
-    """The first of `workers` that can be sent state, and the least loaded that can send it some."""
+    """Return the first of `workers` that can be sent state, and the least loaded worker that can
+    send it some; None when there is no such pair."""
     for worker in workers:
         able = prefillers(worker, fleet.least_prefill(2)) or prefillers(worker, fleet.prefilling())
         if able:
@@ -37,12 +40,14 @@ def pair(workers: Iterable[Worker], fleet: Candidates) -> tuple[Worker, Worker] 
 
 
 def on_the_spot(request: RoutingRequest, worker: Worker) -> Decision:
-    """Nobody can be sent state: the turn runs where it is, and its reason says so."""
+    """Decide to run the turn at `worker` itself, for the reason NOT_OFFERED: nobody can be sent
+    state."""
     return run_at(request, worker, DispatchReason.NOT_OFFERED)
 
 
 def unmet(policy: RoutingPolicy, fleet: Candidates) -> PlacementAction | None:
-    """An action that `policy` needs and that no worker of `fleet` can carry out."""
+    """Return an action that `policy` needs and that no worker of `fleet` can carry out; None when
+    all can be."""
     for action in sorted(policy.needs):
         if not any(_offers(worker, action, fleet) for worker in fleet):
             return action
@@ -50,7 +55,8 @@ def unmet(policy: RoutingPolicy, fleet: Candidates) -> PlacementAction | None:
 
 
 def lacking(name: str, action: PlacementAction, workers: int) -> InvalidInput:
-    """The error for an operator who asks for the policy `name` over so many workers."""
+    """Make the error for an operator who asks for the policy `name` over workers of which none
+    offers `action`."""
     return InvalidInput(
         "policy",
         f"{name} needs {action.value}, which none of {workers} workers offers",
@@ -59,7 +65,8 @@ def lacking(name: str, action: PlacementAction, workers: int) -> InvalidInput:
 
 
 def _offers(worker: Worker, action: PlacementAction, fleet: Candidates) -> bool:
-    """What is computed apart needs somebody else who computes it."""
+    """Return whether the worker offers the action in this fleet; a remote prefill needs another
+    worker that computes it."""
     if action is PlacementAction.REMOTE_PREFILL:
         return bool(prefillers(worker, fleet.prefilling()))
     return action in worker.profile.actions

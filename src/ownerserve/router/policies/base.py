@@ -18,11 +18,12 @@ ANY_WORKER: frozenset[PlacementAction] = frozenset()
 
 
 class RoutingPolicy(Protocol):
-    """Chooses where a turn runs. May keep state of its own, fed by its own choices only."""
+    """A routing policy chooses where a turn runs. It may keep state of its own, fed by its own
+    choices only."""
 
     @property
     def needs(self) -> frozenset[PlacementAction]:
-        """Placement actions without which it is another policy (apart.py)."""
+        """The placement actions without which it is another policy (apart.py)."""
         ...
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision: ...

@@ -24,7 +24,7 @@ AFFINITY_SHARE = 0.1
 
 
 class Dynamo:
-    """Keeps no state: the binding is the session's home and its age."""
+    """The policy keeps no state: the binding is the session's home and its age."""
 
     needs = ANY_WORKER
 

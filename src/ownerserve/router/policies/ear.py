@@ -40,7 +40,7 @@ _STAYS = {
 
 
 class Ear:
-    """Keeps no state: when a session moved is the session's."""
+    """The policy keeps no state: when a session last moved is known of the session itself."""
 
     needs = ANY_WORKER
 

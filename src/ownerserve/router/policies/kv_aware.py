@@ -16,7 +16,8 @@ LOAD_WEIGHT = 1.0
 
 
 class KvAware:
-    """argmax cached / prompt - LOAD_WEIGHT x pending / most pending. Keeps no state."""
+    """The policy takes argmax cached / prompt - LOAD_WEIGHT x pending / most pending. It keeps no
+    state."""
 
     needs = ANY_WORKER
 

@@ -12,7 +12,7 @@ from ownerserve.router.policies.base import ANY_WORKER
 
 
 class LeastLoad:
-    """The first in the order of load. Keeps no state."""
+    """The policy takes the first worker in the order of load. It keeps no state."""
 
     needs = ANY_WORKER
 

@@ -17,7 +17,7 @@ from ownerserve.router.worker import Worker
 
 
 class LMetric:
-    """argmin (pending + new) x (batch + 1). Keeps no state."""
+    """The policy takes argmin (pending + new) x (batch + 1). It keeps no state."""
 
     needs = ANY_WORKER
 
@@ -27,7 +27,8 @@ class LMetric:
 
 
 def lmetric(request: RoutingRequest, worker: Worker) -> tuple[int, int, int]:
-    """The product, then who is there already, then stable order."""
+    """Return the key that orders workers: the product, then who is there already, then stable
+    order."""
     new_tokens, load = request.prompt_tokens - request.cached_on(worker), worker.load
     product = (load.pending_tokens + new_tokens) * (worker.batch + 1)
     return product, worker.bound_sessions, worker.order
@@ -37,7 +38,8 @@ GATE_SHARE = 0.5
 
 
 class LMetricGate:
-    """Keeps no state."""
+    """The policy takes whoever holds more than half of the prompt, else LMetric's choice. It keeps
+    no state."""
 
     needs = ANY_WORKER
 

@@ -17,7 +17,7 @@ MATCH_SHARE = 0.5
 
 
 class MultiOwner:
-    """Keeps no state. Looks at every worker's batch."""
+    """The policy looks at every worker's batch, and keeps no state."""
 
     needs = ANY_WORKER
 

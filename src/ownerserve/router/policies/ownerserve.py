@@ -49,7 +49,8 @@ _SHORT = (TurnClass.SMALL_INCREMENT, TurnClass.DECODE_CONTINUATION)
 
 
 class OwnerServe:
-    """Keeps no state of its own."""
+    """The policy keeps no state of its own: sessions, heat and prices are asked for anew at each
+    turn."""
 
     needs = ANY_WORKER
 
@@ -90,7 +91,8 @@ class OwnerServe:
         return take(best, reason, ranked=ranked, wanted=self._wish(request, home, target, best))
 
     def pressure_ms(self, request: RoutingRequest, worker: Worker, fleet: Candidates) -> float:
-        """All that leaving can save: the queue, and what a larger batch than elsewhere costs.
+        """Return all that leaving can save, in ms: the queue, and what a larger batch than
+        elsewhere costs.
 
         Each sequence more is delayed by the turn's prefill and makes its answer's steps slower.
         """

@@ -14,7 +14,8 @@ TTL_S = 120.0
 
 
 class ProgramTtl:
-    """Keeps no state: the place is the session's home, its age the session's idle time."""
+    """The policy keeps no state: the place is the session's home, its age the session's idle
+    time."""
 
     needs = ANY_WORKER
 

@@ -11,13 +11,15 @@ from ownerserve.router.worker import Worker
 
 
 class Rotation:
-    """Remembers who was last, by stable order, so that workers may come and go."""
+    """A rotation remembers which worker was last, by stable order, so that workers may come and
+    go."""
 
     def __init__(self) -> None:
         self._last_order = -1
 
     def next(self, workers: Iterable[Worker]) -> Worker:
-        """The one after the last; `workers` are in stable order and not none."""
+        """Return the worker after the last one, which it becomes; `workers` are in stable order, at
+        least one."""
         first = None
         for worker in workers:
             if worker.order > self._last_order:
@@ -31,7 +33,7 @@ class Rotation:
 
 
 class RoundRobin:
-    """The next worker in stable order after the one that was chosen last."""
+    """The policy takes the next worker in stable order after the one that it chose last."""
 
     needs = ANY_WORKER
 

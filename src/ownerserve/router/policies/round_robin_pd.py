@@ -12,7 +12,7 @@ from ownerserve.router.policies.round_robin import Rotation
 
 
 class RoundRobinPd:
-    """Two rotations; in a fleet of hybrid workers both go over all of them."""
+    """The policy keeps two rotations; in a fleet of hybrid workers both go over all of them."""
 
     needs = NEEDS
 

@@ -16,7 +16,7 @@ from ownerserve.router.policies.apart import NEEDS, on_the_spot, pair, prefiller
 
 
 class StaticPd:
-    """Keeps no state."""
+    """The policy takes the least loaded worker of each kind, and keeps no state."""
 
     needs = NEEDS
 
@@ -29,7 +29,8 @@ class StaticPd:
 
 
 class StaticPdDelta:
-    """D is the session's home, P whoever else holds most of the prompt. Keeps no state."""
+    """The policy decodes at the session's home and prefills at whoever else holds most of the
+    prompt. It keeps no state."""
 
     needs = NEEDS
 

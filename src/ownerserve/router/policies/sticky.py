@@ -13,7 +13,8 @@ from ownerserve.router.policies.base import ANY_WORKER
 
 
 class Sticky:
-    """The home when it is a candidate, else the least loaded. Keeps no state."""
+    """The policy takes the home when it is a candidate, else the least loaded worker. It keeps no
+    state."""
 
     needs = ANY_WORKER
 

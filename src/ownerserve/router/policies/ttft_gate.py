@@ -15,7 +15,8 @@ PENALTY_MS_MAX = 5000.0
 
 
 class TtftGate:
-    """Keeps no state."""
+    """The policy takes the holder unless its answer comes so much later that a cold prefill is due.
+    It keeps no state."""
 
     needs = ANY_WORKER
 

@@ -67,34 +67,35 @@ _STRING = msgspec.json.Decoder(str)
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):
-    """Bytes [start, end) of a value in the body."""
+    """A span is where a value lies in the body: bytes [start, end)."""
 
     start: int
     end: int
 
 
 class BodyFields(msgspec.Struct, frozen=True):
-    """What a body says to the router. `spans` locates every control value present, `content`
-    every value of the conversation."""
+    """The fields are what a body says to the router. `spans` locates every control value present,
+    `content` every value of the conversation."""
 
     spans: Mapping[str, Span]
     content: Mapping[str, Span]
     body: bytes
 
     def text(self, key: str) -> str | None:
-        """The control field `key` when it is a string, else None (absent, null, other type)."""
+        """Return the control field `key` when it is a string, else None (absent, null, other
+        type)."""
         span = self.spans.get(key)
         if span is None or self.body[span.start] != _QUOTE:
             return None
         return _STRING.decode(self.body[span.start : span.end])
 
     def raw(self, key: str) -> bytes | None:
-        """The control field `key` as the client wrote it."""
+        """Return the control field `key` as the client wrote it."""
         span = self.spans.get(key)
         return None if span is None else self.body[span.start : span.end]
 
     def slice(self, key: str) -> bytes:
-        """The part `key` of the conversation as the client wrote it."""
+        """Return the part `key` of the conversation as the client wrote it."""
         span = self.content[key]
         return self.body[span.start : span.end]
 
@@ -103,7 +104,8 @@ NO_FIELDS = BodyFields(spans={}, content={}, body=b"")
 
 
 def scan(body: bytes) -> BodyFields:
-    """Control fields of a JSON object. Raises InvalidInput for a body not to be forwarded."""
+    """Find the control fields of a JSON object. Raises InvalidInput for a body that is not to be
+    forwarded."""
     try:
         entries = _TOP_LEVEL.decode(body)
     except msgspec.MsgspecError as error:
@@ -117,13 +119,16 @@ def scan(body: bytes) -> BodyFields:
 
 
 def may_say_session(body: bytes) -> bool:
-    """Whether any reader could find a `session_id` in a body that can't be scanned, at the top
-    level or below. Some readers take more than JSON: NaN, UTF-16 and UTF-32."""
+    """Return whether any reader could find a `session_id` in a body that can't be scanned, at any
+    depth.
+
+    Some readers take more than JSON: NaN, UTF-16 and UTF-32.
+    """
     return _SESSION_KEY.search(body) is not None or b"\0" in body[:4] or body[:2] in _UTF_16_MARKS
 
 
 def with_text(body: bytes, span: Span, text: str) -> bytes:
-    """The body with `text` (plain ASCII without quotes) as the value at `span`."""
+    """Return the body with `text` (plain ASCII without quotes) as the value at `span`."""
     return b'%b"%b"%b' % (body[: span.start], text.encode("ascii"), body[span.end :])
 
 
@@ -209,7 +214,8 @@ _RESPONSE_ID = re.compile(rb'"id":\s*"(resp_[0-9A-Za-z_-]{1,200})"')
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """Token counts of one finished turn. `cached_tokens` is the part of the prompt found cached.
+    """A usage is the token counts of one finished turn. `cached_tokens` is the part of the prompt
+    found cached.
 
     `tells_cached`: the engine counts that part; where it does not, 0 says nothing.
     """
@@ -221,7 +227,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Prompt(Enum):
-    """Where the text of a turn's prompt is."""
+    """A prompt's place says whether the text of a turn's prompt is in its body."""
 
     IN_BODY = "in_body"
     ELSEWHERE = "elsewhere"
@@ -238,7 +244,7 @@ _PROMPTS = ("messages", "input", "prompt")
 
 
 def place_of_prompt(fields: BodyFields) -> Prompt:
-    """Where the prompt of a request is. Takes some 0.3 ms for 400 KB."""
+    """Return where the prompt of a request is. Takes some 0.3 ms for 400 KB."""
     body, content = fields.body, fields.content
     starts = [body[content[key].start] for key in _PROMPTS if key in content]
     is_in_body = (
@@ -251,8 +257,8 @@ def place_of_prompt(fields: BodyFields) -> Prompt:
 
 
 def believed(usage: Usage | None, tokens_max: int) -> Usage | None:
-    """`usage`, or None when no sequence of a model that takes `tokens_max` tokens (0: unknown) can
-    have such counts."""
+    """Return `usage`, or None when no sequence of a model that takes `tokens_max` tokens (0:
+    unknown) can have such counts."""
     if usage is None:
         return None
     limit = tokens_max or TOKENS_MAX
@@ -265,7 +271,8 @@ def believed(usage: Usage | None, tokens_max: int) -> Usage | None:
 
 
 def bytes_per_token(prompt_bytes: int, prompt_tokens: int) -> float | None:
-    """What a turn teaches; None when it has more tokens than bytes: those are not all in it."""
+    """Return the bytes a token that a turn teaches; None when it has more tokens than bytes, which
+    then are not all in the body."""
     ratio = prompt_bytes / prompt_tokens
     return None if ratio < BYTES_PER_TOKEN_MIN else min(ratio, BYTES_PER_TOKEN_MAX)
 

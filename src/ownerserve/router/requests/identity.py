@@ -87,13 +87,13 @@ KEPT_ID_MAX = 128
 
 
 class Scope(msgspec.Struct, frozen=True, gc=False):
-    """The tenant and the model of a session: ids are compared within one scope only."""
+    """A scope is the tenant and the model of a session: ids are compared within one scope only."""
 
     tenant: str
     model: str = ""
 
     def name(self, field: str, *values: str) -> SessionId:
-        """The session that a client means by `field` = `values`."""
+        """Return the router's name of the session that a client means by `field` = `values`."""
         make = _kept if sum(map(len, values)) <= KEPT_ID_MAX else _name
         return make(self.tenant, self.model, field, *values)
 
@@ -140,7 +140,7 @@ _METADATA_SESSION = re.compile(r"_session_([0-9A-Za-z-]+)$")
 
 
 class SessionSource(enum.StrEnum):
-    """Which kind of field named the session."""
+    """A session's source says which kind of field named it."""
 
     HEADER = "header"
     BODY = "body"
@@ -149,7 +149,8 @@ class SessionSource(enum.StrEnum):
 
 
 class SessionIdentity(msgspec.Struct, frozen=True, gc=False):
-    """The session of a request; `session` is None when nothing names one.
+    """An identity says which session a request belongs to; `session` is None when nothing names
+    one.
 
     `parent`: as the client says, or whose content it begins like. `final`: the client says that
     the session ends with this turn.
@@ -166,17 +167,18 @@ ANONYMOUS = SessionIdentity()
 
 @lru_cache(maxsize=4096)
 def tenant_of(credential: bytes | None) -> str:
-    """The tenant behind a credential, in a form that may be shown; "-" for none."""
+    """Return the tenant behind a credential, in a form that may be shown; "-" for none."""
     return "-" if credential is None else blake2b(credential, digest_size=12).hexdigest()
 
 
 def response_alias(scope: Scope, response_id: str) -> SessionId:
-    """The name under which a later `previous_response_id` will ask for this answer's session."""
+    """Return the name under which a later `previous_response_id` will ask for this answer's
+    session."""
     return scope.name("previous_response_id", response_id)
 
 
 def identify(headers: Mapping[bytes, bytes], body: BodyFields, *, scope: Scope) -> SessionIdentity:
-    """The session of a request from its lower-case identity `headers` and its `body` fields."""
+    """Find the session of a request in its lower-case identity `headers` and its `body` fields."""
     is_said = not IDENTITY_HEADERS.isdisjoint(headers)  # most requests have other headers alone
     if is_said:
         for name in _SESSION_HEADERS:
@@ -190,7 +192,7 @@ def identify(headers: Mapping[bytes, bytes], body: BodyFields, *, scope: Scope) 
 
 
 def says_final(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether the client says that its session ends with this turn."""
+    """Return whether the client says that its session ends with this turn."""
     return any(headers.get(name, b"").lower() in (b"true", b"1") for name in _FINAL)
 
 
@@ -248,7 +250,7 @@ _METADATA_USER = msgspec.json.Decoder(_MetadataUser)
 
 
 def _vllm_session(raw: bytes | None) -> str | None:
-    """What vLLM itself would take for the session where neither body nor header says one."""
+    """Return what vLLM itself would take for the session where neither body nor header says one."""
     if raw is None:
         return None
     try:
@@ -297,8 +299,8 @@ SESSIONS_MAX = 50_000
 
 
 class Content(msgspec.Struct, frozen=True, gc=False):
-    """What a body says, as bytes [start, end) of `data` after a `root`, which stands for
-    `root_bytes` more before them."""
+    """A content is what a body says, as bytes [start, end) of `data` after a `root`, which stands
+    for `root_bytes` more before them."""
 
     data: bytes
     start: int
@@ -308,7 +310,8 @@ class Content(msgspec.Struct, frozen=True, gc=False):
 
 
 class ChainPlace(msgspec.Struct, frozen=True, gc=False):
-    """Where a body belongs. `shared_bytes` of it are equal to the beginning of `parent`'s."""
+    """A place says where a body belongs. `shared_bytes` of it are equal to the beginning of
+    `parent`'s."""
 
     session: SessionId
     parent: SessionId | None = None
@@ -316,8 +319,8 @@ class ChainPlace(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Known(msgspec.Struct, gc=False):
-    """A session: its turns so far, how many of them run, the keys that it has in the tables, and
-    its group, whose head has so many bytes."""
+    """A known session has its turns so far, how many of them run, its keys in the tables, and its
+    group, whose head has `group_bytes`."""
 
     turn: int
     running: int
@@ -328,7 +331,8 @@ class _Known(msgspec.Struct, gc=False):
 
 
 class _Head(NamedTuple):
-    """What a body shares with `session`'s: so many bytes, `chunk` is the last whole one of them."""
+    """A head is what a body shares with `session`'s: `shared_bytes`, of which `chunk` is the last
+    whole one."""
 
     session: SessionId
     shared_bytes: int
@@ -336,7 +340,7 @@ class _Head(NamedTuple):
 
 
 class _Tip(msgspec.Struct, frozen=True, gc=False):
-    """Body `turn` of `session` ended `offset` bytes past the chunk `chunk`."""
+    """A tip says that body `turn` of `session` ended `offset` bytes past the chunk `chunk`."""
 
     session: SessionId
     turn: int
@@ -345,14 +349,15 @@ class _Tip(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Mark(msgspec.Struct, gc=False):
-    """A chunk that was seen. `session`: whose first body has it; `offsets`: where bodies ended."""
+    """A mark is a chunk that was seen. `session`: whose first body has it; `offsets`: where bodies
+    ended past it."""
 
     session: SessionId | None
     offsets: tuple[int, ...] = ()
 
 
 class ContentChain:
-    """Finds sessions by content, and names the new ones."""
+    """The chain finds sessions by content, and names the new ones."""
 
     def __init__(self, *, limit: int = SESSIONS_MAX) -> None:
         self._limit = limit
@@ -365,7 +370,8 @@ class ContentChain:
         return len(self._sessions)
 
     def arrive(self, content: Content, *, scope: Scope) -> ChainPlace | None:
-        """The session that the body goes on with, or a new one. None: too little to tell."""
+        """Return the session that the body goes on with, or a new one; None when the body is too
+        short to tell."""
         length = content.end - content.start
         if length + content.root_bytes < CONTENT_MIN_BYTES:
             return None
@@ -397,7 +403,8 @@ class ContentChain:
         return ChainPlace(name, head.session, head.shared_bytes)
 
     def first_turn(self, name: SessionId, content: Content, *, scope: Scope) -> ChainPlace:
-        """A session that has a name comes for the first time: which one does it begin like?"""
+        """Take in the first body of a session that has a name, and return which session it begins
+        like."""
         hashes = chunk_hashes(content)
         head = self._longest_chunk(content, hashes)
         if name not in self._sessions:
@@ -408,12 +415,13 @@ class ContentChain:
         return ChainPlace(name, head.session, head.shared_bytes)
 
     def group(self, session: SessionId) -> str | None:
-        """The name of the group that the session belongs to; None: nobody else began like it."""
+        """Return the name of the group that the session belongs to; None when nobody else began
+        like it."""
         known = self._sessions.get(session)
         return None if known is None else known.group
 
     def ended(self, session: SessionId) -> None:
-        """A turn of it runs no more."""
+        """Note that a turn of the session runs no more."""
         known = self._sessions.get(session)
         if known is not None and known.running:
             known.running -= 1
@@ -445,7 +453,8 @@ class ContentChain:
     # ---- looking
 
     def _longest_tip(self, content: Content, hashes: list[int]) -> tuple[_Tip | None, int]:
-        """The tip that lies furthest in the body, and where."""
+        """Return the tip that lies furthest in the body, and at which offset; (None, 0) when none
+        is known."""
         marks, data = self._marks, content.data
         for chunk in range(len(hashes) - 1, -1, -1):
             mark = marks.get(hashes[chunk])
@@ -465,7 +474,8 @@ class ContentChain:
         return None, 0
 
     def _longest_chunk(self, content: Content, hashes: list[int]) -> _Head | None:
-        """The session whose first body is equal for longest."""
+        """Return the head shared with the session whose first body is equal for longest; None when
+        there is none."""
         for chunk in range(len(hashes) - 1, -1, -1):
             mark = self._marks.get(hashes[chunk])
             shared = _start_of(chunk) + content.root_bytes
@@ -477,7 +487,8 @@ class ContentChain:
     # ---- keeping
 
     def _join(self, name: SessionId, head: _Head, scope: Scope) -> None:
-        """The session shares that head: it is of its group, or the two begin one."""
+        """Put the session into the group of those that share that head, or let the two begin
+        one."""
         known, like = self._sessions.get(name), self._sessions.get(head.session)
         if known is None or like is None or known.group is not None:
             return
@@ -500,7 +511,7 @@ class ContentChain:
                 known.chunks.append(hashes[chunk])
 
     def _end_turn_at(self, name: SessionId, key: int, *, chunk: int, offset: int) -> None:
-        """The session's latest body ends here."""
+        """Note that the session's latest body ends here."""
         known = self._sessions[name]
         known.turn += 1
         known.running += 1
@@ -537,12 +548,13 @@ class ContentChain:
         return mark
 
     def _touch(self, name: SessionId) -> None:
-        """Make it the most recently used."""
+        """Make the session the most recently used."""
         self._sessions[name] = self._sessions.pop(name)
 
 
 def chunk_hashes(content: Content) -> list[int]:
-    """h(0) = the root, then one for each whole chunk."""
+    """Return the chain of hashes over the content: h(0) is the root, then one for each whole
+    chunk."""
     data, digest, end = content.data, xxh3_64_intdigest, content.end
     coarse = content.start + FINE_CHUNKS * CHUNK_BYTES
     last = content.root
@@ -558,13 +570,14 @@ def chunk_hashes(content: Content) -> list[int]:
 
 
 def _start_of(chunk: int) -> int:
-    """Bytes before it."""
+    """Return how many bytes of the content lie before the chunk."""
     coarse = max(chunk - FINE_CHUNKS, 0)
     return (chunk - coarse) * CHUNK_BYTES + coarse * COARSE_BYTES
 
 
 def root_of(scope: str, parts: Mapping[str, bytes]) -> tuple[int, int]:
-    """The root's digest and how many bytes it stands for. `parts` by name, in a fixed order."""
+    """Return the root's digest and how many bytes it stands for; `parts` come by name, in a fixed
+    order."""
     digest, held = xxh3_64_intdigest(scope.encode()), 0
     for name, value in parts.items():
         digest = xxh3_64_intdigest(value, xxh3_64_intdigest(name.encode(), digest))
@@ -573,12 +586,14 @@ def root_of(scope: str, parts: Mapping[str, bytes]) -> tuple[int, int]:
 
 
 def _tip_key(data: bytes, begin: int, offset: int, *, chunk: int) -> int:
-    """Apart from a chunk's own: a tip at offset 0 has one too."""
+    """Return the key of a tip, which differs from its chunk's own: a tip at offset 0 has one
+    too."""
     return xxh3_64_intdigest(data[begin : begin + offset], ~chunk & 0xFFFFFFFFFFFFFFFF)
 
 
 def _kept_chunks(last: int) -> list[int]:
-    """Some of the chunks 0..last: 0, 1 .. 8, 10, 12, 15, 18, 22 ..., and the last one."""
+    """Return those of the chunks 0..last that are kept: 0, 1 .. 8, 10, 12, 15, 18, 22 ..., and the
+    last one."""
     kept, chunk = [], 0
     while chunk < last:
         kept.append(chunk)
@@ -587,7 +602,8 @@ def _kept_chunks(last: int) -> list[int]:
 
 
 def content_of(body: BodyFields, *, tenant: str) -> Content | None:
-    """The conversation in a body: what comes before the messages, and their bytes.
+    """Return the conversation in a body, after the root of what comes before its messages; None
+    when it has none.
 
     The bytes end where the next turn's go on: before the bracket, or the quote of one long text.
     """
