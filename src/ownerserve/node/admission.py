@@ -1,4 +1,5 @@
-"""The worker's word on whether a turn may come, and the queue for room on its device. Pure.
+"""Admission decides whether a turn may come to this worker; the room queue holds turns that are
+here until the device has room. Pure.
 
     probe ── Admit | Reject            nothing is held: a quote, off the engine's thread
     reserve ── Reserved | Reject       a place in the queue and its room, until its deadline
@@ -47,7 +48,7 @@ RESERVED_FOR_S = 10.0
 
 
 class Levels(msgspec.Struct, frozen=True):
-    """Levels are the worker's load now; queue places are requests.
+    """`Levels` are the worker's load now; queue places are counted in requests.
 
     `room_tokens` are free or evictable, less what running turns may still grow by and what those
     that wait (`queued_tokens` in all) will take. `block_tokens`: room is given in such pieces.
@@ -65,7 +66,7 @@ class Levels(msgspec.Struct, frozen=True):
 
 
 class PlaceTaken(msgspec.Struct, frozen=True):
-    """A place was used up by the turn that it was held for.
+    """A `PlaceTaken` says that the turn of a reservation has come and used its place up.
 
     `order` is where the turn stands among arrivals, `tokens` what it was promised room for.
     """
@@ -76,7 +77,8 @@ class PlaceTaken(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """The levels with the open places: a dated copy, by which any thread may judge a new seed."""
+    """A `Standing` is the worker's levels with its open places: a dated copy, by which any thread
+    may judge a new seed."""
 
     levels: Levels
     places: int = 0
@@ -84,11 +86,12 @@ class Standing(msgspec.Struct, frozen=True):
 
     @property
     def spare_tokens(self) -> int:
-        """Room that is promised to nobody."""
+        """`spare_tokens` is the room, in tokens, that is promised to nobody; below 0 where promises
+        exceed the room."""
         return self.levels.room_tokens - self.promised_tokens
 
     def judge(self, wanted: Seed) -> WorkerRefusal | None:
-        """The reason why a turn may not come; None: it may."""
+        """Return the reason why a turn may not come; None: it may."""
         levels, block = self.levels, self.levels.block_tokens
         tokens = wanted.tokens + wanted.output_tokens
         if levels.is_draining:
@@ -102,7 +105,8 @@ class Standing(msgspec.Struct, frozen=True):
         return None
 
     def judge_append(self, tokens: int) -> WorkerRefusal | None:
-        """Why an append that is here unasked may not stay.
+        """Return the reason why an append that came without a reservation may not stay; None: it
+        may.
 
         It may wait for turns that run, since its state is here, but not behind so many others that
         they and it would not fit an empty device.
@@ -114,7 +118,7 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 def probe_seed(wanted: Seed, standing: Standing) -> Admit | Reject:
-    """Would it be let in, by a dated copy? Touches nothing, so any thread may ask."""
+    """Judge a seed by a dated copy and hold nothing for it; any thread may call."""
     refusal = standing.judge(wanted)
     if refusal is not None:
         return Reject(refusal)
@@ -129,12 +133,12 @@ class _Place(msgspec.Struct):
     is_committed: bool = False
 
     def room_tokens(self, block_tokens: int) -> int:
-        """Room that it needs, in whole blocks."""
+        """Return the room that the place needs, in tokens of whole blocks."""
         return -(-self.tokens // block_tokens) * block_tokens
 
 
 class Admission:
-    """The open reservations of one worker; the class owns its places."""
+    """`Admission` owns the open reservations (places) of one worker."""
 
     def __init__(self, sessions: Sessions) -> None:
         self.counts: Counter[str] = Counter()
@@ -148,7 +152,8 @@ class Admission:
     def reserve(
         self, turn_id: TurnId, wanted: Seed, *, levels: Levels, now: float, order: int = 0
     ) -> Reserved | Reject:
-        """Hold a place and its room. `order`: where it stands among arrivals."""
+        """Hold a place and its room for RESERVED_FOR_S, or return why not. `order` is where the
+        turn stands among arrivals."""
         refusal = self.standing(levels, now).judge(wanted)
         if refusal is not None:
             return self._refuse(refusal)
@@ -159,7 +164,8 @@ class Admission:
         return Reserved(self._numbers)
 
     def commit(self, reservation: int, now: float) -> Committed | Reject:
-        """The turn will come. Saying so twice is harmless."""
+        """Confirm that the turn will come and hold its place anew for RESERVED_FOR_S. A second
+        commit is harmless; a place that has expired is rejected."""
         self._expire(now)
         place = self._places.get(reservation)
         if place is None:
@@ -169,13 +175,14 @@ class Admission:
         return Committed()
 
     def release(self, reservation: int) -> Released | Reject:
-        """The turn won't come."""
+        """Give the reservation's place up, since its turn won't come."""
         if self._places.pop(reservation, None) is None:
             return self._refuse(WorkerRefusal.UNKNOWN_RESERVATION)
         return Released()
 
     def release_session(self, session_id: SessionId) -> Released | Reject:
-        """The session has gone elsewhere: what it has here is ordinary cached state from now on."""
+        """Release the session, which has gone elsewhere: what it has here is ordinary cached state
+        from now on. Rejected while a turn of it runs."""
         session = self._sessions.get(session_id)
         if session is None:
             return self._refuse(WorkerRefusal.UNKNOWN_SESSION)
@@ -187,7 +194,7 @@ class Admission:
     # ---- told by the engine
 
     def arrived(self, reservation: int, now: float) -> PlaceTaken | Reject:
-        """The turn of this reservation is here, committed or not: its place is used up."""
+        """Use up the place of this reservation, committed or not, since its turn is here."""
         self._expire(now)
         place = self._places.pop(reservation, None)
         if place is None:
@@ -195,20 +202,22 @@ class Admission:
         return PlaceTaken(place.turn_id, place.order, place.tokens)
 
     def standing(self, levels: Levels, now: float) -> Standing:
-        """What a turn is judged by now. One that waits is in `levels` with all its tokens."""
+        """Return what a turn is judged by now. A turn that waits is in `levels` with all its
+        tokens."""
         self._expire(now)
         promised = sum(place.room_tokens(levels.block_tokens) for place in self._places.values())
         return Standing(levels, len(self._places), promised)
 
     def withheld_tokens(self, order: int, block_tokens: int) -> int:
-        """Room that open places which stand before `order` still need."""
+        """Return the room, in tokens, that open places which stand before `order` still need."""
         if not self._places:
             return 0
         before = (place for place in self._places.values() if place.order < order)
         return sum(place.room_tokens(block_tokens) for place in before)
 
     def revoke(self) -> bool:
-        """Nothing else is left to take: give up the youngest place; False: there is none."""
+        """Give up the youngest open place, when nothing else is left to take; False: there is
+        none."""
         if not self._places:
             return False
         youngest = max(self._places, key=lambda number: self._places[number].order)
@@ -217,12 +226,12 @@ class Admission:
         return True
 
     def held(self, now: float) -> int:
-        """Places that are held now."""
+        """Return how many places are held now."""
         self._expire(now)
         return len(self._places)
 
     def next_expiry_s(self) -> float | None:
-        """When the next place ends by itself."""
+        """Return the instant at which the next place ends by itself; None: no place is open."""
         return min((place.until_s for place in self._places.values()), default=None)
 
     # ---- parts
@@ -241,14 +250,15 @@ class Admission:
 
 
 class _WaitingTurn(msgspec.Struct, frozen=True):
-    """A turn that waits in the queue, at most until `until_s`."""
+    """A `_WaitingTurn` is a turn that waits in the queue, at most until `until_s`."""
 
     event: TurnArrived
     until_s: float
 
 
 class RoomQueue:
-    """Turns that are here and for whose prompts the device has no room yet; and those let on.
+    """The `RoomQueue` holds the turns that are here and for whose prompts the device has no room
+    yet, and remembers those that it let on.
 
         arrival ── queue ── the first, and there is room for its whole prompt ── restore ── Start
                    |  what of its prompt is resident goes last: it is the next to be read
@@ -283,12 +293,13 @@ class RoomQueue:
         return len(self._waiting)
 
     def arrived(self, event: TurnArrived, now: float) -> None:
-        """A turn is here. What of its prompt is resident is to stay."""
+        """Queue the turn, and retain what of its prompt is resident."""
         self._waiting[event.turn_id] = _WaitingTurn(event, now + self._room_wait_s)
         self._walks.retain(event.turn_id, event.tokens, now)
 
     def let_on(self, now: float) -> list[TurnArrived]:
-        """Turns that may go on now, in order of arrival."""
+        """Take the turns that may go on now out of the queue, in order of arrival, and return
+        them."""
         going: list[TurnArrived] = []
         while self._waiting:
             first = next(iter(self._waiting.values()))
@@ -301,17 +312,17 @@ class RoomQueue:
         return going
 
     def loaded(self, turn_id: TurnId, now: float) -> None:
-        """State was brought for a turn: it is to stay until the turn has begun."""
+        """Retain the state that was brought for the turn until the turn has begun."""
         self._walks.retain(turn_id, self._let_on[turn_id], now)
 
     def over(self, turn_id: TurnId) -> None:
-        """The turn has ended, or was given up wherever it was."""
+        """Forget the turn, which has ended or was given up, and release what it retained."""
         self._waiting.pop(turn_id, None)
         self._let_on.pop(turn_id, None)
         self._cache.residents.release(turn_id)
 
     def next_due(self) -> float | None:
-        """When `let_on` has something to do; 0: now."""
+        """Return the instant at which `let_on` has something to do; 0: now; None: nobody waits."""
         if not self._waiting:
             return None
         first = next(iter(self._waiting.values()))
@@ -321,8 +332,8 @@ class RoomQueue:
     # -- parts ---------------------------------------------------------------------------------
 
     def _has_room(self, turn_id: TurnId, tokens: Packed) -> bool:
-        """For a whole prompt behind all that were let on. One longer than the device never has
-        any: the engine says so."""
+        """Return whether there is room for a whole prompt behind all that were let on. A prompt
+        longer than the device passes, since it never has room: the engine says so."""
         occupancy, running = self._cache.occupancy, self._cache.running
         if -(-len(tokens) // self._cache.layout.packed_block_bytes) > occupancy.blocks.capacity:
             return True

@@ -47,7 +47,8 @@ from ownerserve.plan.restore import Planner
 
 
 class _Hashed:
-    """What was hashed already."""
+    """A `_Hashed` gives the digests of a prompt that was hashed already, whatever it is asked
+    for."""
 
     def __init__(self, prefix: HashedPrefix) -> None:
         self._prefix = prefix
@@ -59,7 +60,8 @@ class _Hashed:
 
 
 class HostedNodeState:
-    """A node in an engine that owns its blocks; called on the engine's scheduling thread."""
+    """A `HostedNodeState` is a node in an engine that owns its blocks; called on the engine's
+    scheduling thread."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class HostedNodeState:
         saves: Saves,
         settings: NodeSettings,
     ) -> None:
-        """`saves` begins its operations with the same `operations`."""
+        """Make the node; `saves` must begin its operations with the same `operations`."""
         self.names = saves.names
         self.saves = saves
         self.operations = operations
@@ -84,7 +86,7 @@ class HostedNodeState:
         """The turns of restores whose answers say something of what `saves` need not copy."""
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """The effects that `event` asks for."""
+        """Take an event and return the effects that it asks for, in order."""
         return list(self._handle(event, now))
 
     def _handle(self, event: Event, now: float) -> Iterable[Effect]:
@@ -115,7 +117,8 @@ class HostedNodeState:
         return ()
 
     def _tell_saves(self, event: Completion) -> None:
-        """What a restore has learnt of the store counts for what is saved of its turn, too."""
+        """Tell `saves` what a restore has learnt of the store, so that stored records of its turn
+        are not copied again."""
         turn_id = self._turns.pop(event.operation_id, None)
         if turn_id is not None:
             match event:
@@ -125,16 +128,17 @@ class HostedNodeState:
                     self.saves.doubt(turn_id)
 
     def take_over(self, other: HostedNodeState) -> None:
-        """Go on counting where `other` ends: answers to its operations mean nothing here."""
+        """Go on counting where `other` ends, so that answers to its operations mean nothing
+        here."""
         self.operations.go_on_from(other.operations)
         self.saves.counts = other.saves.counts
 
     def is_waiting(self, turn_id: TurnId) -> bool:
-        """Whether a turn's restore is not decided yet."""
+        """Return whether the turn's restore is not decided yet."""
         return turn_id in self.restores
 
     def report(self, turn_id: TurnId) -> RestoreReport | None:
-        """What came of a turn's restore; handed out once."""
+        """Take the report of the turn's restore; None where there is none, or it was taken."""
         return self.restores.reports.pop(turn_id, None)
 
     def _arrived(self, event: TurnArrived, now: float) -> Iterable[Effect]:

@@ -63,7 +63,8 @@ REPRICE_S = 10.0
 
 
 class NodeState:
-    """The brain of one routing unit; called on the thread that owns the cache."""
+    """A `NodeState` is the decision maker of one routing unit; called on the thread that owns the
+    cache."""
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class NodeState:
         self._turns: dict[TurnId, SessionId | None] = {}
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """The effects that `event` asks for."""
+        """Take an event and return the effects that it asks for, in order."""
         if not self._has_tiers:
             return self._handle_on_device(event, now)
         effects = self._handle(event, now)
@@ -137,7 +138,8 @@ class NodeState:
         return [effect for effect in effects if not self._is_ours(effect)]
 
     def _tell_copied(self, now: float) -> None:
-        """Sessions of which all was offered to the store: what came of it is looked for."""
+        """Have the store looked at for the tips of sessions all of whose copies were answered
+        for."""
         over, self.idle_spills.over = self.idle_spills.over, []
         size = self.cache.layout.packed_block_bytes
         for batch in over:
@@ -162,7 +164,8 @@ class NodeState:
             self.checkpoints.restored(report, ends)
 
     def _is_ours(self, effect: Effect) -> bool:
-        """The `Start` of a prefetch: nobody runs it."""
+        """Return whether `effect` is the `Start` of a prefetch, which nobody runs, and count how it
+        ended."""
         if not isinstance(effect, Start) or not self.prefetches.landed(effect.turn_id):
             return False
         report = self.restores.reports.pop(effect.turn_id)
@@ -207,7 +210,8 @@ class NodeState:
         return []
 
     def _handle_on_device(self, event: Event, now: float) -> list[Effect]:
-        """With nothing below there is nothing to wait for, and nothing to copy."""
+        """Handle an event where no tier lies below the device: turns start at once, and nothing is
+        copied."""
         match event:
             case TurnArrived(turn_id, session_id):
                 self._turns[turn_id] = session_id
@@ -246,7 +250,8 @@ class NodeState:
         return effects
 
     def _reprice(self, now: float) -> None:
-        """What was measured goes to the cache's order and to the checkpoint policy."""
+        """Give the measured prices to the cache's eviction order and to the checkpoint policy,
+        every REPRICE_S at most."""
         if now - self._repriced_s < REPRICE_S:
             return
         self._repriced_s = now
@@ -257,15 +262,18 @@ class NodeState:
         self.checkpoints.reprice()
 
     def resume(self, tokens: Packed) -> Resume | None:
-        """How the engine should begin a turn of `tokens`, now that it does."""
+        """Decide how the engine should begin a turn of `tokens`, now that it does; None: as the
+        cache does by itself."""
         return self.restores.resume(tokens) if self._has_tiers else None
 
     def report(self, turn_id: TurnId) -> RestoreReport | None:
-        """What came of a turn's restore; handed out once, after its `Start`."""
+        """Take the report of the turn's restore, after its `Start`; None where there is none, or it
+        was taken."""
         return self.restores.reports.pop(turn_id, None)
 
     def next_due(self) -> float | None:
-        """When a `Tick` has something to do; None: only an event can bring work."""
+        """Return the instant at which a `Tick` has something to do; 0: now; None: only an event can
+        bring work."""
         if not self._has_tiers:
             is_due = self.cache.pressure.is_due or self.on_device.is_due
             return 0.0 if is_due else self.cache.sessions.next_due()
@@ -282,7 +290,8 @@ class NodeState:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is being copied to the store, or looked for there to be told."""
+        """`is_busy` tells whether anything is being copied to the store, or looked for there to be
+        told."""
         return self.idle_spills.is_busy or self.pressure_relief.is_busy or self.residency.is_busy
 
     def check(self) -> None:

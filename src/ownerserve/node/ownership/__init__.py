@@ -1,1 +1,2 @@
-"""What a node holds, what it tells gateways and the directory of it, and which sessions it owns."""
+"""Ownership of sessions: what a node holds, what it tells gateways and the directory of it, and
+which sessions it owns."""

@@ -1,4 +1,5 @@
-"""What a node holds of each session, tier by tier: on the device, and looked for below it. Pure.
+"""The inventory of a node: what it holds of each session, tier by tier, on the device and looked
+for below it. Pure.
 
 OnDevice      says what the cache could go on from; the tree says which frontiers slid
 Residency     says what could come back from below, after it was looked for
@@ -56,7 +57,8 @@ _number = attrgetter("number")
 
 
 def _above(words: Reversible[Word], after: int) -> list[Word]:
-    """The words with a higher number than `after`; all stand in the order of their numbers."""
+    """Return the words with a higher number than `after`; `words` stand in the order of their
+    numbers."""
     newest: list[Word] = []
     for word in reversed(words):
         if word.number <= after:
@@ -67,7 +69,8 @@ def _above(words: Reversible[Word], after: int) -> list[Word]:
 
 
 class Inventory:
-    """The words that say what this node holds: one a session and tier, the last one said.
+    """An `Inventory` keeps the words that say what this node holds: for each session and tier the
+    last one said.
 
     A reader that was away catches up with the present, not with history. Any thread may read.
     """
@@ -82,11 +85,11 @@ class Inventory:
         self._gone: OrderedDict[_Key, Lost] = OrderedDict()
 
     def __len__(self) -> int:
-        """Extents that are held."""
+        """Return how many extents are held."""
         return len(self._has)
 
     def tokens(self, session_id: SessionId, tier: Tier) -> int:
-        """How much of the session is told to be in `tier`."""
+        """Return how many of the session's first tokens are told to be in `tier`; 0: nothing."""
         word = self._has.get((session_id, tier.value))
         return 0 if word is None else word.tokens
 
@@ -100,8 +103,8 @@ class Inventory:
         kinds: int = 0,
         tenant: bytes = b"",
     ) -> None:
-        """`tier` holds `kinds` of [0, tokens) of the session, which is `tenant`'s; 0 tokens:
-        nothing."""
+        """Say that `tier` holds `kinds` of [0, tokens) of the session, which is `tenant`'s; 0
+        tokens: nothing. A word that says nothing new is not said."""
         key = session_id, tier.value
         told = "" if digest is None else digest.hex()
         with self._lock:
@@ -111,7 +114,8 @@ class Inventory:
                 self.gone(session_id, tier)
 
     def _say(self, key: _Key, word: Has) -> None:
-        """Unless it says what was said, but for a digest that it lacks."""
+        """Add the word, unless it says what was said; one that only lacks the digest says nothing
+        new."""
         known = self._has.get(key)
         if (
             known is not None
@@ -128,7 +132,7 @@ class Inventory:
             self.gone(SessionId(name), Tier(place))
 
     def gone(self, session_id: SessionId, tier: Tier) -> None:
-        """Nothing of the session is in `tier`; not news when nothing was."""
+        """Say that nothing of the session is in `tier`; not news when nothing was."""
         key = session_id, tier.value
         with self._lock:
             if self._has.pop(key, None) is None:
@@ -140,12 +144,12 @@ class Inventory:
                 self._floor = oldest.number
 
     def forget(self, session_id: SessionId) -> None:
-        """The session is over, or nobody will ask for it."""
+        """Say that nothing of the session is in any tier: it is over, or nobody will ask for it."""
         for tier in Tier:
             self.gone(session_id, tier)
 
     def page(self, after: int, *, incarnation: int, words: int = PAGE_WORDS) -> Page:
-        """The first `words` words above `after`."""
+        """Return the first `words` words with a number above `after`."""
         with self._lock:
             has, gone = _above(self._has.values(), after), _above(self._gone.values(), after)
             floor, last = self._floor, self.last
@@ -164,7 +168,7 @@ class Inventory:
             raise InvariantViolated("inventory: more words than are kept")
 
     def __iter__(self) -> Iterator[Has]:
-        """What is held, the oldest word first."""
+        """Iterate over what is held, the oldest word first."""
         return iter(self._has.values())
 
 
@@ -172,7 +176,8 @@ _ROLES = {role.value: role for role in Role}
 
 
 def kinds_of(layout: Layout, coverage: Coverage) -> Kinds:
-    """By which owner rules the components of a layout that have `coverage` go."""
+    """Return the kinds of state, as the directory has them, of the layout's components with
+    `coverage`."""
     kinds = 0
     for component in layout.components:
         if component.coverage is not coverage:
@@ -199,7 +204,7 @@ BELOW = (Tier.HOST, Tier.DISK, Tier.REMOTE)
 
 
 class Residency:
-    """Residency says which sessions could come back from below the device, and up to where.
+    """`Residency` says which sessions could come back from below the device, and up to where.
 
         copied (spills) ─┐
         found in a file ─┼─> look (Locate) ─> the store answers (Located) ─> inventory: has | gone
@@ -238,38 +243,42 @@ class Residency:
     # -- events --------------------------------------------------------------------------------
 
     def copied(self, tip: Tip, now: float) -> None:
-        """All of a tip was offered to the store, and answered for."""
+        """Keep the tip, all of which was offered to the store and answered for, and look for it."""
         self._keep(tip)
         self._look_at(tip.session_id, now)
         if len(self._tips) > TIPS_KEPT:
             self.forget(next(iter(self._tips)))
 
     def remembered(self, tips: Iterable[Tip], now: float) -> None:
-        """Tips that a former life of this worker left: looked for, each, before they are told."""
+        """Keep the sound ones of the tips that a former life of this worker left; each is looked
+        for before it is told."""
         for tip in tips:
             if tip.depth and is_sound(self._names, tip):
                 self._in_file[tip.session_id] = tip.depth
                 self.copied(tip, now)
 
     def lost(self, ends: Iterable[PrefixHash], now: float) -> None:
-        """Records that end there are gone from a tier."""
+        """Look again for the sessions with records that end at `ends`, since these are gone from a
+        tier."""
         for end in ends:
             for session_id in self._by_end.get(end, ()):
                 self._look_at(session_id, now + CALM_S)
 
     def all_lost(self, now: float) -> None:
-        """More went than was noted: any record may be gone."""
+        """Look again for every session: more records went than were noted, so any may be gone."""
         for session_id in self._tips:
             self._look_at(session_id, now + CALM_S)
 
     def missed(self, session_id: SessionId, now: float) -> None:
-        """A restore of the session found less than was there."""
+        """Look again for the session, of which a restore found less than was told; nothing of it
+        counts as on a shared medium until then."""
         self._inventory.gone(session_id, Tier.REMOTE)  # nobody tells what goes from a shared medium
         if session_id in self._tips:
             self._look_at(session_id, now)
 
     def forget(self, session_id: SessionId) -> None:
-        """Forget a session that nobody will ask for."""
+        """Forget a session that nobody will ask for, and tell that nothing of it is below the
+        device."""
         tip = self._tips.pop(session_id, None)
         if tip is not None:
             self._unindex(tip)
@@ -279,7 +288,7 @@ class Residency:
         self._unfile(session_id)
 
     def completed(self, event: Completion, now: float) -> Iterable[Effect]:
-        """Take the store's answer to a look; nothing follows at once."""
+        """Take the store's answer to a look, and tell it; no effect follows at once."""
         if isinstance(event, Located) and (looked := self._looking.pop(event.operation_id, None)):
             self._operations.end(event.operation_id)
             tip, _ = looked
@@ -292,7 +301,8 @@ class Residency:
         return ()
 
     def tick(self, now: float) -> list[Effect]:
-        """What is to be looked for now."""
+        """Return the looks that are due, LOOKS_IN_FLIGHT at most, and repeat those without an
+        answer."""
         effects: list[Effect] = []
         for operation_id, (tip, until_s) in list(self._looking.items()):
             if until_s <= now:
@@ -311,19 +321,21 @@ class Residency:
         return effects
 
     def to_file(self) -> list[Effect]:
-        """What is to be written down for the next life, once."""
+        """Take the effects that write tips down for the next life, or strike them out; each is
+        given once."""
         effects, self._to_file = self._to_file, []
         return effects
 
     def next_due(self) -> float | None:
-        """When `tick` has something to do; 0: now."""
+        """Return the instant at which `tick` has something to do; None: only an event can bring
+        work."""
         if self._due and len(self._looking) < LOOKS_IN_FLIGHT:
             return next(iter(self._due.values()))
         return min((until_s for _, until_s in self._looking.values()), default=None)
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is looked for, or is to be."""
+        """`is_busy` tells whether anything is looked for, or is to be."""
         return bool(self._looking or self._due)
 
     # -- parts ---------------------------------------------------------------------------------
@@ -337,7 +349,8 @@ class Residency:
         self._due.move_to_end(session_id, last=at_s >= last_s)
 
     def _tell(self, tip: Tip, held: Mapping[Tier, frozenset[bytes]]) -> bool:
-        """Say of each tier what can be had from it and those above; whether any has something."""
+        """Say of each tier what can be had from it and the tiers above; return whether any has
+        something."""
         any_there, so_far = False, frozenset[bytes]()
         for tier in BELOW:
             here = held.get(tier, frozenset())
@@ -361,7 +374,8 @@ class Residency:
         return any_there
 
     def _file(self, tip: Tip, depth: int) -> None:
-        """Have a tip that a drive holds written down, once; and struck out when it does not."""
+        """Have the tip written down, once, when the drive holds something of it, and struck out
+        when it does not."""
         if not depth:
             self._unfile(tip.session_id)
         elif self._in_file.get(tip.session_id) != tip.depth:
@@ -396,7 +410,7 @@ DigestAt = Callable[[SessionId, int], PrefixHash | None]
 
 
 class OnDevice:
-    """This part says what of each session one cache could go on from, as it comes and goes.
+    """`OnDevice` says what of each session one cache could go on from, as it comes and goes.
 
     The cache owns what is resident and says whose was evicted; this class looks at those alone.
     `digest_at` None: nobody hashes here.
@@ -414,7 +428,7 @@ class OnDevice:
         cache.residents.watch()
 
     def ended(self, session_id: SessionId) -> None:
-        """A turn of the session is over."""
+        """Say what the session has on the device, now that a turn of it has ended."""
         status = self._cache.sessions.status(session_id)
         tokens = 0 if status is None else status.restorable_tokens
         digest = None
@@ -424,11 +438,11 @@ class OnDevice:
 
     @property
     def is_due(self) -> bool:
-        """Whether a frontier slid since the last `tick`."""
+        """`is_due` tells whether a session lost blocks since the last `tick`."""
         return self._cache.residents.has_lost
 
     def tick(self) -> None:
-        """Some time has passed: blocks may have gone."""
+        """Say anew what the sessions have that lost blocks since the last call."""
         for session_id in self._cache.residents.take_lost():
             if self._inventory.tokens(session_id, Tier.DEVICE):
                 self.ended(session_id)

@@ -1,4 +1,5 @@
-"""A worker's word with the directory: a thread that keeps one unit's `OwnerState` and asks for it.
+"""The ownership of one unit: a thread that keeps the unit's `OwnerState` and asks the directory for
+it.
 
     engine's thread ── came, left, over ──> inbox ── each FLUSH_S ──> one frame ──> directory
     engine's thread ── release ──> door, OwnerState <────── answers ───────────────────────┘
@@ -69,8 +70,8 @@ MARGIN_S = 0.1
 
 
 class TurnCame(msgspec.Struct, frozen=True, gc=False):
-    """A turn of the session is here. `parent`: whose fork it is; `epoch`: the highest under which
-    its gateway knows the session to be owned."""
+    """A `TurnCame` tells that a turn of the session is here. `parent` is the session that this one
+    was forked from; `epoch` the highest under which its gateway knows the session to be owned."""
 
     session: SessionId
     parent: SessionId | None = None
@@ -78,9 +79,10 @@ class TurnCame(msgspec.Struct, frozen=True, gc=False):
 
 
 class TurnLeft(msgspec.Struct, frozen=True, gc=False):
-    """A turn of the session has ended and left it at the last whole block of `tokens`. `group`: of
-    prefixes that share a repository or document; `tenant`: the salt of whom its state is; `before`:
-    how many turns its owners are known to have finished before it."""
+    """A `TurnLeft` tells that a turn of the session has ended and left it at the last whole block
+    of `tokens`. `group` names prefixes that share a repository or document; `tenant` is the salt of
+    the tenant whose state it is; `before`, how many turns its owners are known to have finished
+    before it."""
 
     session: SessionId
     tokens: Packed
@@ -90,13 +92,14 @@ class TurnLeft(msgspec.Struct, frozen=True, gc=False):
 
 
 class SessionLeft(msgspec.Struct, frozen=True, gc=False):
-    """The session is over."""
+    """A `SessionLeft` tells that the session is over."""
 
     session: SessionId
 
 
 class _Leaves(msgspec.Struct, frozen=True, gc=False):
-    """A session was given up on the engine's thread: what is to be asked for that."""
+    """A `_Leaves` carries what is to be asked of the directory for a session that was given up on
+    the engine's thread."""
 
     asks: Asks
 
@@ -105,13 +108,14 @@ Told: TypeAlias = TurnCame | TurnLeft | SessionLeft | _Leaves
 
 
 def boot_time_s() -> float:
-    """Seconds since this machine started, suspended ones included: a lease ends while we sleep."""
+    """Return the seconds since this machine started, suspended ones included: a lease ends while we
+    sleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class OwnerIs(msgspec.Struct, frozen=True):
-    """A session's owner, under which epoch. `version`: turns that were finished; None: only the
-    owner itself says that."""
+    """An `OwnerIs` names a session's owner and its epoch. `version` is the number of turns that
+    were finished; None where another unit owns the session, since only the owner tells it."""
 
     unit: RoutingUnit
     epoch: Epoch
@@ -119,7 +123,7 @@ class OwnerIs(msgspec.Struct, frozen=True):
 
 
 class Owning(Protocol):
-    """What an engine tells of its sessions, and asks who owns them."""
+    """An `Owning` takes what an engine tells of its sessions and answers who owns them."""
 
     def tell(self, told: Told) -> None: ...
     def standing(self, session: SessionId) -> SessionGrant | None: ...
@@ -131,7 +135,8 @@ class Owning(Protocol):
 
 
 class Unowned:
-    """A worker without a directory: it owns nothing, and gateways keep its sessions themselves."""
+    """`Unowned` stands for no directory: its worker owns nothing, and gateways keep its sessions
+    themselves."""
 
     def tell(self, told: Told) -> None: ...
     def standing(self, session: SessionId) -> SessionGrant | None:
@@ -151,7 +156,8 @@ class Unowned:
 
 
 class Ownership:
-    """The sessions that one unit owns, and the thread that asks the directory for them.
+    """An `Ownership` keeps the sessions that one unit owns, and runs the thread that asks the
+    directory for them.
 
     `open_directory` is called on that thread; digests of what turns left are made there too,
     `block_tokens` tokens a block.
@@ -167,9 +173,9 @@ class Ownership:
         inventory: Inventory | None = None,
         kinds: Kinds = MAIN_KINDS,
     ) -> None:
-        """`scope`: a digest of what state follows from beside its tokens (publishing.extent_name).
-        `inventory`: what this unit holds, for the directory to know; None: the tips of its finished
-        turns alone are told."""
+        """Make it, not started. `scope` is a digest of all else that state follows from beside its
+        tokens (publishing.extent_name); `inventory` holds what the directory is to know of this
+        unit; None: only the tips of its finished turns are told."""
         self.owner = OwnerState(unit, margin_s=MARGIN_S)
         self._guarded = GuardedOwner(self.owner)
         self._lock = threading.RLock()
@@ -198,7 +204,8 @@ class Ownership:
         self._thread.start()
 
     def close(self, *, within_s: float) -> None:
-        """Give everything back, if the directory answers in time."""
+        """Give everything back, if the directory answers within `within_s` seconds, and stop the
+        thread."""
         self._closing.set()
         self._inbox.put(None)
         if self._thread.is_alive():
@@ -207,7 +214,8 @@ class Ownership:
     # ---- told by the engine's thread
 
     def tell(self, told: Told) -> None:
-        """Never waits. What a turn's line says of its session's epoch counts at once."""
+        """Queue the word for the thread; never waits for the directory. The epoch that a turn's
+        line names counts at once."""
         with self._lock:
             if isinstance(told, TurnLeft) and self._will_count(told):
                 self._to_count[told.session] += 1
@@ -216,20 +224,20 @@ class Ownership:
         self._inbox.put(told)
 
     def standing(self, session: SessionId) -> SessionGrant | None:
-        """What this unit owns of the session now, turns that are told and not counted yet included;
-        None: it serves as a guest."""
+        """Return what this unit owns of the session now, with turns that are told and not counted
+        yet in its version; None: the unit serves it as a guest."""
         with self._lock:
             grant = self.owner.may_serve(session, boot_time_s())
             more = self._to_count[session]
         return grant if grant is None or not more else replace(grant, version=grant.version + more)
 
     def prefix_name(self, digest: PrefixHash, session: SessionId) -> PrefixHash:
-        """What grants call the session's prefix of this digest."""
+        """Return the name that grants use for the session's prefix of this digest."""
         return self.publishing.name(digest, session)
 
     def owner_of(self, session: SessionId) -> OwnerIs | None:
-        """The session's owner, as far as was heard here: this unit, or whose guests its turns are.
-        None: nothing was heard."""
+        """Return the session's owner, as far as was heard here: this unit, or the unit whose guests
+        its turns are. None: nothing was heard."""
         grant = self.standing(session)
         if grant is not None:
             return OwnerIs(self.owner.unit, grant.epoch, grant.version)
@@ -238,8 +246,9 @@ class Ownership:
         return None if other is None else OwnerIs(*other)
 
     def release(self, asked: ReleaseSession) -> Released | Reject:
-        """Give a session up to its target, or end it, of which no turn runs here: at once it is not
-        ours, and the directory is asked for that until it answers or the lease is over."""
+        """Give a session of which no turn runs here up to its target, or end it: it is not ours at
+        once, and the directory is asked for that until it answers or the lease is over. Rejected
+        while turns of it are not counted yet."""
         if asked.epoch is None:
             return Released()
         with self._lock:
@@ -260,7 +269,8 @@ class Ownership:
     # ---- the thread
 
     def _run(self) -> None:
-        """The thread's root: what is raised here costs a round and never the thread."""
+        """Run rounds until `close`, as the thread's root: an exception costs a round and never the
+        thread."""
         goes_on = True
         while goes_on:
             try:
@@ -271,7 +281,7 @@ class Ownership:
                 goes_on = not self._closing.is_set()
 
     def _rounds(self) -> None:
-        """Ask until it is time to go."""
+        """Open the directory, ask it until it is time to go, and give everything back."""
         directory = self._open_directory()
         try:
             while self._round(directory):
@@ -281,13 +291,13 @@ class Ownership:
             directory.close()
 
     def _round(self, directory: Directory) -> bool:
-        """Take what was told, ask what is due; False: it is time to go."""
+        """Take what was told and ask what is due; False: it is time to go."""
         told, goes_on = self._gather()
         self._ask(self._due(told), directory)
         return goes_on
 
     def _due(self, told: Sequence[Told]) -> Asks:
-        """What is to be asked after all that was told."""
+        """Return what is to be asked of the directory after all that was told."""
         asks = [ask for one in _with_parents(told) for ask in self._taken(one)]
         now_s = boot_time_s()
         with self._lock:
@@ -297,7 +307,7 @@ class Ownership:
         return asks
 
     def _taken(self, told: Told) -> Asks:
-        """What comes of one thing told. A fault costs that alone, not what was told beside it."""
+        """Return what one thing told asks for. A fault loses that one word, not those beside it."""
         try:
             tip = self._tip(told) if isinstance(told, TurnLeft) else None
             with self._lock:
@@ -310,17 +320,18 @@ class Ownership:
             return []
 
     def _count_off(self, told: Told) -> None:
-        """A turn that was told is not still to be counted."""
+        """Count a turn that was told no longer as still to be counted."""
         if isinstance(told, TurnLeft) and self._will_count(told):
             with self._lock:
                 self._to_count -= Counter([told.session])
 
     def _will_count(self, left: TurnLeft) -> bool:
-        """A turn that leaves its session in less than a block leaves nothing to advance to."""
+        """Return whether the turn left at least a block: with less there is nothing to advance
+        to."""
         return len(left.tokens) >= self._block_tokens * TOKEN_BYTES
 
     def _gather(self) -> tuple[list[Told], bool]:
-        """All that is told within FLUSH_S of the first."""
+        """Return what is told within FLUSH_S of the first word, and whether to go on."""
         told: list[Told] = []
         wait_s, until_s = AT_ONCE_S if self._may_publish_more else LOOK_S, float("inf")
         while wait_s > 0:
@@ -337,7 +348,8 @@ class Ownership:
         return told, True
 
     def _tip(self, left: TurnLeft) -> SessionTip | None:
-        """Where a turn left its session; None: in less than a block."""
+        """Return where a turn left its session, and note its group and tenant; None: it left less
+        than a block."""
         hashed = self._chains.digests(left.tokens, left.session)
         if not hashed:
             return None
@@ -347,7 +359,8 @@ class Ownership:
         return SessionTip(name, tokens, TierCode.DEVICE, self._kinds, left.group, left.before)
 
     def _digest_at(self, session: SessionId, tokens: int) -> PrefixHash | None:
-        """The digest of a session's first so many tokens, as its last turn here left them."""
+        """Return the digest of the session's first so many tokens, as its last turn here left them;
+        None where it is not known."""
         depth, rest = divmod(tokens, self._block_tokens)
         return None if rest else self._chains.digest_at(session, depth)
 
@@ -363,7 +376,7 @@ class Ownership:
                 return asks
 
     def _ask(self, asks: Asks, directory: Directory) -> None:
-        """One frame, and one more for what its answers ask for. What is news of the inventory goes
+        """Send one frame, and one more for what its answers ask for. News of the inventory goes
         with them, and alone only where it is more than one message takes."""
         while asks or self._may_publish_more:
             published = self._published(asks)
@@ -387,7 +400,7 @@ class Ownership:
         return self.phase is OwnerPhase.LIVE and self.publishing.has_backlog
 
     def _published(self, asks: Asks) -> tuple[Publish, ...]:
-        """What the directory is to know of the inventory, beside what `asks` tell of it."""
+        """Return what the directory is to know of the inventory, beside what `asks` tell of it."""
         if self.phase is not OwnerPhase.LIVE:
             return ()
         requests = [ask.request for ask in asks]
@@ -396,7 +409,7 @@ class Ownership:
         return () if told is None else (told,)
 
     def _note(self, request: Request, outcome: Outcome) -> None:
-        """What an answer says of what the directory knows to be here."""
+        """Tell `publishing` what an answer says of what the directory knows to be here."""
         if isinstance(request, Advance) and isinstance(outcome, Advanced):
             self.publishing.claimed(request, outcome.duty)
         elif isinstance(outcome, Leased) and outcome.memory != self._memory:
@@ -404,7 +417,8 @@ class Ownership:
             self.publishing.forgotten()
 
     def _leave(self, directory: Directory) -> None:
-        """What is owned is free, and what is held here is offered to nobody any more."""
+        """Drop the copies held here from the directory and retire the unit, so that what it owns is
+        free."""
         with self._lock:
             asks = self.owner.retire(boot_time_s())
         if not asks:
@@ -422,7 +436,8 @@ class Ownership:
             log.warning("the directory has not heard that this worker leaves: its lease runs out")
 
     def _execute(self, requests: Sequence[Request], directory: Directory) -> list[Outcome]:
-        """One frame. A directory that fails is as good as silent: it is asked again."""
+        """Send one frame and return its outcomes. A directory that fails counts as unreachable, and
+        is asked again."""
         self.frames += 1
         try:
             outcomes = directory.execute(requests)
@@ -436,7 +451,7 @@ class Ownership:
         return outcomes
 
     def _failed(self, what: str) -> None:
-        """Count a fault, tell the first of a row, and pause before what comes next."""
+        """Count a fault, log the first of a row, and pause for PAUSE_S."""
         self.answers["failed"] += 1
         if not self._is_failing:
             log.exception("%s", what)
@@ -445,7 +460,7 @@ class Ownership:
 
 
 def _with_parents(told: Sequence[Told]) -> list[Told]:
-    """`told`, where each word that a turn came names the parent that any of them names.
+    """Return `told`, where each `TurnCame` names the parent that any of its session's names.
 
     A session is asked for at the first of these words, and the directory counts a fork only then;
     an engine whose turns and their lines come on two ways may hear of the turn first.

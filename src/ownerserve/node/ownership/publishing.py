@@ -1,4 +1,4 @@
-"""Publishing: what a node's inventory says, as the directory is told it. Pure.
+"""Publishing tells the directory what a node's inventory says. Pure.
 
     inventory ── words above the number read last ──> extents by name and tier ──> Publish
     a finished turn ── Advanced: its tip is told with that already ─┘    ^
@@ -48,21 +48,23 @@ _Copy = tuple[PrefixHash, TierCode]
 
 
 def extent_name(scope: bytes, digest: PrefixHash, tenant: bytes = b"") -> PrefixHash:
-    """What the directory calls the prefix with this chain digest. `scope` is a digest of all else
-    that the state follows from (model, weights, numerics), `tenant` the salt of whom it belongs to;
-    empty: all may share it."""
+    """Return the name by which the directory knows the prefix with this chain digest. `scope` is a
+    digest of all else that the state follows from (model, weights, numerics), `tenant` the salt of
+    the tenant that it belongs to; empty: all may share it."""
     return PrefixHash(hashlib.sha256(DOMAIN + scope + tenant + digest).digest())
 
 
 class PublishedPart(msgspec.Struct, frozen=True, gc=False):
-    """The first `tokens` tokens of a session, under their name."""
+    """A `PublishedPart` is the first `tokens` tokens of a session, under their name."""
 
     name: PrefixHash
     tokens: int
 
 
 class _Holds(msgspec.Struct, eq=False):
-    """What one session holds in one tier. `claim`: the tip that a finished turn has told."""
+    """A `_Holds` is what one session holds in one tier. `said` is what the inventory's last word
+    told, `claim` the tip that a finished turn has told, `trail` the shorter parts that others were
+    forked from."""
 
     said: PublishedPart | None = None
     claim: PublishedPart | None = None
@@ -70,7 +72,7 @@ class _Holds(msgspec.Struct, eq=False):
 
 
 class _Known(msgspec.Struct, eq=False):
-    """A copy, and how many sessions hold it here."""
+    """A `_Known` is a copy that is published, with how many sessions hold it here."""
 
     tokens: int
     kinds: Kinds
@@ -79,7 +81,8 @@ class _Known(msgspec.Struct, eq=False):
 
 
 class Publishing:
-    """What one life of a routing unit publishes. `digest_at` may know more than the words do."""
+    """A `Publishing` decides what one life of a routing unit publishes. `digest_at` may know more
+    digests than the inventory's words do."""
 
     def __init__(
         self, unit: RoutingUnit, inventory: Inventory, *, scope: bytes, digest_at: DigestAt
@@ -111,12 +114,13 @@ class Publishing:
         """Whether the directory did not take what went last; it goes with a later frame."""
 
     def name(self, digest: PrefixHash, session_id: SessionId) -> PrefixHash:
-        """What the directory calls the session's prefix."""
+        """Return the name by which the directory knows the session's prefix of this digest."""
         return extent_name(self._scope, digest, self._tenants.get(session_id, b""))
 
     @property
     def has_backlog(self) -> bool:
-        """More is to be told than one message takes: the next one need not wait."""
+        """`has_backlog` tells whether more is to be told than one message takes, so that the next
+        one need not wait."""
         if self._is_refused:
             return False
         waits = len(self._new) + len(self._gone) + len(self._left)
@@ -124,20 +128,21 @@ class Publishing:
         return self._is_refilling or waits > PART or unread > PART
 
     def __len__(self) -> int:
-        """Copies that are held."""
+        """Return how many copies are held."""
         return len(self._copies)
 
     # -- told ----------------------------------------------------------------------------------
 
     def belongs(self, session_id: SessionId, *, group: str = "", tenant: bytes = b"") -> None:
-        """The session is one of a group, and a tenant's."""
+        """Note the session's group and tenant, those of them that are given."""
         if group:
             self._groups[session_id] = group
         if tenant:
             self._tenants[session_id] = tenant
 
     def claimed(self, told: Advance, duty: Epoch | None) -> None:
-        """A finished turn has told its session's tip; `duty`: and has last-copy duty for it."""
+        """Note that a finished turn has told its session's tip. `duty` is the epoch of its
+        last-copy duty for it; None: it has none."""
         name, tokens = told.prefix_hash, told.tokens
         key = told.session_id, word_of(told.tier)
         holds = self._holds.setdefault(key, _Holds())
@@ -152,9 +157,9 @@ class Publishing:
             self._give(key, former, goes_on=self._goes_on(key, former, tokens))
 
     def forgotten(self) -> None:
-        """The directory has lost its memory: all is told again. What is gone is told too, for the
-        new memory may have been told that it is here before that was known: a `Register` that was
-        stuck on its way is enough for it to take reports."""
+        """Tell all again, since the directory has lost its memory. What is gone is told too, for
+        the new memory may have been told that it is here before that was known: a `Register` that
+        was stuck on its way is enough for it to take reports."""
         gone = () if self._under_way is None else self._under_way.gone
         self._gone = {copy: None for copy in (*gone, *self._gone) if copy not in self._copies}
         left = self._asked_to_leave | self._left
@@ -169,8 +174,9 @@ class Publishing:
     def next(
         self, *, seen: Epoch | None, ours: Collection[SessionId], busy: Collection[SessionId]
     ) -> Publish | None:
-        """What goes with the next frame. `ours`: sessions that this unit owns; of those in `busy` a
-        turn is being told, and with it what they hold on the device."""
+        """Return what goes with the next frame; None: nothing. `ours` are the sessions that this
+        unit owns; for those in `busy` a turn is being told, and with it what they hold on the
+        device."""
         if self._under_way is not None:
             return self._under_way
         self._take_words(ours, busy)
@@ -186,14 +192,14 @@ class Publishing:
         return self._under_way
 
     def leaving(self) -> Iterator[tuple[Drop, ...]]:
-        """This life ends: what of it may go is asked, a message at a time. What all tiers share
-        stays."""
+        """Yield, a message at a time, the drops that ask for all that goes with this life. Copies
+        on a medium that units share stay."""
         copies = iter([copy for copy in self._copies if copy[1] is not TierCode.REMOTE])
         while part := tuple(islice(copies, PART)):
             yield tuple(Drop(name, self._unit, tier) for name, tier in part)
 
     def answered(self, outcome: Outcome) -> None:
-        """The directory's answer to what went last. What it has not taken goes again."""
+        """Take the directory's answer to what went last. What it has not taken goes again."""
         self._is_refused = not isinstance(outcome, Published)
         if not isinstance(outcome, Published):
             return
@@ -239,14 +245,15 @@ class Publishing:
                 self._nameless[key] = word
 
     def _begin_anew(self) -> Page:
-        """All words, as some that something is gone were missed: what is not said again is gone."""
+        """Return all words of the inventory, since some that tell of losses were missed: what is
+        not said again counts as gone."""
         self._words.clear()
         for session, tier in self._holds:
             self._words[session, tier] = Lost(0, session, tier)
         return self._inventory.page(0, incarnation=0, words=ALL_WORDS)
 
     def _act_on(self, key: _Key, word: Word, ours: Collection[SessionId]) -> bool:
-        """False: what the word tells of has no name."""
+        """Act on a word; False: the digest of what it tells of is not known yet."""
         holds = self._holds.get(key)
         if isinstance(word, Lost):
             if holds is not None:
@@ -274,7 +281,7 @@ class Publishing:
         return PublishedPart(self.name(known, session), word.tokens) if known else None
 
     def _shrink(self, key: _Key, holds: _Holds, tokens: int) -> None:
-        """No more than `tokens` of the session are there."""
+        """Give up the parts of the session that are longer than `tokens`."""
         if holds.said is not None and holds.said.tokens > tokens:
             self._give(key, holds.said, goes_on=False)
             holds.said = None
@@ -292,7 +299,7 @@ class Publishing:
                 self._tenants.pop(session, None)
 
     def _goes_on(self, key: _Key, part: PublishedPart, tokens: int) -> bool:
-        """Whether a session's [0, `tokens`) begins with `part`, as far as is known here."""
+        """Return whether a session's [0, `tokens`) begins with `part`, as far as is known here."""
         if part.tokens > tokens:
             return False
         session = SessionId(key[0])
@@ -302,7 +309,7 @@ class Publishing:
     # -- copies --------------------------------------------------------------------------------
 
     def _take(self, key: _Key, part: PublishedPart, kinds: Kinds) -> None:
-        """One session more holds a part."""
+        """Count one session more as holding the part; a part that is new is told."""
         copy = part.name, _tier_of(key[1])
         known = self._copies.get(copy)
         group = self._groups.get(SessionId(key[0]), "")
@@ -318,7 +325,8 @@ class Publishing:
         known.holders += 1
 
     def _give(self, key: _Key, part: PublishedPart, *, goes_on: bool) -> None:
-        """One session less does; `goes_on`: a longer part begins with it."""
+        """Count one session less as holding the part; the last one's loss is told. `goes_on`: a
+        longer part begins with it, so the directory is asked whether it still needs it."""
         copy = part.name, _tier_of(key[1])
         known = self._copies[copy]
         known.holders -= 1
@@ -341,7 +349,7 @@ class Publishing:
 
 
 def _reach(holds: _Holds) -> int:
-    """How much of its session is known to be there."""
+    """Return how many of the session's first tokens are known to be there."""
     parts = (holds.said, holds.claim)
     return max((part.tokens for part in parts if part is not None), default=0)
 
@@ -350,7 +358,7 @@ V = TypeVar("V")
 
 
 def _taken(waiting: dict[_Copy, V], most: int) -> dict[_Copy, V]:
-    """The first `most` of what waits, which wait no more."""
+    """Remove the first `most` entries of what waits and return them."""
     taken = dict(islice(waiting.items(), most))
     for copy in taken:
         del waiting[copy]
@@ -358,7 +366,7 @@ def _taken(waiting: dict[_Copy, V], most: int) -> dict[_Copy, V]:
 
 
 def word_of(tier: TierCode) -> str:
-    """An inventory's word for a tier."""
+    """Return the inventory's word for a tier."""
     return tier.name.lower()
 
 

@@ -83,7 +83,7 @@ NOTHING_KNOWN = Match(0, ())
 
 
 class RestorePhase(StrEnum):
-    """Where a restore stands; the module's table says how it goes on."""
+    """A `RestorePhase` is where a restore stands; the module's table says how it goes on."""
 
     LOOKING = "looking"
     FOUND = "found"
@@ -93,7 +93,7 @@ class RestorePhase(StrEnum):
 
 
 class Look(StrEnum):
-    """What a restore in LOOKING has asked for last.
+    """A `Look` is what a restore in LOOKING has asked the catalogue for last.
 
     A cold prompt takes the first look alone, a long one up to four, each of some hundred ids and
     not of thousands.
@@ -109,7 +109,7 @@ class Look(StrEnum):
 
 
 class PendingRestore(msgspec.Struct, eq=False):
-    """A turn that waits for state; `Restores` owns it until its `Start`.
+    """A `PendingRestore` is a turn that waits for state; `Restores` owns it until its `Start`.
 
     In blocks: the device has range state up to `resident` and a point at `complete`; up to `cap`
     may be restored, up to `upto` every end was asked for, and in `unasked` no point was.
@@ -141,7 +141,7 @@ class PendingRestore(msgspec.Struct, eq=False):
 
 
 class Restores:
-    """All turns that wait for state, and the slots reserved for them."""
+    """`Restores` owns all turns that wait for state, and the slots reserved for them."""
 
     def __init__(
         self,
@@ -168,7 +168,8 @@ class Restores:
         return len(self._pending)
 
     def held_blocks(self, turn_id: TurnId) -> int:
-        """Blocks from the prompt's start on that a restore has reserved or locked."""
+        """Return how many blocks from the prompt's start on the turn's restore has reserved or
+        locked; 0 without one."""
         pending = self._pending.get(turn_id)
         if pending is None or pending.room is None:
             return 0
@@ -180,7 +181,8 @@ class Restores:
     # -- what a turn goes on from --------------------------------------------------------------
 
     def resume(self, tokens: Packed) -> Resume | None:
-        """How to begin a turn now, with what the device has: asked when the engine begins it.
+        """Decide how to begin a turn now, with what the device has; the engine asks when it begins
+        the turn.
 
         None: at the deepest complete point, as the cache does by itself.
         """
@@ -219,7 +221,7 @@ class Restores:
     # -- events --------------------------------------------------------------------------------
 
     def completed(self, event: Completion, now: float) -> Iterable[Effect]:
-        """What follows from the store's answer to a look, a fetch or a fill."""
+        """Take the store's answer to a look, a fetch or a fill; return the effects that follow."""
         match event:
             case RecordsFound():
                 return self._found(event, now)
@@ -232,7 +234,8 @@ class Restores:
         return ()
 
     def arrived(self, event: TurnArrived, chains: Hashes, *, now: float) -> Iterable[Effect]:
-        """Ask the store, unless the device has all that could be restored."""
+        """Begin a turn's restore: ask the store, or start the turn at once where the device has all
+        that could be restored."""
         cap = max(0, len(event.tokens) // TOKEN_BYTES - 1) // self._block
         match = self._device.match(event.turn_id, event.tokens)
         if isinstance(match, Later):
@@ -260,7 +263,8 @@ class Restores:
         return [self._ask(pending, ends=ends, points=self._last(pending, complete))]
 
     def _last(self, pending: PendingRestore, start: int) -> range:
-        """The last depths in (start, upto] to ask for points; the others wait."""
+        """Return the last depths in (start, upto], LAST_POINTS at most, to ask points at; the
+        earlier ones are noted as unasked."""
         first = max(start, pending.upto - LAST_POINTS)
         pending.unasked += (range(start + 1, first + 1),)
         return range(first + 1, pending.upto + 1)
@@ -284,7 +288,7 @@ class Restores:
         return FindRecords(operation_id, tuple(asked), pending.deadline_s, boundaries, tenant)
 
     def _found(self, event: RecordsFound, now: float) -> Iterable[Effect]:
-        """The catalogue has answered: ask on, or decide, and read what the plan wants."""
+        """Take the catalogue's answer: ask on, or decide, and read what the plan wants."""
         pending = self._answered(event.operation_id, RestorePhase.LOOKING)
         if pending is None:
             return ()
@@ -294,7 +298,8 @@ class Restores:
         return self._decide(pending, now) if find is None else [find]
 
     def _look_on(self, pending: PendingRestore) -> FindRecords | None:
-        """The next look, as far as one can still find anything; see `Look`."""
+        """Return the next look, as far as one can still find anything (see `Look`); None: what is
+        found is all."""
         grid = self._names.blocks
         stored = sources.stored_records(pending.names, pending.asked, pending.found)
         ends = {cell.end for cell, _ in stored.cells}
@@ -320,21 +325,24 @@ class Restores:
         return None
 
     def _lacks_point(self, pending: PendingRestore, stored: sources.StoredRecords) -> bool:
-        """Whether there is range state to go on from, and no point of the store's to do it at."""
+        """Return whether there is range state to go on from, and the store has no whole point to do
+        it at."""
         wanted = len(self._names.point_names)
         if not wanted or any(len(parts) == wanted for parts in stored.points.values()):
             return False
         return bool(stored.cells) or pending.resident > pending.complete
 
     def asked(self, turn_id: TurnId, *, now: float) -> Iterable[Effect]:
-        """The engine has a place for the turn and says what it has: plan, and offer."""
+        """Plan, and offer, now that the engine has a place for the turn and says what it has
+        itself."""
         pending = self._pending.get(turn_id)
         if pending is None or pending.phase not in (RestorePhase.FOUND, RestorePhase.OFFERED):
             return ()
         return self._decide(pending, now)
 
     def placed(self, turn_id: TurnId, *, now: float) -> Iterable[Effect]:
-        """The engine has taken the offer: the turn has blocks to bring state into."""
+        """Read into the turn's blocks what was offered, now that the engine has taken the offer and
+        given the turn its blocks."""
         pending = self._pending.get(turn_id)
         if pending is None or pending.phase is not RestorePhase.OFFERED:
             return ()
@@ -350,7 +358,8 @@ class Restores:
         return [FetchAndFill(turn_id, operation_id, wants, self._fillings(pending), until_s)]
 
     def _fetched(self, event: Fetched) -> Iterable[Effect]:
-        """The bytes are at hand: into the slots with them, under the same operation."""
+        """Write the bytes, which are in memory now, into the reserved slots, under the same
+        operation."""
         pending = self._waiting(event.operation_id, RestorePhase.LOADING)
         if pending is None:
             return ()
@@ -358,7 +367,8 @@ class Restores:
         return [Fill(event.operation_id, self._fillings(pending))]
 
     def _not_fetched(self, event: NotFetched, now: float) -> Iterable[Effect]:
-        """A miss: plan again without what failed, or go on without any."""
+        """Take a miss: plan again without what failed, or start the turn with what the device has,
+        when it is late or attempts are used up."""
         pending = self._answered(event.operation_id, RestorePhase.LOADING, RestorePhase.FILLING)
         if pending is None:
             return ()
@@ -372,7 +382,8 @@ class Restores:
         return self._decide(pending, now)
 
     def _filled(self, event: Filled, now: float) -> Iterable[Effect]:
-        """The slots are written: the prefix enters the tree with all its components at once."""
+        """Commit the slots, which are written: the prefix enters the tree with all its components
+        at once. The turn starts."""
         pending = self._answered(event.operation_id, RestorePhase.FILLING)
         if pending is None:
             return ()
@@ -384,12 +395,13 @@ class Restores:
         return [self._start(pending, outcome, now)]
 
     def gone(self, turn_id: TurnId, now: float) -> Iterable[Effect]:
-        """Give the restore up: the client has hung up."""
+        """Give the turn's restore up, since the turn was given up; no error where there is none."""
         pending = self._pending.get(turn_id)
         return [] if pending is None else self._abandon(pending, RestoreOutcome.GONE, now)
 
     def overdue(self, now: float) -> list[Effect]:
-        """Turns that have waited long enough start with what the device has."""
+        """Start the turns whose deadline is over with what the device has, and drop their
+        operations."""
         effects: list[Effect] = []
         for pending in [w for w in self._pending.values() if w.deadline_s <= now]:
             effects += self._abandon(pending, RestoreOutcome.LATE, now)
@@ -397,13 +409,14 @@ class Restores:
         return effects
 
     def next_deadline(self) -> float | None:
-        """When `overdue` has something to do."""
+        """Return the instant at which `overdue` has something to do; None: no turn waits."""
         return min((pending.deadline_s for pending in self._pending.values()), default=None)
 
     # -- parts ---------------------------------------------------------------------------------
 
     def _begin(self, pending: PendingRestore) -> OperationId:
-        """A new operation, the one that the restore waits for from now on."""
+        """Begin a new operation, the one that the restore waits for from now on, and return its
+        id."""
         pending.operation_id = self._operations.begin(self)
         self._by_operation[pending.operation_id] = pending
         return pending.operation_id
@@ -413,12 +426,14 @@ class Restores:
         self._operations.end(operation_id)
 
     def _waiting(self, operation_id: OperationId, *phases: RestorePhase) -> PendingRestore | None:
-        """The restore that waits for this answer; None for a foreign or repeated one."""
+        """Return the restore that waits in one of `phases` for this answer; None for a foreign or
+        repeated answer."""
         pending = self._by_operation.get(operation_id)
         return pending if pending is not None and pending.phase in phases else None
 
     def _answered(self, operation_id: OperationId, *phases: RestorePhase) -> PendingRestore | None:
-        """The restore whose operation ends with this answer; None as for `_waiting`."""
+        """End the operation and return the restore that waited for it in one of `phases`; None for
+        a foreign or repeated answer."""
         pending = self._waiting(operation_id, *phases)
         if pending is not None:
             self._end(operation_id)
@@ -463,7 +478,7 @@ class Restores:
         stored: sources.StoredRecords,
         now: float,
     ) -> SlotsReserved | NoRoom | CacheRefused | Later:
-        """Slots for the chosen way, and what to read into them."""
+        """Set what is to be read for the chosen way, and reserve slots for it on the device."""
         start = min(match.range_tokens, way.position) // self._block
         pending.readings = sources.record_reads(pending.names, stored, way=way, start=start)
         pending.arrival = Arrival(
@@ -479,7 +494,7 @@ class Restores:
         return reserved
 
     def _fillings(self, pending: PendingRestore) -> tuple[Filling, ...]:
-        """Where each part of the fetch belongs."""
+        """Return, for each part of the fetch, the slots that it goes into."""
         assert pending.room is not None
         room, start = pending.room, pending.room.start // self._block
         fillings = []
@@ -494,7 +509,8 @@ class Restores:
         return tuple(fillings)
 
     def _give_up_slots(self, pending: PendingRestore) -> None:
-        """Nobody writes into them: only a `Fill` does, and it is done before anything else."""
+        """Abort the reservation, if there is one. No write can follow: only a `Fill` writes, and it
+        is done before anything else."""
         if pending.room is not None:
             self._device.abort(pending.room.ticket)
             pending.room = None
@@ -530,7 +546,8 @@ class Restores:
 
 
 def signature(ids: Iterable[bytes]) -> bytes:
-    """What an arrival from the store is signed with: the records it is made of, in order.
+    """Return the digest by which the cache knows an arrival from the store: a SHA-256 over the ids
+    of its records, in order.
 
     Each id binds model, tenant, prefix, component and tokens, and the store hands out bytes only
     with the digest written under that id (invariant 4).

@@ -1,4 +1,4 @@
-"""Where a prompt's state can come from: the device, and the store below it. Pure.
+"""The sources of a prompt's state: the device, and the store below it. Pure.
 
     Device        what a node needs of the place where KV lives while a turn runs
     OwnDevice     our HeteroCache: it answers at once, and takes state in before any turn runs
@@ -49,7 +49,7 @@ class _Prompt(NamedTuple):
 
 
 class Walks:
-    """Walks of prompts along the tree of one cache, by turn.
+    """`Walks` follow the prompts of turns that are here along the tree of one cache.
 
         session   |===== resident =====|-- gone --|          tip: the digest of all of it
         prompt    |===============================|++++++|   its digest there is the tip: what of
@@ -66,70 +66,80 @@ class Walks:
         self._prompts: dict[TurnId, _Prompt] = {}
 
     def arrived(self, event: TurnArrived) -> None:
-        """A turn is here. One whose prompt comes without digests of its own is compared."""
+        """Keep the digests of the turn's prompt, if it brings any that go on from its session; else
+        its prompt is compared from the root."""
         session_id, hashed = event.session_id, event.hashed
         if session_id is not None and hashed is not None and hashed.is_of(event.tokens):
             blocks = len(event.tokens) // self._cache.layout.packed_block_bytes
             self._prompts[event.turn_id] = _Prompt(session_id, hashed, blocks)
 
     def over(self, turn_id: TurnId) -> None:
-        """The turn has ended or is gone; one that never came is no error."""
+        """Forget the turn, which has ended or is gone; one that never came is no error."""
         self._prompts.pop(turn_id, None)
 
     def match(self, turn_id: TurnId, tokens: Packed) -> Match:
-        """What the turn could go on from."""
+        """Return how much of `tokens` the cache has resident, and at which points the turn could go
+        on."""
         prompt = self._prompts.get(turn_id)
         behind = None if prompt is None else self._cache.residents.behind(*prompt)
         return self._cache.match(tokens, behind=behind)
 
     def missing_blocks(self, turn_id: TurnId, tokens: Packed, *, held: int = 0) -> int:
-        """Blocks of the prompt that are not held for it or for a running turn, resident or not."""
+        """Return how many blocks of the prompt, resident or not, neither a running turn nor this
+        one (its first `held`) holds."""
         prompt = self._prompts.get(turn_id)
         behind = None if prompt is None else self._cache.residents.behind(*prompt)
         return self._cache.residents.missing_blocks(tokens, behind=behind, held=held)
 
     def retain(self, turn_id: TurnId, tokens: Packed, now: float) -> None:
-        """What of the prompt is resident is to stay until the turn is over."""
+        """Ask the cache to keep what of the prompt is resident until the turn is over: it is
+        evicted last."""
         prompt = self._prompts.get(turn_id)
         behind = None if prompt is None else self._cache.residents.behind(*prompt)
         self._cache.residents.retain(turn_id, tokens, now, behind=behind)
 
 
 class Later(msgspec.Struct, frozen=True):
-    """The engine knows only when it asks: `DeviceAsked` for a match, `DevicePlaced` for room."""
+    """A device answers `Later` when its engine tells only by itself: `DeviceAsked` follows for a
+    match, `DevicePlaced` for room."""
 
 
 class Device(Protocol):
-    """The place where turns find their state. It is told what the node decided; decides nothing."""
+    """A `Device` is the place where turns find their state. It is told what the node decided and
+    decides nothing."""
 
     @property
     def layout(self) -> Layout: ...
 
     def match(self, turn_id: TurnId, tokens: Packed) -> Match | Later:
-        """What of `tokens` is here."""
+        """Return how much of `tokens` is on the device."""
         ...
 
     def shortage(self, blocks: int) -> Shortage | None:
-        """What would have to go for so many range blocks; None: the device does not say."""
+        """Return what would have to be evicted for so many range blocks; None: the device does not
+        say."""
         ...
 
     def reserve(
         self, turn_id: TurnId, arrival: Arrival, now: float
     ) -> SlotsReserved | NoRoom | CacheRefused | Later:
-        """Slots for state from outside."""
+        """Reserve slots for state that comes from the store; NoRoom or CacheRefused where there are
+        none to be had."""
         ...
 
     def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | CacheRefused:
-        """The slots are written with what `digest` stands for: all of it counts, or nothing."""
+        """Make the reserved slots count, which are written with the records that `digest` signs:
+        all of them, or nothing."""
         ...
 
     def abort(self, ticket: int) -> None:
-        """Nobody writes into the slots any more, and nothing in them counts."""
+        """Give the reserved slots up: they are not written to any more, and nothing in them
+        counts."""
         ...
 
 
 class OwnDevice:
-    """Our own HeteroCache as a Device."""
+    """`OwnDevice` is our own HeteroCache as a `Device`: it answers at once."""
 
     def __init__(self, cache: HeteroCache, walks: Walks) -> None:
         self._cache = cache
@@ -165,22 +175,23 @@ LOADS = (RestoreAction.LOAD_GLOBAL, RestoreAction.LOAD_POINT)
 
 
 class RecordQuery(msgspec.Struct, frozen=True):
-    """What an id stands for: blocks of `cell`, or the point at its end when it is empty."""
+    """A `RecordQuery` says what a record's id stands for: the component's blocks of `cell`, or the
+    point at its end when the cell is empty."""
 
     component: str
     cell: Cell
 
 
 class StoredRecord(msgspec.Struct, frozen=True):
-    """A record, and where it is said to be."""
+    """A `StoredRecord` is a record's id with the nearest tier that is said to have it."""
 
     id: bytes
     tier: Tier
 
 
 class StoredRecords(msgspec.Struct, frozen=True):
-    """The store's part of one prompt: for each cell of the grid the longest range that all
-    components have; for each depth the point components there."""
+    """`StoredRecords` are the store's part of one prompt: for each cell of the grid the longest
+    range that all components have, and for each depth the point components there."""
 
     cells: tuple[tuple[Cell, dict[str, StoredRecord]], ...]
     points: dict[int, dict[str, StoredRecord]]
@@ -192,8 +203,8 @@ NOTHING_HELD = StoredRecords((), {})
 def record_queries(
     names: RecordNames, digests: Digests, *, ranges: Iterable[int], points: Iterable[int]
 ) -> dict[bytes, RecordQuery]:
-    """Ids worth asking for, and what each would be: range records that end at a depth of `ranges`
-    and point state at those of `points`."""
+    """Return the ids to ask for with what each stands for: range records that end at a depth of
+    `ranges`, and point state at those of `points`."""
     asked: dict[bytes, RecordQuery] = {}
     for end in ranges:
         cell = names.cell_ending_at(end)
@@ -209,7 +220,8 @@ def record_queries(
 def queries_inside(
     names: RecordNames, digests: Digests, inside: Iterable[Inside]
 ) -> dict[bytes, RecordQuery]:
-    """What records that share only their beginning with the prefix are good for."""
+    """Return what the records `inside`, which share only their beginning with the prefix, can give
+    it, by id."""
     cells = ((item.meta, names.shared_cell(item, digests)) for item in inside)
     return {meta.id: RecordQuery(meta.component, cell) for meta, cell in cells if cell is not None}
 
@@ -221,7 +233,8 @@ def stored_records(
     *,
     without: Set[bytes] = frozenset(),
 ) -> StoredRecords:
-    """What of `found` can be used: whole sets of components only, none that failed before."""
+    """Return what of `found` can be used: for ranges whole sets of components only, and nothing of
+    `without`, the ids that failed before."""
     ranges: dict[Cell, dict[str, StoredRecord]] = {}
     points: dict[int, dict[str, StoredRecord]] = {}
     for id_, tier in found.items():
@@ -251,7 +264,8 @@ def restore_query(
     backlog: Backlog,
     hbm_ms_per_gib: float = 0.0,
 ) -> RestoreQuery:
-    """The planner's question for a prompt of `tokens` tokens, at that price of device memory."""
+    """Return the planner's question for a prompt of `tokens` tokens, at that price of device
+    memory."""
     layout = names.layout
     block = layout.block_tokens
     spans = spans_of(_range_rows(names, match, stored), layout.range_names)
@@ -283,7 +297,7 @@ def restore_query(
 
 
 def _range_rows(names: RecordNames, match: Match, stored: StoredRecords) -> list[RangeRow]:
-    """A row for each component and each run of cells that touch and lie in one tier."""
+    """Return a row for each component and each run of cells that touch and lie in one tier."""
     layout, runs = names.layout, list[tuple[int, int, Tier]]()
     for cell, parts in stored.cells:
         tier = max((record.tier for record in parts.values()), key=NEAREST_FIRST.index)
@@ -304,12 +318,13 @@ def _range_rows(names: RecordNames, match: Match, stored: StoredRecords) -> list
 
 
 def is_loading(way: Priced) -> bool:
-    """Whether a way back needs anything from the store."""
+    """Return whether a way back needs anything from the store."""
     return any(step.action in LOADS for step in way.steps)
 
 
 class RecordRead(msgspec.Struct, frozen=True):
-    """One want and where its bytes belong: blocks [first, end) of the prefix, or a point."""
+    """A `RecordRead` is one want and where its bytes belong: blocks [first, end) of the prefix, or
+    a point where the two are equal."""
 
     want: Want
     component: str
@@ -326,7 +341,7 @@ class RecordRead(msgspec.Struct, frozen=True):
 def record_reads(
     names: RecordNames, stored: StoredRecords, *, way: Priced, start: int
 ) -> tuple[RecordRead, ...]:
-    """What must be read so that blocks [start, way.position) and the way's point are at hand.
+    """Return the reads that bring blocks [start, way.position) and the way's point.
 
     Range records first, from the front; units that are resident already are not read.
     """

@@ -1,4 +1,5 @@
-"""Which of a session's state is stored, and when it is copied or loaded back. Pure.
+"""The policies of a session's state: which of it is stored, and when it is copied or loaded back.
+Pure.
 
     turn ends ── which points: Checkpoints
       `── T_spill: copied ── evicted ── T_prefetch: restored, for nobody yet ── next turn
@@ -46,7 +47,8 @@ SIMPLE: dict[str, Callable[[], CheckpointPolicy]] = {
 
 
 def policy_of(text: str, model: ModelState, costs: CostModel) -> CheckpointPolicy:
-    """The policy that `text` names: full, periodic:N (tokens), zero, turn-end or adaptive."""
+    """Return the checkpoint policy that `text` names: full, periodic:N (tokens), zero, turn-end or
+    adaptive. Raises InvalidInput for other words."""
     name, _, period = text.partition(":")
     if name in SIMPLE and not period:
         return SIMPLE[name]()
@@ -59,7 +61,7 @@ def policy_of(text: str, model: ModelState, costs: CostModel) -> CheckpointPolic
 
 
 def economics(model: ModelState, costs: CostModel) -> Economics:
-    """What a checkpoint costs and saves, by the present prices."""
+    """Return what a checkpoint costs and saves, by the present prices."""
     return Economics(
         point_bytes=model.point_bytes,
         ms_per_token=max(costs.prices().prefill.b_ms, 1e-6),
@@ -69,7 +71,8 @@ def economics(model: ModelState, costs: CostModel) -> Economics:
 
 
 class Checkpoints:
-    """One node's checkpoint policy, what it learns, and the account of what storing wears."""
+    """`Checkpoints` holds one node's checkpoint policy, feeds it, and keeps the account of the
+    bytes that storing writes and reads."""
 
     def __init__(self, policy: CheckpointPolicy, model: ModelState, costs: CostModel) -> None:
         self.policy = policy
@@ -79,17 +82,20 @@ class Checkpoints:
         self._costs = costs
 
     def during(self, start: int, prompt_end: int) -> frozenset[int]:
-        """Positions of a prompt at which the engine should take a snapshot when it passes them."""
+        """Return the positions, in tokens, at which the engine should take a snapshot as the prompt
+        passes them."""
         span = TurnSpan(start, prompt_end, prompt_end, self._model.block_tokens)
         return frozenset(self.policy.checkpoints(span))
 
     def ended(self, span: TurnSpan) -> set[int]:
-        """Depths whose point state is to be stored, now that the turn is over."""
+        """Return the depths, in blocks, whose point state is to be stored, now that the turn is
+        over; the policy learns of the turn."""
         self.policy.observe(Produced(span))
         return {at // span.block_tokens for at in self.policy.checkpoints(span)}
 
     def restored(self, report: RestoreReport, turn_ends: frozenset[int]) -> None:
-        """Learn from a restore: the session's own turn end, or a branch from inside."""
+        """Teach the policy where a restore went on: at the session's own turn end, or at a branch
+        from inside. `turn_ends` are depths in blocks."""
         if report.outcome is not RestoreOutcome.LOADED or report.plan is None:
             return
         way = report.plan.chosen
@@ -101,7 +107,7 @@ class Checkpoints:
         self.account.read_point(report.loaded_point_bytes)
 
     def kept(self, meta: Meta, payload_bytes: int) -> None:
-        """A record was written."""
+        """Count a record that was written."""
         self.spilled_slots[meta.component] += meta.units
         if meta.kind is ArtifactKind.RANGE:
             self.account.wrote_range(payload_bytes)
@@ -109,7 +115,7 @@ class Checkpoints:
             self.account.wrote_points(payload_bytes, records=1)
 
     def reprice(self) -> None:
-        """Give the policy the present prices."""
+        """Give an adaptive policy the present prices."""
         if isinstance(self.policy, Adaptive):
             self.policy.reprice(economics(self._model, self._costs))
 
@@ -132,7 +138,8 @@ Plans = dict[tuple[Gap, float], float | None]
 
 
 class SessionGaps:
-    """Gap statistics by session, and the spill time that follows from them."""
+    """`SessionGaps` keeps gap statistics by session and the spill and prefetch times that follow
+    from them."""
 
     def __init__(self, value: RecordValue, abilities: Abilities, settings: NodeSettings) -> None:
         self._value = value
@@ -143,20 +150,20 @@ class SessionGaps:
         self._prefetch_after: Plans = {}
 
     def observe(self, session_id: SessionId, gap_s: float) -> None:
-        """The session came back after `gap_s`."""
+        """Learn that the session came back after `gap_s` seconds."""
         self._stats.setdefault(session_id, GapStats()).observe(max(0.0, gap_s))
 
     def known(self, session_id: SessionId) -> GapStats | None:
-        """The session's gaps, once there are enough of them."""
+        """Return the session's gap statistics, once it has MIN_GAPS gaps; else None."""
         stats = self._stats.get(session_id)
         return stats if stats is not None and stats.count >= MIN_GAPS else None
 
     def forget(self, session_id: SessionId) -> None:
-        """The session was not seen for long."""
+        """Forget the session's gaps: it was not seen for long."""
         self._stats.pop(session_id, None)
 
     def spill_after_s(self, session_id: SessionId, depth: int) -> float:
-        """Seconds after its turn's end at which a session of `depth` blocks is copied.
+        """Return how many seconds after its turn's end a session of `depth` blocks is copied.
 
         A session that is expected back before a copy pays is copied when its soft reference ends,
         or when room is short.
@@ -176,8 +183,9 @@ class SessionGaps:
         return DEFAULT_TTL_S if after_s is None else after_s
 
     def prefetch_after_s(self, session_id: SessionId, load_ms: float) -> float | None:
-        """Seconds after its turn's end at which to bring back what is gone by then and takes
-        `load_ms`; None when loading on demand is as good, or its gaps are not known."""
+        """Return how many seconds after its turn's end to bring back state that is gone by then and
+        takes `load_ms` to load; None when loading on demand is as good, or the session's gaps are
+        not known."""
         stats = self.known(session_id)
         if stats is None:
             return None
@@ -214,7 +222,8 @@ ANY_TOKEN = bytes(TOKEN_BYTES)
 
 
 class Prefetches:
-    """Idle sessions whose state was evicted, and when it is worth bringing it back.
+    """`Prefetches` watches idle sessions whose state may be evicted, and says when it is worth
+    bringing back.
 
     Nothing is evicted for a prefetch: what may not be needed takes only room that is free.
     """
@@ -240,7 +249,8 @@ class Prefetches:
         self._under_way: set[TurnId] = set()
 
     def ended(self, session_id: SessionId, now: float) -> None:
-        """The session is idle; its state may be gone before it comes back."""
+        """Plan when to look at the session, which is idle now: its state may be gone before it
+        comes back."""
         self._due.pop(session_id, None)
         session = self._cache.sessions.get(session_id)
         if not self._is_able or session is None:
@@ -258,11 +268,11 @@ class Prefetches:
             heapify(self._queue)
 
     def resumed(self, session_id: SessionId) -> None:
-        """The session is back by itself."""
+        """Plan nothing more for the session, which is back by itself."""
         self._due.pop(session_id, None)
 
     def due(self, now: float) -> list[TurnArrived]:
-        """Restores to begin now, as turns that nobody will run."""
+        """Return the restores to begin now, as turns that nobody will run."""
         arrivals = []
         while (due_s := self.next_due()) is not None and due_s <= now:
             _, session_id = heappop(self._queue)
@@ -279,21 +289,23 @@ class Prefetches:
         return arrivals
 
     def landed(self, turn_id: TurnId) -> bool:
-        """Whether a `Start` was one of ours: there is nothing to run."""
+        """Return whether the turn is a prefetch under way, so that there is nothing to run, and end
+        it."""
         if turn_id not in self._under_way:
             return False
         self._under_way.remove(turn_id)
         return True
 
     def next_due(self) -> float | None:
-        """When `due` has something to do."""
+        """Return the instant at which `due` has something to do; None: nothing is planned."""
         queue, due = self._queue, self._due
         while queue and due.get(queue[0][1], (0.0, -1.0))[1] != queue[0][0]:
             heappop(queue)
         return queue[0][0] if queue else None
 
     def _missing(self, session_id: SessionId) -> Packed | None:
-        """What to fetch: the session's tokens, when something of them is gone and fits."""
+        """Return what to fetch, the session's tokens, when something of them is gone and fits into
+        free room; else None."""
         status = self._cache.sessions.status(session_id)
         tokens = self._chains.tokens(session_id)
         if status is None or status.running_turns or not tokens:

@@ -1,4 +1,4 @@
-"""What stored records save, by measured costs. Pure.
+"""The value of stored records: what they save, by measured costs. Pure.
 
     cell [a, b) of a session of N tokens: without it [a, N) is computed again, less the load
     point at p:                           what the next best way costs more (a replay, or from c)
@@ -42,8 +42,8 @@ of a long session's cells is smooth, and a plan for each of them costs more than
 
 
 def memory_price(short: Shortage, prices: Prices) -> float:
-    """lambda, in ms per GiB of device memory: what those lose who would be evicted for a turn, by
-    what computing or loading it again takes; nothing while there is room.
+    """Return lambda, in ms per GiB of device memory: what those lose who would be evicted for a
+    turn, by what computing or loading it again takes; 0 while there is room.
 
     What no session is expected back for counts as much less as the cache's order has it.
     """
@@ -65,7 +65,8 @@ def _benefit(victim: Victim, weights: EvictionWeights, block_bytes: int) -> Bene
 
 
 class SessionValue(msgspec.Struct, eq=False):
-    """A session of `depth` blocks, as its next turn would ask if all of it were in the store.
+    """A `SessionValue` prices a session of `depth` blocks, as its next turn would ask if all of it
+    were in the store.
 
     `having_ms` is what that turn takes; the dicts hold what was priced so far, in ms by depth.
     """
@@ -79,12 +80,14 @@ class SessionValue(msgspec.Struct, eq=False):
 
     @property
     def is_low(self) -> bool:
-        """Whether nothing of it is worth a record: computing it anew is as good."""
+        """`is_low` tells whether nothing of the session is worth a record: computing it anew is as
+        good."""
         return self.benefit_ms < DROP_BELOW_MS
 
 
 class RecordValue:
-    """Prices what stored records save; holds no state but where prices come from."""
+    """A `RecordValue` prices what stored records save; it holds no state but where prices come
+    from."""
 
     def __init__(self, names: RecordNames, planner: Planner, costs: CostModel) -> None:
         self._names = names
@@ -95,7 +98,8 @@ class RecordValue:
         self._point_bytes = sum(sizes(name) for name in layout.point_names)
 
     def session(self, depth: int, points: Iterable[int]) -> SessionValue:
-        """A session of `depth` blocks with point state at `points`, at the present prices."""
+        """Price a session of `depth` blocks with point state at the depths `points`, at the present
+        prices."""
         block = self._names.layout.block_tokens
         span = RangeSpan(0, depth * block, (Piece(KEPT_IN, depth * self._range_bytes),))
         stored = (Piece(KEPT_IN, self._point_bytes),) if self._point_bytes else ()
@@ -109,13 +113,13 @@ class RecordValue:
         return SessionValue(query, depth, plan.chosen.terms.total_ms, plan.reuse_benefit_ms)
 
     def load_ms(self, depth: int) -> float:
-        """What bringing back [0, depth) and one point takes."""
+        """Return the ms that bringing back blocks [0, depth) and one point takes."""
         count = depth * self._range_bytes + self._point_bytes
         return self._costs.load(KEPT_IN, count).ms
 
     def cost_ms(self, session: SessionValue, piece: Cell, component: str) -> float:
-        """What a hit costs more without this record of the session; a piece without blocks is the
-        point state at its end."""
+        """Return the ms that a hit costs more without this record of the session; a piece without
+        blocks is the point state at its end."""
         if piece.first == piece.end:
             lost_ms, whole = self._point_ms(session, piece.end), self._point_bytes
         else:
@@ -138,7 +142,8 @@ class RecordValue:
         return known
 
     def _range_ms(self, session: SessionValue, first: int) -> float:
-        """Between the knots around `first`; behind the last cell there is nothing to lose."""
+        """Return the ms that losing the cell at `first` costs: a straight line between the knots
+        around it, which ends at 0 behind the last cell."""
         grid = self._names.blocks
         step = ceil(session.depth / (KNOTS * grid)) * grid
         low = first // step * step
@@ -166,7 +171,8 @@ class RecordValue:
         return known
 
     def _with_boundary(self, query: RestoreQuery, position: int) -> RestoreQuery:
-        """The query with `position` among its points: up to there range state would be left."""
+        """Return the query with `position` among its points: up to there range state would be
+        left."""
         if not position or any(point.position == position for point in query.points):
             return query
         lacking = ("point",) if self._point_bytes else ()

@@ -1,4 +1,5 @@
-"""Saves: what running turns compute in an engine's own blocks, and what of it is stored. Pure.
+"""The saves of an engine that owns its blocks: what running turns compute, and what of it is
+stored. Pure.
 
     prompt   |---- cell ----|---- cell ----|-- c --|      a cell goes when a step fills it,
     step 1    ======================                      the rest at the end of the prefill
@@ -39,14 +40,16 @@ IN_FLIGHT_BYTES = 256 << 20
 
 
 class Capture(msgspec.Struct, frozen=True):
-    """Where an engine has a point's state. `exact_end`: only if a step ends there (recurrent state
-    is overwritten by the next token; window rows stand until they leave the window)."""
+    """A `Capture` says where an engine has a point's state. `exact_end`: only if a step ends there
+    (recurrent state is overwritten by the next token; window rows stand until they leave the
+    window)."""
 
     exact_end: bool
 
 
 class Unsaved(msgspec.Struct, frozen=True):
-    """A record that a turn computed and the store does not have: what a copy of it would be."""
+    """An `Unsaved` describes a record that a turn computed and the store does not have, as a copy
+    of it would be."""
 
     meta: Meta
     component: str
@@ -54,7 +57,7 @@ class Unsaved(msgspec.Struct, frozen=True):
 
 
 class SavingTurn(msgspec.Struct, eq=False):
-    """A turn that the engine computes, or whose copies are not all answered for.
+    """A `SavingTurn` is a turn that the engine computes, or whose copies are not all answered for.
 
     `session_id` None: nobody asks for what it leaves by a name. `tip`: what it left, once it ended.
     """
@@ -78,7 +81,8 @@ class SavingTurn(msgspec.Struct, eq=False):
 
 
 class Saves:
-    """All running turns, and the copies that are not done."""
+    """`Saves` keeps all running turns and the copies that are not done, IN_FLIGHT_BYTES of them at
+    most."""
 
     def __init__(
         self,
@@ -113,26 +117,29 @@ class Saves:
         session_id: SessionId | None,
         tenant: bytes,
     ) -> None:
-        """A turn whose prompt is `chain`; what it computes is kept from now on, for `tenant`."""
+        """Begin with a turn whose prompt is `chain`, `prompt` tokens long; what it computes is
+        stored from now on, for `tenant`."""
         span = TurnSpan(0, prompt, prompt, self._block)
         points = frozenset(self._policy.checkpoints(span))
         names = self.names.of(tenant)
         self._running[turn_id] = SavingTurn(names, tenant, chain, prompt, points, session_id)
 
     def known(self, turn_id: TurnId, ids: set[bytes]) -> None:
-        """These records stand in the store."""
+        """Note that records `ids` stand in the store, so that the turn does not copy them."""
         running = self._running.get(turn_id)
         if running is not None:
             running.stored |= ids
 
     def doubt(self, turn_id: TurnId) -> None:
-        """Something of the turn was said to be stored and could not be read: offer all again."""
+        """Offer everything of the turn again, since something of it was said to be stored and could
+        not be read."""
         running = self._running.get(turn_id)
         if running is not None:
             running.stored.clear()
 
     def computing(self, event: Computing) -> list[Effect]:
-        """A step's worth: what of it is to be copied once it is done."""
+        """Return the copies and pins for a step: what of its state is to be copied once it is
+        done."""
         running = self._running.get(event.turn_id)
         if running is None:
             return []
@@ -153,7 +160,8 @@ class Saves:
         return effects
 
     def ended(self, event: TurnEnded) -> list[Effect]:
-        """The turn is over; so many tokens of it are computed beyond doubt."""
+        """Return the last copies of a turn that has ended; its first `event.tokens` tokens are
+        computed beyond doubt."""
         running = self._running.pop(event.turn_id, None)
         if running is None:
             return []
@@ -176,14 +184,15 @@ class Saves:
         return effects
 
     def over(self, session_id: SessionId) -> None:
-        """The session has ended: what its turns leave is nobody's by name."""
+        """Forget the name of the session, which has ended: what its turns leave is told under no
+        name."""
         copied = [running for _, running in self._in_flight.values()]
         for running in (*self._running.values(), *copied):
             if running.session_id == session_id:
                 running.session_id = running.tip = None
 
     def give_up(self) -> None:
-        """Nothing runs that is kept, and no copy is waited for."""
+        """Forget all turns and all copies; later answers to them mean nothing."""
         self._running.clear()
         for operation_id in self._in_flight:
             self._operations.end(operation_id)
@@ -191,13 +200,14 @@ class Saves:
         self._bytes = 0
 
     def again(self, turn_id: TurnId) -> None:
-        """The turn lost its blocks and will be computed again from wherever it is restored."""
+        """Offer the turn's state from the start again: it lost its blocks and will be computed
+        again from wherever it is restored."""
         running = self._running.get(turn_id)
         if running is not None:
             running.end = running.cells = running.pinned = 0
 
     def completed(self, event: Completion, now: float) -> Iterable[Effect]:
-        """A copy was kept, or was not."""
+        """Take the answer that a copy was kept, or was not; no effect follows."""
         copied = self._in_flight.pop(event.operation_id, None)
         if copied is not None:
             size, running = copied
@@ -209,7 +219,7 @@ class Saves:
         return ()
 
     def tokens(self, turn_id: TurnId) -> int | None:
-        """How many tokens of a turn were told; None when it is not one of ours."""
+        """Return how many tokens of the turn were told so far; None when it is not one of ours."""
         running = self._running.get(turn_id)
         return None if running is None else running.chain.tokens
 
@@ -222,13 +232,14 @@ class Saves:
     # -- parts ---------------------------------------------------------------------------------
 
     def _answered(self, running: SavingTurn) -> None:
-        """Once no copy of an ended turn is open, what it left can be looked for."""
+        """Tell what an ended turn has left, once no copy of it is open."""
         if running.tip is not None and not running.open:
             self.left.append(running.tip)
             running.tip = None
 
     def _passed(self, running: SavingTurn, event: Computing) -> Iterator[int]:
-        """Boundaries whose state this step leaves behind it."""
+        """Yield the boundaries, in tokens, whose point state this step leaves behind and somebody
+        may want."""
         if not self.names.layout.point_names:
             return
         block = self._block
@@ -249,7 +260,8 @@ class Saves:
                 yield self._copy(running, Unsaved(meta, name, (position,)))
 
     def _whole_cells(self, running: SavingTurn, last: int) -> Iterator[StoreCopy]:
-        """Cells that are full at depth `last`, in order, as far as there is room for copies."""
+        """Yield copies of the cells that are full at depth `last`, in order, as far as there is
+        room for copies."""
         names = self.names
         while running.cells + names.blocks <= last:
             cell = Cell(running.cells, running.cells + names.blocks)
@@ -261,7 +273,8 @@ class Saves:
             running.cells = cell.end
 
     def _rest(self, running: SavingTurn, last: int) -> Iterator[StoreCopy]:
-        """The cell that is begun at depth `last`; it is written again, whole, when it is full."""
+        """Yield copies of the cell that is begun at depth `last`; it is written again, whole, when
+        it is full."""
         if last - running.cells >= self.names.blocks:
             self.counts["shed"] += 1
         elif running.cells < last:

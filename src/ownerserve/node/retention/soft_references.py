@@ -1,4 +1,5 @@
-"""Soft references: which cached blocks of an engine's own pool idle sessions would like to find.
+"""The ledger of soft references: which cached blocks of an engine's own pool idle sessions would
+like to find.
 
 Owns a list of blocks for each idle session; the pool owns the blocks, and takes one whenever it
 must: a soft reference asks for an order of eviction, and never counts. A block is named by
@@ -21,14 +22,15 @@ from ownerserve.kv.errors import InvalidInput, InvariantViolated
 
 
 class SoftBlock(msgspec.Struct, frozen=True, array_like=True):
-    """A block of the pool while it holds `content`."""
+    """A `SoftBlock` is a block of the pool while it holds `content`."""
 
     block_id: int
     content: Hashable
 
 
 class SoftLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of soft references: how long (`ttl_s`), how many blocks in all (`max_blocks`)."""
+    """`SoftLimits` bound soft references: `ttl_s` seconds for each, `max_blocks` blocks in all.
+    Raises InvalidInput for a time of 0 or less and for fewer than 0 blocks."""
 
     ttl_s: float
     max_blocks: int
@@ -46,7 +48,8 @@ class _Held(msgspec.Struct):
 
 
 class SoftLedger:
-    """The blocks that idle sessions refer to; the session idle for longest stands first."""
+    """A `SoftLedger` keeps the blocks that idle sessions refer to; the session idle for longest
+    stands first."""
 
     def __init__(self, limits: SoftLimits) -> None:
         self.counts: Counter[str] = Counter()
@@ -55,7 +58,7 @@ class SoftLedger:
         self._references: dict[SoftBlock, int] = {}
 
     def __len__(self) -> int:
-        """Blocks that some session refers to."""
+        """Return how many blocks some session refers to."""
         return len(self._references)
 
     @property
@@ -63,11 +66,12 @@ class SoftLedger:
         return len(self._sessions)
 
     def wants(self, block: SoftBlock) -> bool:
-        """Whether a session refers to the block with what it holds."""
+        """Return whether a session refers to the block with what it holds."""
         return block in self._references
 
     def ended(self, session_id: str, blocks: Sequence[SoftBlock], now: float) -> None:
-        """A turn is over: its `blocks`, by position, replace what the session wished for.
+        """Let the session refer to `blocks`, by position, in place of what it referred to: a turn
+        of it has ended.
 
         Over the limit the sessions that ended longest ago give up theirs, at last this one.
         """
@@ -81,20 +85,21 @@ class SoftLedger:
         self.counts["over_limit"] += sum(1 for _ in islice(self.give_up(), max(0, excess)))
 
     def is_back(self, session_id: str, now: float) -> None:
-        """The session's next turn is here: its time begins anew while the turn waits."""
+        """Begin the session's time anew, since its next turn is here and may have to wait."""
         held = self._sessions.get(session_id)
         if held is not None:
             held.until_s = now + self.limits.ttl_s
 
     def drop(self, session_id: str) -> None:
-        """Forget the session."""
+        """Forget the session and its references; one that has none is no error."""
         held = self._sessions.pop(session_id, None)
         if held is not None:
             for block in held.blocks:
                 self._unwish(block)
 
     def expire(self, now: float) -> int:
-        """Forget sessions whose time is over; blocks that nobody refers to any more."""
+        """Forget the sessions whose time is over; return how many blocks nobody refers to any
+        more."""
         before = len(self._references)
         for session_id in [s for s, held in self._sessions.items() if held.until_s <= now]:
             self.drop(session_id)
@@ -103,7 +108,7 @@ class SoftLedger:
         return expired
 
     def forget_lost(self, holds: Callable[[SoftBlock], bool]) -> int:
-        """Forget blocks that no longer hold what was wished for; how many."""
+        """Forget the blocks that no longer hold what was wished for; return how many."""
         lost = {block for block in self._references if not holds(block)}
         for session_id, held in list(self._sessions.items()):
             held.blocks = [block for block in held.blocks if block not in lost]
@@ -115,7 +120,8 @@ class SoftLedger:
         return len(lost)
 
     def give_up(self, spare: str | None = None) -> Iterator[SoftBlock]:
-        """Blocks that nobody refers to any more, one at a time; stop when it is enough.
+        """Yield blocks that nobody refers to any more, one at a time, as references are given up;
+        stop when it is enough.
 
         The session `spare` comes last.
         """
@@ -132,7 +138,7 @@ class SoftLedger:
                     yield block
 
     def clear(self) -> None:
-        """Forget everybody."""
+        """Forget all sessions and references."""
         self._sessions.clear()
         self._references.clear()
 
@@ -147,7 +153,7 @@ class SoftLedger:
             raise InvariantViolated(f"soft references: {len(held)} blocks, {self.limits}")
 
     def _unwish(self, block: SoftBlock) -> bool:
-        """Whether that was the last reference to it."""
+        """Take one reference off the block; return whether it was the last one."""
         self._references[block] -= 1
         if self._references[block]:
             return False

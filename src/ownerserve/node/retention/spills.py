@@ -1,4 +1,4 @@
-"""Copies from our own cache to the store: of idle sessions, and where room is short. Pure.
+"""The copies from our own cache to the store: of idle sessions, and where room is short. Pure.
 
     IdleSpills        turn ends ── gap, or pressed ── Find what is missing ── Copy ── Kept
     PressureRelief    watermark crossed ── press ── the cache evicts, and names points ── Copy
@@ -54,13 +54,14 @@ the one unheard of for longest is forgotten first."""
 
 
 class Forks:
-    """Sessions whose state others stand on, since they were forked from them here."""
+    """`Forks` remembers the sessions that others were forked from here, SESSIONS_KEPT at most:
+    others stand on their state."""
 
     def __init__(self) -> None:
         self._parents: OrderedDict[SessionId, None] = OrderedDict()
 
     def add(self, parent: SessionId) -> None:
-        """A session was forked from `parent`."""
+        """Note that a session was forked from `parent`."""
         self._parents[parent] = None
         self._parents.move_to_end(parent)
         if len(self._parents) > SESSIONS_KEPT:
@@ -71,7 +72,8 @@ class Forks:
 
 
 class RecordCopies:
-    """Copies of our cache's records into the store: priced as they are begun, wear once kept."""
+    """`RecordCopies` makes the copies of our cache's records: priced as they are begun, counted as
+    wear once kept."""
 
     def __init__(
         self,
@@ -95,7 +97,8 @@ class RecordCopies:
         digests: Digests,
         of: SessionValue,
     ) -> StoreCopy:
-        """The copy of one component of `cell`, or of the point at its end when it is empty."""
+        """Begin an operation of `owner` and return the copy of one component of `cell`, or of the
+        point at its end when it is empty."""
         if cell.first == cell.end:
             meta = self.names.point_meta(component, cell.end, digests)
         else:
@@ -104,14 +107,14 @@ class RecordCopies:
         return StoreCopy(self._operations.begin(owner), meta, component, slots, cost_ms)
 
     def kept(self, copy: StoreCopy) -> None:
-        """The copy is in the store."""
+        """Count the copy, which is in the store, as written."""
         payload_bytes = self.names.payload_bytes(copy.component, copy.slots)
         self._checkpoints.kept(copy.meta, payload_bytes)
 
 
 class IdleSession(msgspec.Struct, eq=False):
-    """A session between two turns; `points` are the depths whose state is wanted in the store,
-    `ends` those of the last turn's end."""
+    """An `IdleSession` is a session between two turns; `points` are the depths whose point state is
+    wanted in the store, `ends` the depths at which its last turn ended."""
 
     since_s: float
     points: set[int]
@@ -119,7 +122,8 @@ class IdleSession(msgspec.Struct, eq=False):
 
 
 class SpillBatch(msgspec.Struct, eq=False):
-    """One session's copies. `missing` None: the store has not been heard yet.
+    """A `SpillBatch` is the copies of one session. `missing` maps the ids that the store is not
+    known to have to their pieces.
 
     `pieces` are cells of range state, and empty ones that stand for the point at their end.
     `unstored` counts the components of each point that the store does not have yet; `open` the
@@ -139,7 +143,7 @@ class SpillBatch(msgspec.Struct, eq=False):
 
 
 class OpenCopy(msgspec.Struct, eq=False):
-    """A copy that was asked for and that nobody has answered."""
+    """An `OpenCopy` is a copy that was asked for and that nobody has answered."""
 
     copy: StoreCopy
     batch: SpillBatch
@@ -147,7 +151,8 @@ class OpenCopy(msgspec.Struct, eq=False):
 
 
 class IdleSpills:
-    """Sessions that went idle: who is, what of theirs is being copied, and what was kept.
+    """`IdleSpills` knows which sessions are idle, what of theirs is being copied, and what was
+    kept.
 
         turn ends ── gap, or pressed ── Find what is missing ── Copy, some bytes a tick ── Kept
 
@@ -193,8 +198,8 @@ class IdleSpills:
     def ended(
         self, session_id: SessionId, *, points: Set[int], ends: frozenset[int], now: float
     ) -> None:
-        """A turn of the session is over: it is idle until it comes back. The state at the depths
-        `points` is wanted in the store."""
+        """Note that a turn of the session is over: it is idle until it comes back, and the state at
+        the depths `points` is wanted in the store."""
         before = self._idle.pop(session_id, None)
         wanted = {*points, *(before.points if before is not None else ())}
         self._idle[session_id] = IdleSession(now, wanted, ends)
@@ -215,12 +220,13 @@ class IdleSpills:
             heapify(self._queue)
 
     def turn_ends(self, session_id: SessionId) -> frozenset[int]:
-        """Depths at which the session's last turn ended."""
+        """Return the depths, in blocks, at which the session's last turn ended."""
         idle = self._idle.get(session_id)
         return idle.ends if idle is not None else frozenset()
 
     def resumed(self, session_id: SessionId, now: float) -> None:
-        """The session is back. Its gap is learnt; what is not copied waits for the turn's end."""
+        """Note that the session is back: its gap is learnt, and what is not copied waits for the
+        turn's end."""
         idle = self._idle.get(session_id)
         if idle is None:
             return
@@ -232,17 +238,18 @@ class IdleSpills:
         self._copying = deque(b for b in self._copying if b.session_id != session_id)
 
     def stayed(self, session_id: SessionId, now: float) -> None:
-        """The session's turn came to nothing: it is as idle as before."""
+        """Plan the session's copy anew, since its turn came to nothing and it is as idle as
+        before."""
         if session_id in self._idle:
             self._wait(session_id, now)
 
     def hurry(self) -> None:
-        """Everything idle is due now: the worker is about to stop."""
+        """Make every idle session due now, since the worker is about to stop."""
         self.press(len(self._due))
 
     def press(self, count: int) -> set[SessionId]:
-        """Make the `count` sessions that ended first due now, those that were forked from before
-        others: their room is wanted."""
+        """Make up to `count` sessions due now, since their room is wanted, and return them: those
+        that were forked from first, then by when they ended."""
         idle = [name for name in self._idle if name in self._due]
         names = sorted(idle, key=lambda name: name not in self.forks)[:count]
         for name in names:
@@ -251,7 +258,7 @@ class IdleSpills:
         return set(names)
 
     def is_pending(self, sessions: Set[SessionId]) -> bool:
-        """Whether anything of `sessions` is still to be copied."""
+        """Return whether anything of `sessions` is still to be copied."""
         batches = (*self._looking.values(), *self._copying)
         flying = (one.batch for one in self._in_flight.values())
         return any(b.session_id in sessions for b in (*batches, *flying)) or any(
@@ -259,7 +266,7 @@ class IdleSpills:
         )
 
     def completed(self, event: Completion, now: float) -> Iterable[Effect]:
-        """What the store has of a batch, or what came of a copy; nothing follows at once."""
+        """Take what the store has of a batch, or how a copy ended; no effect follows at once."""
         match event:
             case RecordsFound():
                 self._found(event)
@@ -289,7 +296,8 @@ class IdleSpills:
             self._copies.kept(flying.copy)
 
     def _landed(self, operation_id: OperationId, outcome: str) -> OpenCopy | None:
-        """The copy that was answered for; None: it is none of these."""
+        """End the copy that was answered for, count its outcome, and return it; None: it is none of
+        these."""
         flying = self._in_flight.pop(operation_id, None)
         if flying is not None:
             self._operations.end(operation_id)
@@ -299,7 +307,8 @@ class IdleSpills:
         return flying
 
     def _stored(self, batch: SpillBatch, cell: Cell) -> None:
-        """One record more is below. Point state that is there whole may go early."""
+        """Note that one record more of the batch is stored. Point state that is stored whole may be
+        evicted early."""
         if cell.first == cell.end:
             batch.unstored[cell.end] -= 1
             if not batch.unstored[cell.end]:
@@ -307,7 +316,8 @@ class IdleSpills:
                 self._cache.pressure.backed(batch.tokens[: cell.end * size])
 
     def tick(self, now: float) -> list[Effect]:
-        """Open batches for who is due, and copy some bytes."""
+        """Look up what the store has of the sessions that are due, and return the copies that fit
+        this tick's budget of bytes."""
         effects: list[Effect] = self._give_up(now)
         while self._queue and self._queue[0][0] <= now:
             due_s, session_id = heappop(self._queue)
@@ -339,7 +349,8 @@ class IdleSpills:
         return effects
 
     def next_due(self) -> float | None:
-        """When `tick` has something to do; 0: now."""
+        """Return the instant at which `tick` has something to do; 0: now; None: only an event can
+        bring work."""
         if self._copying and len(self._in_flight) < self._settings.copies_in_flight:
             return 0.0
         while self._queue and self._due.get(self._queue[0][1]) != self._queue[0][0]:
@@ -352,8 +363,8 @@ class IdleSpills:
         return min(waits, default=None)
 
     def _give_up(self, now: float) -> list[Effect]:
-        """Look-ups and copies that were not answered in time; what comes later is an echo. Both
-        tables are in the order of their deadlines."""
+        """Give up look-ups and copies that were not answered in time; what comes later is an echo.
+        Both tables are in the order of their deadlines."""
         late = list(takewhile(lambda item: item[1].until_s <= now, self._looking.items()))
         for operation_id, _ in late:
             del self._looking[operation_id]
@@ -370,7 +381,7 @@ class IdleSpills:
 
     @property
     def is_busy(self) -> bool:
-        """Whether copies are being made or waited for."""
+        """`is_busy` tells whether copies are being made or waited for."""
         return bool(self._looking or self._copying or self._in_flight)
 
     # -- parts ---------------------------------------------------------------------------------
@@ -386,7 +397,8 @@ class IdleSpills:
             idle.points.clear()
 
     def _batch(self, session_id: SessionId, idle: IdleSession) -> SpillBatch | None:
-        """What of the session stands on the device, cut into records."""
+        """Cut what of the session stands on the device into records; None: nothing is there, or it
+        is not worth a copy."""
         session = self._cache.sessions.get(session_id)
         if session is None or not session.depth or session.running:
             return None
@@ -410,7 +422,8 @@ class IdleSpills:
         return SpillBatch(session_id, tokens, digests, pieces, missing, unstored, value)
 
     def _copies_of(self, batch: SpillBatch, piece: Cell) -> Iterable[StoreCopy]:
-        """The copies of one piece: all of its components that are missing, or none if it went."""
+        """Yield the copies of one piece: all of its components that are missing, or none if the
+        piece was evicted."""
         prefix = self._cache.residents.prefix(batch.tokens, piece.end)
         if prefix is None:
             self.counts["evicted_first"] += 1
@@ -430,7 +443,8 @@ class IdleSpills:
                 yield begin(name, slots)
 
     def _point_slots(self, prefix: ResidentPrefix) -> dict[str, int]:
-        """Slots of the complete point state behind it; none when something of it is gone."""
+        """Return the slots of the complete point state at the prefix's end; none when something of
+        it is gone."""
         slots = prefix.point_slots()
         if slots is None:
             self.counts["point_gone"] += 1
@@ -448,7 +462,8 @@ PRESS_WAIT_S = 0.5
 
 
 class SpillCopies(msgspec.Struct, eq=False):
-    """The copies of an open spill: those not asked for yet, and those that nobody has answered."""
+    """`SpillCopies` are the copies of an open spill: those not asked for yet, and those that nobody
+    has answered."""
 
     copies: Iterator[StoreCopy]
     waiting: dict[OperationId, StoreCopy]
@@ -458,7 +473,7 @@ class SpillCopies(msgspec.Struct, eq=False):
 
 
 class PressureRelief:
-    """What a node does when the cache is short of room: copies first, then lets go.
+    """`PressureRelief` acts when the cache is short of room: it copies first, then lets go.
 
         watermark crossed ── press: the longest idle sessions are copied to the store at once
                           ── relieve: the cache evicts, and names point state to copy (Spill)
@@ -503,7 +518,8 @@ class PressureRelief:
         self._pressed_until_s = 0.0
 
     def tick(self, now: float) -> list[Effect]:
-        """Relieve when it is due, and copy some bytes of what is being spilled."""
+        """Have the cache relieved when that is due, and return copies of what is being spilled,
+        within the tick's budget of bytes."""
         for number in self._copied:
             if number in self._tickets:
                 self._cache.pressure.copied(number)
@@ -539,7 +555,8 @@ class PressureRelief:
         return effects
 
     def completed(self, event: Completion, now: float) -> Iterable[Effect]:
-        """A copy is in the store, or is not."""
+        """Take the answer that a copy was kept, or was not; tell the cache when the spill's last
+        one is answered."""
         number = self._by_operation.pop(event.operation_id, None)
         if number is not None:
             self._operations.end(event.operation_id)
@@ -553,7 +570,8 @@ class PressureRelief:
         return ()
 
     def next_due(self) -> float | None:
-        """When `tick` has something to do; 0: now."""
+        """Return the instant at which `tick` has something to do; 0: now; None: only an event can
+        bring work."""
         if self._queue and len(self._by_operation) < self._settings.copies_in_flight:
             return 0.0
         if self._copied:
@@ -566,7 +584,7 @@ class PressureRelief:
 
     @property
     def is_busy(self) -> bool:
-        """Whether copies are being made or waited for."""
+        """`is_busy` tells whether copies are being made or waited for."""
         return bool(self._tickets)
 
     def check(self) -> None:
@@ -577,7 +595,8 @@ class PressureRelief:
     # -- parts ---------------------------------------------------------------------------------
 
     def _give_up(self, now: float) -> list[Effect]:
-        """Spills whose medium does not answer have failed."""
+        """Fail the spills whose copies were not answered by their deadline, and drop their
+        operations."""
         effects: list[Effect] = []
         for number in [n for n, ticket in self._tickets.items() if ticket.until_s <= now]:
             ticket = self._tickets.pop(number)
@@ -591,7 +610,8 @@ class PressureRelief:
         return effects
 
     def _waits(self, now: float) -> bool:
-        """Whether sessions are being copied whose blocks would go; presses them when none are."""
+        """Return whether sessions are being copied whose blocks would go; press some when none
+        are."""
         if not self._cache.pressure.are_blocks_short:
             return False
         if not self._pressed:
@@ -604,7 +624,7 @@ class PressureRelief:
         return False
 
     def _report(self, number: int) -> None:
-        """Tell the cache, once nothing of the spill is under way any more."""
+        """Tell the cache how the spill ended, once nothing of it is under way any more."""
         ticket = self._tickets[number]
         if ticket.waiting or not ticket.is_asked:
             return
@@ -615,7 +635,8 @@ class PressureRelief:
             self._cache.pressure.spilled(number)
 
     def _copies_of(self, spill: Spill) -> Iterator[StoreCopy]:
-        """Lazily: the slots are held, so each can be read as late as there is budget for it."""
+        """Yield the spill's copies, lazily: the slots are held, so each can be read as late as
+        there is budget for it."""
         for point in spill.points:
             digests = self._chains.peek(point.prefix, point.sessions)
             depth = len(digests)

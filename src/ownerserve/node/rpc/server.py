@@ -55,7 +55,7 @@ NEVER_S = float("inf")
 
 
 class Flight(msgspec.Struct, eq=False):
-    """A request in flight: to whom its answer goes, and until when it is waited for."""
+    """A `Flight` is a request whose answer is waited for: where the answer goes, and until when."""
 
     envelope: list[bytes]
     nonce: Nonce
@@ -64,11 +64,12 @@ class Flight(msgspec.Struct, eq=False):
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """The request is in flight already; its answer will come here."""
+    """`Joined` says that the request is in flight already; its answer will go to this envelope."""
 
 
 class Flights:
-    """Requests in flight on a node's RPC port, and what was said under which nonce. Pure.
+    """`Flights` keeps the requests in flight on a node's RPC port, and what was said under which
+    nonce. Pure.
 
         asked ── done ──────────> told, to the envelope that asked last
           |`──── given up ──────> told `engine_busy`: an offer only (a probe, a place), which ages
@@ -87,7 +88,8 @@ class Flights:
         return len(self._open)
 
     def again(self, nonce: Nonce, envelope: list[bytes]) -> Said | Joined | None:
-        """What was said, or will be, to who asks under this nonce once more; None: it is new."""
+        """Return what was said under this nonce, or `Joined` where the answer is still to come,
+        which goes to `envelope` then; None: the nonce is new."""
         told = self._told.get(nonce)
         if told is not None:
             return told
@@ -98,27 +100,28 @@ class Flights:
         return Joined()
 
     def begin(self, flight: Flight) -> None:
-        """The request went to whoever answers."""
+        """Add a request that went to whoever answers."""
         self._open[flight.future] = flight
         if flight.nonce != NO_NONCE:
             self._by_nonce[flight.nonce] = flight
 
     def end(self, future: Future[RpcAnswer]) -> Flight | None:
-        """Its answer is there; None: nobody waits for it any more."""
+        """Remove the flight whose answer is there and return it; None: nobody waits for it any
+        more."""
         flight = self._open.pop(future, None)
         if flight is not None:
             self._by_nonce.pop(flight.nonce, None)
         return flight
 
     def overdue(self, now: float) -> list[Flight]:
-        """Requests that were waited for long enough; they have ended."""
+        """Remove the flights that were waited for long enough and return them."""
         late = [flight for flight in self._open.values() if flight.until_s <= now]
         for flight in late:
             self.end(flight.future)
         return late
 
     def tell(self, nonce: Nonce, said: Said) -> None:
-        """Keep what was said under a nonce."""
+        """Remember what was said under the nonce, the last `REMEMBERED` ones."""
         if nonce == NO_NONCE:
             return
         self._told[nonce] = said
@@ -126,8 +129,8 @@ class Flights:
             self._told.popitem(last=False)
 
     def call_off(self, nonce: Nonce) -> Flight | Said | None:
-        """What is cancelled: a flight, which has ended with this, or what was said; None: neither
-        yet. Whoever asks for it now is told that it was."""
+        """Return what is cancelled: a flight, which ends with this, or what was said; None: neither
+        yet. Whoever asks under the nonce from now on is told that it was cancelled."""
         found: Flight | Said | None = self._by_nonce.get(nonce)
         if isinstance(found, Flight):
             self.end(found.future)
@@ -153,8 +156,8 @@ Answerer = Callable[[RpcRequest], "Future[RpcAnswer]"]
 
 
 class RpcServer:
-    """The server is bound when made and serves from `start` to `stop`: on loopback for all who are
-    there; with a key anywhere, for who has it.
+    """An `RpcServer` is bound when made and serves from `start` to `stop`: on loopback for all who
+    are there; with a key anywhere, for those who have it.
 
     `counts`: requests `repeated`, `cancelled`, `given_up`; `late`: answers that nobody waited for.
     """
@@ -175,7 +178,8 @@ class RpcServer:
         self._poller.register(self._bell.fileno(), zmq.POLLIN)
 
     def start(self, answer: Answerer, *, step_s: Callable[[], float] | None = None) -> None:
-        """Begin to answer. `step_s`: what a step of the engine takes; it answers between two."""
+        """Begin to answer, on a thread. `step_s` gives the seconds that a step of the engine takes,
+        between two of which it answers."""
         self._answer = answer
         self._step_s = step_s or self._step_s
         self._server.start(self._serve)
@@ -187,7 +191,7 @@ class RpcServer:
         self._ringer.close()
 
     def _serve(self) -> None:
-        """One round: take one request, say what was answered, refuse what took too long."""
+        """Do one round: take one request, say what was answered, refuse what took too long."""
         ready = dict(self._poller.poll(POLL_MS if not len(self._flights) else POLL_MS // 5))
         if self._bell.fileno() in ready:
             self._bell.recv(4096)
@@ -243,7 +247,8 @@ class RpcServer:
                 return NEVER_S
 
     def _cancel(self, nonce: Nonce) -> None:
-        """A request that nobody has begun on is not begun any more; a place is given back."""
+        """Call the request off: one that nobody has begun on is not begun any more, and a place
+        that was given is given back."""
         match self._flights.call_off(nonce):
             case Flight(future=future):
                 self.counts["cancelled"] += 1
@@ -257,7 +262,7 @@ class RpcServer:
             self._answer(Release(reservation))
 
     def _ring(self, future: Future[RpcAnswer]) -> None:
-        """Called by whoever answers, on its thread."""
+        """Wake the server's thread for an answer; called on the thread of whoever answers."""
         self._done.append(future)
         with suppress(OSError):  # full: it rings already; closed: nobody listens any more
             self._ringer.send(b"!")
@@ -306,7 +311,8 @@ def _nobody(request: RpcRequest) -> Future[RpcAnswer]:
 
 
 class RpcClient:
-    """Asks one node, one request at a time, and blocks. Not for several threads."""
+    """An `RpcClient` asks one node, one request at a time, and blocks. It must not be shared by
+    threads."""
 
     def __init__(
         self, address: str, *, timeout_s: float = 2 * ANSWER_S, key: FleetKey | None = None
@@ -316,12 +322,12 @@ class RpcClient:
         )
 
     def ask(self, request: RpcRequest) -> Said:
-        """The node's answer. Raises TimeoutError when there is none in time."""
+        """Return the node's answer. Raises TimeoutError when there is none in time."""
         try:
             return decode_answer(self._client.ask(encode(request)))
         except PeerLost as error:
             raise TimeoutError(f"the node {error}") from error
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._client.close()

@@ -1,4 +1,4 @@
-"""The cost model's life on disk: found beside the store, fed while serving, written back.
+"""The cost model's file: found beside the store, fed while serving, written back.
 
 Owns one file. What it can't read it starts anew: prices are a cache, never a truth.
 """
@@ -33,7 +33,8 @@ UNMEASURED = Defaults(
 
 
 class Calibration:
-    """A cost model and the file it comes from and goes to; `path` None: it is not kept."""
+    """A `Calibration` is a cost model and the file that it comes from and goes to; `path` None: it
+    is not kept."""
 
     def __init__(self, path: Path | None, defaults: Defaults = UNMEASURED) -> None:
         self.model = _read(path, defaults)
@@ -43,7 +44,8 @@ class Calibration:
         self._writing: Thread | None = None
 
     def observe(self, seen: Iterable[Observation]) -> None:
-        """Learn from what was measured just now; a clock's zero is no measurement."""
+        """Learn from what was measured just now; an item of 0 ms is no measurement, and an unknown
+        tier's load is passed over."""
         at_s = time.time()
         for item in seen:
             if isinstance(item, Loaded) and item.tier not in self.model.tiers:
@@ -53,20 +55,21 @@ class Calibration:
                 self._observed += 1
 
     def save_if_due(self, now: float) -> None:
-        """Write the file when something was learnt and the last time is long ago; on a thread of
-        its own, since a drive may be silent. As long as it is, what is learnt waits."""
+        """Write the file when something was learnt and SAVE_EVERY_S have passed; on a thread of its
+        own, since a drive may be silent. While a write is under way, what is learnt waits."""
         if self._is_written(0.0) and (data := self.due(now)) is not None:
             self._begin(data)
 
     def due(self, now: float) -> bytes | None:
-        """What `save_if_due` would write now, for who must not write here; None: nothing."""
+        """Return what `save_if_due` would write now, for a caller that must not write on its
+        thread, and count it as written; None: nothing is due."""
         if self._path is None or not self._observed or now - self._saved_s < SAVE_EVERY_S:
             return None
         self._saved_s, self._observed = now, 0
         return self.model.dump()
 
     def save(self) -> None:
-        """Write what was learnt since the last time; a silent drive is left behind."""
+        """Write what was learnt since the last time and wait for it, SAVE_WITHIN_S at most."""
         until_s = time.monotonic() + SAVE_WITHIN_S
         if self._is_written(SAVE_WITHIN_S) and self._path is not None and self._observed:
             self._observed = 0
@@ -79,14 +82,14 @@ class Calibration:
         self._writing.start()
 
     def _is_written(self, within_s: float) -> bool:
-        """Whether the last write has ended, or does so in time."""
+        """Return whether the last write has ended, or ends within `within_s` seconds."""
         if self._writing is None:
             return True
         self._writing.join(within_s)
         return not self._writing.is_alive()
 
     def write(self, data: bytes) -> None:
-        """Write the file, all or nothing; on any thread. A failure costs what was learnt since the
+        """Write the file, all or nothing; on any thread. A failure loses what was learnt since the
         last time, and is logged."""
         if self._path is None:
             return

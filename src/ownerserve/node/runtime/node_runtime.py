@@ -67,7 +67,7 @@ from ownerserve.store.tiers.backend import Reservation
 
 
 class EnginePort(Protocol):
-    """What a node needs of an engine, and the only thing it knows about one.
+    """An `EnginePort` is what a node needs of an engine, and the only thing it knows about one.
 
     Called between two steps, on the thread that owns the cache. `abilities` says what the engine
     can do; the planner offers nothing else, and nothing in the node asks which engine it is. Slots
@@ -78,11 +78,12 @@ class EnginePort(Protocol):
     def abilities(self) -> Abilities: ...
 
     def read_slots(self, component: str, slots: Sequence[int]) -> memoryview:
-        """The bytes of `slots`, one after another: a copy that no later step changes."""
+        """Return the bytes of `slots`, one after another: a copy that no later step changes."""
         ...
 
     def write_slots(self, component: str, slots: Sequence[int], data: memoryview) -> None:
-        """The inverse. Raises SpecMismatch when `data` has another length."""
+        """Write `data`, as `read_slots` gives it, into `slots`. Raises SpecMismatch when `data` has
+        another length."""
         ...
 
 
@@ -93,14 +94,15 @@ POLL_S = 0.001
 
 
 class Writing(msgspec.Struct, eq=False):
-    """A copy on its way into the store; `payload` until there is room for it."""
+    """A `Writing` is a copy on its way into the store; it keeps its `payload` until the store has
+    room for it."""
 
     meta: Meta
     payload: memoryview | None
 
 
 class NodeRuntime:
-    """The runtime of one node. `handle` and `poll` return the turns that may run now."""
+    """A `NodeRuntime` runs one node. `handle` and `poll` return the turns that may run now."""
 
     def __init__(
         self,
@@ -111,7 +113,8 @@ class NodeRuntime:
         calibration: Calibration,
         journal: Journal | None = None,
     ) -> None:
-        """`journal` None: there is no drive, and nothing for a later life to know."""
+        """Make the runtime and tell the node what the journal remembers. `journal` None: there is
+        no drive, and nothing is kept for a later life."""
         self.state = state
         self._engine = engine
         self._backing = backing
@@ -129,11 +132,12 @@ class NodeRuntime:
     # -- the engine's side ---------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[TurnId]:
-        """Tell the node, and do what it wants."""
+        """Tell the node the event, perform its effects, and return the turns that may run now."""
         return self._perform(self.state.handle(event, now), now)
 
     def poll(self, now: float) -> list[TurnId]:
-        """Take what the store has answered, and let time pass."""
+        """Take what the store has answered, let time pass, and return the turns that may run
+        now."""
         started: list[TurnId] = []
         for operation_id, (ticket, asked) in list(self._asked.items()):
             answer = self._store.poll(ticket)
@@ -152,21 +156,23 @@ class NodeRuntime:
 
     @property
     def tiers(self) -> Mapping[Tier, int | None]:
-        """The media of its store, with the bytes that each may hold; None: not known."""
+        """`tiers` are the media of the store, with the bytes that each may hold; None: not
+        known."""
         return self._backing.sizes
 
     @property
     def upkeep_counts(self) -> Mapping[str, int]:
-        """What the store's upkeep has done so far."""
+        """`upkeep_counts` tells what the store's upkeep has done so far."""
         return self._backing.upkeep.counts
 
     def checkpoints(self) -> Sequence[TurnId]:
-        """Turns to snapshot at their next boundary, once."""
+        """Take the turns that are to be snapshot at their next boundary; each is given once."""
         turns, self._to_checkpoint = self._to_checkpoint, []
         return turns
 
     def wait_s(self, now: float) -> float | None:
-        """How long an idle engine may sleep before the next `poll`; None: until something comes."""
+        """Return how many seconds an idle engine may sleep before the next `poll`; None: until
+        something comes."""
         if self._asked or self._writing:
             return POLL_S
         due, every_s = self.state.next_due(), self._backing.upkeep.every_s
@@ -176,22 +182,23 @@ class NodeRuntime:
         return every_s if wait_s is None else min(wait_s, every_s)  # what upkeep removed is told
 
     def resume(self, tokens: Packed) -> Resume | None:
-        """How to begin a turn of `tokens` now."""
+        """Decide how to begin a turn of `tokens` now; None: as the cache does by itself."""
         return self.state.resume(tokens)
 
     def report(self, turn_id: TurnId) -> RestoreReport | None:
-        """What came of a turn's restore, once."""
+        """Take the report of the turn's restore; None where there is none, or it was taken."""
         report = self.state.report(turn_id)
         if report is not None and report.plan is not None and log.isEnabledFor(logging.DEBUG):
             log.debug("%s: %s: %s", turn_id, report.outcome, summary(report.plan))
         return report
 
     def observe(self, seen: Observation) -> None:
-        """A pass or a wait was measured."""
+        """Learn from a pass or a wait that was measured."""
         self.calibration.observe((seen,))
 
     def close(self, now: float, *, within_s: float) -> None:
-        """Copy what is idle, as far as `within_s` goes, and close the store."""
+        """Copy idle sessions for up to `within_s` seconds, write costs and journal, and close the
+        store."""
         self.state.idle_spills.hurry()
         until = time.monotonic() + within_s
         self.handle(Tick(), now)
@@ -260,7 +267,8 @@ class NodeRuntime:
         self._writing[copy.operation_id] = (ticket, Writing(copy.meta, payload))
 
     def _forget_copy(self, operation_id: OperationId) -> None:
-        """Nobody waits for this copy any more. One that is being committed may become durable."""
+        """Give up a copy that nobody waits for any more. One that is being committed may become
+        durable."""
         ticket, writing = self._writing.pop(operation_id, (None, None))
         if ticket is not None and writing is not None:
             self._store.cancel(ticket)
@@ -271,7 +279,7 @@ class NodeRuntime:
     def _event(
         self, operation_id: OperationId, asked: FindRecords | Fetch | Locate, answer: object
     ) -> Event | None:
-        """What the store's answer is to the node; None for a look that came to nothing in its time:
+        """Return the event that the store's answer is to the node; None for a look that timed out:
         the node has a deadline of its own, and must not take silence for an empty store."""
         if isinstance(asked, Locate):
             found = answer if isinstance(answer, Mapping) else {}
@@ -301,7 +309,7 @@ class NodeRuntime:
     def _advance(
         self, operation_id: OperationId, ticket: Ticket, writing: Writing, now: float
     ) -> None:
-        """A copy's next step: room -> bytes -> durable."""
+        """Take a copy's next step (room -> bytes -> durable), and tell the node when it ends."""
         answer = self._store.poll(ticket)
         match answer:
             case NotYet():

@@ -1,4 +1,5 @@
-"""A node's own figures in the words of kv.wire.status: its speed, its tiers, what it can do.
+"""Statements of a node's own figures in the words of kv.wire.status: its speed, its tiers, what it
+can do.
 
 Translates; measures and decides nothing.
 """
@@ -14,7 +15,7 @@ from ownerserve.plan.cost.prices import PREFILL, STEP
 
 
 def actions_of(tiers: Collection[Tier]) -> tuple[str, ...]:
-    """What a worker with these tiers can do as the one that runs the turn, sorted.
+    """Return what a worker with these tiers can do as the one that runs the turn, sorted.
 
     Nobody offers `artifact_fetch`, `state_migration` or `remote_prefill` yet: no worker sends.
     """
@@ -25,7 +26,7 @@ def actions_of(tiers: Collection[Tier]) -> tuple[str, ...]:
 
 
 def speed_statement(costs: CostModel, *, replay_tokens: int) -> SpeedStatement:
-    """Prefill and decode as `costs` has them now, with their dates."""
+    """Return prefill and decode as `costs` has them now, with the dates of their measurement."""
     prices, steps = costs.prices(), costs.steps()
     prefill = prices.prefill
     return SpeedStatement(
@@ -41,8 +42,8 @@ def speed_statement(costs: CostModel, *, replay_tokens: int) -> SpeedStatement:
 
 
 def tier_statements(costs: CostModel, sizes: Mapping[Tier, int | None]) -> list[TierStatement]:
-    """Each tier of `sizes` (bytes; None: not known) with the times that loads from it
-    took. One that the costs do not know is not told."""
+    """Return a statement for each tier of `sizes` (bytes; None: not known) with the times that
+    loads from it took. A tier that the costs do not know is left out."""
     prices = costs.prices()
     return [
         TierStatement(

@@ -55,14 +55,15 @@ MEDIUM_OF = {"memory": Tier.HOST, "disk": Tier.DISK, "remote": Tier.REMOTE}
 
 
 class ListedPart(Listed, frozen=True):
-    """A record that was found by a boundary, at the end of its first `units` units."""
+    """A `ListedPart` is a record that was found by a boundary, which stands at the end of its first
+    `units` units."""
 
     boundary: bytes = b""
     units: int = 0
 
 
 class Sighting(msgspec.Struct, frozen=True, gc=False):
-    """A record that some tier has, and the nearest medium that has it."""
+    """A `Sighting` is a record that some tier has, and the nearest medium that has it."""
 
     listed: Listed
     near: Tier
@@ -73,7 +74,8 @@ def _part(record: Listed, units: int, boundary: bytes) -> ListedPart:
 
 
 def _at_boundary(tier: TierBackend, digest: bytes) -> list[tuple[Listed, int]]:
-    """Records of a tier that hold `digest` at a unit's end. A shared medium can't be asked so."""
+    """Return the tier's records that hold `digest` at a unit's end, with the units up to there;
+    none for a shared medium, which can't be asked so."""
     if isinstance(tier, MemoryTier):
         return tier.at_boundary(digest)
     if isinstance(tier, DiskTier):
@@ -82,7 +84,8 @@ def _at_boundary(tier: TierBackend, digest: bytes) -> list[tuple[Listed, int]]:
 
 
 class NodeTiers(TieredStore):
-    """Tiers that are written as `write` says (None: through to the lowest), read from the fastest.
+    """`NodeTiers` are tiers that are written as `write` says (None: through to the lowest) and read
+    from the fastest.
 
     Times every read in the thread that makes it, so that a busy engine does not look like a slow
     disk. `timings` is filled by reading threads and emptied by the node's. `record_value_ms` is
@@ -100,7 +103,8 @@ class NodeTiers(TieredStore):
                 tier.on_removed = self.losses.add
 
     def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]:
-        """Write as the placement says, then price what was stored."""
+        """Write as the placement says, then price what was stored; return the outcome of each
+        reservation."""
         ids = [reserved.meta.id for reserved in reservations]
         outcomes = super().commit(reservations)
         priced = {id_: ms for id_ in ids if (ms := self.record_value_ms.pop(id_, None)) is not None}
@@ -111,14 +115,15 @@ class NodeTiers(TieredStore):
     def look(
         self, ids: Sequence[bytes], boundaries: Sequence[bytes], *, tenant: bytes = SHARED
     ) -> Mapping[bytes, Listed]:
-        """What any tier has of `ids`, and `tenant`'s records that hold the first of `boundaries`
-        that any of them holds, in host memory or on disk. Both are hints."""
+        """Return what any tier has of `ids`, and `tenant`'s records that hold the first of
+        `boundaries` that any of them holds, in host memory or on disk. Both are hints."""
         return {**self._inside(boundaries, tenant), **self.find(ids)}
 
     def sighted(
         self, ids: Sequence[bytes], boundaries: Sequence[bytes], *, tenant: bytes = SHARED
     ) -> Mapping[bytes, Sighting]:
-        """What `look` finds, and where each is nearest. Asks media: not for the engine's thread."""
+        """Return what `look` finds, and where each is nearest. It waits for media, so it is not for
+        the engine's thread."""
         found = self.look(ids, boundaries, tenant=tenant)
         near = self.nearest(found)
         return {id_: Sighting(record, near[id_]) for id_, record in found.items()}
@@ -139,7 +144,7 @@ class NodeTiers(TieredStore):
         return {}
 
     def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
-        """Read as any tiered store does; the time is noted when all of it came from one tier."""
+        """Read as any tiered store does, and note the time when all of it came from one tier."""
         media = self.media([want.id for want in wants])
         started_s = time.perf_counter()
         outcome = super().read(wants, landing)
@@ -151,7 +156,8 @@ class NodeTiers(TieredStore):
         return outcome
 
     def nearest(self, found: Iterable[bytes]) -> dict[bytes, Tier]:
-        """Where each of `found`, which are all somewhere, is nearest. Does not ask the lowest."""
+        """Return where each of `found`, which are all somewhere, is nearest. The lowest tier is not
+        asked."""
         *upper, lowest = self.tiers
         near = dict.fromkeys(found, MEDIUM_OF[lowest.name])
         for tier in reversed(upper):
@@ -159,8 +165,8 @@ class NodeTiers(TieredStore):
         return near
 
     def located(self, ids: Sequence[bytes]) -> dict[str, frozenset[bytes]]:
-        """Which of `ids` each tier has, by the tier's name. A shared medium is not asked, which
-        would cost a look at each id: what is written through to it counts as there."""
+        """Return which of `ids` each tier has, by the tier's name. A shared medium is not asked,
+        which would cost a look at each id: what is written through to it counts as there."""
         found: dict[str, frozenset[bytes]] = {}
         for level, tier in enumerate(self.tiers):
             if isinstance(tier, MemoryTier | DiskTier):
@@ -170,7 +176,7 @@ class NodeTiers(TieredStore):
         return found
 
     def media(self, ids: Sequence[bytes]) -> dict[bytes, Tier]:
-        """The fastest medium that has each id."""
+        """Return the fastest medium that has each id; an id that none has is left out."""
         found: dict[bytes, Tier] = {}
         for tier in self.tiers:
             missing = [id_ for id_ in ids if id_ not in found]
@@ -181,7 +187,7 @@ class NodeTiers(TieredStore):
 
 
 class Backing:
-    """An open store and its threads. Close it once, after the node."""
+    """A `Backing` is an open store and its threads. Close it once, after the node."""
 
     def __init__(
         self,
@@ -218,7 +224,7 @@ class Backing:
 
 
 def _bytes_of(tier: TierBackend) -> int | None:
-    """What `tier` may hold; None for one that knows no limit."""
+    """Return the bytes that `tier` may hold; None for one that knows no limit."""
     return tier.limits.capacity_bytes if isinstance(tier, MemoryTier | DiskTier) else None
 
 
@@ -231,9 +237,10 @@ def open_backing(
     upkeep_s: float = 0.0,
     cuda: CudaHost | None = None,
 ) -> Backing | None:
-    """Host memory of `host_bytes` (0: none) over the store at `directory` (None: none) over the
-    shared medium `remote` (None: none), written as `write` says, tidied every `upkeep_s` seconds
-    (0: never). `cuda`: the runtime that page-locks the host memory. `media` has the words.
+    """Open host memory of `host_bytes` (0: none) over the store at `directory` (None: none) over
+    the shared medium `remote` (None: none), written as `write` says, tidied every `upkeep_s`
+    seconds (0: never). `cuda` is the runtime that page-locks the host memory. None: there is no
+    tier. `media` has the words.
 
     A medium that does not let the store be opened is one warning: the worker serves without it.
     Raises InvalidInput for what the operator can mend (another writer, another format).
@@ -274,7 +281,8 @@ MORE_AFTER_S = 1.0
 
 
 class Upkeep:
-    """A thread on which the store forgets what nobody asked for, and gives its room back.
+    """`Upkeep` is a thread on which the store forgets what nobody asked for, and gives its room
+    back.
 
     It runs a pass over `tiers` every `every_s` seconds between `start` and `stop`; 0: never. A pass
     may wait for the medium, and holds the store's lock for one bounded step at a time; it is
@@ -298,8 +306,8 @@ class Upkeep:
             self._thread.start()
 
     def stop(self) -> bool:
-        """End after the pass that is under way, within `STOP_S`. Before the tiers are closed.
-        False: a medium is silent, and the pass still uses a tier."""
+        """End after the pass that is under way, within `STOP_S`; call it before the tiers are
+        closed. False: a medium is silent, and the pass still uses a tier."""
         self._stopping.set()
         if self._thread.ident is None:
             return True
@@ -309,8 +317,8 @@ class Upkeep:
         return not self._thread.is_alive()
 
     def run_once(self) -> float:
-        """One pass: TTLs, old quarantine, sparse and empty segments. How many seconds later the
-        next one is to come."""
+        """Run one pass (TTLs, old quarantine, sparse and empty segments) and return in how many
+        seconds the next one is to come."""
         total, has_more = self.counts.copy(), False
         total["passes"] += 1
         for tier in self._tiers:
@@ -345,7 +353,8 @@ LISTED = 4096
 
 
 class RecordLosses:
-    """Records that went from a worker's tiers, as the store's threads tell it: a short list.
+    """`RecordLosses` is a short list of the records that went from a worker's tiers, as the store's
+    threads tell it.
 
     Any thread may add; the node's thread takes, and so empties it. What is too much to list is
     counted.
@@ -357,7 +366,7 @@ class RecordLosses:
         self._lock = Lock()
 
     def add(self, metas: Iterable[Meta]) -> None:
-        """Records of these are gone from the tier that tells it."""
+        """Note that the records of these metas are gone from the tier that tells it."""
         with self._lock:
             for meta in metas:
                 if len(self._ends) < LISTED:
@@ -366,7 +375,7 @@ class RecordLosses:
                     self._unnoted += 1
 
     def take(self) -> RecordsLost | None:
-        """What went since the last time; None: nothing."""
+        """Take what went since the last time; None: nothing."""
         if not self._ends:
             return None
         with self._lock:

@@ -1,4 +1,5 @@
-"""The file beside a store that says whose state lies in it: for the next life of the worker.
+"""The journal beside a store: a file that says whose state lies in it, for the next life of the
+worker.
 
 Owns one file of JSON lines, the last one of a session stands; written on a thread of its own. What
 can't be read is passed over and counted, what can't be written is logged: the store has the truth,
@@ -29,7 +30,8 @@ _DECODER = msgspec.json.Decoder(Tip)
 
 
 class Journal:
-    """A file of sessions' tips. `write` never waits; `close` does, for what was written."""
+    """A `Journal` is a file of sessions' tips, written on a thread. `write` never waits; `close`
+    does, for what was written."""
 
     def __init__(self, path: Path) -> None:
         self.unreadable = 0
@@ -44,11 +46,11 @@ class Journal:
         self._thread.start()
 
     def write(self, tip: Tip) -> None:
-        """A session's tip as it stands now; depth 0 strikes it out."""
+        """Queue a session's tip as it stands now; depth 0 strikes it out."""
         self._queue.put(tip)
 
     def close(self) -> None:
-        """Write what waits; called once."""
+        """Write what waits, for JOIN_S at most; called once."""
         self._queue.put(None)
         self._thread.join(JOIN_S)
 

@@ -1,4 +1,5 @@
-"""What a node keeps its state in beside its device, and where a write goes: the operator's words.
+"""The media of a node: where it keeps state beside its device, and where a write goes, in the
+operator's words.
 
 Reads them and opens a shared medium; holds nothing.
 """
@@ -22,7 +23,8 @@ DEFAULT_WRITE = "write-through"
 
 
 def write_policy(text: str, tiers: Sequence[str] = TIERS) -> WritePolicy:
-    """`on-eviction`, `write-back[:TIER]` or `write-through[:TIER]` over `tiers`, fastest first.
+    """Return the policy that `text` names over `tiers`, fastest first: `on-eviction`,
+    `write-back[:TIER]` or `write-through[:TIER]`.
 
     Without a tier, and where neither it nor a lower one is there, the lowest is meant. Raises
     InvalidInput for other words.
@@ -45,7 +47,7 @@ def write_policy(text: str, tiers: Sequence[str] = TIERS) -> WritePolicy:
 
 
 def open_remote(where: str, clock: Clock) -> RemoteTier:
-    """The shared medium at a directory or `s3://BUCKET/PREFIX`.
+    """Open the shared medium at a directory or `s3://BUCKET/PREFIX`.
 
     It has no key, so it keeps what belongs to no tenant and refuses the rest. Raises InvalidInput
     for what names no medium, OSError for a directory that can't be used.

@@ -1,4 +1,4 @@
-"""What a checkpoint's weights are called: a digest of its files, the same for every engine.
+"""The name of a checkpoint's weights: a digest of its files, the same for every engine.
 
 Never a path: two folders with equal files are equal weights, and a folder whose files changed is
 another model. An engine that loads the files and computes in their numerics may share a store with
@@ -26,7 +26,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 def weight_files_digest(folder: Path, *, cache: Path | None = None) -> str:
-    """SHA-256 over names, lengths and digests of a checkpoint's weight files.
+    """Return a SHA-256, in hex, over names, lengths and digests of a checkpoint's weight files.
 
     Every file is read once; `cache` remembers the digests of files that did not change since.
     Raises InvalidInput when there are no weight files.

@@ -32,7 +32,7 @@ HASHED_SESSIONS = 256
 
 
 class Hashes(Protocol):
-    """A part that knows the digests of a prompt."""
+    """A `Hashes` makes or finds the digests of a prompt's full blocks."""
 
     def hashed(
         self, tokens: Packed, session_id: SessionId | None, made: HashedPrefix | None = None
@@ -40,7 +40,8 @@ class Hashes(Protocol):
 
 
 class Chains:
-    """Prefix digests by session; the least recently used are forgotten first."""
+    """`Chains` keeps the prefix digests of the sessions seen last, HASHED_SESSIONS of them; the one
+    unused for longest is forgotten first."""
 
     def __init__(self, block_tokens: int, *, block_bytes: int) -> None:
         self._block_tokens = block_tokens
@@ -48,24 +49,26 @@ class Chains:
         self._known: OrderedDict[SessionId, HashedPrefix] = OrderedDict()
 
     def tokens(self, session_id: SessionId) -> Packed:
-        """Whole blocks of the session as last seen; empty when it was forgotten."""
+        """Return the whole blocks of the session, packed, as it was last seen; empty when it is not
+        known."""
         known = self._known.get(session_id)
         return known.tokens if known is not None else b""
 
     def digest_at(self, session_id: SessionId, depth: int) -> PrefixHash | None:
-        """The digest of the session's first `depth` blocks, if it was seen here that far."""
+        """Return the digest of the session's first `depth` blocks; None where it was not seen here
+        that far."""
         known = self._known.get(session_id)
         if known is None or not 0 < depth <= len(known.digests):
             return None
         return known.digests[depth - 1]
 
     def knows(self, session_id: SessionId | None) -> bool:
-        """Whether the session was seen here."""
+        """Return whether the session's digests are kept here."""
         return session_id in self._known
 
     def peek(self, tokens: Packed, session_ids: Iterable[SessionId] = ()) -> Digests:
-        """Digests of `tokens`, whole blocks, without remembering them: those of a session that
-        goes on from there, else hashed."""
+        """Return the digests of `tokens`, which are whole blocks, and remember nothing: they are
+        taken from the first of the sessions that begins with `tokens`, else hashed."""
         for session_id in session_ids:
             known = self._known.get(session_id)
             if known is not None and known.digest_of(tokens) is not None:
@@ -73,13 +76,15 @@ class Chains:
         return hash_prefix(tokens, self._block_tokens)
 
     def digests(self, tokens: Packed, session_id: SessionId | None) -> Digests:
-        """Digests of all full blocks of `tokens`. The result is not to be changed or kept."""
+        """Return the digests of all full blocks of `tokens` and remember them for the session. The
+        caller must neither change nor keep the result: it grows with the session."""
         return self.hashed(tokens, session_id).digests
 
     def hashed(
         self, tokens: Packed, session_id: SessionId | None, made: HashedPrefix | None = None
     ) -> HashedPrefix:
-        """The full blocks of `tokens` with their digests. It grows with its session.
+        """Return the full blocks of `tokens` with their digests, and remember them for the session,
+        with which the result grows.
 
         `made`: the same as somebody else made it; it is the caller's to give away. What of it does
         not begin `tokens` is not used. One that goes on from what is known is followed: to let go
@@ -100,8 +105,9 @@ class Chains:
 
 
 class PromptPrefix(msgspec.Struct, frozen=True):
-    """A prompt as packed tokens with the digests of its full blocks: `blocks` of them, the last is
-    `tip`. `hashed` grows with its session once a node has it; the other fields stay."""
+    """A `PromptPrefix` is a prompt as packed tokens with the digests of its full blocks: there are
+    `blocks` of them, and the last is `tip`. `hashed` grows with its session once a node has it; the
+    other fields stay."""
 
     tokens: Packed
     hashed: HashedPrefix
@@ -110,27 +116,29 @@ class PromptPrefix(msgspec.Struct, frozen=True):
 
     @property
     def tip(self) -> PrefixHash | None:
-        """The digest of all full blocks; None: there is none."""
+        """`tip` is the digest of all full blocks; None for a prompt without a full block."""
         return self.hashed.digests[self.blocks - 1] if self.blocks else None
 
     @property
     def count(self) -> int:
-        """Tokens of the prompt."""
+        """`count` is the number of tokens in the prompt."""
         return len(self.tokens) // TOKEN_BYTES
 
     def digest_at(self, tokens: int) -> PrefixHash | None:
-        """The digest of the first `tokens` tokens, whole blocks; None: there are not so many."""
+        """Return the digest of the full blocks in the first `tokens` tokens; None where there is
+        none, or the prompt has fewer blocks."""
         blocks = tokens // self.block_tokens
         return self.hashed.digests[blocks - 1] if 0 < blocks <= self.blocks else None
 
     def answered(self, said: Packed) -> AnsweredPrompt:
-        """The prompt and what was said behind it; O(said)."""
+        """Return this prompt followed by `said`, hashing only what `said` fills; O(said)."""
         rest = self.tokens[self.blocks * self.block_tokens * TOKEN_BYTES :] + said
         return AnsweredPrompt(self, said, digests_behind(self.tip, rest, self.block_tokens))
 
 
 class AnsweredPrompt(msgspec.Struct, frozen=True):
-    """A prompt and what was said behind it, with the digests of the blocks that this filled."""
+    """An `AnsweredPrompt` is a prompt and what was said behind it; `digests` are those of the
+    blocks that the answer filled."""
 
     prompt: PromptPrefix
     said: Packed
@@ -138,11 +146,12 @@ class AnsweredPrompt(msgspec.Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """Tokens of both."""
+        """`count` is the number of tokens in prompt and answer."""
         return self.prompt.count + len(self.said) // TOKEN_BYTES
 
     def digest_at(self, tokens: int) -> PrefixHash | None:
-        """The digest of the first `tokens` tokens, whole blocks; None: there are not so many."""
+        """Return the digest of the full blocks in the first `tokens` tokens of prompt and answer;
+        None where there is none, or there are fewer blocks."""
         beyond = tokens // self.prompt.block_tokens - self.prompt.blocks
         if beyond <= 0:
             return self.prompt.digest_at(tokens)
@@ -150,7 +159,8 @@ class AnsweredPrompt(msgspec.Struct, frozen=True):
 
 
 def prefix_of(prompt: Iterable[int], block_tokens: int) -> PromptPrefix:
-    """A prompt of which nothing is known: all of it is hashed."""
+    """Hash a prompt of which no digest is known yet, all of it, and return its prefix;
+    O(prompt)."""
     tokens, hashed = pack(prompt), HashedPrefix(block_tokens)
     hashed.grow(tokens)
     return PromptPrefix(tokens, hashed, len(hashed.digests), block_tokens)
@@ -166,7 +176,8 @@ class PromptPrefixes:
         self._lock = Lock()
 
     def of(self, prompt: Sequence[int], session: str | None) -> PromptPrefix:
-        """The prompt's prefix, the receiver's own: what is kept here grows no further with it."""
+        """Return the prompt's prefix with a copy of its digests, which the caller owns: what is
+        kept here does not grow with it."""
         tokens = pack(prompt)
         session_id = None if session is None else SessionId(session)
         with self._lock:
@@ -184,18 +195,19 @@ MARKS_KEPT = 8
 
 
 class HashedText(Protocol):
-    """Tokens, and the digests of their first so many."""
+    """A `HashedText` is a row of tokens that can tell the digest of its first so many."""
 
     @property
     def count(self) -> int:
-        """How many tokens there are."""
+        """`count` is the number of tokens."""
 
     def digest_at(self, tokens: int) -> bytes | None:
-        """The digest of the first `tokens` of them, whole blocks; None: there are not so many."""
+        """Return the digest of the full blocks in the first `tokens` tokens; None where there are
+        not so many."""
 
 
 class Plain(msgspec.Struct, frozen=True):
-    """Tokens that nobody hashes elsewhere."""
+    """A `Plain` is a row of packed tokens whose digests are made when they are asked for."""
 
     tokens: Packed
 
@@ -204,25 +216,27 @@ class Plain(msgspec.Struct, frozen=True):
         return len(self.tokens) // TOKEN_BYTES
 
     def digest_at(self, tokens: int) -> bytes | None:
-        """An xxh3 of those tokens. O(tokens)."""
+        """Return an xxh3 of exactly the first `tokens` tokens; None where there are not so many.
+        O(tokens)."""
         if tokens > self.count:
             return None
         return xxh3_128_digest(self.tokens[: tokens * TOKEN_BYTES])
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """The first `tokens` tokens of a turn, by their digest."""
+    """A `Mark` stands for the first `tokens` tokens of a turn by their digest."""
 
     tokens: int
     digest: bytes
 
     def begins(self, text: HashedText) -> bool:
-        """Whether `text` begins with the tokens of this mark."""
+        """Return whether `text` begins with the tokens of this mark."""
         return text.digest_at(self.tokens) == self.digest
 
 
 class KnownSessions:
-    """Marks of the sessions whose turns ended last, `limit` of them: told by comparing prompts.
+    """`KnownSessions` keeps marks of the sessions whose turns ended last, `limit` of them, and
+    compares new prompts with them.
 
     A next prompt begins with the session's tokens, or its history was edited: then what was cut off
     is not lost. Two marks of a turn are kept, where its prompt ended and where its output ended,
@@ -245,7 +259,8 @@ class KnownSessions:
         self._marks: OrderedDict[SessionId, tuple[Mark, ...]] = OrderedDict()
 
     def left(self, session_id: SessionId, text: HashedText, *, prompt_tokens: int) -> None:
-        """A turn of the session has ended: `text` is computed, the prompt's tokens first."""
+        """Note that a turn of the session has ended and that `text` is computed, of which the first
+        `prompt_tokens` were its prompt."""
         ends = {self._floor(text.count), self._floor(prompt_tokens)} - {0}
         before = self._marks.get(session_id, ())
         first = next((n for n, mark in enumerate(before) if mark.begins(text)), len(before))
@@ -258,8 +273,9 @@ class KnownSessions:
             self._marks.popitem(last=False)
 
     def tokens_of(self, session_id: SessionId, prompt: HashedText) -> int:
-        """Tokens of `prompt` that the session's last turn left: full blocks, and never all of a
-        prompt, whose last token must be computed in any case."""
+        """Return how many tokens of `prompt` the session's turns have left computed: full blocks,
+        and never all of a prompt, whose last token must be computed in any case; 0 where nothing is
+        known."""
         most = self._floor(max(0, prompt.count - 1))
         for mark in self._marks.get(session_id, ()):
             if mark.begins(prompt):
@@ -267,7 +283,8 @@ class KnownSessions:
         return 0
 
     def forget(self, session_id: SessionId) -> None:
-        """The session went elsewhere: its next turn here, if any, loses nothing."""
+        """Forget the session, which went elsewhere: a later turn of it here counts no token as
+        lost."""
         self._marks.pop(session_id, None)
 
     def _floor(self, tokens: int) -> int:

@@ -1,4 +1,5 @@
-"""What happens to a node and what it asks for: the vocabulary between `state` and `runtime`.
+"""The events that tell a node what happened and the effects by which it asks for something: the
+vocabulary between `state` and `runtime`.
 
 An operation is one thing asked of the store, by number; what comes of it comes back under the same
 number, late, twice or not at all. Data only.
@@ -27,7 +28,7 @@ OperationId = int
 
 
 class TurnArrived(msgspec.Struct, frozen=True):
-    """A turn is here; it must not run before its `Start`."""
+    """Event: a turn is here; the engine must not run it before its `Start`."""
 
     turn_id: TurnId
     session_id: SessionId | None
@@ -42,7 +43,8 @@ class TurnArrived(msgspec.Struct, frozen=True):
 
 
 class RecordsFound(msgspec.Struct, frozen=True):
-    """The catalogue's answer to `FindRecords`: where each id is, as a hint. Absent ones lack.
+    """Event: the catalogue has answered a `FindRecords`. `held` says where each id is, as a hint;
+    ids that are not stored are not in it.
 
     `inside` are records that were not asked for by id and hold one of the boundaries; their ids
     are in `held` too.
@@ -54,25 +56,28 @@ class RecordsFound(msgspec.Struct, frozen=True):
 
 
 class DeviceAsked(msgspec.Struct, frozen=True):
-    """The engine has a place for the turn, and has told its device what of it is there."""
+    """Event: the engine has a place for the turn, and its device now knows how much of the turn's
+    prompt is on it."""
 
     turn_id: TurnId
 
 
 class DevicePlaced(msgspec.Struct, frozen=True):
-    """The engine took the offer: the turn has the blocks that it goes into."""
+    """Event: the engine took the `Offer`, and the turn has the blocks into which state is to be
+    brought."""
 
     turn_id: TurnId
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """A `Fetch` is done: every want is at hand and verified."""
+    """Event: a `Fetch` is done; every want is in memory and verified."""
 
     operation_id: OperationId
 
 
 class NotFetched(msgspec.Struct, frozen=True):
-    """A `Fetch` gave nothing: `id` is what failed first (empty: nobody knows)."""
+    """Event: a `Fetch` or `FetchAndFill` brought nothing. `id` is the record that failed first;
+    empty where that is not known."""
 
     operation_id: OperationId
     reason: MissReason
@@ -80,14 +85,16 @@ class NotFetched(msgspec.Struct, frozen=True):
 
 
 class Filled(msgspec.Struct, frozen=True):
-    """A `Fill` is done: the bytes are in the slots. `ids` are the records they came from."""
+    """Event: a `Fill` or `FetchAndFill` is done, and the bytes are in the slots. `ids` are the
+    records that they came from."""
 
     operation_id: OperationId
     ids: tuple[bytes, ...]
 
 
 class TurnEnded(msgspec.Struct, frozen=True):
-    """The turn is over. `restored` tokens were not computed; `prompt` + output are `tokens`."""
+    """Event: the turn has ended. The first `restored` of its tokens were not computed; `prompt` and
+    `tokens` are the lengths, in tokens, of its prompt and of prompt and output."""
 
     turn_id: TurnId
     restored: int
@@ -96,57 +103,60 @@ class TurnEnded(msgspec.Struct, frozen=True):
 
 
 class TurnGone(msgspec.Struct, frozen=True):
-    """The turn was given up, wherever it was."""
+    """Event: the turn was given up, whether it waited or ran."""
 
     turn_id: TurnId
 
 
 class SessionOver(msgspec.Struct, frozen=True):
-    """The session has ended: its state is what any prompt may find, and nobody asks for it by
-    name."""
+    """Event: the session has ended; its state stays for any prompt that begins with it, and nobody
+    asks for it by the session's name."""
 
     session_id: SessionId
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """A `StoreCopy` is stored, and is READY: it has its digest."""
+    """Event: the record of a `StoreCopy` is READY in the store."""
 
     operation_id: OperationId
 
 
 class NotKept(msgspec.Struct, frozen=True):
-    """A `StoreCopy` was refused or failed; nothing of it is left behind."""
+    """Event: a `StoreCopy` was refused or failed; nothing of it is left behind."""
 
     operation_id: OperationId
 
 
 class Located(msgspec.Struct, frozen=True):
-    """Which of the ids of a `Locate` each tier has. Empty: there was no answer."""
+    """Event: a `Locate` was answered. `held` says which of its ids each tier has; it is empty where
+    no answer came."""
 
     operation_id: OperationId
     held: Mapping[Tier, frozenset[bytes]]
 
 
 class RecordsLost(msgspec.Struct, frozen=True):
-    """Records went from a tier: evicted, expired or quarantined. `ends` are the prefix hashes at
-    their ends; `unnoted`: that many more went, and nobody knows which."""
+    """Event: records went from a tier (evicted, expired or quarantined). `ends` are the prefix
+    hashes at their ends; `unnoted` more went, and nobody knows which."""
 
     ends: tuple[PrefixHash, ...]
     unnoted: int = 0
 
 
 class Remembered(msgspec.Struct, frozen=True):
-    """What a former life of this worker wrote down: sessions whose state should be in the store."""
+    """Event: a former life of this worker left these tips of sessions, whose state should be in the
+    store."""
 
     tips: tuple[Tip, ...]
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed."""
+    """Event: time has passed, which lets the node do what is due."""
 
 
 class Computing(msgspec.Struct, frozen=True):
-    """A step is on its way that computes tokens [start, end) of the turn, in the engine's blocks.
+    """Event: the engine has begun a step that computes tokens [start, end) of the turn, in blocks
+    of its own.
 
     `added` are the turn's tokens that the node was not told yet, up to at most `end`.
     """
@@ -185,8 +195,9 @@ Event = (
 
 
 class FindRecords(msgspec.Struct, frozen=True):
-    """Which of `ids` are stored, and where? And which records hold the first of `boundaries` that
-    any holds: a branch shares only the beginning of those."""
+    """Effect: ask the catalogue which of `ids` are stored and where, and which of `tenant`'s
+    records hold the first of `boundaries` that any record holds: a branch shares only the beginning
+    of those."""
 
     operation_id: OperationId
     ids: tuple[bytes, ...]
@@ -196,7 +207,7 @@ class FindRecords(msgspec.Struct, frozen=True):
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Read and verify all `wants`, or none."""
+    """Effect: read and verify all `wants`, or none, by `deadline_s`."""
 
     operation_id: OperationId
     wants: tuple[Want, ...]
@@ -204,7 +215,7 @@ class Fetch(msgspec.Struct, frozen=True):
 
 
 class Filling(msgspec.Struct, frozen=True):
-    """Part `part` of a fetch goes into these slots of `component`."""
+    """A `Filling` says that part `part` of a fetch goes into these slots of `component`."""
 
     part: int
     component: str
@@ -212,21 +223,22 @@ class Filling(msgspec.Struct, frozen=True):
 
 
 class Fill(msgspec.Struct, frozen=True):
-    """Write into slots what was fetched under the same operation."""
+    """Effect: write what was fetched under the same operation into the slots of `fillings`."""
 
     operation_id: OperationId
     fillings: tuple[Filling, ...]
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """State up to `position` can be had from outside. Nothing is reserved or read yet."""
+    """Effect: tell the engine that state up to token `position` can be brought for the turn.
+    Nothing is reserved or read yet."""
 
     turn_id: TurnId
     position: int
 
 
 class FetchAndFill(msgspec.Struct, frozen=True):
-    """Read and verify all `wants`, then write them: a `Fetch` and its `Fill` in one.
+    """Effect: read and verify all `wants`, then write them, as a `Fetch` and its `Fill` do.
 
     The performer answers when no write is under way any more, and by `deadline_s` at the latest.
     """
@@ -239,19 +251,20 @@ class FetchAndFill(msgspec.Struct, frozen=True):
 
 
 class DropOperation(msgspec.Struct, frozen=True):
-    """Nobody waits for this operation any more."""
+    """Effect: give the operation up; its answer is not waited for any more."""
 
     operation_id: OperationId
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Nothing more will come: the turn may run."""
+    """Effect: let the turn run; nothing more will be brought for it."""
 
     turn_id: TurnId
 
 
 class StoreCopy(msgspec.Struct, frozen=True):
-    """Copy these slots out, now, and store them as `meta`: one unit a slot, in order.
+    """Effect: copy the bytes of these slots at once and store them as `meta`: one unit a slot, in
+    order.
 
     `restore_cost_ms` is what a hit without this record would cost more, by measured prices: the
     store keeps by it.
@@ -265,14 +278,16 @@ class StoreCopy(msgspec.Struct, frozen=True):
 
 
 class Pin(msgspec.Struct, frozen=True):
-    """Keep what the point at `position` of the turn is made of; what was kept before may go."""
+    """Effect: keep the blocks of the point at token `position` of the turn; those of the turn's
+    earlier point may go."""
 
     turn_id: TurnId
     position: int
 
 
 class Locate(msgspec.Struct, frozen=True):
-    """Which of `ids` has each tier? For what is told to others: no turn waits for it."""
+    """Effect: ask which of `ids` each tier has, by `deadline_s`. The answer is for what is told to
+    others; no turn waits for it."""
 
     operation_id: OperationId
     ids: tuple[bytes, ...]
@@ -280,13 +295,13 @@ class Locate(msgspec.Struct, frozen=True):
 
 
 class Remember(msgspec.Struct, frozen=True):
-    """Write down, beside the store, that the tip is there: for the next life of this worker."""
+    """Effect: write the tip into the journal beside the store, for the next life of this worker."""
 
     tip: Tip
 
 
 class Forget(msgspec.Struct, frozen=True):
-    """Strike out what was written down of the session."""
+    """Effect: strike the session's tip out of the journal."""
 
     session_id: SessionId
 
@@ -312,7 +327,8 @@ Effect = (
 
 
 class RestoreOutcome(StrEnum):
-    """What came of a turn's restore: a metric label, one a turn."""
+    """A `RestoreOutcome` says how a turn's restore ended; each turn counts once, under this metric
+    label."""
 
     RESIDENT = "resident"
     """The device had all there was to have: the store was not asked."""
@@ -328,7 +344,8 @@ class RestoreOutcome(StrEnum):
 
 
 class RestoreReport(msgspec.Struct, frozen=True):
-    """What came of one turn's restore, for logs and metrics. `plan` is the last one made."""
+    """A `RestoreReport` tells how one turn's restore went, for logs and metrics. `plan` is the last
+    one made; `waited_s` counts from the turn's arrival; `misses` are reads that failed."""
 
     outcome: RestoreOutcome
     plan: RestorePlan | None

@@ -1,4 +1,5 @@
-"""What a node asked for and nobody has answered yet, by number, and whose each is. Pure.
+"""The operations that a node has asked for and that have not ended, by number, with the part that
+owns each. Pure.
 
     owner ── begin ──> id ── effect ──> performer ── completion ──> complete ──> the same owner
       `── end: answered, or given up ──> what comes later under this id is nobody's
@@ -17,15 +18,16 @@ from ownerserve.node.vocabulary.events import Completion, Effect, OperationId
 
 
 class Owner(Protocol):
-    """A part of a node that asks for something and takes what comes of it."""
+    """An `Owner` is a part of a node that begins operations and handles their completions."""
 
     def completed(self, event: Completion, now: float) -> Iterable[Effect]:
-        """What follows from an answer to one of the owner's operations."""
+        """Take the answer to one of the owner's operations; return the effects that follow."""
         ...
 
 
 class Operations:
-    """The operations of one node that have not ended: hands out their ids and knows their owners.
+    """`Operations` holds the operations of one node that have not ended: it hands out their ids and
+    knows their owners.
 
     An id is never given out again. Owners end their operations themselves, since one may take
     several completions (a `Fetch` goes on as its `Fill`).
@@ -39,20 +41,22 @@ class Operations:
         return len(self._owners)
 
     def begin(self, owner: Owner) -> OperationId:
-        """The id of a new operation of `owner`."""
+        """Register a new operation of `owner` and return its id."""
         operation_id = next(self._ids)
         self._owners[operation_id] = owner
         return operation_id
 
     def end(self, operation_id: OperationId) -> None:
-        """The operation is answered, or given up. Ending it twice is harmless."""
+        """Forget the operation, which was answered or given up. Ending it twice is harmless."""
         self._owners.pop(operation_id, None)
 
     def complete(self, event: Completion, now: float) -> list[Effect]:
-        """Hand a completion to the owner of its operation; the effects that follow."""
+        """Hand the completion to the owner of its operation and return the effects that follow;
+        none for an operation that has ended."""
         owner = self._owners.get(event.operation_id)
         return [] if owner is None else list(owner.completed(event, now))
 
     def go_on_from(self, other: Operations) -> None:
-        """Count on where `other` stopped: answers to its operations mean nothing here."""
+        """Hand out ids from where `other` stopped, so that answers to its operations are not taken
+        for answers to these."""
         self._ids = other._ids

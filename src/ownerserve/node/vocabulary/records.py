@@ -48,8 +48,8 @@ MIXED = "mixed"
 
 
 def descriptors(layout: Layout, parts: Parts, *, form: str) -> dict[str, bytes]:
-    """Each component's descriptor. `form` is like "payload/1": a name, and a number that changes
-    when the layout does."""
+    """Return each component's descriptor, encoded, by component name. `form` is like "payload/1": a
+    name, and a number that changes when the layout does. Raises InvalidInput for another form."""
     name, _, version = form.rpartition("/")
     if not name or not version.isdecimal():
         raise InvalidInput("engine", f"{form!r}", 'name a layout and its version: "payload/1"')
@@ -64,7 +64,7 @@ def descriptors(layout: Layout, parts: Parts, *, form: str) -> dict[str, bytes]:
 
 
 def _opaque(component: Component, block_tokens: int, *, name: str, version: int) -> PayloadLayout:
-    """A unit as one page with one entry: true of whatever is in it."""
+    """Describe a unit as one page with one entry, which is true of whatever is in it."""
     return PayloadLayout(
         engine=name,
         engine_version=ANY_VERSION,
@@ -86,7 +86,8 @@ def _opaque(component: Component, block_tokens: int, *, name: str, version: int)
 def _describe(
     opaque: PayloadLayout, parts: Sequence[PayloadPart], *, is_range: bool
 ) -> PayloadLayout:
-    """What more can be said, given the arrays."""
+    """Return `opaque` with what the arrays `parts` add to it: scalar type, pages and entries, as
+    far as they are uniform."""
     types = {part.dtype for part in parts}
     if len(types) != 1:
         return opaque
@@ -116,20 +117,23 @@ Digests = Sequence[PrefixHash]
 
 
 class Ends(Protocol):
-    """Chain digests by block: all of a prefix, or those at which its records end."""
+    """An `Ends` maps a block to the chain digest at its end: for all blocks of a prefix, or for
+    those at which its records end."""
 
     def __getitem__(self, block: int, /) -> PrefixHash: ...
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """Blocks [first, end) of a prefix: one range record a component."""
+    """A `Cell` is the blocks [first, end) of a prefix that one range record of each component
+    holds; an empty one stands for the point at `end`."""
 
     first: int
     end: int
 
 
 class Inside(msgspec.Struct, frozen=True):
-    """A stored record that holds `boundary` at the end of its first `units` units."""
+    """An `Inside` is a stored record that holds `boundary` at the end of its first `units`
+    units."""
 
     meta: Meta
     units: int
@@ -137,7 +141,8 @@ class Inside(msgspec.Struct, frozen=True):
 
 
 class RecordNames:
-    """Ids and metadata under one identity, layout and grid. Holds no state."""
+    """`RecordNames` makes the ids and metadata of records under one identity, layout and grid of
+    cells."""
 
     def __init__(
         self,
@@ -165,11 +170,11 @@ class RecordNames:
         self._metas = {c.name: self._meta(c) for c in layout.components}
 
     def descriptor(self, component: str) -> bytes:
-        """How a record of the component lies, as its header says it."""
+        """Return the encoded descriptor of the component's records, as their headers hold it."""
         return self._descriptors[component]
 
     def of(self, tenant: bytes) -> RecordNames:
-        """A tenant's names, by its salt; these where it is empty."""
+        """Return the names under the tenant's salt; these themselves where `tenant` is empty."""
         if not tenant:
             return self
         identity = msgspec.structs.replace(self.identity, tenant_salt=tenant)
@@ -178,19 +183,19 @@ class RecordNames:
         )
 
     def slot_bytes(self, component: str) -> int:
-        """Bytes of one unit of a component's record."""
+        """Return the bytes of one unit of the component's records."""
         return self._slot_bytes[component]
 
     def payload_bytes(self, component: str, slots: Sequence[int]) -> int:
-        """Bytes of a record of these slots."""
+        """Return the bytes of a record of these slots."""
         return len(slots) * self._slot_bytes[component]
 
     def cell_ending_at(self, end: int) -> Cell:
-        """The cell whose last block is the one before `end`."""
+        """Return the cell of the grid whose last block is the one before `end`."""
         return Cell((end - 1) // self.blocks * self.blocks, end)
 
     def cells(self, depth: int) -> Iterator[Cell]:
-        """What [0, depth) is stored as."""
+        """Yield the cells that [0, depth) is stored as, in order; the last one may be short."""
         for first in range(0, depth, self.blocks):
             yield Cell(first, min(first + self.blocks, depth))
 
@@ -200,7 +205,8 @@ class RecordNames:
         return self._ids[component].range(hashed, cell.first * block, cell.end * block)
 
     def range_ids(self, cells: Iterable[Cell], digests: Digests) -> dict[bytes, Cell]:
-        """Every range component's id of each cell, as `range_id` makes them."""
+        """Return the id of every range component's record of each cell, as `range_id` makes them,
+        with the cell."""
         grid, ids = self.blocks, dict[bytes, Cell]()
         for cell in cells:
             for name in self.range_names:
@@ -212,7 +218,7 @@ class RecordNames:
         return ids
 
     def _place(self, component: str, number: int) -> bytes:
-        """What the ids of all prefixes' whole cells of that number have in common."""
+        """Return the part of an id that all prefixes' whole cells of that number have in common."""
         places, tokens = self._places[component], self.blocks * self.layout.block_tokens
         while len(places) <= number:
             start = len(places) * tokens
@@ -223,8 +229,8 @@ class RecordNames:
         return self._ids[component].point(digests[depth - 1], depth * self.layout.block_tokens)
 
     def shared_cell(self, inside: Inside, digests: Digests) -> Cell | None:
-        """The part of a range record that a prefix shares; None when the record is of another
-        identity or grid, or the boundary is not the prefix's."""
+        """Return the part of a range record that the prefix of `digests` shares; None when the
+        record is of another identity or grid, or the boundary is not the prefix's."""
         meta, block = inside.meta, self.layout.block_tokens
         ids, first = self._ids.get(meta.component), meta.first_token // block
         depth = first + inside.units
@@ -262,7 +268,8 @@ class RecordNames:
         )
 
     def _meta(self, component: Component) -> Meta:
-        """What all records of a component say of themselves."""
+        """Return the fields that all records of a component have in common; the others are
+        placeholders."""
         nowhere = PrefixHash(bytes(ID_BYTES))
         key: ArtifactKey = PointKey(nowhere, 1, component.name)
         if component.coverage is Coverage.RANGE:
@@ -279,7 +286,8 @@ TIPS_KEPT = 4096
 
 
 class Tip(msgspec.Struct, frozen=True):
-    """A session's blocks [0, depth), as they were last copied; depth 0: the session is forgotten.
+    """A `Tip` is a session's blocks [0, depth), as they were last copied; depth 0: the session is
+    forgotten.
 
     A tip keeps the digests at the ends of its records instead of the tokens, so that a later life
     of the worker can look for them too.
@@ -297,8 +305,8 @@ class Tip(msgspec.Struct, frozen=True):
 
 
 class TipDepth(msgspec.Struct, frozen=True):
-    """How much of a tip can be had from a tier: `depth` blocks, up to `digest`. `has_point`: with
-    the point state there, else up to it by a replay."""
+    """A `TipDepth` says how much of a tip a tier can give back: `depth` blocks, up to `digest`.
+    `has_point`: the point state there too; else the state up to it comes by a replay."""
 
     depth: int
     digest: PrefixHash | None = None
@@ -317,14 +325,15 @@ def tip_of(
     points: Iterable[int],
     tenant: bytes = b"",
 ) -> Tip:
-    """The tip of a session of which blocks [0, depth) were copied."""
+    """Return the tip of a session of which blocks [0, depth) were copied, with point state at the
+    depths `points` that lie in it."""
     kept = tuple(sorted(at for at in points if 0 < at <= depth))
     at = {cell.end - 1 for cell in names.cells(depth)} | {point - 1 for point in kept}
     return Tip(session_id, depth, {block: digests[block] for block in sorted(at)}, kept, tenant)
 
 
 def ids_of(names: RecordNames, tip: Tip) -> tuple[bytes, ...]:
-    """The ids of all its records."""
+    """Return the ids of all records of the tip, range and point."""
     names = names.of(tip.tenant)
     return tuple(id_ for ids in (*_cells(names, tip), *_points(names, tip).values()) for id_ in ids)
 
@@ -332,7 +341,7 @@ def ids_of(names: RecordNames, tip: Tip) -> tuple[bytes, ...]:
 def tip_depth(
     names: RecordNames, tip: Tip, held: frozenset[bytes], *, can_replay: bool
 ) -> TipDepth:
-    """How much of the tip can be brought back from what is `held`.
+    """Return how much of the tip can be brought back from the records `held`.
 
     Range state counts as far as no record lacks; a model with point state goes on at the deepest
     point that is there too, or, by a replay, where range state ends.
@@ -351,7 +360,7 @@ def tip_depth(
 
 
 def _cells(names: RecordNames, tip: Tip) -> Iterator[tuple[bytes, ...]]:
-    """The ids of each range record's components, from the front."""
+    """Yield, for each cell of the tip from the front, the ids of its range records by component."""
     for cell in names.cells(tip.depth):
         yield tuple(names.range_id(name, cell, tip.ends) for name in names.range_names)
 
@@ -364,6 +373,6 @@ def _points(names: RecordNames, tip: Tip) -> Mapping[int, tuple[bytes, ...]]:
 
 
 def is_sound(names: RecordNames, tip: Tip) -> bool:
-    """Whether a tip that was read from a file names what its records need."""
+    """Return whether a tip that was read from a file has the digests that its records' ids need."""
     needed = {cell.end - 1 for cell in names.cells(tip.depth)} | {at - 1 for at in tip.points}
     return needed <= tip.ends.keys() and all(0 < at <= tip.depth for at in tip.points)

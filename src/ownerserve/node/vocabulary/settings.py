@@ -1,4 +1,4 @@
-"""What an operator may set of a node. Data only; `cli.worker` owns the flags."""
+"""The settings that an operator may give a node. Data only; `cli.worker` owns the flags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BELOW = frozenset({Tier.HOST, Tier.DISK, Tier.REMOTE})
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a node treats state that is not on the device.
+    """`NodeSettings` say how a node treats state that is not on the device.
 
     below               tiers that state may lie in below the device; none: a turn starts at once
                         with what the device has, and short room is evicted
