@@ -33,7 +33,9 @@ assert _IOCB.size == 64
 
 
 class KernelQueue:
-    """One kernel queue and the arrays it is talked to with."""
+    """A kernel queue is one io_submit context and the arrays it is talked to with. It is one
+    thread's.
+    """
 
     def __init__(self) -> None:
         self._setup, self._destroy, self._getevents, self._submit = _CALLS[platform.machine()]
@@ -48,7 +50,7 @@ class KernelQueue:
         self._events = (ctypes.c_char * (_EVENT.size * DEPTH))()
 
     def send(self, reads: Sequence[tuple[int, DirectRead]]) -> int:
-        """Start reads given as (tag, read), at most DEPTH; how many the kernel took."""
+        """Start reads given as (tag, read), at most DEPTH; returns how many the kernel took."""
         for place, (tag, read) in enumerate(reads):
             address = ctypes.addressof(ctypes.c_char.from_buffer(read.into))
             _IOCB.pack_into(
@@ -58,7 +60,9 @@ class KernelQueue:
         return max(0, int(_libc.syscall(self._submit, self._handle, len(reads), self._pointers)))
 
     def reap(self) -> list[tuple[int, int]]:
-        """(tag, bytes read or a negative errno) of at least one read that is in the air."""
+        """Wait for at least one read that is in the air; returns (tag, bytes read or a negative
+        errno) of each that is done. Raises OSError.
+        """
         while True:
             count = _libc.syscall(self._getevents, self._handle, 1, DEPTH, self._events, None)
             if count > 0:
@@ -69,19 +73,21 @@ class KernelQueue:
                 raise OSError(code, f"io_getevents: {os.strerror(code)}")
 
     def close(self) -> None:
-        """Waits for what is in the air."""
+        """Destroy the queue; waits for what is in the air."""
         _libc.syscall(self._destroy, self._handle)
 
 
 class ReadQueue:
-    """Kernel queues, one for each thread that is reading now; made at first need, kept."""
+    """A read queue holds kernel queues, one for each thread that is reading now; they are made at
+    first need and kept.
+    """
 
     def __init__(self) -> None:
         self._idle: list[KernelQueue] = []
         self._refused = platform.machine() not in _CALLS
 
     def run(self, reads: Sequence[DirectRead]) -> Generator[tuple[int, int], None, None]:
-        """(index, bytes read or a negative errno) of each read, as they complete.
+        """Make all reads; yields (index, bytes read or a negative errno) of each as they complete.
 
         What the caller does between two answers overlaps with what is still in the air.
         """
@@ -141,7 +147,9 @@ class ReadQueue:
 def _batch(
     reads: Sequence[DirectRead], start: int, air: dict[int, int]
 ) -> list[tuple[int, DirectRead]]:
-    """Loads from `start` that may join those in the air: DEPTH at most, and not too many bytes."""
+    """Return the reads from `start` that may join those in the air: DEPTH at most, and not too many
+    bytes.
+    """
     batch: list[tuple[int, DirectRead]] = []
     room = IN_FLIGHT_BYTES - sum(air.values())
     for tag in range(start, min(len(reads), start + DEPTH - len(air))):

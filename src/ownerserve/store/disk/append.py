@@ -23,7 +23,7 @@ WRITE_BYTES = 8 * MIB
 
 
 class RecordDraft(msgspec.Struct):
-    """A sealed record in its buffer, still without a place."""
+    """A draft is a sealed record in its buffer, still without a place."""
 
     header: RecordHeader
     record: memoryview
@@ -33,14 +33,16 @@ class RecordDraft(msgspec.Struct):
 
 
 class Appended(msgspec.Struct):
-    """What one append made durable, and the segments it touched."""
+    """Appended is what one append made durable, and the segments it touched."""
 
     entries: list[IndexEntry]
     segments: list[SegmentRow]
 
 
 class Appender:
-    """The one writer's position in the store: open segment, its end, next sequence number."""
+    """An appender owns the one writer's position in the store: open segment, its end, next sequence
+    number.
+    """
 
     def __init__(self, home: Home, next_number: int, next_sequence: int) -> None:
         self._home = home
@@ -56,18 +58,20 @@ class Appender:
 
     @property
     def busy(self) -> frozenset[int]:
-        """Segments that may hold records which the index has not heard of, and the open one."""
+        """Return the segments that may hold records which the index has not heard of, and the open
+        one.
+        """
         own = {self._segment.number} if self._segment else set()
         return frozenset(self._untold | own)
 
     @property
     def open_segment(self) -> int | None:
-        """Number of the segment that takes records."""
+        """Return the number of the segment that takes records; None when none does."""
         return self._segment.number if self._segment else None
 
     @property
     def end(self) -> int:
-        """The offset in the open segment at which the next record goes."""
+        """Return the offset in the open segment at which the next record goes."""
         return self._end
 
     def resume(self, segment: Segment, end: int) -> None:
@@ -101,7 +105,7 @@ class Appender:
         return done
 
     def told(self) -> None:
-        """The index knows all that was appended."""
+        """Note that the index knows all that was appended."""
         self._untold.clear()
 
     def _write_aside(self) -> None:
@@ -209,7 +213,7 @@ def record(
 def tell(
     appender: Appender, index: IndexWriter, done: Appended, *, instead_of: Sequence[IndexEntry] = ()
 ) -> None:
-    """The second half of a commit: the index learns what is durable.
+    """Tell the index what is durable: the second half of a commit. Raises IndexFailed.
 
     When it can't be told, the segment takes no more records, so that its known end stays before
     these: the next open finds them there.

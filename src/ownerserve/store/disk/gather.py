@@ -27,7 +27,7 @@ CUT_BYTES = 2 * MIB
 
 
 class Item(msgspec.Struct, eq=False, gc=False):
-    """The `at`-th want of a read and its record.
+    """An item is the `at`-th want of a read and its record.
 
     Of payload bytes [low, high) it serves; it reads and verifies [first, end), whole chunks.
     `landed` is its header and those chunks; `waiting` counts its spans that are not read yet.
@@ -46,11 +46,11 @@ class Item(msgspec.Struct, eq=False, gc=False):
 
     @property
     def size(self) -> int:
-        """Bytes it takes in memory, a multiple of 4 KiB."""
+        """Return the bytes it takes in memory, a multiple of 4 KiB."""
         return self.entry.header_bytes + aligned(self.end - self.first)
 
     def stretches(self) -> Iterator[tuple[int, int, int]]:
-        """(offset in the segment, offset in memory, length) of what it reads."""
+        """Iterate over what it reads: (offset in the segment, offset in memory, length)."""
         entry, place = self.entry, self.place
         head, body = entry.header_bytes, aligned(self.end - self.first)
         if self.first == 0:
@@ -61,7 +61,7 @@ class Item(msgspec.Struct, eq=False, gc=False):
 
 
 class SegmentRead(msgspec.Struct, eq=False, gc=False):
-    """One read: `length` bytes at `offset` of a segment, to `place` in the buffer."""
+    """A segment read brings `length` bytes at `offset` of a segment to `place` in the buffer."""
 
     segment: int
     offset: int
@@ -71,7 +71,7 @@ class SegmentRead(msgspec.Struct, eq=False, gc=False):
 
 
 def items_of(wants: Sequence[Want], entries: Mapping[bytes, IndexEntry]) -> Iterator[Item]:
-    """One item for each want; BadRange for units that the record does not have."""
+    """Make one item for each want; raises BadRange for units that the record does not have."""
     for at, want in enumerate(wants):
         entry = entries[want.id]
         low, high = span_of(want, entry.meta.units, entry.payload_bytes)
@@ -79,7 +79,9 @@ def items_of(wants: Sequence[Want], entries: Mapping[bytes, IndexEntry]) -> Iter
 
 
 def buffers(items: Sequence[Item]) -> Iterator[tuple[int, list[Item]]]:
-    """Items in the order they lie on disk, placed in buffers: (bytes of the buffer, its items)."""
+    """Place items in buffers, in the order they lie on disk; yields (bytes of the buffer, its
+    items).
+    """
     size, group = 0, list[Item]()
     for item in sorted(items, key=_lie) if len(items) > 1 else items:
         length = item.size
@@ -97,7 +99,7 @@ def _lie(item: Item) -> tuple[int, int, int]:
 
 
 def spans(group: Sequence[Item]) -> list[SegmentRead]:
-    """The reads of one buffer's items; sets what each item waits for."""
+    """Return the reads of one buffer's items; sets what each item waits for."""
     found: list[SegmentRead] = []
     for item in group:
         segment = item.entry.segment

@@ -32,7 +32,9 @@ STORE_ID_BYTES = 16
 
 
 class Home:
-    """The directory and what is fixed about it. Holds no file open but the lock."""
+    """A home is a store's directory and what is fixed about it. It holds no file open but the
+    lock.
+    """
 
     def __init__(self, directory: Path, store_id: bytes, segment_bytes: int) -> None:
         self.directory = directory
@@ -46,7 +48,9 @@ class Home:
 
     @classmethod
     def create_or_open(cls, directory: Path, segment_bytes: int = DEFAULT_SEGMENT_BYTES) -> Home:
-        """The store at `directory`, made when there is none. Takes the writer's lock."""
+        """Open the store at `directory`, made when there is none, and take the writer's lock.
+        Raises InvalidInput for a bad `segment_bytes` and for another's directory.
+        """
         if segment_bytes % BLOCK or segment_bytes < MIN_SEGMENT_BYTES:
             raise InvalidInput(
                 "segment_bytes",
@@ -69,7 +73,7 @@ class Home:
 
     @classmethod
     def open(cls, directory: Path) -> Home:
-        """The store at `directory`, for reading; InvalidInput when there is none."""
+        """Open the store at `directory` for reading; raises InvalidInput when there is none."""
         try:
             data = (directory / "STORE").read_bytes()
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -86,7 +90,9 @@ class Home:
         return cls(directory, store_id, segment_bytes)
 
     def master_key(self, key_file: Path | None = None) -> bytes:
-        """The key in `key_file`, else the store's own, made at first need."""
+        """Return the key in `key_file`, else the store's own, which a writer makes at first need.
+        Raises InvalidInput when it can't be read.
+        """
         path = key_file or self.directory / "KEY"
         if key_file is None and not path.exists() and self._lock_fd >= 0:
             _write_once(path, os.urandom(32))
@@ -96,7 +102,7 @@ class Home:
             raise InvalidInput("key", str(error), "name a readable file of 32 bytes") from error
 
     def segment_numbers(self) -> list[int]:
-        """Segment files that stand, by number."""
+        """Return the numbers of the segment files that stand, ascending."""
         found = (self.directory / "segments").glob(f"*{SUFFIX}")
         return sorted(int(path.stem) for path in found if path.stem.isdecimal())
 
@@ -108,7 +114,7 @@ class Home:
         return len(left)
 
     def unlock(self) -> None:
-        """Let another writer in."""
+        """Give up the writer's lock: another writer may come in."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -151,7 +157,7 @@ def _write_all(fd: int, data: bytes, path: Path) -> None:
 
 
 def _write_once(path: Path, data: bytes) -> None:
-    """`data` durably under `path`, or nothing there."""
+    """Write `data` durably under `path`, or leave nothing there."""
     temporary = path.with_suffix(".tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:

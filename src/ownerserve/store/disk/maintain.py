@@ -21,7 +21,7 @@ QUARANTINE_KEPT_S = 7 * 86400.0
 
 
 class GcResult(msgspec.Struct):
-    """Counts of what one gc released, compacted and dropped."""
+    """A GcResult counts what one gc released, compacted and dropped."""
 
     quarantine_released: int = 0
     segments_compacted: int = 0

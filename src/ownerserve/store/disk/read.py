@@ -40,11 +40,11 @@ Read = tuple[Item, ReadPart | Exception]
 
 
 class Foreign(Corrupt):
-    """A layout that the reader does not take."""
+    """The record is in a layout that the reader does not take."""
 
 
 class OpenSegments:
-    """Segments open for reading, least recently used closed first.
+    """OpenSegments keeps segments open for reading, and closes the least recently used first.
 
     A segment unlinked meanwhile stays readable to who holds it; the last holder closes it.
     """
@@ -55,7 +55,7 @@ class OpenSegments:
         self._lock = Lock()
 
     def get(self, number: int) -> Segment:
-        """The segment, opened if need be; OSError when it is gone."""
+        """Return the segment, opened if need be; raises OSError when it is gone."""
         with self._lock:
             segment = self._open.get(number)
             if segment is None:
@@ -79,7 +79,9 @@ class OpenSegments:
 
 
 class DiskReader:
-    """Verified reads over one index and its segments; any number of threads."""
+    """A disk reader makes verified reads over one index and its segments, from any number of
+    threads.
+    """
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class DiskReader:
         return outcome
 
     def _try(self, wants: Sequence[Want], landing: BufferSource) -> tuple[ReadOutcome, bool]:
-        """An outcome, and whether it came from an index row that is no longer true."""
+        """Return an outcome, and whether it came from an index row that is no longer true."""
         try:
             entries = self._index.get_many([want.id for want in wants])
         except IndexFailed:
@@ -144,7 +146,9 @@ class DiskReader:
     def _try_one(
         self, want: Want, entries: Mapping[bytes, IndexEntry], landing: BufferSource
     ) -> tuple[ReadOutcome, bool]:
-        """An outcome as from `_try`, without a queue: half the work where there is one record."""
+        """Return an outcome as from `_try`, without a queue: half the work where there is one
+        record.
+        """
         part: ReadPart | Exception
         try:
             (item,) = items_of((want,), entries)
@@ -163,7 +167,7 @@ class DiskReader:
         return ReadHit((part,), "disk"), False
 
     def _read(self, jobs: list[tuple[SegmentRead, memoryview]]) -> Generator[Read, None, None]:
-        """Each item's part as its last span arrives, or what is wrong with it."""
+        """Yield each item's part as its last span arrives, or what is wrong with it."""
         held: dict[int, Segment] = {}  # a segment's file stays open while one holds it
         loads: list[DirectRead] = []
         for span, buffer in jobs:
@@ -196,7 +200,7 @@ class DiskReader:
         return self._open(item)
 
     def _open(self, item: Item) -> ReadPart | Exception:
-        """Verified bytes of what has landed, or what is wrong with it."""
+        """Return the verified bytes of what has landed, or what is wrong with it."""
         entry, want, landed = item.entry, item.want, item.landed
         head = entry.header_bytes
         try:
@@ -260,7 +264,9 @@ def read_all(segment: Segment, offset: int, into: memoryview) -> None:
 
 
 def _out_of_range(want: Want, entries: Mapping[bytes, IndexEntry]) -> ReadMiss:
-    """Units that the record lacks: one in another layout may have them, cut otherwise."""
+    """Return the miss for units that the record lacks: one in another layout may have them, cut
+    otherwise.
+    """
     is_foreign = want.descriptor not in (None, entries[want.id].meta.descriptor)
     reason = MissReason.FOREIGN_LAYOUT if is_foreign else MissReason.BAD_RANGE
     return ReadMiss(reason, want.id)

@@ -35,7 +35,7 @@ _COPY_BYTES = 32 * MIB
 
 
 def sparse(rows: Iterable[SegmentRow], share: float = SPARSE_SHARE) -> list[SegmentRow]:
-    """Full segments of which less than `share` is alive, emptiest first. Pure."""
+    """Return the full segments of which less than `share` is alive, emptiest first. Pure."""
     found = [
         row
         for row in rows
@@ -45,12 +45,12 @@ def sparse(rows: Iterable[SegmentRow], share: float = SPARSE_SHARE) -> list[Segm
 
 
 def span(entry: IndexEntry) -> SegmentSpan:
-    """The bytes an entry occupies."""
+    """Return the span of bytes that an entry occupies."""
     return SegmentSpan(entry.segment, entry.offset, entry.stored_bytes)
 
 
 class Reclaimer:
-    """Removes what the index no longer wants. Called under the writer's lock only."""
+    """A reclaimer removes what the index no longer wants. Called under the writer's lock only."""
 
     def __init__(
         self, home: Home, index: IndexWriter, *, appender: Appender, segments: OpenSegments
@@ -61,7 +61,9 @@ class Reclaimer:
         self._segments = segments
 
     def remove(self, entries: Sequence[IndexEntry]) -> None:
-        """Unreadable at once; the space is given back, and is gone after `drop_empty` at latest."""
+        """Remove records: they are unreadable at once, and their space is given back, after
+        `drop_empty` at latest.
+        """
         spans = [span(entry) for entry in entries]
         self._index.apply(Change(remove=entries, doom=spans))
         self.erase(spans)
@@ -81,7 +83,7 @@ class Reclaimer:
         self._index.apply(Change(erased=spans))
 
     def drop_empty(self) -> int:
-        """Unlink full segments without a live record; how many."""
+        """Unlink full segments without a live record; returns how many."""
         busy = self._appender.busy
         rows = [
             row
@@ -102,7 +104,7 @@ class Reclaimer:
     def compact(
         self, row: SegmentRow, keys: Keys, *, landing: BufferSource, now_ms: int, on_bad: OnBad
     ) -> int:
-        """Copy what is alive in a segment to the open one and drop it; bytes copied."""
+        """Copy what is alive in a segment to the open one and drop it; returns the bytes copied."""
         copied = 0
         batch: list[tuple[IndexEntry, RecordDraft]] = []
         size = 0
@@ -122,7 +124,7 @@ class Reclaimer:
         return copied
 
     def copy_of(self, entry: IndexEntry, keys: Keys, landing: BufferSource) -> RecordDraft:
-        """A live record, read into `landing` and verified, to be appended elsewhere."""
+        """Read a live record into `landing` and verify it, to be appended elsewhere."""
         copy = landing.take(entry.stored_bytes)
         segment = self._segments.get(entry.segment)
         read_all(segment, entry.offset, copy)

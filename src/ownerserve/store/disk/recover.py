@@ -45,7 +45,7 @@ _BATCH = 1024
 
 
 class RecoveryReport(msgspec.Struct):
-    """Counts of what was found, adopted and mended when a store was opened."""
+    """A recovery report counts what was found, adopted and mended when a store was opened."""
 
     index_rebuilt: bool = False
     adopted: int = 0
@@ -57,7 +57,7 @@ class RecoveryReport(msgspec.Struct):
 
 
 class Recovered(msgspec.Struct):
-    """An open store's parts."""
+    """Recovered holds an open store's parts."""
 
     index: IndexWriter
     appender: Appender
@@ -66,7 +66,7 @@ class Recovered(msgspec.Struct):
 
 
 def open_index(home: Home, report: RecoveryReport) -> IndexWriter:
-    """The index, or a new one where it is missing, damaged or another store's."""
+    """Open the index, or make a new one where it is missing, damaged or another store's."""
     try:
         index = IndexWriter(home.index_path, home.store_id)
     except IndexFailed:
@@ -94,7 +94,7 @@ def recover(home: Home, keys: Keys, *, segments: OpenSegments, landing: BufferSo
 
 
 class _Recovery:
-    """The work of opening one store; the object lives no longer than that."""
+    """A recovery does the work of opening one store; the object lives no longer than that."""
 
     def __init__(
         self,
@@ -179,7 +179,9 @@ class _Recovery:
         return segment, fresh
 
     def _whole(self, segment: Segment, start: int, *, deep: bool) -> Iterator[RecordHeader]:
-        """Records from `start`; with `deep`, only those whose payload verifies too."""
+        """Yield the records from `start`; with `deep`, only those whose payload verifies too: the
+        others are erased.
+        """
         if not deep:
             yield from self._ahead.take(segment.number)
             return
@@ -193,7 +195,7 @@ class _Recovery:
                     segment.erase([(header.place.offset, header.record_bytes)])
 
     def _verified(self, segment: Segment, group: list[RecordHeader]) -> set[int]:
-        """Offsets of the records whose header and payload are right."""
+        """Return the offsets of the records whose header and payload are right."""
         rooms = [self._landing.take(header.record_bytes) for header in group]
         loads = [
             segment.load(header.place.offset, room)
@@ -245,7 +247,7 @@ class _Recovery:
 
 
 def _groups(headers: Iterator[RecordHeader]) -> Iterator[list[RecordHeader]]:
-    """Headers in order, in groups whose records are at most 8 MiB together, or one record."""
+    """Yield headers in order, in groups whose records are at most 8 MiB together, or one record."""
     group, size = list[RecordHeader](), 0
     for header in headers:
         if group and size + header.record_bytes > BUFFER_BYTES:

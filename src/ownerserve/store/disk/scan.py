@@ -23,7 +23,7 @@ AHEAD = 4
 
 
 def records(segment: Segment, start: int, store_id: bytes) -> Iterator[RecordHeader]:
-    """Headers at and after `start`; payloads are not read."""
+    """Yield the headers at and after `start`; payloads are not read."""
     first = mmap.mmap(-1, BLOCK)
     view, offset = memoryview(first), start
     while True:

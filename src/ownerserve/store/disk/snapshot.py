@@ -26,7 +26,7 @@ from ownerserve.store.tiers.buffers import BufferPool, BufferSource
 
 
 class StoreSnapshot:
-    """The reading half of a store on disk, for any process."""
+    """A store's snapshot is the reading half of a store on disk, for any process."""
 
     def __init__(self, directory: Path, *, key_file: Path | None = None) -> None:
         home = Home.open(directory)
@@ -47,18 +47,22 @@ class StoreSnapshot:
         )
 
     def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
-        """All wants verified, or a miss. Bad records are counted; quarantine is the writer's."""
+        """Read and verify all wants, or give a miss. Bad records are counted; quarantine is the
+        writer's.
+        """
         return self._reader.read(wants, landing)
 
     def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]:
-        """What the index has of `ids`."""
+        """Return what the index has of `ids`; nothing when it can't be read."""
         try:
             return {id_: entry.listed() for id_, entry in self._index.get_many(ids).items()}
         except IndexFailed:
             return {}
 
     def standing(self, ids: Sequence[bytes]) -> frozenset[bytes] | None:
-        """Which of `ids` the index has now, whatever was known of them; None: it can't be read."""
+        """Return which of `ids` the index has now, whatever was known of them; None when it can't
+        be read.
+        """
         for id_ in ids:
             self._index.forget(id_)
         try:
@@ -67,26 +71,28 @@ class StoreSnapshot:
             return None
 
     def at_boundary(self, prefix_hash: bytes) -> list[tuple[Meta, int]]:
-        """Records that hold this prefix at the end of one of their units, and of which."""
+        """List the records that hold this prefix at the end of one of their units, as (meta, units
+        up to there); none when the index can't be read.
+        """
         try:
             return [(entry.meta, units) for entry, units in self._index.at_boundary(prefix_hash)]
         except IndexFailed:
             return []
 
     def entries(self, tenant: bytes | None = None) -> Iterator[IndexEntry]:
-        """Every record, in order of writing."""
+        """Iterate over every record (of a tenant), in order of writing. Raises IndexFailed."""
         return self._index.walk(tenant=tenant)
 
     def usage(self) -> Mapping[tuple[bytes, ArtifactKind], TierUsage]:
-        """Bytes and records by tenant and kind."""
+        """Return bytes and records by tenant and kind. Raises IndexFailed."""
         return self._index.usage()
 
     def segments(self) -> list[SegmentRow]:
-        """The segments and how much of each is alive."""
+        """List the segments and how much of each is alive. Raises IndexFailed."""
         return self._index.segments()
 
     def quarantined(self) -> list[Quarantined]:
-        """Records that the writer found bad."""
+        """List the records that the writer found bad. Raises IndexFailed."""
         return self._index.quarantined()
 
     def close(self) -> None:

@@ -79,7 +79,8 @@ T = TypeVar("T")
 
 
 class DiskCore:
-    """An open store's parts, and the steps that the tier, its reader and maintenance share.
+    """A disk tier's core is an open store's parts, and the steps that the tier, its reader and
+    maintenance share.
 
     Owns the writer's two locks, the touches not yet in the index, and the counters. `appending` is
     held by who appends, across its I/O; `lock` by who changes the index or the accounts, for short.
@@ -101,7 +102,7 @@ class DiskCore:
         self._touched: dict[int, Touch] = {}
 
     def now_ms(self) -> int:
-        """The clock's reading, as the format keeps it."""
+        """Return the clock's reading as the format keeps it, in whole milliseconds."""
         return int(self.clock.now() * 1000)
 
     @contextmanager
@@ -120,7 +121,7 @@ class DiskCore:
             yield
 
     def attempt(self, step: Callable[[], T], otherwise: T) -> T:
-        """The step's result; `otherwise` when the medium failed."""
+        """Take the step and return its result; `otherwise` when the medium failed."""
         with self.shielded():
             return step()
         return otherwise  # type: ignore[unreachable]  # mypy: a context manager may swallow
@@ -148,13 +149,13 @@ class DiskCore:
                 self.flush()
 
     def flush(self) -> None:
-        """Recency and reuse counts into the index."""
+        """Write recency and reuse counts of the reads so far into the index."""
         touched, self._touched = self._touched, {}
         if touched:
             self.index.apply(Change(touched=list(touched.values())))
 
     def find(self, ids: Sequence[bytes]) -> dict[bytes, Listed]:
-        """What the index has of `ids`, reads not yet flushed included. Needs no lock."""
+        """Return what the index has of `ids`, reads not yet flushed included. Needs no lock."""
         found = {}
         for id_, entry in self.index.get_many(ids).items():
             touch = self._touched.get(entry.sequence)
@@ -162,7 +163,7 @@ class DiskCore:
         return found
 
     def evict(self, ids: Sequence[bytes]) -> int:
-        """Remove records; how many there were."""
+        """Remove records; returns how many there were."""
         entries = list(self.index.get_many(ids).values()) if ids else []
         if entries:
             self.reclaimer.remove(entries)
@@ -171,11 +172,13 @@ class DiskCore:
         return len(entries)
 
     def oldest(self, kind: ArtifactKind, limit: int, tenant: bytes | None = None) -> list[Listed]:
-        """Least recently touched first."""
+        """List up to `limit` records of a kind (of a tenant), least recently touched first."""
         return [entry.listed() for entry in self.index.oldest(kind, limit, tenant=tenant)]
 
     def oldest_flushed(self, kind: ArtifactKind, limit: int) -> list[Listed]:
-        """Least recently touched first, the latest reads counted; nothing when the index fails."""
+        """List up to `limit` records of a kind, least recently touched first, the latest reads
+        counted; none when the index fails.
+        """
 
         def step() -> list[Listed]:
             self.flush()
@@ -192,7 +195,9 @@ class DiskCore:
                 self.index.forget(id_)
 
     def quarantine(self, entry: IndexEntry, reason: str) -> None:
-        """A record failed verification: it is a miss from now on, kept for inspection until gc."""
+        """Put aside a record that failed verification: it is a miss from now on, kept for
+        inspection until gc.
+        """
         with self.shielded():
             standing = self.index.get(entry.meta.id)
             if standing is None or standing.sequence != entry.sequence:
@@ -251,7 +256,7 @@ class StoreUnavailable(OwnerServeError):
 
 
 class Index(Enum):
-    """What becomes of the index when a store is opened."""
+    """Index says what becomes of the index when a store is opened."""
 
     KEPT = "kept"
     MADE_ANEW = "made anew"
@@ -259,7 +264,7 @@ class Index(Enum):
 
 
 class DiskOptions(msgspec.Struct, frozen=True):
-    """How a store on disk is opened. `key_file` None: the store's own KEY file."""
+    """DiskOptions say how a store on disk is opened. `key_file` None: the store's own KEY file."""
 
     limits: TierLimits = TierLimits()
     segment_bytes: int = DEFAULT_SEGMENT_BYTES
@@ -271,7 +276,9 @@ class DiskOptions(msgspec.Struct, frozen=True):
 
 
 class DiskTier:
-    """Artifacts in segments under one directory. Implements `tier.TierBackend`."""
+    """A disk tier keeps artifacts in segments under one directory. Implements
+    `backend.TierBackend`.
+    """
 
     name = "disk"
 
@@ -320,7 +327,7 @@ class DiskTier:
         return segments, parts, keys, home
 
     def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]:
-        """What the index has of `ids`."""
+        """Return what the index has of `ids`; nothing when the index fails."""
         try:
             return self.core.find(ids)
         except IndexFailed:
@@ -328,7 +335,7 @@ class DiskTier:
             return {}
 
     def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
-        """All wants verified, or a miss."""
+        """Read and verify all wants, or give a miss."""
         outcome = self._reader.read(wants, landing)
         if isinstance(outcome, ReadMiss):
             self.core.counters[f"miss_{outcome.reason}"] += 1
@@ -337,7 +344,9 @@ class DiskTier:
         return outcome
 
     def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | AlreadyStored | WriteRefused:
-        """Room for one record. Evicts by policy; raises InvalidInput for an impossible meta."""
+        """Reserve room for one record, evicting by policy. Raises InvalidInput for an impossible
+        meta.
+        """
         meta.check()
         reason = RefusalReason.IO_ERROR
         if not 0 < payload_bytes <= MAX_PAYLOAD or payload_bytes % meta.units:
@@ -439,7 +448,7 @@ class DiskTier:
             self._ledger.release(reservation)
 
     def remove(self, ids: Sequence[bytes]) -> int:
-        """Records gone, of those that were there."""
+        """Remove records; returns how many there were."""
         return self.core.attempt(lambda: self.core.evict(ids), 0)
 
     def expire(self, most: int = EVERY_RECORD) -> int:
@@ -482,18 +491,20 @@ class DiskTier:
         return gone
 
     def purge(self, tenant: bytes) -> int:
-        """Every record of a tenant gone from the disk, also what the index forgot."""
+        """Remove every record of a tenant from the disk, also what the index forgot; returns how
+        many.
+        """
         with self.core.exclusive():
             return purge_tenant(self.core, tenant)
         return 0  # type: ignore[unreachable]  # mypy: a context manager may swallow
 
     def usage(self) -> Mapping[tuple[bytes, ArtifactKind], TierUsage]:
-        """Bytes and records that stand, by tenant and kind."""
+        """Return the bytes and records that stand, by tenant and kind."""
         with self.core.lock:
             return {key: used for key, used in self.core.index.standing.items() if used.records}
 
     def close(self) -> None:
-        """Flush and let another writer in. Closing twice is harmless."""
+        """Flush, and give up the writer's lock. Closing twice is harmless."""
         with self.core.exclusive():
             self.core.flush()
             self.core.appender.close()

@@ -40,7 +40,7 @@ FORM = "kv-layout/1"
 
 
 class Unconvertible(StrEnum):
-    """Why a record can't be had in the wanted layout. Each is a miss."""
+    """An Unconvertible says why a record can't be had in the wanted layout. Each is a miss."""
 
     UNKNOWN_FORM = "unknown_form"
     INCONSISTENT = "inconsistent"
@@ -58,14 +58,15 @@ class Unconvertible(StrEnum):
 
 
 class ByteOrder(StrEnum):
-    """The byte order of the scalars in an entry."""
+    """ByteOrder is that of the scalars in an entry."""
 
     LITTLE = "little"
     BIG = "big"
 
 
 class PayloadLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A descriptor that can be converted. Every field is stated: a default would be a guess.
+    """A payload layout is a descriptor that can be converted. Every field is stated: a default
+    would be a guess.
 
     `scalar` names the element type; `scalar_bytes` 0 says that an entry mixes types
     (fp8_ds_mla: FP8, BF16 and scales in one), whose byte order can't be turned.
@@ -97,11 +98,11 @@ class PayloadLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.layers * self.page_bytes
 
     def encode(self) -> bytes:
-        """The descriptor's bytes in a record's header; equal layouts have equal bytes."""
+        """Return the descriptor's bytes in a record's header; equal layouts have equal bytes."""
         return msgspec.msgpack.encode(self, order="sorted")
 
     def is_consistent(self) -> bool:
-        """Do the fields agree with each other?"""
+        """Tell whether the fields agree with each other."""
         return (
             min(self.layers, self.block_tokens, self.entries, self.entry_bytes) > 0
             and self.page_bytes >= self.entries * self.entry_bytes
@@ -113,7 +114,7 @@ class PayloadLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def decode(descriptor: bytes) -> PayloadLayout | None:
-    """The layout that a header's descriptor states; None for another form of description."""
+    """Return the layout that a header's descriptor states; None for another form of description."""
     try:
         layout = msgspec.msgpack.decode(descriptor, type=PayloadLayout)
     except UNREADABLE:
@@ -133,7 +134,9 @@ _MUST_EQUAL: tuple[tuple[Unconvertible, Callable[[PayloadLayout], object]], ...]
 
 
 def obstacle(stored: PayloadLayout, wanted: PayloadLayout) -> Unconvertible | None:
-    """What stands in the way of any record of `stored` as `wanted`; None: nothing."""
+    """Return what stands in the way of any record of `stored` as `wanted`; None when nothing
+    does.
+    """
     if not (stored.is_consistent() and wanted.is_consistent()):
         return Unconvertible.INCONSISTENT
     for reason, fact in _MUST_EQUAL:
@@ -145,8 +148,8 @@ def obstacle(stored: PayloadLayout, wanted: PayloadLayout) -> Unconvertible | No
 
 
 class UnitRange(msgspec.Struct, frozen=True):
-    """Units [first, end) of a record that begins at token `first_token`; `point`: it is no range
-    of tokens, so its one unit can't be cut otherwise.
+    """A unit range is units [first, end) of a record that begins at token `first_token`; `point`:
+    the record is no range of tokens, so its one unit can't be cut otherwise.
     """
 
     first: int
@@ -158,7 +161,7 @@ class UnitRange(msgspec.Struct, frozen=True):
 def source_span(
     stored: PayloadLayout, wanted: PayloadLayout, span: UnitRange, units: int
 ) -> UnitRange | Unconvertible:
-    """Units of the stored record (which has `units`) that hold the wanted units `span`.
+    """Return the units of the stored record (which has `units`) that hold the wanted units `span`.
 
     stored   |   0   |   1   |   2   |        block 64
     wanted   | 0 | 1 | 2 | 3 | 4 | 5 |        block 32; [1, 4) needs stored [0, 2)
@@ -186,7 +189,9 @@ def convert(
     source: UnitRange,
     target: UnitRange,
 ) -> memoryview | Unconvertible:
-    """`target`'s units as `wanted` lays them out, from the stored units `source` in `payload`."""
+    """Return `target`'s units as `wanted` lays them out, from the stored units `source` in
+    `payload`.
+    """
     reason = obstacle(stored, wanted)
     if reason is not None:
         return reason
@@ -215,7 +220,7 @@ def convert(
 def read_converted(
     read: Callable[[Want], ReadOutcome], want: Want, record: Listed
 ) -> ReadPart | ReadMiss:
-    """`want` in the layout it names, from a record whose catalogue entry is `record`.
+    """Read `want` in the layout it names, from a record whose catalogue entry is `record`.
 
     The read path calls this when a tier answers `foreign_layout`. What can't be converted is that
     same miss, and the reason is logged once.
@@ -248,7 +253,9 @@ def read_converted(
 
 
 def _misfit(stored: PayloadLayout, meta: Meta) -> Unconvertible | None:
-    """A range whose blocks are not its tokens is described wrongly, whatever its bytes are."""
+    """Return INCONSISTENT for a range whose blocks are not its tokens: it is described wrongly,
+    whatever its bytes are.
+    """
     tokens = meta.end_token - meta.first_token
     fits = meta.kind is ArtifactKind.POINT or meta.units * stored.block_tokens == tokens
     return None if fits else Unconvertible.INCONSISTENT

@@ -39,11 +39,13 @@ assert FIXED_BYTES == 360
 
 
 class OtherFormat(Corrupt):
-    """A record of a version that this code does not read. It may be good: leave it alone."""
+    """The record is of a version that this code does not read. It may be good: leave it alone."""
 
 
 class RecordPlace(msgspec.Struct, frozen=True, gc=False):
-    """Where a record lies: the store, the segment's number, the offset; and its age."""
+    """A record's place is where it lies: the store, the segment's number, the offset; and its age,
+    `sequence`.
+    """
 
     store_id: bytes
     segment: int
@@ -52,7 +54,9 @@ class RecordPlace(msgspec.Struct, frozen=True, gc=False):
 
 
 class RecordHeader(msgspec.Struct, frozen=True, gc=False):
-    """All a header says. `tags` is one digest, MAC or cipher tag for each 1 MiB of payload."""
+    """A record header is all that a header says. `tags` is one digest, MAC or cipher tag for each 1
+    MiB of payload.
+    """
 
     meta: Meta
     place: RecordPlace
@@ -70,7 +74,7 @@ class RecordHeader(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def record_bytes(self) -> int:
-        """What the record occupies: header and payload, each padded to 4 KiB."""
+        """Return what the record occupies: header and payload, each padded to 4 KiB."""
         return self.header_bytes + aligned(self.payload_bytes)
 
     @property
@@ -79,17 +83,17 @@ class RecordHeader(msgspec.Struct, frozen=True, gc=False):
 
 
 def aligned(count: int) -> int:
-    """`count` rounded up to a multiple of 4 KiB."""
+    """Return `count` rounded up to a multiple of 4 KiB."""
     return -(-count // BLOCK) * BLOCK
 
 
 def chunks_of(payload_bytes: int, chunk_bytes: int = CHUNK) -> int:
-    """How many chunks carry a tag."""
+    """Count the chunks that carry a tag."""
     return -(-payload_bytes // chunk_bytes)
 
 
 def header_bytes(meta: Meta, tag_bytes: int) -> int:
-    """Length of the header of `meta` with a tag table of `tag_bytes`."""
+    """Return the length in bytes of the header of `meta` with a tag table of `tag_bytes`."""
     return aligned(FIXED_BYTES + len(meta.descriptor) + tag_bytes + len(meta.boundaries))
 
 
@@ -104,7 +108,7 @@ def _untext(field: bytes) -> str:
 
 
 def encode(header: RecordHeader) -> bytes:
-    """The header's bytes, CRC set, padded to 4 KiB."""
+    """Return the header's bytes, CRC set, padded to 4 KiB."""
     meta, place = header.meta, header.place
     used = FIXED_BYTES + len(meta.descriptor) + len(header.tags) + len(meta.boundaries)
     packed = bytearray(aligned(used))
@@ -152,7 +156,7 @@ def encode(header: RecordHeader) -> bytes:
 
 
 def moved(encoded: bytes | memoryview, place: RecordPlace) -> bytes:
-    """The same header at another place; identity, tags and MAC untouched."""
+    """Return the same header at another place; identity, tags and MAC untouched."""
     packed = bytearray(encoded)
     (units,) = struct.unpack_from("<I", packed, 44)
     _PLACE.pack_into(packed, _PLACE_AT, place.store_id, place.segment, place.offset, place.sequence)
@@ -168,7 +172,7 @@ def _set_crc(packed: bytearray, used: int) -> None:
 
 
 def mac_input(encoded: bytes | memoryview) -> bytes:
-    """What a header's MAC covers: all but the place, the CRC and the MAC itself."""
+    """Return what a header's MAC covers: all but the place, the CRC and the MAC itself."""
     view = memoryview(encoded)
     (used,) = struct.unpack_from("<I", view, 16)
     body = bytearray(view[8:20]) + bytes(view[44:48]) + view[_PLACE_END:used]
@@ -178,7 +182,7 @@ def mac_input(encoded: bytes | memoryview) -> bytes:
 
 
 def with_mac(encoded: bytes, mac: bytes) -> bytes:
-    """The header with its MAC filled in."""
+    """Return the header with its MAC filled in."""
     packed = bytearray(encoded)
     packed[_MAC_AT : _MAC_AT + MAC_BYTES] = mac
     (used,) = struct.unpack_from("<I", packed, 16)
@@ -187,7 +191,9 @@ def with_mac(encoded: bytes, mac: bytes) -> bytes:
 
 
 def peek_bytes(data: bytes | memoryview) -> int:
-    """Header length from its first 4 KiB; Corrupt when that is no header."""
+    """Return the length of a header from its first 4 KiB; raises Corrupt when that is no header,
+    OtherFormat for another version.
+    """
     if len(data) < BLOCK or data[:8] != MAGIC:
         raise Corrupt("no record header here")
     version, blocks = _VERSION_AND_BLOCKS.unpack_from(data, 8)
@@ -199,7 +205,9 @@ def peek_bytes(data: bytes | memoryview) -> int:
 
 
 def decode(data: bytes | memoryview) -> RecordHeader:
-    """The header at the start of `data`, checked against its CRC and its own arithmetic."""
+    """Return the header at the start of `data`, checked against its CRC and its own arithmetic.
+    Raises as `peek_bytes`.
+    """
     length = peek_bytes(data)
     if len(data) < length:
         raise Corrupt(f"header cut off at {len(data)} of {length} bytes")
@@ -209,7 +217,9 @@ def decode(data: bytes | memoryview) -> RecordHeader:
 
 
 def checked_body(data: memoryview) -> int:
-    """Bytes used, after the CRC over them was found right. Every version starts like this."""
+    """Check the CRC over the header and return the bytes used; raises Corrupt. Every version starts
+    like this.
+    """
     used, crc = _USED_AND_CRC.unpack_from(data, 16)
     if not 24 <= used <= len(data):
         raise Corrupt("header length out of range")

@@ -30,14 +30,16 @@ SHARED = b""
 
 
 class ArtifactKind(IntEnum):
-    """Range: global KV of tokens [a, b). Point: the state needed to go on at one boundary."""
+    """An artifact is of one of two kinds. Range: global KV of tokens [a, b). Point: the state
+    needed to go on at one boundary.
+    """
 
     RANGE = 1
     POINT = 2
 
 
 class Meta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a record says of itself; all of it stands in the record's header.
+    """A meta is what a record says of itself; all of it stands in the record's header.
 
     The payload is `units` equal pieces (blocks of B tokens), so that tokens [x, y) of a record
     over [a, b) can be read alone:
@@ -94,7 +96,7 @@ class Meta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def unit_ends(meta: Meta) -> Iterator[tuple[bytes, int]]:
-    """(prefix hash, units up to it) of each unit end, for a record that lists them.
+    """Yield (prefix hash, units up to it) of each unit end, for a record that lists them.
 
     Others are found by id alone. The last end is the record's own.
     """
@@ -106,7 +108,7 @@ def unit_ends(meta: Meta) -> Iterator[tuple[bytes, int]]:
 def meta_of(
     identity: Identity, key: ArtifactKey, *, tenant: bytes = SHARED, units: int = 1
 ) -> Meta:
-    """The meta of an artifact under its true id. What is physical is the caller's to add:
+    """Return the meta of an artifact under its true id. What is physical is the caller's to add:
 
         msgspec.structs.replace(meta_of(...), descriptor=..., end_layer=...)
 
@@ -133,14 +135,14 @@ def meta_of(
 
 
 def _label(numerics: Numerics) -> str:
-    """What a listing shows of them, as far as a header has room; the id says all."""
+    """Return what a listing shows of the numerics, as far as a header has room; the id says all."""
     quantization, dtype = numerics.quantization, numerics.dtype
     label = quantization if 0 < len(quantization.encode()) <= MAX_PRECISION else dtype
     return label.encode()[:MAX_PRECISION].decode(errors="ignore")
 
 
 class Want(msgspec.Struct, frozen=True, gc=False):
-    """One artifact, or units [first_unit, end_unit) of it, that a restore needs.
+    """A want is one artifact, or units [first_unit, end_unit) of it, that a restore needs.
 
     `descriptor`, when given, is the only layout the reader takes; None leaves it to the reader.
     """
@@ -152,14 +154,18 @@ class Want(msgspec.Struct, frozen=True, gc=False):
 
 
 class TierUsage(NamedTuple):
-    """Bytes and records that stand in a tier, of one tenant and kind or of all."""
+    """A usage counts the bytes and records that stand in a tier, of one tenant and kind or of
+    all.
+    """
 
     stored_bytes: int = 0
     records: int = 0
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """A record as a tier's catalogue shows it; `stored_bytes` counts header and padding."""
+    """Listed is a record as a tier's catalogue shows it; `stored_bytes` counts header and
+    padding.
+    """
 
     meta: Meta
     payload_bytes: int
@@ -170,14 +176,16 @@ class Listed(msgspec.Struct, frozen=True):
 
 
 class ReadPart(msgspec.Struct, frozen=True, gc=False):
-    """Verified bytes of one want."""
+    """A part is the verified bytes of one want."""
 
     meta: Meta
     data: memoryview
 
 
 class MissReason(StrEnum):
-    """Why a read gave nothing. Every one of them is safe: the caller recomputes."""
+    """A MissReason says why a read gave nothing. Every one of them is safe: the caller
+    recomputes.
+    """
 
     ABSENT = "absent"
     CORRUPT = "corrupt"
@@ -192,7 +200,7 @@ class MissReason(StrEnum):
 
 
 class RefusalReason(StrEnum):
-    """Why a write was not taken. Nothing of it is left behind."""
+    """A RefusalReason says why a write was not taken. Nothing of the write is left behind."""
 
     NO_SPACE = "no_space"
     QUOTA = "quota"
@@ -220,7 +228,9 @@ class ReadMiss(msgspec.Struct, frozen=True):
 
 
 class WriteDone(msgspec.Struct, frozen=True):
-    """Durable and readable; `stored_bytes` is what it occupies."""
+    """The record is durable, as far as its tier is, and readable; `stored_bytes` is what it
+    occupies.
+    """
 
     id: bytes
     stored_bytes: int

@@ -28,7 +28,7 @@ NO_MAC = bytes(32)
 
 
 class SealKind(IntEnum):
-    """The header's seal field."""
+    """SealKind is the header's seal field."""
 
     XXH3 = 1
     BLAKE3 = 2
@@ -36,26 +36,28 @@ class SealKind(IntEnum):
 
 
 class Seal(Protocol):
-    """One way to protect a payload, bound to its key."""
+    """A seal is one way to protect a payload, bound to its key."""
 
     kind: SealKind
     tag_bytes: int
 
     def close(self, payload: memoryview, salt: bytes) -> bytes:
-        """The payload's tags; a cipher encrypts `payload` in place."""
+        """Return the payload's tags; a cipher encrypts `payload` in place."""
         ...
 
     def open(self, chunk: memoryview, tag: bytes, nonce: tuple[bytes, int]) -> bool:
-        """Is `chunk` what was written? A cipher decrypts it in place. `nonce`: (salt, index)."""
+        """Tell whether `chunk` is what was written. A cipher decrypts it in place. `nonce`: (salt,
+        index).
+        """
         ...
 
     def header_mac(self, covered: bytes) -> bytes:
-        """The MAC of a header's covered bytes; 32 zeros where there is no key."""
+        """Return the MAC of a header's covered bytes; 32 zeros where there is no key."""
         ...
 
 
 class Xxh3Seal:
-    """Against accidents; needs no key."""
+    """An Xxh3Seal protects against accidents; it needs no key."""
 
     kind = SealKind.XXH3
     tag_bytes = 16
@@ -73,7 +75,7 @@ class Xxh3Seal:
 
 
 class Blake3Seal:
-    """Against forgery by whoever can write the medium but has no key."""
+    """A Blake3Seal protects against forgery by whoever can write the medium but has no key."""
 
     kind = SealKind.BLAKE3
     tag_bytes = 32
@@ -96,7 +98,9 @@ class Blake3Seal:
 
 
 class AesGcmSeal(Blake3Seal):
-    """Encryption at rest. A record's key comes from its random salt, so nonces can count chunks."""
+    """An AesGcmSeal encrypts at rest. A record's key comes from its random salt, so nonces can
+    count chunks.
+    """
 
     kind = SealKind.AES_GCM
     tag_bytes = 16
@@ -125,7 +129,7 @@ class AesGcmSeal(Blake3Seal):
 
 
 class Aead(Protocol):
-    """What we use of cryptography's AESGCM."""
+    """Aead is what we use of cryptography's AESGCM."""
 
     def encrypt(self, nonce: bytes, data: memoryview, aad: bytes) -> bytes: ...
     def decrypt(self, nonce: bytes, data: bytes, aad: bytes) -> bytes: ...
@@ -151,7 +155,9 @@ def _record_key(root: bytes, salt: bytes) -> bytes:
 
 
 class Keys:
-    """Seals by tenant, from one master key. Without one, tenants' artifacts can't be kept."""
+    """Keys makes seals by tenant, from one master key. Without one, tenants' artifacts can't be
+    kept.
+    """
 
     def __init__(self, master: bytes | None = None, at_rest: SealKind = SealKind.BLAKE3) -> None:
         if master is not None and len(master) != KEY_BYTES:
@@ -163,11 +169,11 @@ class Keys:
         self._seals: dict[tuple[bytes, int], Seal] = {}
 
     def for_write(self, tenant: bytes) -> Seal | None:
-        """The seal for a new record; None when the tenant's key is not at hand."""
+        """Return the seal for a new record; None when the tenant's key is not at hand."""
         return self.for_read(tenant, self._at_rest if tenant else SealKind.XXH3)
 
     def for_read(self, tenant: bytes, kind: int) -> Seal | None:
-        """The seal that a record of `tenant` must bear.
+        """Return the seal that a record of `tenant` must bear.
 
         None when the key is missing, the kind unknown, or a tenant's record bears no MAC: that
         is what a forger without a key would write.
@@ -191,5 +197,5 @@ class Keys:
 
 
 def new_salt(seal: Seal) -> bytes:
-    """Fresh for every encrypted record; zeros where none is needed."""
+    """Draw a fresh salt for an encrypted record; zeros where none is needed."""
     return os.urandom(SALT_BYTES) if seal.kind is SealKind.AES_GCM else bytes(SALT_BYTES)

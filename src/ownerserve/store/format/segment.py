@@ -37,7 +37,9 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class DirectRead(msgspec.Struct, gc=False):
-    """One read that is to be made: bytes of one open file and the memory they land in."""
+    """A direct read is one that is to be made: bytes of one open file and the memory they land
+    in.
+    """
 
     fd: int
     offset: int
@@ -45,7 +47,7 @@ class DirectRead(msgspec.Struct, gc=False):
 
 
 class SegmentHeader(msgspec.Struct, frozen=True):
-    """The first 4 KiB of a segment file."""
+    """A segment header is the first 4 KiB of a segment file."""
 
     store_id: bytes
     number: int
@@ -53,7 +55,7 @@ class SegmentHeader(msgspec.Struct, frozen=True):
     created_ms: int
 
     def encode(self) -> bytes:
-        """The header's 4 KiB."""
+        """Return the header's 4 KiB."""
         body = _HEADER.pack(
             MAGIC, VERSION, 0, 0, self.store_id, self.number, self.size_bytes, self.created_ms
         )
@@ -61,7 +63,7 @@ class SegmentHeader(msgspec.Struct, frozen=True):
 
 
 def decode_segment_header(data: bytes | memoryview) -> SegmentHeader:
-    """Raises Corrupt or OtherFormat."""
+    """Return the segment header at the start of `data`. Raises Corrupt or OtherFormat."""
     if len(data) < _HEADER.size + _CRC.size:
         raise Corrupt("segment header cut off")
     magic, version, _, _, store_id, number, size_bytes, created_ms = _HEADER.unpack_from(data)
@@ -75,7 +77,7 @@ def decode_segment_header(data: bytes | memoryview) -> SegmentHeader:
 
 
 def segment_path(directory: Path, number: int) -> Path:
-    """Where segment `number` of the store at `directory` lies."""
+    """Return where segment `number` of the store at `directory` lies."""
     return directory / "segments" / f"{number:010d}{SUFFIX}"
 
 
@@ -89,14 +91,16 @@ def sync_directory(directory: Path) -> None:
 
 
 def page(data: bytes) -> mmap.mmap:
-    """`data` in aligned memory, as direct I/O wants it."""
+    """Return `data` in aligned memory, as direct I/O wants it."""
     memory = mmap.mmap(-1, len(data))
     memory[:] = data
     return memory
 
 
 class Segment:
-    """An open segment file. The descriptor closes when the last holder lets go of the object."""
+    """A segment is an open segment file. The descriptor closes when the last holder lets go of the
+    object.
+    """
 
     __slots__ = ("_fd", "direct", "number", "path", "writable")
 
@@ -120,7 +124,9 @@ class Segment:
 
     @classmethod
     def create(cls, directory: Path, header: SegmentHeader) -> Segment:
-        """A new durable segment with all its space, or OSError and nothing left behind."""
+        """Make a new durable segment with all its space; raises OSError and leaves nothing
+        behind.
+        """
         path = segment_path(directory, header.number)
         segment = cls(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
@@ -135,7 +141,7 @@ class Segment:
         return segment
 
     def read_header(self) -> SegmentHeader:
-        """The segment's own header; Corrupt when it names another number."""
+        """Return the segment's own header; raises Corrupt when it names another number."""
         memory = mmap.mmap(-1, BLOCK)
         self.read(0, memoryview(memory))
         header = decode_segment_header(memory[:])
@@ -144,7 +150,9 @@ class Segment:
         return header
 
     def read(self, offset: int, into: memoryview) -> int:
-        """Bytes read, fewer than asked at the end of the file."""
+        """Read into `into`; returns the bytes read, fewer than asked at the end of the file. Raises
+        OSError.
+        """
         done = 0
         while done < len(into):
             count = os.preadv(self._fd, [into[done:]], offset + done)
@@ -154,11 +162,11 @@ class Segment:
         return done
 
     def load(self, offset: int, into: memoryview) -> DirectRead:
-        """A read of this segment for a ReadQueue; hold the segment until it is done."""
+        """Return a read of this segment for a ReadQueue; hold the segment until it is done."""
         return DirectRead(self._fd, offset, into)
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
-        """All of `views`, one after another from `offset`, or OSError."""
+        """Write all of `views`, one after another from `offset`; raises OSError."""
         left = list(views)
         while left:
             count = os.pwritev(self._fd, left[:_IOV_MAX], offset)
@@ -190,11 +198,13 @@ class Segment:
             os.posix_fallocate(self._fd, 0, size_bytes)
 
     def size(self) -> int:
-        """Length of the file."""
+        """Return the length of the file in bytes."""
         return os.fstat(self._fd).st_size
 
     def next_data(self, offset: int) -> int | None:
-        """First offset at or after `offset` that is no hole; None at the end of data."""
+        """Return the first offset at or after `offset` that is no hole (`offset` itself where the
+        file system can't tell); None at the end of data.
+        """
         try:
             return os.lseek(self._fd, offset, os.SEEK_DATA)
         except OSError as error:

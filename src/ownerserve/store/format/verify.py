@@ -35,7 +35,7 @@ class BadRange(Corrupt):
 
 
 def record_room(meta: Meta, payload_bytes: int, seal: Seal) -> tuple[int, int]:
-    """(header bytes, record bytes) of a record still to be written."""
+    """Return (header bytes, record bytes) of a record still to be written."""
     head = header_bytes(meta, chunks_of(payload_bytes) * seal.tag_bytes)
     return head, head + aligned(payload_bytes)
 
@@ -62,7 +62,9 @@ def draft(
 
 
 def open_header(data: memoryview, keys: Keys) -> tuple[RecordHeader, Seal]:
-    """The header, its MAC checked, and the seal that its chunks bear."""
+    """Decode the header and check its MAC; returns it and the seal that its chunks bear. Raises
+    Corrupt, or NoKey.
+    """
     header = decode(data)
     if header.seal not in _SEALS:
         raise Corrupt(f"unknown seal {header.seal}")
@@ -81,14 +83,16 @@ def open_header(data: memoryview, keys: Keys) -> tuple[RecordHeader, Seal]:
 
 
 def check_place(header: RecordHeader, store_id: bytes, segment: int, offset: int) -> None:
-    """A record says where it lies, so that a misplaced or embedded one is not taken for another."""
+    """Raise Corrupt when the record says it lies elsewhere: a misplaced or embedded one is not
+    taken for another.
+    """
     place = header.place
     if (place.segment, place.offset) != (segment, offset) or place.store_id != store_id:
         raise Corrupt("the record says it lies elsewhere")
 
 
 def check_meta(header: RecordHeader, expected: Meta, payload_bytes: int) -> None:
-    """The header must say what the catalogue said."""
+    """Raise Corrupt unless the header says what the catalogue said."""
     meta = header.meta
     if meta.id != expected.id:
         raise Corrupt("another artifact's record")
@@ -113,7 +117,9 @@ def open_chunks(
 
 
 def span_of(want: Want, units: int, payload_bytes: int) -> tuple[int, int]:
-    """Payload bytes [low, high) of a want; BadRange when the record has no such units."""
+    """Return the payload bytes [low, high) of a want; raises BadRange when the record has no such
+    units.
+    """
     end = units if want.end_unit is None else want.end_unit
     if not 0 <= want.first_unit < end <= units:
         raise BadRange(f"units [{want.first_unit}, {end}) of {units}")
@@ -122,5 +128,5 @@ def span_of(want: Want, units: int, payload_bytes: int) -> tuple[int, int]:
 
 
 def chunk_span(low: int, high: int, payload_bytes: int) -> tuple[int, int]:
-    """[low, high) widened to whole chunks."""
+    """Return [low, high) widened to whole chunks."""
     return low - low % CHUNK, min(-(-high // CHUNK) * CHUNK, payload_bytes)

@@ -67,7 +67,7 @@ MIGRATE = {
 
 
 def mark_of(id_: bytes) -> int:
-    """The first 8 bytes of an id as SQLite's integer: a key of 8 bytes, not 32 kept twice.
+    """Return the first 8 bytes of an id as SQLite's integer: a key of 8 bytes, not 32 kept twice.
 
     Two ids may share a mark (about 3 in a million stores of 10^7 records hold such a pair); the
     whole id stands in the row's meta and decides.
@@ -76,7 +76,9 @@ def mark_of(id_: bytes) -> int:
 
 
 def without_epoch(meta: bytes) -> bytes:
-    """A row's meta as schema 3 has it: up to schema 2 its eighth field was an owner's epoch."""
+    """Return a row's meta as schema 3 has it: up to schema 2 its eighth field was an owner's
+    epoch.
+    """
     fields = msgspec.msgpack.decode(meta)
     return msgspec.msgpack.encode([*fields[:7], *fields[8:]])
 
@@ -86,7 +88,7 @@ class IndexFailed(OwnerServeError):
 
 
 class IndexEntry(msgspec.Struct, frozen=True, gc=False):
-    """A row of the index: where a record lies and what it is."""
+    """An entry is a row of the index: where a record lies and what it is."""
 
     meta: Meta
     sequence: int
@@ -100,7 +102,7 @@ class IndexEntry(msgspec.Struct, frozen=True, gc=False):
     restore_cost_ms: float = 0.0
 
     def listed(self) -> Listed:
-        """The entry as a tier's catalogue shows it."""
+        """Return the entry as a tier's catalogue shows it."""
         return Listed(
             meta=self.meta,
             payload_bytes=self.payload_bytes,
@@ -112,7 +114,9 @@ class IndexEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 class SegmentState(IntEnum):
-    """OPEN takes records; FULL takes none; DROPPED is empty and about to be unlinked."""
+    """A segment that is OPEN takes records, one that is FULL takes none; DROPPED is empty and about
+    to be unlinked.
+    """
 
     OPEN = 0
     FULL = 1
@@ -120,7 +124,9 @@ class SegmentState(IntEnum):
 
 
 class SegmentRow(msgspec.Struct, frozen=True):
-    """What the index knows of a segment: records end at `end`; `live_bytes` of them are alive."""
+    """A segment row is what the index knows of a segment: records end at `end`; `live_bytes` of
+    them are alive.
+    """
 
     number: int
     end: int
@@ -130,7 +136,7 @@ class SegmentRow(msgspec.Struct, frozen=True):
 
 
 class SegmentSpan(msgspec.Struct, frozen=True):
-    """Dead bytes of a segment that are still to be erased."""
+    """A segment span is dead bytes of a segment that are still to be erased."""
 
     segment: int
     offset: int
@@ -138,7 +144,9 @@ class SegmentSpan(msgspec.Struct, frozen=True):
 
 
 class Quarantined(msgspec.Struct, frozen=True):
-    """A record that failed verification: not served, kept for inspection until gc."""
+    """A quarantined record failed verification: it is not served, and kept for inspection until
+    gc.
+    """
 
     id: bytes
     tenant: bytes
@@ -148,14 +156,14 @@ class Quarantined(msgspec.Struct, frozen=True):
 
 
 class Touch(msgspec.Struct, gc=False):
-    """Reads of a record that the index has not heard of yet."""
+    """A touch counts the reads of a record that the index has not heard of yet."""
 
     entry: IndexEntry
     at_ms: int
     times: int = 1
 
     def applied(self) -> IndexEntry:
-        """The entry as it is once they count."""
+        """Return the entry as it is once they count."""
         return msgspec.structs.replace(
             self.entry,
             touched_ms=max(self.entry.touched_ms, self.at_ms),
@@ -164,7 +172,7 @@ class Touch(msgspec.Struct, gc=False):
 
 
 class Change(msgspec.Struct):
-    """One step from one true state to the next."""
+    """A change is one step of the index from one true state to the next."""
 
     add: Sequence[IndexEntry] = ()
     remove: Sequence[IndexEntry] = ()
@@ -178,7 +186,9 @@ class Change(msgspec.Struct):
 
 
 class IndexReader:
-    """Queries. Any number of processes and threads; each sees the last committed state."""
+    """An index reader answers queries, to any number of processes and threads; each sees the last
+    committed state. Raises IndexFailed.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -200,7 +210,7 @@ class IndexReader:
         return connection
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        """Settings that each thread's connection needs."""
+        """Set what each thread's connection needs."""
         connection.execute("PRAGMA cache_size = -16384")
         connection.execute("PRAGMA mmap_size = 268435456")
 
@@ -209,7 +219,7 @@ class IndexReader:
             return self._connect().execute(sql, values).fetchall()
 
     def get(self, id_: bytes) -> IndexEntry | None:
-        """The entry of `id_`."""
+        """Return the entry of `id_`, if there is one."""
         entry = self._hot.get(id_)
         if entry is not None:
             return entry
@@ -221,7 +231,7 @@ class IndexReader:
         return None
 
     def get_many(self, ids: Sequence[bytes]) -> dict[bytes, IndexEntry]:
-        """Entries of those that are there; one query for each 256 not in memory."""
+        """Return the entries of those that are there; one query for each 256 not in memory."""
         hot = self._hot
         found = {id_: entry for id_ in ids if (entry := hot.get(id_)) is not None}
         cold = [id_ for id_ in ids if id_ not in found] if len(found) < len(ids) else []
@@ -264,7 +274,7 @@ class IndexReader:
     def oldest(
         self, kind: ArtifactKind, limit: int, *, tenant: bytes | None = None
     ) -> list[IndexEntry]:
-        """Least recently touched first."""
+        """List up to `limit` entries of a kind (of a tenant), least recently touched first."""
         if tenant is None:
             return self._select("WHERE kind = ? ORDER BY touched_ms LIMIT ?", (kind, limit))
         where = "WHERE kind = ? AND tenant = ? ORDER BY touched_ms LIMIT ?"
@@ -273,7 +283,7 @@ class IndexReader:
     def walk(
         self, *, tenant: bytes | None = None, segment: int | None = None
     ) -> Iterator[IndexEntry]:
-        """Every entry (of a tenant, of a segment), in order of writing."""
+        """Iterate over every entry (of a tenant, of a segment), in order of writing."""
         conditions, after = ["sequence > ?"], -1
         more: list[object] = []
         if segment is not None:
@@ -293,7 +303,7 @@ class IndexReader:
             after = rows[-1].sequence
 
     def at_boundary(self, prefix_hash: bytes) -> list[tuple[IndexEntry, int]]:
-        """Records that have `prefix_hash` at a unit's end: (entry, units up to there)."""
+        """List the records that have `prefix_hash` at a unit's end: (entry, units up to there)."""
         rows = self._rows("SELECT sequence, unit FROM boundary WHERE hash = ?", (prefix_hash,))
         found = []
         for sequence, unit in rows:
@@ -301,26 +311,26 @@ class IndexReader:
         return found
 
     def usage(self) -> dict[tuple[bytes, ArtifactKind], TierUsage]:
-        """Bytes and records by (tenant, kind)."""
+        """Return bytes and records by (tenant, kind)."""
         rows = self._rows("SELECT tenant, kind, bytes, records FROM usage WHERE records > 0")
         return {(t, ArtifactKind(k)): TierUsage(b, n) for t, k, b, n in rows}
 
     def segments(self) -> list[SegmentRow]:
-        """The rows of all segments, by number."""
+        """List the rows of all segments, by number."""
         rows = self._rows("SELECT number, end, size, live, state FROM segments ORDER BY number")
         return [SegmentRow(n, e, s, v, SegmentState(t)) for n, e, s, v, t in rows]
 
     def doomed(self) -> list[SegmentSpan]:
-        """Dead spans that are still to be erased."""
+        """List the dead spans that are still to be erased."""
         return [SegmentSpan(*row) for row in self._rows("SELECT * FROM doomed")]
 
     def quarantined(self) -> list[Quarantined]:
-        """Records that failed verification, oldest first."""
+        """List the records that failed verification, oldest first."""
         rows = self._rows("SELECT * FROM quarantine ORDER BY at_ms")
         return [Quarantined(i, w, SegmentSpan(s, o, n), r, t) for i, w, s, o, n, r, t in rows]
 
     def highest_sequence(self) -> int:
-        """The highest sequence number of all records; 0 when there are none."""
+        """Return the highest sequence number of all records; 0 when there are none."""
         ((highest,),) = self._rows("SELECT coalesce(max(sequence), 0) FROM records")
         return int(highest)
 
@@ -341,7 +351,7 @@ def _entry(row: tuple[Any, ...]) -> IndexEntry:
 
 @contextmanager
 def mapped() -> Iterator[None]:
-    """SQLite's errors, and those of rows that make no sense, as ours."""
+    """Raise SQLite's errors, and those of rows that make no sense, as IndexFailed."""
     try:
         yield
     except (sqlite3.Error, *UNREADABLE) as error:
@@ -349,5 +359,5 @@ def mapped() -> Iterator[None]:
 
 
 def boundary_rows(entry: IndexEntry) -> Iterator[tuple[bytes, int, int]]:
-    """(hash, sequence, unit) of each unit end that costs a row here."""
+    """Iterate over (hash, sequence, unit) of each unit end that costs a row here."""
     return ((digest, entry.sequence, unit) for digest, unit in unit_ends(entry.meta))

@@ -31,7 +31,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class IndexWriter(IndexReader):
-    """Exactly one a store; the store's lock sees to that."""
+    """An index writer is the only one of its store: the store's lock sees to that."""
 
     def __init__(self, path: Path, store_id: bytes) -> None:
         super().__init__(path)
@@ -138,7 +138,7 @@ class IndexWriter(IndexReader):
             self.on_removed([e.meta for e in change.remove if e.meta.id not in moved])
 
     def release(self, quarantined: Sequence[Quarantined]) -> None:
-        """Quarantined records become doomed spans."""
+        """Make quarantined records doomed spans, in one transaction. Raises IndexFailed."""
         with mapped(), self._transaction() as cursor:
             spans = [(q.span.segment, q.span.offset, q.span.length) for q in quarantined]
             where = [span[:2] for span in spans]

@@ -28,7 +28,9 @@ GROUP_BYTES = 32 * MIB
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One figure: the median over rounds, and the process's CPU seconds for the lot."""
+    """A measured figure is the median over rounds, with the best one and the process's CPU seconds
+    for the lot.
+    """
 
     metric: str
     unit: str
@@ -38,7 +40,7 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def bench_meta(number: int, tenant: bytes = b"") -> Meta:
-    """A record's meta by number."""
+    """Return a record's meta by number."""
     id_ = number.to_bytes(32, "little")
     return Meta(id_, ArtifactKind.RANGE, "csa_main", id_, 0, 1024, tenant=tenant, precision="fp8")
 
@@ -53,7 +55,9 @@ def _rounds(metric: str, unit: str, *, rounds: int, once: Callable[[], float]) -
 
 
 class DiskBench:
-    """A store in `directory` with `total_bytes` of records of `payload_bytes`, written and read."""
+    """A disk bench writes and reads a store in `directory` with `total_bytes` of records of
+    `payload_bytes`.
+    """
 
     def __init__(self, directory: Path, payload_bytes: int, total_bytes: int) -> None:
         self.payload_bytes = payload_bytes
@@ -67,7 +71,7 @@ class DiskBench:
         )  # fmt: skip
 
     def _fill(self) -> list[Reservation]:
-        """A group of 32 MiB, reserved and filled."""
+        """Reserve and fill a group of 32 MiB."""
         held = []
         for _ in range(max(1, GROUP_BYTES // self.payload_bytes)):
             item = self.tier.reserve(bench_meta(self._written), self.payload_bytes)
@@ -85,14 +89,18 @@ class DiskBench:
         return records * self.payload_bytes / 1e6 / (time.perf_counter() - started)
 
     def write_round(self) -> float:
-        """MB/s of one round: reserve, fill, digest, append, one fdatasync for each 32 MiB."""
+        """Return MB/s of one round: reserve, fill, digest, append, one fdatasync for each 32
+        MiB.
+        """
         before, started = self._written, time.perf_counter()
         for _ in range(self._groups):
             self.tier.commit(self._fill())
         return self._rate(self._written - before, started)
 
     def stream_round(self) -> float:
-        """MB/s of a round like `write_round`; the next group is filled while one is committed."""
+        """Return MB/s of a round like `write_round`; the next group is filled while one is
+        committed.
+        """
         before, started = self._written, time.perf_counter()
         with ThreadPoolExecutor(1) as pool:
             flying = None
@@ -104,7 +112,7 @@ class DiskBench:
         return self._rate(self._written - before, started)
 
     def read_round(self, threads: int) -> float:
-        """MB/s of verified random reads, `threads` at once."""
+        """Return MB/s of verified random reads, `threads` at once."""
         numbers = [self._dice.randrange(self._written) for _ in range(self.count)]
 
         def some(mine: Sequence[int]) -> None:
@@ -118,7 +126,7 @@ class DiskBench:
         return self.count * self.payload_bytes / 1e6 / took_s
 
     def gather_round(self) -> float:
-        """MB/s of restores of 16 records each that lie anywhere."""
+        """Return MB/s of restores of 16 records each that lie anywhere."""
         wanted = [
             [Want(n.to_bytes(32, "little")) for n in self._dice.sample(range(self._written), 16)]
             for _ in range(max(1, self.count // 16))
@@ -129,7 +137,7 @@ class DiskBench:
         return self._rate(16 * len(wanted), started)
 
     def restore_round(self) -> float:
-        """MB/s of restores: 16 records that were spilled together, by one read each time."""
+        """Return MB/s of restores: 16 records that were spilled together, by one read each time."""
         numbers = range(0, self._written - 16, max(16, 16 * self._written // (4 * self.count)))
         wanted = [[Want(n.to_bytes(32, "little")) for n in range(at, at + 16)] for at in numbers]
         started = time.perf_counter()
@@ -138,7 +146,7 @@ class DiskBench:
         return len(wanted) * 16 * self.payload_bytes / 1e6 / (time.perf_counter() - started)
 
     def run(self, rounds: int, threads: Sequence[int] = (1, 4)) -> list[Measured]:
-        """Write rounds, then read rounds."""
+        """Run write rounds, then read rounds; returns their figures."""
         name = self.label
         found = [_rounds(f"durable write {name}", "MB/s", rounds=rounds, once=self.write_round)]
         found += [
@@ -158,7 +166,7 @@ class DiskBench:
 
 
 def bench_entry(number: int) -> IndexEntry:
-    """An index row by number."""
+    """Return an index row by number."""
     size = 64 * KIB + 4096
     return IndexEntry(
         meta=bench_meta(number),
@@ -173,7 +181,7 @@ def bench_entry(number: int) -> IndexEntry:
 
 
 def measure_index(directory: Path, rows: int, rounds: int) -> list[Measured]:
-    """Insert rate in groups of 100, cached hit, cold keys in batches of 256."""
+    """Measure the insert rate in groups of 100, the cached hit, and cold keys in batches of 256."""
     index = IndexWriter(directory / "index.sqlite", bytes(16))
     written = 0
 

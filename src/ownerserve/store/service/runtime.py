@@ -76,7 +76,8 @@ class _Waiting(msgspec.Struct):
 
 
 class TicketFlights:
-    """The book of who waits for which work, until when. Pure: the runtime does the work.
+    """TicketFlights is the book of who waits for which work, until when. Pure: the runtime does the
+    work.
 
         submit    -> StartFlight for new work, JoinFlight when work of an equal key is under way
         completed -> the tickets that it answers
@@ -98,13 +99,15 @@ class TicketFlights:
 
     @property
     def flying(self) -> int:
-        """Work under way or queued."""
+        """Count the work under way or queued."""
         return len(self._tickets)
 
     def submit(
         self, key: Hashable | None, deadline_s: float | None = None
     ) -> tuple[Ticket, StartFlight | JoinFlight]:
-        """A new ticket. Work with `key` None is never shared."""
+        """Give a new ticket, and what the runtime must do for it. Work with `key` None is never
+        shared.
+        """
         self._next += 1
         ticket = Ticket(self._next)
         flight = None if key is None else self._by_key.get(key)
@@ -123,7 +126,7 @@ class TicketFlights:
         return ticket, effect
 
     def completed(self, flight: Flight) -> set[Ticket]:
-        """The tickets that this flight's result answers."""
+        """Forget a flight whose result is there; returns the tickets that it answers."""
         tickets = self._land(flight)
         for ticket in tickets:
             del self._waiting[ticket]
@@ -148,7 +151,9 @@ class TicketFlights:
         return Abandoned(waiting.flight)
 
     def overdue(self, now_s: float) -> list[tuple[Ticket, Abandoned | None]]:
-        """Tickets whose deadline has passed, cancelled."""
+        """Cancel the tickets whose deadline has passed; returns them, with the work that nobody
+        waits for.
+        """
         late = [
             ticket
             for ticket, waiting in self._waiting.items()
@@ -157,7 +162,9 @@ class TicketFlights:
         return [(ticket, self.cancel(ticket)) for ticket in late]
 
     def check(self) -> None:
-        """Every ticket waits for a flight that knows it, every flight has a ticket."""
+        """Assert that every ticket waits for a flight that knows it, and that every flight has a
+        ticket.
+        """
         for ticket, waiting in self._waiting.items():
             assert ticket in self._tickets[waiting.flight]
         assert sum(map(len, self._tickets.values())) == len(self._waiting)
@@ -177,7 +184,8 @@ Answer = ReadOutcome | WriteOutcome | Seen | Located | Reserved
 
 
 class WallClock:
-    """The clock of runtimes: seconds since 1970, since records outlive the process that wrote them.
+    """The wall clock is that of runtimes: seconds since 1970, since records outlive the process
+    that wrote them.
 
     The clock steps when the system's does; a store only ages records by it.
     """
@@ -195,7 +203,7 @@ class _Job(msgspec.Struct):
 
 
 class StoreService:
-    """A tier behind tickets. Close it before the tier; both are the caller's."""
+    """A store service is a tier behind tickets. Close it before the tier; both are the caller's."""
 
     def __init__(self, tier: TierBackend, clock: Clock, *, readers: int = READERS) -> None:
         self._tier = tier
@@ -218,7 +226,7 @@ class StoreService:
             thread.start()
 
     def submit_find(self, ids: Sequence[bytes], *, deadline_s: float | None = None) -> Ticket:
-        """Answered by a mapping of what is there; an empty one when late."""
+        """Ask for a find. The answer is a mapping of what is there; an empty one when late."""
         ids = tuple(ids)
         job = _Job(Flight(0), lambda: self._tier.find(ids), {})
         return self._submit(job, self._read_jobs, key=("find", ids), deadline_s=deadline_s)
@@ -234,7 +242,7 @@ class StoreService:
         return self._submit(job, self._read_jobs, key=None, deadline_s=deadline_s)
 
     def submit_read(self, wants: Sequence[Want], *, deadline_s: float | None = None) -> Ticket:
-        """Answered by ReadHit or ReadMiss. Equal reads in the air are one."""
+        """Ask for a read. The answer is ReadHit or ReadMiss. Equal reads in the air are one."""
         wants = tuple(wants)
         first = wants[0].id if wants else b""
         job = _Job(Flight(0), lambda: self._tier.read(wants), ReadMiss(MissReason.DEADLINE, first))
@@ -243,7 +251,7 @@ class StoreService:
     def submit_reserve(
         self, meta: Meta, payload_bytes: int, *, deadline_s: float | None = None
     ) -> Ticket:
-        """Answered by a Reservation to fill, AlreadyStored or WriteRefused.
+        """Ask for room. The answer is a Reservation to fill, AlreadyStored or WriteRefused.
 
         A reservation that nobody fetches is aborted.
         """
@@ -256,7 +264,9 @@ class StoreService:
         return self._submit(job, self._write_jobs, key=None, deadline_s=deadline_s)
 
     def submit_commit(self, reservation: Reservation) -> Ticket:
-        """Answered by WriteDone or WriteRefused. A commit can't be cancelled: it may be durable."""
+        """Ask for a commit. The answer is WriteDone or WriteRefused. A commit can't be cancelled:
+        it may be durable.
+        """
         job = _Job(
             Flight(0),
             lambda: self._tier.commit([reservation])[0],
@@ -304,7 +314,9 @@ class StoreService:
         self._answers[ticket] = answer
 
     def poll(self, ticket: Ticket) -> Answer | NotYet:
-        """The answer, once; NotYet before. KeyError for a ticket answered or cancelled."""
+        """Return the answer, once; NotYet before. Raises KeyError for a ticket answered or
+        cancelled.
+        """
         with self._changed:
             for late, abandoned in self._flights.overdue(self._clock.now()):
                 self._answer_instead(late, MissReason.DEADLINE)
@@ -317,7 +329,9 @@ class StoreService:
             return NotYet()
 
     def cancel(self, ticket: Ticket) -> None:
-        """Nobody will poll this ticket. Work not begun is not begun; an unseen hold is undone."""
+        """Give up a ticket: nobody will poll it. Work not begun is not begun; an unseen hold is
+        undone.
+        """
         with self._changed:
             abandoned = self._flights.cancel(ticket)
             if abandoned:
@@ -329,15 +343,16 @@ class StoreService:
                 self._write_jobs.put(_Job(Flight(0), partial(self._undone, unseen), {}))
 
     def drain(self, timeout_s: float = DRAIN_S) -> bool:
-        """Wait until nothing is in the air; False when that took too long."""
+        """Wait until nothing is in the air; returns False when that took too long."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._flights.flying and not self._undoing, timeout_s
             )
 
     def close(self) -> bool:
-        """Finish what is in the air, refuse the rest, stop the threads. False: a medium is silent,
-        and a thread that waits for it still uses the tier."""
+        """Finish what is in the air, refuse the rest, stop the threads. Returns False when a medium
+        is silent, and a thread that waits for it still uses the tier.
+        """
         with self._changed:
             self._closing = True
         self.drain(DRAIN_S)

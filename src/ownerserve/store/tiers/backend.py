@@ -32,7 +32,7 @@ from ownerserve.store.tiers.buffers import BufferSource
 
 
 class Reservation:
-    """Room for one record. Fill `payload`, then commit or abort, once.
+    """A reservation is room for one record. Fill `payload`, then commit or abort, once.
 
     After either, the buffer is the tier's: `payload` is released and a later write to it raises.
     `level` is that of the tier that made it, where tiers are composed.
@@ -51,7 +51,9 @@ class Reservation:
         self.level = 0
 
     def take(self) -> memoryview:
-        """The record's buffer; the reservation is spent."""
+        """Spend the reservation and return the record's buffer; raises ValueError the second
+        time.
+        """
         if not self.open:
             raise ValueError("a reservation is committed or aborted once")
         self.open = False
@@ -65,7 +67,7 @@ EVERY_RECORD = 1 << 62
 
 
 class TierBackend(Protocol):
-    """One place where artifacts are kept."""
+    """A tier is one place where artifacts are kept."""
 
     @property
     def name(self) -> str: ...
@@ -106,19 +108,19 @@ did it, under the tier's lock: it must be short."""
 
 
 def nobody_listens(metas: Sequence[Meta]) -> None:
-    """The OnRemoved of a tier that nobody asks."""
+    """Do nothing: the OnRemoved of a tier that nobody asks."""
 
 
 @runtime_checkable
 class Telling(Protocol):
-    """A tier that tells what it holds no more, whatever the reason."""
+    """A telling tier tells what it holds no more, whatever the reason."""
 
     on_removed: OnRemoved
 
 
 @runtime_checkable
 class Evicting(Protocol):
-    """A tier that tells what it evicts. None: nobody listens."""
+    """An evicting tier tells what it evicts. `on_evict` None: nobody listens."""
 
     on_evict: OnEvict | None
 

@@ -25,23 +25,25 @@ class Backpressure(CapacityExceeded):
 
 
 class BlobInfo(NamedTuple):
-    """One listed blob."""
+    """A blob's info is one listed blob."""
 
     key: str
     modified_s: float
 
 
 class Blobs(Protocol):
-    """Blobs by name, each written whole or not at all."""
+    """Blobs is a medium of blobs by name, each written whole or not at all."""
 
     def put(self, key: str, data: memoryview) -> None: ...
 
     def put_new(self, key: str, data: memoryview) -> None:
-        """Only if there is none: of several writers one wins, the others get FileExistsError."""
+        """Write a blob only if there is none: of several writers one wins, the others get
+        FileExistsError.
+        """
         ...
 
     def get_into(self, key: str, offset: int, into: memoryview) -> int:
-        """Bytes read from `offset`, fewer than asked at the blob's end."""
+        """Read from `offset`; returns the bytes read, fewer than asked at the blob's end."""
         ...
 
     def delete(self, key: str) -> None: ...
@@ -51,12 +53,14 @@ class Blobs(Protocol):
     def list(self, prefix: str) -> Iterator[BlobInfo]: ...
 
     def tidy(self, before_s: float) -> int:
-        """Give up what writers that died left half-written before then; how many."""
+        """Give up what writers that died left half-written before then; returns how many."""
         ...
 
 
 class DirectoryBlobs:
-    """Blobs as files of a directory that several machines may share (NFS, CephFS, Lustre)."""
+    """DirectoryBlobs are files of a directory that several machines may share (NFS, CephFS,
+    Lustre).
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -134,6 +138,8 @@ class DirectoryBlobs:
 
 
 def _link(temporary: Path, path: Path) -> None:
-    """Atomic where rename would replace; a shared file system decides who was first."""
+    """Give the file its name, atomically where rename would replace; a shared file system decides
+    who was first.
+    """
     path.hardlink_to(temporary)
     temporary.unlink()

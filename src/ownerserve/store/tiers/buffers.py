@@ -22,22 +22,28 @@ HUGE_PAGE = 2 * MIB
 
 
 class BufferSource(Protocol):
-    """A giver of memory for bytes that are read or about to be written; on CUDA it is pinned."""
+    """A buffer source gives memory for bytes that are read or about to be written; on CUDA it is
+    pinned.
+    """
 
     def take(self, count: int) -> memoryview:
-        """A writable view of `count` bytes, page-aligned; CapacityExceeded when there is none."""
+        """Return a writable view of `count` bytes, page-aligned; raises CapacityExceeded when there
+        is none.
+        """
         ...
 
 
 class _Lease(weakref.ref["ctypes.Array[ctypes.c_char]"]):
-    """A weak reference to the array that all views of a buffer hold; when it dies, none is left."""
+    """A lease is a weak reference to the array that all views of a buffer hold; when it dies, none
+    is left.
+    """
 
     __slots__ = ("memory",)
     memory: mmap.mmap
 
 
 class Memory(Protocol):
-    """The memory that a pool's buffers are mapped from and go back to."""
+    """Memory is what a pool's buffers are mapped from and go back to."""
 
     def map(self, size: int) -> mmap.mmap: ...
 
@@ -47,8 +53,9 @@ class Memory(Protocol):
 
 
 class AnonymousMemory:
-    """Pageable memory of this process, of huge pages where the size allows: a direct read must find
-    and pin every page that it lands in."""
+    """Anonymous memory is pageable memory of this process, of huge pages where the size allows: a
+    direct read must find and pin every page that it lands in.
+    """
 
     def map(self, size: int) -> mmap.mmap:
         memory = mmap.mmap(-1, size)
@@ -58,11 +65,12 @@ class AnonymousMemory:
         return memory
 
     def unmap(self, memory: mmap.mmap) -> None:
-        """There is nothing to undo beside the mapping, which ends with its object."""
+        """Undo nothing: the mapping ends with its object."""
 
 
 class BufferPool:
-    """A BufferSource on anonymous memory, at most `limit_bytes` in use, idle buffers kept warm.
+    """A buffer pool is a BufferSource with at most `limit_bytes` in use, which keeps idle buffers
+    warm.
 
     A fresh mapping costs a page fault for each 4 KiB, about as much as the read itself.
     """
@@ -116,7 +124,7 @@ class BufferPool:
 
 
 def _size_class(count: int) -> int:
-    """`count` rounded up to a quarter step between powers of two, at least 4 KiB."""
+    """Return `count` rounded up to a quarter step between powers of two, at least 4 KiB."""
     if count <= 4 * BLOCK:
         return max(BLOCK, -(-count // BLOCK) * BLOCK)
     step = 1 << (count.bit_length() - 3)

@@ -35,25 +35,25 @@ LISTING_S = 300.0
 
 
 class CatalogueRow(NamedTuple):
-    """A catalogue entry. Of the record's meta only id, tenant and kind are known here."""
+    """A row is a catalogue entry. Of the record's meta only id, tenant and kind are known here."""
 
     key: str
     record: Listed
 
 
 def catalogue_key(meta: Meta, stored_bytes: int) -> str:
-    """The entry of a record."""
+    """Return the name of a record's entry."""
     tenant = meta.tenant.hex() or _SHARED_NAME
     return f"catalogue/{tenant}/{meta.kind.name.lower()}/{meta.id.hex()}-{stored_bytes}"
 
 
 def under_tenant(tenant: bytes) -> str:
-    """The prefix of the names of a tenant's entries."""
+    """Return the prefix of the names of a tenant's entries."""
     return f"catalogue/{tenant.hex() or _SHARED_NAME}/"
 
 
 def parse(key: str, modified_s: float) -> CatalogueRow:
-    """The entry that `key` names; ValueError or KeyError when it names none."""
+    """Return the entry that `key` names; raises ValueError or KeyError when it names none."""
     _, owner, kind, name = key.split("/")
     id_hex, _, size = name.partition("-")
     id_ = bytes.fromhex(id_hex)
@@ -63,7 +63,8 @@ def parse(key: str, modified_s: float) -> CatalogueRow:
 
 
 class Catalogue:
-    """Entries of one medium. Room is managed when there are `limits`, else it is the medium's.
+    """A catalogue holds the entries of one medium. Room is managed when there are `limits`, else it
+    is the medium's.
 
     Thread-safe. With limits it remembers every entry it listed or wrote, about 1 KiB each.
     """
@@ -83,7 +84,9 @@ class Catalogue:
         self._lock = Lock()
 
     def rows(self, under: str = "catalogue/") -> Iterator[CatalogueRow]:
-        """A listing. Raises what the medium raises; what is no entry is passed over."""
+        """List the entries under a prefix. Raises what the medium raises; what is no entry is
+        passed over.
+        """
         for blob in self._blobs.list(under):
             with suppress(ValueError, KeyError):
                 yield parse(blob.key, blob.modified_s)
@@ -98,7 +101,7 @@ class Catalogue:
             self._value_known.add(meta.id)
 
     def delete(self, row: CatalogueRow) -> None:
-        """The record is gone."""
+        """Delete a record's entry: the record is gone."""
         self._blobs.delete(row.key)
         with self._lock:
             self._forget(row.record.meta.id)
@@ -122,7 +125,9 @@ class Catalogue:
         )
 
     def used(self, id_: bytes) -> None:
-        """A record was read. Kept here until `note_uses`; of one not listed here nothing is."""
+        """Note that a record was read, until `note_uses`; one that is not listed here is passed
+        over.
+        """
         with self._lock:
             if id_ in self._rows:
                 self._uses[id_] = self._uses.get(id_, 0) + 1
@@ -150,7 +155,7 @@ class Catalogue:
         self._learn(row, self._clock.now(), (cost_ms, uses))
 
     def _with_value(self, row: CatalogueRow) -> CatalogueRow:
-        """The row with price and uses as the medium has them, read once for each listing."""
+        """Return the row with price and uses as the medium has them, read once for each listing."""
         id_ = row.record.meta.id
         with self._lock:
             if id_ in self._value_known:
@@ -173,7 +178,9 @@ class Catalogue:
         return CatalogueRow(row.key, listed)
 
     def make_room(self, meta: Meta, stored_bytes: int) -> Sequence[CatalogueRow] | RefusalReason:
-        """Rows whose records must go first: the least useful for their bytes."""
+        """Return the rows whose records must go first, the least useful for their bytes; a refusal
+        when no room can be made.
+        """
         if self._limits is None:
             return ()
         self._refresh()

@@ -14,7 +14,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 
 class Health:
-    """The health of one tier: whether a write is worth a try now."""
+    """A tier's health says whether a write is worth a try now."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -23,11 +23,13 @@ class Health:
         self._resume_at_s = 0.0
 
     def writable(self, now_s: float) -> bool:
-        """Whether no failure stands, or the pause after it is over and one more try may be made."""
+        """Tell whether no failure stands, or the pause after it is over and one more try may be
+        made.
+        """
         return self.failures == 0 or now_s >= self._resume_at_s
 
     def failed(self, problem: object, now_s: float) -> None:
-        """A write did not work."""
+        """Note that a write did not work: log the first, and pause longer after each."""
         if self.failures == 0:
             log.warning(
                 "%s: writes stop, %s. Serving goes on; what is not kept is computed again",
@@ -40,7 +42,7 @@ class Health:
         self._resume_at_s = now_s + self._pause_s
 
     def worked(self) -> None:
-        """A write worked."""
+        """Note that a write worked: no failure stands any more."""
         if self.failures:
             log.warning("%s: writes work again after %d failures", self.name, self.failures)
         self.failures = 0

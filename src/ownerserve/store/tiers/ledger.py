@@ -19,7 +19,7 @@ _FIRST_WINDOW, _LAST_WINDOW = 64, 1 << 20
 
 
 class Ledger:
-    """Open reservations of one tier, and room by its limits.
+    """A ledger holds the open reservations of one tier, and makes room by its limits.
 
     `standing` is read, not owned: what the tier's own catalogue says is there.
     """
@@ -37,7 +37,7 @@ class Ledger:
         return self._reserved.total()
 
     def is_held(self, id_: bytes) -> bool:
-        """Whether an open reservation stands for this artifact."""
+        """Tell whether an open reservation stands for this artifact."""
         return id_ in self._open
 
     def hold(self, reservation: Reservation) -> None:
@@ -53,7 +53,7 @@ class Ledger:
             self._reserved[meta.tenant, meta.kind] -= reservation.stored_bytes
 
     def _taken(self, tenant: bytes, kind: ArtifactKind) -> Taken:
-        """Standing and reserved, as a need of `tenant` and `kind` sees it."""
+        """Return what is standing and reserved, as a need of `tenant` and `kind` sees it."""
         own_kind = own = of_kind = 0
         for amounts in (self._standing_bytes(), self._reserved.items()):
             for (owner, its_kind), count in amounts:
@@ -69,7 +69,9 @@ class Ledger:
     def make_room(
         self, meta: Meta, stored_bytes: int, *, oldest: Oldest, order: Order
     ) -> Sequence[Listed] | RefusalReason:
-        """Records to evict so that `stored_bytes` fit; a refusal when nothing can be done."""
+        """Return the records to evict so that `stored_bytes` fit; a refusal when nothing can be
+        done.
+        """
         need = Need(meta.tenant, meta.kind, stored_bytes)
         short = shortfall(need, self._taken(meta.tenant, meta.kind), self.limits)
         if isinstance(short, RefusalReason):

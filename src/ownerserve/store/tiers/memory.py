@@ -54,7 +54,9 @@ _NO_SALT = bytes(16)
 
 
 class MemoryRecord(msgspec.Struct):
-    """A record in host memory: its header, its payload and what is known of its use."""
+    """A memory record is a record in host memory: its header, its payload and what is known of its
+    use.
+    """
 
     header: RecordHeader
     payload: memoryview
@@ -63,7 +65,7 @@ class MemoryRecord(msgspec.Struct):
     restore_cost_ms: float = 0.0
 
     def listed(self) -> Listed:
-        """The record as the tier's catalogue shows it."""
+        """Return the record as the tier's catalogue shows it."""
         size = self.header.payload_bytes
         return Listed(
             self.header.meta, size, size, self.touched_s, self.reuse_count, self.restore_cost_ms
@@ -71,7 +73,7 @@ class MemoryRecord(msgspec.Struct):
 
 
 class MemoryTier:
-    """Artifacts in host memory. Implements `tier.TierBackend`."""
+    """A memory tier keeps artifacts in host memory. Implements `backend.TierBackend`."""
 
     name = "memory"
 
@@ -103,20 +105,22 @@ class MemoryTier:
         return next((held[id_] for held in self._held.values() if id_ in held), None)
 
     def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]:
-        """What is here of `ids`."""
+        """Return what is here of `ids`."""
         with self._lock:
             found = {id_: self._get(id_) for id_ in ids}
             return {id_: held.listed() for id_, held in found.items() if held is not None}
 
     def at_boundary(self, prefix_hash: bytes) -> list[tuple[Listed, int]]:
-        """Records that have `prefix_hash` at a unit's end: (record, units up to there)."""
+        """List the records that have `prefix_hash` at a unit's end: (record, units up to there)."""
         with self._lock:
             units_of = self._boundaries.get(prefix_hash, {})
             found = [(self._get(id_), units) for id_, units in units_of.items()]
             return [(held.listed(), units) for held, units in found if held is not None]
 
     def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
-        """All wants verified, or a miss. `landing` is not used: the bytes are in memory already."""
+        """Read and verify all wants, or give a miss. `landing` is not used: the bytes are in memory
+        already.
+        """
         with self._lock:
             found = [(want, self._get(want.id)) for want in wants]
         parts = []
@@ -159,7 +163,9 @@ class MemoryTier:
                         held[id_].reuse_count += 1
 
     def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | AlreadyStored | WriteRefused:
-        """Room and the very buffer that will be the record."""
+        """Reserve room and the very buffer that will be the record. Raises InvalidInput for an
+        impossible meta.
+        """
         meta.check()
         with self._lock:
             if self._get(meta.id) is not None:
@@ -195,7 +201,9 @@ class MemoryTier:
         self.counters["evicted"] += 1
 
     def _sound(self, held: MemoryRecord) -> memoryview | None:
-        """A record's bytes before they go elsewhere: they would get a new digest there."""
+        """Verify a record's bytes before they go elsewhere, where they would get a new digest; None
+        when they are bad.
+        """
         try:
             open_chunks(held.payload, held.header, _SEAL)
         except Corrupt:
@@ -204,7 +212,7 @@ class MemoryTier:
         return held.payload
 
     def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]:
-        """Digest and make visible."""
+        """Digest the records and make them visible."""
         outcomes: list[WriteOutcome] = []
         now_s = self._clock.now()
         for reserved in reservations:
@@ -230,7 +238,7 @@ class MemoryTier:
         self._standing[key] = TierUsage(used.stored_bytes + stored_bytes, used.records + records)
 
     def abort(self, reservation: Reservation) -> None:
-        """The room is free again."""
+        """Give a reservation's room back."""
         with self._lock:
             reservation.take()
             self._ledger.release(reservation)
@@ -253,7 +261,7 @@ class MemoryTier:
                 del self._boundaries[digest]
 
     def remove(self, ids: Sequence[bytes]) -> int:
-        """Records gone, of those that were there."""
+        """Remove records; returns how many there were."""
         return sum(self._drop(id_) for id_ in ids)
 
     def _oldest(self, kind: ArtifactKind, limit: int, tenant: bytes | None) -> list[Listed]:
@@ -279,7 +287,7 @@ class MemoryTier:
         return self.remove(late)
 
     def purge(self, tenant: bytes) -> int:
-        """Every record of a tenant gone."""
+        """Remove every record of a tenant; returns how many."""
         with self._lock:
             own = [
                 id_
@@ -298,7 +306,7 @@ class MemoryTier:
                     held.restore_cost_ms = cost_ms
 
     def usage(self) -> Mapping[tuple[bytes, ArtifactKind], TierUsage]:
-        """Bytes and records that stand, by tenant and kind."""
+        """Return the bytes and records that stand, by tenant and kind."""
         with self._lock:
             return {key: used for key, used in self._standing.items() if used.records}
 

@@ -25,7 +25,8 @@ _FULL, _ABSENT = -200, -704
 
 
 class MooncakeBlobs:
-    """Blobs through a set-up `mooncake.store.MooncakeDistributedStore`, under a namespace.
+    """MooncakeBlobs are objects of a set-up `mooncake.store.MooncakeDistributedStore`, under a
+    namespace.
 
     It has no listing, and its ranged read wants registered memory: a part is cut from the whole
     object, and expiry and purge find nothing to do here; give a tenant's artifacts another tier.

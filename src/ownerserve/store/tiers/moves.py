@@ -19,7 +19,7 @@ MAX_QUEUED_BYTES = 256 * MIB
 
 
 class TierMove(msgspec.Struct, frozen=True):
-    """A copy to make: verified bytes, what the catalogue said of them, where they go."""
+    """A move is a copy to make: verified bytes, what the catalogue said of them, where they go."""
 
     record: Listed
     payload: memoryview
@@ -31,7 +31,9 @@ class TierMove(msgspec.Struct, frozen=True):
 
 
 class MoveQueue:
-    """Moves by artifact and level, oldest first, and the ids that are dirty on top."""
+    """A move queue holds moves by artifact and level, oldest first, and the ids that are dirty on
+    top.
+    """
 
     def __init__(self, limit_bytes: int = MAX_QUEUED_BYTES) -> None:
         self._limit_bytes = limit_bytes
@@ -47,13 +49,13 @@ class MoveQueue:
 
     @property
     def dirty(self) -> tuple[bytes, ...]:
-        """Ids acknowledged on top whose copy below is owed, oldest first."""
+        """Return the ids acknowledged on top whose copy below is owed, oldest first."""
         with self._lock:
             return tuple(self._dirty)
 
     @property
     def moving(self) -> frozenset[bytes]:
-        """Ids of which a copy is on its way, up or down."""
+        """Return the ids of which a copy is on its way, up or down."""
         with self._lock:
             return frozenset(id_ for id_, _ in self._moves)
 
@@ -94,7 +96,7 @@ class MoveQueue:
             self.counters["promotions_shed"] += 1
 
     def take(self) -> TierMove | None:
-        """The oldest move, the caller's to make."""
+        """Take out the oldest move, the caller's to make; None when there is none."""
         with self._lock:
             if not self._moves:
                 return None
@@ -112,7 +114,7 @@ class MoveQueue:
                 self._dirty.pop(id_, None)
 
     def forget_tenant(self, tenant: bytes) -> None:
-        """A tenant was purged."""
+        """Drop the moves and the owed copies of a tenant that was purged."""
         with self._lock:
             self.removals += 1
             self._drop([k for k, move in self._moves.items() if move.record.meta.tenant == tenant])

@@ -20,7 +20,7 @@ _DEFAULT_FLAGS = 0
 
 
 class CudaHost(Protocol):
-    """The two calls of the CUDA runtime that are needed; 0 is success."""
+    """CudaHost is the two calls of the CUDA runtime that are needed; each returns 0 for success."""
 
     def cudaHostRegister(self, address: int, size: int, flags: int, /) -> Any: ...
 
@@ -28,7 +28,8 @@ class CudaHost(Protocol):
 
 
 class PinnedMemory:
-    """Memory for a `BufferPool` whose buffers a GPU reads and writes. Implements buffers.Memory.
+    """Pinned memory is for a `BufferPool` whose buffers a GPU reads and writes. Implements
+    buffers.Memory.
 
     Locking costs about as much as touching every page, so the pool should keep what is idle.
     """

@@ -19,8 +19,8 @@ from ownerserve.store.format.model import ArtifactKind, Listed, RefusalReason
 
 
 class WritePlan(NamedTuple):
-    """Levels of one write: `home` answers, or the next of `overflow` that has room when it has
-    none; `with_it` get a copy before the answer, `later` one in `settle`.
+    """A write plan names the levels of one write: `home` answers, or the next of `overflow` that
+    has room when it has none; `with_it` get a copy before the answer, `later` one in `settle`.
     """
 
     home: int
@@ -30,31 +30,39 @@ class WritePlan(NamedTuple):
 
 
 class OnEviction(msgspec.Struct, frozen=True, tag=True):
-    """Fewest writes; what was acknowledged is gone with the process until it went down."""
+    """OnEviction makes the fewest writes; what was acknowledged is gone with the process until it
+    went down.
+    """
 
     def plan(self, levels: int) -> WritePlan:
-        """Top first; a top without room passes it on."""
+        """Return a plan that writes to the top; a top without room passes it on."""
         return WritePlan(0, overflow=tuple(range(1, levels)))
 
 
 class WriteBack(msgspec.Struct, frozen=True, tag=True):
-    """Acknowledged at memory speed; a crash before `settle` loses it (a miss, never wrong)."""
+    """WriteBack acknowledges at memory speed; a crash before `settle` loses the record (a miss,
+    never wrong).
+    """
 
     level: int = 1
 
     def plan(self, levels: int) -> WritePlan:
-        """Top first, as with OnEviction, and a copy at `level` later."""
+        """Return a plan that writes to the top, as OnEviction's, and makes a copy at `level`
+        later.
+        """
         later = min(self.level, levels - 1)
         return WritePlan(0, overflow=tuple(range(1, levels)), later=later or None)
 
 
 class WriteThrough(msgspec.Struct, frozen=True, tag=True):
-    """Acknowledged is durable. No overflow: a refusal by the durable level is the answer."""
+    """WriteThrough acknowledges what is durable. There is no overflow: a refusal by the durable
+    level is the answer.
+    """
 
     level: int = 1
 
     def plan(self, levels: int) -> WritePlan:
-        """Durable first, then a copy on top."""
+        """Return a plan that writes to the durable level, then makes a copy on top."""
         home = min(self.level, levels - 1)
         return WritePlan(home, with_it=(0,) if home else ())
 
@@ -63,7 +71,7 @@ WritePolicy = OnEviction | WriteBack | WriteThrough
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """A write policy, and what a move between tiers must be worth.
+    """A placement is a write policy, and what a move between tiers must be worth.
 
     A record is worth the milliseconds it saves, by use so far, for each MiB it costs to write.
     Thresholds are 0 (all goes down) until the node prices its artifacts; point state has its own,
@@ -76,14 +84,14 @@ class Placement(msgspec.Struct, frozen=True):
     write: WritePolicy = OnEviction()
 
     def goes_down(self, record: Listed) -> bool:
-        """Write it to the next tier before it leaves this one?"""
+        """Tell whether to write it to the next tier before it leaves this one."""
         ranged = record.meta.kind is ArtifactKind.RANGE
         threshold = self.range_ms_per_mib if ranged else self.point_ms_per_mib
         value_ms = (1 + record.reuse_count) * record.restore_cost_ms
         return value_ms >= threshold * record.stored_bytes / MIB
 
     def goes_up(self, record: Listed) -> bool:
-        """Copy it to the top tier after it was read further down?"""
+        """Tell whether to copy it to the top tier after it was read further down."""
         return record.reuse_count >= self.promote_after_reuses
 
 

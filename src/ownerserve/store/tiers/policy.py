@@ -18,21 +18,23 @@ from ownerserve.store.format.model import ArtifactKind, Listed, RefusalReason
 
 
 class KindLimits(msgspec.Struct, frozen=True):
-    """One kind's share of a tier, and how long a record stays untouched; None: for ever."""
+    """A kind's limits are its share of a tier, and how long a record stays untouched; None: for
+    ever.
+    """
 
     capacity_bytes: int
     ttl_s: float | None = None
 
 
 class TierLimits(msgspec.Struct, frozen=True):
-    """A tier's rules. A tenant's quota counts both kinds."""
+    """A tier's limits are its rules for both kinds. A tenant's quota counts both."""
 
     range: KindLimits = KindLimits(64 * GIB, 72 * 3600.0)
     point: KindLimits = KindLimits(16 * GIB, 3600.0)
     tenant_quota_bytes: int | None = None
 
     def of(self, kind: ArtifactKind) -> KindLimits:
-        """The rules of one kind."""
+        """Return the limits of one kind."""
         return self.range if kind is ArtifactKind.RANGE else self.point
 
     @property
@@ -41,7 +43,9 @@ class TierLimits(msgspec.Struct, frozen=True):
 
 
 def split(capacity_bytes: int, point_share: float = 0.2) -> TierLimits:
-    """Limits for a tier of `capacity_bytes`, `point_share` of it for point artifacts."""
+    """Return the limits for a tier of `capacity_bytes`, `point_share` of it for point artifacts.
+    Raises InvalidInput for a share that is none.
+    """
     if not 0 <= point_share <= 1:
         raise InvalidInput("point_share", f"{point_share}", "use a share from 0 to 1")
     point = int(capacity_bytes * point_share)
@@ -57,12 +61,13 @@ Order = Callable[[Listed], float]
 
 
 def by_age(record: Listed) -> float:
-    """Least recently touched first."""
+    """Order records by age: the least recently touched goes first."""
     return record.touched_s
 
 
 def by_utility(record: Listed) -> float:
-    """Cheapest to bring back for the room it takes: milliseconds saved, by use, for each byte.
+    """Order records by what they save: first goes the cheapest to bring back for the room it takes,
+    by milliseconds saved, by use, for each byte.
 
     GreedyDual-Size's H = cost / size (Cao & Irani 1997) with the use count as frequency; age comes
     in because only the oldest records are candidates.
@@ -71,15 +76,17 @@ def by_utility(record: Listed) -> float:
 
 
 class ExpectedUse(msgspec.Struct, frozen=True):
-    """How soon an artifact that is not used is taken for dead, by kind: half its uses fade in
-    that time. Global KV is reused over days, point state within minutes (V4.1's report).
+    """Expected use says how soon an artifact that is not used is taken for dead, by kind: half its
+    uses fade in that time. Global KV is reused over days, point state within minutes (V4.1's
+    report).
     """
 
     range_half_life_s: float = 24 * 3600.0
     point_half_life_s: float = 600.0
 
     def order(self, now_s: float) -> Order:
-        """Utility where there is no list by recency: restore ms x expected uses, for each byte.
+        """Return an order by utility where there is no list by recency: restore ms x expected uses,
+        for each byte.
 
         A record without a price counts as 1 ms, so that among such the uses decide.
         """
@@ -95,7 +102,7 @@ class ExpectedUse(msgspec.Struct, frozen=True):
 
 
 class Need(NamedTuple):
-    """Room asked for by one record."""
+    """A need is the room asked for by one record."""
 
     tenant: bytes
     kind: ArtifactKind
@@ -103,14 +110,18 @@ class Need(NamedTuple):
 
 
 class Shortfall(NamedTuple):
-    """What must go first: `kind_bytes` of the kind, of which `tenant_bytes` of the tenant."""
+    """A shortfall is what must go first: `kind_bytes` of the kind, of which `tenant_bytes` of the
+    tenant.
+    """
 
     kind_bytes: int
     tenant_bytes: int
 
 
 class Taken(NamedTuple):
-    """Bytes standing and reserved: of the kind, of the tenant, of the tenant in that kind."""
+    """Taken counts the bytes standing and reserved: of the kind, of the tenant, of the tenant in
+    that kind.
+    """
 
     kind_bytes: int
     tenant_bytes: int
@@ -118,7 +129,7 @@ class Taken(NamedTuple):
 
 
 def shortfall(need: Need, taken: Taken, limits: TierLimits) -> Shortfall | RefusalReason:
-    """How much must be evicted for `need`; a refusal when no eviction could make room."""
+    """Return how much must be evicted for `need`; a refusal when no eviction could make room."""
     capacity = limits.of(need.kind).capacity_bytes
     if need.stored_bytes > capacity:
         return RefusalReason.NO_SPACE
@@ -138,7 +149,9 @@ def choose(
     order: Order = by_age,
     pinned: frozenset[bytes] = frozenset(),
 ) -> Sequence[Listed]:
-    """The first in `order` that together free `need_bytes`; none when they can't."""
+    """Return the first in `order`, `pinned` ones left out, that together free `need_bytes`; none
+    when they can't.
+    """
     chosen, freed = [], 0
     for record in sorted(candidates, key=order):
         if freed >= need_bytes:
@@ -150,7 +163,7 @@ def choose(
 
 
 class WriteBudget:
-    """An SSD lives by the bytes written to it: a token bucket of bytes a day.
+    """A write budget is a token bucket of bytes a day: an SSD lives by the bytes written to it.
 
     `burst_bytes` may go at once. `admit` says no without side effects; `spend` is called for what
     was written, compaction included, so write amplification counts against the budget.
@@ -171,11 +184,11 @@ class WriteBudget:
         self._at_s = now_s
 
     def admit(self, count: int, now_s: float) -> bool:
-        """Is there budget for `count` bytes now?"""
+        """Tell whether there is budget for `count` bytes now."""
         self._refill(now_s)
         return count <= self._level
 
     def spend(self, count: int, now_s: float) -> None:
-        """`count` bytes were written."""
+        """Note that `count` bytes were written."""
         self._refill(now_s)
         self._level -= count

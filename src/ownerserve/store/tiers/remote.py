@@ -75,13 +75,13 @@ UNFINISHED_S = 24 * 3600.0
 
 
 def record_key(id_: bytes) -> str:
-    """The blob's name of the record `id_`."""
+    """Return the name of the blob that holds record `id_`."""
     name = id_.hex()
     return f"records/{name[:2]}/{name}"
 
 
 class RemoteTier:
-    """Artifacts in a shared medium. Implements `tier.TierBackend`."""
+    """A remote tier keeps artifacts in a shared medium. Implements `backend.TierBackend`."""
 
     def __init__(
         self,
@@ -93,7 +93,9 @@ class RemoteTier:
         limits: TierLimits | None = None,
         expected: ExpectedUse | None = None,
     ) -> None:
-        """`limits` None: TTLs as everywhere, room as the medium has it."""
+        """Make the tier over `blobs`. `limits` None: TTLs as everywhere, room as the medium has
+        it.
+        """
         self.name = name
         self._blobs = blobs
         self._clock = clock
@@ -105,7 +107,9 @@ class RemoteTier:
         self.counters: Counter[str] = Counter()
 
     def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]:
-        """Reads headers: one round trip for each id."""
+        """Return what the medium has of `ids`, from the records' headers: one round trip for each
+        id.
+        """
         found = {}
         for id_ in ids:
             with suppress(OSError, Corrupt, CapacityExceeded):
@@ -125,7 +129,7 @@ class RemoteTier:
         return whole[: self._blobs.get_into(key, 0, whole)]
 
     def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
-        """All wants verified, or a miss."""
+        """Read and verify all wants, or give a miss."""
         parts = []
         for want in wants:
             outcome = self._read_shielded(want, landing or self._landing)
@@ -179,7 +183,9 @@ class RemoteTier:
             self._blobs.move(record_key(id_), f"quarantine/{id_.hex()}")
 
     def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | AlreadyStored | WriteRefused:
-        """A buffer; what the medium has no room for is refused at commit."""
+        """Reserve a buffer; what the medium has no room for is refused at commit. Raises
+        InvalidInput for an impossible meta.
+        """
         meta.check()
         reason = self._why_not(meta, payload_bytes)
         if reason is not None:
@@ -221,7 +227,7 @@ class RemoteTier:
         return WriteRefused(reason, id_)
 
     def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]:
-        """Each on its own: the medium has no group commit."""
+        """Write each record on its own: the medium has no group commit."""
         return tuple(self._commit(reserved) for reserved in reservations)
 
     def _commit(self, reserved: Reservation) -> WriteOutcome:
@@ -253,7 +259,7 @@ class RemoteTier:
         reservation.take()
 
     def remove(self, ids: Sequence[bytes]) -> int:
-        """Records gone, of those that were there."""
+        """Remove records; returns how many there were."""
         found = self.find(ids)
         for record in found.values():
             self._delete(parse(catalogue_key(record.meta, record.stored_bytes), 0.0))
@@ -292,7 +298,7 @@ class RemoteTier:
         return gone
 
     def purge(self, tenant: bytes) -> int:
-        """Every record of a tenant gone, quarantined ones too."""
+        """Remove every record of a tenant, quarantined ones too; returns how many."""
         gone = 0
         for row in self._rows(under_tenant(tenant)):
             with suppress(OSError, Backpressure):
@@ -301,12 +307,14 @@ class RemoteTier:
         return gone
 
     def price(self, costs_ms: Mapping[bytes, float]) -> None:
-        """Into the catalogue, where all nodes see it; only when room is managed."""
+        """Write what artifacts cost to make again into the catalogue, where all nodes see it; only
+        when room is managed.
+        """
         with suppress(OSError, Backpressure):
             self._catalogue.price(costs_ms)
 
     def usage(self) -> Mapping[tuple[bytes, ArtifactKind], TierUsage]:
-        """What the catalogue lists, by tenant and kind; one listing."""
+        """Return what the catalogue lists, by tenant and kind; makes one listing."""
         total: dict[tuple[bytes, ArtifactKind], TierUsage] = {}
         for row in self._rows():
             meta, size = row.record.meta, row.record.stored_bytes

@@ -29,7 +29,9 @@ _ONLY_NEW = {"IfNoneMatch": "*"}
 
 
 class S3Options(msgspec.Struct, frozen=True):
-    """How patient a client is, and from what size on it sends parts (S3: 5 MiB at least)."""
+    """S3Options say how patient a client is, and from what size on it sends parts (S3: 5 MiB at
+    least).
+    """
 
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 30.0
@@ -38,7 +40,9 @@ class S3Options(msgspec.Struct, frozen=True):
 
 
 class S3Blobs:
-    """Blobs under `prefix` of a bucket. Credentials and region are boto3's own business."""
+    """S3Blobs are objects under `prefix` of a bucket. Credentials and region are boto3's own
+    business.
+    """
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ _TRY_NEXT = frozenset({MissReason.CORRUPT, MissReason.ABSENT, MissReason.IO_ERRO
 
 
 class TieredStore:
-    """Several tiers behind the tier port, fastest first."""
+    """A tiered store is several tiers behind the tier port, fastest first."""
 
     name = "tiered"
 
@@ -61,7 +61,7 @@ class TieredStore:
                 tier.on_evict = partial(self._on_evict, level)
 
     def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]:
-        """What any tier has; as the fastest one says."""
+        """Return what any tier has of `ids`, as the fastest one says."""
         found: dict[bytes, Listed] = {}
         for tier in self.tiers:
             missing = [id_ for id_ in ids if id_ not in found]
@@ -70,7 +70,7 @@ class TieredStore:
         return found
 
     def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
-        """All wants verified, each from the fastest tier that can, or a miss."""
+        """Read and verify all wants, each from the fastest tier that can, or give a miss."""
         parts: dict[int, ReadPart] = {}
         why: dict[int, ReadMiss] = {}
         for level, tier in enumerate(self.tiers):
@@ -102,8 +102,9 @@ class TieredStore:
         *,
         here: Mapping[bytes, Listed],
     ) -> list[ReadPart | ReadMiss]:
-        """Each want's outcome: in one read, or one by one where that gives nothing, since the
-        others may be good and what is in another layout may be converted."""
+        """Return each want's outcome: in one read, or one by one where that gives nothing, since
+        the others may be good and what is in another layout may be converted.
+        """
         removals = self.moves.removals
         together = self.tiers[level].read(wants, landing)
         if isinstance(together, ReadHit):
@@ -160,7 +161,7 @@ class TieredStore:
             self.moves.settled(id_)
 
     def settle(self) -> int:
-        """Make the copies that wait and those that are owed; how many were made."""
+        """Make the copies that wait and those that are owed; returns how many were made."""
         done = 0
         for _ in range(len(self.moves)):
             with self._moving:
@@ -177,7 +178,9 @@ class TieredStore:
         return done + self._write_back()
 
     def _write_back(self) -> int:
-        """Copies of what is dirty on top. Stops at a medium that takes nothing now: all wait."""
+        """Make the owed copies of what is dirty on top. Stops at a medium that takes nothing now:
+        all wait.
+        """
         done, later = 0, self.plan.later
         for id_ in self.moves.dirty if later is not None else ():
             with self._moving:
@@ -191,7 +194,9 @@ class TieredStore:
         return done
 
     def _copy_down(self, id_: bytes, levels: Sequence[int]) -> WriteOutcome:
-        """A verified copy from the top to the first of `levels` that takes it, if worth it."""
+        """Copy a record, verified, from the top to the first of `levels` that takes it, if worth
+        it.
+        """
         top = self.tiers[0]
         record = top.find([id_]).get(id_)
         if record is None or not self.placement.goes_down(record):
@@ -225,7 +230,9 @@ class TieredStore:
         return outcome
 
     def commit(self, reservations: Sequence[Reservation]) -> tuple[WriteOutcome, ...]:
-        """Each at the level that reserved it, each level once; then the copies that go with it."""
+        """Commit each at the level that reserved it, each level once; then the copies that go with
+        it.
+        """
         outcomes: dict[int, WriteOutcome] = {}
         for level, tier in enumerate(self.tiers):
             own = [(at, item) for at, item in enumerate(reservations) if item.level == level]
@@ -241,7 +248,9 @@ class TieredStore:
         return tuple(outcomes[at] for at in range(len(reservations)))
 
     def _reserve_copies(self, item: Reservation) -> list[tuple[TierBackend, Reservation]]:
-        """Filled while the bytes can still be seen: a commit takes the buffer."""
+        """Reserve and fill the copies while the bytes can still be seen: a commit takes the
+        buffer.
+        """
         copies = []
         for level in self.plan.with_it:
             room = self.tiers[level].reserve(item.meta, item.payload_bytes)
@@ -262,11 +271,11 @@ class TieredStore:
                 tier.commit([room])
 
     def abort(self, reservation: Reservation) -> None:
-        """The room is free again."""
+        """Give a reservation's room back."""
         self.tiers[reservation.level].abort(reservation)
 
     def remove(self, ids: Sequence[bytes]) -> int:
-        """Gone from every tier; how many artifacts there were."""
+        """Remove artifacts from every tier; returns how many there were."""
         with self._moving:
             there = len(self.find(ids))
             for tier in self.tiers:
@@ -275,23 +284,25 @@ class TieredStore:
         return there
 
     def expire(self, most: int = EVERY_RECORD) -> int:
-        """Copies removed, over all tiers, at most so many of each."""
+        """Remove expired copies from every tier, at most so many of each; returns how many."""
         return sum(tier.expire(most) for tier in self.tiers)
 
     def purge(self, tenant: bytes) -> int:
-        """Copies removed, over all tiers; what waits to be moved is dropped too."""
+        """Remove a tenant's copies from every tier, and what waits to be moved; returns how many
+        copies.
+        """
         with self._moving:
             gone = sum(tier.purge(tenant) for tier in self.tiers)
             self.moves.forget_tenant(tenant)  # after, as in `remove`
         return gone
 
     def price(self, costs_ms: Mapping[bytes, float]) -> None:
-        """To every tier, for those that are there."""
+        """Note in every tier what it costs to make these artifacts again."""
         for tier in self.tiers:
             tier.price(costs_ms)
 
     def usage(self) -> Mapping[tuple[bytes, ArtifactKind], TierUsage]:
-        """Copies over all tiers: what they occupy together."""
+        """Return what the copies in all tiers occupy together, by tenant and kind."""
         total: dict[tuple[bytes, ArtifactKind], TierUsage] = {}
         for tier in self.tiers:
             for key, used in tier.usage().items():
