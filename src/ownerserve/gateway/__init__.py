@@ -1,4 +1,4 @@
-"""The gateway's runtime: sockets in, RouterState's decisions, sockets out. Bytes go through.
+"""The gateway's runtime moves bytes between clients and workers by RouterState's decisions.
 
 | module or folder | owns |
 |---|---|

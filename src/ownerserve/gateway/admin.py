@@ -1,5 +1,5 @@
-"""The admin port: what the gateway knows, for people and Prometheus. Separate from the data port,
-so that it can be kept private and can't slow a request down by its framework."""
+"""The admin port shows what the gateway knows, to people and Prometheus. It is separate from the
+data port, so that it can be kept private and can't slow a request down by its framework."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def status(gateway: Gateway) -> dict[str, Any]:
-    """Workers with their load, and the account of all requests."""
+    """Return the workers with their load, and the account of all requests, as JSON values."""
     state = gateway.state
     return {
         "policy": gateway.config.policy,
@@ -73,7 +73,8 @@ def status(gateway: Gateway) -> dict[str, Any]:
 
 
 def _directory(gateway: Gateway) -> dict[str, Any] | None:
-    """What the directory answered, and who owns sessions there; None: none is asked."""
+    """Return what the directory answered, and which workers own sessions there; None when no
+    directory is asked."""
     if gateway.turns.finder is None:
         return None
     stated = {name: monitor.stated for name, monitor in gateway.monitors.items()}
@@ -82,7 +83,7 @@ def _directory(gateway: Gateway) -> dict[str, Any] | None:
 
 
 def _probe(monitor: HealthMonitor) -> dict[str, Any]:
-    """What the last probes of a worker found; also of one that never was up."""
+    """Return what the last probes of a worker found, also of one that never was up."""
     unlearnt = monitor.unlearnt
     return {
         "states_itself": monitor.stated is not None,
@@ -94,7 +95,7 @@ def _probe(monitor: HealthMonitor) -> dict[str, Any]:
 
 
 def _profile(gateway: Gateway, worker: Worker) -> dict[str, Any]:
-    """What the worker is priced by, and what it says of itself."""
+    """Return what the worker is priced by, and what it says of itself."""
     profile, monitor = worker.profile, gateway.monitors[worker.id]
     speed, stated = worker.speed, monitor.stated
     return {
@@ -115,7 +116,7 @@ def _profile(gateway: Gateway, worker: Worker) -> dict[str, Any]:
 
 
 def decision(decided: Decided, now: float) -> dict[str, Any]:
-    """One decision as JSON; `age_s` is how long ago it was made."""
+    """Return one decision as JSON values; `age_s` is how long ago it was made."""
     at_s, request_id, identity, outcome = decided
     row: dict[str, Any] = {
         "age_s": round(now - at_s, 3),
@@ -166,7 +167,8 @@ def _source(copy: Copy) -> dict[str, Any]:
 
 
 def admin_app(gateway: Gateway) -> Starlette:
-    """/health, /status, /decisions?last=N, /metrics; the middle two also below /ownerserve/."""
+    """Make the app of /health, /status, /decisions?last=N and /metrics; the middle two also stand
+    below /ownerserve/."""
     registry = CollectorRegistry()
     registry.register(GatewayCollector(gateway))
 
@@ -203,7 +205,7 @@ def _json(body: Any, status_code: int = 200) -> Response:
 
 
 class AdminServer(uvicorn.Server):
-    """uvicorn in the gateway's own loop; signals are the gateway's business."""
+    """The admin server is uvicorn in the gateway's own loop; it leaves signals to the gateway."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -211,7 +213,8 @@ class AdminServer(uvicorn.Server):
 
 
 def admin_server(gateway: Gateway) -> tuple[AdminServer, socket.socket]:
-    """A server for the admin port and its bound socket; run `server.serve(sockets=[socket])`."""
+    """Make a server for the admin port and bind its socket; run `server.serve(sockets=[socket])`.
+    Raises OSError when the port is taken."""
     listener = socket.create_server((gateway.config.host, gateway.config.admin_port))
     config = uvicorn.Config(
         admin_app(gateway), log_level="warning", access_log=False, lifespan="off"

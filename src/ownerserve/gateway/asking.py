@@ -1,4 +1,5 @@
-"""What a request says before any decision: who asks, for which model, and like which session.
+"""This module reads what a request says before any decision: who asks, for which model, and like
+which session.
 
 Owns the order of looking: headers, then the body's fields, then its content; and the session's name
 from there on: aliases are resolved here, once. Each JSON body is scanned, also of a session that a
@@ -38,7 +39,8 @@ _GROUP = GROUP_HEADER.encode()
 
 
 class IdentifiedRequest(msgspec.Struct, frozen=True, gc=False):
-    """A request as the router needs it; `identity.session` and `arrive.session` are the name.
+    """An identified request is what the router needs of one; `identity.session` and
+    `arrive.session` are the session's own name.
 
     `named_parent`: what a header says; `arrive.parent` is whose bytes it shares. `fields`: what the
     body says, as far as it was read. `group`: of sessions that share a head, by the client's word
@@ -54,16 +56,17 @@ class IdentifiedRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def said(self) -> Span | None:
-        """Where the body itself has a `session_id`."""
+        """The bytes where the body itself has a `session_id`; None when it has none."""
         return self.fields.spans.get("session_id")
 
     def alias(self, response_id: str) -> SessionId:
-        """The name by which a later turn may ask for this one's session."""
+        """Return the name by which a later turn may ask for this one's session."""
         return response_alias(self.scope, response_id)
 
 
 class Asking:
-    """Reads requests. `resolve`: what an alias stands for; `is_known`: the router has the session.
+    """Asking reads requests. `resolve` tells what an alias stands for; `is_known`, whether the
+    router has the session.
 
     The gateway keeps `models`: all names that its workers answer to.
     """
@@ -85,11 +88,12 @@ class Asking:
         return self._only_model is None
 
     def serves(self, models: Set[str]) -> None:
-        """The fleet answers to these names now."""
+        """Set the names that the fleet answers to now."""
         self._only_model = None if len(models) > 1 else next(iter(models), "")
 
     def read(self, request: HttpRequest) -> IdentifiedRequest:
-        """Raises Rejected when the body is needed and can't be believed.
+        """Read who asks, for which model and session. Raises Rejected when the body is needed and
+        can't be believed.
 
         A request without a body (a listing of models) is no turn of a session.
         """
@@ -125,7 +129,7 @@ class Asking:
         )
 
     def _group(self, identity: SessionIdentity, head: RequestHead, scope: Scope) -> str | None:
-        """A session's group; a client may name it (a repository, a document)."""
+        """Return a session's group; a client may name it (a repository, a document)."""
         if identity.session is None:
             return None
         said = head.special.get(_GROUP)
@@ -134,7 +138,7 @@ class Asking:
         return self.chain.group(identity.session)
 
     def _resolved(self, identity: SessionIdentity) -> SessionIdentity:
-        """The identity under the session's own name, where an alias asked."""
+        """Return the identity under the session's own name, where an alias asked."""
         asked_by = identity.session
         if asked_by is None:
             return identity
@@ -142,15 +146,15 @@ class Asking:
         return identity if name == asked_by else msgspec.structs.replace(identity, session=name)
 
     def ended(self, identity: SessionIdentity) -> None:
-        """A turn is over, whatever became of it."""
+        """Note that a turn is over, whatever became of it."""
         if identity.source is SessionSource.CONTENT and identity.session is not None:
             self.chain.ended(identity.session)
 
     def _by_content(
         self, identity: SessionIdentity, fields: BodyFields, *, scope: Scope, head: RequestHead
     ) -> tuple[SessionIdentity, int]:
-        """The identity that the content gives, or the parent it begins like; and for how many
-        bytes."""
+        """Return the identity that the content gives, or the parent that it begins like, and how
+        many bytes they share."""
         content = content_of(fields, tenant=scope.tenant)
         if content is None:
             return identity, 0
@@ -170,9 +174,12 @@ class Asking:
 
 
 def _fields(head: RequestHead, body: bytes, *, is_named: bool) -> BodyFields:
-    """The body's fields. One that can't be believed is refused, and so is a compressed one: it may
-    hold any `session_id`, and no engine reads it. Where a header names the session and the body
-    says no `session_id`, in whatever way, it says nothing instead."""
+    """Return the body's fields. Raises Rejected for a body that can't be believed.
+
+    A compressed body is refused too: it may hold any `session_id`, and no engine reads it. Where a
+    header names the session and the body says no `session_id`, in whatever way, a body that can't
+    be believed counts as one without fields instead.
+    """
     special = head.special
     if special.get(b"content-encoding", b"identity").lower() not in (b"", b"identity"):
         raise Rejected(

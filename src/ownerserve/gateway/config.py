@@ -1,4 +1,4 @@
-"""The gateway's settings: each once, with its unit and default."""
+"""This module holds the gateway's settings: each once, with its unit and default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ownerserve.router.worker import DEFAULT_SPEED, Speed
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one gateway."""
+    """A config has all settings of one gateway; a name's ending is its unit."""
 
     workers: tuple[Address, ...]
     policy: str = "ownerserve"
@@ -61,6 +61,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __repr__(self) -> str:
-        """All but the worker key, which belongs in no log."""
+        """Show all settings but the worker key, which belongs in no log."""
         names = (name for name in self.__struct_fields__ if name != "worker_key")
         return f"Config({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"

@@ -1,4 +1,5 @@
-"""One request's life in the gateway, from its arrival to its answer's end, as phases.
+"""An exchange is one request's life in the gateway, from its arrival to its answer's end, as
+phases.
 
 An exchange is in one phase at a time, and a phase has only what exists in it. A dispatch's receipt
 is given back exactly once: by whichever phase holds it when it ends.
@@ -45,7 +46,8 @@ log = logging.getLogger("ownerserve.gateway")
 
 
 class Exchange:
-    """One request and its phase. `turns` decides and counts; `client` gets the answer."""
+    """An exchange is one request and its phase. `turns` decides and counts; `client` gets the
+    answer."""
 
     __slots__ = ("client", "phase", "request", "request_id", "started_s", "turns")
 
@@ -60,7 +62,8 @@ class Exchange:
         self.phase: Phase = OVER
 
     def start(self) -> None:
-        """Decide, and send. Answers the client itself when there is nothing to send."""
+        """Read the request, decide and send it; answer the client itself when there is nothing to
+        send."""
         try:
             asked = self.turns.read(self.request)
         except Rejected as rejected:
@@ -73,28 +76,31 @@ class Exchange:
             self.phase = Reading(self, asked, self.run(self._find(asked, look_up)))
 
     def abort(self) -> None:
-        """The client hung up: so do we, and the engine can stop."""
+        """End the exchange, as the client hung up: the worker's connection is closed, so that the
+        engine can stop."""
         phase, self.phase = self.phase, OVER
         phase.abort()
 
     def pause(self) -> None:
-        """The client reads too slowly."""
+        """Stop reading the answer: the client reads too slowly."""
         self.phase.pause()
 
     def resume(self) -> None:
-        """The client reads again."""
+        """Go on reading the answer: the client reads again."""
         self.phase.resume()
 
     # What phases do
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Begin work of the present phase; a fault in it ends the request, not in silence."""
+        """Begin work of the present phase as a task; a fault in it is logged and ends the
+        request."""
         task = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(self._ended)
         return task
 
     def enter(self, asked: IdentifiedRequest) -> None:
-        """A new session may have to wait until the fleet has room for it."""
+        """Decide at once, or queue the turn: a new session may have to wait until the fleet has
+        room for it."""
         ticket = self.turns.enter(asked, lambda now: self._decide(asked))
         if ticket is not None:
             self.phase = Queued(self, asked, ticket)
@@ -113,7 +119,8 @@ class Exchange:
             self.connect(attempt, None)
 
     def decide_again(self, attempt: Attempt, why: Why) -> None:
-        """Nothing of an answer came, for this reason: another worker may be asked."""
+        """Ask for another worker, or tell the client no, as nothing of an answer came, for the
+        reason `why`."""
         asked = attempt.asked
         self.phase = Deciding(self, asked)
         outcome = self.turns.decide_again(asked, attempt.dispatch, why, request_id=self.request_id)
@@ -135,7 +142,7 @@ class Exchange:
     # The steps
 
     async def _find(self, asked: IdentifiedRequest, look_up: LookUp) -> None:
-        """A session that is new here: the directory may know its owner."""
+        """Ask the directory for the owner of a session that is new here, then go on."""
         await look_up()
         self.enter(asked)
 
@@ -149,7 +156,8 @@ class Exchange:
         self.client.answer_rejected(told, self.request_id)
 
     async def _reserve(self, attempt: Attempt) -> None:
-        """The worker's word before the turn is sent: nothing is promised without room."""
+        """Ask the worker for a place before the turn is sent; a refusal leads to another
+        decision."""
         came = await self.turns.reserve(attempt.dispatch, self.request_id)
         if isinstance(came, Reject):
             self.decide_again(attempt, came.reason)
@@ -186,7 +194,7 @@ class Exchange:
             place.use()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """The root of the request's tasks: one that ends badly ends the request."""
+        """End the request when one of its tasks ends badly: this is the root of all of them."""
         if task.cancelled() and not self.phase.is_waiting_for(task):
             return  # by `abort`
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
@@ -201,7 +209,7 @@ class Exchange:
 
 
 class Attempt(msgspec.Struct, frozen=True, eq=False):
-    """One dispatch of an exchange's request, whose receipt is not given back."""
+    """An attempt is one dispatch of an exchange's request, whose receipt is not given back."""
 
     exchange: Exchange
     asked: IdentifiedRequest
@@ -218,27 +226,28 @@ class Attempt(msgspec.Struct, frozen=True, eq=False):
         )
 
     def abort(self) -> None:
-        """The client hung up: the receipt goes back."""
+        """Give the receipt back, as the client hung up."""
         self.exchange.turns.ended(self.asked, Aborted(self.dispatch.receipt))
 
 
 class Phase:
-    """Where an exchange stands."""
+    """A phase is where an exchange stands."""
 
     __slots__ = ()
 
     def is_waiting_for(self, task: asyncio.Task[None]) -> bool:
-        """Whether that task's end is what comes next."""
+        """Return whether that task's end is what comes next."""
         return False
 
     def abort(self) -> None:
-        """End it: the client is gone, or a fault ends the request."""
+        """End the phase and give back what it holds: the client is gone, or a fault ends the
+        request."""
 
     def pause(self) -> None:
-        """The client reads too slowly."""
+        """Stop reading the answer: the client reads too slowly."""
 
     def resume(self) -> None:
-        """The client reads again."""
+        """Go on reading the answer: the client reads again."""
 
 
 OVER = Phase()
@@ -246,7 +255,7 @@ OVER = Phase()
 
 
 class Reading(Phase):
-    """The directory is asked who owns the session: it is known who asks."""
+    """In this phase it is known who asks, and the directory is asked who owns the session."""
 
     __slots__ = ("asked", "exchange", "task")
 
@@ -266,7 +275,7 @@ class Reading(Phase):
 
 
 class Queued(Phase):
-    """A new session's first turn waits for a seat."""
+    """In this phase a new session's first turn waits for a seat."""
 
     __slots__ = ("asked", "exchange", "ticket")
 
@@ -280,7 +289,8 @@ class Queued(Phase):
 
 
 class Deciding(Phase):
-    """The session is inside, and no dispatch of the turn is live: one is being decided."""
+    """In this phase the session is inside and no dispatch of the turn is live: one is being
+    decided."""
 
     __slots__ = ("asked", "exchange")
 
@@ -293,7 +303,7 @@ class Deciding(Phase):
 
 
 class Connecting(Phase):
-    """A worker is chosen: it is asked for a place, or a connection to it is made."""
+    """In this phase a worker is chosen: it is asked for a place, or a connection to it is made."""
 
     __slots__ = ("attempt", "place", "task")
 
@@ -312,7 +322,7 @@ class Connecting(Phase):
 
 
 class Sent(Phase):
-    """The turn is at a worker, over `upstream`."""
+    """In this phase the turn is at a worker, over `upstream`."""
 
     __slots__ = ("attempt", "upstream")
 
@@ -332,7 +342,7 @@ class Sent(Phase):
 
 
 class AwaitingHead(Sent):
-    """Nothing of an answer has come (upstream.HeadSink)."""
+    """In this phase the turn is sent and nothing of an answer has come (upstream.HeadSink)."""
 
     __slots__ = ("place",)
 
@@ -349,7 +359,8 @@ class AwaitingHead(Sent):
         self.attempt.abort()
 
     def answer_begin(self, head: ResponseHead, first: bytes) -> BodySink:
-        """The head is here: the body is relayed, or read to its end where it is a refusal."""
+        """Take in the answer's head: the body is relayed, or read to its end where it is a
+        refusal."""
         attempt = self.attempt
         exchange = attempt.exchange
         if head.status >= HTTPStatus.BAD_REQUEST:  # it may be so before the place was looked at
@@ -378,13 +389,13 @@ class AwaitingHead(Sent):
         return going_on
 
     def answer_failed(self, failure: Failure) -> None:
-        """Nothing of an answer came; another worker may be asked."""
+        """Give the place back and decide again, as nothing of an answer came."""
         give_back(self.place)
         self.attempt.exchange.decide_again(self.attempt, failure)
 
 
 class Relaying(Sent):
-    """The answer goes to the client as it comes (upstream.BodySink)."""
+    """In this phase the answer goes to the client as it comes (upstream.BodySink)."""
 
     __slots__ = ("response_id", "stamp")
 
@@ -401,11 +412,11 @@ class Relaying(Sent):
         self.response_id = response_id
 
     def answer_bytes(self, data: bytes) -> None:
-        """More of the body."""
+        """Pass a part of the body on to the client."""
         self.attempt.exchange.client.write(data)
 
     def answer_end(self, tail: bytes) -> None:
-        """The answer is whole; `tail` are its last bytes."""
+        """Close the books of an answer that is whole; `tail` are its last bytes."""
         attempt = self.attempt
         exchange, asked = attempt.exchange, attempt.asked
         exchange.phase = OVER
@@ -416,7 +427,7 @@ class Relaying(Sent):
         exchange.client.answer_complete()
 
     def answer_broken(self) -> None:
-        """The answer stops in its middle."""
+        """Cut the client off, as the answer stops in its middle."""
         attempt = self.attempt
         attempt.exchange.phase = OVER
         attempt.exchange.turns.ended(attempt.asked, Broken(attempt.dispatch.receipt))
@@ -424,18 +435,21 @@ class Relaying(Sent):
 
 
 class Dechunking(Relaying):
-    """The answer goes to a client too old for chunks, without their frames."""
+    """In this phase the answer goes to a client too old for chunks, without their frames."""
 
     __slots__ = ()
 
     def answer_bytes(self, data: bytes) -> None:
-        """More of the body, of which the client gets the payload alone."""
+        """Pass the payload of a part of the body on to the client."""
         self.attempt.exchange.client.write(self.upstream.payload())
 
 
 class Refused(Sent):
-    """The worker's admission said no: its answer is read to its end and not passed on. Nothing is
-    wrong with the worker, and another one may say yes."""
+    """In this phase the worker's admission has said no: its answer is read to its end and not
+    passed on.
+
+    Nothing is wrong with the worker, and another one may say yes.
+    """
 
     __slots__ = ("refusal",)
 
@@ -447,18 +461,18 @@ class Refused(Sent):
         self.refusal = refusal
 
     def answer_bytes(self, data: bytes) -> None:
-        """The refusal's text is nobody's."""
+        """Drop the refusal's text, which is nobody's."""
 
     def answer_end(self, tail: bytes) -> None:
-        """The refusal is whole: its connection may carry the next turn."""
+        """Decide again, as the refusal is whole: its connection may carry the next turn."""
         self.attempt.exchange.decide_again(self.attempt, self.refusal)
 
     def answer_broken(self) -> None:
-        """A refusal that stops in its middle is one all the same."""
+        """Decide again: a refusal that stops in its middle is one all the same."""
         self.attempt.exchange.decide_again(self.attempt, self.refusal)
 
 
 def give_back(place: HeldPlace | None) -> None:
-    """The turn won't take the place that was held for it."""
+    """Give the place back that was held for a turn which won't take it; None is no place."""
     if place is not None:
         place.give_back()

@@ -1,4 +1,4 @@
-"""Asks the directory, for a moment, who owns a session that is new to this gateway.
+"""The finder asks the directory, for a moment, who owns a session that is new to this gateway.
 
 Owns the look-ups that wait. Nothing is decided here: workers own, and say so themselves.
 
@@ -40,7 +40,8 @@ FRAME_MAX = 256
 
 
 class SessionFinder:
-    """Asks a directory, whose client blocks, in a thread of its own. `tell` hears of owners."""
+    """The finder asks a directory, whose client blocks, in a thread of its own. `tell` hears of
+    owners."""
 
     def __init__(
         self, directory: Directory, names: WorkerNames, *, tell: Callable[[Claimed], None]
@@ -60,11 +61,12 @@ class SessionFinder:
         """Whether the last frame met a fault."""
 
     def heard(self, epoch: Epoch) -> None:
-        """A worker owns under this epoch: a directory that does not know it has lost memory."""
+        """Remember an epoch under which a worker owns: a directory that does not know it has lost
+        memory."""
         self._seen = later(self._seen, epoch)
 
     async def look_up(self, session: SessionId) -> None:
-        """Ask who owns it, and wait for the answer for a moment."""
+        """Ask who owns the session, and wait for the answer for LOOK_UP_S at most."""
         if self._is_late():
             self.answers["not_asked"] += 1
             return
@@ -90,12 +92,12 @@ class SessionFinder:
         self._thread.shutdown(wait=False)
 
     def _is_late(self) -> bool:
-        """Whether the frame under way takes too long to stand behind it."""
+        """Return whether the frame under way takes too long to stand behind it."""
         is_asking = self._asking is not None and not self._asking.done()
         return is_asking and self._loop.time() - self._asked_s >= LOOK_UP_S
 
     async def _ask(self) -> None:
-        """Frame by frame, until nobody waits."""
+        """Ask frame by frame, until nobody waits."""
         while self._waiting:
             sessions = list(self._waiting)[:FRAME_MAX]
             answered = [self._waiting.pop(session) for session in sessions]
@@ -108,7 +110,8 @@ class SessionFinder:
             self._asked_s = self._loop.time()
 
     async def _execute(self, requests: Sequence[FindSession]) -> list[Outcome]:
-        """A fault of the directory's is told once, and counts as silence: no turn waits for it."""
+        """Ask one frame; a fault of the directory's is logged once and counts as silence, so that
+        no turn waits for it."""
         try:
             outcomes = await self._loop.run_in_executor(
                 self._thread, self._directory.execute, requests

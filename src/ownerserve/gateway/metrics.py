@@ -1,4 +1,5 @@
-"""Prometheus metrics of a gateway, read from its counters when scraped: no cost on a request."""
+"""This module makes the Prometheus metrics of a gateway from its counters when scraped: no cost on
+a request."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ _PER_WORKER = (
 
 
 class GatewayCollector(Collector):
-    """Turns a gateway's counters into metric families."""
+    """The collector turns a gateway's counters into metric families."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -99,7 +100,7 @@ class GatewayCollector(Collector):
         yield errors
 
     def _receipts(self) -> Iterator[Metric]:
-        """Decisions against what came of them."""
+        """Yield the families that set decisions against what came of them."""
         observer = self._gateway.turns.observer
         pressure = CounterMetricFamily(
             "ownerserve_pressure",
@@ -137,7 +138,8 @@ class GatewayCollector(Collector):
         )
 
     def _nodes(self) -> Iterator[Metric]:
-        """What was asked of workers' nodes and of the directory, and what answers said badly."""
+        """Yield what was asked of workers' nodes and of the directory, and what answers said
+        badly."""
         gateway = self._gateway
         yield _counts(
             "places",
@@ -214,7 +216,7 @@ class GatewayCollector(Collector):
 
 
 def _counts(name: str, text: str, **counts: Mapping[str, int]) -> Metric:
-    """A counter with one label, named like the only one of `counts`."""
+    """Return a counter with one label, named like the only one of `counts`."""
     ((label, values),) = counts.items()
     family = CounterMetricFamily(f"ownerserve_{name}", text, labels=[label])
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""What the gateway did, kept for people: latencies, token counts, the last decisions.
+"""This module keeps what the gateway did, for people: latencies, token counts, the last decisions.
 
 Owns no decision. Costs two list look-ups and a few additions a request; everything with a name or
 a label is made when somebody asks.
@@ -28,7 +28,7 @@ _TOO_MANY = 429
 
 
 class Histogram:
-    """Counts by bucket; `counts` has one more entry than `edges` (the rest)."""
+    """A histogram counts values by bucket; `counts` has one more entry than `edges` (the rest)."""
 
     def __init__(self, edges: Sequence[float] = BUCKETS_S) -> None:
         self.edges = edges
@@ -45,7 +45,7 @@ Decided: TypeAlias = tuple[float, bytes, SessionIdentity | None, Dispatch | Refu
 
 
 class Observer:
-    """The gateway's memory of itself. `now` stamps decisions."""
+    """The observer is the gateway's memory of what it did. `now` stamps decisions."""
 
     def __init__(self, now: Callable[[], float], *, decisions_kept: int) -> None:
         self.decisions: deque[Decided] = deque(maxlen=decisions_kept)
@@ -76,11 +76,11 @@ class Observer:
             self.pressure["error", rejected.code] += 1
 
     def pressed(self, kind: str, reason: str) -> None:
-        """A turn could not go as it was decided."""
+        """Count a turn that could not go as it was decided."""
         self.pressure[kind, reason] += 1
 
     def compared(self, dispatch: Dispatch, usage: Usage | None, came: PromptOutcome) -> None:
-        """The receipt against the engine's own count: was what we sent it for really there?"""
+        """Set the receipt against the engine's own count: was what we sent it for really there?"""
         expected = dispatch.decision.cached_tokens
         prompt_tokens = dispatch.prompt_tokens if usage is None else usage.prompt_tokens
         self.lost_tokens += min(came.lost_tokens, prompt_tokens)

@@ -1,4 +1,4 @@
-"""A gateway: the state, the listener, the pools, the health probes, and their end.
+"""A gateway is one process: the state, the listener, the pools, the health probes, and their end.
 
 Owns the event loop's tasks and the set of clients. `start` opens the port when every worker has
 been asked once; `drain` lets what is live run to its end.
@@ -41,7 +41,7 @@ log = logging.getLogger("ownerserve.gateway")
 
 
 class Gateway:
-    """One gateway process's data port and everything behind it.
+    """A gateway is one process's data port and everything behind it.
 
     `directory`: where workers say what they own, and other gateways ask too. Without it sessions
     are known by this gateway's own tables and by what workers say that they hold.
@@ -84,24 +84,24 @@ class Gateway:
 
     @property
     def workers_up(self) -> int:
-        """Workers that may be chosen."""
+        """How many workers may be chosen."""
         return len(self.state.fleet.up)
 
     def next_request_id(self) -> bytes:
-        """An id for a request that came without one: unique among gateways, cheap."""
+        """Make an id for a request that came without one: unique among gateways, cheap."""
         return f"{self._id_prefix}{next(self._ids)}".encode()
 
     def models(self) -> Models:
-        """What the workers that are up serve, together."""
+        """Return what the workers that are up serve, together."""
         up = {worker.id for worker in self.state.fleet.up}
         return union(monitor.models for name, monitor in self.monitors.items() if name in up)
 
     def rejected(self, rejected: Rejected) -> None:
-        """A client is told no."""
+        """Count a client's request that is told no."""
         self.turns.observer.rejected(rejected)
 
     def begin(self, client: ClientConnection, request: HttpRequest) -> Exchange:
-        """Whoever has the request answered; not started."""
+        """Make the exchange that has the request answered; it is not started."""
         given = request.head.request_id
         return Exchange(self.turns, client, request, given or self.next_request_id())
 
@@ -187,7 +187,8 @@ class Gateway:
         self.turns.asking.serves(names)
 
     def _look_at_offers(self) -> None:
-        """Can the policy be what its name says, over the workers that answered?"""
+        """Check that the policy can be what its name says, over the workers that answered. Raises
+        InvalidInput when all have answered and it can't; warns while some have not."""
         answered = len({worker.id for worker in self.state.fleet if worker.up})
         action = unmet(self.turns.policy, self.state.fleet.candidates(None))
         if action is None:
@@ -203,7 +204,8 @@ class Gateway:
         )  # fmt: skip
 
     async def _sweep(self) -> None:
-        """Close clients that keep us waiting: one timer for all of them."""
+        """Close clients that keep us waiting, and let in who may enter: one timer for all of
+        them."""
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             now = self.now()

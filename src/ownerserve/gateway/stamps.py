@@ -1,4 +1,5 @@
-"""What heads say of a turn: the worker's word on it, the gateway's to worker and client. Pure.
+"""This module reads and writes what heads say of a turn: the worker's word on it, the gateway's to
+worker and client. Pure.
 
 A worker that sends no line (any other engine) is served all the same; what can't be used of a line
 is counted by its field, and taken as not said: a bad one may cost a cache hit, never a request.
@@ -69,15 +70,15 @@ _NOT_SERVED = (ExecutionMode.REFUSED, ExecutionMode.FAILED)
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False):
-    """Tokens [0, tokens) of the chain that ends in `prefix_hash`."""
+    """An extent is tokens [0, tokens) of the chain that ends in `prefix_hash`."""
 
     prefix_hash: PrefixHash
     tokens: int
 
 
 class Owned(msgspec.Struct, frozen=True, gc=False):
-    """The owner of the turn's session, under which epoch and after how many turns; `unit` is the
-    directory's name of it."""
+    """An owned session has this owner, epoch and number of finished turns by the worker's word;
+    `unit` is the directory's name of the owner."""
 
     unit: RoutingUnit
     epoch: Epoch
@@ -85,8 +86,8 @@ class Owned(msgspec.Struct, frozen=True, gc=False):
 
 
 class Stamp(msgspec.Struct, frozen=True, gc=False):
-    """What an answer's head says of its worker and its turn. `unit` None: nobody can say of whom
-    load and extent speak, and they are None too."""
+    """A stamp is what an answer's head says of its worker and its turn. `unit` None: nobody can say
+    of whom load and extent speak, and they are None too."""
 
     unit: RoutingUnit | None = None
     status: WorkerLoad | None = None
@@ -100,7 +101,7 @@ NO_STAMP = Stamp()
 
 
 def refusal_of(status: int, headers: Mapping[bytes, bytes]) -> WorkerRefusal | None:
-    """Why the worker's admission said no; None when it did not.
+    """Return why the worker's admission said no; None when it did not.
 
     Ours name the reason; of other engines the status alone says it.
     """
@@ -116,13 +117,15 @@ def refusal_of(status: int, headers: Mapping[bytes, bytes]) -> WorkerRefusal | N
 
 
 def answer_of(status: int, stamp: Stamp) -> Answer:
-    """What the lines of an answer that is no refusal say: a turn is served, or an error told."""
+    """Return what the lines of an answer that is no refusal say: a turn is served, or an error
+    told."""
     served = status < 400 and stamp.mode not in _NOT_SERVED
     return Answer.TURN if served else Answer.ERROR
 
 
 def read_stamp(worker: WorkerId, headers: Mapping[bytes, bytes], refused: Counter[str]) -> Stamp:
-    """The worker's line, by the gateway's name of it; `refused` counts the fields that can't be."""
+    """Read the worker's line, under the gateway's name of the worker; `refused` counts the fields
+    that can't be read."""
     value = headers.get(ANSWER)
     if value is None:
         return NO_STAMP
@@ -163,7 +166,7 @@ def _status(unit: RoutingUnit, line: AnswerLine) -> WorkerLoad | None:
 
 
 def _owned(unit: RoutingUnit, line: AnswerLine) -> Owned | None:
-    """A worker that names itself is meant in this life."""
+    """Return the owner that the line names; a worker that names itself is meant in this life."""
     owner = line.owner
     if owner is None or line.epoch is None:
         return None
@@ -177,20 +180,20 @@ recurrent state 528 (vLLM #40696); where they are longer, rounding may be called
 
 
 class PromptOutcome(msgspec.Struct, frozen=True, gc=False):
-    """What came of a prompt. `mode` None: nobody can say."""
+    """An outcome says what came of a prompt. `mode` None: nobody can say."""
 
     mode: ExecutionMode | None = None
     lost_tokens: int = 0
 
 
 def what_came(stamp: Stamp, usage: Usage | None, last_prompt: int) -> PromptOutcome:
-    """`last_prompt`: tokens of the session's last prompt by the gateway's own table; 0: no turn
-    was counted.
+    """Return what came of a prompt, by the worker's word or by the counts in `usage`.
 
-    A worker that says its mode has compared the prompt itself. Of a plain engine the counts
-    decide. The last answer does not count, because many clients leave its reasoning out: that it
-    was lost is not seen. A prompt shorter than the last one is an edited history, which loses
-    nothing.
+    `last_prompt` is the tokens of the session's last prompt by the gateway's own table; 0: no turn
+    was counted. A worker that says its mode has compared the prompt itself. Of a plain engine the
+    counts decide. The last answer does not count, because many clients leave its reasoning out:
+    that it was lost is not seen. A prompt shorter than the last one is an edited history, which
+    loses nothing.
     """
     if stamp.mode is not None:
         return PromptOutcome(stamp.mode, stamp.lost_tokens)
@@ -203,8 +206,11 @@ def what_came(stamp: Stamp, usage: Usage | None, last_prompt: int) -> PromptOutc
 
 
 def _rounding(cached: int) -> int:
-    """Tokens below which nothing need be lost: engines keep whole blocks, and one that speculates
-    gives up the last of them. What is cached is one block at least."""
+    """Return the tokens below which nothing need be lost.
+
+    Engines keep whole blocks, and one that speculates gives up the last of them. What is cached is
+    one block at least.
+    """
     return 2 * min(cached or BLOCK_TOKENS_MAX, BLOCK_TOKENS_MAX)
 
 
@@ -219,8 +225,8 @@ _WORKER, _EXPECTED = WORKER_HEADER.encode(), EXPECTED_CACHED_HEADER.encode()
 
 
 def receipt_lines(dispatch: Dispatch) -> bytes:
-    """Where the turn ran, why, by which action, how much was expected to be cached, and what else
-    was priced: ACTION@WORKER=MS, cheapest first."""
+    """Return the header lines that tell the client where the turn ran, why, by which action, how
+    much was expected to be cached, and what else was priced: ACTION@WORKER=MS, cheapest first."""
     decision = dispatch.decision
     lines = b"%b: %b\r\n%b%b%b%b: %d\r\n" % (
         _WORKER,
@@ -240,8 +246,11 @@ def receipt_lines(dispatch: Dispatch) -> bytes:
 def turn_line_of(
     dispatch: Dispatch, asked: IdentifiedRequest, session: RoutedSession | None
 ) -> TurnLine:
-    """The line that says whose turn this is and for which worker: another life of the worker
-    refuses it (seed 003, v2). `session`: what is known of it, who owned it at which version."""
+    """Make the line that tells the worker whose turn this is and for which worker.
+
+    Another life of the worker refuses it (seed 003, v2). `session`: what is known of it, who owned
+    it at which version.
+    """
     return TurnLine(
         name=dispatch.session,
         parent=asked.named_parent or asked.arrive.parent,
@@ -254,8 +263,8 @@ def turn_line_of(
 
 
 def order_lines(line: TurnLine) -> bytes:
-    """The worker's orders for the turn. The name is also the engine's session id, in place of the
-    client's."""
+    """Return the header lines with the worker's orders for the turn. The name is also the engine's
+    session id, in place of the client's."""
     if line == NO_TURN_LINE:
         return b""
     lines = b"%b: %b\r\n" % (_LINE, encode_turn_line(line))

@@ -1,4 +1,4 @@
-"""The request path's side of the gateway: what an exchange asks, from who asks to what came of it.
+"""Turns is what an exchange asks of the gateway at each step, from who asks to what came of it.
 
 Owns the router's state and all that a turn passes beside its bytes: who asks (asking), whose the
 session is (finder), the queue before the fleet (admission), places and connections at workers, and
@@ -76,7 +76,7 @@ LookUp: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Turns:
-    """What turns pass in one gateway. `directory`: as of Gateway."""
+    """This class joins what turns pass in one gateway. `directory` is the Gateway's."""
 
     def __init__(self, config: Config, directory: Directory | None) -> None:
         self.now = asyncio.get_running_loop().time
@@ -104,7 +104,7 @@ class Turns:
         self.releasing = Releasing(self.lines, self.worker_names, tell=self.told)
 
     def told(self, event: Reported | Gone | ReleaseEnded | Claimed) -> None:
-        """A worker or the directory has news for the state."""
+        """Tell the state the news of a worker or the directory."""
         self.state.handle(event, self.now())
         if isinstance(event, Claimed) and self.finder is not None:
             self.finder.heard(event.epoch)
@@ -116,7 +116,8 @@ class Turns:
         return self.asking.read(request)
 
     def find_owner(self, asked: IdentifiedRequest) -> LookUp | None:
-        """What asks the directory, if it may know more of the session than this gateway.
+        """Return what asks the directory, if it may know more of the session than this gateway;
+        else None.
 
         One without a place to go to is new here, known by a worker's inventory alone, or its owner
         is lost: another gateway may have sent it elsewhere since.
@@ -130,7 +131,8 @@ class Turns:
         return partial(self.finder.look_up, name)
 
     def enter(self, asked: IdentifiedRequest, go: Go) -> Ticket | None:
-        """Call `go` now, or once there is a seat: then the ticket to leave with."""
+        """Call `go` at once and return None, or queue it for a seat and return the ticket to leave
+        with."""
         arrive = asked.arrive
         if arrive.session is None or self.admission.admission is None:
             go(self.now())
@@ -145,13 +147,13 @@ class Turns:
         return self.admission.enter(arrive.session, tokens, go, parent=parent, now_s=self.now())
 
     def leave(self, asked: IdentifiedRequest, ticket: Ticket | None = None) -> None:
-        """The turn ends before it was let in."""
+        """Take out a turn that ends before it was let in."""
         if ticket is not None:
             self.admission.leave(ticket)
         self.asking.ended(asked.identity)
 
     def decide(self, asked: IdentifiedRequest, *, request_id: bytes) -> Dispatch | Refuse:
-        """Where the turn runs."""
+        """Decide where the turn runs, and note the decision."""
         outcome = self.state.handle(asked.arrive, self.now())
         self.observer.decided(request_id, asked.identity, outcome)
         return outcome
@@ -159,7 +161,8 @@ class Turns:
     def decide_again(
         self, asked: IdentifiedRequest, dispatch: Dispatch, why: Why, *, request_id: bytes
     ) -> Dispatch | Refuse:
-        """Where it runs after a dispatch of which nothing came."""
+        """Decide where the turn runs after a dispatch of which nothing came, for the reason
+        `why`."""
         receipt = dispatch.receipt
         event: Failed | Unpromised
         if isinstance(why, Failure):
@@ -176,7 +179,8 @@ class Turns:
         return outcome
 
     async def reserve(self, dispatch: Dispatch, request_id: bytes) -> HeldPlace | Reject | None:
-        """A place at the worker for the turn, or why not; None: nothing was heard in time."""
+        """Ask the worker for a place for the turn: the place, or why not; None when nothing was
+        heard in time."""
         seed = seed_of(dispatch, self.state.sessions)
         came = await self.places.reserve(dispatch.worker, request_id.decode(), seed)
         if came is None:
@@ -184,13 +188,13 @@ class Turns:
         return came
 
     def line_of(self, asked: IdentifiedRequest, dispatch: Dispatch) -> TurnLine:
-        """What the worker is told of the turn."""
+        """Make the line that tells the worker of the turn."""
         return turn_line_of(dispatch, asked, self._session(dispatch))
 
     def began(
         self, dispatch: Dispatch, head: ResponseHead, *, started_s: float
     ) -> Stamp | WorkerRefusal:
-        """An answer's head is here: the worker's word on it, or why it refuses the turn."""
+        """Take in an answer's head: return the worker's word on it, or why it refuses the turn."""
         now = self.now()
         stamp = read_stamp(dispatch.worker, head.stamp, self.observer.bad_lines)
         refusal = refusal_of(head.status, head.stamp)
@@ -214,7 +218,8 @@ class Turns:
         alias: SessionId | None,
         started_s: float,
     ) -> None:
-        """The answer is whole; `tail` are its last bytes."""
+        """Close the books of a turn whose answer is whole; `tail` are its last bytes. Asks for a
+        hand-over where the state wants one, and ends the session after its final turn."""
         now, session = self.now(), asked.arrive.session
         told = scan_usage(tail)
         usage = believed(told, dispatch.decision.worker.profile.sequence_tokens)
@@ -235,7 +240,7 @@ class Turns:
             self.admission.over(session, self.now())
 
     def ended(self, asked: IdentifiedRequest, event: Aborted | Broken | None = None) -> None:
-        """A turn that was let in ends without a whole answer. `event`: its live dispatch's end."""
+        """End a turn that was let in, without a whole answer. `event`: its live dispatch's end."""
         if isinstance(event, Broken):
             self.observer.pressed("failed", "broken")
         if event is not None:
@@ -243,14 +248,15 @@ class Turns:
         self._over(asked, 0)
 
     def _over(self, asked: IdentifiedRequest, tokens: int) -> None:
-        """Nothing of the turn runs any more; its session's context is `tokens` (0: not told)."""
+        """Note that nothing of the turn runs any more; its session's context is `tokens` (0: not
+        told)."""
         self.asking.ended(asked.identity)
         if self.admission.admission is not None and asked.arrive.session is not None:
             self.admission.ended(asked.arrive.session, tokens, self.now())
 
     def _report(self, dispatch: Dispatch, stamp: Stamp, now: float) -> None:
-        """The worker says where the prompt's state will be once the turn has run, and who owns the
-        session."""
+        """Tell the state where the worker says that the prompt's state will be once the turn has
+        run, and who owns the session."""
         session, extent, owned = dispatch.session, stamp.extent, stamp.owned
         if session is None:
             return
@@ -263,7 +269,7 @@ class Turns:
             self.told(Claimed(session, owner, owned.epoch, owned.version))
 
     def _session(self, dispatch: Dispatch) -> RoutedSession | None:
-        """The turn's session, as the router knows it now."""
+        """Return the turn's session, as the router knows it now."""
         name = dispatch.session
         return None if name is None else self.state.sessions.get(name)
 

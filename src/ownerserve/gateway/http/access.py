@@ -1,4 +1,5 @@
-"""How workers are reached: where, with which key, and whose certificates are believed.
+"""This module says how workers are reached: where, with which key, and whose certificates are
+believed.
 
 Owns key and certificates for one gateway. An operator whose workers want a key gives it here once;
 it goes with every probe and every turn in place of the client's own, which then only tells tenants
@@ -22,7 +23,7 @@ KEY_MAX_CHARACTERS = 4096
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a worker listens. Its id is "host:port".
+    """An address is where a worker listens. Its id is "host:port".
 
     `models`: what it serves, by its operator's word; none: what it says itself.
     """
@@ -38,13 +39,14 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Access(msgspec.Struct, frozen=True):
-    """`line` is a whole header line, or nothing; `tls` is for workers at an https address."""
+    """An access is what goes with each request to a worker: `line`, a whole header line or nothing,
+    and `tls` for workers at an https address."""
 
     line: bytes
     tls: ssl.SSLContext
 
     def __repr__(self) -> str:
-        """Nothing of the line, which has the key in it."""
+        """Show nothing of the line, which has the key in it."""
         return f"Access({'with' if self.line else 'without'} a key)"
 
 
@@ -53,7 +55,8 @@ CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 
 
 def open_access(key: str | None, ca_file: Path | None) -> Access:
-    """With the system's trust store and the authorities in `ca_file`. Raises InvalidInput."""
+    """Make the access with `key`, the system's trust store and the authorities in `ca_file`. Raises
+    InvalidInput for a file that can't be read."""
     if ca_file is None:
         tls = _system_trust()
     else:
@@ -75,12 +78,13 @@ def _new_context() -> ssl.SSLContext:
 
 @cache
 def _system_trust() -> ssl.SSLContext:
-    """The context that trusts what the system trusts; reading its store takes 25 ms."""
+    """Return the context that trusts what the system trusts, made once: reading its store takes 25
+    ms."""
     return _new_context()
 
 
 def read_key(path: Path) -> str:
-    """The key in a file of one line. Raises InvalidInput, which never shows it."""
+    """Return the key in a file of one line. Raises InvalidInput, which never shows it."""
     mend = "put the key alone into it, in printable ASCII"
     try:
         key = path.read_text(encoding="ascii").strip()
@@ -93,8 +97,8 @@ def read_key(path: Path) -> str:
 
 
 def parse_worker(url: str) -> Address:
-    """The address in "http://host:port" or "https://host:port", with the models that the operator
-    says it serves after "=": "http://host:port=model-a,model-b". Raises InvalidInput."""
+    """Return the address in "http://host:port" or "https://host:port", with the models that the
+    operator says it serves after "=": "http://host:port=model-a,model-b". Raises InvalidInput."""
     mend = "write it like http://127.0.0.1:8001, or http://127.0.0.1:8001=model-a,model-b"
     place, assigned, names = url.partition("=")
     models = tuple(name.strip() for name in names.split(","))
@@ -114,7 +118,7 @@ def parse_worker(url: str) -> Address:
 
 
 def _check_host(place: str, host: str, port: int) -> None:
-    """Raises InvalidInput for a host that no look-up takes: it would be asked for for ever."""
+    """Raise InvalidInput for a host that no look-up takes: it would be asked for for ever."""
     mend = "write it like http://127.0.0.1:8001"
     if not place.isprintable() or " " in place:
         raise InvalidInput("worker", f"{place[:80]!r}: its host has a space or control in it", mend)

@@ -1,4 +1,4 @@
-"""One client connection: requests in, in order; one is answered at a time.
+"""A client connection takes requests in, in order, and has one answered at a time.
 
 RequestReader turns bytes into requests, message by message: it owns the parser and the message that
 is being read, does no I/O and answers nobody. It gives whole requests and, at most once and last, a
@@ -29,7 +29,7 @@ from ownerserve.router.messages import Refusal
 
 
 class HttpRequest(msgspec.Struct, frozen=True):
-    """A whole request as the client sent it. `keep_alive`: another may follow."""
+    """A request is whole, as the client sent it. `keep_alive`: another may follow."""
 
     head: RequestHead
     body: bytes
@@ -37,7 +37,8 @@ class HttpRequest(msgspec.Struct, frozen=True):
 
 
 class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client may send, how long it may take, and which of its headers go no further."""
+    """The limits say what a client may send, how long it may take, and which of its headers go no
+    further."""
 
     head_max_bytes: int
     body_max_bytes: int
@@ -48,7 +49,7 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestReader:
-    """Feeds the parser; collects what becomes whole."""
+    """The reader feeds the parser and collects the requests that become whole."""
 
     def __init__(self, limits: ClientLimits) -> None:
         self.in_message = False
@@ -72,13 +73,14 @@ class RequestReader:
 
     @property
     def awaits_continue(self) -> bool:
-        """The client has sent a head, and wants to hear that its body is welcome."""
+        """Whether the client has sent a head and wants to hear that its body is welcome."""
         if not self.in_message or self._head is None or self._body:
             return False
         return self._head.special.get(b"expect", b"").lower() == b"100-continue"
 
     def feed(self, data: bytes) -> list[HttpRequest | Rejected]:
-        """Requests that are whole with `data`; a refusal comes last."""
+        """Return the requests that are whole with `data`; a refusal comes last, and nothing after
+        it."""
         if self.over:
             return []
         try:
@@ -104,7 +106,7 @@ class RequestReader:
         self._items.append(rejected)
 
     def rest(self) -> list[HttpRequest | Rejected]:
-        """What is whole and was not given out yet."""
+        """Return what is whole and was not given out yet."""
         items, self._items = self._items, []
         return items
 
@@ -185,7 +187,7 @@ _CLOSE_LINE = b"connection: close\r\n"
 
 
 class Answering(Protocol):
-    """Whatever has one request answered (an exchange)."""
+    """An answering is whatever has one request answered (an exchange)."""
 
     def start(self) -> None: ...
     def abort(self) -> None: ...
@@ -194,7 +196,7 @@ class Answering(Protocol):
 
 
 class ClientPort(Protocol):
-    """What a client connection asks of the gateway."""
+    """The port is what a client connection asks of the gateway."""
 
     clients: set[ClientConnection]
     draining: bool
@@ -212,7 +214,8 @@ class ClientPort(Protocol):
 
 
 class ClientConnection(asyncio.Protocol):
-    """A client."""
+    """A client connection owns one client's socket, the queue of its requests and the order of
+    answers."""
 
     def __init__(self, gateway: ClientPort) -> None:
         self.connection_line = b""
@@ -323,7 +326,7 @@ class ClientConnection(asyncio.Protocol):
         self.answer_complete()
 
     def _answer_models(self, path: bytes) -> None:
-        """The union of what the workers serve: no worker is asked."""
+        """Answer with the union of what the workers serve, without asking a worker."""
         gateway = self._gateway
         request_id = gateway.next_request_id()
         if not gateway.workers_up:
@@ -357,18 +360,19 @@ class ClientConnection(asyncio.Protocol):
             transport.write(data)
 
     def close_after_answer(self) -> None:
-        """The present answer can only end by closing the connection."""
+        """Say `connection: close`: the present answer can only end by closing the connection."""
         self.connection_line = _CLOSE_LINE
 
     def answer_rejected(self, rejected: Rejected, request_id: bytes) -> None:
-        """Nothing was sent to a worker, or nothing came back."""
+        """Answer with an error of the gateway's own: nothing was sent to a worker, or nothing came
+        back."""
         self._gateway.rejected(rejected)
         connection = b"close" if self.connection_line else b"keep-alive"
         self.write(error_reply(rejected, request_id=request_id, connection=connection))
         self.answer_complete()
 
     def answer_complete(self) -> None:
-        """The answer is written; on to the next request, or close."""
+        """Go on to the next request, or close, as the answer is written."""
         self._exchange = None
         self._waiting_since_s = self._gateway.now()
         if self.connection_line:
@@ -377,7 +381,8 @@ class ClientConnection(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._advance)
 
     def answer_cut_off(self) -> None:
-        """The worker died in mid-answer: end the stream so that the client can see it is short."""
+        """Abort the connection, as the worker died in mid-answer, so that the client can see that
+        it is short."""
         self._exchange = None
         self._closing = True
         if self._transport is not None:

@@ -1,4 +1,5 @@
-"""One small GET to a worker, read whole: how the gateway asks a worker about itself.
+"""This module sends one small GET to a worker and reads the answer whole: so the gateway asks a
+worker about itself.
 
 Owns no connection: each question has its own, which is closed after the answer.
 """
@@ -18,7 +19,7 @@ ANSWER_MAX_BYTES = 4 * MIB
 
 
 class SmallAnswer:
-    """A small answer, read whole; `status` 0 when it is none."""
+    """A small answer is read whole; its `status` is 0 when it is no HTTP."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -43,7 +44,8 @@ class SmallAnswer:
 
 
 async def fetch(address: Address, target: bytes, access: Access) -> SmallAnswer:
-    """GET `target`. Raises OSError when there is no connection, or it breaks."""
+    """Send GET `target` and return the answer. Raises OSError when there is no connection, or it
+    breaks."""
     answer = SmallAnswer()
     parser = httptools.HttpResponseParser(answer)
     tls = access.tls if address.scheme == "https" else None

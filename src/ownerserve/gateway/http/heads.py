@@ -1,4 +1,5 @@
-"""Heads: which header lines cross the gateway, in both directions, and what is put in their place.
+"""This module says which header lines cross the gateway, in both directions, and what is put in
+their place.
 
 Owns the lists. Pure functions over (name, value) pairs as the parser gave them; a value is passed
 on byte for byte. Never passes a hop-by-hop header (RFC 9110 §7.6.1), nor one that only the gateway
@@ -87,7 +88,8 @@ _UNSAFE_PATH = re.compile(rb"\.\.|//|\\|%(?:2e|2f|5c)", re.IGNORECASE)
 
 
 class RequestHead(msgspec.Struct, frozen=True):
-    """A client's head, sorted: `lines` go to the worker as they stand, `special` was looked at."""
+    """A request head is a client's, sorted: `lines` go to the worker as they stand, `special` are
+    those that the gateway looks at."""
 
     method: bytes
     target: bytes
@@ -106,14 +108,14 @@ class RequestHead(msgspec.Struct, frozen=True):
 
     @property
     def request_id(self) -> bytes | None:
-        """The client's own request id, when it is fit to be logged and passed on."""
+        """The client's own request id, when it is fit to be logged and passed on; else None."""
         given = self.special.get(b"x-request-id")
         if not given or len(given) > _REQUEST_ID_MAX or not given.isascii():
             return None
         return given
 
     def to_worker(self, request_id: bytes, body_bytes: int, *, orders: bytes = b"") -> bytes:
-        """The head of the request as the worker gets it; `orders` are whole header lines."""
+        """Return the head of the request as the worker gets it; `orders` are whole header lines."""
         length = b""
         if body_bytes or self.method not in (b"GET", b"HEAD", b"DELETE", b"OPTIONS"):
             length = b"content-length: %d\r\n" % body_bytes
@@ -178,7 +180,7 @@ def read_request_head(
 
 
 def _without(lines: list[bytes], nominated: bytes) -> list[bytes]:
-    """`lines` less the headers that a Connection header names (RFC 9110 §7.6.1)."""
+    """Return `lines` less the headers that a Connection header names (RFC 9110 §7.6.1)."""
     names = {token.strip().lower() for token in nominated.split(b",")}
     kept: list[bytes] = []
     for at in range(0, len(lines) - len(lines) % 4, 4):
@@ -189,7 +191,8 @@ def _without(lines: list[bytes], nominated: bytes) -> list[bytes]:
 
 @lru_cache(maxsize=256)
 def _check_target(target: bytes) -> None:
-    """Only /v1/ is served: an engine's own admin routes stay out of reach."""
+    """Raise Rejected for a path outside /v1/ and /health: an engine's own admin routes stay out of
+    reach."""
     path = target.partition(b"?")[0]
     if not path.startswith(b"/v1/") and path != b"/health":
         raise Rejected(
@@ -206,7 +209,8 @@ def _check_target(target: bytes) -> None:
 
 
 class ResponseHead(msgspec.Struct, frozen=True):
-    """A worker's head, sorted. `chunked` and `length` say how its body ends (neither: by close).
+    """A response head is a worker's, sorted: `chunked` and `length` say how its body ends (neither:
+    by close).
 
     `stamp`: its x-ownerserve-* headers, by the rest of their names.
     """
@@ -223,7 +227,7 @@ class ResponseHead(msgspec.Struct, frozen=True):
         return not self.chunked and self.length is None and self.status not in (204, 304)
 
     def to_client(self, stamp: bytes) -> bytes:
-        """The head of the answer as the client gets it; `stamp` is whole header lines."""
+        """Return the head of the answer as the client gets it; `stamp` is whole header lines."""
         length = b"" if self.length is None else b"content-length: %b\r\n" % self.length
         return b"HTTP/1.1 %d %b\r\n%b%b%b%b\r\n" % (
             self.status,
@@ -235,12 +239,13 @@ class ResponseHead(msgspec.Struct, frozen=True):
         )
 
     def unchunked(self) -> ResponseHead:
-        """This head for a client too old for chunks: the body ends by close."""
+        """Return this head for a client too old for chunks: the body ends by close."""
         return msgspec.structs.replace(self, chunked=False)
 
 
 def read_response_head(status: int, phrase: bytes, headers: list[Header]) -> ResponseHead:
-    """Sort a worker's headers."""
+    """Sort a worker's headers into those that go on, those of our own, and those that say how the
+    body ends."""
     lines: list[bytes] = []
     stamp: dict[bytes, bytes] = {}
     chunked, length = False, None

@@ -1,4 +1,4 @@
-"""`/v1/models` of a fleet: the union of what its workers serve.
+"""This module makes the `/v1/models` of a fleet: the union of what its workers serve.
 
 Reads one worker's list; makes the fleet's. Owns nothing.
 """
@@ -21,7 +21,7 @@ NO_LIST = (404, 405, 501)
 
 
 class Unlearnt(msgspec.Struct, frozen=True):
-    """A list that could not be read, and why."""
+    """An unlearnt list could not be read; `why` says the reason."""
 
     why: str
 
@@ -31,7 +31,8 @@ class _List(msgspec.Struct):
 
 
 def read_models(answer: SmallAnswer) -> Models | Unlearnt:
-    """The models in an answer to GET /v1/models; none of an engine that has no such list."""
+    """Return the models in an answer to GET /v1/models; none for an engine that has no such
+    list."""
     if answer.status in NO_LIST:
         return {}
     if answer.status in (401, 403):
@@ -46,7 +47,7 @@ def read_models(answer: SmallAnswer) -> Models | Unlearnt:
 
 
 def stated_models(names: Iterable[str], sequence_tokens: int) -> Models:
-    """What a worker of ours states, in the words of such a list."""
+    """Return what a worker of ours states, in the words of such a list."""
     more = {"max_model_len": sequence_tokens} if sequence_tokens else {}
     return {
         name: {"id": name, "object": "model", "created": 0, "owned_by": "ownerserve", **more}
@@ -55,7 +56,7 @@ def stated_models(names: Iterable[str], sequence_tokens: int) -> Models:
 
 
 def union(lists: Iterable[Models]) -> Models:
-    """Every model once, in the order of its name; the first worker's words on it."""
+    """Return every model once, in the order of its name, with the first worker's words on it."""
     found: dict[str, Mapping[str, Any]] = {}
     for models in lists:
         for name, said in models.items():
@@ -64,7 +65,8 @@ def union(lists: Iterable[Models]) -> Models:
 
 
 def model_answer(path: bytes, models: Models) -> bytes | None:
-    """The body for `/v1/models` or `/v1/models/NAME`; None for a model that nobody serves."""
+    """Return the body for `/v1/models` or `/v1/models/NAME`; None for a model that nobody
+    serves."""
     name = path.removeprefix(b"/v1/models").lstrip(b"/").decode("utf-8", "replace")
     if not name:
         return msgspec.json.encode({"object": "list", "data": list(models.values())})

@@ -1,4 +1,4 @@
-"""Answers that the gateway makes itself, in the error form of OpenAI's API."""
+"""This module makes the answers that are the gateway's own, in the error form of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ownerserve.router.messages import Refusal
 
 
 class Rejected(Exception):
-    """A request that is refused before any decision; carries the answer to the client."""
+    """The request is refused before any decision; the exception carries the answer to the
+    client."""
 
     def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
         super().__init__(message)
@@ -32,25 +33,27 @@ _RETRY_AFTER = dict.fromkeys(
 
 
 def refused(refusal: Refusal) -> Rejected:
-    """The state's refusal as the client is told it."""
+    """Return the state's refusal as the client is told it."""
     status, message = _REFUSALS[refusal]
     return Rejected(status, refusal.value, message)
 
 
 def pressed(reason: str) -> Rejected:
-    """Every worker that was asked said no, the last one for `reason`."""
+    """Return the rejection for a turn to which every worker that was asked said no, the last one
+    for `reason`."""
     message = f"every worker that was asked refused ({reason}); retry soon"
     return Rejected(HTTPStatus.TOO_MANY_REQUESTS, reason, message)
 
 
 def fault() -> Rejected:
-    """A fault of the gateway's own ended the request; its log tells which."""
+    """Return the rejection for a request that a fault of the gateway's own ended; its log tells
+    which."""
     message = "a fault in the gateway ended this request; its log has the same x-request-id; retry"
     return Rejected(HTTPStatus.INTERNAL_SERVER_ERROR, "gateway_fault", message)
 
 
 def error_reply(rejected: Rejected, *, request_id: bytes, connection: bytes) -> bytes:
-    """A whole HTTP answer; `connection` is "close" or "keep-alive"."""
+    """Return a whole HTTP answer with the error; `connection` is "close" or "keep-alive"."""
     kind = "invalid_request_error" if rejected.status < 500 else "server_error"
     body = {
         "error": {
@@ -69,7 +72,7 @@ def error_reply(rejected: Rejected, *, request_id: bytes, connection: bytes) -> 
 
 
 def reply(status: HTTPStatus, body: bytes, *, request_id: bytes, connection: bytes) -> bytes:
-    """A whole HTTP answer with a JSON body."""
+    """Return a whole HTTP answer with a JSON body."""
     return b"HTTP/1.1 %d %b\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n" % (
         status,
         status.phrase.encode(),

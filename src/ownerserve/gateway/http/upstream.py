@@ -1,4 +1,4 @@
-"""The connections to workers: a request out, its answer in, then back to the pool.
+"""The connections to workers send a request out, take its answer in, and go back to the pool.
 
 Bytes of the body are handed on as they came, chunk frames and all; never bytes past the end. The
 parser (AnswerReader) only watches for a body's end and shows its payload (without chunk frames), of
@@ -32,14 +32,14 @@ class Malformed(Exception):
 
 
 class AnswerReader:
-    """Reads one answer after another; `begin` stands between two."""
+    """The reader parses one answer after another; `begin` stands between two."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self.begin(b"")
 
     def begin(self, method: bytes) -> None:
-        """The next bytes answer a request of `method`."""
+        """Begin the answer to a request of `method`, to which the next bytes belong."""
         self.head: ResponseHead | None = None
         self.tail = b""
         self.complete = self.keep_alive = False
@@ -53,11 +53,11 @@ class AnswerReader:
 
     @property
     def payload(self) -> bytes:
-        """Body bytes of the last read, without chunk frames."""
+        """The body bytes of the last read, without chunk frames."""
         return b"".join(self._parts)
 
     def feed_head(self, data: bytes) -> tuple[ResponseHead, bytes] | None:
-        """None until the head is whole; then it, and the body bytes that came after it.
+        """Return None until the head is whole, then the head and the body bytes that came after it.
 
         Raises Malformed.
         """
@@ -82,7 +82,7 @@ class AnswerReader:
         return self.head, data[end:]
 
     def feed_body(self, data: bytes) -> None:
-        """Body bytes, to be passed on as they are when this returns. Raises Malformed."""
+        """Parse body bytes, to be passed on as they are when this returns. Raises Malformed."""
         self._parts.clear()
         self._feed(data)
 
@@ -121,28 +121,29 @@ _JOIN_MAX_BYTES = 16 * KIB
 
 
 class BodySink(Protocol):
-    """Gets an answer's body as it comes. After an end of any kind it hears nothing more."""
+    """A body sink gets an answer's body as it comes. After an end of any kind it hears nothing
+    more."""
 
     def answer_bytes(self, data: bytes) -> None: ...
     def answer_end(self, tail: bytes) -> None: ...
 
     def answer_broken(self) -> None:
-        """The answer stops in its middle."""
+        """Hear that the answer stops in its middle."""
 
 
 class HeadSink(Protocol):
-    """Waits for an answer to begin."""
+    """A head sink waits for an answer to begin."""
 
     def answer_begin(self, head: ResponseHead, first: bytes) -> BodySink:
-        """The head is here, and `first` of the body behind it; who is given the rest."""
+        """Take the head, and `first` of the body behind it; return the sink for the rest."""
         ...
 
     def answer_failed(self, failure: Failure) -> None:
-        """Nothing of an answer has come; another worker may be asked."""
+        """Hear that nothing of an answer has come; another worker may be asked."""
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """A connection to one worker; carries one exchange at a time."""
+    """An upstream connection leads to one worker and carries one exchange at a time."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self.kept = False
@@ -178,7 +179,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.abort()
 
     def pause(self) -> None:
-        """The client is slow: stop reading, so that the worker is slowed too."""
+        """Stop reading, as the client is slow, so that the worker is slowed too."""
         transport = self._transport
         if not self._paused and transport is not None and not transport.is_closing():
             self._paused = True
@@ -191,12 +192,12 @@ class UpstreamConnection(asyncio.Protocol):
             transport.resume_reading()
 
     def payload(self) -> bytes:
-        """Body bytes of the last read, without chunk frames."""
+        """Return the body bytes of the last read, without chunk frames."""
         return self._reader.payload
 
     def give_up_if_silent(self) -> None:
-        """The worker is out of reach: end the wait, unless something has come since this was last
-        called, or the client is who keeps us waiting."""
+        """End the wait for a worker that is out of reach, unless something has come since this was
+        last called, or the client is who keeps us waiting."""
         is_idle = self._awaiting is None and self._relaying is None
         if is_idle or self._paused:
             return
@@ -250,7 +251,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._lose(Failure.CLOSED)
 
     def _end(self, body: BodySink) -> None:
-        """The answer is whole: free the connection first, so that it can be used at once."""
+        """Report the end of a whole answer; the connection is freed first, so that it can be used
+        at once."""
         reader = self._reader
         self._relaying = None
         transport = self._transport
@@ -262,7 +264,7 @@ class UpstreamConnection(asyncio.Protocol):
         body.answer_end(reader.tail)
 
     def _lose(self, failure: Failure) -> None:
-        """The answer will not come, or not to its end."""
+        """Hang up and report that the answer will not come, or not to its end."""
         awaiting, body, reader = self._awaiting, self._relaying, self._reader
         silent = failure is Failure.CLOSED and not reader.pending
         self.abort()
@@ -276,7 +278,7 @@ IDLE_MAX = 1024
 
 
 class WorkerPool:
-    """Connections to one worker."""
+    """A pool holds the connections to one worker: who is idle and who is not."""
 
     def __init__(self, address: Address, access: Access, *, connect_timeout_s: float) -> None:
         self.address = address
@@ -292,7 +294,7 @@ class WorkerPool:
         return len(self._idle)
 
     def take(self) -> UpstreamConnection | None:
-        """An idle connection, or None."""
+        """Take the idle connection that was used last; None when there is none."""
         if not self._idle:
             return None
         connection, _ = self._idle.popitem()
@@ -301,7 +303,7 @@ class WorkerPool:
         return connection
 
     async def connect(self) -> UpstreamConnection:
-        """A new connection. Raises OSError (TimeoutError among them) when there is none."""
+        """Open a new connection. Raises OSError (TimeoutError among them) when there is none."""
         loop = asyncio.get_running_loop()
         connection = UpstreamConnection(self)
         try:
@@ -319,11 +321,12 @@ class WorkerPool:
         return connection
 
     def begun(self, connection: UpstreamConnection) -> None:
-        """`connection` is open, for whoever had it made."""
+        """Count `connection`, which is open, as busy for whoever had it made."""
         self._busy.add(connection)
 
     def give_back(self, connection: UpstreamConnection) -> None:
-        """`connection` has finished an exchange and may carry another."""
+        """Keep `connection`, which has finished an exchange and may carry another, as idle; close
+        it beyond IDLE_MAX."""
         self._busy.discard(connection)
         if len(self._idle) >= IDLE_MAX:
             connection.close()
@@ -332,13 +335,15 @@ class WorkerPool:
         self._idle[connection] = None
 
     def forget(self, connection: UpstreamConnection) -> None:
-        """`connection` is closed."""
+        """Forget `connection`, which is closed."""
         self._idle.pop(connection, None)
         self._busy.discard(connection)
 
     def found_out(self) -> None:
-        """A probe found the worker out of reach: who has heard nothing since the last one that did
-        waits no longer."""
+        """End the waits at a worker that a probe found out of reach.
+
+        Only who has heard nothing since the last such probe waits no longer.
+        """
         for connection in list(self._busy):
             connection.give_up_if_silent()
 

@@ -1,1 +1,2 @@
-"""The gateway's conversation with each worker beside its turns: probes, inventories and RPC."""
+"""This package holds the gateway's conversation with each worker beside its turns: probes,
+inventories and RPC."""

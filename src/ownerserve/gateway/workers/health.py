@@ -1,4 +1,5 @@
-"""Probes each worker from time to time: is it up, in which life, and what is it? Tells the state.
+"""The health monitor probes each worker from time to time and tells the state whether it is up, in
+which life, and what it is.
 
 A worker of ours answers `/ownerserve/status` with all of it (kv.wire.status), which is read on
 every probe: prices follow what the worker measures. Any other engine is asked for `/health`, and
@@ -46,8 +47,8 @@ from ownerserve.router.worker import EVERY_ENGINE, Profile, Speed, WorkerRole
 
 
 def profile_of(status: WorkerStatus, *, default: Speed) -> tuple[Profile, tuple[str, ...]]:
-    """The router's profile of a worker, but for its models, and what of its statement was not
-    understood. `default` prices what it does not state."""
+    """Return the router's profile of a worker, but for its models, and what of its statement was
+    not understood. `default` prices what it does not state."""
     stated = status.profile
     problems: list[str] = []
     profile = Profile(
@@ -71,7 +72,8 @@ def _role(stated: str, problems: list[str]) -> WorkerRole:
 
 
 def _actions(stated: Sequence[str] | None) -> frozenset[PlacementAction]:
-    """Words of a later version are none of ours; who says none can do what any engine can."""
+    """Return the actions that are known here of those stated; words of a later version are none,
+    and who says none can do what any engine can."""
     known = {action.value for action in PlacementAction}
     actions = frozenset(PlacementAction(word) for word in stated or () if word in known)
     return actions or EVERY_ENGINE
@@ -95,7 +97,8 @@ def _speed(stated: ProfileStatement, default: Speed) -> Speed:
 
 
 def _is_measured(stated: SpeedStatement | None) -> bool:
-    """Whether the worker has run both kinds of work; one that states no speed has measured none."""
+    """Return whether the worker has run both kinds of work; one that states no speed has measured
+    none."""
     return stated is not None and None not in (stated.prefill_measured_s, stated.step_measured_s)
 
 
@@ -107,7 +110,7 @@ def _medium(tier: TierStatement) -> Medium:
 
 
 def _at(speed: Speed, stated: SpeedStatement) -> Speed:
-    """`speed`, computing as stated."""
+    """Return `speed` with the computing times that are stated."""
     prefill = Coefficients(
         stated.prefill_pass_ms, stated.prefill_token_ms, stated.prefill_attention_ms
     )
@@ -129,7 +132,8 @@ News = WorkerUp | WorkerDown | Stamped
 
 
 class _Up(msgspec.Struct, frozen=True):
-    """What one good answer says; `models` by name, none: they are to be asked for."""
+    """This is what one good answer says of its worker; `models` by name, none: they are to be asked
+    for."""
 
     rank: int
     life: Incarnation | None
@@ -139,7 +143,7 @@ class _Up(msgspec.Struct, frozen=True):
 
 
 class HealthMonitor:
-    """Probes one worker."""
+    """A monitor probes one worker, and tells what it finds."""
 
     def __init__(
         self, address: Address, config: Config, *, access: Access, tell: Callable[[News], None]
@@ -167,7 +171,7 @@ class HealthMonitor:
         self._has_listed = False
 
     async def run(self) -> None:
-        """Probe until cancelled; the first time after one interval."""
+        """Probe until cancelled, the first time after one interval, and tell the news."""
         while True:
             await asyncio.sleep(self._config.health_interval_s)
             news = await self.probe()
@@ -178,7 +182,7 @@ class HealthMonitor:
                 log.exception("worker %s: its news could not be taken in", self.address.worker)
 
     async def probe(self) -> list[News]:
-        """Ask once; nothing when one bad answer says nothing yet."""
+        """Ask once and return the news; none after a first bad answer, which says nothing yet."""
         worker = self.address.worker
         try:
             async with asyncio.timeout(self._config.health_timeout_s):
@@ -203,7 +207,7 @@ class HealthMonitor:
         return [WorkerDown(worker, Down.UNHEALTHY)]
 
     async def _by_status(self) -> _Up | None:
-        """From the worker's own statement; None when it makes none that can be read."""
+        """Read the worker's own statement; None when it makes none that can be read."""
         if not self._states_itself:
             return None
         answer = await fetch(self.address, STATUS_PATH, self._access)
@@ -227,7 +231,7 @@ class HealthMonitor:
         return _Up(load.unit.dp_rank, life, profile, None if life is None else load, models)
 
     async def _by_health(self) -> _Up | None:
-        """From `/health`, which a worker of ours stamps; None when it is not well."""
+        """Ask `/health`, which a worker of ours stamps; None when the worker is not well."""
         answer = await fetch(self.address, b"/health", self._access)
         if not answer.is_good:
             return None
@@ -242,7 +246,7 @@ class HealthMonitor:
         return _Up(stamp.unit.dp_rank, stamp.unit.incarnation, profile, stamp.status, models)
 
     async def _as_learnt(self, up: _Up) -> list[News]:
-        """The worker is well: tell so, once it is known which models it serves."""
+        """Return the news of a worker that is well, once it is known which models it serves."""
         worker, assigned = self.address.worker, self.address.models
         if assigned:
             self.models = {**stated_models(assigned, 0), **_of(up.models, assigned)}
@@ -266,8 +270,8 @@ class HealthMonitor:
         return news
 
     async def _list(self) -> None:
-        """Ask the engine which models it serves. It is well: a list that does not come is no sign
-        of the contrary."""
+        """Ask the engine which models it serves. A list that does not come is no sign that it is
+        not well."""
         found: Models | Unlearnt
         try:
             async with asyncio.timeout(self._config.health_timeout_s):
@@ -292,7 +296,7 @@ class HealthMonitor:
         self.models, self.unlearnt = {}, found
 
     def _note(self, problems: tuple[str, ...]) -> None:
-        """Count what was wrong with a statement; say so when it is something new."""
+        """Count what was wrong with a statement, and log it when it is something new."""
         for problem in problems:
             self.problem_counts[problem.partition(":")[0]] += 1
         if problems and problems != self.problems:
@@ -304,7 +308,7 @@ class HealthMonitor:
         self.problems = problems
 
     def _forget(self) -> None:
-        """The worker is down: what it was says nothing of what comes back."""
+        """Forget what the worker was, as it is down: that says nothing of what comes back."""
         self.stated = self.unlearnt = None
         self._rank = None
         self._has_listed = False

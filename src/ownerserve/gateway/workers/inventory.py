@@ -1,4 +1,5 @@
-"""Reads what a worker says that it holds, and tells the state: one reader for each worker.
+"""A reader reads what its worker says that it holds, and tells the state: one reader for each
+worker.
 
 A reader asks after each good probe of its worker, so also at once in a new life of it. A worker
 that does not understand the question is not asked again in that life. One that does not answer is
@@ -29,7 +30,7 @@ NOT_NOW = (401, 403, 429, 500, 503)
 
 
 class InventoryReader:
-    """Reads one worker's inventory and tells what is new."""
+    """The reader asks one worker for its inventory and tells what is new."""
 
     def __init__(
         self,
@@ -53,14 +54,14 @@ class InventoryReader:
         self._is_warned = False
 
     async def run(self) -> None:
-        """Read until cancelled."""
+        """Read at every call until cancelled."""
         while True:
             await self._is_called.wait()
             self._is_called.clear()
             await self.read()
 
     def call(self) -> None:
-        """The worker is up: there may be something new."""
+        """Ask for a reading, as the worker is up and there may be something new."""
         self._is_called.set()
 
     async def read(self) -> None:
@@ -77,7 +78,7 @@ class InventoryReader:
             self._failed(f"{type(error).__name__}: {error}")
 
     async def _read_page(self, worker: Worker) -> bool:
-        """Ask for one page and tell its news; whether there is more to be asked for."""
+        """Ask for one page and tell its news; return whether there is more to be asked for."""
         asked, life = self.residents.after, worker.life
         answer = await fetch(self._address, PATH % asked, self._access)
         if worker.life != life:
@@ -98,7 +99,8 @@ class InventoryReader:
         return not self.residents.is_caught_up
 
     def _is_no_answer(self, worker: Worker) -> None:
-        """Any other engine: what a former life of the worker said counts no longer."""
+        """Take the worker for another engine, which knows no inventory: what a former life of it
+        said counts no longer."""
         self._silent_life = worker.life
         if worker.incarnation is not None:
             self._say(self.residents.silent(worker.incarnation))
@@ -108,7 +110,7 @@ class InventoryReader:
             self._tell(one)
 
     def _worker(self) -> Worker | None:
-        """The worker's first rank, when it is up."""
+        """Return the worker's first rank that is up; None when there is none."""
         for worker in self._fleet:
             if worker.id == self._address.worker and worker.up:
                 return worker

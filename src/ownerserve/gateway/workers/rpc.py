@@ -1,4 +1,4 @@
-"""What the gateway asks over workers' RPC ports: places for turns, and hand-overs of sessions.
+"""This module asks over workers' RPC ports for places for turns and for hand-overs of sessions.
 
 **Lines** own the sockets: one for each worker, many requests in flight on it. Each wait has a
 deadline; until then a request that may be lost is said again, under its nonce. A place that comes
@@ -78,7 +78,8 @@ EVERYWHERE = ("0.0.0.0", "[::]")
 
 
 class WorkerLines:
-    """A line to each worker that tells where its RPC port is, and that can be reached there.
+    """The lines are one to each worker that tells where its RPC port is, and that can be reached
+    there.
 
     `counts`: `late`, places that came when nobody waited any more; `cancelled`, workers' answers to
     a Cancel. `asked`: requests by type, each once however often it was said.
@@ -91,7 +92,8 @@ class WorkerLines:
         self._lines: dict[WorkerId, WorkerLine] = {}
 
     def learn(self, worker: WorkerId, host: str, address: str | None) -> None:
-        """`worker`, which serves at `host`, answers at `address`; None: it does not.
+        """Open the line to `worker`, which serves at `host` and answers at `address`; close it when
+        that is None.
 
         An address on loopback is the worker's own: of use to who reaches the worker there too. One
         that stands for all of the worker's is reached where the worker serves.
@@ -118,18 +120,18 @@ class WorkerLines:
             log.warning("worker %s: its RPC address %s: %s", worker, address, error)
 
     def of(self, worker: WorkerId) -> WorkerLine | None:
-        """The line to a worker; None: there is none."""
+        """Return the line to a worker; None when there is none."""
         return self._lines.get(worker)
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Close all lines and ask nobody any more."""
         for line in self._lines.values():
             line.close()
         self._lines.clear()
 
 
 class WorkerLine:
-    """One connection; requests and answers by number."""
+    """A line is one connection to a worker; requests and answers meet by number."""
 
     def __init__(
         self,
@@ -154,7 +156,7 @@ class WorkerLine:
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     async def ask(self, request: RpcRequest, within_s: float) -> Said | None:
-        """The answer; None when there is none in time, or the line is closed. Whoever stops
+        """Return the answer; None when there is none in time, or the line is closed. Whoever stops
         waiting, also by being cancelled, calls the request off."""
         future: asyncio.Future[Said | None] = asyncio.get_running_loop().create_future()
         number, nonce = self._number(request), new_nonce()
@@ -176,11 +178,11 @@ class WorkerLine:
         return None
 
     def tell(self, request: RpcRequest | Cancel) -> None:
-        """Say something whose answer changes nothing."""
+        """Send a request whose answer changes nothing."""
         self._send(self._number(request), encode(request))
 
     def _number(self, request: RpcRequest | Cancel) -> bytes:
-        """Count the request; its number here."""
+        """Count the request, and return its number on this line."""
         self._asked[str(request.__struct_config__.tag)] += 1
         return next(self._numbers).to_bytes(NUMBER_BYTES, "big")
 
@@ -224,32 +226,35 @@ Life = tuple[Incarnation, int]
 
 
 class WorkerNames:
-    """WorkerNames of routing units that answer: when one began, to the nanosecond, and its rank say
-    which one it is, under whatever name."""
+    """This table translates the names of routing units that answer: this gateway's and the workers'
+    own.
+
+    When a unit began, to the nanosecond, and its rank say which one it is, under whatever name.
+    """
 
     def __init__(self) -> None:
         self._here: dict[Life, RoutingUnit] = {}
         self._own_names: dict[Life, WorkerId] = {}
 
     def up(self, unit: RoutingUnit, own_name: str | None) -> None:
-        """A worker answers; `own_name`: what it calls itself, where it says so."""
+        """Note a worker that answers; `own_name` is what it calls itself, where it says so."""
         life = unit.incarnation, unit.dp_rank
         self._here[life] = unit
         if own_name is not None:
             self._own_names[life] = WorkerId(own_name)
 
     def down(self, worker: str) -> None:
-        """A worker is silent."""
+        """Forget the names of a worker that is silent."""
         for life in [life for life, unit in self._here.items() if unit.worker == worker]:
             del self._here[life]
             self._own_names.pop(life, None)
 
     def here(self, unit: RoutingUnit) -> RoutingUnit:
-        """The unit as this gateway names it."""
+        """Return the unit under this gateway's name of it, or as it is when it has none."""
         return self._here.get((unit.incarnation, unit.dp_rank), unit)
 
     def to_workers(self, unit: RoutingUnit) -> RoutingUnit | None:
-        """The unit as the directory and its peers name it; None: it never said."""
+        """Return the unit as the directory and its peers name it; None when it never said."""
         name = self._own_names.get((unit.incarnation, unit.dp_rank))
         return None if name is None else RoutingUnit(name, unit.dp_rank, unit.incarnation)
 
@@ -266,7 +271,7 @@ _ON_THE_SPOT = (PlacementAction.COLOCATED_PREFILL, PlacementAction.DECODE_CONTIN
 
 
 class Manner(StrEnum):
-    """How a request deals with workers' admission."""
+    """A manner says how a request deals with workers' admission."""
 
     ASKING = "asking"
     """The request asks first; a direct append is judged on its arrival."""
@@ -275,12 +280,13 @@ class Manner(StrEnum):
 
 
 def is_turn(head: RequestHead) -> bool:
-    """Whether a request is a session's turn: a listing needs no place."""
+    """Return whether a request is a session's turn: a listing needs no place."""
     return head.method == b"POST" and head.target.startswith(TURNS)
 
 
 def is_direct_append(dispatch: Dispatch) -> bool:
-    """Whether the worker should have the session's state on its device."""
+    """Return whether the worker should have the session's state on its device, so that the turn
+    goes there unasked."""
     decision = dispatch.decision
     return (
         decision.cached_tokens > 0
@@ -291,7 +297,7 @@ def is_direct_append(dispatch: Dispatch) -> bool:
 
 
 def seed_of(dispatch: Dispatch, sessions: SessionTable) -> Seed:
-    """The place that a turn needs."""
+    """Return the place that a turn needs, in tokens, by the router's estimates and a margin."""
     known = None if dispatch.session is None else sessions.get(dispatch.session)
     output = known.output_tokens if known is not None else 0.0
     return Seed(
@@ -313,24 +319,29 @@ _NO_WORD = (
 
 
 class HeldPlace:
-    """A place at a worker, held for one turn: until the worker begins to answer, or given back."""
+    """A held place is one at a worker for one turn: until the worker begins to answer, or it is
+    given back."""
 
     def __init__(self, line: WorkerLine, number: int) -> None:
         self.number = number
         self._line = line
 
     def use(self) -> None:
-        """The turn is on its way."""
+        """Tell the worker that the turn is on its way."""
         self._line.tell(Commit(self.number))
 
     def give_back(self) -> None:
-        """The turn won't come, or not to its answer. One that was used up knows no release."""
+        """Tell the worker that the turn won't come, or not to its answer. A place that was used up
+        knows no release."""
         self._line.tell(Release(self.number))
 
 
 class Places:
-    """All workers' admission. `counts`: what came of asking, by outcome; `late`: places that came
-    when nobody waited any more; `cancelled`: workers' answers to a Cancel."""
+    """The places are what all workers' admission is asked for.
+
+    `counts`: what came of asking, by outcome; `late`: places that came when nobody waited any more;
+    `cancelled`: workers' answers to a Cancel.
+    """
 
     def __init__(self, lines: WorkerLines, *, ask_s: float = ASK_S) -> None:
         self.counts = lines.counts
@@ -338,12 +349,13 @@ class Places:
         self._lines = lines
 
     def can_ask(self, worker: WorkerId) -> bool:
-        """Whether the worker told where its admission answers."""
+        """Return whether the worker told where its admission answers, and holds places."""
         line = self._lines.of(worker)
         return line is not None and line.holds_places
 
     async def reserve(self, worker: WorkerId, turn: str, seed: Seed) -> HeldPlace | Reject | None:
-        """A place for the turn, or why not; None: nothing was heard in time."""
+        """Ask for a place for the turn: the place, or why not; None when nothing was heard in
+        time."""
         line = self._lines.of(worker)
         answer = None
         if line is not None:
@@ -368,7 +380,8 @@ RELEASE_S = 2.0
 
 
 class Releasing:
-    """`tell` hears how each question ended. `counts`: the same by outcome, refusals by reason."""
+    """This class asks owners to hand sessions over. `tell` hears how each question ended. `counts`:
+    the same by outcome, refusals by reason."""
 
     def __init__(
         self, lines: WorkerLines, names: WorkerNames, *, tell: Callable[[ReleaseEnded], None]
@@ -380,13 +393,13 @@ class Releasing:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def ask(self, wanted: AskRelease) -> None:
-        """Begin to ask; nothing waits for the answer."""
+        """Begin to ask the owner to hand the session over; nothing waits for the answer."""
         target = self._names.to_workers(wanted.target)
         known = None if target is None else ReleaseSession(wanted.session, wanted.epoch, target)
         self._begin(wanted, known)
 
     def end(self, wanted: AskRelease) -> None:
-        """The turn at the target was the session's last: its owner is asked to end it."""
+        """Begin to ask the owner to end the session, whose last turn was done at the target."""
         self._begin(wanted, ReleaseSession(wanted.session, wanted.epoch))
 
     def _begin(self, wanted: AskRelease, request: ReleaseSession | None) -> None:
@@ -395,7 +408,7 @@ class Releasing:
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Stop asking: what is under way is cancelled."""
         for task in self._tasks:
             task.cancel()
 
