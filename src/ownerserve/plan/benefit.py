@@ -24,7 +24,9 @@ DROP_BELOW_MS = 1.0
 
 
 class Benefit(msgspec.Struct, frozen=True):
-    """`ms` saved by each use of `bytes` bytes. `uses` is how many uses are expected."""
+    """A benefit is the `ms` saved by each use of `bytes` bytes. `uses` is how many uses are
+    expected.
+    """
 
     ms: float
     bytes: int
@@ -32,12 +34,16 @@ class Benefit(msgspec.Struct, frozen=True):
 
     @property
     def ms_per_gib(self) -> float:
-        """Expected saving for each GiB it occupies: what eviction order and lambda compare."""
+        """Return the expected saving for each GiB it occupies: what eviction order and lambda
+        compare.
+        """
         return self.uses * self.ms * GIB / max(self.bytes, 1)
 
     @property
     def is_low(self) -> bool:
-        """Whether it should be dropped (seed 000's DROP_LOW_UTILITY_ARTIFACT) whatever the room."""
+        """Tell whether it should be dropped (seed 000's DROP_LOW_UTILITY_ARTIFACT) whatever the
+        room.
+        """
         return self.uses * self.ms < DROP_BELOW_MS
 
 
@@ -49,7 +55,7 @@ def point_benefit(
     position: int,
     having_ms: float | None = None,
 ) -> Benefit:
-    """What the point state at `position` saves the turn `query`, against its next best way.
+    """Return what the point state at `position` saves the turn `query`, against its next best way.
 
     `having_ms`: what `query` takes, where that was planned before.
     """
@@ -72,7 +78,9 @@ def range_benefit(
     start: int,
     having_ms: float | None = None,
 ) -> Benefit:
-    """What the range state from `start` on saves the turn `query`, against its next best way."""
+    """Return what the range state from `start` on saves the turn `query`, against its next best
+    way.
+    """
     spans = _cut(query.spans, start)
     without = msgspec.structs.replace(query, spans=spans)
     end = query.spans[-1].end if query.spans else start
@@ -82,12 +90,12 @@ def range_benefit(
 
 
 def total_ms(planner: Planner, query: RestoreQuery, prices: Prices) -> float:
-    """What the best way of `query` takes."""
+    """Return the ms that the best way of `query` takes."""
     return planner.plan(query, prices).chosen.terms.total_ms
 
 
 def _cut(spans: Sequence[RangeSpan], at: int) -> tuple[RangeSpan, ...]:
-    """The spans before `at`; the one that holds it is kept up to there."""
+    """Return the spans before `at`; the one that holds it is kept up to there."""
     kept = [span for span in spans if span.end <= at]
     for span in spans:
         if span.start < at < span.end:
@@ -101,7 +109,7 @@ def _cut(spans: Sequence[RangeSpan], at: int) -> tuple[RangeSpan, ...]:
 
 
 class EvictionWeights(msgspec.Struct, frozen=True):
-    """What a token is worth to a cache's eviction order.
+    """Eviction weights say what a token is worth to a cache's eviction order.
 
     Computing a token again takes `ms_per_token` * (1 + position / `context_tokens`); bringing a
     byte back from the nearest tier that keeps a copy takes `reload_ms_per_byte`, None without one.
@@ -112,7 +120,9 @@ class EvictionWeights(msgspec.Struct, frozen=True):
     reload_ms_per_byte: float | None
 
     def lost_ms(self, tokens: int, position: int, *, copy_bytes: int = 0) -> float:
-        """What losing `tokens` tokens that end at `position` costs; `copy_bytes` 0: no copy."""
+        """Return the ms that losing `tokens` tokens that end at `position` costs; `copy_bytes` 0:
+        no copy.
+        """
         computed = tokens * self.ms_per_token * (1.0 + position / self.context_tokens)
         if copy_bytes <= 0 or self.reload_ms_per_byte is None:
             return computed
@@ -120,7 +130,9 @@ class EvictionWeights(msgspec.Struct, frozen=True):
 
 
 def eviction_weights(prices: Prices, *, copies: Tier | None = None) -> EvictionWeights:
-    """The prices as the cache's eviction order takes them; `copies`: the tier that holds them."""
+    """Return the prices as the cache's eviction order takes them; `copies`: the tier that holds
+    them.
+    """
     b, c = prices.prefill.b_ms, prices.prefill.c_ms
     table = prices.tiers.get(copies) if copies is not None else None
     per_byte = table.ms(GIB) / GIB if table is not None else None
@@ -128,7 +140,7 @@ def eviction_weights(prices: Prices, *, copies: Tier | None = None) -> EvictionW
 
 
 def hbm_price(candidates: Iterable[Benefit], needed_bytes: int, *, free_bytes: int) -> float:
-    """lambda in ms per GiB: the mean saving lost by making room for `needed_bytes`.
+    """Return lambda in ms per GiB: the mean saving lost by making room for `needed_bytes`.
 
     Nothing while there is free memory; then the cheapest candidates go first.
     """

@@ -12,7 +12,7 @@ COLUMNS = ("queue", "load", "recompute", "stall", "memory", "total", "hidden")
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One way back as a table shows it; times in ms."""
+    """A row is one way back as a table shows it; times in ms."""
 
     name: str
     position: int
@@ -23,7 +23,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def row_of(option: Priced) -> Row:
-    """`option` as a row; `ms` in the order of COLUMNS."""
+    """Return `option` as a row; `ms` in the order of COLUMNS."""
     t = option.terms
     ms = (t.queue_ms, t.load_ms, t.recompute_ms, t.stall_ms, t.hbm_ms, t.total_ms, t.hidden_ms)
     return Row(
@@ -37,7 +37,9 @@ def row_of(option: Priced) -> Row:
 
 
 def describe(option: Priced) -> str:
-    """Like "load_global + replay 7,747 + prefill from 92,160": ways of one kind told apart."""
+    """Name a way like "load_global + replay 7,747 + prefill from 92,160": ways of one kind told
+    apart.
+    """
     text = option.name
     if option.position > 0:
         text += f" from {option.position:,}"
@@ -49,7 +51,7 @@ def describe(option: Priced) -> str:
 
 
 def summary(plan: RestorePlan) -> str:
-    """One line: what is done, what it takes, what it saves, and what decided."""
+    """Return a plan in one line: what is done, what it takes, what it saves, and what decided."""
     option, t = plan.chosen, plan.chosen.terms
     parts = (
         describe(option),
@@ -63,7 +65,9 @@ def summary(plan: RestorePlan) -> str:
 
 
 def notable(explanation: Explanation, *, most: int = 8) -> Sequence[Priced]:
-    """The ways worth showing: the cheapest of each kind first, then the cheapest others."""
+    """Return the ways worth showing, `most` of them: the cheapest of each kind first, then the
+    cheapest others; all by price.
+    """
     kinds: dict[tuple[str, str], Priced] = {}
     for option in explanation.alternatives:
         kinds.setdefault((option.name, option.exactness.value), option)
@@ -73,7 +77,7 @@ def notable(explanation: Explanation, *, most: int = 8) -> Sequence[Priced]:
 
 
 def grouped(omitted: Sequence[NotOffered]) -> dict[str, list[int]]:
-    """Reasons to positions: "replay: engine_cannot_replay" -> [1024, 768, ...]."""
+    """Group positions by reason: "replay: engine_cannot_replay" -> [1024, 768, ...]."""
     groups: dict[str, list[int]] = {}
     for item in omitted:
         groups.setdefault(f"{item.action}: {item.why}", []).append(item.position)
@@ -81,7 +85,7 @@ def grouped(omitted: Sequence[NotOffered]) -> dict[str, list[int]]:
 
 
 def to_data(explanation: Explanation) -> dict[str, object]:
-    """Everything, as plain data."""
+    """Return the whole explanation as plain data."""
     plan = explanation.plan
     return {
         "chosen": _priced(plan.chosen),

@@ -43,17 +43,17 @@ MIN_SIGMA = 0.05
 
 
 class Gap(msgspec.Struct, frozen=True):
-    """A gap's distribution: ln G is normal with mean `mu` and deviation `sigma` (G in s)."""
+    """A gap is a distribution: ln G is normal with mean `mu` and deviation `sigma` (G in s)."""
 
     mu: float
     sigma: float
 
     def cdf(self, t_s: float) -> float:
-        """P(G <= t)."""
+        """Return P(G <= t)."""
         return _phi((log(t_s) - self.mu) / self.sigma) if t_s > 0.0 else 0.0
 
     def mean_until(self, t_s: float) -> float:
-        """m(t) = E[min(G, t)]: how much of the gap lies before t, on average."""
+        """Return m(t) = E[min(G, t)], in s: how much of the gap lies before t, on average."""
         if t_s <= 0.0:
             return 0.0
         if t_s == inf:
@@ -63,7 +63,7 @@ class Gap(msgspec.Struct, frozen=True):
         return below + t_s * (1.0 - _phi(z))
 
     def seen_from(self, times_s: list[float]) -> tuple[list[float], list[float]]:
-        """P(G > t) and `mean_until` of each t."""
+        """Return P(G > t) and `mean_until` of each t."""
         scale, shift = sqrt(0.5) / self.sigma, self.sigma * sqrt(0.5)
         half, least = 0.5 * exp(self.mu + self.sigma**2 / 2.0), 1e-3 * MIN_GAP_S
         beyond, until = [], []
@@ -75,12 +75,13 @@ class Gap(msgspec.Struct, frozen=True):
         return beyond, until
 
     def rounded(self) -> Gap:
-        """To a tenth of a logarithm: costs are flat around the best instants, and gaps that are
-        nearly alike have one plan."""
+        """Return the gap rounded to a tenth of a logarithm: costs are flat around the best
+        instants, and gaps that are nearly alike have one plan.
+        """
         return Gap(round(self.mu, 1), max(round(self.sigma, 1), MIN_SIGMA))
 
     def quantile(self, share: float) -> float:
-        """The gap that `share` of all gaps stay below."""
+        """Return the gap, in s, that `share` of all gaps stay below."""
         return exp(self.mu + self.sigma * _NORMAL.inv_cdf(share))
 
 
@@ -90,14 +91,18 @@ POPULATION = Gap(mu=log(5.6), sigma=2.7)
 
 
 class GapStats(msgspec.Struct):
-    """One session's gaps so far: exponentially forgotten mean and variance of ln G."""
+    """Gap stats are one session's gaps so far: exponentially forgotten mean and variance of ln
+    G.
+    """
 
     count: int = 0
     mean_log: float = 0.0
     var_log: float = 0.0
 
     def observe(self, gap_s: float) -> None:
-        """One gap, from the end of a turn to the arrival of the next."""
+        """Count one gap, in s, from the end of a turn to the arrival of the next. Raises
+        InvalidInput for a negative one.
+        """
         if gap_s < 0.0:
             raise InvalidInput("gap_s", f"{gap_s}", "a gap can't be negative")
         self.count += 1
@@ -107,7 +112,7 @@ class GapStats(msgspec.Struct):
         self.var_log = (1.0 - weight) * (self.var_log + weight * off * off)
 
     def gap(self, population: Gap = POPULATION) -> Gap:
-        """The next gap as expected: the session's own gaps, shrunk to the population's.
+        """Return the next gap as expected: the session's own gaps, shrunk to the population's.
 
         The mix of two groups: its variance counts how far their means lie apart.
         """
@@ -120,7 +125,7 @@ class GapStats(msgspec.Struct):
 
 
 class GapCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the state costs while nobody uses it.
+    """Gap costs are what the state costs while nobody uses it.
 
     `hold_ms_per_s`: benefit that its memory would bring others, per second (lambda times its GiB
     over the time that lambda is an average of). `spill_ms`: price of writing it, 0 when a copy
@@ -134,7 +139,8 @@ class GapCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GapPlan(msgspec.Struct, frozen=True):
-    """Seconds after the turn's end at which to spill and to fetch back; None: not at all.
+    """A gap plan says how many seconds after the turn's end to spill and to fetch back; None: not
+    at all.
 
     `cost_ms` is what that costs on average, `hold_cost_ms` what just keeping it would have.
     """
@@ -146,8 +152,9 @@ class GapPlan(msgspec.Struct, frozen=True):
 
     @property
     def actions(self) -> tuple[tuple[float, RestoreAction], ...]:
-        """(seconds after the turn's end, action): DROP gives up the device copy, once it is safe
-        below; PREFETCH brings it back."""
+        """Return (seconds after the turn's end, action): DROP gives up the device copy, once it is
+        safe below; PREFETCH brings it back.
+        """
         timed = (
             (self.spill_after_s, RestoreAction.DROP),
             (self.prefetch_after_s, RestoreAction.PREFETCH),
@@ -156,13 +163,14 @@ class GapPlan(msgspec.Struct, frozen=True):
 
 
 def can_prefetch(abilities: Abilities) -> bool:
-    """Whether state can be brought near before its request is there: into the device when the
-    engine takes state without an owner, into host memory when foreign state lands there anyway."""
+    """Tell whether state can be brought near before its request is there: into the device when the
+    engine takes state without an owner, into host memory when foreign state lands there anyway.
+    """
     return abilities.can_insert or abilities.landing_tier is Tier.HOST
 
 
 def plan_gap(gap: Gap, costs: GapCosts, abilities: Abilities) -> GapPlan:
-    """When to spill and when to fetch back, by expected cost."""
+    """Decide when to spill and when to fetch back, by expected cost."""
     hold_cost = costs.hold_ms_per_s * gap.mean_until(costs.ttl_s)
     instants = _grid(gap, costs)
     beyond, until = gap.seen_from(instants)
@@ -186,8 +194,9 @@ def plan_gap(gap: Gap, costs: GapCosts, abilities: Abilities) -> GapPlan:
 
 
 def prefetch_after_s(gap: Gap, costs: GapCosts, shares: Sequence[float]) -> float | None:
-    """When to fetch back what is gone already: done just as one of `shares` of the gaps end. None
-    when loading on demand is as good."""
+    """Decide when to fetch back what is gone already: done just as one of `shares` of the gaps end.
+    None when loading on demand is as good.
+    """
     load_s = costs.load_ms / 1e3
     instants = [max(0.0, gap.quantile(share) - load_s) for share in shares]
     _, until = gap.seen_from(instants)
@@ -199,7 +208,9 @@ def prefetch_after_s(gap: Gap, costs: GapCosts, shares: Sequence[float]) -> floa
 def expected_cost_ms(
     gap: Gap, costs: GapCosts, *, spill_after_s: float | None, prefetch_after_s: float | None
 ) -> float:
-    """The expected cost of any two instants (None: not at all), as the docstring has it."""
+    """Return the expected cost of any two instants (None: not at all), as the module's docstring
+    has it.
+    """
     if spill_after_s is None:
         return costs.hold_ms_per_s * gap.mean_until(costs.ttl_s)
     fetched = 0.0 if prefetch_after_s is None else _prefetch_ms(gap, costs, prefetch_after_s)
@@ -207,13 +218,15 @@ def expected_cost_ms(
 
 
 def _spill_ms(gap: Gap, costs: GapCosts, t_s: float) -> float:
-    """Held until t, then spilled and loaded on demand."""
+    """Return the cost of a state held until t, then spilled and loaded on demand."""
     held = costs.hold_ms_per_s * gap.mean_until(t_s)
     return held + (costs.spill_ms + costs.load_ms) * (1.0 - gap.cdf(t_s))
 
 
 def _prefetch_ms(gap: Gap, costs: GapCosts, t_s: float) -> float:
-    """What fetching at t adds: memory held again, less the load that is no longer waited for."""
+    """Return what fetching at t adds: memory held again, less the load that is no longer waited
+    for.
+    """
     load_s = costs.load_ms / 1e3
     until = gap.mean_until(t_s)
     held = costs.hold_ms_per_s * (gap.mean_until(t_s + costs.ttl_s) - until)
@@ -223,7 +236,7 @@ def _prefetch_ms(gap: Gap, costs: GapCosts, t_s: float) -> float:
 def _fetches_ms(
     gap: Gap, costs: GapCosts, instants: list[float], *, until: list[float]
 ) -> list[float]:
-    """`_prefetch_ms` at each of `instants`, whose means are `until`."""
+    """Return `_prefetch_ms` at each of `instants`, whose means are `until`."""
     hold, load_s, ttl_s = costs.hold_ms_per_s, costs.load_ms / 1e3, costs.ttl_s
     _, landed = gap.seen_from([t + load_s for t in instants])
     _, gone = gap.seen_from([t + ttl_s for t in instants])
@@ -234,8 +247,9 @@ def _fetches_ms(
 
 
 def _grid(gap: Gap, costs: GapCosts) -> list[float]:
-    """Instants to try, ascending: at once, gaps of all lengths within the TTL, and one load before
-    each of them (done just in time)."""
+    """Return the instants to try, ascending: at once, gaps of all lengths within the TTL, and one
+    load before each of them (done just in time).
+    """
     mu, sigma, load_s, ttl_s = gap.mu, gap.sigma, costs.load_ms / 1e3, costs.ttl_s
     gaps = [exp(mu + sigma * z) for z in _DEVIATIONS]
     instants = gaps + [t - load_s for t in gaps]
@@ -243,5 +257,5 @@ def _grid(gap: Gap, costs: GapCosts) -> list[float]:
 
 
 def _phi(z: float) -> float:
-    """The normal distribution function."""
+    """Return the normal distribution function at z."""
     return 0.5 * (1.0 + erf(z / sqrt(2.0)))

@@ -78,7 +78,7 @@ ENGINES = {"hf": HF, "vllm": VLLM, "ideal": FULL_ABILITIES}
 
 
 class ModelState(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's state as the planner needs it of its geometry.
+    """A model state is what the planner needs of a model's geometry.
 
     `exact_replay_tokens`: tokens to compute before a boundary so that its window state is exact,
     sum over window layers of (n_layer - 1); None when the model keeps recurrent state, which no
@@ -122,7 +122,7 @@ class RangeSpan(msgspec.Struct, frozen=True, gc=False):
 
 
 class Point(msgspec.Struct, frozen=True, gc=False):
-    """A boundary with point state, or one at which only range state stands.
+    """A point is a boundary with point state, or one at which only range state stands.
 
     `pieces` are its components that must be loaded; `lacks` names those that nobody holds, so that
     only a replay can bring them. Both empty: all of it is on the device, or the model keeps none.
@@ -147,14 +147,14 @@ class Backlog(msgspec.Struct, frozen=True):
 
 
 class Exactness(StrEnum):
-    """Whether the state a plan rebuilds is that of a cold run (design.md, Words)."""
+    """Exactness says whether the state a plan rebuilds is that of a cold run (design.md, Words)."""
 
     EXACT = "exact"
     BOUNDED_REPLAY = "approximate(bounded_replay)"
 
 
 class RestoreQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of `tokens` tokens asks for its state.
+    """A restore query asks for the state of one turn of `tokens` tokens.
 
     `spans` are contiguous from 0 and ascending, `points` descending (deepest first).
     `known_tokens`: how far the prompt repeats tokens that were computed once; what lies between

@@ -44,7 +44,7 @@ class LoadBytes:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that are not on the device and have no place reserved there yet."""
+        """Count the bytes that are not on the device and have no place reserved there yet."""
         moved = sum(self.now.values()) + sum(self.late.values())
         return moved - self.now.get(Tier.DEVICE, 0) - self.late.get(Tier.DEVICE, 0)
 
@@ -79,7 +79,7 @@ class LoadPricer:
         self._backlog = query.backlog.tier_bytes
 
     def has_price(self, pieces: tuple[Piece, ...]) -> bool:
-        """Whether every tier of `pieces` can be priced."""
+        """Tell whether every tier of `pieces` can be priced."""
         return all(piece.tier is Tier.DEVICE or piece.tier in self.tables for piece in pieces)
 
     def ms(self, loads: LoadBytes) -> float:
@@ -108,7 +108,9 @@ class LoadPricer:
         return total_ms
 
     def wait_ms(self, tier: Tier) -> float:
-        """What was asked of `tier` before: part of this load's time, not of the engine's queue."""
+        """Return the ms that what was asked of `tier` before takes: part of this load's time, not
+        of the engine's queue.
+        """
         ahead = self._backlog.get(tier, 0)
         return self.tables[tier].ms(ahead) if ahead else 0.0
 
@@ -179,7 +181,7 @@ class RangeLoadCosts:
         return load_bytes_until(self._spans, position).moved_bytes
 
     def _part(self, at: int, before: Book) -> _Part:
-        """What is the same for all positions inside span `at`."""
+        """Return what is the same for all positions inside span `at`."""
         load_pricer, span = self._load_pricer, self._spans[at]
         own_tier, table, own_bytes, base_ms = None, None, 0, 0.0
         piece_bytes: int | None = 0

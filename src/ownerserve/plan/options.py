@@ -41,7 +41,9 @@ from ownerserve.plan.rules import (
 
 
 class RestoreOption(msgspec.Struct, frozen=True, gc=False):
-    """One way back to a turn's state, from the point state at `checkpoint`; None: from none."""
+    """An option is one way back to a turn's state, from the point state at `checkpoint`; None: from
+    none.
+    """
 
     position: int
     start: int
@@ -55,7 +57,7 @@ PREFILL_ALL = RestoreOption(0, 0, None)
 def pass_ms(
     prefill: Coefficients, replay: Coefficients, option: RestoreOption, tokens: int
 ) -> float:
-    """The compute time of an option. Replay and prefill are one pass with one fixed cost."""
+    """Return the compute time of an option. Replay and prefill are one pass with one fixed cost."""
     again, new = option.position - option.start, tokens - option.position
     ms = prefill.a_ms + new * (prefill.b_ms + prefill.c_ms * (option.position + 0.5 * new))
     if again > 0:
@@ -65,7 +67,7 @@ def pass_ms(
 
 
 class OptionPricer:
-    """Prices single options in full, for one engine, query and moment."""
+    """An option pricer prices single options in full, for one engine, query and moment."""
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class OptionPricer:
         prices: Prices,
         load_pricer: LoadPricer,
     ) -> None:
-        """`load_pricer` is of the same prices, abilities and query."""
+        """Make the pricer; `load_pricer` is of the same prices, abilities and query."""
         self._model = model
         self._query = query
         self._prices = prices
@@ -108,7 +110,9 @@ class OptionPricer:
         )
 
     def _new_hbm_bytes(self, option: RestoreOption, moved_bytes: int) -> int:
-        """Device memory that the option newly occupies: all of [0, N) but what it shares."""
+        """Count the bytes of device memory that the option newly occupies: all of [0, N) but what
+        it shares.
+        """
         tokens = self._query.tokens - option.position
         own = self._model.range_bytes_per_token * tokens + self._model.point_bytes
         return int(own) + moved_bytes
@@ -137,7 +141,9 @@ class OptionPricer:
         )
 
     def _loads(self, option: RestoreOption) -> list[Step]:
-        """Loads in order: range state from 0 on, neighbours of one tier joined, then the point."""
+        """List loads in order: range state from 0 on, neighbours of one tier joined, then the
+        point.
+        """
         steps: list[Step] = []
         for span in self._query.spans:
             if span.start >= option.position:
@@ -169,7 +175,9 @@ class OptionPricer:
         return Step(action, *tokens, ms=ms, tier=piece.tier, bytes=count)
 
     def _computes(self, option: RestoreOption) -> list[Step]:
-        """Compute in order: what is replayed, the tail that was computed once, what is new."""
+        """List computes in order: what is replayed, the tail that was computed once, what is
+        new.
+        """
         prefill, replay, n = self._prices.prefill, self._prices.replay, self._query.tokens
         known = min(self._query.known_tokens, n)
         is_tail = option.position < known < option.position + self._model.block_tokens

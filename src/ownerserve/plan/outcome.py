@@ -32,7 +32,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
 
 
 class Terms(msgspec.Struct, frozen=True, gc=False):
-    """A price by term, as the picture above has them.
+    """Terms are a price by term, as the module's picture has them.
 
     `hbm_ms` is lambda times the device memory that the plan newly occupies: no time, but what that
     memory would have saved others.
@@ -47,17 +47,18 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def ttft_ms(self) -> float:
-        """The ms until the first token."""
+        """Return the ms until the first token."""
         return self.queue_ms + self.load_ms + self.recompute_ms + self.stall_ms
 
     @property
     def total_ms(self) -> float:
-        """The ms that the planner minimises."""
+        """Return the ms that the planner minimises."""
         return self.ttft_ms + self.hbm_ms
 
 
 class Priced(msgspec.Struct, frozen=True, gc=False):
-    """One offered way back: range state of [0, position) kept, window state exact from there.
+    """A priced way is one offered way back: range state of [0, position) kept, window state exact
+    from there.
 
     `computed_from` is where compute begins: at `position`, or before it in a replay.
     `checkpoint` is the position whose point state is loaded or used, None when none is.
@@ -75,7 +76,7 @@ class Priced(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def name(self) -> str:
-        """The option's actions, in order and once each: "load_global + replay + prefill"."""
+        """Return the option's actions, in order and once each: "load_global + replay + prefill"."""
         return " + ".join(dict.fromkeys(str(step.action) for step in self.steps))
 
 
@@ -88,7 +89,7 @@ class Basis(StrEnum):
 
 
 class RestorePlan(msgspec.Struct, frozen=True, gc=False):
-    """The chosen way back, and what it saves against computing all of it."""
+    """A restore plan is the chosen way back, and what it saves against computing all of it."""
 
     chosen: Priced
     basis: Basis
@@ -96,8 +97,9 @@ class RestorePlan(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def reuse_benefit_ms(self) -> float:
-        """Seed 000 A2: C_prefill - C_load - C_recompute - C_stall: time alone. Never below 0 by
-        choice, but for a way that is taken because it needs less memory that is dear."""
+        """Return seed 000 A2: C_prefill - C_load - C_recompute - C_stall: time alone. Never below 0
+        by choice, but for a way that is taken because it needs less memory that is dear.
+        """
         return self.prefill_ttft_ms - self.chosen.terms.ttft_ms
 
 
@@ -115,7 +117,7 @@ class Why(StrEnum):
 
 
 class NotOffered(msgspec.Struct, frozen=True):
-    """`action` at `position` was not offered because of `why`."""
+    """A NotOffered says that `action` at `position` was not offered because of `why`."""
 
     position: int
     action: RestoreAction
@@ -123,7 +125,9 @@ class NotOffered(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """A plan with everything it was chosen from, cheapest first, and what was not offered."""
+    """An explanation is a plan with everything it was chosen from, cheapest first, and what was not
+    offered.
+    """
 
     plan: RestorePlan
     alternatives: tuple[Priced, ...]

@@ -16,7 +16,7 @@ from ownerserve.plan.inputs import Exactness, ModelState, Piece, Point, RangeSpa
 
 
 class ReturningSession(msgspec.Struct, frozen=True, kw_only=True):
-    """A session of `context_tokens` comes back with `new_tokens` more.
+    """A returning session of `context_tokens` comes back with `new_tokens` more.
 
     `shared_tokens`: how much of the context the prompt repeats; None: all of it. Point state is in
     `point_tier` (None: nobody kept it), at the end of the context, or at every multiple of
@@ -32,7 +32,7 @@ class ReturningSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_state(geometry: Geometry) -> ModelState:
-    """What the planner needs of a geometry."""
+    """Return what the planner needs of a geometry."""
     spec = geometry.spec
     windows = [s.kind.tokens for s in spec.states if isinstance(s.kind, Window)]
     replay = exact_replay_tokens(spec)
@@ -49,7 +49,9 @@ def model_state(geometry: Geometry) -> ModelState:
 def ask(
     geometry: Geometry, held: ReturningSession, *, allowed: Exactness = Exactness.EXACT
 ) -> RestoreQuery:
-    """The query of a session that comes back, or branches."""
+    """Return the query of a session that comes back, or branches. Raises InvalidInput when it
+    shares more than its context.
+    """
     shared = held.context_tokens if held.shared_tokens is None else held.shared_tokens
     if shared > held.context_tokens:
         raise InvalidInput(
@@ -72,7 +74,9 @@ def ask(
 
 
 def _points(geometry: Geometry, held: ReturningSession, *, boundary: int) -> tuple[Point, ...]:
-    """Deepest first: the deepest shared boundary, and the checkpoints at or before it."""
+    """List the points, deepest first: the deepest shared boundary, and the checkpoints at or before
+    it.
+    """
     if not boundary:
         return ()
     block = geometry.block_tokens

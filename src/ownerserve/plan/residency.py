@@ -23,7 +23,9 @@ NEAREST_FIRST = (Tier.DEVICE, Tier.HOST, Tier.PEER, Tier.DISK, Tier.REMOTE)
 
 
 class RangeRow(msgspec.Struct, frozen=True):
-    """`component` of tokens [start, end) is in `tier`: one record, or one run of device blocks."""
+    """A range row says that `component` of tokens [start, end) is in `tier`: one record, or one run
+    of device blocks.
+    """
 
     component: str
     start: int
@@ -34,7 +36,7 @@ class RangeRow(msgspec.Struct, frozen=True):
 
 
 class PointRow(msgspec.Struct, frozen=True):
-    """`component` at boundary `position` is in `tier`."""
+    """A point row says that `component` at boundary `position` is in `tier`."""
 
     component: str
     position: int
@@ -44,7 +46,9 @@ class PointRow(msgspec.Struct, frozen=True):
 
 
 def spans_of(rows: Iterable[RangeRow], components: Sequence[str]) -> tuple[RangeSpan, ...]:
-    """Spans from 0 up to where some component ends, neighbours of equal origin joined."""
+    """Return the spans from 0 up to where some component ends, neighbours of equal origin
+    joined.
+    """
     by_component: dict[str, list[RangeRow]] = {name: [] for name in components}
     edges = {0}
     for row in rows:
@@ -66,7 +70,9 @@ def spans_of(rows: Iterable[RangeRow], components: Sequence[str]) -> tuple[Range
 def points_of(
     rows: Iterable[PointRow], components: Sequence[str], *, positions: Iterable[int] = ()
 ) -> tuple[Point, ...]:
-    """Points, deepest first: every position in `rows` or `positions` (with range state only)."""
+    """Return the points, deepest first: every position in `rows` or `positions` (with range state
+    only).
+    """
     held: dict[int, dict[str, PointRow]] = {position: {} for position in positions}
     for row in rows:
         at = held.setdefault(row.position, {})
@@ -93,7 +99,7 @@ def _nearest(rows: Iterable[RangeRow], start: int, end: int) -> RangeRow | None:
 
 
 def _piece(row: RangeRow, start: int, end: int) -> Piece | None:
-    """The part of a row that a span uses; None when it is in place already."""
+    """Return the part of a row that a span uses; None when it is in place already."""
     if row.tier is Tier.DEVICE and row.ready_ms <= 0.0:
         return None
     count = -(-row.bytes * (end - start) // (row.end - row.start))
@@ -101,7 +107,7 @@ def _piece(row: RangeRow, start: int, end: int) -> Piece | None:
 
 
 def _merged(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """One piece for each tier and readiness: components of one tier travel together."""
+    """Return one piece for each tier and readiness: components of one tier travel together."""
     merged: dict[tuple[Tier, float], int] = {}
     for piece in pieces:
         key = (piece.tier, piece.ready_ms)
@@ -123,6 +129,6 @@ def _append(spans: list[RangeSpan], span: RangeSpan) -> None:
 
 
 def _origin(span: RangeSpan) -> list[tuple[Tier, float, int]]:
-    """Where a span comes from, and its bytes a token: equal ones can be joined."""
+    """Return where a span comes from, and its bytes a token: equal ones can be joined."""
     length = span.end - span.start
     return [(piece.tier, piece.ready_ms, round(piece.bytes / length)) for piece in span.pieces]

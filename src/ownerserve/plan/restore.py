@@ -61,7 +61,7 @@ class Planner:
         self.replay_tokens = model.exact_replay_tokens if may_replay else None
 
     def plan(self, query: RestoreQuery, prices: Prices) -> RestorePlan:
-        """The way to take."""
+        """Return the way to take."""
         search = _Search(self, query, prices)
         option = search.best()
         pricer = self._pricer(query, prices, search.load_pricer)
@@ -74,7 +74,7 @@ class Planner:
         return RestorePlan(pricer.priced(option), Basis.COST, search.prefill_ttft_ms)
 
     def explain(self, query: RestoreQuery, prices: Prices) -> Explanation:
-        """The same plan with every alternative priced and every omission explained. Slow."""
+        """Return the same plan with every alternative priced and every omission explained. Slow."""
         load_pricer = LoadPricer(prices, self.abilities, query)
         covered = RangeLoadCosts(query.spans, load_pricer).covered
         pricer = self._pricer(query, prices, load_pricer)
@@ -98,7 +98,9 @@ class Planner:
     def _rivals(
         self, option: RestoreOption, query: RestoreQuery, prices: Prices
     ) -> list[RestoreOption]:
-        """`option`, and whatever would win if an untrusted estimate were off by its own error."""
+        """Return `option`, and whatever would win if an untrusted estimate were off by its own
+        error.
+        """
         rivals = [option]
         for name, error_factor in prices.untrusted.items():
             for factor in (error_factor, 1.0 / error_factor):
@@ -109,14 +111,16 @@ class Planner:
 
 
 def _observable(option: Priced, query: RestoreQuery) -> tuple[int, int, int]:
-    """How a way ranks by what can be seen, without any price."""
+    """Return how a way ranks by what can be seen, without any price: the lowest is best."""
     used = {step.tier for step in option.steps if step.tier is not None}
     pending = sum(n for tier, n in query.backlog.tier_bytes.items() if tier in used)
     return (-(-option.computed_tokens // OBSERVABLE_STEP_TOKENS), option.moved_bytes, pending)
 
 
 class _Search:
-    """One query's search. Prices are those of `options.OptionPricer`, inlined to plain floats."""
+    """A search is that of one query. Prices are those of `options.OptionPricer`, inlined to plain
+    floats.
+    """
 
     def __init__(self, planner: Planner, query: RestoreQuery, prices: Prices) -> None:
         model, abilities = planner.model, planner.abilities
@@ -142,7 +146,7 @@ class _Search:
         self._points_ms: dict[tuple[Tier, int], float] = {}
 
     def best(self) -> RestoreOption:
-        """The cheapest open way."""
+        """Return the cheapest open way."""
         tokens, points = self._query.tokens, self._query.points
         queue_ms, ms_until = self._queue_ms, self._loads.ms_until
         prefill_ms = self._prices.prefill.ms(tokens, 0)
@@ -166,7 +170,9 @@ class _Search:
         return self._best
 
     def _point_ms(self, point: Point) -> float:
-        """The load of a point's state: most points of a query lie alike, and are priced once."""
+        """Return the ms that a point's state takes to load: most points of a query lie alike, and
+        are priced once.
+        """
         pieces = point.pieces
         if len(pieces) != 1 or pieces[0].ready_ms > 0.0:
             return self.load_pricer.point_ms(pieces)
@@ -177,8 +183,9 @@ class _Search:
         return ms
 
     def _balanced(self, first: int) -> int:
-        """The deepest point from `first` on whose range load takes no longer than the compute
-        behind it; found by halving, since loads shrink and tails grow."""
+        """Return the deepest point from `first` on whose range load takes no longer than the
+        compute behind it; found by halving, since loads shrink and tails grow.
+        """
         points, lead_ms = self._query.points, self._queue_ms - self._load_from_ms
 
         def is_loaded_in_time(index: int) -> bool:
@@ -189,14 +196,15 @@ class _Search:
         return bisect_left(range(len(points)), 1, first, key=is_loaded_in_time)
 
     def _tail_ms(self, index: int) -> float:
-        """What computing all behind point `index` takes."""
+        """Return the ms that computing all behind point `index` takes."""
         prefill, at = self._prices.prefill, self._query.points[index].position
         new = self._query.tokens - at
         return prefill.a_ms + new * (prefill.b_ms + prefill.c_ms * (at + 0.5 * new))
 
     def _try(self, index: int, tail_ms: float, *, load_ms: float) -> None:
-        """The ways through one point. `tail_ms` computes what follows it, `load_ms` loads the range
-        state before it."""
+        """Offer the ways through one point. `tail_ms` computes what follows it, `load_ms` loads the
+        range state before it.
+        """
         # Stage by stage: nothing ends before the last stage of its compute.
         ends_ms = self._load_from_ms + load_ms + tail_ms / self._stages
         if ends_ms >= self._best_ms:
@@ -211,7 +219,8 @@ class _Search:
             self._try_replays(index, tail_ms, load_ms=load_ms)
 
     def _try_replays(self, index: int, tail_ms: float, *, load_ms: float) -> None:
-        """The replays that end at point `index`: from nothing, bounded, from an earlier point.
+        """Offer the replays that end at point `index`: from nothing, bounded, from an earlier
+        point.
 
         `tail_ms` computes what follows the point, `load_ms` loads the range state before it.
         """
@@ -238,7 +247,7 @@ class _Search:
                 )
 
     def _again_ms(self, start: int, floor: int) -> float:
-        """What computing [start, floor) again adds to the pass that follows it."""
+        """Return what computing [start, floor) again adds to the pass that follows it."""
         replay, again = self._prices.replay, floor - start
         fixed_ms = replay.a_ms - self._prices.prefill.a_ms
         ms = again * (replay.b_ms + replay.c_ms * (start + 0.5 * again))
@@ -251,7 +260,7 @@ class _Search:
             self._best_ms, self._best = total_ms, option
 
     def _total_ms(self, load_ms: float, compute_ms: float, position: int) -> float:
-        """Time to the first token and lambda * M_HBM, as OptionOptionPricer.terms adds them up."""
+        """Return the time to the first token and lambda * M_HBM, as OptionPricer adds them up."""
         total = self._ttft_ms(load_ms, compute_ms)
         rate = self._query.hbm_ms_per_gib
         return total + rate * self._new_bytes(position) / GIB if rate else total

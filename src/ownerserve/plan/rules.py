@@ -11,7 +11,7 @@ from ownerserve.plan.outcome import Why
 
 
 def why_no_replay(model: ModelState, abilities: Abilities) -> Why | None:
-    """Whether exact replay exists for this model on this engine at all."""
+    """Return why no exact replay exists for this model on this engine; None when one does."""
     if model.exact_replay_tokens is None:
         return Why.RECURRENT_HAS_NO_REPLAY
     if not abilities.can_replay:
@@ -25,7 +25,7 @@ def why_no_replay(model: ModelState, abilities: Abilities) -> Why | None:
 def why_no_bounded_replay(
     model: ModelState, abilities: Abilities, query: RestoreQuery
 ) -> Why | None:
-    """Whether the approximate replay of one window may be offered."""
+    """Return why the approximate replay of one window may not be offered; None when it may."""
     if model.bounded_replay_tokens is not None and query.allowed is Exactness.EXACT:
         return Why.APPROXIMATE_NOT_ASKED
     if model.bounded_replay_tokens is None:
@@ -34,7 +34,7 @@ def why_no_bounded_replay(
 
 
 def why_out_of_reach(position: int, query: RestoreQuery, covered: int) -> Why | None:
-    """Whether a boundary can be gone on from at all."""
+    """Return why a boundary can't be gone on from at all; None when it can."""
     if position >= query.tokens:
         # A hit is capped at N - 1: the last token is computed, its logits are what was asked for.
         return Why.LAST_TOKEN_IS_COMPUTED
@@ -44,7 +44,9 @@ def why_out_of_reach(position: int, query: RestoreQuery, covered: int) -> Why | 
 
 
 def device_hit(query: RestoreQuery) -> int:
-    """How far the device alone can go on: its own hit, the same length for all groups."""
+    """Return how far, in tokens, the device alone can go on: its own hit, the same length for all
+    groups.
+    """
     resident = 0
     for span in query.spans:
         if span.pieces:
@@ -57,14 +59,15 @@ def device_hit(query: RestoreQuery) -> int:
 
 
 def is_resident(point: Point) -> bool:
-    """Whether everything of a point is on the device now."""
+    """Tell whether everything of a point is on the device now."""
     return not point.pieces and not point.lacks
 
 
 def why_not_one_length(
     model: ModelState, query: RestoreQuery, point: Point, *, hit: int
 ) -> Why | None:
-    """For an engine with one hit length: all state beyond the device's own `hit` must be movable.
+    """Return why an engine with one hit length can't go on at `point`; None when it can: all state
+    beyond the device's own `hit` must be movable.
 
     What is only on the device beyond `hit` can't be combined with what is loaded.
     """

@@ -64,7 +64,9 @@ Floats = NDArray[np.float64]
 
 
 class ComputeFit(msgspec.Struct):
-    """One kind of pass (prefill or replay) as observed. Owns its observations and its error."""
+    """A compute fit is one kind of pass (prefill or replay) as observed. Owns its observations and
+    its error.
+    """
 
     default: Coefficients
     fitted: Coefficients
@@ -91,7 +93,9 @@ class ComputeFit(msgspec.Struct):
 
 
 def fit(rows: list[tuple[int, int, float]], default: Coefficients) -> Coefficients:
-    """The coefficients that explain `rows` (new, prefix, ms) best, leaning on `default`'s shape."""
+    """Return the coefficients that explain `rows` (new, prefix, ms) best, leaning on `default`'s
+    shape.
+    """
     observed = np.array(rows, dtype=np.float64)
     new, prefix, ms = observed[:, 0], observed[:, 1], observed[:, 2]
     terms = np.stack([np.ones_like(new), new, new * (prefix + 0.5 * new)], axis=1)
@@ -120,7 +124,7 @@ def fit(rows: list[tuple[int, int, float]], default: Coefficients) -> Coefficien
 
 
 def _solve_non_negative(lhs: Floats, rhs: Floats) -> Floats:
-    """Least squares with every unknown >= 0, by dropping the most negative one at a time."""
+    """Solve least squares with every unknown >= 0, by dropping the most negative one at a time."""
     gram, moment = lhs.T @ lhs, lhs.T @ rhs
     active = [0, 1, 2]
     solution = np.zeros(3)
@@ -141,7 +145,9 @@ EXACT_BATCHES = 16
 
 
 class StepTimes(msgspec.Struct, frozen=True):
-    """A decode step of a batch takes `step_ms` + `sequence_ms` for each sequence in it."""
+    """Step times say what a decode step of a batch takes: `step_ms`, and `sequence_ms` for each
+    sequence in it.
+    """
 
     step_ms: float
     sequence_ms: float
@@ -155,7 +161,7 @@ ASSUMED = StepTimes(10.0, 1.0)
 
 
 class StepFit(msgspec.Struct):
-    """Decode steps as observed. Owns its observations."""
+    """A step fit is decode steps as observed. Owns its observations."""
 
     default: StepTimes = ASSUMED
     cells: dict[int, list[float]] = msgspec.field(default_factory=dict)
@@ -171,7 +177,7 @@ class StepFit(msgspec.Struct):
         del cell[:-STEP_CELL_SAMPLES]
 
     def times(self) -> StepTimes:
-        """The present line; the default until something was observed."""
+        """Return the present line; the default until something was observed."""
         seen = [(batch, median(cell), len(cell)) for batch, cell in sorted(self.cells.items())]
         if not seen:
             return self.default
@@ -190,7 +196,7 @@ def _cell_of(batch: int) -> int:
 
 
 def _line_through(seen: list[tuple[int, float, int]]) -> StepTimes:
-    """Least squares of relative residuals through (batch, ms, samples)."""
+    """Fit a line through (batch, ms, samples) by least squares of relative residuals."""
     rows = [(samples / (ms * ms), batch, ms) for batch, ms, samples in seen]
     total = sum(weight for weight, _, _ in rows)
     mean_batch = sum(weight * batch for weight, batch, _ in rows) / total
@@ -257,12 +263,12 @@ class CostModel:
 
     @property
     def label(self) -> str:
-        """Where the defaults come from."""
+        """Return where the defaults come from."""
         return self._state.label
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The tiers that can be priced."""
+        """Return the tiers that can be priced."""
         return tuple(self._state.tiers)
 
     def observe(self, seen: Observation, at_s: float | None = None) -> None:
@@ -286,11 +292,11 @@ class CostModel:
                 self._observe_wait(backlog, ms)
 
     def steps(self) -> StepTimes:
-        """The line that tells what a decode step takes."""
+        """Return the line that tells what a decode step takes."""
         return self._state.steps.times()
 
     def prices(self) -> Prices:
-        """The present prices; the same object until something was observed."""
+        """Return the present prices; the same object until something was observed."""
         if self._prices is None:
             state = self._state
             tracks = {PREFILL: state.prefill.error, REPLAY: self._replay.error}
@@ -316,7 +322,8 @@ class CostModel:
         return fit.error.estimate(fit.fitted.ms(new, prefix))
 
     def replay(self, new: int, prefix: int) -> Estimate:
-        """What computing them again below the write floor takes.
+        """Estimate what computing `new` tokens after `prefix` others again, below the write floor,
+        takes.
 
         Until replays were seen it is priced as a prefill, which computes the same and writes more.
         """
@@ -327,18 +334,18 @@ class CostModel:
         return self._state.queue_error.estimate(self.prices().queue_ms(backlog))
 
     def sources(self) -> dict[str, EstimateSource]:
-        """Which estimates rest on measurements."""
+        """Return for each estimate whether it rests on measurements."""
         tracks = {PREFILL: self._state.prefill.error, REPLAY: self._replay.error}
         tracks |= {str(tier): load.error for tier, load in self._state.tiers.items()}
         return {name: track.estimate(0.0).source for name, track in tracks.items()}
 
     def dump(self) -> bytes:
-        """Everything learnt, as versioned JSON."""
+        """Return everything learnt, as versioned JSON."""
         return msgspec.json.encode(self._state)
 
     @classmethod
     def restore(cls, document: bytes) -> CostModel:
-        """A model from `dump()`. Raises InvalidInput when the document is damaged or newer."""
+        """Make a model from `dump()`. Raises InvalidInput when the document is damaged or newer."""
         field, mend = "cost model", "delete the file; it is measured anew"
         try:
             state = msgspec.json.decode(document, type=_State)
@@ -358,7 +365,7 @@ class CostModel:
         return replay if replay.error.samples >= TRUST_MIN_SAMPLES else self._state.prefill
 
     def _adopt_prefill_as_replay_default(self) -> None:
-        """A replay's first guess is the prefill's present fit, not a data sheet."""
+        """Take the prefill's present fit, not a data sheet, for a replay's first guess."""
         if self._state.replay.error.samples == 0:
             self._state.replay = ComputeFit.from_default(self._state.prefill.fitted)
 
@@ -373,7 +380,7 @@ class CostModel:
         self._prices = None
 
     def _table(self, tier: Tier) -> LoadTable:
-        """A tier's present times, worked out once after each of its loads."""
+        """Return a tier's present times, worked out once after each of its loads."""
         table = self._tables.get(tier)
         if table is None:
             table = self._tables[tier] = self._tier(tier).table()
@@ -387,7 +394,9 @@ class CostModel:
 
 
 def _estimate_of(seen: Observation) -> str | None:
-    """The estimate that a dated observation makes a measured one; None: none that is told."""
+    """Return the estimate that a dated observation makes a measured one; None when it is none that
+    is told.
+    """
     match seen:
         case Loaded(tier):
             return str(tier)

@@ -46,7 +46,9 @@ the first kind decide and stops the second.
 
 
 class EstimateSource(StrEnum):
-    """Where an estimate comes from: a data sheet's roofline, or this machine."""
+    """An EstimateSource is where an estimate comes from: a data sheet's roofline, or this
+    machine.
+    """
 
     DEFAULT = "default"
     MEASURED = "measured"
@@ -63,12 +65,12 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @property
     def relative_error(self) -> float:
-        """The error as a share: 0.1 is off by 10 %."""
+        """Return the error as a share: 0.1 is off by 10 %."""
         return self.error_factor - 1.0
 
 
 class ErrorTrack(msgspec.Struct):
-    """The exponentially forgotten mean of |ln(predicted / observed)|."""
+    """An error track is the exponentially forgotten mean of |ln(predicted / observed)|."""
 
     log_error: float = 0.0
     samples: int = 0
@@ -85,7 +87,9 @@ class ErrorTrack(msgspec.Struct):
 
     @property
     def is_trusted(self) -> bool:
-        """Whether an estimate of this kind may decide: good lately, or not yet shown to be bad."""
+        """Tell whether an estimate of this kind may decide: good lately, or not yet shown to be
+        bad.
+        """
         return self.samples < TRUST_MIN_SAMPLES or self.factor < UNTRUSTED_FACTOR
 
     def estimate(self, ms: float) -> Estimate:
@@ -102,7 +106,7 @@ RATIO_WEIGHT = 0.15
 
 
 class Medium(msgspec.Struct, frozen=True):
-    """A tier's straight line: what is assumed until it is measured."""
+    """A medium is a tier's straight line: what is assumed until it is measured."""
 
     latency_ms: float
     bytes_per_ms: float
@@ -118,7 +122,9 @@ class Medium(msgspec.Struct, frozen=True):
 
 
 class LoadTable(msgspec.Struct, frozen=True):
-    """A tier's times as line segments: interval i holds counts below NODE_BYTES[i]."""
+    """A load table is a tier's times as line segments: interval i holds counts below
+    NODE_BYTES[i].
+    """
 
     base_ms: tuple[float, ...]
     ms_per_byte: tuple[float, ...]
@@ -136,26 +142,28 @@ class LoadTable(msgspec.Struct, frozen=True):
         return self.base_ms[i] + self.ms_per_byte[i] * count
 
     def line(self) -> Medium:
-        """One straight line, through a small and a large load."""
+        """Return one straight line, through a small and a large load."""
         small, large = LINE_BYTES
         rate = (large - small) / max(self.ms(large) - self.ms(small), 1e-9)
         return Medium(max(0.0, self.ms(small) - small / rate), rate)
 
     def scaled(self, factor: float) -> LoadTable:
-        """The table of a tier that takes `factor` times as long."""
+        """Return the table of a tier that takes `factor` times as long."""
         return LoadTable(
             tuple(b * factor for b in self.base_ms), tuple(s * factor for s in self.ms_per_byte)
         )
 
 
 def size_class(count: int) -> int:
-    """The node nearest to `count` bytes in logarithms."""
+    """Return the number of the node nearest to `count` bytes in logarithms."""
     exponent = (log(max(count, 1), 2) - 12.0) / 2.0
     return min(max(round(exponent), 0), CLASSES - 1)
 
 
 class TierLoad(msgspec.Struct):
-    """One tier's loads as they were observed. Owns its size classes and its error, nothing else."""
+    """A tier load is one tier's loads as they were observed. Owns its size classes and its error,
+    nothing else.
+    """
 
     medium: Medium
     log_ratio: list[float] = msgspec.field(default_factory=lambda: [0.0] * CLASSES)
@@ -173,7 +181,7 @@ class TierLoad(msgspec.Struct):
         self.log_ratio[k] += weight * (log(ms / self.medium.ms(count)) - self.log_ratio[k])
 
     def table(self) -> LoadTable:
-        """The present times as line segments."""
+        """Return the present times as line segments."""
         nodes: list[float] = []
         for k, count in enumerate(NODE_BYTES):
             ms = self.medium.ms(count) * exp(self.log_ratio[self._nearest_seen(k)])
@@ -187,7 +195,7 @@ class TierLoad(msgspec.Struct):
         return LoadTable(tuple(base), tuple(slope))
 
     def _nearest_seen(self, k: int) -> int:
-        """The class whose ratio stands for class k; k itself when nothing was ever seen."""
+        """Return the class whose ratio stands for class k; k itself when nothing was ever seen."""
         seen = [j for j in range(CLASSES) if self.seen[j]]
         return min(seen, key=lambda j: (abs(j - k), j), default=k)
 
@@ -197,7 +205,9 @@ PREFILL, REPLAY, QUEUE, STEP = "prefill", "replay", "queue", "step"
 
 
 class Coefficients(msgspec.Struct, frozen=True):
-    """The three numbers of a pass, in ms: t = a + b * new + c * new * (prefix + new / 2)."""
+    """Coefficients are the three numbers of a pass, in ms: t = a + b * new + c * new * (prefix +
+    new / 2).
+    """
 
     a_ms: float
     b_ms: float
@@ -215,7 +225,7 @@ class Coefficients(msgspec.Struct, frozen=True):
 
 
 class Prices(msgspec.Struct, frozen=True):
-    """A frozen copy of what a cost model knows (made by CostModel.prices).
+    """Prices are a frozen copy of what a cost model knows (made by CostModel.prices).
 
     `untrusted` names each estimate whose recent error is too large to decide by itself, with its
     error factor.
@@ -236,7 +246,9 @@ class Prices(msgspec.Struct, frozen=True):
         return self.queue_ratio * (fixed + token_ms * backlog.prefill_tokens)
 
     def scaled(self, name: str, factor: float) -> Prices:
-        """The prices if the estimate `name` were off by `factor`: a what-if, trusted throughout."""
+        """Return the prices if the estimate `name` were off by `factor`: a what-if, trusted
+        throughout.
+        """
         tiers, prefill, replay, queue = self.tiers, self.prefill, self.replay, self.queue_ratio
         if name == PREFILL:
             prefill = prefill.scaled(factor)

@@ -30,7 +30,9 @@ WEIGHT_BYTES = 2.0
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """A data sheet: dense BF16 TFLOP/s, memory and host-link bandwidth in GB/s, one direction."""
+    """A Gpu is a data sheet: dense BF16 TFLOP/s, memory and host-link bandwidth in GB/s, one
+    direction.
+    """
 
     name: str
     tflops: float
@@ -60,7 +62,9 @@ SURROUNDINGS = {
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """A model's arithmetic: FLOPs for a token, and for a token and each token before it."""
+    """A shape is a model's arithmetic: FLOPs for a token, and for a token and each token before
+    it.
+    """
 
     active_parameters: float
     fixed_flops_per_token: float
@@ -68,7 +72,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 def find_gpu(name: str) -> Gpu:
-    """The data sheet of that name. Raises InvalidInput listing the known ones."""
+    """Return the data sheet of that name. Raises InvalidInput listing the known ones."""
     key = name.lower().replace(" ", "-").replace("_", "-")
     if key not in GPUS:
         known = ", ".join(gpu.name for gpu in GPUS.values())
@@ -77,7 +81,9 @@ def find_gpu(name: str) -> Gpu:
 
 
 def defaults(shape: Shape, gpu: Gpu, *, gpus: int = 1) -> Defaults:
-    """What a prefill and a load are assumed to take on `gpus` of `gpu` with tensor parallelism."""
+    """Return what a prefill and a load are assumed to take on `gpus` of `gpu` with tensor
+    parallelism.
+    """
     if gpus < 1:
         raise InvalidInput("gpus", f"{gpus}", "use 1 or more")
     scale = gpus * (PARALLEL_EFFICIENCY if gpus > 1 else 1.0)

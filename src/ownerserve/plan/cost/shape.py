@@ -25,7 +25,7 @@ examples/configs (Qwen3-30B-A3B 2.4 of 3.3 billion, gpt-oss-120b 3.6 of 5.1, V3.
 def shape_of(
     spec: ModelSpec, config: Mapping[str, Any], *, active_parameters: float | None = None
 ) -> Shape:
-    """The arithmetic of the model that `config` describes and `spec` was built from."""
+    """Return the arithmetic of the model that `config` describes and `spec` was built from."""
     if active_parameters is None:
         active_parameters = _assumed_parameters(spec, config)
     counted = flops.flops_of(config, spec, active_parameters)

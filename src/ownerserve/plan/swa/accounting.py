@@ -14,7 +14,7 @@ RECORD_ALIGN = 4096
 
 
 def stored_bytes(payload: int, *, records: int = 1) -> int:
-    """What `payload` bytes in `records` equal records take on disk."""
+    """Return the bytes that `payload` bytes in `records` equal records take on disk."""
     if payload <= 0 or records <= 0:
         return 0
     each = -(-payload // records)
@@ -22,7 +22,7 @@ def stored_bytes(payload: int, *, records: int = 1) -> int:
 
 
 class WriteAccount(msgspec.Struct):
-    """A policy's writes and what of them was read back."""
+    """A write account counts a policy's writes and what of them was read back."""
 
     range_payload_bytes: int = 0
     point_payload_bytes: int = 0
@@ -30,27 +30,29 @@ class WriteAccount(msgspec.Struct):
     point_read_bytes: int = 0
 
     def wrote_range(self, payload: int) -> None:
-        """Global KV of one turn was written, one record."""
+        """Count the global KV of one turn as written, in one record."""
         self.range_payload_bytes += payload
         self.drive_bytes += stored_bytes(payload)
 
     def wrote_points(self, payload: int, *, records: int) -> None:
-        """Point state was written."""
+        """Count point state as written, in `records` records."""
         self.point_payload_bytes += payload
         self.drive_bytes += stored_bytes(payload, records=records)
 
     def read_point(self, payload: int) -> None:
-        """One checkpoint was loaded for a restore."""
+        """Count one checkpoint as loaded for a restore."""
         self.point_read_bytes += payload
 
     @property
     def write_amplification(self) -> float:
-        """Drive bytes for each byte of range state; 0 before anything was written."""
+        """Return drive bytes for each byte of range state; 0 before any was written."""
         return self.drive_bytes / self.range_payload_bytes if self.range_payload_bytes else 0.0
 
     @property
     def point_bytes_written_per_read(self) -> float:
-        """Checkpoint bytes written for each one that was of use; infinite when none was."""
+        """Return checkpoint bytes written for each one that was of use: infinite when none was, 0
+        when none were written.
+        """
         if not self.point_payload_bytes:
             return 0.0
         if not self.point_read_bytes:

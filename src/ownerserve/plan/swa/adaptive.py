@@ -45,7 +45,8 @@ PRIOR_END_RESUMES = 2.0
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """alpha (cost of a written byte), beta (of a ms of latency), gamma (of a ms of GPU).
+    """Weights are alpha (cost of a written byte), beta (of a ms of latency), gamma (of a ms of
+    GPU).
 
     The default alpha takes a GiB of SSD writes to be worth 200 ms: a drive that endures one full
     write a day for five years, shared by the turns of an hour, at the price of the GPU beside it.
@@ -57,8 +58,9 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 class Economics(msgspec.Struct, frozen=True):
-    """One model on one worker: bytes of a checkpoint, ms of a token and of a checkpoint's load,
-    exact replay length (None: recurrent)."""
+    """Economics describe one model on one worker: bytes of a checkpoint, ms of a token and of a
+    checkpoint's load, exact replay length (None: recurrent).
+    """
 
     point_bytes: int
     ms_per_token: float
@@ -67,14 +69,16 @@ class Economics(msgspec.Struct, frozen=True):
 
     @property
     def reach(self) -> float:
-        """R: no restore recomputes more than this."""
+        """Return R, in tokens: no restore recomputes more than this."""
         return inf if self.replay_tokens is None else float(self.replay_tokens)
 
 
 def interior_cost(
     period: float, economics: Economics, weights: Weights, *, block_tokens: int, rate: float
 ) -> float:
-    """J(p) per produced token, exactly: branches fall on boundaries, `rate` of them a token."""
+    """Return J(p) per produced token, exactly: branches fall on boundaries, `rate` of them a
+    token.
+    """
     reach, b = economics.reach, block_tokens
     recompute_price = (weights.latency + weights.gpu) * economics.ms_per_token
     if period == inf:
@@ -89,7 +93,7 @@ def interior_cost(
 
 
 def best_period(economics: Economics, weights: Weights, *, block_tokens: int, rate: float) -> float:
-    """p* on boundaries; infinite where no interior checkpoint pays."""
+    """Return p* on boundaries; infinite where no interior checkpoint pays."""
     price = rate * (weights.latency + weights.gpu) * economics.ms_per_token
     if price <= 0.0:
         return inf
@@ -103,7 +107,7 @@ def best_period(economics: Economics, weights: Weights, *, block_tokens: int, ra
 
 
 class Adaptive(CheckpointPolicy):
-    """Turn ends that pay, and every p* tokens between them."""
+    """The adaptive policy checkpoints turn ends that pay, and every p* tokens between them."""
 
     name: ClassVar[str] = "adaptive"
 
@@ -123,16 +127,16 @@ class Adaptive(CheckpointPolicy):
 
     @property
     def resumes_per_turn_end(self) -> float:
-        """q: how often a turn end is resumed from below the device."""
+        """Return q: how often a turn end is resumed from below the device."""
         return self._end_resumes / self._turns
 
     @property
     def branches_per_token(self) -> float:
-        """rho: how often a produced token is branched at."""
+        """Return rho: how often a produced token is branched at."""
         return self._branches / self._tokens if self._tokens else 0.0
 
     def period(self, block_tokens: int) -> float:
-        """p* at present."""
+        """Return p* at present, in tokens."""
         return best_period(
             self.economics,
             self._weights,
@@ -162,7 +166,9 @@ class Adaptive(CheckpointPolicy):
         return tuple(sorted(chosen))
 
     def _pays(self, distance: int) -> bool:
-        """Whether a turn-end checkpoint is worth its write, `distance` tokens after the last."""
+        """Tell whether a turn-end checkpoint is worth its write, `distance` tokens after the
+        last.
+        """
         e, w = self.economics, self._weights
         recompute = (w.latency + w.gpu) * e.ms_per_token * min(distance, e.reach)
         saved = recompute - w.latency * e.load_ms

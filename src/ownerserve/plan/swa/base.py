@@ -19,7 +19,9 @@ from ownerserve.kv.errors import InvalidInput
 
 
 class TurnSpan(msgspec.Struct, frozen=True):
-    """The tokens of one turn: [start, prompt_end) prefilled, [prompt_end, end) generated."""
+    """A turn's span is the tokens of one turn: [start, prompt_end) prefilled, [prompt_end, end)
+    generated.
+    """
 
     start: int
     prompt_end: int
@@ -33,19 +35,22 @@ class TurnSpan(msgspec.Struct, frozen=True):
             )
 
     def turn_ends(self) -> tuple[int, ...]:
-        """The boundaries a next turn resumes from: see the picture (contract of design.md)."""
+        """Return the boundaries a next turn resumes from: see the picture (contract of
+        design.md).
+        """
         b = self.block_tokens
         wanted = {(self.prompt_end - 1) // b * b, self.prompt_end // b * b, self.end // b * b}
         return tuple(sorted(at for at in wanted if self.start < at <= self.end))
 
     def grid(self, period: int) -> tuple[int, ...]:
-        """The multiples of `period` in it."""
+        """Return the multiples of `period` in it."""
         first = self.start // period * period + period
         return tuple(range(first, self.end + 1, period))
 
 
 class StateSize(msgspec.Struct, frozen=True):
-    """Point state in bytes: all of it at one boundary, and what of it are window rows a token.
+    """A state size is point state in bytes: all of it at one boundary, and what of it are window
+    rows a token.
 
     Neighbouring checkpoints closer than a window share rows, so a full policy writes rows once a
     token and only the rest (`other_bytes`: overlap rows, recurrent state) once a boundary.
@@ -78,16 +83,16 @@ Reuse = Produced | Resumed | Branched
 
 
 class CheckpointPolicy:
-    """Base of all policies: only `checkpoints` must be given."""
+    """CheckpointPolicy is the base of all policies: only `checkpoints` must be given."""
 
     name: ClassVar[str]
 
     def checkpoints(self, turn: TurnSpan) -> tuple[int, ...]:
-        """Boundaries in (start, end] whose point state is written, ascending."""
+        """Return the boundaries in (start, end] whose point state is written, ascending."""
         raise NotImplementedError
 
     def written_bytes(self, turn: TurnSpan, size: StateSize) -> int:
-        """Point state that this turn writes."""
+        """Return the bytes of point state that this turn writes."""
         return len(self.checkpoints(turn)) * size.point_bytes
 
     def observe(self, event: Reuse) -> None:

@@ -8,7 +8,9 @@ from ownerserve.plan.swa.base import CheckpointPolicy, StateSize, TurnSpan
 
 
 class Full(CheckpointPolicy):
-    """Least recompute, most writes: about 8x the compressed KV on DeepSeek-V4."""
+    """The full policy has the least recompute and the most writes: about 8x the compressed KV on
+    DeepSeek-V4.
+    """
 
     name: ClassVar[str] = "full"
 

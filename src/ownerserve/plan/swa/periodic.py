@@ -9,7 +9,7 @@ from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan
 
 
 class Periodic(CheckpointPolicy):
-    """Every `period_tokens` tokens, rounded up to a boundary."""
+    """The periodic policy checkpoints every `period_tokens` tokens, rounded up to a boundary."""
 
     name: ClassVar[str] = "periodic"
 

@@ -11,7 +11,9 @@ from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan
 
 
 class TurnEnd(CheckpointPolicy):
-    """End of prompt (both boundaries that a resend or an extension hits) and end of output."""
+    """The turn-end policy checkpoints the end of prompt (both boundaries that a resend or an
+    extension hits) and the end of output.
+    """
 
     name: ClassVar[str] = "turn-end"
 

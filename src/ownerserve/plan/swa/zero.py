@@ -11,7 +11,9 @@ from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan
 
 
 class Zero(CheckpointPolicy):
-    """No writes, most recompute: sum over window layers of (n - 1) tokens a restore."""
+    """The zero policy has no writes and the most recompute: sum over window layers of (n - 1)
+    tokens a restore.
+    """
 
     name: ClassVar[str] = "zero"
 
