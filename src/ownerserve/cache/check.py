@@ -37,7 +37,7 @@ def check(parts: Parts) -> None:
 
 
 def check_conservation(parts: Parts, nodes: list[Node]) -> None:
-    """Invariant 1: every slot of every pool is in exactly one place."""
+    """Check invariant 1: every slot of every pool is in exactly one place."""
     pools, runs = parts.pools, parts.running.values()
     blocks = [slot for node in nodes for slot in node.blocks]
     require(len(blocks) == parts.tree.blocks, 1, "the tree's block count is off")
@@ -66,14 +66,16 @@ def _check_pool(pool: SlotPool, used: list[int]) -> None:
 
 
 def check_turns(parts: Parts) -> None:
-    """Invariant 3: every turn that was begun is running, or has ended one way."""
+    """Check invariant 3: every turn that was begun is running, or has ended one way."""
     counters = parts.counters
     ended = counters.turns_finished + counters.turns_aborted
     require(counters.turns_begun == ended + len(parts.running), 3, "a turn has vanished")
 
 
 def check_locks(parts: Parts, nodes: list[Node]) -> None:
-    """Invariant 5: the tree's locks are exactly the live receipts, and children hold parents."""
+    """Check invariant 5: the tree's locks are exactly the live receipts, and children hold
+    parents.
+    """
     receipts = [run.lock for run in parts.running.values()]
     receipts += [session.pin for session in parts.sessions if session.pin is not None]
     receipts += parts.ingest.locks() + parts.pressure.locks()
@@ -96,8 +98,9 @@ def check_locks(parts: Parts, nodes: list[Node]) -> None:
 
 
 def check_structure(parts: Parts, nodes: list[Node]) -> None:
-    """9: the tree is one: keys fit blocks, branches part from what they hang on, stops stand in
-    their interval, in order."""
+    """Check invariant 9: the tree is one: keys fit blocks, branches part from what they hang on,
+    stops stand in their interval, in order.
+    """
     size = parts.tree.block_bytes
     for node in nodes:
         require(node.blocks and node.is_live, 9, "an empty interval hangs in the tree")
@@ -118,7 +121,7 @@ def check_structure(parts: Parts, nodes: list[Node]) -> None:
 
 
 def check_running(parts: Parts) -> None:
-    """Invariant 7: a running turn's row begins with its locked path, slot by slot."""
+    """Check invariant 7: a running turn's row begins with its locked path, slot by slot."""
     block, size = parts.layout.block_tokens, parts.tree.block_bytes
     for run in parts.running.values():
         require(run.lock.depth == run.sealed, 7, "a lock is not where the turn sealed to")
@@ -131,8 +134,9 @@ def check_running(parts: Parts) -> None:
 
 
 def check_sessions(parts: Parts, nodes: list[Node]) -> None:
-    """Invariant 6: sessions own nothing. Each frontier is a stop of the tree; counts are by
-    sight."""
+    """Check invariant 6: sessions own nothing. Each frontier is a stop of the tree; counts are by
+    sight.
+    """
     anchored = {
         name: stop for node in nodes for stop in node.stops for name in (stop.anchors or {})
     }
@@ -156,7 +160,7 @@ def check_sessions(parts: Parts, nodes: list[Node]) -> None:
 
 
 def check_evictable(parts: Parts, nodes: list[Node]) -> None:
-    """Invariant 7: the evictor finds everything under no lock, so the pool can't deadlock."""
+    """Check invariant 7: the evictor finds everything under no lock, so the pool can't deadlock."""
     known = {id(node) for node in parts.tree.exposed}
     for node in nodes:
         if node.end > node.floor:
@@ -171,8 +175,9 @@ def check_evictable(parts: Parts, nodes: list[Node]) -> None:
 
 
 def check_tails(parts: Parts, nodes: list[Node]) -> None:
-    """12: each token of a running turn is in a finalized entry or waits, and what waits is not
-    sealed; where state is kept nothing waits."""
+    """Check invariant 12: each token of a running turn is in a finalized entry or waits, and what
+    waits is not sealed; where state is kept nothing waits.
+    """
     layout = parts.layout
     block = layout.block_tokens
     for run in parts.running.values():

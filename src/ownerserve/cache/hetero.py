@@ -64,7 +64,9 @@ from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 
 
 class HeteroCache:
-    """One worker's cache. All calls are pure: they change only this object and return effects."""
+    """A HeteroCache is one worker's cache. All calls are pure: they change only this object and
+    return effects.
+    """
 
     def __init__(
         self,
@@ -420,8 +422,9 @@ class HeteroCache:
         return tuple(effects)
 
     def install(self, install: Install, now: float) -> CacheRefused | None:
-        """A session that was counted elsewhere: what its owners left is its frontier from now on,
-        as far as it is resident. Refused while a turn of it runs: that one will count."""
+        """Take over a session that was counted elsewhere: what its owners left is its frontier from
+        now on, as far as it is resident. Refused while a turn of it runs: that one will count.
+        """
         self.sessions.expire(now)
         return self.sessions.install(install, self._order, now)
 

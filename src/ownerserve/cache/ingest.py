@@ -33,7 +33,7 @@ from ownerserve.kv.prefix import hash_prefix
 
 
 class Pending(msgspec.Struct, eq=False):
-    """An arrival between reserve and commit, or on hold (`lock` is None then)."""
+    """A pending arrival is one between reserve and commit, or on hold (`lock` is None then)."""
 
     arrival: Arrival
     lock: Receipt | None

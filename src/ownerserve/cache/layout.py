@@ -50,7 +50,7 @@ class TailStep(msgspec.Struct, frozen=True):
 
     @property
     def end_entry(self) -> int:
-        """The sequence has so many entries afterwards."""
+        """Return how many entries the sequence has afterwards."""
         return self.first_entry + self.entries
 
 
@@ -188,7 +188,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def packed_block_bytes(self) -> int:
-        """One block's tokens take so many bytes when packed (kv.prefix)."""
+        """Return the bytes that one block's tokens take when packed (kv.prefix)."""
         return self.block_tokens * TOKEN_BYTES
 
     @property
@@ -200,8 +200,8 @@ class Layout(msgspec.Struct, frozen=True):
         return tuple(c.name for c in self.components if c.coverage is Coverage.POINT)
 
     def needed_at(self, position: int) -> tuple[str, ...]:
-        """Parts of a state block without which nothing can go on at `position`: the point
-        components, which include overlap rows, and each tail whose window is open there.
+        """Return the parts of a state block without which nothing can go on at `position`: the
+        point components, which include overlap rows, and each tail whose window is open there.
         """
         if not position:
             return ()

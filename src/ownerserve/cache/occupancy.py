@@ -9,7 +9,7 @@ from ownerserve.cache.outcomes import Shortage
 
 
 class PoolView(Protocol):
-    """A pool of equal slots as others see it. The numbers are live."""
+    """A pool view is a pool of equal slots as others see it. The numbers are live."""
 
     @property
     def name(self) -> str: ...

@@ -57,13 +57,14 @@ class Install(msgspec.Struct, frozen=True):
 
 
 class Restore(msgspec.Struct, frozen=True):
-    """Go on at a restorable point that lacks nothing."""
+    """A Restore goes on at a restorable point that lacks nothing."""
 
     position: int
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """Keep the range state of [0, floor), compute again from `start` without writing below `floor`.
+    """A Replay keeps the range state of [0, floor), and computes again from `start` without writing
+    below `floor`.
 
         0 ........ start ~~~~~~~~ floor ------------ N
           resident        replayed       computed
@@ -120,7 +121,8 @@ class Begun(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A turn's end: `tokens` were computed, `sealed` of them stand in the tree.
+    """A finished turn is one of which `tokens` were computed, and `sealed` of them stand in the
+    tree.
 
     `version` is the session's for its next `Append`; None when the turn did not move the session
     (it has none, was released meanwhile, or a later turn finished first).

@@ -20,7 +20,7 @@ from ownerserve.kv.ids import TurnId
 
 
 class Parts(NamedTuple):
-    """The objects that one cache works with; they are live."""
+    """Parts are the objects that one cache works with; they are live."""
 
     layout: Layout
     counters: Counters

@@ -89,7 +89,9 @@ Directive = Spill | EvictedState | Checkpoint
 
 
 class PinnedSpill(msgspec.Struct):
-    """A spill that waits for a report. `held` is empty once its bytes are copied off the device."""
+    """A pinned spill waits for a report. `held` is empty once its bytes are copied off the
+    device.
+    """
 
     prefixes: tuple[Packed, ...]
     held: list[tuple[ResumeDepth, Receipt]]
@@ -132,7 +134,7 @@ class Pressure:
 
     @property
     def is_due(self) -> bool:
-        """Whether `relieve` would find a pool short, and anything new to do about it."""
+        """Tell whether `relieve` would find a pool short, and anything new to do about it."""
         low, blocks = self._watermarks.low, self._blocks
         is_short = blocks.free < low * blocks.capacity
         if self._points and not is_short:
@@ -141,7 +143,7 @@ class Pressure:
 
     @property
     def are_blocks_short(self) -> bool:
-        """Whether the next run is to evict range blocks."""
+        """Tell whether the next run is to evict range blocks."""
         return self._is_short(self._pools.blocks)
 
     def _is_short(self, pool: SlotPool) -> bool:
@@ -213,8 +215,9 @@ class Pressure:
         return sum(len(spill.prefixes) for spill in self.open_spills.values())
 
     def _drop_superseded(self, near: Iterable[ResumeDepth]) -> int:
-        """Point state that can restore nothing, or that no session stands at while a later stop
-        of the same interval has all of it. Returns how many stops lost theirs."""
+        """Drop point state that can restore nothing, or that no session stands at while a later
+        stop of the same interval has all of it. Returns how many stops lost theirs.
+        """
         superseded = []
         for stop in near:
             newest = stop.node.stops[-1]
@@ -269,8 +272,9 @@ class Pressure:
         return SpilledPoint(prefix, slots, tuple(SessionId(name) for name in stop.anchors or ()))
 
     def copied(self, ticket: int) -> None:
-        """The bytes are off the device: nothing is locked for them any more, whenever the medium
-        answers. Saying so twice is harmless."""
+        """Note that the bytes are off the device: nothing is locked for them any more, whenever the
+        medium answers. Saying so twice is harmless.
+        """
         self._let_go(self._spill_of(ticket))
 
     def spilled(self, ticket: int) -> None:

@@ -15,7 +15,9 @@ from ownerserve.kv.prefix import HashedPrefix, Packed
 
 
 class ResidentPrefix:
-    """A prefix whose blocks are all resident, to copy them out. Valid until the cache changes."""
+    """A resident prefix is one whose blocks are all resident, to copy them out. Valid until the
+    cache changes.
+    """
 
     __slots__ = ("_depth", "_names", "_node")
 
@@ -36,7 +38,9 @@ class ResidentPrefix:
 
 
 class ResidentState:
-    """Answers of one cache about what of a prompt or a session is resident, read from its tree."""
+    """ResidentState answers for one cache what of a prompt or a session is resident, read from its
+    tree.
+    """
 
     def __init__(self, tree: PrefixTree, sessions: Sessions, *, names: tuple[str, ...]) -> None:
         self._tree = tree
@@ -110,7 +114,7 @@ class ResidentState:
 
     @property
     def has_lost(self) -> bool:
-        """Whether `take_lost` has anybody to name."""
+        """Tell whether `take_lost` has anybody to name."""
         return bool(self._tree.slid)
 
     def take_lost(self) -> list[SessionId]:

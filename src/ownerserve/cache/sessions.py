@@ -45,7 +45,9 @@ DigestAt = Callable[[int], PrefixHash | None]
 
 
 class SessionView(Protocol):
-    """A session's record as others may read it; the record itself is the cache's."""
+    """A session view is a session's record as others may read it; the record itself is the
+    cache's.
+    """
 
     @property
     def session_id(self) -> SessionId: ...
@@ -70,7 +72,7 @@ class SessionView(Protocol):
 
 
 class Sessions:
-    """The table of sessions by id, with a heap of when to look at each next."""
+    """Sessions is the table of sessions by id, with a heap of when to look at each next."""
 
     def __init__(self, tree: PrefixTree, layout: Layout, *, policy: EvictionPolicy) -> None:
         self._tree = tree
@@ -101,8 +103,9 @@ class Sessions:
         return session
 
     def _look_again(self, session: Session, at_s: float) -> None:
-        """One entry a session: one that waits already under an earlier instant is put back when
-        that comes, so a turn pushes none."""
+        """Have the session looked at again then. It has one entry: one that waits already under an
+        earlier instant is put back when that comes, so a turn pushes none.
+        """
         session.next_check_s = at_s
         if session.queued_s is None or session.queued_s > at_s:
             session.queued_s = at_s

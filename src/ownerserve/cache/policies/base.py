@@ -26,7 +26,7 @@ class UseHeat(Protocol):
 
     @property
     def anchors(self) -> Mapping[str, object] | None:
-        """The sessions that stand there, by id; None when there are none."""
+        """Return the sessions that stand there, by id; None when there are none."""
         ...
 
 
@@ -68,7 +68,7 @@ class PolicyPrices(NamedTuple):
 
 
 class EvictionPolicy:
-    """The base of all policies: an order without memory needs only `key`."""
+    """EvictionPolicy is the base of all policies: an order without memory needs only `key`."""
 
     name: ClassVar[str]
     pins_idle_sessions: ClassVar[bool] = False

@@ -46,7 +46,9 @@ class CostAware(EvictionPolicy):
         self._clock = 0.0
 
     def reprice(self, prices: PolicyPrices) -> None:
-        """Entries that were made under the former prices are corrected as they come up."""
+        """Take new prices; entries that were made under the former ones are corrected as they come
+        up.
+        """
         self.prices = prices
 
     def key(self, candidate: Candidate) -> Key:

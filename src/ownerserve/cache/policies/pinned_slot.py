@@ -8,8 +8,10 @@ from ownerserve.cache.policies.lru import Lru
 
 
 class PinnedSlot(Lru):
-    """LRU among what no session holds. Every session keeps its hard lock between turns, so a pool
-    full of idle sessions refuses all turns for ever (sglang issue #27024). For comparison only."""
+    """PinnedSlot is LRU among what no session holds. Every session keeps its hard lock between
+    turns, so a pool full of idle sessions refuses all turns for ever (sglang issue #27024). For
+    comparison only.
+    """
 
     name: ClassVar[str] = "pinned-slot"
     pins_idle_sessions: ClassVar[bool] = True

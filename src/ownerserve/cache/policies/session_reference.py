@@ -8,8 +8,10 @@ from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key
 
 
 class SessionReference(EvictionPolicy):
-    """Order (referenced, number of references, LRU), as sglang PR #27058. Referenced state is
-    still evictable, so it can't deadlock. Ours drops a reference at its TTL; there it stays."""
+    """SessionReference orders by (referenced, number of references, LRU), as sglang PR #27058.
+    Referenced state is still evictable, so it can't deadlock. Ours drops a reference at its TTL;
+    there it stays.
+    """
 
     name: ClassVar[str] = "session-reference"
 

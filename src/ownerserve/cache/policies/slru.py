@@ -10,8 +10,9 @@ USES_TO_BE_PROTECTED = 2
 
 
 class Slru(EvictionPolicy):
-    """A probationary and a protected segment, LRU in each (Karedla, Love, Wherry, Caching
-    Strategies to Improve Disk System Performance, 1994)."""
+    """Slru keeps a probationary and a protected segment, LRU in each (Karedla, Love, Wherry,
+    Caching Strategies to Improve Disk System Performance, 1994).
+    """
 
     name: ClassVar[str] = "slru"
 

@@ -27,8 +27,9 @@ SMALL_HEAP = 256
 
 
 class EvictionCandidate:
-    """The candidate a policy sees: the blocks of an interval behind its last but one stop, or the
-    point state of a stop. One object is re-used for all questions."""
+    """An eviction candidate is what a policy sees: the blocks of an interval behind its last but
+    one stop, or the point state of a stop. One object is re-used for all questions.
+    """
 
     __slots__ = (
         "freed_bytes", "heat", "is_backed", "is_point", "lost_tokens", "position",

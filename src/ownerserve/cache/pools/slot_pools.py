@@ -19,8 +19,8 @@ from ownerserve.kv.specs import Coverage
 
 
 class SlotPool:
-    """`capacity` slots, numbered from 0. A bump pointer for slots never used, a list for returned
-    ones: a pool of millions costs nothing until it is filled.
+    """A slot pool is `capacity` slots, numbered from 0: a bump pointer for slots never used, a list
+    for returned ones, so that a pool of millions costs nothing until it is filled.
 
     A slot that is returned while it is free would be handed to two turns: `give` refuses it
     (invariant 1), at a look into a set for each slot.
@@ -116,7 +116,7 @@ STATE_POOL = "state"
 
 
 class SlotPools:
-    """The pools of one cache, with the evictor that refills them."""
+    """SlotPools are the pools of one cache, with the evictor that refills them."""
 
     def __init__(
         self,

@@ -68,12 +68,14 @@ class Session(msgspec.Struct, eq=False):
 
     @property
     def node(self) -> Node | None:
-        """The interval in which the frontier stands, if anything of the session is resident."""
+        """Return the interval in which the frontier stands, if anything of the session is
+        resident.
+        """
         return self.stop.node if self.stop is not None else None
 
     @property
     def depth(self) -> int:
-        """So many blocks of what the session committed are resident."""
+        """Return how many blocks of what the session committed are resident."""
         return self.stop.depth if self.stop is not None else 0
 
 
@@ -124,7 +126,7 @@ class ResumeDepth(msgspec.Struct, eq=False):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all point components are resident."""
+        """Tell whether all point components are resident."""
         return self.slots is not None and None not in self.slots
 
     def point_slots(self, names: tuple[str, ...]) -> dict[str, int]:
@@ -138,7 +140,9 @@ class ResumeDepth(msgspec.Struct, eq=False):
 
 
 class Node(msgspec.Struct, eq=False):
-    """An interval of blocks under one parent, with branches hanging at depths inside it."""
+    """A node is an interval of blocks under one parent, with branches hanging at depths inside
+    it.
+    """
 
     parent: Node | None
     start: int
@@ -159,12 +163,12 @@ class Node(msgspec.Struct, eq=False):
 
     @property
     def floor(self) -> int:
-        """Below this depth nothing may be trimmed: a lock or a branch needs it."""
+        """Return the depth below which nothing may be trimmed: a lock or a branch needs it."""
         return self.pinned if self.pinned > self.branch_top else self.branch_top
 
 
 class Receipt(msgspec.Struct, eq=False):
-    """A hard lock on the path from the root to `depth`. Single use (invariant 5)."""
+    """A receipt is a hard lock on the path from the root to `depth`. Single use (invariant 5)."""
 
     node: Node
     depth: int
@@ -204,7 +208,7 @@ def _part(keys: memoryview, first: int, same: int, step: int, size: int) -> memo
 
 
 class PrefixTree:
-    """The tree of intervals of blocks, of `block_bytes` token bytes each."""
+    """A prefix tree is the tree of intervals of blocks, of `block_bytes` token bytes each."""
 
     __slots__ = ("block_bytes", "blocks", "cooled", "exposed", "left", "protected", "root", "slid")
 
