@@ -18,7 +18,7 @@ from ownerserve.kv.epoch import Term
 
 
 class EmbeddedDirectory:
-    """Runs a `DirectoryState` against a clock and a source of terms.
+    """An embedded directory runs a `DirectoryState` against a clock and a source of terms.
 
     `opens_in_s`: how long no new owner is made. 0 only where no lease of before can still run;
     None: one lease.
@@ -67,7 +67,7 @@ class EmbeddedDirectory:
         return self.status()
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is nothing to give back."""
 
     def _handle(self, request: Request, now_s: float) -> Outcome:
         state = self._state

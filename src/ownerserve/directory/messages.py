@@ -18,7 +18,7 @@ from ownerserve.kv.messages import RoutingUnit
 
 
 class DirectoryRefusal(StrEnum):
-    """Why the directory changed nothing. A metric label."""
+    """A DirectoryRefusal says why the directory changed nothing. A metric label."""
 
     UNKNOWN_HOLDER = "unknown_holder"  # register first: the directory does not know you (any more)
     STALE_INCARNATION = "stale_incarnation"  # a later life of this unit has registered
@@ -66,8 +66,9 @@ class Retire(msgspec.Struct, frozen=True, tag="retire"):
 
 
 class HeldExtent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A line of an inventory: `kinds` of tokens [0, tokens) of a prefix are held in `tier`.
-    `epoch`: under which the sender has last-copy duty; None: the copy is read-only."""
+    """A held extent is a line of an inventory: `kinds` of tokens [0, tokens) of a prefix are held
+    in `tier`. `epoch`: under which the sender has last-copy duty; None: the copy is read-only.
+    """
 
     prefix_hash: PrefixHash
     tokens: int
@@ -78,8 +79,9 @@ class HeldExtent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class HeldSession(msgspec.Struct, frozen=True, array_like=True):
-    """A session that the sender owns under `epoch`, by its own unbroken lease: for a directory that
-    has forgotten."""
+    """A held session is one that the sender owns under `epoch`, by its own unbroken lease: for a
+    directory that has forgotten.
+    """
 
     session_id: SessionId
     version: int
@@ -89,7 +91,7 @@ class HeldSession(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """A part of a unit's inventory: what it holds, verified, and what it no longer holds.
+    """A unit tells a part of its inventory: what it holds, verified, and what it no longer holds.
 
     `left`: extents whose session has gone on from there. Their copies are the first part of longer
     ones that are told of; here they are known only as long as another session stands on them.
@@ -117,7 +119,8 @@ class Bind(msgspec.Struct, frozen=True, tag="bind", gc=False):
 
 
 class Transfer(msgspec.Struct, frozen=True, tag="transfer", gc=False):
-    """Compare and set: the owner, if it is still `source` at `epoch` and `version`, is `target`.
+    """The owner hands its session over by compare and set: if it is still `source` at `epoch` and
+    `version`, the owner is `target`.
 
     Only the source may ask, after it stopped serving the session.
     """
@@ -235,7 +238,9 @@ class Published(msgspec.Struct, frozen=True, tag="published"):
 
 
 class SessionIs(msgspec.Struct, frozen=True, tag="session_is"):
-    """A session as it stands. `owner_live` False: its owner's lease ran out, anyone may bind it."""
+    """The session stands as this says. `owner_live` False: its owner's lease ran out, anyone may
+    bind it.
+    """
 
     owner: RoutingUnit
     epoch: Epoch
@@ -285,9 +290,10 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
 
 
 class Found(msgspec.Struct, frozen=True, tag="found"):
-    """A prefix that somebody alive holds: `locations` are its living copies, nearest tier first.
-    `owner` None: nobody has last-copy duty. `wanted`: units that are to hold a read-only copy, and
-    do not yet."""
+    """Somebody alive holds a prefix that was looked up: `locations` are its living copies, nearest
+    tier first. `owner` None: nobody has last-copy duty. `wanted`: units that are to hold a
+    read-only copy, and do not yet.
+    """
 
     prefix_hash: PrefixHash
     tokens: int
@@ -312,7 +318,9 @@ class Miss(msgspec.Struct, frozen=True, tag="miss"):
 
 
 class GroupIs(msgspec.Struct, frozen=True, tag="group_is"):
-    """A group as (prefix hash, how many sessions came to stand on it), most used first."""
+    """The group has these members (prefix hash, how many sessions came to stand on it), most used
+    first.
+    """
 
     members: tuple[tuple[PrefixHash, int], ...]
 

@@ -20,8 +20,8 @@ SYNTAX = "write tcp://HOST:PORT, valkey://HOST:PORT[,HOST:PORT] or sentinel://HO
 def opener_of(
     url: str, key: FleetKey | None = None, *, field: str = FIELD
 ) -> Callable[[], Directory]:
-    """A function that makes a client of the directory at `url`, for the thread that will ask it.
-    The client connects when it is first asked.
+    """Return a function that makes a client of the directory at `url`, for the thread that will ask
+    it. The client connects when it is first asked.
 
     Raises InvalidInput that names `field` unless `url` is tcp://HOST:PORT,
     curve://HOST:PORT with a `key`, valkey://HOST:PORT[,HOST:PORT] or sentinel://HOST:PORT/NAME.

@@ -22,7 +22,7 @@ lives."""
 
 
 class RecordCounts(msgspec.Struct, frozen=True):
-    """How many records of each kind are known."""
+    """Record counts say how many records of each kind are known."""
 
     holders: int
     sessions: int
@@ -31,8 +31,10 @@ class RecordCounts(msgspec.Struct, frozen=True):
 
 
 class DirectoryStatus(msgspec.Struct, frozen=True):
-    """How a directory is. `opens_in_s` above 0: it is rebuilding. `term` None: its memory cannot be
-    reached. `keys`: records in all, where a shared backend does not count each kind."""
+    """A directory's status says how it is. `opens_in_s` above 0: it is rebuilding. `term` None: its
+    memory cannot be reached. `keys`: records in all, where a shared backend does not count each
+    kind.
+    """
 
     backend: str
     term: Term | None
@@ -48,8 +50,9 @@ class DirectoryStatus(msgspec.Struct, frozen=True):
 
 
 class Directory(Protocol):
-    """Takes requests, gives their outcomes in order. `execute` never raises for what a backend or a
-    network does: what could not be done is `Refused`."""
+    """A directory takes requests and gives their outcomes in order. `execute` never raises for what
+    a backend or a network does: what could not be done is `Refused`.
+    """
 
     def execute(self, requests: Sequence[Request]) -> list[Outcome]: ...
 

@@ -18,7 +18,8 @@ from ownerserve.kv.specs import Role
 
 
 class TierCode(IntEnum):
-    """A `Tier` by its number in the directory's messages and records: those where copies are kept.
+    """A tier code is a `Tier` by its number in the directory's messages and records: those where
+    copies are kept.
 
     What is in a volatile tier dies with its holder's incarnation.
     """
@@ -30,7 +31,7 @@ class TierCode(IntEnum):
 
 
 class StateKind(IntFlag):
-    """A kind of state, by the rule of who owns it."""
+    """A state kind is a kind of state, by the rule of who owns it."""
 
     DENSE = 1
     COMPRESSED = 2
@@ -77,10 +78,10 @@ _KIND_OF_ROLE = {
 
 
 def kind_of(role: Role) -> StateKind:
-    """The kind of state that a component of that role is."""
+    """Return the kind of state that a component of that role is."""
     return _KIND_OF_ROLE[role]
 
 
 def as_replica(kinds: Kinds, tier: TierCode) -> Kinds:
-    """The part of `kinds` that a unit that is not their authority may hold in `tier`."""
+    """Return the part of `kinds` that a unit that is not their authority may hold in `tier`."""
     return sum(kind for kind, tiers in REPLICA_TIERS.items() if kind & kinds and tier in tiers)

@@ -21,7 +21,9 @@ FILE_NAME = "directory.term"
 
 
 class TermFile:
-    """Gives terms that grow over restarts; with no directory to write in, over this life only."""
+    """A term file gives terms that grow over restarts; with no directory to write in, over this
+    life only.
+    """
 
     def __init__(self, home: Path | None = None) -> None:
         self._path = home / FILE_NAME if home is not None else None
@@ -29,11 +31,11 @@ class TermFile:
 
     @property
     def is_new(self) -> bool:
-        """Whether no term was ever started here."""
+        """Tell whether no term was ever started here."""
         return self._last is None
 
     def start(self, above: Term | None = None) -> Term:
-        """A term above `above` and above all that were started here."""
+        """Start a term above `above` and above all that were started here, and write it down."""
         floor = max(self._last.ordinal if self._last else 0, above.ordinal if above else 0)
         term = Term(floor + 1, secrets.randbelow(NONCE_LIMIT))
         self._write(term)

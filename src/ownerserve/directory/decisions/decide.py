@@ -31,10 +31,10 @@ DECIDERS: dict[type, Decider] = {
 
 
 def decide(records: Records, request: messages.Request, moment: Moment) -> Transaction:
-    """The answer to `request` and what to write for it. Reads nothing but its arguments."""
+    """Return the answer to `request` and what to write for it. Reads nothing but its arguments."""
     return DECIDERS[type(request)](records, request, moment)
 
 
 def seen_of(request: messages.Request) -> Epoch | None:
-    """The highest epoch that the sender knows, where the request carries it."""
+    """Return the highest epoch that the sender knows, where the request carries it."""
     return getattr(request, "seen", None)

@@ -25,7 +25,7 @@ from ownerserve.kv.messages import RoutingUnit
 
 
 def live_copies(records: Records, prefix: PrefixRecord, now_s: float) -> list[Location]:
-    """The copies whose holders live, and those in the shared remote tier."""
+    """List the copies whose holders live, and those in the shared remote tier."""
     return [
         place
         for place in prefix.locations
@@ -35,8 +35,9 @@ def live_copies(records: Records, prefix: PrefixRecord, now_s: float) -> list[Lo
 
 
 def without_copy(prefix: PrefixRecord, unit: RoutingUnit, tier: TierCode) -> PrefixRecord | None:
-    """The prefix without a copy; with its owner's last one the duty goes. None: nothing is left to
-    know."""
+    """Return the prefix without a copy; with its owner's last one the duty goes. None: nothing is
+    left to know.
+    """
     left = without_location(prefix.locations, None if tier is TierCode.REMOTE else unit, tier)
     if not left and prefix.refs == 0:
         return None
@@ -61,7 +62,9 @@ def put_prefix(
 def count_fork(
     draft: TransactionDraft, prefix_hash: PrefixHash | None, change: int
 ) -> PrefixHash | None:
-    """A session begins (+1) or ceases (-1) to stand on a prefix; None when it isn't known."""
+    """Count that a session begins (+1) or ceases (-1) to stand on a prefix; returns the prefix,
+    None when it isn't known.
+    """
     prefix = prefix_of(draft, prefix_hash) if prefix_hash is not None else None
     if prefix_hash is None or prefix is None:
         return None
@@ -72,7 +75,9 @@ def count_fork(
 
 
 def _with_forks(prefix: PrefixRecord, change: int) -> PrefixRecord | None:
-    """The prefix with `change` sessions more that stand on it. None: nothing is left to know."""
+    """Return the prefix with `change` sessions more that stand on it. None: nothing is left to
+    know.
+    """
     refs = prefix.refs + change
     assert refs >= 0, "a fork is counted once"
     if not refs and not prefix.locations:

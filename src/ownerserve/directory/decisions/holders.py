@@ -47,7 +47,9 @@ from ownerserve.kv.messages import RoutingUnit
 
 
 def register(records: Records, ask: Register, at: Moment) -> Transaction:
-    """A new life makes all claims and copies of the former one void, by being written down."""
+    """Write down a new life of a unit, which makes all claims and copies of the former one void;
+    refuse an older one.
+    """
     key = unit_key(ask.unit)
     holder = holder_at(records, key)
     if not checks.incarnation_advances(holder, ask.unit):
@@ -71,7 +73,9 @@ def renew_lease(records: Records, ask: RenewLease, at: Moment) -> Transaction:
 
 
 def retire(records: Records, ask: Retire, at: Moment) -> Transaction:
-    """The record stays, so that the life's late messages are known for what they are."""
+    """End the life's lease now. The record stays, so that the life's late messages are known for
+    what they are.
+    """
     holder = holder_of(records, ask.unit)
     if holder is None or not checks.is_current(holder, ask.unit):
         return Transaction(Retired())
@@ -108,7 +112,9 @@ def _leased(key: Key, unit: RoutingUnit, at: Moment, memory: Term | None) -> Tra
 
 
 class _Places:
-    """One `Location` tuple for each (tier, kinds) of a unit: a million extents share a few."""
+    """_Places has one `Location` tuple for each (tier, kinds) of a unit: a million extents share a
+    few.
+    """
 
     __slots__ = ("_known", "unit")
 
@@ -155,8 +161,9 @@ def _forget(
     *,
     at: Moment,
 ) -> bool:
-    """Take the copy out of its record. True: it was the last living one of what a session stands
-    on."""
+    """Take the copy out of its record. Returns True when it was the last living one of what a
+    session stands on.
+    """
     held = prefix_of(draft, prefix_hash)
     if held is None:
         return False
@@ -170,8 +177,9 @@ def _forget(
 def _leave(
     draft: TransactionDraft, unit: RoutingUnit, prefix_hash: PrefixHash, tier: TierCode
 ) -> bool:
-    """Take out the copy, which a longer extent holds as well. True: it stays known, for a session
-    stands on it."""
+    """Take out the copy, which a longer extent holds as well. Returns True when it stays known, for
+    a session stands on it.
+    """
     held = prefix_of(draft, prefix_hash)
     if held is None:
         return False
@@ -182,8 +190,9 @@ def _leave(
 
 
 def _adopt(draft: TransactionDraft, unit: RoutingUnit, reported: HeldSession, at: Moment) -> bool:
-    """True: the reported session is the reporter's. It is made so where the directory knows no
-    later owner and is rebuilding."""
+    """Tell whether the reported session is the reporter's. It is made so where the directory knows
+    no later owner and is rebuilding.
+    """
     session = session_of(draft, reported.session_id)
     if session is not None and checks.owns(session, unit, reported.epoch):
         return True

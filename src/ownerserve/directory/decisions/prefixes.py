@@ -47,7 +47,9 @@ from ownerserve.kv.messages import RoutingUnit
 
 
 class ClaimedTip(msgspec.Struct, frozen=True, gc=False):
-    """A session's tip as its owner's report leaves it; `minted`: last-copy duty was taken on."""
+    """A claimed tip is a session's tip as its owner's report leaves it; `minted`: last-copy duty
+    was taken on.
+    """
 
     prefix: PrefixRecord
     guards: tuple[Key, ...] = ()
@@ -55,8 +57,9 @@ class ClaimedTip(msgspec.Struct, frozen=True, gc=False):
 
 
 def claimed_tip(records: Records, ask: Advance, at: Moment) -> ClaimedTip:
-    """The tip's record with the reporter's copy, and with its last-copy duty where nobody alive has
-    that."""
+    """Return the tip's record with the reporter's copy, and with its last-copy duty where nobody
+    alive has that.
+    """
     place = Location(None if ask.tier is _REMOTE else ask.unit, ask.tier, ask.kinds)
     known = prefix_of(records, ask.prefix_hash)
     stands = checks.standing(holder_of(records, ask.unit), ask.unit, at.now_s) is None

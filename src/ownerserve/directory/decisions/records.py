@@ -38,8 +38,9 @@ GROUP_LIMIT = 64
 
 
 class HolderRecord(msgspec.Struct, frozen=True, array_like=True, tag="w"):
-    """A routing unit's present life and its lease. The record outlives every life, so that messages
-    of former ones are known for what they are."""
+    """A holder's record is a routing unit's present life and its lease. The record outlives every
+    life, so that messages of former ones are known for what they are.
+    """
 
     incarnation: Incarnation
     lease_until_s: float
@@ -48,8 +49,9 @@ class HolderRecord(msgspec.Struct, frozen=True, array_like=True, tag="w"):
 
 
 class SessionRecord(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
-    """A session's owner and how far it has come. `version`: turns that its owners finished, the
-    same after Bind and Transfer; `prefix_hash`: its tip, None before the first seal."""
+    """A session's record says who owns it and how far it has come. `version`: turns that its owners
+    finished, the same after Bind and Transfer; `prefix_hash`: its tip, None before the first seal.
+    """
 
     owner: RoutingUnit
     version: int
@@ -60,8 +62,9 @@ class SessionRecord(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=Fa
 
 
 class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A copy of a prefix. `unit` None: in the shared remote tier, which every worker reads (and
-    verifies)."""
+    """A location is a copy of a prefix. `unit` None: in the shared remote tier, which every worker
+    reads (and verifies).
+    """
 
     unit: RoutingUnit | None
     tier: TierCode
@@ -69,8 +72,10 @@ class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PrefixRecord(msgspec.Struct, frozen=True, array_like=True, tag="x", gc=False):
-    """A sealed prefix and its copies. `owner` has last-copy duty; `refs` counts the sessions that
-    stand on it (forks); `wanted`: units that are to hold a copy too, by somebody's wish."""
+    """A prefix's record is a sealed prefix and its copies. `owner` has last-copy duty; `refs`
+    counts the sessions that stand on it (forks); `wanted`: units that are to hold a copy too, by
+    somebody's wish.
+    """
 
     tokens: int
     owner: RoutingUnit | None
@@ -83,8 +88,9 @@ class PrefixRecord(msgspec.Struct, frozen=True, array_like=True, tag="x", gc=Fal
 
 
 class _FormerPrefix(msgspec.Struct, frozen=True, array_like=True, tag="p", gc=False):
-    """A prefix record as it was written before there were wishes: it is read, and written no
-    more."""
+    """A former prefix is its record as it was written before there were wishes: it is read, and
+    written no more.
+    """
 
     tokens: int
     owner: RoutingUnit | None
@@ -96,7 +102,9 @@ class _FormerPrefix(msgspec.Struct, frozen=True, array_like=True, tag="p", gc=Fa
 
 
 class GroupRecord(msgspec.Struct, frozen=True, array_like=True, tag="g"):
-    """A group as (prefix hash, how many sessions came to stand on it), most used first."""
+    """A group's record is its members (prefix hash, how many sessions came to stand on it), most
+    used first.
+    """
 
     members: tuple[tuple[PrefixHash, int], ...]
 
@@ -105,8 +113,9 @@ Record: TypeAlias = HolderRecord | SessionRecord | PrefixRecord | GroupRecord
 
 
 class Records(Protocol):
-    """Where a decision reads. `get` may raise, to have what is missing fetched and the decision
-    made anew."""
+    """Records are where a decision reads. `get` may raise, to have what is missing fetched and the
+    decision made anew.
+    """
 
     def get(self, key: Key, /) -> Record | None: ...
 
@@ -129,7 +138,7 @@ def prefix_key(prefix_hash: PrefixHash) -> Key:
 
 
 def prefix_named(key: Key) -> PrefixHash:
-    """The prefix hash that is in a prefix record's key."""
+    """Return the prefix hash that is in a prefix record's key."""
     return PrefixHash(key.removeprefix(b"p:"))
 
 
@@ -138,12 +147,12 @@ def group_key(group: str) -> Key:
 
 
 def holder_of(records: Records, unit: RoutingUnit) -> HolderRecord | None:
-    """The record of the unit's place in the fleet, whichever life it tells of."""
+    """Return the record of the unit's place in the fleet, whichever life it tells of."""
     return holder_at(records, holder_key(unit.worker, unit.dp_rank))
 
 
 def holder_at(records: Records, key: Key) -> HolderRecord | None:
-    """The holder under `key`, for who writes it too and needs the key anyway."""
+    """Return the holder under `key`, for who writes it too and needs the key anyway."""
     found = records.get(key)
     assert found is None or isinstance(found, HolderRecord)
     return found
@@ -154,7 +163,7 @@ def session_of(records: Records, session_id: SessionId) -> SessionRecord | None:
 
 
 def session_at(records: Records, key: Key) -> SessionRecord | None:
-    """The session under `key`, for who writes it too and needs the key anyway."""
+    """Return the session under `key`, for who writes it too and needs the key anyway."""
     found = records.get(key)
     assert found is None or isinstance(found, SessionRecord)
     return found
@@ -165,7 +174,7 @@ def prefix_of(records: Records, prefix_hash: PrefixHash) -> PrefixRecord | None:
 
 
 def prefix_at(records: Records, key: Key) -> PrefixRecord | None:
-    """The prefix under `key`, for who writes it too and needs the key anyway."""
+    """Return the prefix under `key`, for who writes it too and needs the key anyway."""
     found = records.get(key)
     assert found is None or isinstance(found, PrefixRecord)
     return found
@@ -178,8 +187,9 @@ def group_of(records: Records, group: str) -> GroupRecord | None:
 
 
 def with_location(places: Sequence[Location], new: Location) -> tuple[Location, ...]:
-    """The copies `places` with `new` merged in. Copies of a former life of the same unit are
-    dropped: they are gone."""
+    """Return the copies `places` with `new` merged in. Copies of a former life of the same unit are
+    dropped: they are gone.
+    """
     kept = []
     for place in places:
         if place.unit is not None and new.unit is not None and _same_place(place.unit, new.unit):
@@ -202,7 +212,7 @@ def without_location(
 
 
 def still_wanted(wanted: tuple[RoutingUnit, ...], place: Location) -> tuple[RoutingUnit, ...]:
-    """The wishes of `wanted` that are left once `place` is a copy."""
+    """Return the wishes of `wanted` that are left once `place` is a copy."""
     unit = place.unit
     if not wanted or unit is None:
         return wanted
@@ -221,7 +231,7 @@ encode_record = _encoder.encode
 
 
 def decode_record(data: bytes) -> Record:
-    """The record that `data` encodes, also where the version before this has written it."""
+    """Return the record that `data` encodes, also where the version before this has written it."""
     found = _decoder.decode(data)
     if isinstance(found, _FormerPrefix):
         return PrefixRecord(

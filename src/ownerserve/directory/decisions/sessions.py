@@ -143,7 +143,9 @@ def find_session(records: Records, ask: FindSession, at: Moment) -> Transaction:
 
 
 def forget_session(records: Records, key: Key, session: SessionRecord) -> Writes:
-    """The writes after which nothing is known of the session, nor that it stands on a prefix."""
+    """Return the writes after which nothing is known of the session, nor that it stands on a
+    prefix.
+    """
     draft = TransactionDraft(records)
     count_fork(draft, session.prefix_hash, -1)
     draft.put(key, None)
@@ -151,8 +153,9 @@ def forget_session(records: Records, key: Key, session: SessionRecord) -> Writes
 
 
 def _owned_by(session: SessionRecord, unit: RoutingUnit, at: Moment) -> SessionRecord:
-    """The session as `unit` owns it under the moment's epoch; a change of owner finishes no
-    turn."""
+    """Return the session as `unit` owns it under the moment's epoch; a change of owner finishes no
+    turn.
+    """
     return SessionRecord(
         unit, session.version, session.prefix_hash, session.tokens, at.now_s, at.epoch
     )

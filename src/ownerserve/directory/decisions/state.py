@@ -32,7 +32,9 @@ from ownerserve.kv.errors import InvariantViolated
 
 
 class DirectoryState:
-    """One memory of the directory: all records, the term and the counter of its epochs."""
+    """A directory's state is one memory of it: all records, the term and the counter of its
+    epochs.
+    """
 
     def __init__(self, term: Term, *, lease_s: float, open_at_s: float) -> None:
         self.lease_s = lease_s
@@ -44,11 +46,11 @@ class DirectoryState:
         """All that is known; `handle` and `sweep` alone write it."""
 
     def issued(self) -> Epoch:
-        """The latest epoch of this memory."""
+        """Return the latest epoch of this memory."""
         return self._issued
 
     def is_behind(self, request: Request) -> bool:
-        """Whether a new term must be started before this request is answered."""
+        """Tell whether a new term must be started before this request is answered."""
         seen = getattr(request, "seen", None)
         return seen is not None and checks.is_behind(self._issued, seen)
 
@@ -76,18 +78,18 @@ class DirectoryState:
         return changed
 
     def keys(self) -> list[Key]:
-        """The keys of all records, for a sweep."""
+        """List the keys of all records, for a sweep."""
         return list(self.records)
 
     def counts(self) -> RecordCounts:
-        """How many records of each kind are known."""
+        """Count the records of each kind that are known."""
         found = Counter(type(record) for record in self.records.values())
         return RecordCounts(
             found[HolderRecord], found[SessionRecord], found[PrefixRecord], found[GroupRecord]
         )
 
     def check(self) -> None:
-        """Invariant 2 as far as one memory can see it; raises InvariantViolated."""
+        """Check invariant 2 as far as one memory can see it; raises InvariantViolated."""
         stands_on: Counter[Key] = Counter()
         epochs: set[Epoch] = set()
         for key, record in self.records.items():
@@ -106,8 +108,9 @@ class DirectoryState:
                 raise InvariantViolated(f"2: {problem}")
 
     def _moment(self, now_s: float) -> Moment:
-        """The moment of a decision: the same for all that is asked at an instant, until its epoch
-        is used."""
+        """Return the moment of a decision: the same for all that is asked at an instant, until its
+        epoch is used.
+        """
         at = self._at
         if at is None or at.now_s != now_s:
             epoch = Epoch(self.term, self._issued.counter + 1)

@@ -22,8 +22,9 @@ Writes: TypeAlias = tuple[tuple[Key, Record | None], ...]
 
 
 class Moment(msgspec.Struct, frozen=True, gc=False):
-    """When a decision is made, by the directory's clock, and with which lease and epoch.
-    `open_at_s`: until then a directory without memory makes no new owner."""
+    """A moment is when a decision is made, by the directory's clock, and with which lease and
+    epoch. `open_at_s`: until then a directory without memory makes no new owner.
+    """
 
     now_s: float
     lease_s: float
@@ -32,8 +33,9 @@ class Moment(msgspec.Struct, frozen=True, gc=False):
 
 
 class Transaction(msgspec.Struct, frozen=True, gc=False):
-    """An outcome, and what must be written for it. `guards` were only read, but the outcome stands
-    or falls with them; `minted`: the moment's epoch is used up."""
+    """A transaction is an outcome, and what must be written for it. `guards` were only read, but
+    the outcome stands or falls with them; `minted`: the moment's epoch is used up.
+    """
 
     outcome: Outcome
     writes: Writes = ()
@@ -42,8 +44,9 @@ class Transaction(msgspec.Struct, frozen=True, gc=False):
 
 
 class TransactionDraft:
-    """Records as a decision has left them so far. Owns its writes; never changes what is below
-    it."""
+    """A draft holds records as a decision has left them so far. Owns its writes; never changes what
+    is below it.
+    """
 
     __slots__ = ("_below", "changed")
 
@@ -61,19 +64,19 @@ class TransactionDraft:
         self.changed[key] = record
 
     def decided(self, outcome: Outcome, *, guards: tuple[Key, ...] = ()) -> Transaction:
-        """The transaction of what was drafted. No epoch is used up."""
+        """Return the transaction of what was drafted. No epoch is used up."""
         return Transaction(outcome, tuple(self.changed.items()), guards)
 
     def granted(self, outcome: Outcome, *, guards: tuple[Key, ...] = ()) -> Transaction:
-        """The transaction of what was drafted, with the moment's epoch used up."""
+        """Return the transaction of what was drafted, with the moment's epoch used up."""
         return Transaction(outcome, tuple(self.changed.items()), guards, minted=True)
 
 
 def refuse(reason: DirectoryRefusal, *, retry_after_s: float = 0.0) -> Transaction:
-    """The request is refused, and nothing changes."""
+    """Return the transaction that refuses the request, and changes nothing."""
     return Transaction(Refused(reason, retry_after_s))
 
 
 def refuse_until_open(at: Moment) -> Transaction:
-    """The request is refused until new epochs may be issued."""
+    """Return the transaction that refuses the request until new epochs may be issued."""
     return refuse(DirectoryRefusal.REBUILDING, retry_after_s=max(0.0, at.open_at_s - at.now_s))

@@ -61,14 +61,18 @@ STALE_VERSION = "stale_version"
 
 
 class Heard(msgspec.Struct, frozen=True, gc=False):
-    """The highest epoch that was heard of one session, and whose it is, where that was said."""
+    """Heard is the highest epoch that was heard of one session, and whose it is, where that was
+    said.
+    """
 
     epoch: Epoch
     owner: RoutingUnit | None = None
 
 
 class Doors:
-    """The highest epoch heard of each session, and whose it is. Owns that map and nothing else."""
+    """Doors hold the highest epoch heard of each session, and whose it is. Owns that map and
+    nothing else.
+    """
 
     def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
         self._sessions_max = sessions_max
@@ -78,7 +82,9 @@ class Doors:
         return len(self._heard)
 
     def hear(self, session_id: SessionId, epoch: Epoch, owner: RoutingUnit | None = None) -> None:
-        """Somebody was granted the session under `epoch`: `owner`, where that was said."""
+        """Note that somebody was granted the session under `epoch`: `owner`, where that was
+        said.
+        """
         known = self._heard.pop(session_id, None)
         if known is None or epoch > known.epoch or (epoch == known.epoch and owner is not None):
             known = Heard(epoch, owner)
@@ -87,12 +93,12 @@ class Doors:
             del self._heard[next(iter(self._heard))]
 
     def above(self, session_id: SessionId, epoch: Epoch) -> Epoch | None:
-        """The epoch that makes a word under `epoch` history; None: it still counts."""
+        """Return the epoch that makes a word under `epoch` history; None: it still counts."""
         heard = self._heard.get(session_id)
         return heard.epoch if heard is not None and epoch < heard.epoch else None
 
     def last(self, session_id: SessionId) -> Heard | None:
-        """The highest epoch that was heard of the session; None: nothing was."""
+        """Return the highest epoch that was heard of the session; None: nothing was."""
         return self._heard.get(session_id)
 
 
@@ -102,26 +108,30 @@ class _Guest(msgspec.Struct):
 
 
 class GuestSessions:
-    """Sessions whose last turn here was a guest's, and when each is asked for again. Beyond
-    GUESTS_MAX the oldest is forgotten: its next turn asks for it."""
+    """Guest sessions are those whose last turn here was a guest's, with when each is asked for
+    again. Beyond GUESTS_MAX the oldest is forgotten: its next turn asks for it.
+    """
 
     def __init__(self) -> None:
         self._sessions: dict[SessionId, _Guest] = {}
 
     def add(self, session_id: SessionId, now_s: float) -> None:
-        """A guest's turn of the session has ended here, or somebody said that it is ours."""
+        """Note that a guest's turn of the session has ended here, or that somebody said that it is
+        ours.
+        """
         self._sessions.pop(session_id, None)
         self._sessions[session_id] = _Guest(now_s + AGAIN_S, AGAIN_S)
         if len(self._sessions) > GUESTS_MAX:
             del self._sessions[next(iter(self._sessions))]
 
     def discard(self, session_id: SessionId) -> None:
-        """The session is ours, or over: it is not asked for."""
+        """Forget the session, which is ours, or over: it is not asked for."""
         self._sessions.pop(session_id, None)
 
     def due(self, now_s: float) -> list[SessionId]:
-        """Sessions that are to be asked for with the frame that goes now; each waits twice as long
-        for its next time."""
+        """List the sessions that are to be asked for with the frame that goes now; each waits twice
+        as long for its next time.
+        """
         due = [name for name, guest in self._sessions.items() if guest.due_s <= now_s]
         for name in due:
             guest = self._sessions[name]
@@ -133,8 +143,9 @@ class GuestSessions:
 
 
 class IdleSessions:
-    """When each session last had a turn here, the longest ago first. Owns those times and nothing
-    else."""
+    """Idle sessions are kept by when each last had a turn here, the longest ago first. Owns those
+    times and nothing else.
+    """
 
     def __init__(self) -> None:
         self._used_s: OrderedDict[SessionId, float] = OrderedDict()
@@ -143,16 +154,18 @@ class IdleSessions:
         return len(self._used_s)
 
     def used(self, session_id: SessionId, now_s: float) -> None:
-        """A turn of the session is here, or has ended."""
+        """Note that a turn of the session is here, or has ended."""
         self._used_s[session_id] = now_s
         self._used_s.move_to_end(session_id)
 
     def discard(self, session_id: SessionId) -> None:
-        """The session is over, or another's: it is not idle here."""
+        """Forget the session, which is over, or another's: it is not idle here."""
         self._used_s.pop(session_id, None)
 
     def due(self, now_s: float) -> list[SessionId]:
-        """Sessions without a turn for SWEEP_IDLE_S; they are not named again."""
+        """Take out the sessions without a turn for SWEEP_IDLE_S, AT_ONCE at most; they are not
+        named again.
+        """
         due: list[SessionId] = []
         for session_id, used_s in self._used_s.items():
             if used_s + SWEEP_IDLE_S > now_s or len(due) == AT_ONCE:
@@ -168,7 +181,8 @@ Leaving: TypeAlias = Asks | WorkerRefusal
 
 
 class GuardedOwner:
-    """One life of a routing unit behind its doors: the one way in to its `OwnerState`.
+    """A guarded owner is one life of a routing unit behind its doors: the one way in to its
+    `OwnerState`.
 
     `owner.refused` counts what was refused, here and by the directory, by verb and reason.
     """
@@ -187,30 +201,32 @@ class GuardedOwner:
         parent: SessionId | None = None,
         epoch: Epoch | None = None,
     ) -> Asks:
-        """A turn of the session is here, and it is asked for unless it is ours. `epoch`: the
-        highest that its gateway knows of the session."""
+        """Note that a turn of the session is here, and ask for it unless it is ours. `epoch`: the
+        highest that its gateway knows of the session.
+        """
         if epoch is not None:
             self.hear(session_id, epoch)
         self._idle.used(session_id, now_s)
         return self.owner.want(session_id, now_s, parent=parent)
 
     def left(self, session_id: SessionId, tip: SessionTip, now_s: float) -> Asks:
-        """A turn of the session has ended here, and left it at `tip`."""
+        """Note that a turn of the session has ended here, and left it at `tip`."""
         if session_id not in self.owner.grants:
             self._guests.add(session_id, now_s)
         self._idle.used(session_id, now_s)
         return self.owner.finished(session_id, tip, now_s)
 
     def over(self, session_id: SessionId, now_s: float) -> Asks:
-        """The session's last turn has ended."""
+        """Note that the session's last turn has ended."""
         self._guests.discard(session_id)
         self._idle.discard(session_id)
         return self.owner.end(session_id, now_s)
 
     def along(self, now_s: float) -> Asks:
-        """Requests that go with a frame that goes anyway: the lease is renewed, sessions that had
-        no turn for a day end, and those are asked for that may have become ours since their
-        turn."""
+        """Return the requests that go with a frame that goes anyway: the lease is renewed, sessions
+        that had no turn for a day end, and those are asked for that may have become ours since
+        their turn.
+        """
         asks = self.owner.renewal(now_s)
         for session_id in self._idle.due(now_s):
             asks += self.owner.end(session_id, now_s)
@@ -221,9 +237,10 @@ class GuardedOwner:
     def release(
         self, session_id: SessionId, epoch: Epoch, target: RoutingUnit | None, *, now_s: float
     ) -> Leaving:
-        """Somebody who knows the session under `epoch` wants it to be the target's; None: it is
-        over. No turn of it may run here. From this instant on it is not ours, unless it is
-        refused."""
+        """Hand the session over to `target`, as somebody wants who knows it under `epoch`; None: it
+        is over. No turn of it may run here. From this instant on it is not ours, unless this is
+        refused.
+        """
         if self._is_stale(session_id, epoch):
             return self._refuse(WorkerRefusal.STALE_EPOCH)
         self.hear(session_id, epoch)
@@ -239,15 +256,17 @@ class GuardedOwner:
         return self.owner.hand_over(session_id, target, now_s)
 
     def other_owner(self, session_id: SessionId) -> tuple[RoutingUnit, Epoch] | None:
-        """The other unit that owns the session, as far as was heard, and under which epoch; None:
-        not heard of any. Turns of the session are that owner's guests here."""
+        """Return the other unit that owns the session, as far as was heard, and under which epoch;
+        None: not heard of any. Turns of the session are that owner's guests here.
+        """
         heard = self.doors.last(session_id)
         if heard is None or heard.owner is None or heard.owner == self.owner.unit:
             return None
         return heard.owner, heard.epoch
 
     def answered(self, ask: Ask, outcome: Outcome, now_s: float) -> Asks:
-        """The directory's answer, which may be late: what it says of epochs counts all the same.
+        """Take the directory's answer, which may be late: what it says of epochs counts all the
+        same.
 
         A grant that it makes void is asked for again at once: a directory that lost its memory may
         have given it below what was heard before, and its record names this unit alone.
@@ -265,22 +284,26 @@ class GuardedOwner:
         return asks
 
     def hear(self, session_id: SessionId, epoch: Epoch, owner: RoutingUnit | None = None) -> bool:
-        """Somebody was granted the session under `epoch`. True: that is after us, and ours is
-        over."""
+        """Note that somebody was granted the session under `epoch`. Returns True when that is after
+        us, and ours is over.
+        """
         self.doors.hear(session_id, epoch, owner)
         return self._void_below(session_id)
 
     # ---- the checks
 
     def _is_stale(self, session_id: SessionId, epoch: Epoch) -> bool:
-        """Whether somebody was there after `epoch`: by the door, or by the own grant where the door
-        was forgotten."""
+        """Tell whether somebody was there after `epoch`: by the door, or by the own grant where the
+        door was forgotten.
+        """
         grant = self.owner.grants.get(session_id)
         is_outdone = grant is not None and epoch < grant.epoch
         return is_outdone or self.doors.above(session_id, epoch) is not None
 
     def _void_below(self, session_id: SessionId) -> bool:
-        """Void a grant that is below its door, whenever it was given. True: there was one."""
+        """Void a grant that is below its door, whenever it was given. Returns True when there was
+        one.
+        """
         grant = self.owner.grants.get(session_id)
         later = None if grant is None else self.doors.above(session_id, grant.epoch)
         if later is None:
@@ -308,7 +331,7 @@ class GuardedOwner:
 
 
 def _told(request: Request, outcome: Outcome) -> list[tuple[SessionId, Epoch, RoutingUnit]]:
-    """The epoch of its session that an answer tells of, and whose it is; none or one."""
+    """List the epoch of its session that an answer tells of, and whose it is; none or one."""
     if not isinstance(request, Bind | Transfer | Advance):
         return []
     match outcome:
@@ -323,7 +346,7 @@ def _told(request: Request, outcome: Outcome) -> list[tuple[SessionId, Epoch, Ro
 
 
 def _granted(request: Request, outcome: Outcome) -> tuple[SessionId, ...]:
-    """The sessions that an answer may have made ours."""
+    """Return the sessions that an answer may have made ours."""
     if isinstance(request, Bind):
         return (request.session_id,)
     return outcome.adopted if isinstance(outcome, Published) else ()

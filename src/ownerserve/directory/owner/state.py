@@ -59,7 +59,7 @@ RENEW_AT = 3  # a lease is renewed when 1/3 of it is over: an idle unit's, of 30
 
 
 class OwnerPhase(StrEnum):
-    """Where a routing unit stands with the directory."""
+    """An OwnerPhase says where a routing unit stands with the directory."""
 
     JOINING = "joining"
     LIVE = "live"
@@ -68,7 +68,7 @@ class OwnerPhase(StrEnum):
 
 
 class SessionGrant(msgspec.Struct, frozen=True):
-    """A session that this unit owns, as far as its owners have come in it."""
+    """A grant is a session that this unit owns, as far as its owners have come in it."""
 
     epoch: Epoch
     version: int
@@ -77,9 +77,9 @@ class SessionGrant(msgspec.Struct, frozen=True):
 
 
 class SessionTip(msgspec.Struct, frozen=True, gc=False):
-    """Where a finished turn leaves its session: `kinds` of tokens [0, tokens) are held in `tier`.
-    `before`: turns that owners finished before, by the gateway's word: they count even where the
-    directory was told of none.
+    """A tip is where a finished turn leaves its session: `kinds` of tokens [0, tokens) are held in
+    `tier`. `before`: turns that owners finished before, by the gateway's word: they count even
+    where the directory was told of none.
     """
 
     prefix_hash: PrefixHash
@@ -91,8 +91,9 @@ class SessionTip(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Wanted(msgspec.Struct):
-    """A session that this unit asks for. `turns` have finished here since it was asked for;
-    `is_over`: the session's last one is among them."""
+    """A wanted session is one that this unit asks for. `turns` have finished here since it was
+    asked for; `is_over`: the session's last one is among them.
+    """
 
     parent: SessionId | None = None
     turns: int = 0
@@ -100,8 +101,9 @@ class _Wanted(msgspec.Struct):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """A request that is to be sent. The answer comes back under `number`; without one the request
-    goes again at `again_s`, under a new number."""
+    """An ask is a request that is to be sent. The answer comes back under `number`; without one the
+    request goes again at `again_s`, under a new number.
+    """
 
     number: int
     request: Request
@@ -113,8 +115,9 @@ Asks: TypeAlias = list[Ask]
 
 
 class OwnerState:
-    """One life of a routing unit as an owner of sessions. `margin_s` covers how far its clock may
-    drift over one lease."""
+    """An owner's state is one life of a routing unit as an owner of sessions. `margin_s` covers how
+    far its clock may drift over one lease.
+    """
 
     def __init__(self, unit: RoutingUnit, *, margin_s: float = 0.0) -> None:
         self.unit = unit
@@ -142,12 +145,15 @@ class OwnerState:
     # ---- what the engine asks
 
     def may_serve(self, session_id: SessionId, now_s: float) -> SessionGrant | None:
-        """The grant under which this unit owns the session now; None: a turn of it is a guest's."""
+        """Return the grant under which this unit owns the session now; None: a turn of it is a
+        guest's.
+        """
         return self.grants.get(session_id) if self._lease_covers(now_s) else None
 
     def want(self, session_id: SessionId, now_s: float, *, parent: SessionId | None = None) -> Asks:
-        """A turn came: the session is asked for unless it is owned or asked for. `parent`: the
-        session that it is a fork of."""
+        """Ask for the session of a turn that came, unless it is owned or asked for. `parent`: the
+        session that it is a fork of.
+        """
         self._void_if_over(now_s)
         if session_id in self._wanted:
             self._wanted[session_id].is_over = False
@@ -161,8 +167,9 @@ class OwnerState:
         return self.tick(now_s)
 
     def finished(self, session_id: SessionId, tip: SessionTip, now_s: float) -> Asks:
-        """A turn has ended. An owner's is told; a guest's is not, but counts later if the session
-        was asked for when it ended."""
+        """Note that a turn has ended. An owner's is told; a guest's is not, but counts later if the
+        session was asked for when it ended.
+        """
         self._void_if_over(now_s)
         grant = self.grants.get(session_id)
         if grant is not None:
@@ -176,8 +183,9 @@ class OwnerState:
         return []
 
     def hand_over(self, session_id: SessionId, target: RoutingUnit, now_s: float) -> Asks:
-        """The session is to be the target's: from this instant on it is not owned here. Turns that
-        the directory may not know of are told before, as `Transfer` names the version."""
+        """Hand the session over to the target: from this instant on it is not owned here. Turns
+        that the directory may not know of are told before, as `Transfer` names the version.
+        """
         grant, tip = self.grants.get(session_id), self._tips.get(session_id)
         if grant is None or not self._lease_covers(now_s):
             return []
@@ -190,8 +198,9 @@ class OwnerState:
         return [*asks, self._ask(move, now_s)]
 
     def end(self, session_id: SessionId, now_s: float) -> Asks:
-        """The session is over. One that is still asked for ends as soon as it is owned; a guest
-        tells nothing."""
+        """End the session. One that is still asked for ends as soon as it is owned; a guest tells
+        nothing.
+        """
         self._void_if_over(now_s)
         grant, wanted = self.grants.get(session_id), self._wanted.get(session_id)
         if grant is None:
@@ -202,13 +211,14 @@ class OwnerState:
         return [self._ask(EndSession(session_id, self.unit, grant.epoch), now_s)]
 
     def fenced(self, session_id: SessionId, seen: Epoch) -> None:
-        """A later owner was there under `seen`: the grant is void. Binding again gets a later
-        epoch."""
+        """Void the grant: a later owner was there under `seen`. Binding again gets a later
+        epoch.
+        """
         self.seen = later(self.seen, seen)
         self._lose(session_id)
 
     def retire(self, now_s: float) -> Asks:
-        """The unit leaves the fleet: from this instant on it owns nothing."""
+        """Leave the fleet: from this instant on the unit owns nothing."""
         was_known = self.phase is OwnerPhase.LIVE
         self._wanted.clear()
         self._void("retired")
@@ -218,7 +228,9 @@ class OwnerState:
     # ---- time and answers
 
     def renewal(self, now_s: float) -> Asks:
-        """The renewal that goes along with a frame that is sent anyway, once a second at most."""
+        """Return the renewal that goes along with a frame that is sent anyway, once a second at
+        most.
+        """
         if self.phase is not OwnerPhase.LIVE or now_s < self._renewed_s + RENEW_AGAIN_S:
             return []
         asking = {type(ask.request) for ask in self._asks.values()}
@@ -227,8 +239,9 @@ class OwnerState:
         return [self._ask(RenewLease(self.unit, self.seen, self._memory), now_s)]
 
     def tick(self, now_s: float) -> Asks:
-        """Time has passed: the lease is renewed or found to be over, and what was not answered is
-        asked again. To be called several times a lease."""
+        """Let time pass: the lease is renewed or found to be over, and what was not answered is
+        asked again. To be called several times a lease.
+        """
         self._void_if_over(now_s)
         due = [ask for ask in self._asks.values() if now_s >= ask.again_s]
         asks = [self._ask_again(ask, now_s) for ask in due]
@@ -243,7 +256,7 @@ class OwnerState:
         return asks
 
     def answered(self, number: int, outcome: Outcome, now_s: float) -> Asks:
-        """The directory's answer to an open ask. Late and repeated ones change nothing."""
+        """Take the directory's answer to an open ask. Late and repeated ones change nothing."""
         self._void_if_over(now_s)
         ask = self._take(number)
         if ask is None:
@@ -271,12 +284,15 @@ class OwnerState:
     # ---- the checks that the promise rests on; each alone, so that tests can take one out
 
     def _lease_covers(self, now_s: float) -> bool:
-        """Whether the lease still runs: an owner that slept past it finds out before it serves."""
+        """Tell whether the lease still runs: an owner that slept past it finds out before it
+        serves.
+        """
         return now_s < self._lease_until_s
 
     def _lease_end(self, ask: Ask, lease_s: float, _now_s: float) -> float:
-        """The end of a lease by our clock, counted from when it was asked for: the directory counts
-        from later, so ours ends first."""
+        """Return the end of a lease by our clock, counted from when it was asked for: the directory
+        counts from later, so ours ends first.
+        """
         return ask.sent_s + lease_s - self._margin_s
 
     def _void_if_over(self, now_s: float) -> None:
@@ -290,7 +306,7 @@ class OwnerState:
         self._lose(session_id)
 
     def _take(self, number: int) -> Ask | None:
-        """The open request of that number, taken out: each is answered once."""
+        """Take out the open request of that number: each is answered once."""
         return self._asks.pop(number, None)
 
     def _carry(self) -> None:
@@ -301,8 +317,9 @@ class OwnerState:
         self.grants.clear()
 
     def _is_still_ours(self, until_s: float, now_s: float) -> bool:
-        """Whether a carried grant may be adopted: until the lease of before ends, no directory
-        without memory makes another owner; after it one may have, and have been forgotten too."""
+        """Tell whether a carried grant may be adopted: until the lease of before ends, no directory
+        without memory makes another owner; after it one may have, and have been forgotten too.
+        """
         return now_s < until_s
 
     # ---- transitions
@@ -407,8 +424,9 @@ class OwnerState:
         return asks
 
     def _is_ours(self, current: SessionIs, grant: SessionGrant) -> bool:
-        """Whether the record is still under our grant: then a later report of ours was there
-        first."""
+        """Tell whether the record is still under our grant: then a later report of ours was there
+        first.
+        """
         return current.owner == self.unit and current.epoch == grant.epoch
 
     def _lose(self, session_id: SessionId) -> None:
@@ -480,8 +498,9 @@ class OwnerState:
         return self._ask(self._updated(ask.request), now_s)
 
     def _updated(self, request: Request) -> Request:
-        """The request with what is known by now: the newest turn of its session, the highest
-        epoch."""
+        """Return the request with what is known by now: the newest turn of its session, the highest
+        epoch.
+        """
         if isinstance(request, Advance):
             grant, tip = self.grants.get(request.session_id), self._tips.get(request.session_id)
             if grant is not None and tip is not None and grant.epoch == request.epoch:
@@ -492,12 +511,12 @@ class OwnerState:
 
 
 def is_for_later(outcome: Outcome) -> bool:
-    """Whether nothing was decided, so that the same is asked again."""
+    """Tell whether nothing was decided, so that the same is asked again."""
     return isinstance(outcome, Refused) and outcome.reason in _LATER
 
 
 def _is_ahead(request: Request, outcome: Outcome) -> bool:
-    """Whether a hand-over overtook the report of the turns before it, which is on its way."""
+    """Tell whether a hand-over overtook the report of the turns before it, which is on its way."""
     if not isinstance(request, Transfer) or not isinstance(outcome, Conflict):
         return False
     current = outcome.current

@@ -39,7 +39,9 @@ log = logging.getLogger("ownerserve.directory")
 
 
 class DirectoryClient:
-    """A `Directory` behind a socket. Not for several threads: ZeroMQ's sockets are not."""
+    """A directory client is a `Directory` behind a socket. Not for several threads: ZeroMQ's
+    sockets are not.
+    """
 
     def __init__(
         self, address: str, *, timeout_s: float = TIMEOUT_S, key: FleetKey | None = None
@@ -84,8 +86,9 @@ class DirectoryClient:
         self._client.close()
 
     def _asked(self, question: bytes) -> Answer:
-        """Raises PeerLost for silence, and for what is no answer: whether the directory has done
-        what it was asked is as unknown then."""
+        """Ask, and return the answer. Raises PeerLost for silence, and for what is no answer:
+        whether the directory has done what it was asked is as unknown then.
+        """
         try:
             return decode_answer(self._client.ask(question))
         except PeerLost as error:
@@ -104,7 +107,7 @@ def check_address(address: str, key: FleetKey | None, *, field: str) -> None:
 
 
 def why_silent(address: str, key: FleetKey | None, *, within_s: float = 1.0) -> str:
-    """A sentence on what a connection to `address` comes to, after it gave no answer."""
+    """Say in a sentence what a connection to `address` comes to, after it gave no answer."""
     failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     failed |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
     probe: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)

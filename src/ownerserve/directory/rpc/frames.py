@@ -23,30 +23,32 @@ MAX_FRAME_BYTES = 64 << 20
 
 
 class RequestBatch(msgspec.Struct, frozen=True, tag="batch"):
-    """Requests that are answered together, in order."""
+    """A batch is requests that are answered together, in order."""
 
     requests: tuple[Request, ...]
 
 
 class StatusQuestion(msgspec.Struct, frozen=True, tag="status"):
-    """A question: how is the directory?"""
+    """A status question asks how the directory is."""
 
 
 class ForgetAll(msgspec.Struct, frozen=True, tag="forget"):
-    """A demand to lose all memory: workers fill it again from their inventories."""
+    """ForgetAll demands that the directory lose all memory: workers fill it again from their
+    inventories.
+    """
 
 
 Question: TypeAlias = RequestBatch | StatusQuestion | ForgetAll
 
 
 class Outcomes(msgspec.Struct, frozen=True, tag="outcomes"):
-    """The answer to a batch: one outcome for each of its requests, in their order."""
+    """Outcomes answer a batch: one outcome for each of its requests, in their order."""
 
     outcomes: tuple[Outcome, ...]
 
 
 class StatusAnswer(msgspec.Struct, frozen=True, tag="status_is"):
-    """The answer to both other questions: the directory as it is now."""
+    """A status answer answers both other questions: the directory as it is now."""
 
     status: DirectoryStatus
 
@@ -73,17 +75,19 @@ _answers: msgspec.msgpack.Decoder[_Frame[Answer]] = msgspec.msgpack.Decoder(_Fra
 
 
 def encode(body: Question | Answer) -> bytes:
-    """The bytes of one frame."""
+    """Return the bytes of one frame."""
     return _encoder.encode(_Frame(VERSION, body))
 
 
 def decode_question(data: bytes) -> Question:
-    """The question in a frame. Raises InvalidInput unless it is one, of a version that is read
-    here."""
+    """Return the question in a frame. Raises InvalidInput unless it is one, of a version that is
+    read here.
+    """
     return open_frame(data, _questions, oldest=OLDEST, newest=VERSION).body
 
 
 def decode_answer(data: bytes) -> Answer:
-    """The answer in a frame. Raises InvalidInput unless it is one, of a version that is read
-    here."""
+    """Return the answer in a frame. Raises InvalidInput unless it is one, of a version that is read
+    here.
+    """
     return open_frame(data, _answers, oldest=OLDEST, newest=VERSION).body

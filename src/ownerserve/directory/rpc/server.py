@@ -42,8 +42,10 @@ SWEEP_RECORDS = 1000
 
 
 class DirectoryServer:
-    """The service: its port is bound when it is made, and served from `start` to `stop`. On
-    loopback it is open to all; with a key it may be anywhere, and is open to holders of that."""
+    """A directory's server is the service: its port is bound when it is made, and served from
+    `start` to `stop`. On loopback it is open to all; with a key it may be anywhere, and is open to
+    holders of that.
+    """
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class DirectoryServer:
         self._directory.close()
 
     def _serve(self) -> None:
-        """One round: answer what has arrived, and look at some records from time to time."""
+        """Serve one round: answer what has arrived, and look at some records from time to time."""
         if self._socket.poll(POLL_MS):
             self._answer_all(self._arrived())
         if time.monotonic() - self._swept_s > SWEEP_EVERY_S:
@@ -146,5 +148,5 @@ class DirectoryServer:
 
 
 def tag_of(request: Request) -> str:
-    """The name of the request's type on the wire."""
+    """Return the name of the request's type on the wire."""
     return str(request.__struct_config__.tag)

@@ -53,8 +53,9 @@ META = NAMESPACE + b"term"
 
 
 class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How the backend is used. `min_replicas`: copies that must have a change before it is told;
-    `timeout_s`: the longest that a trip may take, `wait_s` of it for replicas."""
+    """Valkey options say how the backend is used. `min_replicas`: copies that must have a change
+    before it is told; `timeout_s`: the longest that a trip may take, `wait_s` of it for replicas.
+    """
 
     lease_s: float = LEASE_S
     min_replicas: int = 0
@@ -67,8 +68,10 @@ class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Job:
-    """One thing to decide; `outcome` is set when it is done. The decision reads the records under
-    `keys`, and those under `new`: extents of an inventory, which may not be known yet."""
+    """A job is one thing to decide; `outcome` is set when it is done. The decision reads the
+    records under `keys`, and those under `new`: extents of an inventory, which may not be known
+    yet.
+    """
 
     __slots__ = ("decide", "keys", "must_write", "new", "outcome")
 
@@ -88,8 +91,9 @@ class _Job:
 
 
 class ValkeyDirectory:
-    """The directory whose memory is a Valkey server. It connects when first used, and again after
-    every failure. Not for several threads."""
+    """A Valkey directory is one whose memory is a Valkey server. It connects when first used, and
+    again after every failure. Not for several threads.
+    """
 
     def __init__(self, source: ValkeySource, options: ValkeyOptions | None = None) -> None:
         self.source = source
@@ -301,7 +305,9 @@ class ValkeyDirectory:
         self._disconnect()
 
     def _disconnect(self) -> None:
-        """A connection that failed once is not used again: its late answers would be another's."""
+        """Close the connection: one that failed once is not used again, for its late answers would
+        be another's.
+        """
         client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -311,7 +317,7 @@ class ValkeyDirectory:
 
 
 def _fits(jobs: list[_Job]) -> int:
-    """The number of jobs, from the first on, that go into one round: one at least."""
+    """Count the jobs, from the first on, that go into one round: one at least."""
     records = 0
     for number, job in enumerate(jobs):
         records += len(job.keys) + len(job.new)

@@ -23,7 +23,9 @@ SYNTAX = "write valkey://HOST:PORT[,HOST:PORT] or sentinel://HOST:PORT/NAME"
 
 
 class ValkeySource(msgspec.Struct, frozen=True):
-    """Where the Valkey memory is. `name`: Sentinel's name of it, or the number of the database."""
+    """A source says where the Valkey memory is. `name`: Sentinel's name of it, or the number of the
+    database.
+    """
 
     scheme: str
     addresses: tuple[tuple[str, int], ...]
@@ -31,8 +33,9 @@ class ValkeySource(msgspec.Struct, frozen=True):
 
 
 def parse_source(url: str, *, field: str = "--backend") -> ValkeySource:
-    """The source that `url` names. Raises InvalidInput that names `field` when it names no
-    server."""
+    """Return the source that `url` names. Raises InvalidInput that names `field` when it names no
+    server.
+    """
     scheme, separator, rest = url.partition("://")
     hosts, _, name = rest.partition("/")
     if scheme not in SCHEMES or not separator or (scheme == "sentinel" and not name):
@@ -44,7 +47,7 @@ def parse_source(url: str, *, field: str = "--backend") -> ValkeySource:
 
 
 def find_primary(source: ValkeySource, meta_key: bytes, *, timeout_s: float) -> Any:
-    """A connection to the primary. Raises PeerLost when none is found."""
+    """Return a connection to the primary. Raises PeerLost when none is found."""
     if source.scheme == "sentinel":
         return _asked_of_sentinel(source, timeout_s)
     best: tuple[int, Any] | None = None

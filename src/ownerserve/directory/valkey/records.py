@@ -42,8 +42,9 @@ class RecordNotFetched(Exception):
 
 
 class FetchedRecords:
-    """Records that were read, at one instant or a little later. `get` raises RecordNotFetched for
-    all others."""
+    """Fetched records were read at one instant or a little later. `get` raises RecordNotFetched for
+    all others.
+    """
 
     __slots__ = ("_decoded", "raw")
 
@@ -62,7 +63,7 @@ class FetchedRecords:
         self.raw.update(dict.fromkeys(keys, ABSENT))
 
     def knows_none(self, keys: Iterable[Key]) -> bool:
-        """Whether the records under all these keys are absent."""
+        """Tell whether the records under all these keys are absent."""
         raw = self.raw
         return all(raw[key] == ABSENT for key in keys)
 
@@ -84,7 +85,7 @@ _WITH_EPOCH = (SessionRecord, PrefixRecord)
 
 
 class CommitBatch:
-    """The decisions of one round, as the commit script takes them."""
+    """A commit batch is the decisions of one round, as the commit script takes them."""
 
     __slots__ = ("_parts", "_touched")
 
@@ -93,7 +94,7 @@ class CommitBatch:
         self._touched: set[Key] = set()
 
     def touches(self, keys: Iterable[Key]) -> bool:
-        """Whether an earlier decision of this round changes what was read of these keys."""
+        """Tell whether an earlier decision of this round changes what was read of these keys."""
         return not self._touched.isdisjoint(keys)
 
     def add(self, decision: Transaction, fetched: FetchedRecords, epoch: Epoch) -> None:
@@ -126,7 +127,9 @@ def _item(action: int, key: Key, before: bytes, value: bytes) -> tuple[bytes, ..
 
 
 def with_counter(outcome: Outcome, epoch: Epoch) -> Outcome:
-    """The outcome of a decision that used up an epoch, with `epoch`, which is known only now."""
+    """Return the outcome of a decision that used up an epoch, with `epoch`, which is known only
+    now.
+    """
     if isinstance(outcome, messages.Bound):
         return replace(outcome, epoch=epoch)
     if isinstance(outcome, messages.Advanced):
@@ -135,8 +138,9 @@ def with_counter(outcome: Outcome, epoch: Epoch) -> Outcome:
 
 
 def keys_of(request: messages.Request) -> Iterator[Key]:
-    """The keys that the decision reads for certain, but for those of `new_to`; others are fetched
-    when it asks for them."""
+    """Iterate over the keys that the decision reads for certain, but for those of `new_to`; others
+    are fetched when it asks for them.
+    """
     for field in ("unit", "source", "target"):
         unit = getattr(request, field, None)
         if unit is not None:
@@ -167,13 +171,16 @@ def keys_of(request: messages.Request) -> Iterator[Key]:
 
 
 def new_to(request: messages.Request) -> frozenset[Key]:
-    """The keys of an inventory's extents, none of which a directory knows that is being rebuilt."""
+    """Return the keys of an inventory's extents, none of which a directory knows that is being
+    rebuilt.
+    """
     if not isinstance(request, messages.Publish):
         return frozenset()
     return frozenset([prefix_key(one.prefix_hash) for one in request.extents])
 
 
 def is_read_only(request: messages.Request) -> bool:
-    """Whether the request only asks: its answer may come from what is not replicated yet, for
-    acting on it is checked again."""
+    """Tell whether the request only asks: its answer may come from what is not replicated yet, for
+    acting on it is checked again.
+    """
     return isinstance(request, messages.Lookup | messages.FindSession | messages.FindGroup)
