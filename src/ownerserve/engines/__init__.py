@@ -1,1 +1,1 @@
-"""Engine adapters. Each translates one engine; none imports another."""
+"""Engine adapters: each translates one engine, and none imports another."""

@@ -1,1 +1,2 @@
-"""The reference engine: transformers' own models over our paged state pools. Imports nothing."""
+"""The reference engine runs transformers' own models over our paged state pools. This module
+imports nothing."""

@@ -1,4 +1,4 @@
-"""Put a worker together: checkpoint, runner, pools, cache, scheduler, engine. Wiring only."""
+"""Building a worker: checkpoint, runner, pools, cache, scheduler, engine. Wiring only."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ CHUNK_BLOCKS = 16
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is made from. `block_tokens` and `chunk_tokens` None: the model's default.
-    `checkpoints` names a policy (node.retention); `store_upkeep_s` 0: never. `worker_id`: what
-    the worker calls itself; unlike any other's in its fleet. `directory`: where it asks
-    whose the sessions are (directory.opening), with `fleet_key` where it wants keys; None: it
-    owns none.
+    """`WorkerOptions` say what a worker is made from. `block_tokens` and `chunk_tokens` None: the
+    model's default. `checkpoints` names a policy (node.retention); `store_upkeep_s` 0: never.
+    `worker_id` is what the worker calls itself, unlike any other in its fleet. `directory` is where
+    it asks whose the sessions are (directory.opening), with `fleet_key` where the directory wants
+    keys; None: the worker owns none.
 
     With a `store` (a directory), a host cache or a shared medium (`remote`) it has a node, which
     writes to them as `write` says (node.storage.media); without, it keeps state on the device only.
@@ -85,8 +85,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HfWorker(msgspec.Struct, frozen=True):
-    """Everything a server needs; `sizes` is for people. `prefixes` makes the digests of prompts
-    as they are read: for the answer's coverage, and for a node."""
+    """An `HfWorker` is everything that a server needs; `sizes` is for people. `prefixes` makes the
+    digests of prompts as they are read: for the answer's coverage, and for a node."""
 
     engine: AsyncEngine
     codec: ChatCodec
@@ -98,7 +98,8 @@ class HfWorker(msgspec.Struct, frozen=True):
 
 
 def build_worker(options: WorkerOptions) -> HfWorker:
-    """Load the model and allocate its pools; the engine is not started."""
+    """Load the model, allocate its pools and wire the worker; the engine is not started. Raises
+    InvalidInput for options that can't be served."""
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise InvalidInput("device", "this torch sees no CUDA device", "use --device cpu")
     checkpoint = load_checkpoint(options.model, device=options.device, seed=options.seed)
@@ -156,7 +157,7 @@ def build_worker(options: WorkerOptions) -> HfWorker:
 def build_node(
     options: WorkerOptions, checkpoint: LoadedCheckpoint, *, runner: ModelRunner, cache: HeteroCache
 ) -> NodeRuntime | None:
-    """A node over the store that was asked for; None when none was, or it can't be opened."""
+    """Build a node over the store that was asked for; None when none was, or it can't be opened."""
     upkeep_s = options.store_upkeep_s
     on_cuda = options.device.startswith("cuda")
     cuda = torch.cuda.cudart() if on_cuda else None  # type: ignore[no-untyped-call]

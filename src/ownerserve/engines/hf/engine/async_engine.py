@@ -1,4 +1,5 @@
-"""The asyncio side of the engine: submit a request, read its events, ask how it is.
+"""The asyncio side of the engine, which submits requests, reads their events, and asks how the
+engine is.
 
 Owns the engine thread and the open streams. Never touches the runner, the scheduler or the cache:
 commands go in through the loop's inbox, events come back in one call per step.
@@ -45,7 +46,8 @@ JOIN_S = 30.0
 
 
 class RequestStream:
-    """The events of one request, in order. It ends after Finished or Failed."""
+    """A `RequestStream` gives the events of one request, in order. It ends after RequestFinished or
+    RequestFailed."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -55,7 +57,7 @@ class RequestStream:
         self._events.put_nowait(event)
 
     async def next(self) -> StreamEvent:
-        """The next event; not to be called again after the last."""
+        """Wait for the next event and return it; not to be called again after the last."""
         return await self._events.get()
 
     async def __aiter__(self) -> AsyncIterator[StreamEvent]:
@@ -67,7 +69,8 @@ class RequestStream:
 
 
 class AsyncEngine:
-    """The engine as asyncio code uses it; started and stopped on the event loop that uses it."""
+    """An `AsyncEngine` is the engine as asyncio code uses it; it is started and stopped on the
+    event loop that uses it."""
 
     def __init__(self, loop: StepLoop) -> None:
         self._steps = loop
@@ -77,12 +80,12 @@ class AsyncEngine:
 
     @property
     def latest(self) -> WorkerLoad:
-        """The load after the last step: dated, but at once."""
+        """`latest` is the load after the last step: dated, but at once."""
         return self._steps.latest
 
     @property
     def dead_because(self) -> str | None:
-        """Why the engine thread ended; None while it runs."""
+        """`dead_because` says why the engine thread ended; None while it runs."""
         return self._steps.inbox.closed_because
 
     def start(self) -> None:
@@ -102,7 +105,7 @@ class AsyncEngine:
         await asyncio.to_thread(thread.join, JOIN_S)
 
     def submit(self, request: EngineRequest) -> RequestStream:
-        """Enter a request. Raises EngineDead."""
+        """Enter a request and return the stream of its events. Raises EngineDead."""
         stream = RequestStream(request.request_id)
         self._streams[request.request_id] = stream
         try:
@@ -120,34 +123,37 @@ class AsyncEngine:
             self._steps.inbox.put(Abort(request_id))
 
     async def status(self, timeout_s: float) -> HfStatus:
-        """The engine thread's own answer. Raises EngineDead, or TimeoutError when it is stuck."""
+        """Return the engine thread's own answer. Raises EngineDead, or TimeoutError where it takes
+        longer than `timeout_s`."""
         answer: Future[HfStatus] = Future()
         self._steps.inbox.put(LivenessProbe(answer))
         return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
 
     async def cache(self, timeout_s: float) -> Snapshot:
-        """What the cache counts, as `status`."""
+        """Return the cache's counters and levels, from the engine thread; raises as `status`
+        does."""
         answer: Future[Snapshot] = Future()
         self._steps.inbox.put(AskCache(answer))
         return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
 
     @property
     def standing(self) -> Standing:
-        """What seeds are judged by, after the last step: dated, but at once."""
+        """`standing` is what seeds are judged by, after the last step: dated, but at once."""
         return self._steps.standing
 
     def step_s(self) -> float:
-        """Seconds that the last step took."""
+        """Return the seconds that the last step took."""
         return self._steps.step_s
 
     async def inventory(self, after: int, timeout_s: float) -> Page:
-        """What is held here and was said after word `after`, as `status`."""
+        """Return a page of what is held here, of the words after number `after`; raises as `status`
+        does."""
         answer: Future[Page] = Future()
         self._steps.inbox.put(AskInventory(after, answer))
         return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
 
     def call(self, request: RpcRequest) -> Future[RpcAnswer]:
-        """A request of the node's RPC port; from any thread. Raises EngineDead.
+        """Answer a request of the node's RPC port; any thread may call. Raises EngineDead.
 
         A probe is answered at once, by what the last step left.
         """

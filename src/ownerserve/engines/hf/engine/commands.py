@@ -1,4 +1,4 @@
-"""Commands to the engine thread, the queue they come through, and who is let in.
+"""The commands to the engine thread, the queue they come through, and who is let in.
 
 `Inbox` is the one place that knows whether anybody will answer: it takes commands until the thread
 ends, then refuses them with the reason, so that no caller waits for ever. `TurnAdmission` answers
@@ -63,19 +63,20 @@ class Abort(msgspec.Struct, frozen=True):
 
 
 class LivenessProbe(msgspec.Struct, frozen=True):
-    """Command that the engine thread itself answers: proof that it still takes turns."""
+    """Command: report the status. The engine thread itself answers, which proves that it still
+    takes turns."""
 
     answer: Future[HfStatus]
 
 
 class AskCache(msgspec.Struct, frozen=True):
-    """Command: a dated copy of the cache's counters and levels. O(restorable points)."""
+    """Command: give a dated copy of the cache's counters and levels. O(restorable points)."""
 
     answer: Future[Snapshot]
 
 
 class AskInventory(msgspec.Struct, frozen=True):
-    """Command: what is held here, as far as it was said after the word number `after`."""
+    """Command: give what is held here, of the words after number `after`."""
 
     after: int
     answer: Future[Page]
@@ -96,11 +97,12 @@ Command = Submit | Abort | LivenessProbe | AskCache | AskInventory | Call | Stop
 
 
 class EngineDead(RuntimeError):
-    """The engine thread has ended; `args[0]` says why. Nothing will be answered any more."""
+    """The engine thread has ended and answers nothing any more; `args[0]` says why."""
 
 
 class Inbox:
-    """Commands to the engine thread. Closed for good, with the reason, when the thread ends."""
+    """The `Inbox` queues commands to the engine thread. It is closed for good, with the reason,
+    when the thread ends."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Command] = SimpleQueue()
@@ -112,28 +114,30 @@ class Inbox:
         return self._closed_because
 
     def put(self, command: Command) -> None:
-        """Raises EngineDead when nobody is there to take it."""
+        """Queue the command. Raises EngineDead when nobody is there to take it."""
         with self._lock:
             if self._closed_because is not None:
                 raise EngineDead(self._closed_because)
             self._queue.put(command)
 
     def take(self, timeout_s: float | None = None) -> Command | None:
-        """The next command; waits for one, `timeout_s` at most (then None)."""
+        """Return the next command; wait for one for `timeout_s` seconds at most (None: without
+        end), then return None."""
         try:
             return self._queue.get(timeout=timeout_s)
         except Empty:
             return None
 
     def take_ready(self) -> Command | None:
-        """The next command, if there is one."""
+        """Return the next command, or None where none is queued; never waits."""
         try:
             return self._queue.get_nowait()
         except Empty:
             return None
 
     def close(self, because: str) -> list[Command]:
-        """Refuse all further commands; returns those that nobody took."""
+        """Refuse all further commands and return those that nobody took. The first `because`
+        stays."""
         with self._lock:
             self._closed_because = self._closed_because or because
         left = []
@@ -143,14 +147,15 @@ class Inbox:
 
 
 class LetIn(msgspec.Struct, frozen=True):
-    """A request may enter the queue, at this place among arrivals."""
+    """A `LetIn` says that a request may enter the queue, at place `order` among arrivals.
+    `is_promised`: its room was reserved."""
 
     order: int
     is_promised: bool
 
 
 class TurnAdmission:
-    """Lets turns in as the scheduler and the cache stand.
+    """`TurnAdmission` lets turns in as the scheduler and the cache stand.
 
     It keeps promised room from turns that stand behind it (step.Promises).
     """
@@ -175,7 +180,7 @@ class TurnAdmission:
     # ---- asked over RPC
 
     def answer(self, request: RpcRequest) -> RpcAnswer:
-        """What the worker says to `request`."""
+        """Return the worker's answer to a request of its RPC port."""
         now, admission = self._now(), self.admission
         match request:
             case Status():
@@ -199,11 +204,12 @@ class TurnAdmission:
                 return Reject(WorkerRefusal.MALFORMED)  # each answer of this engine says it
 
     def standing(self) -> Standing:
-        """What seeds are judged by: a copy that any thread may read."""
+        """Return what seeds are judged by: a copy that any thread may read."""
         return self.admission.standing(self._levels(), self._now())
 
     def wait_s(self) -> float | None:
-        """How long until a place ends by itself, whose room others may wait for."""
+        """Return the seconds until a place ends by itself, whose room others may wait for; None: no
+        place is open."""
         at_s = self.admission.next_expiry_s()
         return None if at_s is None else max(0.0, at_s - self._now())
 

@@ -1,4 +1,4 @@
-"""The engine thread: takes commands, runs steps, hands out events.
+"""The engine thread takes commands, runs steps, and hands out events.
 
 Owns the runner, the scheduler and the cache from the moment it starts; nobody else may touch them.
 It never decides what a step holds (the scheduler does) and never waits for a reader (events go to
@@ -97,7 +97,8 @@ from ownerserve.node.vocabulary.chains import KnownSessions, PromptPrefix, prefi
 
 
 class IntakeClock:
-    """CPU seconds that taking in a turn costs the calling thread, by request.
+    """An `IntakeClock` counts the CPU seconds that taking in a turn costs the calling thread, by
+    request.
 
     `observe` is told of each turn once.
     """
@@ -108,7 +109,7 @@ class IntakeClock:
         self._spent: dict[str, float] = {}
 
     def start(self) -> None:
-        """Something begins that is done for turns which are taken in."""
+        """Begin to count, for turns that are taken in."""
         self._since_s = time.thread_time()
 
     def submitted(self, request_id: str) -> None:
@@ -124,7 +125,7 @@ class IntakeClock:
                 self._observe(one.intake, self._spent.pop(one.request_id, 0.0) + share_s)
 
     def forget(self, request_id: str) -> None:
-        """The request is over, or was refused."""
+        """Forget the request, which is over or was refused."""
         self._spent.pop(request_id, None)
 
 
@@ -137,7 +138,8 @@ def take_over(
     now: float,
 ) -> bool:
     """Bring a session to the version at which this worker owns it, where that is another than was
-    counted here: others owned it before, or an earlier life of this worker. Whether it was done.
+    counted here: others owned it before, or an earlier life of this worker. Return whether it was
+    done.
 
     The prompt must go on from what the directory was told last, and this cache must not be ahead
     of that. Else a later turn does it.
@@ -165,7 +167,7 @@ DeliverEvents = Callable[[Sequence[tuple[str, StreamEvent]]], None]
 
 
 class RunnerPort(Protocol):
-    """What a step needs of `runner.ModelRunner`."""
+    """A `RunnerPort` is what a step needs of `runner.ModelRunner`."""
 
     device: torch.device
 
@@ -177,8 +179,8 @@ class RunnerPort(Protocol):
 
 
 class _Live(msgspec.Struct, eq=False):
-    """A request on its way; `open` counts its choices that have not ended. `first_choice` are the
-    tokens of the first, which a session goes on from."""
+    """A `_Live` is a request on its way; `open` counts its choices that have not ended.
+    `first_choice` are the tokens of the first, which a session goes on from."""
 
     request: EngineRequest
     prompt: PromptPrefix
@@ -190,7 +192,8 @@ class _Live(msgspec.Struct, eq=False):
 
 
 class _Voice(msgspec.Struct, eq=False):
-    """One choice of a live request: what draws its tokens and what turns them into text."""
+    """A `_Voice` is one choice of a live request: what draws its tokens and what turns them into
+    text."""
 
     live: _Live
     choice: Choice
@@ -198,7 +201,8 @@ class _Voice(msgspec.Struct, eq=False):
 
 
 class StepLoop:
-    """The loop of the engine thread: `run`. `inbox` is the way in, `deliver` the way out.
+    """A `StepLoop` is the loop of the engine thread. `run` runs it, `inbox` is the way in,
+    `deliver` the way out.
 
     `latest` is the load after the last step, replaced whole: any thread may read it.
     """
@@ -241,17 +245,17 @@ class StepLoop:
         """What seeds are judged by, as of the last step; replaced whole, as `latest`."""
 
     def attach(self, restoring: Restoring) -> None:
-        """Serve with a node beside the engine; before `run`."""
+        """Serve with a node beside the engine; call it before `run`."""
         self._restoring = restoring
         self._measuring = SchedulerObserver(restoring.calibration)
 
     @property
     def inventory(self) -> Inventory:
-        """What is held here."""
+        """`inventory` is what is held here."""
         return self._restoring.inventory
 
     def own(self, ownership: Owning) -> None:
-        """Serve with a directory that knows whose the sessions are; before `run`."""
+        """Serve with a directory that knows whose the sessions are; call it before `run`."""
         self.ownership = ownership
 
     def run(self, deliver: DeliverEvents) -> None:
@@ -324,8 +328,8 @@ class StepLoop:
         return answer
 
     def _release(self, asked: ReleaseSession) -> RpcAnswer:
-        """The session is another's from now on: its state here is ordinary cached state. A turn of
-        it that is here, if only in the queue, is in the way of its owner."""
+        """Let another own the session: its state here is ordinary cached state. Rejected while a
+        turn of it is here, if only in the queue."""
         session_id = asked.session_id
         if self.ownership.standing(session_id) is not None and any(
             live.request.session_id == session_id for live in self._live.values()
@@ -489,7 +493,7 @@ class StepLoop:
             return dict(zip(turns, sample(logits, samplers), strict=True))
 
     def _speak(self, turn_id: TurnId, sampled: Sampled, now: float) -> bool:
-        """Tell the caller about a new token; whether it was the choice's last."""
+        """Tell the caller about a new token; return whether it was the choice's last."""
         voice = self._voices[turn_id]
         live = voice.live
         request_id = live.request.request_id
@@ -518,7 +522,8 @@ class StepLoop:
         return True
 
     def _left(self, live: _Live) -> None:
-        """A turn is complete: its session's next one can be told from a new prompt."""
+        """Remember what a complete turn leaves, so that its session's next one can be told from a
+        new prompt."""
         request = live.request
         if request.session_id is not None:
             # The last sampled token is never computed.
@@ -530,8 +535,9 @@ class StepLoop:
                 self.ownership.tell(TurnLeft(name, tokens, request.group, before=request.version))
 
     def _end_sessions(self) -> None:
-        """What these sessions have here is ordinary cached state from now on. One that another
-        turn still runs in goes on: whoever said that it ends was wrong."""
+        """Release the sessions that have ended: what they have here is ordinary cached state from
+        now on. A session that another turn still runs in goes on: whoever said that it ends was
+        wrong."""
         sessions = self._cache.sessions
         while self._over:
             session = sessions.get(self._over.pop())
@@ -552,7 +558,7 @@ class StepLoop:
             deliver(events)
 
     def _forget(self, request_id: str) -> bool:
-        """Drop what is known of a request; whether it was live."""
+        """Drop what is known of a request; return whether it was live."""
         live = self._live.pop(request_id, None)
         if live is None:
             return False
@@ -564,7 +570,7 @@ class StepLoop:
         return True
 
     def _die(self, because: str, deliver: DeliverEvents) -> None:
-        """Nobody will answer any more: say so to all who wait, and to all who come."""
+        """Close the inbox and fail all requests and questions that wait, with the reason."""
         left = self.inbox.close(because)
         if self._in_hand is not None:  # in whose handling it crashed
             left.insert(0, self._in_hand)
@@ -581,7 +587,7 @@ class StepLoop:
 
 
 def _turn_ids(request: EngineRequest) -> tuple[TurnId, ...]:
-    """One for each choice; the first one runs the prompt."""
+    """Return a turn id for each choice of the request; the first one runs the prompt."""
     return tuple(TurnId(f"{request.request_id}.{i}") for i in range(request.choices))
 
 

@@ -1,4 +1,4 @@
-"""An engine's events as HTTP answers: OpenAI's objects, server-sent events, errors, hang-ups.
+"""Answers over HTTP: an engine's events as OpenAI's objects, server-sent events, errors, hang-ups.
 
 A `Format` shapes deltas into OpenAI response objects and knows neither HTTP nor the engine. The
 rest owns no state but the stream it is handed, and gives that up however the answer ends.
@@ -53,7 +53,7 @@ Json = dict[str, Any]
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """What every object of one answer repeats."""
+    """An `Envelope` is what every object of one answer repeats."""
 
     id: str
     created_s: int
@@ -61,14 +61,14 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 class ResponseOptions(msgspec.Struct, frozen=True):
-    """What the caller wants to see beside the text."""
+    """`ResponseOptions` say what the caller wants to see beside the text."""
 
     token_ids: bool
     stream_usage: bool
 
 
 class Format(ABC):
-    """One answer: chunks as they come, or the whole at the end."""
+    """A `Format` writes one answer: chunks as they come, or the whole at the end."""
 
     whole_object: str
     chunk_object: str
@@ -87,7 +87,7 @@ class Format(ABC):
 
     @abstractmethod
     def opening(self) -> Iterator[Json]:
-        """Chunks before the first delta."""
+        """Yield the chunks before the first delta."""
 
     @abstractmethod
     def _delta_body(self, text: str) -> Json: ...
@@ -101,7 +101,7 @@ class Format(ABC):
     # ---- what they share
 
     def chunk(self, delta: Delta) -> Json | None:
-        """A stream chunk; None when there is nothing to show yet."""
+        """Return the delta as a stream chunk; None when there is nothing to show yet."""
         has_details = self.request.sampling.logprobs is not None or self._options.token_ids
         if not (delta.text or delta.finish or has_details):
             return None
@@ -109,13 +109,13 @@ class Format(ABC):
         return self._object(self.chunk_object, [choice])
 
     def closing(self, finished: RequestFinished) -> Json | None:
-        """The usage chunk, if it was asked for."""
+        """Return the usage chunk; None where it was not asked for."""
         if not self._options.stream_usage:
             return None
         return {**self._object(self.chunk_object, []), "usage": usage(finished)}
 
     def whole(self, deltas: Sequence[Delta], finished: RequestFinished) -> Json:
-        """The answer at once, from all its deltas in order."""
+        """Return the answer at once, from all its deltas in order."""
         choices = []
         for i in range(self.request.choices):
             own = [delta for delta in deltas if delta.index == i]
@@ -156,7 +156,7 @@ class Format(ABC):
 
 
 class ChatFormat(Format):
-    """The objects of /v1/chat/completions."""
+    """`ChatFormat` writes the objects of /v1/chat/completions."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -195,7 +195,7 @@ class ChatFormat(Format):
 
 
 class CompletionFormat(Format):
-    """The objects of /v1/completions."""
+    """`CompletionFormat` writes the objects of /v1/completions."""
 
     whole_object = chunk_object = "text_completion"
 
@@ -249,7 +249,7 @@ T = TypeVar("T")
 
 
 class ApiError(Exception):
-    """An error in OpenAI's form."""
+    """An `ApiError` is answered as an error in OpenAI's form, with HTTP status `status`."""
 
     def __init__(self, status: int, message: str, *, code: str | None, param: str | None) -> None:
         super().__init__(message)
@@ -264,7 +264,7 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """The client hung up before its answer was ready."""
+    """The client has hung up before its answer was ready."""
 
 
 def json_response(
@@ -290,7 +290,8 @@ def failure(event: RequestFailed) -> ApiError:
 def turn_headers(
     request: EngineRequest, admitted: Admitted, load: WorkerLoad, owner: OwnerIs | None
 ) -> dict[str, str]:
-    """What came of the prompt, for people; and the line for gateways. `owner`: of its session."""
+    """Return the answer's headers: how the prompt was served, for people, and the line for
+    gateways. `owner` is that of the turn's session; None: nobody is known."""
     return {
         "x-request-id": request.request_id,
         MODE_HEADER: admitted.mode.value,
@@ -305,7 +306,8 @@ def turn_headers(
 
 
 def load_headers(load: WorkerLoad) -> dict[str, str]:
-    """The answer line of a worker that serves no turn: its unit and its load, for /health."""
+    """Return the answer line of a worker that serves no turn, with its unit and its load, for
+    /health."""
     line = AnswerLine(unit=load.unit, load=load_statement(load))
     return {ANSWER_HEADER: encode_answer_line(line).decode()}
 
@@ -313,7 +315,8 @@ def load_headers(load: WorkerLoad) -> dict[str, str]:
 def _line_of(
     request: EngineRequest, admitted: Admitted, load: WorkerLoad, owner: OwnerIs | None
 ) -> AnswerLine:
-    """What gateways are told. Once it is computed the device holds the prompt's full blocks."""
+    """Return the line that gateways read. The device holds the prompt's full blocks once the turn
+    is computed."""
     prefix = request.prefix
     tip = None if prefix is None else prefix.tip
     return AnswerLine(
@@ -330,7 +333,8 @@ def _line_of(
 
 
 def _owner_headers(owner: OwnerIs) -> dict[str, str]:
-    """Under which epoch and at which version this worker owns the session, for people."""
+    """Return the headers that tell people under which epoch and at which version this worker owns
+    the session."""
     epoch = owner.epoch
     told = f"{epoch.term.ordinal}.{epoch.term.nonce}.{epoch.counter}"
     return {EPOCH_HEADER: told, VERSION_HEADER: str(owner.version)}
@@ -355,7 +359,8 @@ def check_target(target: RoutingUnit | None, incarnation: int) -> None:
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled with ClientGone when the client hangs up."""
+    """Return the result of `work`; when the client hangs up first, cancel it and raise
+    ClientGone."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))
     try:
@@ -375,7 +380,8 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events from a request's stream. Gives the request up however it ends."""
+    """An `EventStream` sends a request's events as server-sent events and gives the request up
+    however it ends."""
 
     def __init__(
         self,

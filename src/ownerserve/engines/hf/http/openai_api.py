@@ -1,4 +1,5 @@
-"""OpenAI request bodies to `EngineRequest`s. Parsing and refusing; never sends anything.
+"""The parser of OpenAI request bodies, which makes `EngineRequest`s or refuses; never sends
+anything.
 
 A field is understood, harmless here and ignored (IGNORED), accepted at the one value that changes
 nothing (NEUTRAL), or refused by name. Nothing that would change the answer is dropped silently.
@@ -62,7 +63,8 @@ class StreamOptions(msgspec.Struct):
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """What both endpoints take; null means the default. Fields beyond OpenAI's are vLLM's."""
+    """A `Body` is what both endpoints take; null means the default. Fields beyond OpenAI's are
+    vLLM's."""
 
     model: str | None = None
     max_tokens: Count | None = None
@@ -101,11 +103,11 @@ B = TypeVar("B", bound=Body)
 
 
 class TurnHeaders(msgspec.Struct, frozen=True):
-    """What a turn's headers say beside its body. `is_final`: its session ends with it; `is_judged`:
-    it is an append that nobody asked about; `is_named`: a gateway named the session, which can be
-    owned then; `parent`: whose fork it is; `group`: of sessions that share a head; `epoch`: the
-    highest that is known of its owner; `version`: how many turns its owners are known to have
-    finished."""
+    """`TurnHeaders` are what a turn's headers say beside its body. `is_final`: its session ends
+    with it; `is_judged`: it is an append that nobody asked about; `is_named`: a gateway named the
+    session, which can be owned then; `parent` is the session that it was forked from, `group` names
+    sessions that share a head, `epoch` is the highest that is known of its owner, `version` how
+    many turns its owners are known to have finished."""
 
     session_id: str | None = None
     is_final: bool = False
@@ -119,7 +121,7 @@ class TurnHeaders(msgspec.Struct, frozen=True):
 
 
 def parse_body(data: bytes, body_type: type[B]) -> B:
-    """Raises InvalidInput naming the field."""
+    """Decode a request's body. Raises InvalidInput naming the field at fault."""
     try:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         _refuse_unknown(fields, body_type)
@@ -150,7 +152,7 @@ def _refuse_unknown(fields: Mapping[str, msgspec.Raw], body_type: type[Body]) ->
 
 
 def chat_prompt(body: ChatBody, codec: ChatCodec) -> list[int]:
-    """Messages through the model's template."""
+    """Return the tokens of the messages, through the model's template."""
     for i, message in enumerate(body.messages):
         if not isinstance(message.get("role"), str):
             raise InvalidInput(f"messages[{i}].role", "is missing", "say who speaks")
@@ -166,7 +168,7 @@ def chat_prompt(body: ChatBody, codec: ChatCodec) -> list[int]:
 
 
 def completion_prompt(body: CompletionBody, codec: ChatCodec) -> list[int]:
-    """The text's tokens, or the tokens as sent."""
+    """Return the text's tokens, or the tokens as sent."""
     return codec.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
 
 
@@ -179,7 +181,8 @@ def make_request(
     turn: TurnHeaders,
     fresh_seed: int,
 ) -> EngineRequest:
-    """Check a parsed body against the model; `fresh_seed` serves a body without one."""
+    """Check a parsed body against the model and make the engine's request; `fresh_seed` serves a
+    body without a seed. Raises InvalidInput."""
     _check_model(body.model, facts)
     if not prompt:
         raise InvalidInput("prompt", "has no tokens", "send at least one")
@@ -207,8 +210,9 @@ def make_request(
 
 
 def told_of(headers: Mapping[str, str], body: Body, line: TurnLine | None) -> TurnHeaders:
-    """What the headers say of a turn. With a gateway's `line` the session is the gateway's, and a
-    client's own word for it names nothing; without one it is the client's."""
+    """Return what the headers say of a turn. With a gateway's `line` the session is the gateway's,
+    and a client's own word for it names nothing; without one it is the client's. Raises
+    InvalidInput."""
     reservation = _reservation(headers.get(RESERVATION_HEADER))
     if line is not None:
         place = reservation if line.reservation is None else line.reservation
@@ -249,7 +253,7 @@ def _check_model(model: str | None, facts: Facts) -> None:
 
 
 class ModelNotFound(InvalidInput):
-    """The caller asks for a model that is not here (404 in OpenAI's API)."""
+    """The caller has asked for a model that is not here (404 in OpenAI's API)."""
 
     def __init__(self, asked: str, served: str) -> None:
         super().__init__("model", f"{asked!r} is not served here", f"use {served!r}")

@@ -1,4 +1,5 @@
-"""Run a worker's application on a port until a signal. Owns the listening socket and ready file."""
+"""The server of a worker's application, on a port until a signal. Owns the listening socket and
+ready file."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ GRACE_S = 2
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one. Raises InvalidInput when it can't be had."""
+    """Return a bound socket; port 0 takes a free one. Raises InvalidInput when it can't be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -38,21 +39,21 @@ def url_of(bound: socket.socket) -> str:
 
 
 def worker_id_of(bound: socket.socket) -> str:
-    """Where it serves, as a gateway names it: host:port. One that listens at every address is
-    called by its machine's name."""
+    """Return where the worker serves, as a gateway names it: host:port. A worker that listens at
+    every address is called by its machine's name."""
     host, port = bound.getsockname()[:2]
     return f"{socket.gethostname() if host in ('0.0.0.0', '::') else host}:{port}"
 
 
 def write_ready_file(path: Path, url: str) -> None:
-    """`url` and a newline, all or nothing: a reader never sees half of it."""
+    """Write `url` and a newline, all or nothing: a reader never sees half of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(url + "\n")
     partial.replace(path)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, telling when it serves."""
+    """A `_Server` is uvicorn, telling when it serves."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)

@@ -80,7 +80,7 @@ CLIENT_GONE = 499
 
 
 class Endpoints:
-    """The routes, over one worker."""
+    """`Endpoints` are the HTTP routes over one worker."""
 
     def __init__(self, worker: HfWorker, rpc: str | None) -> None:
         self._worker = worker
@@ -111,14 +111,15 @@ class Endpoints:
         return json_response({"object": "list", "data": [model]})
 
     async def health(self, http: HttpRequest) -> Response:
-        """200 only if the engine thread itself answers."""
+        """Answer 200 only if the engine thread itself answers; else 503."""
         status = await self._status()
         load = self._worker.engine.latest
         headers = {**load_headers(load), MODEL_HEADER: self._worker.facts.model}
         return json_response({"status": "ok", "as_of_s": status.load.as_of_s}, headers=headers)
 
     async def status(self, http: HttpRequest) -> Response:
-        """The engine thread's record (kv.wire.status), with where the node's RPC port is."""
+        """Answer with the engine thread's record (kv.wire.status) and where the node's RPC port
+        is."""
         status = await self._status()
         profile = msgspec.structs.replace(status.profile, rpc=self._rpc)
         return json_response(msgspec.structs.replace(status, profile=profile))
@@ -127,7 +128,7 @@ class Endpoints:
         return json_response(await self._in_time(self._worker.engine.cache(HEALTH_TIMEOUT_S)))
 
     async def inventory(self, http: HttpRequest) -> Response:
-        """What is held here, as far as it was said after word `after`."""
+        """Answer with a page of what is held here, of the words after number `after`."""
         after = http.query_params.get("after", "0")
         if not (after.isascii() and after.isdigit() and len(after) < 19):
             raise InvalidInput("after", f"{after!r} is no number", "send a page's last, or 0")
@@ -184,7 +185,7 @@ class Endpoints:
         return msgspec.structs.replace(request, prefix=prefix, prompt=tokens)
 
     def _owner_of(self, request: EngineRequest) -> OwnerIs | None:
-        """The owner of the turn's session, as far as it is known here."""
+        """Return the owner of the turn's session, as far as it is known here."""
         if not request.is_named or request.session_id is None:
             return None
         return self._worker.ownership.owner_of(SessionId(request.session_id))
@@ -266,7 +267,8 @@ def _error(
 
 
 def make_app(worker: HfWorker, *, rpc: str | None = None) -> Starlette:
-    """The ASGI application; its lifespan is the engine thread's. `rpc`: the node's RPC address."""
+    """Make the ASGI application, whose lifespan is the engine thread's. `rpc` is the node's RPC
+    address."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

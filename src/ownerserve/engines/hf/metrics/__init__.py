@@ -1,1 +1,2 @@
-"""What a worker tells of itself: dated status, and its Prometheus metrics. Decides nothing."""
+"""The figures that a worker tells of itself: dated status, and its Prometheus metrics. Decides
+nothing."""

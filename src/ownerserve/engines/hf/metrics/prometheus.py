@@ -1,4 +1,5 @@
-"""A worker's Prometheus metrics. Counts what it is told or reads dated snapshots; decides nothing.
+"""The Prometheus metrics of a worker. Counts what it is told or reads dated snapshots; decides
+nothing.
 
     WorkerMetrics                  requests, steps, pools: every worker
     RestoreMetrics, StoreMetrics   restores, spills, what storing wears: a worker with a node
@@ -40,7 +41,8 @@ TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 class WorkerMetrics:
-    """A worker's own metrics, in a registry of its own: several can live in one process."""
+    """`WorkerMetrics` are a worker's own metrics, in a registry of its own: several can live in one
+    process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -50,13 +52,13 @@ class WorkerMetrics:
         self._pools()
 
     def render(self) -> bytes:
-        """Text exposition format."""
+        """Return all metrics of the registry in Prometheus' text exposition format."""
         return generate_latest(self.registry)
 
     # ---- told by the engine
 
     def admitted(self, admitted: Admitted, *, prompt_tokens: int, cached: dict[str, int]) -> None:
-        """A request left the queue for the first time; `cached` tokens by component."""
+        """Count a request that left the queue for the first time; `cached` tokens by component."""
         self._modes.labels(admitted.mode.value).inc()
         self._reseeds.inc(admitted.mode is ExecutionMode.RESEED)
         self._lost_tokens.inc(admitted.lost_tokens)
@@ -65,15 +67,15 @@ class WorkerMetrics:
             self._cached_tokens.labels(component).inc(tokens)
 
     def taken_in(self, intake: Intake, cpu_s: float) -> None:
-        """A turn was opened; the engine's thread spent `cpu_s` on that."""
+        """Count a turn that was opened, which took the engine's thread `cpu_s` seconds of CPU."""
         self._intake.labels(intake.value).observe(cpu_s)
 
     def took_over(self) -> None:
-        """A session goes on here at a version that was counted elsewhere."""
+        """Count a session that goes on here at a version that was counted elsewhere."""
         self._versions.inc()
 
     def reserved(self, answer: RpcAnswer) -> None:
-        """What was said to somebody who asked for a place."""
+        """Count the answer to a request for a place: reserved, or the reason of the refusal."""
         outcome = answer.reason.value if isinstance(answer, Reject) else "reserved"
         self._reservations.labels(outcome).inc()
 
@@ -93,7 +95,8 @@ class WorkerMetrics:
         self._preemptions.inc(sequences)
 
     def step(self, kind: str, *, took_s: float, load: SchedulerLoad, cache: HeteroCache) -> None:
-        """An iteration ended; `kind` is prefill, decode or mixed."""
+        """Count an iteration that ended, with the levels it left; `kind` is prefill, decode or
+        mixed."""
         self._step_seconds.labels(kind).observe(took_s)
         self._running.set(load.running)
         self._waiting.set(load.waiting)
@@ -104,7 +107,8 @@ class WorkerMetrics:
         self._read_evictions(cache)
 
     def _read_evictions(self, cache: HeteroCache) -> None:
-        """The cache counts in sums: several evictions of one step are seen as their mean."""
+        """Observe the step's evictions. The cache counts in sums: several evictions of one step are
+        seen as their mean."""
         runs = cache.counters.evictions - self._evictions_seen
         tokens = cache.counters.evicted_tokens - self._evicted_tokens_seen
         for _ in range(runs):
@@ -239,7 +243,7 @@ RESTORE_SECONDS = (
 
 
 class RestoreMetrics:
-    """Metrics of restores and spills; registered only by a worker that has a node."""
+    """`RestoreMetrics` count restores and spills; registered only by a worker that has a node."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seen: Counts[str] = Counts()
@@ -291,7 +295,7 @@ class RestoreMetrics:
         )
 
     def decided(self, report: RestoreReport) -> None:
-        """A turn's restore is over, one way or another."""
+        """Count a turn's restore that is over, with what it loaded and saved."""
         self._outcomes.labels(report.outcome.value).inc()
         self._misses.inc(report.misses)
         self._bytes.inc(report.loaded_bytes)
@@ -299,18 +303,19 @@ class RestoreMetrics:
             self._saved_ms.inc(max(0.0, report.plan.reuse_benefit_ms))
 
     def acted(self, actions: Iterable[RestoreAction]) -> None:
-        """A turn began with these."""
+        """Count each of the actions that a turn began with, once."""
         for action in dict.fromkeys(actions):
             self._actions.labels(action.value).inc()
 
     def recomputed(self, *, load_s: float, queue_s: float, recompute_s: float) -> None:
-        """A turn has its first token."""
+        """Observe the seconds that a turn with its first token spent on load, queue and
+        recompute."""
         self._parts.labels("load").observe(load_s)
         self._parts.labels("queue").observe(queue_s)
         self._parts.labels("recompute").observe(recompute_s)
 
     def stored(self, counts: Counts[str], stored_bytes: int) -> None:
-        """The node's own running counts."""
+        """Count what is new in the node's own running counts."""
         if counts == self._seen and stored_bytes == self._seen_bytes:
             return
         for outcome, total in counts.items():
@@ -320,7 +325,7 @@ class RestoreMetrics:
 
 
 class StoreMetrics:
-    """Metrics of what storing wears: checkpoints, the drive, upkeep.
+    """`StoreMetrics` count what storing wears: checkpoints, the drive, upkeep.
 
     Registered only by a worker that has a node. It is told running totals and counts what is new.
     """
@@ -356,7 +361,7 @@ class StoreMetrics:
         )
 
     def wrote(self, account: WriteAccount) -> None:
-        """What was written and read back so far."""
+        """Count what is new in the account of bytes written and read back."""
         if account == self._account:
             return
         for kind, total, before in (
@@ -370,14 +375,14 @@ class StoreMetrics:
         self._account = msgspec.structs.replace(account)
 
     def spilled(self, slots: Mapping[str, int]) -> None:
-        """What left the device for the store so far, by component."""
+        """Count what is new in the slots that left the device for the store, by component."""
         if slots != self._slots_seen:
             for component, total in slots.items():
                 self._slots.labels(component).inc(total - self._slots_seen[component])
             self._slots_seen = Counts(slots)
 
     def tidied(self, counts: Mapping[str, int]) -> None:
-        """What the store's upkeep has done so far."""
+        """Count what is new in what the store's upkeep has done."""
         if counts == self._upkeep_seen:
             return
         for step, total in counts.items():
@@ -386,7 +391,7 @@ class StoreMetrics:
 
 
 def render(snapshot: Snapshot) -> bytes:
-    """The cache's numbers in Prometheus' text exposition format."""
+    """Return the cache's numbers in Prometheus' text exposition format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_CacheCollector(snapshot))
     return generate_latest(registry)
@@ -429,7 +434,7 @@ class _CacheCollector(Collector):
 
 
 def _by_component(now: Snapshot) -> Iterator[Metric]:
-    """Levels of components and tails."""
+    """Yield the levels of components and tails."""
     for name, about, values in (
         ("resident_tokens", "Tokens whose state is resident.", now.cached_tokens),
         ("tail_tokens", "Running tokens that wait for their window.", now.tail_tokens),
@@ -449,7 +454,7 @@ def _by_component(now: Snapshot) -> Iterator[Metric]:
 
 
 def _relief(counters: Counters) -> Iterator[Metric]:
-    """What watermarks brought about."""
+    """Yield the counters of what watermarks brought about."""
     yield from _sums(
         {
             "relief_runs": ("Times a low watermark was acted on.", counters.relief_runs),
@@ -482,7 +487,8 @@ def _labelled(
 
 
 class OwnershipCollector(Collector):
-    """Metrics of a worker that owns sessions, read from its `Ownership`."""
+    """An `OwnershipCollector` reads the metrics of a worker that owns sessions from its
+    `Ownership`."""
 
     def __init__(self, ownership: Ownership) -> None:
         self._ownership = ownership
@@ -533,7 +539,8 @@ class OwnershipCollector(Collector):
 
 
 class RpcCollector(Collector):
-    """Metrics of a worker's RPC port; `counts` are those of `node.rpc.server.RpcServer`."""
+    """An `RpcCollector` reads the metrics of a worker's RPC port; `counts` are those of
+    `node.rpc.server.RpcServer`."""
 
     def __init__(self, counts: Counts[str]) -> None:
         self._counts = counts

@@ -1,4 +1,5 @@
-"""What a worker says about itself, dated. Read from the cache and the scheduler; owns nothing."""
+"""The status that a worker says about itself, dated. Read from the cache and the scheduler; owns
+nothing."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ from ownerserve.plan.cost.model import CostModel
 
 
 class SlotUse(msgspec.Struct, frozen=True):
-    """Slots of one pool. `free` ones are unused now; more can be evicted."""
+    """A `SlotUse` counts the slots of one pool. `free` ones are unused now; more can be evicted."""
 
     capacity: int
     free: int
 
 
 class DeviceStatement(msgspec.Struct, frozen=True, kw_only=True):
-    """The reference engine's pools, for people: slots by component, sessions, steps so far."""
+    """A `DeviceStatement` tells of the reference engine's pools, for people: slots by component,
+    sessions, steps so far."""
 
     block_tokens: int
     sessions: int
@@ -43,13 +45,13 @@ class DeviceStatement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HfStatus(WorkerStatus, frozen=True, kw_only=True):
-    """A worker's record, with what only this engine tells."""
+    """An `HfStatus` is a worker's record, with what only this engine tells."""
 
     device: DeviceStatement
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True):
-    """What of the status does not change in a worker's life."""
+    """A `WorkerIdentity` is the part of the status that does not change in a worker's life."""
 
     model: str
     incarnation: int
@@ -64,7 +66,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True):
 
 
 def pool_uses(cache: HeteroCache) -> dict[str, SlotUse]:
-    """Every pool by component name, and the state blocks. O(components)."""
+    """Return the use of every pool by component name, and of the state blocks. O(components)."""
     levels = cache.occupancy
     blocks = SlotUse(levels.blocks.capacity, levels.blocks.free)
     uses = dict.fromkeys(cache.layout.range_names, blocks)
@@ -74,7 +76,7 @@ def pool_uses(cache: HeteroCache) -> dict[str, SlotUse]:
 
 
 def slot_bytes(cache: HeteroCache) -> dict[str, int]:
-    """What one slot of each pool occupies."""
+    """Return the bytes that one slot of each pool occupies, by pool name."""
     sizes = {component.name: component.slot_bytes for component in cache.layout.components}
     return {**sizes, cache.occupancy.states.name: cache.layout.state_bytes}
 
@@ -82,7 +84,8 @@ def slot_bytes(cache: HeteroCache) -> dict[str, int]:
 def worker_load(
     identity: WorkerIdentity, cache: HeteroCache, *, load: SchedulerLoad, as_of_s: float
 ) -> WorkerLoad:
-    """The stamp on answers. Bytes are those of range blocks: they are what runs short."""
+    """Return the load that answers are stamped with. Bytes are those of range blocks: they are what
+    runs short."""
     blocks = cache.occupancy.blocks
     block_bytes = _slot_bytes(cache.layout, Coverage.RANGE)
     return WorkerLoad(
@@ -100,8 +103,8 @@ def worker_load(
 def worker_profile(
     identity: WorkerIdentity, layout: Layout, *, costs: CostModel, tiers: Mapping[Tier, int | None]
 ) -> ProfileStatement:
-    """What the worker is, at the speed that was measured until now. State from a tier comes with
-    its points, so nothing is replayed after a load."""
+    """Return what the worker is, at the speed that was measured until now. State from a tier comes
+    with its points, so nothing is replayed after a load."""
     return ProfileStatement(
         models=(identity.model,),
         actions=actions_of(tiers),
@@ -118,7 +121,7 @@ def worker_profile(
 def worker_status(
     load: WorkerLoad, profile: ProfileStatement, cache: HeteroCache, *, steps: int
 ) -> HfStatus:
-    """The whole record."""
+    """Return the whole record of the worker."""
     uses = pool_uses(cache)
     return HfStatus(
         unit=unit_statement(load.unit),
@@ -137,5 +140,5 @@ def worker_status(
 
 
 def _slot_bytes(layout: Layout, coverage: Coverage) -> int:
-    """What one slot of every component of this coverage occupies together."""
+    """Return the bytes that one slot of every component of this coverage occupies together."""
     return sum(one.slot_bytes for one in layout.components if one.coverage is coverage)

@@ -1,4 +1,4 @@
-"""Models by name or folder: a tiny random one, or a Hugging Face checkpoint on local disk.
+"""The models by name or folder: a tiny random one, or a Hugging Face checkpoint on local disk.
 
 Must never fetch anything: a folder holds config.json, safetensors and a tokenizer, or is refused.
 Weights are read from safetensors only; no pickle, no remote code.
@@ -21,8 +21,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class LoadedCheckpoint(msgspec.Struct, frozen=True):
-    """A model ready for a ModelRunner, and how to speak to it. `eos_ids` end an answer; `folder` is
-    where its weights were read, None when they were drawn."""
+    """A `LoadedCheckpoint` is a model ready for a ModelRunner, and how to speak to it. `eos_ids`
+    end an answer; `folder` is where its weights were read, None when they were drawn."""
 
     name: str
     model: Any
@@ -38,7 +38,8 @@ def load_checkpoint(
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> LoadedCheckpoint:
-    """A tiny model ("tiny-v4", ...) drawn from `seed`, or the checkpoint in a folder.
+    """Load the checkpoint in a folder, or draw a tiny model ("tiny-v4", ...) from `seed`. Raises
+    InvalidInput for a name that is neither.
 
     `dtype` None: float32 for a tiny model, the checkpoint's own for a folder.
     """

@@ -1,4 +1,5 @@
-"""Runs a transformers model over our paged pools: prefill of one sequence, decode of a batch.
+"""The runner of a transformers model over our paged pools: prefill of one sequence, decode of a
+batch.
 
 Owns the model and the pools' bytes. Must never choose a slot, sample a token, or remember a
 sequence between two calls: what a sequence is comes with every call, as its `Table` and position.
@@ -28,7 +29,7 @@ ALL_LOGITS = 0
 
 
 class DecodeRow(msgspec.Struct):
-    """One sequence of a decode batch: `token` is computed at `position`."""
+    """A `DecodeRow` is one sequence of a decode batch: `token` is computed at `position`."""
 
     table: Table
     token: int
@@ -36,7 +37,7 @@ class DecodeRow(msgspec.Struct):
 
 
 class ModelRunner:
-    """A model with its pools.
+    """A `ModelRunner` is a model with its pools.
 
     `prefill` and `decode` write the state of the tokens they are given and return logits on the
     model's device. Range slots must cover the new tokens before the call.
@@ -62,7 +63,7 @@ class ModelRunner:
         self.max_positions: int = model.config.max_position_embeddings
 
     def allocate(self, slots: Mapping[str, int], state_slots: int) -> None:
-        """Make the pools: slots of each component, and state blocks. All zero."""
+        """Make the pools, all zero: slots of each component, and state blocks."""
         self._pools = Pools(self._states, slots, state_slots=state_slots, device=self.device)
 
     def apply(self, effects: Sequence[Effect]) -> None:
@@ -80,7 +81,8 @@ class ModelRunner:
         write_floor: int = 0,
         logits_to_keep: int = 1,
     ) -> Tensor:
-        """Compute positions [start, start + len(tokens)); logits [kept, vocab].
+        """Compute positions [start, start + len(tokens)) of one sequence and return logits [kept,
+        vocab].
 
         `logits_to_keep`: how many last positions to give logits for; ALL_LOGITS for all.
         `write_floor`: range entries of tokens below it are read, never written (exact replay: the
@@ -93,7 +95,7 @@ class ModelRunner:
         return self._forward(span, [tokens], inputs={"logits_to_keep": logits_to_keep})[0]
 
     def decode(self, rows: Sequence[DecodeRow]) -> Tensor:
-        """One token for each row, all in one forward; logits [rows, vocab]."""
+        """Compute one token for each row, all in one forward, and return logits [rows, vocab]."""
         if not rows:
             raise InvalidInput("rows", "none given", "decode one row or more")
         span = self._span([row.table for row in rows], [row.position for row in rows], new_tokens=1)
@@ -101,36 +103,38 @@ class ModelRunner:
         return self._forward(span, [[row.token] for row in rows], inputs=inputs)[:, -1]
 
     def read_slot(self, component: str, slot: int) -> bytes:
-        """All bytes of a slot, as they lie in the pool (its layout's `slot_bytes`)."""
+        """Return all bytes of a slot, as they lie in the pool (its layout's `slot_bytes`)."""
         return self.allocated.component(component).read(slot)
 
     def write_slot(self, component: str, slot: int, data: bytes) -> None:
-        """The inverse of `read_slot`; raises SpecMismatch on a wrong length."""
+        """Write `data`, as `read_slot` gives it, into the slot; raises SpecMismatch on a wrong
+        length."""
         self.allocated.component(component).write(slot, data)
 
     def read_slots(self, component: str, slots: Sequence[int]) -> memoryview:
-        """The bytes of several slots one after another, in one copy."""
+        """Return the bytes of several slots one after another, in one copy."""
         return self.allocated.component(component).read_many(slots)
 
     def write_slots(self, component: str, slots: Sequence[int], data: memoryview) -> None:
-        """The inverse of `read_slots`; raises SpecMismatch on a wrong length."""
+        """Write `data`, as `read_slots` gives it, into the slots; raises SpecMismatch on a wrong
+        length."""
         self.allocated.component(component).write_many(slots, data)
 
     def spec_digest(self) -> bytes:
-        """What the state means, for artifacts' identity."""
+        """Return the digest of what the state means, for artifacts' identity."""
         return self._states.digest()
 
     def payload_parts(self) -> dict[str, tuple[PayloadPart, ...]]:
-        """The arrays of each component's slots."""
+        """Return the arrays of each component's slots."""
         return self._states.payload_parts()
 
     def planned_state(self) -> ModelState:
-        """What the restore planner needs of the model."""
+        """Return what the restore planner needs to know of the model."""
         return self._states.planned_state()
 
     @property
     def allocated(self) -> Pools:
-        """The pools that `allocate` made. Raises InvariantViolated before."""
+        """`allocated` are the pools that `allocate` made. Raises InvariantViolated before."""
         if self._pools is None:
             raise InvariantViolated("allocate() comes before any other call")
         return self._pools
@@ -155,7 +159,7 @@ class ModelRunner:
     def _forward(
         self, span: ForwardRows, tokens: Sequence[Sequence[int]], *, inputs: Mapping[str, Any]
     ) -> Tensor:
-        """Logits [R, kept, vocab]."""
+        """Run the model over the tokens [R, q] and return logits [R, kept, vocab]."""
         cache = PagedCache(self._states, span, self.allocated, borrowed=self._borrowed)
         with torch.inference_mode():
             output = self._model(

@@ -1,4 +1,5 @@
-"""Which token comes next. Owns each choice's random generator; knows nothing of batches' make-up.
+"""Sampling decides which token comes next. Owns each choice's random generator; knows nothing of
+batches' make-up.
 
 A choice draws from a generator of its own and every operation works row by row, so the same seed
 gives the same tokens whatever runs beside it (as far as the logits themselves are equal).
@@ -22,7 +23,8 @@ SEEDS = 1 << 63
 
 
 class Sampler:
-    """The sampling side of one choice: its generator and what it has written so far."""
+    """A `Sampler` is the sampling side of one choice: its generator and the tokens it has written
+    so far."""
 
     __slots__ = ("_banned", "_generator", "_min_tokens", "_written", "sampling")
 
@@ -37,7 +39,8 @@ class Sampler:
             self._generator.manual_seed((self.sampling.seed + choice) % SEEDS)
 
     def adjust(self, row: Tensor) -> Tensor:
-        """Bias, penalties, and no end before `min_tokens`; the row itself when there are none."""
+        """Return the logits with bias and penalties, and with no end before `min_tokens`; the row
+        itself when there are none."""
         sampling = self.sampling
         presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
         is_penalized = bool(self._written) and bool(presence or frequency)
@@ -55,7 +58,7 @@ class Sampler:
         return row
 
     def draw(self, row: Tensor) -> int:
-        """One token by its adjusted logits; not for a greedy choice."""
+        """Draw one token by its adjusted logits; not for a greedy choice."""
         probabilities = truncate(torch.softmax(row / self.sampling.temperature, -1), self.sampling)
         # Gumbel's trick in its exponential form: argmax p/E with E ~ Exp(1) has distribution p.
         # Unlike torch.multinomial it does not depend on p's sum and never syncs with the device.
@@ -63,12 +66,12 @@ class Sampler:
         return int((probabilities / noise).argmax())
 
     def note(self, token: int) -> None:
-        """`token` was chosen: penalties count it."""
+        """Note that `token` was chosen: penalties count it."""
         self._written[token] += 1
 
 
 def truncate(probabilities: Tensor, sampling: Sampling) -> Tensor:
-    """Zero what top_k and top_p leave out (the sum is no longer 1).
+    """Zero what top_k and top_p leave out and return the rest (whose sum is no longer 1).
 
     top_p keeps the smallest set of most likely tokens whose probability reaches it, always the
     first (Holtzman et al. 2020, nucleus sampling).
@@ -86,7 +89,7 @@ def truncate(probabilities: Tensor, sampling: Sampling) -> Tensor:
 
 
 def sample(logits: Sequence[Tensor], samplers: Sequence[Sampler]) -> list[Sampled]:
-    """One token for each row of logits.
+    """Choose one token for each row of logits, and note it in its sampler.
 
     Greedy rows are resolved in one argmax and one copy to the host.
     """

@@ -1,4 +1,4 @@
-"""Text and tokens: prompts to tokens, and tokens to text as they come.
+"""Text and tokens: prompts become tokens, and tokens become text as they come.
 
 `ChatCodec` is a thin translation of a transformers tokenizer. The server (encoding) and the engine
 thread (decoding) both use it; a fast tokenizer allows that as long as nobody changes its truncation
@@ -18,18 +18,21 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class ChatCodec:
-    """Text and messages to tokens, and back; `tokenizer` is a PreTrainedTokenizerFast."""
+    """A `ChatCodec` turns text and messages into tokens, and back; `tokenizer` is a
+    PreTrainedTokenizerFast."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """A plain prompt, with the special tokens that the model expects around it."""
+        """Return the tokens of a plain prompt, with the special tokens that the model expects
+        around it."""
         tokens: list[int] = self._tokenizer.encode(text)
         return tokens
 
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[int]:
-        """A conversation in the model's own template, up to where the assistant speaks."""
+        """Return the tokens of a conversation in the model's own template, up to where the
+        assistant speaks. Raises InvalidInput where the template refuses, or there is none."""
         from jinja2 import TemplateError
 
         try:
@@ -47,21 +50,22 @@ class ChatCodec:
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens` without special ones; a broken character shows as U+FFFD."""
+        """Return the text of `tokens` without special ones; a broken character shows as U+FFFD."""
         text: str = self._tokenizer.decode(
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
 
     def show(self, token: int) -> str:
-        """One token as it is named in log-probabilities, special ones included."""
+        """Return one token as it is named in log-probabilities, special ones included."""
         text: str = self._tokenizer.decode(
             [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 bytes that `token` stands for, even when they are part of a character."""
+        """Return the UTF-8 bytes that `token` stands for, even when they are part of a
+        character."""
         text = self.show(token)
         if BROKEN not in text:
             return text.encode()
@@ -74,9 +78,8 @@ class ChatCodec:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Byte-level BPE writes byte b as itself where printable in Latin-1, else from U+0100 on
-    (GPT-2, Radford et al. 2019).
-    """
+    """Return the byte that each letter of byte-level BPE stands for: byte b is itself where
+    printable in Latin-1, else from U+0100 on (GPT-2, Radford et al. 2019)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {
@@ -95,13 +98,13 @@ WINDOW_TOKENS = 64
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that this module needs."""
+    """A `Decoder` is the part of a tokenizer that this module needs."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
 
 class Detokenizer:
-    """Incremental decoding.
+    """A `Detokenizer` decodes tokens as they come.
 
     A tokenizer's output for a token depends on its neighbours (spaces, split characters), so a
     window of recent tokens is decoded anew and what is stable beyond the last time is given out.
@@ -117,7 +120,7 @@ class Detokenizer:
         self._given = 0
 
     def push(self, token: int) -> str:
-        """Text that `token` made certain."""
+        """Take a token and return the text that it made certain."""
         self._window.append(token)
         text = self._decoder.decode(self._window)
         stable = text.rstrip(BROKEN)
@@ -129,7 +132,7 @@ class Detokenizer:
         return self._give(text[: max(len(stable), len(text) - HELD_BYTES)])
 
     def flush(self) -> str:
-        """What was held back, broken or not."""
+        """Return what was held back, broken or not."""
         return self._restart(self._decoder.decode(self._window), [])
 
     def _give(self, text: str) -> str:
@@ -145,7 +148,8 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Finds the first stop string in a growing text, and holds back what may become one."""
+    """`StopStrings` finds the first stop string in a growing text, and holds back what may become
+    one."""
 
     __slots__ = ("_held", "_strings")
 
@@ -154,7 +158,8 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that is safe to show, whether a stop string was met; it and the rest are cut)."""
+        """Take more text; return the text that is safe to show, and whether a stop string was met:
+        it and the rest are cut."""
         if not self._strings:
             return text, False
         text = self._held + text
@@ -167,13 +172,13 @@ class StopStrings:
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """What was held back: the choice ended, so it is no stop string."""
+        """Return what was held back: the choice ended, so it is no stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, string: str) -> int:
-    """Length of the longest proper prefix of `string` that ends `text`."""
+    """Return the length of the longest proper prefix of `string` that ends `text`."""
     for size in range(min(len(text), len(string) - 1), 0, -1):
         if text.endswith(string[:size]):
             return size
@@ -181,7 +186,8 @@ def _overlap(text: str, string: str) -> int:
 
 
 class Choice:
-    """The text side of one choice: takes sampled tokens, gives deltas, says when it is over."""
+    """A `Choice` is the text side of one choice: it takes sampled tokens, gives deltas, and says
+    when it is over."""
 
     def __init__(self, index: int, stopping: Stopping, decoder: Decoder) -> None:
         self.index = index
@@ -191,7 +197,8 @@ class Choice:
         self._stops = StopStrings(stopping.strings)
 
     def push(self, sampled: Sampled) -> Delta:
-        """One more token."""
+        """Take one more token and return the delta that it makes; the delta with a `finish` is the
+        last."""
         stopping, token = self._stopping, sampled.token
         self.completion_tokens += 1
         if self.completion_tokens > stopping.min_tokens and (
@@ -208,7 +215,7 @@ class Choice:
         return Delta(self.index, text, (sampled,))
 
     def _last(self, text: str, sampled: Sampled, finish: FinishReason) -> Delta:
-        """End with what was held back; even that may complete a stop string."""
+        """Return the last delta, with what was held back; even that may complete a stop string."""
         more, is_stopped = self._stops.push(self._text.flush())
         if is_stopped:
             return Delta(self.index, text + more, (sampled,), FinishReason.STOP)

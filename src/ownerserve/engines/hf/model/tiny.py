@@ -1,4 +1,4 @@
-"""Tiny random models of each family: real architectures, made in memory, equal for equal seeds.
+"""The tiny random models of each family: real architectures, made in memory, equal for equal seeds.
 
 Weights are drawn so that state matters: at the usual std of 0.02 a wrong cache hardly moves the
 logits. The output rows of all tokens that are not printable ASCII are zero: greedy text is ASCII
@@ -38,7 +38,8 @@ _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 6
 
 
 def v4_config(**changes: Any) -> Any:
-    """DeepSeek-V4 at W 16, rates 4 and 16; `index_topk` covers every entry of a full context."""
+    """Return the configuration of DeepSeek-V4 at W 16, rates 4 and 16; `index_topk` covers every
+    entry of a full context."""
     from transformers import DeepseekV4Config
 
     values: dict[str, Any] = {
@@ -133,7 +134,8 @@ TINY_MODELS: Mapping[str, Callable[[], Any]] = {
 
 
 def tiny_config(name: str) -> Any:
-    """Configuration of a tiny model by name."""
+    """Return the configuration of the tiny model called `name`. Raises InvalidInput for an unknown
+    name."""
     make = TINY_MODELS.get(name)
     if make is None:
         raise InvalidInput(
@@ -145,7 +147,7 @@ def tiny_config(name: str) -> Any:
 def random_model(
     config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Any:
-    """A model of `config` with weights drawn from `seed`, on the CPU whatever the device."""
+    """Make a model of `config` with weights drawn from `seed`, on the CPU whatever the device."""
     from transformers import AutoModelForCausalLM
 
     attention = {"attn_implementation": attention_for(config)}
@@ -158,7 +160,7 @@ def random_model(
 
 
 def attention_for(config: Any) -> str | None:
-    """Attention implementation to load with; None: the family's own choice."""
+    """Return the attention implementation to load with; None: the family's own choice."""
     return register_v4_attention() if config.model_type == "deepseek_v4" else None
 
 
@@ -178,7 +180,7 @@ def _draw_weights(model: Any, generator: torch.Generator) -> None:
 
 
 def _draw(name: str, weight: Tensor, generator: torch.Generator, *, family: str) -> Tensor | None:
-    """New values of one parameter; None leaves norms and scales as they are."""
+    """Draw new values of one parameter; None leaves norms and scales as they are."""
     normal = torch.randn(weight.shape, generator=generator)
     if name.endswith("A_log"):  # decay exp(A_log): 0.01 to 0.06, else the state is forgotten
         return torch.empty(weight.shape).uniform_(0.01, 0.06, generator=generator).log()

@@ -1,4 +1,5 @@
-"""A byte-level tokenizer made on the spot: 256 bytes and 16 specials, no files, no downloads.
+"""The byte-level tokenizer of the tiny models, made on the spot: 256 bytes and 16 specials, no
+files, no downloads.
 
 Token i < 256 is the byte i; text and tokens are one-to-one. The chat template renders turn k to a
 prefix of turn k+1's rendering, as a prefix cache wants it.
@@ -46,7 +47,7 @@ CHAT_TEMPLATE = """\
 
 
 def byte_tokenizer() -> Any:
-    """A PreTrainedTokenizerFast over bytes, with the chat template above."""
+    """Make a PreTrainedTokenizerFast over bytes, with the chat template above."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -67,7 +68,8 @@ def byte_tokenizer() -> Any:
 
 
 def _byte_letters() -> list[str]:
-    """GPT-2's letter for each byte: itself where printable in Latin-1, else from U+0100 on."""
+    """Return GPT-2's letter for each byte: itself where printable in Latin-1, else from U+0100
+    on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(BYTES) if byte not in printable)
     shifted = {byte: chr(BYTES + i) for i, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""The reference engine as a node sees it: what it can do, and its slots as bytes.
+"""The port of the reference engine to its node: what the engine can do, and its slots as bytes.
 
 Also what its state is called: the identity that stored artifacts bear. A model's weights are
 named by a digest of what was loaded, never by a path.
@@ -26,7 +26,7 @@ SLOT_FORMAT = FORMAT
 
 
 class HfPort:
-    """A ModelRunner as an EnginePort."""
+    """An `HfPort` is a ModelRunner as an EnginePort."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -43,7 +43,8 @@ class HfPort:
 
 
 def identity_of(checkpoint: LoadedCheckpoint, runner: ModelRunner) -> Identity:
-    """What a worker's state is called. Reads every weight once: as long as loading took.
+    """Return the identity that names a worker's state. Reads every weight once, which takes as long
+    as loading took.
 
     Weights that were read from files are named by them, as other engines name them too.
     """
@@ -65,7 +66,8 @@ def identity_of(checkpoint: LoadedCheckpoint, runner: ModelRunner) -> Identity:
 
 
 def weights_digest(model: Any) -> str:
-    """SHA-256 over every parameter and buffer: name, shape, dtype, and XXH3-128 of its bytes."""
+    """Return a SHA-256, in hex, over every parameter and buffer: name, shape, dtype, and XXH3-128
+    of its bytes."""
     digest = hashlib.sha256(b"ownerserve/weights/1")
     for name, tensor in sorted(model.state_dict().items()):
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -75,7 +77,7 @@ def weights_digest(model: Any) -> str:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 over the vocabulary and the special tokens."""
+    """Return a SHA-256, in hex, over the vocabulary and the special tokens."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     special = sorted(map(str, tokenizer.all_special_tokens))
     return hashlib.sha256(msgspec.json.encode([vocabulary, special])).hexdigest()

@@ -1,4 +1,5 @@
-"""The engine loop's side of a node: who waits for state, what was done, what it took.
+"""The engine loop's side of a node: which turns wait for state, what was done for them, and what it
+took.
 
 Translates between the loop's words and the node's; decides nothing. Lives on the engine thread.
 A loop without a node has `WithoutNode`, and behaves as if there were none. `SchedulerObserver`
@@ -41,7 +42,7 @@ from ownerserve.plan.inputs import Backlog
 
 
 class _Prompt(msgspec.Struct, eq=False):
-    """One that is being computed. Its first `restored` tokens were not."""
+    """A `_Prompt` is a prompt that is being computed. Its first `restored` tokens were not."""
 
     restored: int
     computed: int
@@ -51,7 +52,8 @@ class _Prompt(msgspec.Struct, eq=False):
 
 
 class SchedulerObserver:
-    """What prompts and decode steps cost on this engine, from the steps themselves.
+    """A `SchedulerObserver` measures what prompts and decode steps cost on this engine, from the
+    steps themselves.
 
     The class owns the prompts that are being measured; the calibration owns what was learnt. A
     prompt is measured whole, and only when nothing ran beside any of its chunks; a decode step when
@@ -64,17 +66,18 @@ class SchedulerObserver:
 
     @property
     def costs(self) -> CostModel:
-        """What was learnt so far."""
+        """`costs` is what was learnt so far."""
         return self._calibration.model
 
     def admitted(self, admission: AdmittedPrompt) -> None:
-        """A prompt begins. One that comes back from a preemption is no measurement."""
+        """Begin to measure a prompt. A prompt that comes back from a preemption is no
+        measurement."""
         restored = admission.restored
         if not admission.again:
             self._prompts[admission.turn_id] = _Prompt(restored, restored)
 
     def stepped(self, plan: StepPlan, took_ms: float) -> None:
-        """A step was planned, computed and told in `took_ms`."""
+        """Learn from a step that was planned, computed and told in `took_ms`."""
         if plan.rows and not plan.chunks:
             self._calibration.observe((Stepped(len(plan.rows), took_ms),))
         is_alone = len(plan.chunks) == 1 and not plan.rows
@@ -89,12 +92,13 @@ class SchedulerObserver:
                 self._done(self._prompts.pop(chunk.turn_id), chunk)
 
     def forget(self, turn_ids: Iterable[TurnId]) -> None:
-        """These turns are over, or were given up."""
+        """Forget these turns, which are over or were given up."""
         for turn_id in turn_ids:
             self._prompts.pop(turn_id, None)
 
     def _done(self, prompt: _Prompt, last: Chunk) -> None:
-        """A prompt is computed. Only whole ones are measured: prices hold what many chunks cost."""
+        """Learn from a prompt that is computed. Only whole ones are measured: prices hold what many
+        chunks cost."""
         if not prompt.is_measured:
             return
         floor, end = max(prompt.restored, last.write_floor), last.start + len(last.tokens)
@@ -118,7 +122,8 @@ STOP_WITHIN_S = 5.0
 
 
 class RestoreSummary(msgspec.Struct, frozen=True):
-    """What brought a turn's state: how much of it, the actions taken, the price that was asked."""
+    """A `RestoreSummary` tells what brought a turn's state: how many tokens, the actions taken, and
+    the plan that was priced."""
 
     tokens: int = 0
     restore: str = ""
@@ -126,7 +131,7 @@ class RestoreSummary(msgspec.Struct, frozen=True):
 
 
 class Restoring(Protocol):
-    """What the loop tells a node, and asks of it."""
+    """A `Restoring` is what the loop tells a node, and asks of it."""
 
     calibration: Calibration
     """Where what is measured goes."""
@@ -149,7 +154,8 @@ class Restoring(Protocol):
 
 
 class WithoutNode:
-    """A loop without a node: turns run with what the device has; short room is evicted."""
+    """`WithoutNode` serves a loop without a node: turns run with what the device has; short room is
+    evicted."""
 
     def __init__(self, cache: HeteroCache, scheduler: Scheduler) -> None:
         self.inventory = Inventory()
@@ -162,16 +168,16 @@ class WithoutNode:
 
     @property
     def tiers(self) -> Mapping[Tier, int | None]:
-        """None: state is kept on the device only."""
+        """`tiers` is empty: state is kept on the device only."""
         return {}
 
     def arrived(self, turn_id: TurnId, request: EngineRequest, prompt: PromptPrefix) -> None:
-        """Its session is what is told of."""
+        """Remember the turn's session, of whose state the inventory tells."""
         if request.session_id:
             self._session_of[turn_id] = SessionId(request.session_id)
 
     def poll(self) -> None:
-        """Between two steps: soft references end, room is made where little is left."""
+        """End soft references and make room where little is left; called between two steps."""
         now = time.monotonic()
         self._sessions.expire(now)
         if self._pressure.is_due:
@@ -190,25 +196,25 @@ class WithoutNode:
     def computed(self, plan: StepPlan) -> None: ...
 
     def ended(self, turn_ids: Iterable[TurnId]) -> None:
-        """Their sessions' state is on the device."""
+        """Tell in the inventory what the turns' sessions have on the device."""
         for turn_id in turn_ids:
             session_id = self._session_of.pop(turn_id, None)
             if session_id is not None:
                 self._on_device.ended(session_id)
 
     def gone(self, turn_id: TurnId) -> None:
-        """The turn's request was given up or has failed."""
+        """Forget the turn, whose request was given up or has failed."""
         self._session_of.pop(turn_id, None)
 
     def over(self, session_id: SessionId) -> None:
-        """The session is over: nobody will ask for it."""
+        """Strike the session out of the inventory: it is over, and nobody will ask for it."""
         self.inventory.forget(session_id)
 
     def close(self, *, within_s: float) -> None: ...
 
 
 class _Turn(msgspec.Struct, eq=False):
-    """A turn's times, each on the loop's clock, and what was restored."""
+    """A `_Turn` keeps a turn's times, in seconds of the loop's clock, and what was restored."""
 
     prompt: int
     backlog: Backlog
@@ -221,7 +227,7 @@ class _Turn(msgspec.Struct, eq=False):
 
 
 class WithNode:
-    """A loop with a node: turns are held until their state is there."""
+    """`WithNode` serves a loop with a node: turns are held until their state is there."""
 
     def __init__(self, node: NodeRuntime, scheduler: Scheduler, metrics: RestoreMetrics) -> None:
         self._node = node
@@ -232,16 +238,17 @@ class WithNode:
 
     @property
     def tiers(self) -> Mapping[Tier, int | None]:
-        """Where the node keeps state, and how many bytes fit; None: not known."""
+        """`tiers` are the media where the node keeps state, and how many bytes fit; None: not
+        known."""
         return self._node.tiers
 
     @property
     def inventory(self) -> Inventory:
-        """What the node tells that it holds."""
+        """`inventory` is what the node tells that it holds."""
         return self._node.state.inventory
 
     def arrived(self, turn_id: TurnId, request: EngineRequest, prompt: PromptPrefix) -> None:
-        """A queued turn keeps its place and waits for the node's word."""
+        """Hold the queued turn, which keeps its place, until the node says that it may run."""
         now, load = time.monotonic(), self._scheduler.load()
         count = prompt.count
         backlog = Backlog(load.pending_prefill_tokens - count, load.waiting - 1)
@@ -254,7 +261,7 @@ class WithNode:
         self._start(self._node.handle(event, now))
 
     def poll(self) -> None:
-        """Between two steps: take what the store has answered, copy what is idle."""
+        """Take what the store has answered and copy what is idle; called between two steps."""
         self._start(self._node.poll(time.monotonic()))
         self._scheduler.checkpoint(self._node.checkpoints())
         state = self._node.state
@@ -276,7 +283,7 @@ class WithNode:
                 self._metrics.decided(report)
 
     def began(self, admission: AdmittedPrompt) -> RestoreSummary:
-        """What was brought for the turn, and by which actions."""
+        """Return what was brought for the turn, and by which actions."""
         turn = self._turns.get(admission.turn_id)
         if turn is None:
             return RestoreSummary()
@@ -299,7 +306,8 @@ class WithNode:
         return RestoreSummary(tokens, " + ".join(dict.fromkeys(actions)), plan)
 
     def computed(self, plan: StepPlan) -> None:
-        """A step's forwards are done."""
+        """Count the tokens that a step's forwards have sampled; time the prompts that got their
+        first one."""
         for chunk in plan.chunks:
             turn = self._turns.get(chunk.turn_id)
             if turn is None:
@@ -314,7 +322,7 @@ class WithNode:
                 self._turns[turn_id].sampled += 1
 
     def _first_token(self, turn: _Turn) -> None:
-        """A prompt is computed."""
+        """Report the times of a turn whose prompt is computed."""
         self._metrics.recomputed(
             load_s=turn.report.waited_s if turn.report else 0.0,
             queue_s=turn.began_s - turn.started_s,
@@ -322,7 +330,7 @@ class WithNode:
         )
 
     def ended(self, turn_ids: Iterable[TurnId]) -> None:
-        """These turns are over: their sessions are idle from now on."""
+        """Tell the node that these turns are over: their sessions are idle from now on."""
         for turn_id in turn_ids:
             turn = self._turns.pop(turn_id, None)
             if turn is not None:
@@ -332,15 +340,15 @@ class WithNode:
                 self._node.handle(event, time.monotonic())
 
     def gone(self, turn_id: TurnId) -> None:
-        """The turn's request was given up or has failed."""
+        """Tell the node that the turn's request was given up or has failed."""
         if self._turns.pop(turn_id, None) is not None:
             self._node.handle(TurnGone(turn_id), time.monotonic())
             self._node.report(turn_id)
 
     def over(self, session_id: SessionId) -> None:
-        """The session is over: nobody will ask for it."""
+        """Tell the node that the session is over, and nobody will ask for it."""
         self._node.handle(SessionOver(session_id), time.monotonic())
 
     def close(self, *, within_s: float) -> None:
-        """The engine stops: what is idle goes to the store, as far as there is time."""
+        """Copy what is idle to the store for up to `within_s` seconds, since the engine stops."""
         self._node.close(time.monotonic(), within_s=within_s)

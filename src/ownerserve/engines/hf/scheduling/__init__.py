@@ -1,1 +1,2 @@
-"""Which sequences compute which tokens in the next step, and the requests they come from. Pure."""
+"""Scheduling: which sequences compute which tokens in the next step, and the requests they come
+from. Pure."""

@@ -1,4 +1,4 @@
-"""What a caller asks of the engine and what it hears back.
+"""The requests that a caller makes of the engine and the events it hears back.
 
 Plain values that cross between the asyncio side and the engine thread. Never a tensor, a socket or
 a clock.
@@ -19,14 +19,14 @@ from ownerserve.node.vocabulary.chains import PromptPrefix
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended, in OpenAI's words."""
+    """A `FinishReason` says why a choice ended, in OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is chosen.
+    """A `Sampling` says how the next token is chosen.
 
     `temperature` 0 is greedy. `top_k` 0 keeps all. `logprobs` None gives none, n >= 0 the chosen
     token's and the n best. Choice i of a request draws from a generator seeded `seed + i`.
@@ -43,7 +43,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
-    """When a choice ends.
+    """A `Stopping` says when a choice ends.
 
     A stop string is cut from the text. End-of-sequence and `token_ids` end a choice once it has
     `min_tokens`; they count as completion tokens and add no text. `eos_token_ids` is empty when
@@ -58,11 +58,11 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and `choices` continuations of it. `is_final`: its session ends with it.
-    `is_named`: a gateway named the session, which can be owned then; `parent`: whose fork it is;
-    `group`: of sessions that share a head;
-    `epoch`: the highest under which the gateway knows it to be owned; `version`: how many turns it
-    knows its owners to have finished.
+    """An `EngineRequest` is one prompt and `choices` continuations of it. `is_final`: its session
+    ends with it. `is_named`: a gateway named the session, which can be owned then; `parent` is the
+    session that it was forked from, `group` names sessions that share a head, `epoch` is the
+    highest under which the gateway knows the session to be owned, `version` how many turns it knows
+    its owners to have finished.
 
     `reservation` is the place that admission holds for it; None: it comes without one. One that
     `is_judged` is refused at its arrival when it would wait for long; others take their chance.
@@ -87,7 +87,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What a request is checked against."""
+    """`Facts` are what a request is checked against."""
 
     model: str
     vocab_size: int
@@ -97,14 +97,16 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token and its natural-log probability under the unmodified distribution."""
+    """A `TokenLogprob` is a token and its natural-log probability under the unmodified
+    distribution."""
 
     token: int
     logprob: float
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """One chosen token; `chosen` and `top` are set when log-probabilities were asked for."""
+    """A `Sampled` is one chosen token; `chosen` and `top` are set when log-probabilities were asked
+    for."""
 
     token: int
     chosen: TokenLogprob | None = None
@@ -112,7 +114,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """The request left the queue; `cached_tokens` of its prompt need no compute.
+    """Event: the request left the queue; `cached_tokens` of its prompt need no compute.
 
     `replayed_tokens` more are computed over kept range state, to rebuild windows. `restore` names
     what was done to bring state back, in the planner's words; `plan` is the price of what was
@@ -128,7 +130,7 @@ class Admitted(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one step added to choice `index`.
+    """Event: one step added this to choice `index`.
 
     `text` may lag behind `sampled`: an unfinished UTF-8 character or a possible stop string is
     held back. The delta with a `finish` is the choice's last.
@@ -141,7 +143,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class RequestFinished(msgspec.Struct, frozen=True):
-    """All choices ended."""
+    """Event: all choices of the request ended."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -149,7 +151,7 @@ class RequestFinished(msgspec.Struct, frozen=True):
 
 
 class RequestFailed(msgspec.Struct, frozen=True):
-    """The request ends without (or in the middle of) an answer."""
+    """Event: the request ends without (or in the middle of) an answer."""
 
     reason: WorkerRefusal
     message: str

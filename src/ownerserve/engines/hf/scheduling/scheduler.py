@@ -1,4 +1,5 @@
-"""Which sequences compute which tokens in the next step. Iteration-level, a pure state machine.
+"""The scheduler decides which sequences compute which tokens in the next step. Iteration-level, a
+pure state machine.
 
 Owns the queue, the running set and each sequence's progress; drives the cache (which owns slots
 and residency). It never touches a tensor, a clock, text or randomness: `now` is an argument,
@@ -61,7 +62,8 @@ class SequencePhase(StrEnum):
 
 
 class Sequence(msgspec.Struct):
-    """One choice of a request on its way. `age` orders by (arrival, choice): small is old.
+    """A `Sequence` is one choice of a request on its way. `age` orders by (arrival, choice): small
+    is old.
 
     `said` was sampled behind the prompt; the first `computed` tokens have their state in slots;
     slots are reserved for `reserved`. `siblings` are choices that fork off when the prompt is done.
@@ -92,15 +94,15 @@ class Sequence(msgspec.Struct):
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and answer so far."""
+        """`length` is the number of tokens of prompt and answer so far."""
         return self.prompt.count + len(self.said)
 
     def packed(self) -> Packed:
-        """Prompt and answer so far."""
+        """Return the packed tokens of prompt and answer so far."""
         return self.prompt.tokens + pack(self.said) if self.said else self.prompt.tokens
 
     def span(self, start: int, end: int) -> Tokens[int]:
-        """Tokens [start, end). O(end - start)."""
+        """Return the tokens [start, end). O(end - start)."""
         known = self.prompt.count
         tokens = unpack(self.prompt.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES])
         if end > known:
@@ -108,22 +110,23 @@ class Sequence(msgspec.Struct):
         return tokens
 
     def tip(self) -> PrefixHash | None:
-        """The digest of all full blocks that a turn leaves: the last token is never computed. None
-        for one that has no session, or fills no block."""
+        """Return the digest of all full blocks that a turn leaves: the last token is never
+        computed. None for a turn that has no session, or fills no block."""
         if self.session_id is None:
             return None
         return self.prompt.answered(pack(self.said[:-1])).digest_at(self.computed)
 
 
 def blocks_to_come(sequence: Sequence, block: int) -> int:
-    """Blocks that a sequence may still take, those of choices that have not forked included."""
+    """Return how many blocks a sequence may still take, those of choices that have not forked
+    included."""
     most = -(-sequence.most_tokens // block)
     forks = len(sequence.siblings) * max(0, most - sequence.length // block)
     return max(0, most - sequence.reserved // block) + forks
 
 
 def age_of(sequence: Sequence) -> tuple[int, int]:
-    """The key that orders sequences by arrival, oldest first."""
+    """Return the key that orders sequences by arrival, oldest first."""
     return sequence.age
 
 
@@ -139,17 +142,15 @@ def age_of(sequence: Sequence) -> tuple[int, int]:
 
 
 def resume_points(total: int, block: int) -> tuple[int, int]:
-    """Boundaries worth a snapshot in a prompt of `total` tokens: the last one that leaves a token
-    to compute (what the same prompt can re-use), and the last one at all (what a longer one can).
-    They differ only when `total` is a boundary itself. 0 means none.
-    """
+    """Return the boundaries worth a snapshot in a prompt of `total` tokens: the last one that
+    leaves a token to compute (what the same prompt can re-use), and the last one at all (what a
+    longer one can). They differ only when `total` is a boundary itself. 0 means none."""
     return (total - 1) // block * block, total // block * block
 
 
 def chunk_end(start: int, total: int, *, block: int, chunk: int) -> int:
-    """End of the prefill chunk that starts at `start`: the next multiple of `chunk`, cut short at
-    the resume points and at `total`.
-    """
+    """Return the end of the prefill chunk that starts at `start`: the next multiple of `chunk`, cut
+    short at the resume points and at `total`."""
     ends = (start - start % chunk + chunk, *resume_points(total, block), total)
     return min(end for end in ends if end > start)
 
@@ -175,7 +176,7 @@ def open_turn(
 
 
 class Scheduler:
-    """The scheduler of one engine.
+    """The `Scheduler` of one engine owns its queue and its running sequences, and plans each step.
 
     Calls alternate: `plan`, then `step_done`; `arrive` and `abort` between.
     """
@@ -211,7 +212,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something; else only an event can bring work."""
+        """`has_work` tells whether a step would do something; else only an event can bring work."""
         if self._running:
             return True
         head = self._next_in_line()
@@ -222,7 +223,7 @@ class Scheduler:
         return self._limits
 
     def load(self) -> SchedulerLoad:
-        """A dated copy of what is queued and running."""
+        """Return a dated copy of what is queued and running."""
         pending = sum(s.length for s in self._waiting)
         pending += sum(
             s.length - s.computed for s in self._running if s.phase is SequencePhase.PREFILL
@@ -265,11 +266,12 @@ class Scheduler:
         return QueuedPrompt()
 
     def hold(self, turn_id: TurnId) -> None:
-        """State is being brought for a queued turn: it keeps its place and is not admitted."""
+        """Keep a queued turn from being admitted while state is brought for it; it keeps its
+        place."""
         self._sequences[turn_id].is_held = True
 
     def release(self, turn_id: TurnId) -> None:
-        """A held turn may run. One that was aborted meanwhile is no error."""
+        """Let a held turn run. A turn that was aborted meanwhile is no error."""
         sequence = self._sequences.get(turn_id)
         if sequence is not None:
             sequence.is_held = False
@@ -309,7 +311,8 @@ class Scheduler:
     def step_done(
         self, tokens: Mapping[TurnId, int], ended: Collection[TurnId], *, now: float
     ) -> tuple[Effect, ...]:
-        """The planned step ran: `tokens` were sampled, and those of `ended` were a choice's last.
+        """Take the result of the planned step: `tokens` were sampled, and those of `ended` were a
+        choice's last. The effects (snapshots, forks) are to be applied before anything else runs.
 
         The effects (snapshots, forks) are to be applied before anything else runs.
         """
@@ -336,7 +339,7 @@ class Scheduler:
         return tuple(effects)
 
     def _keeps(self, sequence: Sequence) -> bool:
-        """Whether the state that a chunk has just reached is to be kept."""
+        """Return whether the state that a chunk has just reached is to be kept."""
         at = sequence.computed
         if at < sequence.write_floor or at % self._block:
             return False  # in a replay, or beyond the last boundary
@@ -346,7 +349,8 @@ class Scheduler:
     # ---- planning one sequence
 
     def _give_way(self, plan: StepPlan, now: float) -> None:
-        """A promised one waits for room: the youngest of those behind it goes, one a step."""
+        """Preempt the youngest sequence, one a step, while a promised one that is older waits for
+        room."""
         if not self._starved or not self._running:
             return
         victim = self._running[-1]
@@ -355,7 +359,8 @@ class Scheduler:
             self._preempt(victim, plan, now)
 
     def _is_withheld(self, sequence: Sequence) -> bool:
-        """Whether its prompt would take room that is kept for others which stand before it."""
+        """Return whether the sequence's prompt would take room that is kept for others which stand
+        before it."""
         blocks = -(-sequence.length // self._block)
         return not sequence.is_promised and self.promises.withholds(blocks, sequence.age[0])
 
@@ -395,12 +400,14 @@ class Scheduler:
         )
 
     def _affords(self, plan: StepPlan, tokens: int) -> bool:
-        """Chunks are never cut to fit: the grid is what makes re-use exact."""
+        """Return whether a chunk of `tokens` fits the step's budget. Chunks are never cut to fit:
+        the grid is what makes re-use exact."""
         spent = plan.prefill_tokens
         return spent == 0 or spent + tokens <= self._limits.prefill_tokens_a_step
 
     def _make_room(self, sequence: Sequence, upto: int, *, plan: StepPlan, now: float) -> bool:
-        """Reserve slots for [0, upto), preempting from the youngest; False: it left the plan."""
+        """Reserve slots for [0, upto), preempting from the youngest; False: the sequence left the
+        plan."""
         while upto > sequence.reserved:
             got = self._cache.reserve(sequence.turn_id, upto, now)
             if not isinstance(got, NoRoom):
@@ -464,11 +471,13 @@ class Scheduler:
 
     @property
     def _reserves_elsewhere(self) -> bool:
-        """Slots may be reserved for held turns: no room now does not mean never."""
+        """`_reserves_elsewhere` tells whether slots may be reserved for held turns: no room now
+        does not mean never."""
         return any(s.is_held for s in self._waiting)
 
     def _begin(self, sequence: Sequence, now: float) -> tuple[int, tuple[Effect, ...]] | None:
-        """Open the turn and take the first chunk's slots, all or nothing (None)."""
+        """Open the turn and take the first chunk's slots; None: there is no room, and nothing is
+        taken."""
         begun = open_turn(self._cache, sequence, self._resume_of, now=now)
         if isinstance(begun, CacheRefused):
             return None
@@ -492,7 +501,7 @@ class Scheduler:
         self._requests.setdefault(sequence.request_id, {})[sequence.turn_id] = sequence
 
     def _preempt(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
-        """Free what is the sequence's alone and queue it again."""
+        """Free the slots that are the sequence's alone and queue it again."""
         at_boundary = sequence.computed and sequence.computed % self._block == 0
         if at_boundary and sequence.computed >= sequence.write_floor:
             # Mid-prefill the state is at a boundary: keep it, so the prefill can go on from here.
@@ -516,7 +525,7 @@ class Scheduler:
         *,
         now: float,
     ) -> list[Effect]:
-        """Each other choice goes on from the prompt with its own first token.
+        """Let each other choice go on from the prompt with its own first token.
 
         One that finds no room waits as a sequence of its own, and then re-uses the prompt.
         """
@@ -550,7 +559,7 @@ class Scheduler:
     def _take(
         self, sequence: Sequence, token: int, ended: Collection[TurnId], *, now: float
     ) -> None:
-        """A sequence has its next token: it decodes on, or its choice is over."""
+        """Give a sequence its next token: it decodes on, or its choice is over."""
         sequence.said.append(token)
         sequence.phase = SequencePhase.DECODE
         if sequence.turn_id not in ended:
@@ -570,7 +579,7 @@ class Scheduler:
         return RequestRejected(reason, message)
 
     def _fail(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
-        """Alone in the pools and still no room: its request ends here."""
+        """End the request of a sequence that is alone in the pools and still finds no room."""
         self.counts.failed += 1
         plan.failed.append(sequence.request_id)
         self._drop(sequence.request_id, now)

@@ -23,13 +23,13 @@ from ownerserve.node.vocabulary.chains import PromptPrefix
 
 
 class SessionPositions(Protocol):
-    """Where the sessions of a cache stand."""
+    """`SessionPositions` know where the sessions of a cache stand."""
 
     def append_of(self, turn: Turn, digest_at: DigestAt) -> Append | None: ...
 
 
 class CachePort(Protocol):
-    """What the scheduler needs of `cache.HeteroCache` (docs/design/001)."""
+    """A `CachePort` is what the scheduler needs of `cache.HeteroCache` (docs/design/001)."""
 
     @property
     def layout(self) -> Layout: ...
@@ -61,7 +61,7 @@ end). It is kept where a chunk ends there: chunks are never cut for it."""
 
 
 class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker takes on.
+    """`SchedulerLimits` say what one worker takes on.
 
     `chunk_tokens` is the prefill grid, a multiple of B. A step computes whole chunks up to
     `prefill_tokens_a_step`, or one chunk when that alone is larger. `sequence_tokens` is the
@@ -76,7 +76,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestArrival(msgspec.Struct, frozen=True, kw_only=True):
-    """A request enters. `turn_ids` has one id for each choice; the first one runs the prompt.
+    """Event: a request enters. `turn_ids` has one id for each choice; the first one runs the
+    prompt.
 
     `order`: where it stands among arrivals; None: behind all that came before. A place and its room
     were promised to one that `is_promised`.
@@ -92,18 +93,20 @@ class RequestArrival(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueuedPrompt(msgspec.Struct, frozen=True):
-    """The request will be served (or fail with a reason in a later plan)."""
+    """A `QueuedPrompt` says that the request will be served (or fail with a reason in a later
+    plan)."""
 
 
 class RequestRejected(msgspec.Struct, frozen=True):
-    """The request is not taken, and nothing of it is kept."""
+    """A `RequestRejected` says that the request is not taken, and nothing of it is kept."""
 
     reason: WorkerRefusal
     message: str
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Compute `tokens` at positions `start`, ...; sample the last logits for `sample_for`.
+    """A `Chunk` is an order to compute `tokens` at positions `start`, ... and to sample the last
+    logits for `sample_for`.
 
     `sample_for` is empty unless the chunk ends its prompt; then it names every choice of it.
     Range state below `write_floor` is read and not written.
@@ -118,7 +121,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class PlannedToken(msgspec.Struct, frozen=True):
-    """Compute `token` at `position` and sample the next one."""
+    """A `PlannedToken` is an order to compute `token` at `position` and to sample the next one."""
 
     turn_id: TurnId
     table: Table
@@ -127,7 +130,7 @@ class PlannedToken(msgspec.Struct, frozen=True):
 
 
 class Intake(StrEnum):
-    """How a turn was opened in the cache. A metric label."""
+    """An `Intake` says how a turn was opened in the cache; a metric label."""
 
     APPEND = "append"
     """The prompt begins with all that its session's last turn left, and that is at hand."""
@@ -136,10 +139,9 @@ class Intake(StrEnum):
 
 
 class AdmittedPrompt(msgspec.Struct, frozen=True):
-    """A prompt left the queue; its first `restored` tokens need no compute, and up to `floor`
-    range state is kept (a replay when that is more). `again` counts the preemptions it comes back
-    from.
-    """
+    """An `AdmittedPrompt` is a prompt that left the queue; its first `restored` tokens need no
+    compute, and up to `floor` range state is kept (a replay when that is more). `again` counts the
+    preemptions that it comes back from."""
 
     request_id: str
     turn_id: TurnId
@@ -150,9 +152,9 @@ class AdmittedPrompt(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct):
-    """One iteration. Apply `effects` in order, run `chunks` and `rows` in any order, then report
-    to `Scheduler.step_done`. `failed` requests have left; `preempted` turns are queued again.
-    """
+    """A `StepPlan` is one iteration. Apply `effects` in order, run `chunks` and `rows` in any
+    order, then report to `Scheduler.step_done`. `failed` requests have left; `preempted` turns are
+    queued again."""
 
     effects: list[Effect] = []
     chunks: list[Chunk] = []
@@ -167,7 +169,7 @@ class StepPlan(msgspec.Struct):
 
 
 class SchedulerLoad(msgspec.Struct, frozen=True):
-    """What is in the worker now."""
+    """A `SchedulerLoad` counts what is in the worker now."""
 
     waiting: int
     running: int
@@ -179,17 +181,18 @@ class SchedulerLoad(msgspec.Struct, frozen=True):
 
 
 class Promises(Protocol):
-    """Room that is promised to turns that are not here yet."""
+    """`Promises` keep room for turns that are not here yet."""
 
     def withholds(self, blocks: int, order: int) -> bool:
-        """Whether a turn that stands at `order` would take promised room with so many blocks."""
+        """Return whether a turn that stands at `order` would take promised room with so many
+        blocks."""
 
     def revoke(self) -> bool:
-        """Nothing else is left to take: give one up; False: there is none."""
+        """Give up one promise, when nothing else is left to take; False: there is none."""
 
 
 class NoPromises:
-    """The promises of a worker at which nobody reserves."""
+    """`NoPromises` serves a worker at which nobody reserves."""
 
     def withholds(self, blocks: int, order: int) -> bool:
         return False
@@ -199,9 +202,8 @@ class NoPromises:
 
 
 class RequestCounts(msgspec.Struct):
-    """Requests since the start. Invariant 3: arrived = done + rejected + live, where `done`
-    includes the `aborted` and the `failed`.
-    """
+    """`RequestCounts` count requests since the start. Invariant 3: arrived = done + rejected +
+    live, where `done` includes the `aborted` and the `failed`."""
 
     arrived: int = 0
     done: int = 0

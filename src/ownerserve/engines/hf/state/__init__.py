@@ -1,3 +1,2 @@
-"""A model's state as tensors: what components its layers keep, the pools they lie in, and the layer
-objects that transformers' models read and write them through.
-"""
+"""The state of a model as tensors: what components its layers keep, the pools they lie in, and the
+layer objects that transformers' models read and write them through."""

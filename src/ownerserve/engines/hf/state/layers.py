@@ -43,7 +43,8 @@ from ownerserve.kv.descriptor import TailForm
 
 
 class DenseLayer:
-    """Full attention: `update` takes and gives [R, heads, tokens, dim], as transformers does.
+    """A `DenseLayer` serves full attention: `update` takes and gives [R, heads, tokens, dim], as
+    transformers does.
 
     New rows are written first and read back with the rest, so that rows below the write floor stay
     as they were sealed.
@@ -56,7 +57,8 @@ class DenseLayer:
         self._values = pool.part(DENSE, "values")[:, layer]
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens so far, right-padded in a batch."""
+        """Write the new keys and values; return those of all tokens so far, right-padded in a
+        batch."""
         write_entries(self._keys, self._at, keys.transpose(1, 2))
         write_entries(self._values, self._at, values.transpose(1, 2))
         keys, values = read_entries(self._keys, self._at), read_entries(self._values, self._at)
@@ -79,7 +81,7 @@ def read_entries(pool: Tensor, at: EntryAddresses) -> Tensor:
 
 
 class WindowLayer:
-    """Sliding-window attention with separate keys and values.
+    """A `WindowLayer` serves sliding-window attention with separate keys and values.
 
     The rows are a ring in the state block, the row of position p at p mod (W-1). transformers'
     masks want exactly min(start, W-1) old rows before the new ones.
@@ -93,7 +95,8 @@ class WindowLayer:
         self._rings = [pools.state.part(WINDOW, part)[:, layer] for part in self.parts]
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Old rows then the new ones, [R, heads, h + q, dim]; left-padded in a batch."""
+        """Keep the new rows; return the old rows, then the new ones, [R, heads, h + q, dim],
+        left-padded in a batch."""
         seen = [
             self._roll(ring, new.transpose(1, 2)).transpose(1, 2)
             for ring, new in zip(self._rings, (keys, values), strict=False)
@@ -109,13 +112,14 @@ class WindowLayer:
 
 
 class SharedWindowLayer(WindowLayer):
-    """DeepSeek-V4's window: one row is key and value."""
+    """A `SharedWindowLayer` serves DeepSeek-V4's window, where one row is key and value."""
 
     parts: ClassVar[tuple[str, ...]] = ("keys",)
 
 
 class DeltaLayer:
-    """A layer of Qwen3-Next's gated delta net, as modeling_qwen3_next reads its cache layer.
+    """A `DeltaLayer` serves a layer of Qwen3-Next's gated delta net, as modeling_qwen3_next reads
+    its cache layer.
 
     The modeling code reads `conv_states` and changes them in place when q = 1, so it is given a
     copy, which goes back to the state block together with the new recurrent state.
@@ -140,13 +144,13 @@ class DeltaLayer:
         return [self._recurrent[self._state]]
 
     def update_conv_state(self, new: Tensor) -> Tensor:
-        """Old columns, if any, then `new` [R, channels, q]; keeps the last k-1."""
+        """Return the old columns, if any, then `new` [R, channels, q]; keep the last k-1."""
         columns = torch.cat((self._columns, new), dim=-1)
         self._columns = columns[..., columns.shape[-1] - self._columns.shape[-1] :]
         return columns if self.has_previous_state else new
 
     def update_recurrent_state(self, state: Tensor) -> Tensor:
-        """Called last in the layer's forward: both states go back to their block."""
+        """Write both states back to their block; the last call in the layer's forward."""
         self._conv[self._state] = self._columns
         self._recurrent[self._state] = state
         return state
@@ -169,16 +173,16 @@ class DeltaLayer:
 
 
 class TailRows(Protocol):
-    """What a compressed layer needs of its tail."""
+    """`TailRows` are what a compressed layer needs of its tail."""
 
     def close(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-        """(kv, gate) rows [R, windows * m, dim] of the windows that close now: those waiting, then
-        new ones. The other new rows wait from now on."""
+        """Return the (kv, gate) rows [R, windows * m, dim] of the windows that close now: those
+        waiting, then new ones. The other new rows wait from now on."""
         ...
 
 
 class RawTail:
-    """A row for each waiting token."""
+    """A `RawTail` keeps a row for each waiting token."""
 
     def __init__(
         self, span: ForwardRows, pools: Pools, *, section: str, layer: int, rate: int
@@ -203,7 +207,8 @@ class RawTail:
 
 
 class OnlineTail:
-    """One row for all waiting tokens of an HCA layer; `bias` [m, dim] is its compressor's."""
+    """An `OnlineTail` keeps one row for all waiting tokens of an HCA layer; `bias` [m, dim] is its
+    compressor's."""
 
     def __init__(self, span: ForwardRows, pools: Pools, *, layer: int, bias: Tensor) -> None:
         self._states = span.states[:, 0]
@@ -226,7 +231,7 @@ class OnlineTail:
         return closing_kv, closing_gate
 
     def folded(self, waiting: int) -> tuple[Tensor, Tensor]:
-        """`waiting` rows that weigh as much as the tokens that were folded."""
+        """Return `waiting` rows that weigh as much as the tokens that were folded."""
         total = self._sum[self._states]
         shape = (len(self._states), waiting, self._bias.shape[1])
         kv = torch.zeros(shape, device=total.device)
@@ -236,7 +241,7 @@ class OnlineTail:
         return kv, gate
 
     def _fold(self, kv: Tensor, gate: Tensor) -> None:
-        """Add rows [r, k, dim]. One in the first place of its window begins anew: what the state
+        """Add rows [r, k, dim]. A row in the first place of its window begins anew: what the state
         block still has is of a window that closed, or of another sequence."""
         at = self._at
         states = self._states[at.left_rows]
@@ -259,7 +264,8 @@ COMPRESSOR, INDEXER = "compressor", "indexer"
 
 
 class CompressedLayer(SharedWindowLayer):
-    """A window layer with one or two compressors, each known by transformers' name for it.
+    """A `CompressedLayer` is a window layer with one or two compressors, each known by
+    transformers' name for it.
 
     Finished entries go to the range pools, tokens whose window of m is not full wait in the state
     block's tail, and the window rows in its ring.
@@ -291,7 +297,8 @@ class CompressedLayer(SharedWindowLayer):
     def store_compression_weights(
         self, name: str, kv: Tensor, gate: Tensor
     ) -> tuple[Tensor, Tensor, int]:
-        """Rows of the windows that close now, and the position of the first one's first token.
+        """Return the rows of the windows that close now, and the position of the first one's first
+        token.
 
         A batch has no one such position: it gets 0, and `update_compressor_states` rotates.
         """
@@ -300,7 +307,7 @@ class CompressedLayer(SharedWindowLayer):
         return *self._tail.close(name, kv, gate), first_position
 
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
-        """Store new entries; all entries [R, count, dim] that the last token may see.
+        """Store new entries; return all entries [R, count, dim] that the last token may see.
 
         Never more: after a restore the pools hold entries that lie ahead of a replay.
         """
@@ -322,11 +329,12 @@ class CompressedLayer(SharedWindowLayer):
 
 
 class HcaLayer(CompressedLayer):
-    """Heavily compressed attention: windows do not overlap."""
+    """An `HcaLayer` serves heavily compressed attention: windows do not overlap."""
 
 
 class CsaLayer(CompressedLayer):
-    """Compressed sparse attention: overlapping windows, and an indexer with entries of its own."""
+    """A `CsaLayer` serves compressed sparse attention: overlapping windows, and an indexer with
+    entries of its own."""
 
     entry_sections: ClassVar[Mapping[str, str]] = {COMPRESSOR: CSA_MAIN, INDEXER: CSA_INDEX}
 
@@ -337,7 +345,7 @@ class CsaLayer(CompressedLayer):
     def update_overlap_state(
         self, name: str, chunk_kv: Tensor, chunk_gate: Tensor, head_dim: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Ca rows of the window before this chunk, and keeps those of its last window.
+        """Return the Ca rows of the window before this chunk, and keep those of its last window.
 
         A row's first window has none before it: None, or in a batch a gate that lets none in.
         """
@@ -357,7 +365,8 @@ class CsaLayer(CompressedLayer):
 
 
 class PagedCache:
-    """The `past_key_values` of one forward: asks the layer objects, and translates only."""
+    """A `PagedCache` is the `past_key_values` of one forward: it asks the layer objects, and
+    translates only."""
 
     is_compileable = False
 
@@ -378,7 +387,7 @@ class PagedCache:
         return self._span.starts[0]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(rows that `update` will give, position of the first). For one row only.
+        """Return how many rows `update` will give, and the position of the first. For one row only.
 
         A linear layer is asked too and answers as full attention.
         """
@@ -412,7 +421,7 @@ def _layer(
     pools: Pools,
     borrowed: Borrowed | None,
 ) -> Any:
-    """The layer object that the modeling code of this kind of layer expects."""
+    """Make the layer object that the modeling code of this kind of layer expects."""
     if plan.kind is LayerKind.FULL:
         return DenseLayer(span, pools, layer=plan.index[DENSE])
     if plan.kind is LayerKind.LINEAR:

@@ -36,7 +36,8 @@ from ownerserve.kv.errors import InvalidInput, InvariantViolated, SpecMismatch
 
 
 class DevicePool:
-    """Slots of equal size, plus one hidden slot of zeros that pads short block tables.
+    """A `DevicePool` is slots of equal size, plus one hidden slot of zeros that pads short block
+    tables.
 
     A pool is one byte tensor, a row for each slot, with typed views into it. So that a slot can be
     copied, spilled and restored as bytes, and computed with as tensors, with no conversion:
@@ -65,15 +66,15 @@ class DevicePool:
 
     @property
     def zero_slot(self) -> int:
-        """The padding slot: always zero, so that padded entries are finite."""
+        """`zero_slot` is the padding slot: always zero, so that padded entries are finite."""
         return self.slots
 
     def part(self, section: str, part: str) -> Tensor:
-        """View [slots + 1, layers, rows, ...] of one part."""
+        """Return the view [slots + 1, layers, rows, ...] of one part."""
         return self._views[section, part]
 
     def section_rows(self, section: str) -> Tensor:
-        """View [slots + 1, bytes] of one section."""
+        """Return the view [slots + 1, bytes] of one section."""
         return self._rows[:, self._spans[section]]
 
     def copy(self, source: int, target: int) -> None:
@@ -83,7 +84,8 @@ class DevicePool:
         self._rows[self._checked(slot)] = 0
 
     def read(self, slot: int) -> bytes:
-        """The slot's bytes; padding between parts is zero."""
+        """Return the slot's bytes; padding between parts is zero. Raises InvalidInput for no slot
+        of the pool."""
         return self._rows[self._checked(slot)].cpu().numpy().tobytes()
 
     def write(self, slot: int, data: bytes) -> None:
@@ -93,12 +95,13 @@ class DevicePool:
         self._rows[self._checked(slot)] = row.to(self._rows.device)
 
     def read_many(self, slots: Sequence[int]) -> memoryview:
-        """The bytes of `slots`, one after another: one gather, one copy to the host."""
+        """Return the bytes of `slots`, one after another: one gather, one copy to the host."""
         rows = self._rows[[self._checked(slot) for slot in slots]]
         return rows.cpu().numpy().reshape(-1).data
 
     def write_many(self, slots: Sequence[int], data: memoryview) -> None:
-        """The inverse of `read_many`."""
+        """Write `data`, as `read_many` gives it, into `slots`. Raises SpecMismatch on a wrong
+        length."""
         if len(data) != self.slot_bytes * len(slots):
             raise SpecMismatch(f"{len(data)} bytes for {len(slots)} slots of {self.slot_bytes}")
         # torch can't wrap read-only memory; this is the one copy of the bytes on the host.
@@ -112,12 +115,12 @@ class DevicePool:
 
 
 def _rows_as(data: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """View [rows, elements], whose rows need not touch, as [rows, *shape]."""
+    """Return the view [rows, elements], whose rows need not touch, as [rows, *shape]."""
     return data.view(data.shape[0], *shape)
 
 
 class Pools:
-    """One pool for each component, and `state` for the running sequences."""
+    """`Pools` are one pool for each component, and `state` for the running sequences."""
 
     def __init__(
         self,
@@ -144,7 +147,7 @@ class Pools:
         return self._components[name]
 
     def perform(self, effect: Effect) -> None:
-        """Do what the cache decided."""
+        """Perform one of the cache's effects."""
         match effect:
             case LoadPoint(slots=slots, state=state):
                 for name, slot in slots.items():
@@ -164,7 +167,7 @@ class Pools:
 
 
 class EntryAddresses(msgspec.Struct, frozen=True):
-    """Where the entries of one range component are, for every row of a span.
+    """`EntryAddresses` say where the entries of one range component are, for every row of a span.
 
     `blocks` [R, n] slots to gather; `count` entries to keep of them (the longest row's).
     `write_rows` [r] are the rows that have new entries; `write_slots`, `write_offsets` [r, k]
@@ -179,7 +182,8 @@ class EntryAddresses(msgspec.Struct, frozen=True):
 
 
 class WindowAddresses(msgspec.Struct, frozen=True):
-    """Ring indices: `read` [R, h] of the rows before the span; `write` [R, k] of its last k rows.
+    """`WindowAddresses` are ring indices: `read` [R, h] of the rows before the span; `write` [R, k]
+    of its last k rows.
 
     The row of position p is at p mod (W-1), so a ring says nothing of where it stands: who loads
     one must know the position.
@@ -191,7 +195,7 @@ class WindowAddresses(msgspec.Struct, frozen=True):
 
 
 class TailAddresses(msgspec.Struct, frozen=True):
-    """Rows waiting for their window of `rate` tokens to close.
+    """`TailAddresses` say where the rows are that wait for their window of `rate` tokens to close.
 
     A closing chunk is the first `waiting` rows of the tail, then the span's first `closing` new
     ones. New rows from `first_left` on stay behind in the tails of `left_rows` [r], at `left`
@@ -206,7 +210,8 @@ class TailAddresses(msgspec.Struct, frozen=True):
 
 
 class ForwardRows:
-    """The rows of one forward over paged state: which run, from where, and their addresses.
+    """`ForwardRows` are the rows of one forward over paged state: which run, from where, and their
+    addresses.
 
     A forward is R sequences x q new tokens. R > 1 only with q = 1 (batched decode). Ragged lengths
     are padded: range components on the right with the pool's zero slot, windows on the left.
@@ -247,15 +252,15 @@ class ForwardRows:
         return len(self.starts)
 
     def kept_window(self, window_tokens: int) -> int:
-        """Window rows that precede the span; of the longest row."""
+        """Return how many window rows precede the span, in the longest row."""
         return min(max(self.starts), window_tokens - 1)
 
     def positions(self) -> Tensor:
-        """Positions [R, q] of the new tokens."""
+        """Return the positions [R, q] of the new tokens."""
         return self._starts + torch.arange(self.new_tokens, device=self.device)
 
     def steps(self, rate: int) -> list[TailStep]:
-        """What this forward does to each row's windows of `rate` tokens."""
+        """Return, for each row, what this forward does to its windows of `rate` tokens."""
         found = self._steps.get(rate)
         if found is None:
             new = self.new_tokens
@@ -264,26 +269,27 @@ class ForwardRows:
         return found
 
     def completed(self, rate: int) -> Tensor:
-        """Entries [R, 1] of ratio `rate` that each row has after this forward."""
+        """Return how many entries [R, 1] of ratio `rate` each row has after this forward."""
         return self._column(step.end_entry for step in self.steps(rate))
 
     def open_windows(self, rate: int) -> Tensor:
-        """First positions [R, 1] of the windows of `rate` tokens that the rows start in."""
+        """Return the first positions [R, 1] of the windows of `rate` tokens that the rows start
+        in."""
         return self._column(step.first_entry * rate for step in self.steps(rate))
 
     def closing_rows(self, rate: int) -> Tensor:
-        """Indices [r] of the rows that complete a window of `rate` tokens."""
+        """Return the indices [r] of the rows that complete a window of `rate` tokens."""
         return self._indices(step.entries > 0 for step in self.steps(rate))
 
     def entries(self, component: str, rate: int, *, zero_slot: int) -> EntryAddresses:
-        """Addresses in a component that keeps one entry for each `rate` tokens."""
+        """Return the addresses in a component that keeps one entry for each `rate` tokens."""
         found = self._entries.get(component)
         if found is None:
             found = self._entries[component] = self._entry_addresses(component, rate, zero_slot)
         return found
 
     def window(self, window_tokens: int) -> WindowAddresses:
-        """Addresses in a ring of W-1 rows."""
+        """Return the addresses in a ring of W-1 rows."""
         found = self._windows.get(window_tokens)
         if found is None:
             ring, new = window_tokens - 1, self.new_tokens
@@ -295,7 +301,7 @@ class ForwardRows:
         return found
 
     def tail(self, rate: int) -> TailAddresses:
-        """Addresses in the tail of a component of ratio `rate`."""
+        """Return the addresses in the tail of a component of ratio `rate`."""
         found = self._tails.get(rate)
         if found is None:
             found = self._tails[rate] = self._tail_addresses(rate)
@@ -346,7 +352,7 @@ class ForwardRows:
         )
 
     def _block_table(self, component: str, rate: int, *, zero_slot: int) -> Tensor:
-        """Slots [R, n] of all blocks in use, short rows padded with the zero slot."""
+        """Return the slots [R, n] of all blocks in use, short rows padded with the zero slot."""
         per_block = self._block_tokens // rate
         needed = [-(-step.end_entry // per_block) for step in self.steps(rate)]
         width = max(needed)
@@ -366,7 +372,7 @@ class ForwardRows:
 
 
 def batch_inputs(states: ModelStates, span: ForwardRows, *, dtype: torch.dtype) -> dict[str, Any]:
-    """Keyword arguments that a model's forward needs beside the tokens of a batch."""
+    """Return the keyword arguments that a model's forward needs beside the tokens of a batch."""
     uses = {name for plan in states.layers for name in plan.index}
     masks: dict[str, Tensor | None] = {}
     if WINDOW in uses:
@@ -381,14 +387,14 @@ def batch_inputs(states: ModelStates, span: ForwardRows, *, dtype: torch.dtype) 
 
 
 def _window_mask(span: ForwardRows, window_tokens: int, *, dtype: torch.dtype) -> Tensor:
-    """Hides left padding: rows of positions below zero."""
+    """Return a mask that hides left padding: rows of positions below zero."""
     old = span.window(window_tokens).read_positions >= 0
     new = torch.ones((span.rows, span.new_tokens), dtype=torch.bool, device=span.device)
     return _additive(torch.cat((old, new), dim=1), dtype)
 
 
 def _count_mask(span: ForwardRows, rate: int, *, dtype: torch.dtype) -> Tensor:
-    """Hides right padding: entries that a row does not have."""
+    """Return a mask that hides right padding: entries that a row does not have."""
     counts = span.completed(rate)
     longest = max(step.end_entry for step in span.steps(rate))
     return _additive(torch.arange(longest, device=span.device) < counts, dtype)

@@ -1,4 +1,4 @@
-"""Which tensors a model's state is made of, read from its Hugging Face configuration.
+"""The tensors that a model's state is made of, read from its Hugging Face configuration.
 
 Owns the translation "layer type of the modeling code" -> "components and their shapes". Must never
 allocate, run a model, or guess: a layer type or model type it does not know is an InvalidInput.
@@ -37,7 +37,7 @@ CONV, RECURRENT = "conv", "recurrent"
 
 
 class LayerKind(StrEnum):
-    """What a layer keeps, under the names of transformers' `layer_types`."""
+    """A `LayerKind` says what a layer keeps, under the names of transformers' `layer_types`."""
 
     FULL = "full_attention"
     SLIDING = "sliding_attention"
@@ -64,7 +64,7 @@ KINDS_OF_FAMILY = {
 
 
 class StateTensor(msgspec.Struct, frozen=True):
-    """One tensor of a section: `shape` is (layers, rows or entries, ...)."""
+    """A `StateTensor` is one tensor of a section: `shape` is (layers, rows or entries, ...)."""
 
     name: str
     shape: tuple[int, ...]
@@ -80,7 +80,8 @@ class StateTensor(msgspec.Struct, frozen=True):
 
 
 class ComponentTensors(msgspec.Struct, frozen=True):
-    """A component's tensors in the order they lie in a slot. `coverage` None: a tail, live only."""
+    """`ComponentTensors` are a component's tensors in the order they lie in a slot. `coverage`
+    None: a tail, live only."""
 
     name: str
     coverage: Coverage | None
@@ -96,14 +97,15 @@ class ComponentTensors(msgspec.Struct, frozen=True):
 
 
 class LayerPlan(msgspec.Struct, frozen=True):
-    """One layer: its kind, and its index on the layer axis of each section it uses."""
+    """A `LayerPlan` is one layer: its kind, and its index on the layer axis of each section it
+    uses."""
 
     kind: LayerKind
     index: dict[str, int]
 
 
 class ModelStates(msgspec.Struct, frozen=True):
-    """All state of a model at one block length."""
+    """`ModelStates` are all state of a model at one block length."""
 
     block_tokens: int
     layers: tuple[LayerPlan, ...]
@@ -115,12 +117,12 @@ class ModelStates(msgspec.Struct, frozen=True):
 
     @property
     def shared_window(self) -> bool:
-        """Whether a window row serves as key and value at once."""
+        """`shared_window` tells whether a window row serves as key and value at once."""
         return any(s.name == WINDOW and len(s.parts) == 1 for s in self.sections)
 
     @property
     def compresses(self) -> bool:
-        """Whether some layer compresses tokens into entries."""
+        """`compresses` tells whether some layer compresses tokens into entries."""
         return bool(self.csa_rate or self.hca_rate)
 
     @property
@@ -133,12 +135,13 @@ class ModelStates(msgspec.Struct, frozen=True):
 
     @property
     def live_sections(self) -> tuple[ComponentTensors, ...]:
-        """What a state block holds: every point component as it is, then the tails."""
+        """`live_sections` are what a state block holds: every point component as it is, then the
+        tails."""
         tails = tuple(s for s in self.sections if s.coverage is None)
         return self.point_sections + tails
 
     def planned_state(self) -> ModelState:
-        """The same facts as the restore planner needs them.
+        """Return this state as the restore planner needs it.
 
         A window of W rows is right once the W-1 tokens before were computed by a layer whose own
         input was right, so the reaches of the layers add up (kv.geometry.exact_replay_tokens).
@@ -157,7 +160,7 @@ class ModelStates(msgspec.Struct, frozen=True):
         )
 
     def payload_parts(self) -> dict[str, tuple[PayloadPart, ...]]:
-        """The arrays of each kept section, in the words of kv.payload."""
+        """Return the arrays of each kept section, in the words of kv.payload."""
         return {
             section.name: tuple(
                 PayloadPart(part.name, part.shape, str(part.dtype).removeprefix("torch."))
@@ -168,7 +171,8 @@ class ModelStates(msgspec.Struct, frozen=True):
         }
 
     def digest(self) -> bytes:
-        """SHA-256 over what the kept state means: kinds of layers, and each section's tensors.
+        """Return a SHA-256 over what the kept state means: kinds of layers, and each section's
+        tensors.
 
         Not the tails: at a boundary they are empty, so workers that hold them in another form
         keep the same state and may exchange it.
@@ -183,7 +187,7 @@ class ModelStates(msgspec.Struct, frozen=True):
         )
 
     def layout(self) -> Layout:
-        """The same facts as the cache needs them."""
+        """Return this state as the cache needs it."""
         components = tuple(
             Component(
                 name=section.name,
@@ -201,7 +205,7 @@ class ModelStates(msgspec.Struct, frozen=True):
         return Layout(self.block_tokens, components, state_bytes, tails)
 
     def _tail(self, section: ComponentTensors) -> Tail:
-        """A tail as the cache's books know it."""
+        """Return a tail as the cache's books know it."""
         overlaps = section.name == CSA_TAIL
         period = self.csa_rate if overlaps else self.hca_rate
         form = TailForm.RAW_ROWS if overlaps else self.hca_tail
@@ -223,7 +227,8 @@ def describe(
     block_tokens: int | None = None,
     hca_tail: TailForm = TailForm.RAW_ROWS,
 ) -> ModelStates:
-    """The state of the model that `config` describes, kept in `dtype`.
+    """Return the state of the model that `config` describes, kept in `dtype`. Raises InvalidInput
+    for what can't be served.
 
     `hca_tail`: how tokens wait for their HCA window to close, as rows or as one online softmax.
 
@@ -260,7 +265,8 @@ def describe(
 
 
 class _Shapes:
-    """Shapes of each section's parts for one configuration, dtype and block length."""
+    """`_Shapes` gives the shapes of each section's parts for one configuration, dtype and block
+    length."""
 
     def __init__(
         self, config: Any, dtype: torch.dtype, block_tokens: int, *, hca_tail: TailForm
@@ -402,7 +408,7 @@ def _check_rope(parameters: dict[str, Any]) -> None:
 
 
 def _rate(config: Any, kinds: list[LayerKind], *, kind: LayerKind) -> int:
-    """Compression ratio of the layers of `kind`; 0 when the model has none."""
+    """Return the compression ratio of the layers of `kind`; 0 when the model has none."""
     return int(config.compress_rates[kind]) if kind in kinds else 0
 
 

@@ -1,4 +1,4 @@
-"""What transformers' DeepSeek-V4 lacks for a batch of sequences of different lengths.
+"""The parts that transformers' DeepSeek-V4 lacks for a batch of sequences of different lengths.
 
 Owns two small pieces of V4 mathematics, taken from transformers' own functions: masking of padded
 HCA entries, and the rotation of a new entry to its row's own position. And hands out what an online
@@ -24,22 +24,22 @@ Rotation = Callable[[Tensor, Tensor], Tensor]
 
 
 class Borrowed(msgspec.Struct, frozen=True):
-    """What compressed layers take from their model. `hca_biases` [m', dim] of each HCA layer: what
-    its compressor adds to the gates, by place in the window."""
+    """`Borrowed` is what compressed layers take from their model. `hca_biases` [m', dim] are, for
+    each HCA layer, what its compressor adds to the gates, by place in the window."""
 
     rotate: Rotation
     hca_biases: tuple[Tensor, ...]
 
 
 def borrow(model: Any) -> Borrowed:
-    """From a DeepSeek-V4 model whose weights are in place."""
+    """Take what compressed layers need from a DeepSeek-V4 model whose weights are in place."""
     attentions = [layer.self_attn for layer in model.model.layers]
     biases = [a.compressor.position_bias for a in attentions if a.layer_type == LayerKind.HCA]
     return Borrowed(_entry_rotation(model), tuple(biases))
 
 
 def register_v4_attention() -> str:
-    """Make `V4_ATTENTION` known to transformers; returns the name to load V4 models with.
+    """Make `V4_ATTENTION` known to transformers and return the name to load V4 models with.
 
     V4's own eager attention lets a decoding query see every HCA entry it is given, which is right
     for one sequence and wrong for the padding of a batch.
@@ -74,7 +74,7 @@ def _v4_attention(
 
 
 def _entry_rotation(model: Any) -> Rotation:
-    """RoPE of compressed entries, as the model's compressors apply it.
+    """Return the RoPE of compressed entries, as the model's compressors apply it.
 
     They place all rows of a batch at one position. Placed at 0, where RoPE is the identity,
     their entries can be rotated once more, each row's to where it belongs.
