@@ -1,1 +1,1 @@
-"""HeteroCache: what a worker keeps in device memory, decided block by block. No torch."""
+"""The cache (HeteroCache) decides block by block what a worker keeps in device memory. No torch."""

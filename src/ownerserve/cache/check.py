@@ -1,4 +1,4 @@
-"""The cache's invariants, checked from scratch. Numbers are those of docs/invariants.md.
+"""This module checks the cache's invariants from scratch. Numbers are those of docs/invariants.md.
 
 Reads everything and trusts no counter: what the hot path keeps incrementally is counted again
 here. O(cache), for tests and for an operator's `check`.

@@ -1,4 +1,6 @@
-"""What a cache counts while it works: sums that only rise, and why restorable points were lost."""
+"""Counters are what a cache counts while it works: sums that only rise, and why restorable points
+were lost.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the cache asks the engine to do. Performed in order, before the next forward.
+"""Effects are what the cache asks the engine to do. They are performed in order, before the next
+forward.
 
 Each effect is one run over all layers of a component; the engine turns it into gathers and
 scatters on its tensors. Slots are indices into the component's pool.

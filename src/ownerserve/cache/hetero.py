@@ -1,4 +1,4 @@
-"""HeteroCache: what a worker keeps in device memory, decided block by block.
+"""HeteroCache decides block by block what a worker keeps in device memory.
 
 The facade of the package and the main path of a turn. Owns the running turns; composes the tree
 (residency, recency, locks), the pools (slots), the evictor (order) and the sessions (metadata).

@@ -1,4 +1,5 @@
-"""State from outside: a transfer, a store, another worker. One door, and it verifies.
+"""Ingest takes in state from outside: a transfer, a store, another worker. It is the one door, and
+it verifies.
 
 Owns the slots of arrivals that are not in the tree yet. Nothing becomes matchable before its
 prefix hash and its digest are right (invariant 4).

@@ -1,5 +1,5 @@
-"""Layout: what a cache holds (components, slot sizes, the block length B), and where a running
-sequence's part of it is.
+"""A layout says what a cache holds (components, slot sizes, the block length B), and a table where
+a running sequence's part of it is.
 
     range component   one slot = the entries of one block of B tokens, in all layers that keep it
     point component   one slot = what is needed to go on at one boundary, in all layers that keep it

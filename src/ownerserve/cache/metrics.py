@@ -1,4 +1,4 @@
-"""Snapshot: a dated copy of all that a cache has counted, with the levels of its pools."""
+"""A snapshot is a dated copy of all that a cache has counted, with the levels of its pools."""
 
 from __future__ import annotations
 

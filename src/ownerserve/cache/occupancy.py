@@ -1,4 +1,6 @@
-"""How full the pools are, as everybody but the cache itself may see it: levels, no slots."""
+"""Occupancy is how full the pools are, as everybody but the cache itself may see it: levels, no
+slots.
+"""
 
 from __future__ import annotations
 

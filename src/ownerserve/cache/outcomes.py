@@ -1,4 +1,5 @@
-"""What a cache is asked and what it answers. Plain data; outcomes are types, never flags.
+"""This module defines what a cache is asked and what it answers. Plain data; outcomes are types,
+never flags.
 
 Positions are tokens from the start of the sequence. A position at which something can be restored
 is a boundary: a multiple of the layout's block length B.

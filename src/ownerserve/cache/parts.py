@@ -1,4 +1,4 @@
-"""The parts of one cache, for who looks at all of them: invariants, snapshots, tests.
+"""Parts are those of one cache, for who looks at all of them: invariants, snapshots, tests.
 
 No other package may: what it needs of a cache, HeteroCache answers (tools/closed.py holds this).
 """

@@ -1,4 +1,4 @@
-"""The policy engine: what to do before memory is short, in one aggregated directive a run.
+"""The policy engine says what to do before memory is short, in one aggregated directive a run.
 
 Decides with watermarks whether to evict, spill, checkpoint or drop; the pools evict by themselves
 when a turn needs slots at once. Owns the open spills, whose point state is held until the copy is

@@ -1,4 +1,5 @@
-"""What of a token sequence is on the device: questions by tokens, answered in blocks and slots.
+"""This module tells what of a token sequence is on the device: questions by tokens, answered in
+blocks and slots.
 
 Reads the tree, and keeps in it what somebody who is here will go on from. Whoever asks never sees
 an interval: a place that a prompt is known to reach is handed back as it came (`behind`), and the

@@ -1,5 +1,5 @@
-"""The session table, and the record of a running turn. Metadata only: owns versions, soft
-references and their TTL, no slot.
+"""This module holds the session table, and the record of a running turn. Metadata only: it owns
+versions, soft references and their TTL, no slot.
 
 A soft reference orders eviction and nothing else; what a session may re-use is what the tree has
 (invariant 6). Every method that changes a frontier does so by `tree.lift` and `tree.anchor`.

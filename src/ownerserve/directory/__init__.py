@@ -1,1 +1,3 @@
-"""The ownership directory: who owns a session, who holds a prefix. Tables: docs/directory.md."""
+"""The ownership directory knows who owns a session, and who holds a prefix. Tables:
+docs/directory.md.
+"""

@@ -1,4 +1,4 @@
-"""The directory whose memory is this process: the default. Workers have what rebuilds it.
+"""The embedded directory is the default: its memory is this process. Workers have what rebuilds it.
 
 Not for several threads: the service calls it from one, an embedding router from its loop.
 """

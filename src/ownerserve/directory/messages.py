@@ -1,4 +1,5 @@
-"""What is asked of the directory and what it answers: events and outcomes of its state machine.
+"""These messages are what is asked of the directory and what it answers: events and outcomes of its
+state machine.
 
 Every request that may lead to an epoch carries `seen`, the highest epoch that its sender knows: a
 directory that is behind it has lost memory without noticing, and starts a new term above it.

@@ -1,4 +1,6 @@
-"""opener_of(): a directory by its address; the one place that knows what each scheme stands for."""
+"""opener_of() finds a directory by its address; it is the one place that knows what each scheme
+stands for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Directory: what it is to its callers, wherever its memory lies. One contract suite over all."""
+"""Directory is the port that its callers see, wherever its memory lies. One contract suite over
+all.
+"""
 
 from __future__ import annotations
 

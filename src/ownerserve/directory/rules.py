@@ -1,4 +1,4 @@
-"""Which kind of state belongs to whom (seed 000, B2), as one table.
+"""Rules say in one table which kind of state belongs to whom (seed 000, B2).
 
     kind         authority         who else may hold it             when it is gone
     dense        session's owner   read-only replicas               load, prefill

@@ -1,4 +1,5 @@
-"""TermFile: new terms, each the highest that this machine knows of plus one, with a random nonce.
+"""TermFile gives new terms, each the highest that this machine knows of plus one, with a random
+nonce.
 
 The file is the high-water mark. It is replaced whole and synced before the term is used: a
 directory may lose all else, for workers know it, but a term that was used is not used again. Where

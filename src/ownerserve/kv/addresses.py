@@ -1,4 +1,4 @@
-"""Addresses as people write them: "host:port", checked before anything connects."""
+"""Addresses are read as people write them, "host:port", and checked before anything connects."""
 
 from __future__ import annotations
 

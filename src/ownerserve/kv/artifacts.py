@@ -1,4 +1,4 @@
-"""What a KV artifact is called: the identity of a model's state, and keys under it.
+"""This module names KV artifacts: the identity of a model's state, and keys under it.
 
 Owns the id: SHA-256 over everything that changes the bytes' meaning. Must never take in layout
 (block size, padding, sharding, engine version): that is a descriptor beside the artifact, which

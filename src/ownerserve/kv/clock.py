@@ -1,4 +1,4 @@
-"""Time as an argument. Decision code is handed `now`; only runtimes read a real clock."""
+"""Time is an argument. Decision code is handed `now`; only runtimes read a real clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine KV descriptor: what an engine chose, and a model's config.json can't say.
+"""The engine KV descriptor states what an engine chose, and a model's config.json can't say.
 
 Owns precision and layout of every kind of entry, page size, alignment, lookahead. Must never
 decide which states a layer has: that is the model's business (kv.registry).

@@ -1,4 +1,4 @@
-"""Epochs: who is the later owner, without asking a clock.
+"""Epochs say who is the later owner, without asking a clock.
 
 An epoch is (term, counter). The directory issues it with every grant; a node keeps the highest one
 that it has heard of each session (directory/owner/doors.py) and refuses what is asked under a lower

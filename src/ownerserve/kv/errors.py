@@ -1,4 +1,4 @@
-"""Errors, sorted by who must act.
+"""Errors are sorted by who must act.
 
 Every message names the field (or file and line) and the mend. Foreign exceptions are mapped to
 these at the boundary where they enter; `assert` is kept for our own bugs.

@@ -1,4 +1,5 @@
-"""What came of a turn's prompt, by three counts of tokens. Pure; the same rule everywhere.
+"""This module tells what came of a turn's prompt, by three counts of tokens. Pure; the same rule
+everywhere.
 
 Worker, gateway and simulator each know these counts in their own way and ask here for the name:
 

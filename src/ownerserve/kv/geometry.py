@@ -1,4 +1,4 @@
-"""From specs to bytes: blocks, components, fixed state, restorable points, replay.
+"""A geometry goes from specs to bytes: blocks, components, fixed state, restorable points, replay.
 
 Owns the arithmetic of state sizes. Must never read a configuration or allocate anything.
 

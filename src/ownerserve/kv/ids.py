@@ -1,4 +1,4 @@
-"""Names of things, as types: a session id can't be passed where a worker id belongs."""
+"""Names of things are types: a session id can't be passed where a worker id belongs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words and messages that several layers share: what to do, what happened, what a worker says.
+"""Several layers share these words and messages: what to do, what happened, what a worker says.
 
 Owns the one name each of a tier, an action, a mode and a reason: code, metrics and reports use it.
 Must never hold behaviour. Messages carry no tensors and no addresses; a dated copy says `as_of`.

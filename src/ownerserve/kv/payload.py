@@ -1,4 +1,4 @@
-"""The canonical payload: which bytes stand for a model's state, whatever engine computed them.
+"""The canonical payload says which bytes stand for a model's state, whatever engine computed them.
 
 A stored record is one unit of bytes for each slot of one component:
 

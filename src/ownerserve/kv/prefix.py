@@ -1,4 +1,4 @@
-"""The prefix chain: one digest for each full block, each over everything before it.
+"""A prefix chain has one digest for each full block, each over everything before it.
 
     digest[i] = SHA-256(digest[i-1] || tokens of block i as little-endian uint32)
     digest[-1] = SHA-256(DOMAIN || block size)

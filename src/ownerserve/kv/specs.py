@@ -1,4 +1,5 @@
-"""What state a model keeps, layer by layer: the vocabulary that everything else is counted in.
+"""Specs say what state a model keeps, layer by layer: the vocabulary that everything else is
+counted in.
 
 Owns the definitions of state kinds, roles, entries and layers, and the digest of a model's spec.
 Must never read a configuration (kv.registry does) or know a block length (kv.geometry does).

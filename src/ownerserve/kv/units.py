@@ -1,4 +1,4 @@
-"""Sizes as people write them, and back."""
+"""Sizes are read as people write them, and written back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What having an artifact is worth: the price of doing without it, less the price of using it.
+"""A benefit is what having an artifact is worth: the price of doing without it, less the price of
+using it.
 
     reuse_benefit(p) = C_prefill(p) - C_load(p) - C_recompute(p) - C_stall(p)      (seed 000 A2)
 

@@ -1,4 +1,6 @@
-"""A plan in words: one line for logs and metrics, rows for a table, plain data for JSON."""
+"""This module puts a plan in words: one line for logs and metrics, rows for a table, plain data for
+JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What to do with a session's state while its tool runs: keep, spill, and when to fetch it back.
+"""This module decides what to do with a session's state while its tool runs: keep, spill, and when
+to fetch it back.
 
     turn end ──── held ────┬─ gone ─────────┬─ fetched, held again ─── next turn
                            T_spill          T_prefetch

@@ -1,4 +1,5 @@
-"""What the planner is told: the model's state, the engine's abilities, and what is held where.
+"""This module defines what the planner is told: the model's state, the engine's abilities, and what
+is held where.
 
 Plain data, made by a node from the cache's match, the store's catalogue and the engine's word.
 Positions are tokens from the start of the sequence.

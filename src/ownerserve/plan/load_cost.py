@@ -1,4 +1,5 @@
-"""What must be loaded, and how long that takes on one engine at one moment's prices.
+"""This module tells what must be loaded, and how long that takes on one engine at one moment's
+prices.
 
 `LoadPricer` turns bytes by tier into ms. `RangeLoadCosts` answers for [0, position) of one query.
 

@@ -1,4 +1,4 @@
-"""The options open to one query, ways back to its state, and the price of one of them.
+"""Options are the ways back to its state that are open to one query; each is priced here.
 
     option       range kept        state from             computed
     restore      [0, B)            the point at B         [B, N)

@@ -1,4 +1,4 @@
-"""What the planner answers: one way back, its price by term, and why it was taken.
+"""The planner answers with one way back, its price by term, and why it was taken.
 
     now ──── queue ────┬─ load ─┬──────── recompute ────────┬─ stall ─┐ first token
         loads run here │        │ and here, where the engine │         │

@@ -1,4 +1,4 @@
-"""A restore asked by hand: what `ownerserve plan`, benchmarks and examples price.
+"""A restore is asked by hand here: what `ownerserve plan`, benchmarks and examples price.
 
 A node makes its queries from what it holds (plan.residency); here the holdings are described in a
 few numbers.

@@ -1,4 +1,5 @@
-"""From flat rows (who holds which component of which tokens) to the planner's spans and points.
+"""This module goes from flat rows (who holds which component of which tokens) to the planner's
+spans and points.
 
 A position can be used only where *all* range components can be had; of several copies of one piece
 the nearest is taken. A load under way counts from the tier it lands in: starting the same bytes a

@@ -1,4 +1,4 @@
-"""The restore planner: the cheapest way back for one turn, within what the engine can do.
+"""The restore planner finds the cheapest way back for one turn, within what the engine can do.
 
     argmin over ways of   T_queue + T_load + T_recompute + T_stall + lambda * M_HBM
 

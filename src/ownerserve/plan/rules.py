@@ -1,4 +1,4 @@
-"""What may be offered where: an engine's abilities and a model's nature, as rules with reasons.
+"""Rules say what may be offered where: an engine's abilities and a model's nature, with reasons.
 
 The only place that asks what an engine can do. A rule answers None (offer it) or why not.
 """

@@ -1,4 +1,4 @@
-"""The artifact store: what is sealed is kept on host memory, disk and remote tiers.
+"""The artifact store keeps what is sealed on host memory, disk and remote tiers.
 
 A read gives the bytes that were written under that id, verified, or a miss; never other bytes.
 Tiers and their runtimes do I/O; `policy` decides and does none.

@@ -1,4 +1,4 @@
-"""Eviction orders, one small file each. All pass tests/cache/test_policies.py."""
+"""Policies are eviction orders, one small file each. All pass tests/cache/test_policies.py."""
 
 from __future__ import annotations
 

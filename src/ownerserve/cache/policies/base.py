@@ -1,4 +1,4 @@
-"""What an eviction policy sees and says.
+"""This module defines what an eviction policy sees and says.
 
 A policy only orders. It never frees, and it can't protect: what a running turn needs is locked by
 the tree, and everything else can go (invariant 7). Its keys may only rise while nothing happens to

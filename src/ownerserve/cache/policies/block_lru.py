@@ -1,4 +1,4 @@
-"""vLLM's eviction order on our tree: blocks by when the last turn that read them ended.
+"""BlockLru is vLLM's eviction order on our tree: blocks by when the last turn that read them ended.
 
 HeteroCache's "lru" goes by restorable points: a turn that goes on from one makes that one young,
 and those before it on the path age on their own. vLLM frees all blocks of a turn at its end, the

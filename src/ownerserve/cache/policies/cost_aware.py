@@ -1,4 +1,4 @@
-"""The default order: cheapest to bring back first, aged by GreedyDual."""
+"""CostAware is the default order: cheapest to bring back first, aged by GreedyDual."""
 
 from __future__ import annotations
 

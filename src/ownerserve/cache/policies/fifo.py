@@ -1,4 +1,4 @@
-"""First in, first out."""
+"""Fifo evicts what came first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Least frequently used first."""
+"""Lfu evicts what was used least often."""
 
 from __future__ import annotations
 

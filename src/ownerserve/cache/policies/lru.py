@@ -1,4 +1,4 @@
-"""Least recently used first."""
+"""Lru evicts what was used longest ago."""
 
 from __future__ import annotations
 

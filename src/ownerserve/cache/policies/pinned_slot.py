@@ -1,4 +1,6 @@
-"""The baseline that seed 001 replaces: an idle session's slot is pinned until it is released."""
+"""PinnedSlot is the baseline that seed 001 replaces: an idle session's slot is pinned until it is
+released.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The caller's priority, then LRU."""
+"""Priority orders by the caller's priority, then LRU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""SGLang's session radix cache: what no session refers to goes first."""
+"""SessionReference is the order of SGLang's session radix cache: what no session refers to goes
+first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segmented LRU: what was used once goes before what was used again."""
+"""Slru is segmented LRU: what was used once goes before what was used again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tail-latency-aware LRU: first what can go without making the slow turns slower."""
+"""TailLatency is tail-latency-aware LRU: first goes what can go without making the slow turns
+slower.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many slots each pool gets of the KV memory. Arithmetic only.
+"""A budget says how many slots each pool gets of the KV memory. Arithmetic only.
 
     |- state blocks -|---- point slots ----|------------ range blocks ------------|
      max_running       POINT_SHARE of rest    what is left

@@ -1,4 +1,4 @@
-"""Chooses what goes, in the policy's order, and says what that freed.
+"""The evictor chooses what goes, in the policy's order, and says what that freed.
 
 Owns the lazy heaps. Range blocks go from the tail of an interval, one or a run at a time, just as
 many as are needed; point state goes one component of one stop at a time. Never touches a block

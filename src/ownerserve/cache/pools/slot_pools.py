@@ -1,4 +1,5 @@
-"""SlotPools: the pools, and making room in them. Owns every slot that the tree or a turn does not.
+"""SlotPools are the pools, and make room in them. They own every slot that the tree or a turn does
+not.
 
 All range components are filled in lock-step, so one block number is the slot in each of their
 pools; point components and state blocks have a pool each. Taking is all or nothing.

@@ -1,1 +1,3 @@
-"""The prefix tree of one cache: what is resident, for whom, and where a turn may resume."""
+"""The tree folder is the prefix tree of one cache: what is resident, for whom, and where a turn may
+resume.
+"""

@@ -1,4 +1,5 @@
-"""The prefix tree: which blocks of which token sequences are resident, and where one may go on.
+"""The prefix tree knows which blocks of which token sequences are resident, and where one may go
+on.
 
 Owns intervals, stops, branches and hard locks, and so the residency and recency of everything
 sealed. It never allocates or frees a slot: what it drops it returns to the caller. Tokens are

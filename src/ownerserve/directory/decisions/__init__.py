@@ -1,1 +1,1 @@
-"""The directory's state machine: what is known, and what each request does to it. Pure."""
+"""The directory's state machine is what is known, and what each request does to it. Pure."""

@@ -1,4 +1,4 @@
-"""Every safety check of the directory's decisions, each a function of its own.
+"""This module has every safety check of the directory's decisions, each a function of its own.
 
 Apart from the rest so that tests can take one out and see that it is missed
 (tests/support/directory/mutations.py); decisions call them through this module.

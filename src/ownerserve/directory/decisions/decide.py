@@ -1,4 +1,4 @@
-"""decide(): which decision a request asks for."""
+"""decide() makes the decision that a request asks for."""
 
 from __future__ import annotations
 

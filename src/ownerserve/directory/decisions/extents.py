@@ -1,4 +1,6 @@
-"""How a prefix record changes: a copy goes, a fork stands on it or leaves it, it is used."""
+"""This module changes a prefix record: a copy goes, a fork stands on it or leaves it, it is
+used.
+"""
 
 from __future__ import annotations
 

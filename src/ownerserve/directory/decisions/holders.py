@@ -1,4 +1,5 @@
-"""Decisions on routing units: register, renew, retire, and what they publish of themselves.
+"""These decisions are on routing units: register, renew, retire, and what they publish of
+themselves.
 
 (unknown) --Register--> LIVE --lease runs out--> LAPSED --Register--> LIVE
                         LIVE --Register(later life)--> LIVE; the former life owns nothing

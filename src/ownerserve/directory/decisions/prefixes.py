@@ -1,4 +1,4 @@
-"""Decisions on sealed prefixes: one last-copy duty, many read-only copies.
+"""These decisions are on sealed prefixes: one last-copy duty, many read-only copies.
 
 UNKNOWN --Advance--> OWNED --its owner's last copy goes--> UNOWNED
 UNKNOWN --Publish--> UNOWNED --Advance--> OWNED

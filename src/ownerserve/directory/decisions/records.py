@@ -1,4 +1,4 @@
-"""What the directory knows: four kinds of records under byte keys, equal in memory and on Valkey.
+"""Records are what the directory knows: four kinds under byte keys, equal in memory and on Valkey.
 
     w: worker/rank   Holder    which life of it counts, until when its lease runs
     s: session       Session   owner, epoch, version, the prefix that it stands on

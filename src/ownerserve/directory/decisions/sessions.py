@@ -1,4 +1,4 @@
-"""Decisions on sessions: one owner each, moved by compare-and-set.
+"""These decisions are on sessions: one owner each, moved by compare-and-set.
 
     UNKNOWN --Bind--> OWNED --Transfer--> OWNED by the target
                       OWNED --owner's lease runs out, or its next life registers--> ORPHAN

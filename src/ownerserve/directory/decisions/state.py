@@ -1,4 +1,5 @@
-"""The directory in one process's memory, without a clock: requests with `now` -> outcomes.
+"""DirectoryState is the directory in one process's memory, without a clock: requests with `now` ->
+outcomes.
 
 Owns all records, the term and its counter. Never draws a number and never writes a file: a new
 term is handed in by whoever runs it (embedded.py, the simulator).

@@ -1,4 +1,4 @@
-"""sweep(): cleans up sessions that never ended, and copies of units that never came back."""
+"""sweep() cleans up sessions that never ended, and copies of units that never came back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decision comes to: a transaction, of an outcome and the records that it writes.
+"""A transaction is what a decision comes to: an outcome and the records that it writes.
 
     decide(records, request, moment) -> Transaction(outcome, writes, guards, minted)
 

@@ -1,1 +1,1 @@
-"""The owner's side: what one life of a routing unit owns, asks for, and refuses others. Pure."""
+"""The owner's side is what one life of a routing unit owns, asks for, and refuses others. Pure."""

@@ -1,4 +1,5 @@
-"""The one way in to what a unit owns: its doors, and when to ask for a session or end one. Pure.
+"""GuardedOwner is the one way in to what a unit owns: its doors, and when to ask for a session or
+end one. Pure.
 
     turn line, ReleaseSession, the directory's answers ── hear ──> session -> highest epoch
     a word under a lower one                  ── refused: stale_epoch, counted by its verb

@@ -1,4 +1,4 @@
-"""OwnerState: which sessions a routing unit owns now, and what it must ask the directory.
+"""OwnerState knows which sessions a routing unit owns now, and what it must ask the directory.
 
 Pure: methods take `now` (the unit's own clock) and return the requests to send. Owns the unit's
 lease, grants and open asks. Its one promise: `may_serve` says yes only while no one else's can.

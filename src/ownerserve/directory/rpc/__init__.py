@@ -1,1 +1,3 @@
-"""The directory as a service: msgpack messages over ZeroMQ, on loopback."""
+"""The directory as a service speaks msgpack messages over ZeroMQ, on loopback, or with the fleet's
+key anywhere.
+"""

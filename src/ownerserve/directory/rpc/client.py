@@ -1,4 +1,4 @@
-"""DirectoryClient: asks a directory in another process, and blocks until it answers.
+"""DirectoryClient asks a directory in another process, and blocks until it answers.
 
 The client answers `unreachable` for what was not answered in time, or by nothing that can be read:
 it may or may not be done, and every request may be asked again (docs/directory.md). A late answer

@@ -1,4 +1,4 @@
-"""Frames of the directory's port: what is said, and how it is encoded. Version 1.
+"""Frames are what is said on the directory's port, and how it is encoded. Version 1.
 
     request   [number, msgpack [version, Batch | Status | Forget]]
     answer    [number, msgpack [version, Outcomes | StatusIs | Failed]]

@@ -1,4 +1,4 @@
-"""DirectoryServer: one thread, one socket, one directory behind it.
+"""DirectoryServer is one thread, one socket, one directory behind it.
 
 Owns the socket and calls the directory from its own thread only. What has arrived together is
 decided together: under load a shared backend then takes one trip for many clients' requests.

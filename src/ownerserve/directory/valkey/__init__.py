@@ -1,1 +1,1 @@
-"""The directory's memory in Valkey or Redis: one primary with replicas, no cluster mode."""
+"""The directory's memory is in Valkey or Redis here: one primary with replicas, no cluster mode."""

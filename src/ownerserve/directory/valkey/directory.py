@@ -1,4 +1,4 @@
-"""The directory on Valkey: the same decisions, on records that are read and compared-and-set.
+"""The directory on Valkey makes the same decisions, on records that are read and compared-and-set.
 
     read (1 trip) -> decide here -> commit if unchanged (1 trip, with WAIT) -> else once more
 

@@ -1,4 +1,4 @@
-"""find_primary(): by one address, several, or a Sentinel that knows.
+"""find_primary() finds the primary by one address, several, or a Sentinel that knows.
 
 valkey://HOST:PORT[,HOST:PORT...][/DB]       of several primaries: the one with the highest term
 sentinel://HOST:PORT[,HOST:PORT...]/NAME

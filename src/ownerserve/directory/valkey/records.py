@@ -1,4 +1,6 @@
-"""Records as fetched, and decisions as written: bytes on one side, structs on the other."""
+"""This module has records as fetched, and decisions as written: bytes on one side, structs on the
+other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two scripts that run inside Valkey: read with a term, write if unchanged.
+"""Two scripts run inside Valkey: one reads with a term, one writes if unchanged.
 
 They decide nothing about owners. What they guard is the term:
 

@@ -1,5 +1,5 @@
-"""The Attention Spec Registry: a Hugging Face config.json and an engine's KV descriptor in, the
-model's state specs out.
+"""The Attention Spec Registry takes a Hugging Face config.json and an engine's KV descriptor, and
+gives the model's state specs.
 
 Owns which fields mean what, one file a family. Must never guess: a field that is missing, or
 contradicts another, is an InvalidInput that names it; a layer pattern is read, not assumed.

@@ -1,4 +1,5 @@
-"""Entries as engines lay them out, from dimensions and an engine's format. Arithmetic only.
+"""This module makes entries as engines lay them out, from dimensions and an engine's format.
+Arithmetic only.
 
 V4 latent, fp8_ds_mla    | 448 fp8 NoPE | 64 bf16 RoPE | 7 ue8m0 + 1 pad |   584 B
 V3.2 latent, fp8_ds_mla  | 512 fp8 NoPE | 64 bf16 RoPE | 4 fp32 scales   |   656 B

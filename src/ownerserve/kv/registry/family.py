@@ -1,4 +1,6 @@
-"""What a family's file provides, and the attention layers that several families share."""
+"""This module states what a family's file provides, and has the attention layers that several
+families share.
+"""
 
 from __future__ import annotations
 

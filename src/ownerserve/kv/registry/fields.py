@@ -1,5 +1,6 @@
-"""Reading a config.json: every field that is missing, of the wrong type or in contradiction is
-named in the error, with the mend. Nothing here has a default that a caller did not state.
+"""This module reads a config.json: every field that is missing, of the wrong type or in
+contradiction is named in the error, with the mend. Nothing here has a default that a caller did not
+state.
 """
 
 from __future__ import annotations

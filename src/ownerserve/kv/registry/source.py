@@ -1,5 +1,5 @@
-"""Where a model's configuration comes from: a config.json, a checkpoint folder, or the name of
-one of the examples that ship with the project.
+"""A model's configuration comes from a config.json, a checkpoint folder, or the name of one of the
+examples that ship with the project.
 """
 
 from __future__ import annotations

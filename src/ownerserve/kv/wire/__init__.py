@@ -1,1 +1,1 @@
-"""Records that cross between processes, one file each: encoded and decoded here only."""
+"""These records cross between processes, one file each: they are encoded and decoded here only."""

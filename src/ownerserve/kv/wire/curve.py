@@ -1,4 +1,4 @@
-"""A fleet's CURVE keys: who has their file is of the fleet; nobody else is answered or believed.
+"""A fleet has CURVE keys: who has their file is of the fleet; nobody else is answered or believed.
 
 One file, two secrets. A server proves that it has the servers' one, a client the clients'; between
 them all is encrypted and can't be changed unseen (CurveZMQ). Whoever has the file can be either:

@@ -1,4 +1,5 @@
-"""Framed requests over ZeroMQ: a port that answers, the thread that serves it, and who asks it.
+"""Framed requests go over ZeroMQ: here are a port that answers, the thread that serves it, and who
+asks it.
 
     request   [number, data]        `number` is the client's, eight bytes, and comes back as it was:
     answer    [number, data]        a late answer is dropped by it

@@ -1,4 +1,5 @@
-"""Every header that OwnerServe's processes read or write, and the two lines in JSON among them.
+"""This module has every header that OwnerServe's processes read or write, and the two lines in JSON
+among them.
 
 Owns the names, and the encoding and decoding of both lines; nobody else spells one.
 

@@ -1,4 +1,4 @@
-"""What a worker holds, as it tells on `GET /ownerserve/inventory?after=N`: numbered words.
+"""A worker tells what it holds on `GET /ownerserve/inventory?after=N`, in numbered words.
 
 Owns the record and its JSON. A word says of one session and one tier what is there now; a later
 one replaces it, so that there is one at most for each (session, tier). Numbers grow within one

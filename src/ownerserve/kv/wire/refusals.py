@@ -1,4 +1,5 @@
-"""Why a worker would not take a turn: the one list, for engines, their admission and gateways.
+"""Worker refusals say why a worker would not take a turn: the one list, for engines, their
+admission and gateways.
 
 A reason is a metric label, the value of the header `x-ownerserve-refusal` and the `code` of an
 error answer. A gateway that hears one that it does not know counts `other`.

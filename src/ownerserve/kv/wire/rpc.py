@@ -1,4 +1,4 @@
-"""What is said on a node's RPC port, and how it is encoded. Version 1.
+"""This module has what is said on a node's RPC port, and how it is encoded. Version 1.
 
 A place is asked for by what the turn may take: an append that goes to its state comes unasked, and
 is judged as it arrives. node/admission.py says what the answers promise.

@@ -1,4 +1,4 @@
-"""What a worker says of itself on `GET /ownerserve/status`: who it is, its load, what it can do.
+"""A worker says of itself on `GET /ownerserve/status` who it is, its load, and what it can do.
 
 Owns the record, its JSON and its reader. Version 1; a field that this build does not know is
 ignored and one that an older build does not send has a default, so that N reads N - 1.

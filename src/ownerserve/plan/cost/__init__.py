@@ -1,1 +1,3 @@
-"""What things cost, as measured: loads per tier, prefill, replay, queues; and how wrong that is."""
+"""The cost model knows what things cost, as measured: loads per tier, prefill, replay, queues; and
+how wrong that is.
+"""

@@ -1,4 +1,6 @@
-"""What a running node tells the cost model. Service times and waiting times come apart."""
+"""These events are what a running node tells the cost model. Service times and waiting times come
+apart.
+"""
 
 from __future__ import annotations
 

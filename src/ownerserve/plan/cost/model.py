@@ -1,4 +1,4 @@
-"""The cost model of one worker: defaults until measured, then what was measured.
+"""The cost model is one worker's: defaults until measured, then what was measured.
 
 Owns every coefficient that a price is made of. It does no I/O: a node feeds it observations, asks
 for `prices()`, and keeps `dump()` on disk between runs.

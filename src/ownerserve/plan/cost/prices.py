@@ -1,4 +1,5 @@
-"""What a pass and a load take, as plain numbers, and how wrong such numbers have been lately.
+"""Prices say what a pass and a load take, as plain numbers, and how wrong such numbers have been
+lately.
 
 The planner multiplies and adds one moment's `Prices`. Apart from the fits (plan.cost.model), so
 that who only prices need not import numpy.

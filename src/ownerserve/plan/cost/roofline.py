@@ -1,4 +1,5 @@
-"""Defaults before anything is measured: a GPU's data sheet and a model's arithmetic.
+"""The roofline gives defaults before anything is measured: a GPU's data sheet and a model's
+arithmetic.
 
     b = 2 * active parameters / matrix FLOP/s        what a token costs wherever it stands
     c = attention FLOPs for each pair / attention FLOP/s   for each token before it

@@ -1,4 +1,5 @@
-"""A model's arithmetic as the roofline needs it: a cost a token, and one for each token before it.
+"""This module has a model's arithmetic as the roofline needs it: a cost a token, and one for each
+token before it.
 
 Counted by trace.flops; here its terms are sorted by whether they grow with the position. A term
 with a cap (a window, a chosen top-k) is taken at its cap, so short prompts are priced too high.

@@ -1,4 +1,4 @@
-"""What checkpointing wears and what it was good for.
+"""Accounting counts what checkpointing wears and what it was good for.
 
 Write amplification = bytes that reach the drive / payload of range state sealed: 1.0 would be
 global KV alone, without headers, padding or any point state. Zero comes near it, full is near 9 on

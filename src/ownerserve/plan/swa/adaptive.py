@@ -1,4 +1,4 @@
-"""Adaptive: checkpoint where, as observed, a restore is worth the write.
+"""Adaptive checkpoints where, as observed, a restore is worth the write.
 
     p* = argmin over p of   alpha * SSDWrite(p) + beta * RestoreLatency(p) + gamma * GPURecompute(p)
 

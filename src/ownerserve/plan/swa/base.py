@@ -1,4 +1,4 @@
-"""What a checkpoint policy is asked and what it answers.
+"""This module defines what a checkpoint policy is asked and what it answers.
 
 A turn computes tokens [start, end); the policy names the boundaries in (start, end] whose point
 state is to be written to the store. It owns nothing but what it was told by `observe`.

@@ -1,4 +1,4 @@
-"""Full: every window row is written, so every boundary can be resumed (V4 report §3.5.2)."""
+"""Full writes every window row, so that every boundary can be resumed (V4 report §3.5.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Periodic: one checkpoint every p tokens, the rest is recomputed (V4 report §3.5.2)."""
+"""Periodic writes one checkpoint every p tokens; the rest is recomputed (V4 report §3.5.2)."""
 
 from __future__ import annotations
 

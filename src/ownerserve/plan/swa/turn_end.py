@@ -1,4 +1,4 @@
-"""Turn-end: where a next turn will resume, and nowhere else.
+"""TurnEnd checkpoints where a next turn will resume, and nowhere else.
 
 What DeepSeek-V4 did in production (V4.1 report §3.2).
 """

@@ -1,4 +1,4 @@
-"""Zero: no point state is written; windows are rebuilt by exact replay (V4 report §3.5.2).
+"""Zero writes no point state; windows are rebuilt by exact replay (V4 report §3.5.2).
 
 For a model with recurrent state, which no replay rebuilds, this means: prefill from the start.
 """

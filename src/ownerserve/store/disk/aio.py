@@ -1,4 +1,5 @@
-"""Many direct reads in the air from one thread: Linux's own asynchronous I/O (io_submit).
+"""This module keeps many direct reads in the air from one thread, by Linux's own asynchronous I/O
+(io_submit).
 
 A thread for each read in the air costs two hand-overs of the interpreter lock a record, more than
 the record's digest. The kernel's queue costs one system call for many. io_submit is what Docker's

@@ -1,4 +1,4 @@
-"""Appending to segments: the only code that writes records.
+"""The appender appends to segments: the only code that writes records.
 
 Owns the open segment, the next offset and the next sequence number. A segment with a failed write
 or sync takes no more records: after a failed fdatasync the kernel may have dropped what it held.

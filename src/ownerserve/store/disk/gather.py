@@ -1,4 +1,5 @@
-"""Where the bytes of a read lie in the segments and where they land in memory. Pure.
+"""This module tells where the bytes of a read lie in the segments and where they land in memory.
+Pure.
 
     segment   | header A | payload A | header B | payload B |   ...   | header C | ... chunk 3 ... |
     memory    | header A | payload A | header B | payload B | header C | chunk 3 |

@@ -1,4 +1,4 @@
-"""A store's directory: its identity, its lock, its key, its segment files.
+"""A store's home is its directory: its identity, its lock, its key, its segment files.
 
 DIR/STORE        4 KiB: format, store id, segment size (docs/format.md)
 DIR/LOCK         flock'd by the one writer

@@ -1,4 +1,4 @@
-"""Maintenance of a store on disk: gc, compaction, verification of all that stands.
+"""This module maintains a store on disk: gc, compaction, verification of all that stands.
 
 Functions over a `DiskCore`; each holds the writer's lock for one bounded step at a time where it
 can, so that serving goes on between the steps.

@@ -1,4 +1,4 @@
-"""Reading a store on disk: look up, read, verify, all wants or none.
+"""The disk reader looks up, reads and verifies, all wants or none.
 
 Used by the writer's own tier and by snapshot readers in other processes. Holds the open segments;
 never writes. What fails verification is looked up again first: a record that was evicted or moved

@@ -1,4 +1,4 @@
-"""Taking records out of segments: erase, drop empty segments, compact sparse ones.
+"""The reclaimer takes records out of segments: erase, drop empty segments, compact sparse ones.
 
 Each step leaves the index true if the process dies after it:
 

@@ -1,4 +1,4 @@
-"""Opening a store: make index and segments agree again, whatever the last writer was doing.
+"""Recovery opens a store: index and segments agree again, whatever the last writer was doing.
 
     1. segment rows without a file, and files marked DROPPED: forgotten, unlinked
     2. what lies beyond the end that the index knows of each segment: adopted if it verifies whole

@@ -1,4 +1,4 @@
-"""Walking a segment: every record that stands in it, in order, whatever lies between.
+"""A scan walks a segment: every record that stands in it, in order, whatever lies between.
 
 A record is known by a header whose CRC is right and which says that it lies here, in this store;
 so neither a payload that looks like a header nor a stray copy is taken for one. Past a damaged

@@ -1,4 +1,4 @@
-"""Reading a store that another process may be writing: no lock, nothing changed on disk.
+"""A snapshot reads a store that another process may be writing: no lock, nothing changed on disk.
 
 What it sees is the index's last committed state. A record that the writer moves or removes in the
 meantime is looked up again, and is then found or an honest miss.

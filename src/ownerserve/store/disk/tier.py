@@ -1,4 +1,4 @@
-"""The disk tier: one writer, any number of reading threads.
+"""The disk tier has one writer and any number of reading threads.
 
 Owns the store's directory while open. Composes what does the work: `append` writes, `read`
 reads, the index remembers, `reclaim` gives back, `policy` chooses. Nothing here raises for

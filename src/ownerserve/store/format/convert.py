@@ -1,4 +1,5 @@
-"""One layout of a record's payload into another, or a reason why not; and a read of such a record.
+"""This module turns one layout of a record's payload into another, or says why not; and reads such
+a record.
 
 A payload is units of `block_tokens` tokens; a unit holds, for each layer, a page of entries:
 

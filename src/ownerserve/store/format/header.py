@@ -1,4 +1,4 @@
-"""A record's header, byte for byte as docs/format.md has it.
+"""A record's header is encoded and decoded here, byte for byte as docs/format.md has it.
 
     [ fixed 360 bytes | descriptor | chunk tags | boundaries | zeros to a multiple of 4 KiB ]
 

@@ -1,4 +1,5 @@
-"""The store's words: what a record says of itself, what a caller asks for, what can come of it.
+"""These are the store's words: what a record says of itself, what a caller asks for, what can come
+of it.
 
 Pure data. Nothing here knows how or where bytes are kept.
 """

@@ -1,4 +1,4 @@
-"""Seals: how a record's chunks are protected, and by which key.
+"""Seals say how a record's chunks are protected, and by which key.
 
     XXH3     xxh3-128 of each chunk: finds accidents. Shared artifacts.
     BLAKE3   keyed blake3 of each chunk and of the header: finds forgery too. Tenants' artifacts.

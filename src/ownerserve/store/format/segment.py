@@ -1,4 +1,5 @@
-"""One segment file: preallocated, appended to, never overwritten; what is dead in it is erased.
+"""A segment is one file: preallocated, appended to, never overwritten; what is dead in it is
+erased.
 
     [ segment header 4 KiB | record | record | ... | zeros up to the preallocated size ]
 

@@ -1,4 +1,5 @@
-"""Is this the record that was asked for, and are these its bytes? The one place that answers.
+"""This module verifies that a record is the one asked for, and that these are its bytes: the one
+place that answers.
 
 Every tier reads through here. Invariant 4: nothing is READY without a digest and an id that match.
 """

@@ -1,4 +1,4 @@
-"""The index of a store on disk: which records stand in which segment. SQLite, one writer.
+"""The index of a store on disk says which records stand in which segment. SQLite, one writer.
 
 The index is never the truth: when it is lost it is made again from the segments.
 """

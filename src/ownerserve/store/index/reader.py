@@ -1,4 +1,4 @@
-"""The index: where each record lies. SQLite in WAL mode; made again from the segments if lost.
+"""The index knows where each record lies. SQLite in WAL mode; made again from the segments if lost.
 
 Owns the tables and a bounded map of hot entries. All writes of one step go through `apply`, one
 transaction, so that the index moves from one true state to the next. Never the only place of

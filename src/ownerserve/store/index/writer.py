@@ -1,4 +1,4 @@
-"""The one writer of the index: schema, and `apply`, one transaction a step."""
+"""The index has one writer: schema, and `apply`, one transaction a step."""
 
 from __future__ import annotations
 

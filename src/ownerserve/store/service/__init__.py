@@ -1,1 +1,1 @@
-"""The store's runtime: the threads that read and write so that the engine never waits."""
+"""The store's runtime is the threads that read and write so that the engine never waits."""

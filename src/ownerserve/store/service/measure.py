@@ -1,4 +1,6 @@
-"""Speed of a store on this machine's medium. Used by `ownerserve store bench` and benchmarks/."""
+"""This module measures the speed of a store on this machine's medium. Used by `ownerserve store
+bench` and benchmarks/.
+"""
 
 from __future__ import annotations
 

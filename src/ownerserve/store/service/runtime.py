@@ -1,4 +1,4 @@
-"""The store's runtime: threads that do what the engine must not wait for.
+"""The store's runtime is the threads that do what the engine must not wait for.
 
     submit_*   returns a ticket at once; never touches a medium
     poll       the answer, or NotYet; never waits

@@ -1,4 +1,5 @@
-"""The port every tier implements: host memory, disk, remote, peer. One contract suite over all.
+"""TierBackend is the port every tier implements: host memory, disk, remote, peer. One contract
+suite over all.
 
     find      what is there; a hint, the read decides
     read      all wants, verified, or a miss; never a part, never an exception for bad bytes

@@ -1,4 +1,4 @@
-"""The port of a remote tier's medium, named blobs, and the embedded one: a shared directory.
+"""Blobs is the port of a remote tier's medium, named blobs; the embedded one is a shared directory.
 
 A medium raises OSError (a missing blob: FileNotFoundError, one that `put_new` found there:
 FileExistsError) and Backpressure, nothing else.

@@ -1,4 +1,4 @@
-"""Page-aligned buffers for direct I/O, recycled only when nobody can still see them.
+"""Buffers are page-aligned for direct I/O, and recycled only when nobody can still see them.
 
 A buffer goes back to the pool when the last view of it is gone. There is no release to forget and
 none to do too early: a late reader of a recycled buffer would be wrong bytes by our own hand.

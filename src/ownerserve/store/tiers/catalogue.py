@@ -1,4 +1,5 @@
-"""What a remote medium holds, kept in the medium itself: one small blob a record, and room by it.
+"""A catalogue is what a remote medium holds, kept in the medium itself: one small blob a record,
+and room by it.
 
     catalogue/TENANT/KIND/ID-BYTES    body: empty, or the value of the record (17 bytes)
 

@@ -1,4 +1,5 @@
-"""A medium that fails: say so once, back off, come back. Pure: `now` in, verdict out.
+"""Health deals with a medium that fails: say so once, back off, come back. Pure: `now` in, verdict
+out.
 
 The engine never sees an error of the store. It sees refusals and misses; the operator sees one
 warning when trouble begins and one line when it ends.

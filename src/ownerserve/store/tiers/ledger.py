@@ -1,4 +1,4 @@
-"""The account of a tier's room: who holds how much, and what must go for more.
+"""The ledger is the account of a tier's room: who holds how much, and what must go for more.
 
 Open reservations count. The ledger does no I/O of its own.
 """

@@ -1,4 +1,4 @@
-"""The host memory tier: the fastest place to come back from, gone with the process.
+"""The host memory tier is the fastest place to come back from, and gone with the process.
 
 A reservation's buffer becomes the record, without a copy; a read hands out a view of it, without
 a copy either, after its digest was checked: host memory flips bits too. What is evicted under a

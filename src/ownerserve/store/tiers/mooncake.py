@@ -1,4 +1,4 @@
-"""Blobs in a Mooncake Store. Extra: `pip install 'ownerserve[mooncake]'`.
+"""MooncakeBlobs keep blobs in a Mooncake Store. Extra: `pip install 'ownerserve[mooncake]'`.
 
 Return codes, measured on 0.3.13 (`tests/store/test_mooncake.py` runs them against a real master):
 

@@ -1,4 +1,5 @@
-"""Copies that wait to be made between tiers, and records on top that wait for their copy below.
+"""Moves are copies that wait to be made between tiers; dirty records on top wait for their copy
+below.
 
 Owns no artifact, does no I/O. A queued demotion may be the last copy of its bytes, a queued
 promotion never is: so a full queue gives up promotions first.

@@ -1,4 +1,4 @@
-"""Page-locked host memory, which a GPU copies from and to without a bounce buffer.
+"""Pinned memory is page-locked host memory, which a GPU copies from and to without a bounce buffer.
 
 Owns which mappings are registered. The CUDA runtime comes from outside (`torch.cuda.cudart()`), so
 that nothing here imports torch. Memory that can't be locked (ulimit, an old driver) is used as it

@@ -1,4 +1,5 @@
-"""Between tiers: where a record is written, what is worth a write further down, what goes up. Pure.
+"""Placement decides between tiers: where a record is written, what is worth a write further down,
+what goes up. Pure.
 
 Levels count from the fastest tier, 0. A write policy is one of three, none of them a flag:
 

@@ -1,4 +1,5 @@
-"""What a tier gives up, and to whom it says no. Pure: catalogue rows and `now` in, choices out.
+"""The policy says what a tier gives up, and to whom it says no. Pure: catalogue rows and `now` in,
+choices out.
 
 Range and point artifacts live by separate rules: global KV is reused over days, point state within
 minutes (V4.1 report), so each kind has its own share, TTL and LRU, and never evicts the other.

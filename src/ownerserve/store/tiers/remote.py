@@ -1,4 +1,4 @@
-"""The remote tier: one blob a record, in the very format that disk records have.
+"""The remote tier keeps one blob a record, in the very format that disk records have.
 
     records/ab/abcd...               header and payload; store id, segment and offset are zero
     catalogue/TENANT/KIND/ID-BYTES   what there is and what it is worth (see `catalogue`)

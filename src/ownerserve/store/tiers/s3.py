@@ -1,4 +1,4 @@
-"""Blobs in an S3 bucket, by boto3. Extra: `pip install 'ownerserve[s3]'`.
+"""S3Blobs keep blobs in an S3 bucket, by boto3. Extra: `pip install 'ownerserve[s3]'`.
 
 Up to `part_bytes` a blob is one PUT; above that, parts, which are given up when one fails. What a
 killed writer leaves of them is invisible and is given up by `tidy`.

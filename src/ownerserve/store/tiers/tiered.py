@@ -1,4 +1,5 @@
-"""Tiers as one: written as the placement says, read from the fastest that has it, copies moved.
+"""A tiered store is tiers as one: written as the placement says, read from the fastest that has it,
+copies moved.
 
 Owns no artifact. Moving is asked for here and done in `settle`, on the runtime's writer thread, so
 that neither a read nor a reservation waits for another tier's medium:

@@ -1,1 +1,3 @@
-"""Families whose layers all attend: full, windowed, latent, sparse or compressed; one file each."""
+"""These families have layers that all attend: full, windowed, latent, sparse or compressed; one
+file each.
+"""

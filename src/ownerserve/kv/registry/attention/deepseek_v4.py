@@ -1,4 +1,4 @@
-"""DeepSeek-V4 Pro and Flash: windows everywhere, and over them CSA, HCA or nothing.
+"""DeepSeek-V4 Pro and Flash have windows everywhere, and over them CSA, HCA or nothing.
 
     ratio 0 (or 1)      swa
     ratio 4     (CSA)   swa + main + index + main tail + index tail

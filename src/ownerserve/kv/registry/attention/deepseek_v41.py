@@ -1,4 +1,5 @@
-"""DeepSeek-V4.1: windows everywhere; compressed KV in a few source layers, read by the others.
+"""DeepSeek-V4.1 has windows everywhere; its compressed KV is in a few source layers, read by the
+others.
 
     ratio 0              swa
     a KV source          swa + main + index (+ main tail where the ratio is above 1)

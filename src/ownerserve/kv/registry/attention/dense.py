@@ -1,4 +1,4 @@
-"""Dense grouped-query and multi-head attention: Llama, Qwen2, Qwen3 and the like.
+"""Llama, Qwen2, Qwen3 and the like have dense grouped-query or multi-head attention.
 
 Qwen's `use_sliding_window` off, all layers are full. On, `layer_types` says which are sliding;
 without it, those of Qwen2 and Qwen3 from `max_window_layers` on. The MoE models read the same

@@ -1,4 +1,4 @@
-"""MLA with a sparse-attention indexer (DSA): DeepSeek-V3.2 and GLM-5.
+"""DeepSeek-V3.2 and GLM-5 have MLA with a sparse-attention indexer (DSA).
 
 An indexer keeps one key a token. A GLM-5 layer may be `shared`: it re-uses the choice of the
 `full` layer before it and keeps no keys. That is written in one of three ways: `indexer_types`,

@@ -1,4 +1,4 @@
-"""Gemma-3: sliding layers with a full one at every `sliding_window_pattern`-th.
+"""Gemma-3 has sliding layers, with a full one at every `sliding_window_pattern`-th.
 
 transformers assumes a pattern of 6 when a config has none; we ask for it. It also writes the
 pattern it assumed as `_sliding_window_pattern`, beside a `layer_types` that may say otherwise:

@@ -1,4 +1,4 @@
-"""Gemma-4: sliding and full layers of different head dimensions; the last layers own no keys.
+"""Gemma-4 has sliding and full layers of different head dimensions; the last layers own no keys.
 
 `num_kv_shared_layers` layers at the end read the last owning layer of their own type. With
 `attention_k_eq_v` full layers use `num_global_key_value_heads`; values are cached all the same,

@@ -1,4 +1,4 @@
-"""gpt-oss: sliding and full layers as `layer_types` lists them. Sinks live in the weights."""
+"""gpt-oss has sliding and full layers as `layer_types` lists them. Sinks live in the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""MiniMax-M3: grouped-query attention everywhere; sparse layers keep one index key a token too.
+"""MiniMax-M3 has grouped-query attention everywhere; its sparse layers keep one index key a token
+too.
 
 Sparse layers are flagged in `sparse_attention_config.sparse_attention_freq`, or named
 `minimax_m3_sparse` in transformers' `layer_types`.

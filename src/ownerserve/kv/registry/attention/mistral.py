@@ -1,5 +1,5 @@
-"""Mistral and Mixtral: every layer sliding when `sliding_window` is a number, every layer full
-when it is null. `layer_types` (Ministral) decides when present.
+"""Mistral and Mixtral slide in every layer when `sliding_window` is a number, and in none when it
+is null. `layer_types` (Ministral) decides when present.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Multi-head latent attention: DeepSeek-V2, V3, R1 and Kimi-K2. One latent a token and layer."""
+"""DeepSeek-V2, V3, R1 and Kimi-K2 have multi-head latent attention: one latent a token and
+layer.
+"""
 
 from __future__ import annotations
 

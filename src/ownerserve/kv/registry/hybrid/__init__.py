@@ -1,1 +1,1 @@
-"""Families that keep recurrent state in some layers or in all; one file each."""
+"""These families keep recurrent state in some layers or in all; one file each."""

@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 layers, with attention at the layers that `attn_layer_indices` lists."""
+"""Bamba has Mamba-2 layers, with attention at the layers that `attn_layer_indices` lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and a Mamba-2 mixer side by side in every layer."""
+"""Falcon-H1 has attention and a Mamba-2 mixer side by side in every layer."""
 
 from __future__ import annotations
 

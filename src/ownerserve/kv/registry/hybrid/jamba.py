@@ -1,4 +1,4 @@
-"""Jamba: Mamba-1 layers, with attention at every `attn_layer_period`-th from an offset on."""
+"""Jamba has Mamba-1 layers, with attention at every `attn_layer_period`-th from an offset on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kimi-Linear: Kimi delta attention, and MLA in the layers between.
+"""Kimi-Linear has Kimi delta attention, and MLA in the layers between.
 
 `linear_attn_config` counts layers from 1 (`kda_layers`, `full_attn_layers`); transformers writes
 `layer_types` and flat `linear_*` fields instead.

@@ -1,4 +1,5 @@
-"""State of Mamba layers: what Jamba, Bamba, Nemotron-H and Falcon-H1 have in common.
+"""This module makes the state of Mamba layers: what Jamba, Bamba, Nemotron-H and Falcon-H1 have in
+common.
 
 Mamba-1    convolution over d_inner channels, state d_inner x d_state
 Mamba-2    convolution over d_inner + 2·groups·d_state channels, state heads x d_head x d_state

@@ -1,4 +1,4 @@
-"""Nemotron-H: Mamba-2, attention, MLP and MoE as separate layers; the last two keep nothing.
+"""Nemotron-H has Mamba-2, attention, MLP and MoE as separate layers; the last two keep nothing.
 
 The pattern is `hybrid_override_pattern` ("M-M*E..."), `layers_block_type` or `layer_types`.
 """

@@ -1,4 +1,6 @@
-"""Qwen3-Next and Qwen3.5: gated delta-net layers, every `full_attention_interval`-th one full."""
+"""Qwen3-Next and Qwen3.5 have gated delta-net layers, every `full_attention_interval`-th one
+full.
+"""
 
 from __future__ import annotations
 
