@@ -1,4 +1,4 @@
-"""Put a simulated fleet together from its Setup. Wiring only."""
+"""This module puts a simulated fleet together from its SimSetup. Wiring only."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from ownerserve.sim.workload import WorkloadDriver
 
 
 class BaselineParts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a baseline of the evaluation has of its own, made where production's would be. None:
-    what Setup says.
+    """The parts are what a baseline of the evaluation has of its own, made where production's would
+    be. None: what the SimSetup says.
 
     policy     where turns run
     spec       another state of the same model: every layer dense, say
@@ -66,7 +66,7 @@ PRODUCTION = BaselineParts()
 
 
 class Built(msgspec.Struct, frozen=True):
-    """A fleet that has not begun, and what is needed to read its result."""
+    """A built fleet has not begun; beside it stands what is needed to read its result."""
 
     heap: Heap
     fleet: SimFleet
@@ -76,7 +76,8 @@ class Built(msgspec.Struct, frozen=True):
 
 
 def pace_of(name: str) -> Pace:
-    """`model@gpu` of a shipped pace, or the path of a file."""
+    """Return the shipped pace `model@gpu`, or the one in the file of that path. Raises InvalidInput
+    when there is none."""
     if name.endswith(".json"):
         return load_pace_file(Path(name))
     model, at, gpu = name.partition("@")
@@ -86,12 +87,13 @@ def pace_of(name: str) -> Pace:
 
 
 def geometry_of(pace: Pace) -> Geometry:
-    """The state of the pace's model."""
+    """Return the geometry of the state of the pace's model."""
     return Geometry.of(build_spec(read_config(find_config(pace.config))))
 
 
 def settings_of(setup: SimSetup, speed: Speed) -> Settings:
-    """T_hot, T_cool and the prices by the procedure of router.derive, where not set by hand."""
+    """Derive T_hot, T_cool and the prices by the procedure of router.settings, where not set by
+    hand."""
     spilled_to = Tier.HOST if setup.tiers.host_bytes else Tier.DISK
     settings = derive(speed, spilled_to=spilled_to)
     given = {"hot_ms": setup.hot_ms, "cool_s": setup.cool_s}
@@ -99,7 +101,8 @@ def settings_of(setup: SimSetup, speed: Speed) -> Settings:
 
 
 def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PRODUCTION) -> Built:
-    """Everything in place at time 0; nothing has happened."""
+    """Build the fleet with everything in place at time 0; nothing has happened. Raises InvalidInput
+    when no worker offers what the policy needs."""
     heap, pace = Heap(), pace_of(setup.pace)
     geometry = geometry_of(pace)
     if parts.spec is not None:
@@ -153,7 +156,7 @@ def _medium(gb_s: float, latency_ms: float) -> Medium:
 
 
 def speed_of(pace: Pace, geometry: Geometry, links: Links) -> Speed:
-    """What the router is told of such a worker."""
+    """Return the speed that the router is told of such a worker."""
     media = {
         Tier.HOST: _medium(links.pcie_gb_s, 0.05),
         Tier.DISK: _medium(links.disk_gb_s, links.disk_ms),
@@ -180,7 +183,7 @@ def _profile(setup: SimSetup, worker: SimWorker, pace: Pace, speed: Speed) -> Pr
 def _machines(
     setup: SimSetup, pace: Pace, nodes: NodeMaker, parts: BaselineParts
 ) -> Callable[[SimWorker], Machine]:
-    """How each life of a worker is made."""
+    """Return the maker of each life of a worker."""
     order = parts.order or EVICTION_POLICIES.get(setup.cache_policy)
     if order is None:
         known = ", ".join(sorted(EVICTION_POLICIES))

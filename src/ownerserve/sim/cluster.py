@@ -1,4 +1,4 @@
-"""Tasks on the machines of a Ray cluster (extra `ray`).
+"""This module runs tasks on the machines of a Ray cluster (extra `ray`).
 
 Owns the actors: one a CPU of the cluster, each given all tasks once, then only names. OwnerServe
 in this version has to be installed on every machine of the cluster. A machine that is lost takes
@@ -30,8 +30,11 @@ SERVER_TRIES = 3
 
 
 class RayRunner:
-    """A TaskRunner. `address`: `auto`, `ray://HOST:10001`, or `local` for a cluster of this
-    machine's cores that ends with it."""
+    """The runner is a TaskRunner over a Ray cluster.
+
+    `address`: `auto`, `ray://HOST:10001`, or `local` for a cluster of this machine's cores that
+    ends with the run.
+    """
 
     def __init__(self, address: str) -> None:
         if address not in (AUTO, LOCAL):
@@ -50,7 +53,8 @@ class RayRunner:
     def __call__(
         self, tasks: Mapping[str, Task], *, progress: Callable[[int], None] | None = None
     ) -> Iterator[TaskEnded]:
-        """Raises InvalidInput when the cluster can't be reached."""
+        """Run the tasks and yield each one's end, in the order of ending. Raises InvalidInput when
+        the cluster can't be reached."""
         if not tasks:
             return
         ray = self._ray
@@ -95,7 +99,7 @@ class RayRunner:
             raise InvalidInput("--ray", f"{self._address}: {problem}", mend) from error
 
     def _begin(self, quiet: Mapping[str, Any]) -> None:
-        """Ray's own start; a head that lost the process it began for us is asked again."""
+        """Call Ray's own start; a head that lost the process it began for us is asked again."""
         for tries_left in reversed(range(SERVER_TRIES)):
             try:
                 self._ray.init(address=self._address, **quiet)
@@ -114,12 +118,12 @@ class RayRunner:
 
 
 def _reach(address: str) -> None:
-    """Raises OSError when nothing listens at a `ray://HOST:PORT`."""
+    """Raise OSError when nothing listens at a `ray://HOST:PORT`."""
     socket.create_connection(_host_and_port(address), REACH_S).close()
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """Where a `ray://HOST:PORT` is. Raises InvalidInput when it is none."""
+    """Return where a `ray://HOST:PORT` is. Raises InvalidInput when it is none."""
     try:
         return parse_address(address.removeprefix(CLIENT), field="--ray", mend=MEND)
     except InvalidInput as error:
@@ -128,7 +132,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 class _Hand:
-    """One process of the cluster: it keeps the tasks, and with them their traces."""
+    """A hand is one process of the cluster: it keeps the tasks, and with them their traces."""
 
     def __init__(self, tasks: Mapping[str, Task]) -> None:
         self._tasks = tasks
@@ -138,4 +142,4 @@ class _Hand:
 
 
 def _untold(done: int, total: int) -> None:
-    """A cluster's tasks tell of their ends alone."""
+    """Drop what a task tells of its progress: a cluster's tasks tell of their ends alone."""

@@ -1,4 +1,5 @@
-"""Performs faults on a simulated fleet: breaks at their time, mends at their end.
+"""The injector performs faults on a simulated fleet: it breaks at their time and mends at their
+end.
 
 Owns which faults are on. Faults may overlap: a worker that is down can't die again, a disk is as
 slow as the slowest fault makes it, and the directory is back when the last of its faults is over.
@@ -17,7 +18,7 @@ from ownerserve.sim.timeline.heap import Heap
 
 
 class Injector:
-    """Faults of one run. `disks` by the index of their worker."""
+    """The injector has the faults of one run. `disks` holds drives by the index of their worker."""
 
     def __init__(self, heap: Heap, fleet: SimFleet, disks: Mapping[int, SimTier]) -> None:
         self.begun = 0
@@ -28,7 +29,7 @@ class Injector:
         self._directory_losses = 0
 
     def plan(self, faults: Iterable[Fault]) -> None:
-        """All of them will happen."""
+        """Schedule all of the faults."""
         for fault in faults:
             self._heap.at(fault.at_s, partial(self._begin, fault))
 

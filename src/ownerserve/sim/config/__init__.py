@@ -1,1 +1,1 @@
-"""What a run is made of: setup, granted abilities, planned faults."""
+"""This package says what a run is made of: setup, granted abilities, planned faults."""

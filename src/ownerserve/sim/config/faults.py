@@ -1,4 +1,5 @@
-"""Faults as data: what breaks, when, for how long. Written down, parsed, or drawn by a seed.
+"""Faults are data: what breaks, when, for how long. They are written down, parsed, or drawn by a
+seed.
 
     death:w3@600+120, slow_disk:w1@300+60x10, link:w2@100+30, directory@500+60, drawn:5@0+3600
     |     |  |   `- for 120 s            `- 10 times as slow
@@ -24,7 +25,7 @@ MEND = "write KIND[:wN]@START+SECONDS[xFACTOR],..., e.g. death:w3@600+120,slow_d
 
 
 class FaultKind(StrEnum):
-    """What breaks."""
+    """A fault's kind says what breaks."""
 
     DEATH = "death"
     """A worker's process: what it ran and what its device and host memory held is gone, its disk
@@ -38,8 +39,8 @@ class FaultKind(StrEnum):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One fault: from `at_s` into the run, for `lasts_s` (inf: for good). `worker` by index; the
-    directory has none. `factor` is a slow disk's."""
+    """A fault begins `at_s` into the run and lasts `lasts_s` (inf: for good). `worker` is an index;
+    the directory has none. `factor` is a slow disk's."""
 
     kind: FaultKind
     at_s: float
@@ -49,7 +50,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Draw(msgspec.Struct, frozen=True):
-    """`count` faults of the `kinds`, drawn: they begin in [from_s, from_s + spread_s)."""
+    """A draw wishes for `count` faults of the `kinds` that begin in [from_s, from_s + spread_s)."""
 
     count: int
     from_s: float
@@ -58,8 +59,8 @@ class Draw(msgspec.Struct, frozen=True):
 
 
 def check(faults: tuple[Fault, ...], *, workers: int, disks: int) -> None:
-    """Raises InvalidInput naming the first fault that a fleet of so many workers, of which
-    `disks` have a disk, can't have."""
+    """Raise InvalidInput naming the first fault that a fleet of so many workers, of which `disks`
+    have a disk, can't have."""
     for fault in faults:
         told = f"{fault.kind} at {fault.at_s:g} s"
         if not (isfinite(fault.at_s) and fault.at_s >= 0 and fault.lasts_s > 0):
@@ -76,7 +77,8 @@ def check(faults: tuple[Fault, ...], *, workers: int, disks: int) -> None:
 
 
 def draw(wish: Draw, *, workers: int, seed: int) -> tuple[Fault, ...]:
-    """The same seed, the same faults, in order of their beginning. Each lasts 10 to 100 s."""
+    """Draw the faults, in order of their beginning: the same seed gives the same ones. Each lasts
+    10 to 100 s."""
     random = Random(seed)
     found = []
     for _ in range(wish.count):
@@ -90,7 +92,7 @@ def draw(wish: Draw, *, workers: int, seed: int) -> tuple[Fault, ...]:
 
 
 def read_faults(text: str, *, workers: int, disks: int, seed: int) -> tuple[Fault, ...]:
-    """Faults from a specification as above, or from a JSON file with a list of Fault.
+    """Read faults from a specification as above, or from a JSON file with a list of Fault.
 
     Raises InvalidInput naming what can't be read.
     """

@@ -1,4 +1,4 @@
-"""What a simulated engine may do, and which of it no real worker does yet.
+"""This module says what a simulated engine may do, and which of it no real worker does yet.
 
 Owns the three sets by name. What the node may plan are the records that the engines state
 (plan.inputs); what the router may place is what their workers offer (router.worker). `ideal`
@@ -22,8 +22,11 @@ FROM_TIERS = frozenset({PlacementAction.TAIL_RECOMPUTE})
 
 
 class Granted(msgspec.Struct, frozen=True):
-    """One set. `planner`: what the node plans with; `actions`: what the router may decide;
-    `not_built`: of these, what is modelled here and no real worker does."""
+    """A granted set is what one kind of engine may do.
+
+    `planner`: what the node plans with; `actions`: what the router may decide; `not_built`: of
+    these, what is modelled here and no real worker does.
+    """
 
     name: EngineAbilities
     planner: Abilities
@@ -31,7 +34,7 @@ class Granted(msgspec.Struct, frozen=True):
     not_built: tuple[str, ...] = ()
 
     def told(self) -> dict[str, Any]:
-        """The same as plain data, for a report."""
+        """Return the set as plain data, for a report."""
         return {
             "name": self.name,
             "planner": msgspec.to_builtins(self.planner),
@@ -40,7 +43,7 @@ class Granted(msgspec.Struct, frozen=True):
         }
 
     def words(self) -> str:
-        """The same in a line."""
+        """Return the set in one line, for people."""
         able = [name for name, value in self.told()["planner"].items() if value is True]
         line = (
             f"engine abilities: {self.name} ({', '.join(able) or 'none of the optional ones'}; "
@@ -53,7 +56,8 @@ class Granted(msgspec.Struct, frozen=True):
 
 
 def granted(name: EngineAbilities, *, tiers: frozenset[PlacementAction] = FROM_TIERS) -> Granted:
-    """The set called `name`. `tiers`: FROM_TIERS, or nothing for a worker without any tier."""
+    """Return the set called `name`. `tiers`: FROM_TIERS, or nothing for a worker without any
+    tier."""
     if name != "ideal":
         return Granted(name, ENGINES[name], EVERY_ENGINE | tiers)
     actions = EVERY_ACTION - FROM_TIERS | tiers
@@ -63,7 +67,8 @@ def granted(name: EngineAbilities, *, tiers: frozenset[PlacementAction] = FROM_T
 
 
 def _unlike_any_engine(planner: Abilities) -> list[str]:
-    """What no engine states of itself: with these a restore is priced, not carried out."""
+    """Return the fields of `planner` that no engine states of itself: with these a restore is
+    priced, not carried out."""
     stated = [one for name, one in ENGINES.items() if name != "ideal"]
     return [
         f"{field}={getattr(planner, field)}"

@@ -1,4 +1,5 @@
-"""What is simulated: a fleet's hardware, its policy and its rules. Plain data with defaults.
+"""The setup says what is simulated: a fleet's hardware, its policy and its rules. Plain data with
+defaults.
 
 Owns every setting of a simulated fleet and its unit, once. `run` builds from it; a sweep varies it.
 """
@@ -25,7 +26,7 @@ PD = ("static_pd", "static_pd_delta", "round_robin_pd")
 
 
 class Links(msgspec.Struct, frozen=True, kw_only=True):
-    """Media around a worker: GB/s of each direction, ms of latency."""
+    """The links are the media around a worker: GB/s of each direction, ms of latency."""
 
     nic_gb_s: float = 12.5
     nic_ms: float = 0.5
@@ -37,8 +38,8 @@ class Links(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tiers(msgspec.Struct, frozen=True, kw_only=True):
-    """Room below the device, for each worker; remote is one for all. None of any: no node, and
-    what leaves the device is gone."""
+    """The tiers are the room below the device, for each worker; remote is one for all. Without any
+    there is no node, and what leaves the device is gone."""
 
     host_bytes: int = 0
     disk_bytes: int = 0
@@ -53,7 +54,7 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """One fleet and how it is driven.
+    """A setup is one fleet and how it is driven.
 
     policy            where turns run: a router policy (POLICIES)
     workers           routing units; of these `prefill_workers` only prefill (PD)

@@ -1,1 +1,1 @@
-"""One engine of the simulator: its steps, its batch, and how long a step takes."""
+"""This package is one engine of the simulator: its steps, its batch, and how long a step takes."""

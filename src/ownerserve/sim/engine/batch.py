@@ -1,4 +1,4 @@
-"""What a modelled engine takes on, counts and tells. Data only."""
+"""This module says what a modelled engine takes on, counts and tells. Data only."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FOLD_MAX = 1 << 30
 
 
 class BatchLimits(msgspec.Struct, frozen=True):
-    """What an engine takes on: tokens a step, sequences at once."""
+    """The limits say what an engine takes on: tokens a step, sequences at once."""
 
     step_tokens: int = 8192
     running: int = 256
 
 
 class BatchCounts(msgspec.Struct, gc=False):
-    """What an engine has done so far.
+    """The counts say what an engine has done so far.
 
     `interfered_ms`: by how much prefill in the same step delayed decodes, summed over them.
     """
@@ -36,14 +36,16 @@ class BatchCounts(msgspec.Struct, gc=False):
 
 
 class StepsEnded(msgspec.Struct, gc=False):
-    """The sequences that began and those that ended in the steps that are over."""
+    """The end of some steps names the sequences that began to answer in them and those that
+    ended."""
 
     began: list[SimSequence]
     done: list[SimSequence]
 
 
 class NodeHooks(msgspec.Struct, frozen=True):
-    """What a node decides for its engine: how a prompt begins, where state is kept in a prefill."""
+    """The hooks are what a node decides for its engine: how a prompt begins, where state is kept in
+    a prefill."""
 
     resume: Callable[[Packed], Resume | None]
     checkpoints: Callable[[int, int], frozenset[int]]

@@ -1,4 +1,4 @@
-"""A modelled engine: continuous batching over the production cache, iteration by iteration.
+"""A modelled engine runs continuous batching over the production cache, iteration by iteration.
 
 Owns the queue, the running sequences and the step in flight. Every decision on memory is
 HeteroCache's; what a step takes is the pace's. Knows no clock and schedules nothing: whoever runs
@@ -36,7 +36,8 @@ _order_of = attrgetter("order")
 
 
 class SimEngine:
-    """See the module. Calls alternate: `start`, then `end`; `arrive` between them or in a step."""
+    """An engine owns its queue, its running sequences and the step in flight. Calls alternate:
+    `start`, then `end`; `arrive` comes between them or in a step."""
 
     def __init__(
         self,
@@ -97,15 +98,16 @@ class SimEngine:
         self._waiting.append(sequence)
 
     def checkpoint(self, turns: Iterable[TurnId]) -> None:
-        """Keep these prefills' state at the boundary they reach next; others do so anyway."""
+        """Keep these prefills' state at the boundary that they reach next; decodes keep theirs
+        anyway."""
         self._at_risk.update({s.turn_id for s in self.prefilling}.intersection(turns))
 
     def everyone(self) -> list[SimSequence]:
-        """All sequences here, oldest first."""
+        """Return all sequences here, oldest first."""
         return sorted((*self._waiting, *self.prefilling, *self.decoding), key=_order_of)
 
     def start(self, now: float) -> float | None:
-        """Plan what runs next; how many seconds it takes. None: nothing can run."""
+        """Plan what runs next and return how many seconds it takes; None when nothing can run."""
         assert not self._steps, "a step is in flight"
         self._chunks.clear()
         self._has_preempted, unit = False, self._unit
@@ -121,7 +123,7 @@ class SimEngine:
         return self._time() / 1000.0
 
     def shorten(self, elapsed_s: float, now: float) -> float | None:
-        """Something arrived `elapsed_s` into a fold: end it with the step that is under way.
+        """End a fold with the step that is under way, as something arrived `elapsed_s` into it.
 
         Returns the new duration in seconds; None when nothing changes.
         """
@@ -137,7 +139,7 @@ class SimEngine:
         return self._duration_ms(steps) / 1000.0
 
     def _begun(self, elapsed_ms: float) -> int:
-        """How many steps of the fold have begun by then."""
+        """Return how many steps of the fold have begun by then."""
         half = self._growth_ms / 2.0
         linear = self._first_ms - half
         if half > 0.0:
@@ -150,7 +152,7 @@ class SimEngine:
         return steps
 
     def end(self, now: float) -> StepsEnded:
-        """What was planned is over."""
+        """End what was planned, and return who began to answer and who is done."""
         steps, self._steps = self._steps, 0
         ended = StepsEnded([], [])
         self._count(steps)
@@ -187,7 +189,7 @@ class SimEngine:
     # -- time -----------------------------------------------------------------------------------
 
     def _time(self) -> float:
-        """How long the steps take, in ms."""
+        """Return how long the steps take, in ms."""
         new, weighted, steps = 0, 0.0, self._steps
         for sequence, tokens in self._chunks:
             new += tokens
@@ -217,9 +219,11 @@ class SimEngine:
     # -- planning -------------------------------------------------------------------------------
 
     def _fold(self) -> int:
-        """Steps until the first answer ends, as many of them as there is room for, and no more
-        than to where a pool is called short, or shorter: the node looks then. The first one's
-        blocks are reserved."""
+        """Return the steps until the first answer ends, as many of them as there is room for.
+
+        A fold goes no further than to where a pool is called short: the node looks then. The first
+        step's blocks are reserved.
+        """
         steps = min(self._longest_fold, *[sequence.left for sequence in self.decoding])
         levels, low = self.cache.occupancy, self.cache.pressure.watermarks.low
         spare = levels.blocks.free - low * levels.blocks.capacity
@@ -234,7 +238,7 @@ class SimEngine:
         return steps
 
     def _within(self, steps: int, blocks: int) -> int:
-        """The most steps, up to `steps`, that take no more than so many blocks."""
+        """Return the most steps, up to `steps`, that take no more than so many blocks."""
         if self._needed(steps) <= blocks:
             return steps
         low, high = 1, steps
@@ -247,7 +251,7 @@ class SimEngine:
         return low
 
     def _needed(self, steps: int) -> int:
-        """Blocks that all decodes take for so many steps."""
+        """Return the blocks that all decodes take for so many steps."""
         unit, block = self._unit, self._block
         total = 0
         for sequence in self.decoding:
@@ -271,7 +275,7 @@ class SimEngine:
             budget -= self._admit(self._waiting[0], budget, now)
 
     def _lets_in(self) -> bool:
-        """Whether the queue's head is to be tried: not again before there is more room."""
+        """Return whether the queue's head is to be tried: not again before there is more room."""
         running = len(self.decoding) + len(self.prefilling)
         if running >= self._limits.running or (self._has_preempted and running):
             return False
@@ -326,7 +330,8 @@ class SimEngine:
         return tokens
 
     def _room_is_all(self) -> bool:
-        """Nothing arrives, nothing is being copied out: no room now is no room ever."""
+        """Return whether no room now is no room ever: nothing arrives, and nothing is being copied
+        out."""
         return not sum(self.cache.ingest.counts()) and not self.cache.pressure.locks()
 
     def _give_up(self, sequence: SimSequence) -> None:
@@ -336,14 +341,15 @@ class SimEngine:
         self._failed.append(sequence)
 
     def failed(self) -> list[SimSequence]:
-        """Sequences that can never run here, once each."""
+        """Return the sequences that can never run here, each once."""
         failed, self._failed = self._failed, []
         return failed
 
     # -- room -----------------------------------------------------------------------------------
 
     def _make_room(self, sequence: SimSequence, tokens: int, now: float) -> bool:
-        """Reserve for [0, tokens), preempting from the youngest; False: it was preempted itself."""
+        """Reserve for [0, tokens), preempting from the youngest; return False when it was preempted
+        itself."""
         upto = -(-tokens // self._unit)
         while upto > sequence.reserved:
             if not isinstance(self.cache.reserve(sequence.turn_id, upto, now), NoRoom):
@@ -354,7 +360,7 @@ class SimEngine:
         return True
 
     def _reserve(self, sequence: SimSequence, tokens: int, now: float) -> bool:
-        """For [0, tokens) of a decode, more than it has, if there is room."""
+        """Reserve for [0, tokens) of a decode, more than it has; return whether there was room."""
         upto = -(-tokens // self._unit)
         if isinstance(self.cache.reserve(sequence.turn_id, upto, now), NoRoom):
             return False
@@ -403,7 +409,7 @@ class SimEngine:
     def _advance(
         self, sequence: SimSequence, tokens: int, ended: StepsEnded, *, now: float
     ) -> None:
-        """A chunk is computed; the one that ends the prefill samples a token."""
+        """Count a chunk as computed; the one that ends the prefill samples a token."""
         sequence.position += tokens
         sequence.computed_tokens += tokens
         left = sequence.target - sequence.position
@@ -425,8 +431,9 @@ class SimEngine:
     def _tell_in_order(
         self, full: list[tuple[int, int, SimSequence]], steps: int, now: float
     ) -> None:
-        """Tell of (step of the fold, place in the batch, whose unit was then full): each when it
-        was, since what is older goes first."""
+        """Tell the cache of the units that were filled in a fold, each at its time, since what is
+        older goes first. `full` holds (step of the fold, place in the batch, whose unit was then
+        full)."""
         full.sort()
         whole_ms = self._duration_ms(steps)
         for step, _, sequence in full:
@@ -452,8 +459,9 @@ class SimEngine:
             sequence.told = upto
 
     def _stops(self, sequence: SimSequence, upto: int) -> list[int]:
-        """Boundaries in (told, upto] at which state is kept, as the reference engine's grid has
-        them: the prompt's last two, those a policy names, and while decoding the latest."""
+        """Return the boundaries in (told, upto] at which state is kept, as the reference engine's
+        grid has them: the prompt's last two, those a policy names, and while decoding the
+        latest."""
         block, unit = self._block, self._unit
         wanted = {
             (sequence.target - 1) // unit // block * block,

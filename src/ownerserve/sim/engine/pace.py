@@ -1,4 +1,5 @@
-"""How fast one engine is: what a step takes, from a few coefficients, and what memory it has.
+"""A pace says how fast one engine is: what a step takes, from a few coefficients, and what memory
+it has.
 
     step ms = a                                    what a pass costs at all, weights read once
             + b * new                              tokens computed in the step
@@ -43,7 +44,7 @@ TIMES = ("a_ms", "b_ms", "c_ms", "d_ms", "e_ms", "experts_ms")
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One engine on one set of GPUs.
+    """A pace describes one engine on one set of GPUs.
 
     `kv_bytes_total` counts every byte of state once, as kv.geometry does: under tensor parallelism
     the GPUs' memories add up where heads are split, and do not where each holds a copy (MLA).
@@ -70,8 +71,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     kv_bytes_total: int
 
     def step_ms(self, new: int, weighted: float, decode_context: int, batch: int) -> float:
-        """One step: `new` tokens computed whose new * (prefix + new / 2) add up to `weighted`,
-        beside `batch` decoding sequences of `decode_context` tokens in all."""
+        """Return the ms of one step: `new` tokens computed whose new * (prefix + new / 2) add up to
+        `weighted`, beside `batch` decoding sequences of `decode_context` tokens in all."""
         took = (
             self.a_ms
             + self.b_ms * new
@@ -84,13 +85,15 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return took
 
     def prefill(self, chunk_tokens: int = CHUNK_TOKENS) -> Coefficients:
-        """A whole prefill, alone on the engine, in steps of at most `chunk_tokens`: the first step
-        pays `a` and all experts, and each token its share of what a further step pays."""
+        """Return the coefficients of a whole prefill, alone on the engine, in steps of at most
+        `chunk_tokens`: the first step pays `a` and all experts, and each token its share of what a
+        further step pays."""
         fixed_ms = self.a_ms + self.experts_ms
         return Coefficients(fixed_ms, self.b_ms + fixed_ms / chunk_tokens, self.c_ms)
 
     def speed(self, geometry: Geometry, *, sequence_tokens: int = SEQUENCE_TOKENS) -> Speed:
-        """What a router is told. Media are the data sheet's: no pace measures a link."""
+        """Return the speed that a router is told. Media are the data sheet's: no pace measures a
+        link."""
         alone_ms = self.step_ms(0, 0.0, sequence_tokens, 1)
         full_ms = self.step_ms(0, 0.0, sequence_tokens * SPEED_BATCH, SPEED_BATCH)
         sequence_ms = (full_ms - alone_ms) / (SPEED_BATCH - 1)
@@ -107,19 +110,19 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class PaceFile(Pace, frozen=True, kw_only=True, gc=False):
-    """A pace as it lies on disk, with how it came about."""
+    """A pace file is a pace as it lies on disk, with how it came about."""
 
     schema: str = SCHEMA
     evidence: dict[str, Any] = {}
 
 
 def paces() -> tuple[str, ...]:
-    """Names of the shipped paces, `model@gpu`, sorted."""
+    """Return the names of the shipped paces, `model@gpu`, sorted."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
 def load_pace(model: str, gpu: str) -> Pace:
-    """The shipped pace of `model` on `gpu`. Raises InvalidInput listing those there are."""
+    """Return the shipped pace of `model` on `gpu`. Raises InvalidInput listing those there are."""
     name = f"{model}@{gpu}".lower().replace(" ", "-")
     if name not in paces():
         raise InvalidInput(
@@ -131,7 +134,7 @@ def load_pace(model: str, gpu: str) -> Pace:
 
 
 def load_pace_file(path: Path) -> PaceFile:
-    """A pace from `path`, shipped or measured by whoever passes it.
+    """Return the pace in the file `path`, shipped or measured by whoever passes it.
 
     Raises InvalidInput naming the file and the field at fault.
     """

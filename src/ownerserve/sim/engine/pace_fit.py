@@ -1,4 +1,4 @@
-"""From measured steps to a pace's coefficients: least squares on relative residuals.
+"""This module fits a pace's coefficients to measured steps: least squares on relative residuals.
 
 Relative, so that a decode step of 5 ms counts as much as a prefill of 2 s; no coefficient below 0,
 so that nothing is cheaper for being longer. With six unknowns every subset can be tried: the best
@@ -29,7 +29,7 @@ COLUMNS = "new, prefix (or weighted), decode_context, batch, ms"
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, gc=False):
-    """One measured step: pace.Pace.step_ms's arguments, and the ms that it took."""
+    """A measured step has pace.Pace.step_ms's arguments, and the ms that it took."""
 
     new: int
     weighted: float
@@ -39,7 +39,8 @@ class MeasuredStep(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fitted(msgspec.Struct, frozen=True, gc=False):
-    """A pace's coefficients, in ms, and their relative errors at the steps they were fitted to."""
+    """A fit has a pace's coefficients, in ms, and their relative errors at the steps they were
+    fitted to."""
 
     a_ms: float
     b_ms: float
@@ -52,15 +53,15 @@ class Fitted(msgspec.Struct, frozen=True, gc=False):
     p90_error: float
 
     def errors(self, steps: Sequence[MeasuredStep]) -> Floats:
-        """Relative error at each of `steps`, positive where the fit is too slow."""
+        """Return the relative error at each of `steps`, positive where the fit is too slow."""
         times = np.array([self.a_ms, self.b_ms, self.c_ms, self.d_ms, self.e_ms, self.experts_ms])
         wrong: Floats = _relative(steps, self.expert_share) @ times - 1.0
         return wrong
 
 
 def fit_steps(steps: Sequence[MeasuredStep], *, expert_share: float = 0.0) -> Fitted:
-    """The coefficients that explain `steps` best. `expert_share`: top_k / experts of a mixture,
-    0 for a dense model, whose last coefficient is then 0.
+    """Return the coefficients that explain `steps` best. `expert_share`: top_k / experts of a
+    mixture, 0 for a dense model, whose last coefficient is then 0.
 
     Raises InvalidInput where the steps cannot tell prefill from decode.
     """
@@ -83,7 +84,7 @@ def fit_steps(steps: Sequence[MeasuredStep], *, expert_share: float = 0.0) -> Fi
 
 
 def read_steps(path: Path) -> list[MeasuredStep]:
-    """Measured steps from a CSV with a heading, or a JSON list of objects.
+    """Read measured steps from a CSV with a heading, or a JSON list of objects.
 
     Columns: new, decode_context, batch, ms, and either prefix (of the one prompt that computed) or
     weighted (the sum of new * (prefix + new / 2) over several). Raises InvalidInput naming the row.
@@ -141,7 +142,8 @@ def _check(steps: Sequence[MeasuredStep], expert_share: float) -> None:
 
 
 def _relative(steps: Sequence[MeasuredStep], expert_share: float) -> Floats:
-    """Each step's terms as shares of the time it took: a perfect fit sums to 1 in every row."""
+    """Return each step's terms as shares of the time it took: a perfect fit sums to 1 in every
+    row."""
     rows = np.array([msgspec.structs.astuple(step) for step in steps], dtype=np.float64)
     new, weighted, context, batch, ms = rows.T
     experts = 1.0 - (1.0 - expert_share) ** (new + batch)
@@ -151,7 +153,7 @@ def _relative(steps: Sequence[MeasuredStep], expert_share: float) -> Floats:
 
 
 def _solve_non_negative(design: Floats) -> Floats:
-    """Least squares of design @ x = 1 with x >= 0: the best of all subsets of unknowns."""
+    """Solve design @ x = 1 with x >= 0 by least squares: the best of all subsets of unknowns."""
     # In units of its largest entry every column is of the same size: ms and 1e-7 ms a pair.
     scale = np.abs(design).max(axis=0)
     used = [i for i in range(design.shape[1]) if scale[i] > 0]

@@ -1,4 +1,5 @@
-"""A turn inside a modelled engine: what of it is computed, sampled, and told to the cache.
+"""A sequence is a turn inside a modelled engine: what of it is computed, sampled, and told to the
+cache.
 
 Owns the arithmetic between tokens (what an engine computes) and units (what the cache holds).
 
@@ -17,7 +18,7 @@ from ownerserve.sim.timeline.turns import SimTurn
 
 
 class SimSequence(msgspec.Struct, gc=False, eq=False):
-    """One turn at one engine.
+    """A sequence is one turn at one engine.
 
     `position` tokens are computed, of which `told` units are in the cache; `target` is where its
     prefill ends: the prompt, or after a preemption all that was known by then. `landed_tokens`
@@ -67,7 +68,7 @@ class SimSequence(msgspec.Struct, gc=False, eq=False):
 
 
 def sequence_of(turn: SimTurn, unit_tokens: int) -> SimSequence:
-    """A turn that has computed nothing yet."""
+    """Make the sequence of a turn that has computed nothing yet."""
     turn_id = TurnId(f"t{turn.number}")
     units = turn.prompt + turn.output + _SPARE
     sequence = SimSequence(

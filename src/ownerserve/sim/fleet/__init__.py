@@ -1,1 +1,2 @@
-"""All workers and gateways of a run: dispatch, ownership, line, and what each is told."""
+"""This package holds all workers and gateways of a run: dispatch, ownership, line, and what each is
+told."""

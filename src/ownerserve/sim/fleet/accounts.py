@@ -1,4 +1,5 @@
-"""The books of a simulated fleet: each turn's row, what lies on two devices, who has moved.
+"""The accounts are a simulated fleet's books: each turn's row, what lies on two devices, who has
+moved.
 
 Owns what outlives a turn: by whom each conversation was served, and up to where it was computed.
 Must never decide anything, or change a worker.
@@ -24,7 +25,7 @@ from ownerserve.sim.worker.worker import SimWorker
 
 
 class LiveTurn(msgspec.Struct, gc=False, eq=False):
-    """A turn between its release and its end, at one attempt."""
+    """A live turn stands between its release and its end, at one attempt."""
 
     turn: SimTurn
     row: TurnRow
@@ -39,13 +40,14 @@ class LiveTurn(msgspec.Struct, gc=False, eq=False):
 
 
 class ConversationState(msgspec.Struct, gc=False):
-    """What outlives a turn: who served it."""
+    """A conversation's state outlives its turns: it names the workers that served them."""
 
     served_by: set[int]
 
 
 class Accounts:
-    """See the module. `hot_ms`: T_hot, which tells an avoidable duplicate from a needed one."""
+    """The accounts fill the rows of turns and count moves. `hot_ms`: T_hot, which tells an
+    avoidable duplicate from a needed one."""
 
     def __init__(
         self, workers: Listed[SimWorker], counters: FleetCounters, *, hot_ms: float
@@ -57,19 +59,19 @@ class Accounts:
         self._known = KnownSessions(1, limit=sys.maxsize)
 
     def left(self, live: LiveTurn, now: float, *, released: RoutingUnit | None) -> None:
-        """What a turn that is complete leaves on devices. `released`: who is asked to let its
+        """Book what a turn that is complete leaves on devices. `released`: who is asked to let its
         session go."""
         if live.mode is ExecutionMode.MIGRATE:
             self._moved(live, released, now)
         self._place(live)
 
     def ended(self, conversation: SessionId) -> None:
-        """No later turn of it will come."""
+        """Forget a conversation of which no later turn will come."""
         self._conversations.pop(conversation, None)
         self._known.forget(conversation)
 
     def served(self, live: LiveTurn, now: float) -> None:
-        """The row of a turn that is complete."""
+        """Fill the row of a turn that is complete."""
         row, sequence, turn = live.row, live.sequence, live.turn
         is_apart = live.mode is ExecutionMode.REMOTE_PREFILL
         row.worker = live.worker.index
@@ -95,13 +97,13 @@ class Accounts:
         row.mode = live.mode or self._mode(live)
 
     def _mode(self, live: LiveTurn) -> ExecutionMode:
-        """The mode of a turn that ran where its prompt was computed."""
+        """Return the mode of a turn that ran where its prompt was computed."""
         row, unit = live.row, live.sequence.unit_tokens
         known_tokens = self._known.tokens_of(live.turn.name, Plain(live.turn.prompt)) * unit
         return execution_mode(known_tokens, row.cached_tokens, row.restored_tokens)
 
     def _place(self, live: LiveTurn) -> None:
-        """What the turn placed on devices, and what of it lies on two."""
+        """Book what the turn placed on devices, and what of it lies on two."""
         turn, row, here = live.turn, live.row, live.worker
         known = self._conversations.get(turn.name)
         if known is None:
@@ -133,7 +135,7 @@ class Accounts:
 
     @staticmethod
     def _before(live: LiveTurn) -> int:
-        """Units of the prompt that lay on this device before the turn."""
+        """Return the units of the prompt that lay on this device before the turn."""
         row, unit = live.row, live.sequence.unit_tokens
         if live.mode is not ExecutionMode.REMOTE_PREFILL:
             return (row.cached_tokens - row.restored_tokens) // unit
@@ -141,7 +143,7 @@ class Accounts:
         return max(0, live.turn.prompt_tokens // unit - brought_units)
 
     def _moved(self, live: LiveTurn, released: RoutingUnit | None, now: float) -> None:
-        """The session has moved: a source that lets it go keeps nothing for it."""
+        """Book a session's move: a source that lets it go keeps nothing for it."""
         source = live.dispatch.decision.source
         assert source is not None and source.worker is not None, "a migration comes from somewhere"
         holder = self._workers[source.worker.order]
@@ -151,7 +153,8 @@ class Accounts:
         self._note_move(live, completed=1, now=now)
 
     def gave_up(self, live: LiveTurn, now: float) -> None:
-        """A move has come to nothing: its state stays where it was, and the turn is computed."""
+        """Book a move that has come to nothing: its state stays where it was, and the turn is
+        computed."""
         live.landed_s = now
         self._note_move(live, completed=0, now=now)
 

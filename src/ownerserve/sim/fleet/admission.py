@@ -1,4 +1,5 @@
-"""Where a session's first turn waits for a seat: the router's admission on the heap.
+"""This module puts the router's admission on the heap: a session's first turn waits there for a
+seat.
 
 Owns the timer by which time alone lets somebody in. Who may enter is decided by SessionAdmission,
 and AdmissionQueue has those who wait. Without admission everybody goes on at once.
@@ -17,7 +18,7 @@ Arrival = Callable[[SimTurn, float], None]
 
 
 class SimAdmissionQueue:
-    """The queue in front of one simulated router."""
+    """The queue stands in front of one simulated router."""
 
     def __init__(self, heap: Heap, admission: SessionAdmission | None) -> None:
         self._queue = AdmissionQueue(admission)
@@ -29,7 +30,7 @@ class SimAdmissionQueue:
         return len(self._queue)
 
     def enter(self, turn: SimTurn, go: Arrival, now: float) -> None:
-        """`go(turn, now)`, now or when there is a seat."""
+        """Call `go(turn, now)` at once, or when there is a seat."""
         main = SessionId(turn.name.partition("/")[0])
         parent = forked_from(
             main if main != turn.name else None,
@@ -44,7 +45,7 @@ class SimAdmissionQueue:
             self._arm(now)
 
     def ended(self, turn: SimTurn, now: float) -> None:
-        """A turn is over: its context is known, and perhaps a seat is free."""
+        """Note that a turn is over: its context is known, and perhaps a seat is free."""
         if self._admission is None:
             return
         if turn.is_last:

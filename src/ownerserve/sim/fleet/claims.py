@@ -1,4 +1,5 @@
-"""What a simulated gateway hears of owners, and what it asks for: as gateways of real fleets do.
+"""This module says what a simulated gateway hears of owners and what it asks for, as gateways of
+real fleets do.
 
     a session without a place to go to ── FindSession ──> directory ──> Claimed
     first byte: the answer's line says who owns, under which epoch ───> Claimed
@@ -23,7 +24,8 @@ from ownerserve.sim.worker.worker import SimWorker
 
 
 class Claims:
-    """One gateway's. To a worker's node is as far as from there to the directory."""
+    """The claims are one gateway's. The way to a worker's node is as long as the one to the
+    directory."""
 
     def __init__(
         self,
@@ -39,12 +41,12 @@ class Claims:
         self._workers = workers
 
     def is_stranger(self, session: SessionId) -> bool:
-        """Whether the directory may know more of it than this gateway."""
+        """Return whether the directory may know more of the session than this gateway."""
         known = self._router.sessions.get(session)
         return known is None or known.live_home is None
 
     def look_up(self, session: SessionId, then: Callable[[float], None], now: float) -> None:
-        """Ask who owns it, `then` go on."""
+        """Ask the directory who owns the session; `then` is called with the time of its answer."""
         self._ownership.find(session, partial(self._found, then), now)
 
     def _found(self, then: Callable[[float], None], claimed: Claimed | None, now: float) -> None:
@@ -53,12 +55,13 @@ class Claims:
         then(now)
 
     def epoch_of(self, session: SessionId) -> Epoch | None:
-        """The highest that was heard of the session: a turn's line takes it down."""
+        """Return the highest epoch that was heard of the session, or None: a turn's line takes it
+        down to the worker."""
         known = self._router.sessions.get(session)
         return None if known is None else known.epoch
 
     def began(self, session: SessionId, unit: RoutingUnit, now: float) -> None:
-        """A worker's answer begins."""
+        """Tell the router whom a worker's answer, as it begins, names as the session's owner."""
         claimed = self._ownership.owner_of(session, unit, now)
         if claimed is not None:
             self._router.handle(claimed, now)
@@ -68,7 +71,7 @@ class Claims:
         self._heap.at(now + self._ownership.delay_s, partial(self._release, wanted))
 
     def _release(self, asked: AskRelease, now: float) -> None:
-        """At the source and back. A worker that is down says nothing."""
+        """Hear the question at the source, and answer. A worker that is down says nothing."""
         living = (worker for worker in self._workers if worker.is_up)
         source = next((worker for worker in living if worker.unit == asked.source), None)
         end = ReleaseEnd.KEPT

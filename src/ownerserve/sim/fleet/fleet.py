@@ -1,4 +1,4 @@
-"""A simulated fleet: one router, its workers, a workload, and a directory, on one heap.
+"""A simulated fleet has one router, its workers, a workload, and a directory, on one heap.
 
 Owns the turns that are live. Every choice is RouterState's; what is chosen is performed here with
 modelled workers and transfers, and what comes of it goes back as the events a gateway would send.
@@ -69,7 +69,8 @@ _BRINGING = frozenset(
 
 
 class SimFleet:
-    """See the module. Wired by `build`; `run` lets all of the workload happen."""
+    """The fleet performs what the router decides. It is wired by `build`; `run` lets all of the
+    workload happen."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class SimFleet:
 
     @property
     def live(self) -> int:
-        """Turns between release and end."""
+        """How many turns are between their release and their end."""
         return len(self._live)
 
     @property
@@ -110,7 +111,8 @@ class SimFleet:
         return self._coming > 0 or bool(self._live) or len(self.admission) > 0
 
     def join(self, worker: SimWorker, profile: Profile | None, now: float) -> None:
-        """A worker is up. `profile` None: as in its former life."""
+        """Tell the router and the directory that a worker is up. `profile` None: as in its former
+        life."""
         if worker.index == len(self.workers):
             self.workers.append(worker)
         up = WorkerUp(worker.name, incarnation=worker.incarnation, profile=profile)
@@ -118,8 +120,11 @@ class SimFleet:
         self.ownership.lives(worker.unit, now)
 
     def down(self, worker: SimWorker, now: float) -> None:
-        """A worker dies. Its connections break, so the gateway knows at once: what it had not
-        begun to answer is tried elsewhere, what it had begun has failed."""
+        """Let a worker die.
+
+        Its connections break, so the gateway knows at once: what it had not begun to answer is
+        tried elsewhere, what it had begun has failed.
+        """
         self.router.handle(WorkerDown(worker.name, Down.UNREACHABLE), now)
         self.ownership.silent(worker.unit)
         worker.crash(now)
@@ -214,14 +219,15 @@ class SimFleet:
             self._submit(live, now)
 
     def _submit(self, live: LiveTurn, now: float) -> None:
-        """The turn is at the worker that is to answer it."""
+        """Hand the turn to the worker that is to answer it."""
         turn, worker = live.turn, live.worker
         epoch = self.claims.epoch_of(turn.name)
         self.ownership.came(turn.name, worker.unit, parent=turn.parent, epoch=epoch, now=now)
         worker.submit(live.sequence, now)
 
     def _brought(self, live: LiveTurn, brought: TransferResult, now: float) -> None:
-        """A transfer for this turn is over, well or not: what landed is in the cache."""
+        """Go on after a transfer for this turn, which ended well or not: what landed is in the
+        cache."""
         moves = live.dispatch.decision.action is PlacementAction.STATE_MIGRATION
         if brought.landing is TransferOutcome.LOST:
             if moves:
@@ -248,7 +254,7 @@ class SimFleet:
     # -- what workers say -----------------------------------------------------------------------
 
     def began(self, sequence: SimSequence, now: float) -> None:
-        """First token: the prefill is over."""
+        """Tell the router that the first token is there: the prefill is over."""
         live = self._live.get(sequence.turn_id)
         if live is None:
             return  # the prefill part of a turn that decodes elsewhere
@@ -259,7 +265,7 @@ class SimFleet:
         self._report(live, now)
 
     def _report(self, live: LiveTurn, now: float) -> None:
-        """Where the prompt's state is now, as a worker stamps it on its answer."""
+        """Tell the router where the prompt's state is now, as a worker stamps it on its answer."""
         session, full = live.dispatch.session, live.turn.prompt_tokens // live.sequence.unit_tokens
         if session is not None and full:
             tip, unit = _tip(live.sequence, full), live.worker.unit
@@ -267,7 +273,7 @@ class SimFleet:
             self.router.handle(said, now)
 
     def _left(self, live: LiveTurn, now: float) -> None:
-        """What the worker and the gateway tell of ownership when a turn is complete."""
+        """Tell of ownership what the worker and the gateway tell when a turn is complete."""
         turn, unit, sequence = live.turn, live.worker.unit, live.sequence
         full = (turn.prompt_tokens + turn.output_tokens - 1) // sequence.unit_tokens
         if full:
@@ -276,7 +282,7 @@ class SimFleet:
             self.ownership.over(turn.name, unit, now)
 
     def served(self, sequence: SimSequence, now: float) -> None:
-        """A turn is complete, or its prefill part is."""
+        """End a turn that is complete, or its prefill part."""
         live = self._apart.pop(sequence.turn_id, None)
         if live is not None:
             self._prefilled(live, sequence, now)
@@ -298,7 +304,7 @@ class SimFleet:
         self._transfers.room_at(live.worker, now)
 
     def _prefilled(self, live: LiveTurn, part: SimSequence, now: float) -> None:
-        """The prompt is computed elsewhere: bring it, then decode."""
+        """Bring the prompt that was computed elsewhere, then decode."""
         prefiller = self.workers[live.row.prefill_worker]
         live.decided_s = now
         live.row.started_s = part.begun_s
@@ -311,7 +317,8 @@ class SimFleet:
         self._transfers.room_at(prefiller, now)
 
     def _sent(self, live: LiveTurn, brought: TransferResult, now: float) -> None:
-        """What was computed elsewhere has come, or has not: then it is computed here."""
+        """Go on with what was computed elsewhere, if it has come. When it is late or its source
+        died it is computed here; without room the attempt is lost."""
         if brought.landing is TransferOutcome.LOST:
             self._lost(live, now, reason=UnservedReason.ENGINE_ERROR)
             return
@@ -325,7 +332,7 @@ class SimFleet:
         self._submit(live, now)
 
     def lost(self, sequence: SimSequence, now: float) -> None:
-        """A worker can't run it, ever; or has died with it."""
+        """Give up an attempt that the worker can never run, or that has died with it."""
         live = self._apart.pop(sequence.turn_id, None)
         if live is not None:
             where = self.workers[live.row.prefill_worker]
@@ -370,7 +377,7 @@ class SimFleet:
         self._close(turn, row, now)
 
     def _close(self, turn: SimTurn, row: TurnRow, now: float) -> None:
-        """A turn that was not served: its times after the last one known are its end."""
+        """End a turn that was not served: its times after the last one known are its end."""
         row.started_s = max(row.started_s, row.routed_s)
         row.first_token_s = max(row.first_token_s, row.started_s)
         row.done_s = now
@@ -412,13 +419,13 @@ class SimFleet:
 
 
 def _tip(sequence: SimSequence, full: int) -> SessionTip:
-    """Where its first `full` units end."""
+    """Return the tip where the sequence's first `full` units end."""
     name = prefix_name(sequence.units[full * UNIT_BYTES - UNIT_BYTES : full * UNIT_BYTES])
     return SessionTip(name, full * sequence.unit_tokens)
 
 
 def _prefill_of(sequence: SimSequence) -> SimSequence:
-    """The same prompt, for a worker that only computes it."""
+    """Return the same prompt as a sequence for a worker that only computes it."""
     turn = msgspec.structs.replace(sequence.turn, output_tokens=1, output=b"")
     part = sequence_of(turn, sequence.unit_tokens)
     part.turn_id = TurnId(f"{sequence.turn_id}p")

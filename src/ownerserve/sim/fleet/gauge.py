@@ -1,4 +1,5 @@
-"""A modelled worker read from outside: its stamp, its memory, what it did. Changes nothing."""
+"""This module reads a modelled worker from outside: its stamp, its memory, what it did. Changes
+nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from ownerserve.sim.worker.worker import SimWorker
 
 
 def status(worker: SimWorker, now: float) -> WorkerLoad:
-    """The stamp on an answer."""
+    """Return the worker's load as it is stamped on an answer."""
     machine, restoring = worker.machine, worker.restoring
     engine = machine.engine
     pending, waiting = engine.pending_tokens, engine.waiting
@@ -30,7 +31,7 @@ def status(worker: SimWorker, now: float) -> WorkerLoad:
 
 
 def pending_tokens(worker: SimWorker) -> int:
-    """Prompt tokens that are there and not computed."""
+    """Return how many prompt tokens are at the worker and not computed."""
     tokens = worker.machine.engine.pending_tokens
     for sequence in worker.restoring.values():
         tokens += sequence.pending_tokens
@@ -38,7 +39,7 @@ def pending_tokens(worker: SimWorker) -> int:
 
 
 def sample(worker: SimWorker) -> WorkerSample:
-    """Its load now."""
+    """Return the worker's load now, as a sample."""
     engine, blocks = worker.machine.engine, worker.machine.cache.occupancy.blocks
     busy_ms = 0.0
     for machine in worker.lives:
@@ -50,7 +51,7 @@ def sample(worker: SimWorker) -> WorkerSample:
 
 
 def tally(worker: SimWorker, counters: FleetCounters) -> None:
-    """Add what all its lives did."""
+    """Add what all of the worker's lives did to the fleet's counters."""
     for machine in worker.lives:
         counts, cache = machine.engine.counts, machine.cache.counters
         counters.steps += counts.steps

@@ -1,4 +1,4 @@
-"""Ownership in a simulated fleet: each worker's OwnerState and one DirectoryState.
+"""This module is ownership in a simulated fleet: each worker's OwnerState and one DirectoryState.
 
     came, left, over, release ──> OwnerState ── FLUSH_S ──> frame ── delay_s ──> DirectoryState
     standing <──────────────────── memory <──────────────── answers ────────────────┘
@@ -45,7 +45,7 @@ Found = Callable[[Claimed | None, float], None]
 
 
 class _Node:
-    """One life of a worker, and what it will ask with its next frame."""
+    """A node is one life of a worker, and what it will ask with its next frame."""
 
     __slots__ = ("asks", "guarded", "is_asking", "owner")
 
@@ -57,7 +57,7 @@ class _Node:
 
 
 class SimOwnership:
-    """What workers tell the directory and hear of it."""
+    """The ownership carries what workers tell the directory and hear of it."""
 
     def __init__(self, heap: Heap, *, delay_s: float) -> None:
         self.state = DirectoryState(Term(1, 0), lease_s=LEASE_S, open_at_s=0.0)
@@ -72,12 +72,12 @@ class SimOwnership:
     # -- workers --------------------------------------------------------------------------------
 
     def lives(self, unit: RoutingUnit, now: float) -> None:
-        """A worker is up, in this life."""
+        """Begin a life of a worker that is up."""
         node = self._nodes[unit] = _Node(unit)
         self._send(node, node.owner.tick(now), now)
 
     def silent(self, unit: RoutingUnit) -> None:
-        """A worker is down, and what it was about to ask with it."""
+        """Drop a worker that is down, and what it was about to ask with it."""
         self._nodes.pop(unit, None)
 
     def came(
@@ -89,31 +89,34 @@ class SimOwnership:
         epoch: Epoch | None,
         now: float,
     ) -> None:
-        """A turn is at the worker. `epoch`: the highest that its gateway heard of the session."""
+        """Tell the worker's node that a turn is there. `epoch`: the highest that its gateway heard
+        of the session."""
         node = self._nodes.get(unit)
         if node is not None:
             asks = node.guarded.came(session, now, parent=parent, epoch=epoch)
             self._send(node, asks, now)
 
     def left(self, session: SessionId, unit: RoutingUnit, tip: SessionTip, now: float) -> None:
-        """The turn is complete there, and leaves its session at `tip`."""
+        """Tell the worker's node that the turn is complete there, and leaves its session at
+        `tip`."""
         node = self._nodes.get(unit)
         if node is not None:
             self._send(node, node.guarded.left(session, tip, now), now)
 
     def over(self, session: SessionId, unit: RoutingUnit, now: float) -> None:
-        """The session ended with a turn there."""
+        """Tell the worker's node that the session ended with a turn there."""
         node = self._nodes.get(unit)
         if node is not None:
             self._send(node, node.guarded.over(session, now), now)
 
     def standing(self, session: SessionId, unit: RoutingUnit, now: float) -> SessionGrant | None:
-        """What the worker owns of the session; None: it serves as a guest."""
+        """Return what the worker owns of the session; None when it serves as a guest."""
         node = self._nodes.get(unit)
         return None if node is None else node.owner.may_serve(session, now)
 
     def owner_of(self, session: SessionId, unit: RoutingUnit, now: float) -> Claimed | None:
-        """What the worker's answer says of the session's owner: itself, or whose guest it is."""
+        """Return what the worker's answer says of the session's owner: itself, or whose guest it
+        is."""
         node = self._nodes.get(unit)
         if node is None:
             return None
@@ -124,7 +127,8 @@ class SimOwnership:
         return None if other is None else Claimed(session, *other)
 
     def release(self, asked: AskRelease, now: float) -> ReleaseEnd:
-        """The node of a worker where no turn of the session runs is asked to hand it over."""
+        """Ask the node of a worker where no turn of the session runs to hand it over, and return
+        how that ended."""
         node = self._nodes.get(asked.source)
         if node is None:
             return ReleaseEnd.KEPT  # that life is over: it says nothing
@@ -137,8 +141,11 @@ class SimOwnership:
     # -- a gateway ------------------------------------------------------------------------------
 
     def find(self, session: SessionId, then: Found, now: float) -> None:
-        """A gateway asks who owns a session that it has never seen; `then` hears of a live owner,
-        or that none is known. A directory that is lost refuses the connection."""
+        """Ask for a gateway who owns a session that it has never seen.
+
+        `then` hears of a live owner, or that none is known. A directory that is lost refuses the
+        connection.
+        """
         self._heap.at(now + self.delay_s, partial(self._find, session, then))
 
     def _find(self, session: SessionId, then: Found, now: float) -> None:
@@ -151,7 +158,7 @@ class SimOwnership:
     # -- faults ---------------------------------------------------------------------------------
 
     def lose(self) -> None:
-        """The directory dies, and forgets."""
+        """Let the directory die and forget."""
         self._is_up = False
 
     def restore(self, now: float) -> None:
@@ -162,7 +169,8 @@ class SimOwnership:
             self._look_at(node, now)
 
     def check(self, now: float) -> None:
-        """Invariant 2: raise InvariantViolated where two workers may write one session's record."""
+        """Raise InvariantViolated (invariant 2) where two workers may write one session's
+        record."""
         self.state.check()
         owners: dict[SessionId, RoutingUnit] = {}
         for unit, node in self._nodes.items():
@@ -176,7 +184,7 @@ class SimOwnership:
     # -- frames ---------------------------------------------------------------------------------
 
     def _send(self, node: _Node, asks: Asks, now: float) -> None:
-        """With the worker's next frame."""
+        """Put a request into the worker's next frame."""
         if not asks:
             return
         node.asks += asks
@@ -188,7 +196,7 @@ class SimOwnership:
         self._heap.at(leaves_s + self.delay_s, partial(self._frame, node))
 
     def _frame(self, node: _Node, now: float) -> None:
-        """The frame has come, and its answers are back."""
+        """Have the directory answer a frame, and the node hear its answers."""
         asks, node.asks, node.is_asking = node.asks, [], False
         owner = node.owner
         if not self._is_up or self._nodes.get(owner.unit) is not node:
@@ -233,5 +241,6 @@ class SimOwnership:
         self.state.sweep(part, now)
 
     def _next_term(self) -> Term:
-        """One directory alone: ordinals tell its memories apart, so no nonce has to be drawn."""
+        """Return the directory's next term. One directory alone needs no nonce: ordinals tell its
+        memories apart."""
         return Term(self.state.term.ordinal + 1, 0)

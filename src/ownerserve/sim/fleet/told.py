@@ -1,4 +1,5 @@
-"""What the workers of a simulated fleet say that they hold, read as a gateway reads it.
+"""This module reads what the workers of a simulated fleet say that they hold, as a gateway reads
+it.
 
 Owns one reader a worker (router.residents, production's own) and when each was last asked: a
 gateway asks with each probe, here it is done when somebody would notice, before a decision.
@@ -20,7 +21,7 @@ READ_EVERY_S = 1.0
 
 
 class InventoryReaders:
-    """Readers of a fleet. `tell` is given what is new."""
+    """The readers are one for each worker of a fleet. `tell` is given what is new."""
 
     def __init__(self, workers: Sequence[SimWorker], tell: Callable[[News, float], object]) -> None:
         self._workers = workers
@@ -57,7 +58,8 @@ class InventoryReaders:
 
 
 def _in_tokens(page: Page, unit_tokens: int) -> Page:
-    """A node counts units of its trace here, the router tokens; their digests differ too."""
+    """Return the page in the router's tokens and without digests, which differ too: a node counts
+    units of its trace here."""
     words = tuple(
         msgspec.structs.replace(word, tokens=word.tokens * unit_tokens, prefix_hash="")
         if isinstance(word, Has)

@@ -1,1 +1,1 @@
-"""A simulated node's media and the production `NodeState` that runs over them."""
+"""This package has a simulated node's media and the production `NodeState` that runs over them."""

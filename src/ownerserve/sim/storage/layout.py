@@ -1,4 +1,5 @@
-"""A model's state in the simulator's units: cache layout, planner's model, prices.
+"""This module states a model's state in the simulator's units: cache layout, planner's model,
+prices.
 
 A trace names blocks of U tokens. What sees every token in production sees one *unit* for U of them
 here: a prompt of 110,000 tokens is 1,720 numbers at U = 64. Bytes stay bytes; a slot is as large
@@ -32,7 +33,7 @@ from ownerserve.plan.question import model_state
 
 
 class UnitModel(msgspec.Struct, frozen=True):
-    """One model as the decision classes see it in units of `unit_tokens` tokens.
+    """A unit model is one model as the decision classes see it, in units of `unit_tokens` tokens.
 
     `geometry` is at the block length B that one slot has here, in tokens.
     """
@@ -44,15 +45,15 @@ class UnitModel(msgspec.Struct, frozen=True):
 
     @property
     def block_tokens(self) -> int:
-        """B: tokens of a slot."""
+        """B, the tokens of a slot."""
         return self.geometry.block_tokens
 
     def units(self, tokens: int) -> int:
-        """Units that `tokens` tokens take; the last may be partial."""
+        """Return how many units `tokens` tokens take; the last may be partial."""
         return -(-tokens // self.unit_tokens)
 
     def identity(self) -> Identity:
-        """The identity of all state in a simulated store: one model, one tenant."""
+        """Return the identity of all state in a simulated store: one model, one tenant."""
         spec = self.geometry.spec
         return Identity(
             model_id=spec.family,
@@ -65,7 +66,8 @@ class UnitModel(msgspec.Struct, frozen=True):
 
 
 def unit_model(geometry: Geometry, unit_tokens: int) -> UnitModel:
-    """The model of `geometry` in units. Raises InvalidInput where a unit cuts what can't be cut."""
+    """Return the model of `geometry` in units. Raises InvalidInput where a unit cuts what can't be
+    cut."""
     blocked = _blocked(geometry, unit_tokens)
     layout = unit_layout(blocked, unit_tokens)
     state = model_state(blocked)
@@ -85,8 +87,8 @@ def unit_model(geometry: Geometry, unit_tokens: int) -> UnitModel:
 
 
 def unit_layout(geometry: Geometry, unit_tokens: int) -> Layout:
-    """The cache's layout in units: slots of B tokens, B a multiple of a unit and of the model's
-    legal block."""
+    """Return the cache's layout in units: slots of B tokens, B a multiple of a unit and of the
+    model's legal block."""
     blocked = _blocked(geometry, unit_tokens)
     components = tuple(
         Component(plan.name, plan.coverage, plan.slot_bytes, plan.payload_bytes)
@@ -104,12 +106,13 @@ def unit_layout(geometry: Geometry, unit_tokens: int) -> Layout:
 
 
 def slots_for(layout: Layout, hbm_bytes: int, running: int) -> PoolSizes:
-    """How the device's bytes are shared, as our engine shares them (cache.budget)."""
+    """Return how the device's bytes are shared, as our engine shares them (cache.budget)."""
     return share_memory(layout, hbm_bytes, max_running=running)
 
 
 def unit_coefficients(prefill: Coefficients, unit_tokens: int) -> Coefficients:
-    """A pass's price in units: b per U tokens, c per U of them that see U others."""
+    """Return a pass's price in units of U tokens: b per U tokens, c per U of them that see U
+    others."""
     u = unit_tokens
     return Coefficients(prefill.a_ms, prefill.b_ms * u, prefill.c_ms * u * u)
 
@@ -117,12 +120,12 @@ def unit_coefficients(prefill: Coefficients, unit_tokens: int) -> Coefficients:
 def unit_defaults(
     prefill: Coefficients, media: Mapping[Tier, Medium], *, unit_tokens: int, label: str
 ) -> Defaults:
-    """What a node assumes before it has measured: `prefill` is in tokens."""
+    """Return what a node assumes before it has measured; `prefill` is in tokens."""
     return Defaults(label, unit_coefficients(prefill, unit_tokens), dict(media))
 
 
 def unit_policy(text: str, unit_tokens: int) -> str:
-    """A checkpoint policy's name (node.retention) with its period in units, at least one."""
+    """Return a checkpoint policy's name (node.retention) with its period in units, at least one."""
     name, _, period = text.partition(":")
     if name != "periodic" or not period.isdigit():
         return text
@@ -137,8 +140,8 @@ def _blocked(geometry: Geometry, unit_tokens: int) -> Geometry:
 
 
 def _tails(spec: ModelSpec, unit_tokens: int) -> tuple[Tail, ...]:
-    """Tails whose windows span units. One that closes within every unit is empty at each of them,
-    and so is nothing here."""
+    """Return the tails whose windows span units. One that closes within every unit is empty at each
+    of them, and so is nothing here."""
     found: dict[str, Tail] = {}
     for state in spec.states:
         if not isinstance(state.kind, Ring) or unit_tokens % state.kind.period == 0:

@@ -1,4 +1,4 @@
-"""A simulated worker's hands: performs a NodeState's effects on simulated media.
+"""A simulated worker's node port performs a NodeState's effects on simulated media.
 
     Copy    device ── PCIe ── room in the store? ── the home's medium ── Kept | NotKept
     Find    ── the catalogue's latency ── Found
@@ -81,8 +81,8 @@ ToCheckpoint = Callable[[Sequence[TurnId]], None]
 
 
 def unit_settings(model: UnitModel, **changes: float | None) -> NodeSettings:
-    """A node's settings in units: records of about RECORD_TOKENS tokens, copies as fast as the
-    link. `changes` are NodeSettings' own fields."""
+    """Return a node's settings in units: records of about RECORD_TOKENS tokens, copies as fast as
+    the link. `changes` are NodeSettings' own fields."""
     blocks = max(1, RECORD_TOKENS // model.block_tokens)
     base = {"record_blocks": blocks, "copy_bytes_a_tick": COPY_BYTES_A_TICK}
     base["copies_in_flight"] = COPIES_IN_FLIGHT
@@ -100,7 +100,7 @@ def make_node(
     policy: str = "turn-end",
     abilities: Abilities = FULL_ABILITIES,
 ) -> NodeState:
-    """A node in units over `cache`. `prefill` is priced in tokens (a pace's); `policy` names a
+    """Make a node in units over `cache`. `prefill` is priced in tokens (a pace's); `policy` names a
     checkpoint policy as `ownerserve worker` does, periods in tokens."""
     if cache.layout != model.layout:
         raise InvalidInput("cache", "has another layout than the model", "make both from one model")
@@ -129,7 +129,8 @@ def make_node(
 
 
 class SimNode:
-    """One node on simulated media. `at` asks for a call at an instant (sim.heap)."""
+    """The node of one simulated worker performs its NodeState's effects on simulated media. `at`
+    asks for a call at an instant (sim.timeline.heap)."""
 
     def __init__(
         self,
@@ -160,7 +161,7 @@ class SimNode:
         self._losses = LostRecords(store)
 
     def goes_on(self, file: dict[SessionId, Tip], now: float) -> None:
-        """The file of a former life, which this one goes on writing."""
+        """Take the session file of a former life, which this one goes on writing."""
         self._file = file
         if file:
             self.handle(Remembered(tuple(file.values())), now)
@@ -168,31 +169,33 @@ class SimNode:
     # -- the worker's side ---------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> None:
-        """Tell the node, and do what it wants."""
+        """Tell the node's state, and do what it wants."""
         self._perform(self.state.handle(event, now), now)
         if self.store.tiers:
             self._arm(now)
 
     def resume(self, tokens: Packed) -> Resume | None:
-        """How the engine should begin a turn of `tokens`, now that it does."""
+        """Return how the engine should begin a turn of `tokens`, now that it does."""
         return self.state.resume(tokens)
 
     def checkpoints(self, start: int, prompt_end: int) -> frozenset[int]:
-        """Positions, in units, at which a prefill should keep state."""
+        """Return the positions, in units, at which a prefill should keep state."""
         return self.state.checkpoints.during(start, prompt_end)
 
     def report(self, turn_id: TurnId) -> RestoreReport | None:
-        """What came of a turn's restore, once."""
+        """Return what came of a turn's restore, once; None when there was none."""
         return self.state.report(turn_id)
 
     def stored_units(self, prompt: Packed) -> int:
-        """How much of a prompt lies in this worker's host memory, up to where one could go on."""
+        """Return how much of a prompt, in units, lies in this worker's host memory, up to where one
+        could go on."""
         if not self.store.tiers:
             return 0
         return held_units(self.state.names, self.state.chains.peek(prompt), self.store)
 
     def look(self, now: float) -> None:
-        """To be called when the cache took or gave room: see that a tick comes when one is due.
+        """See that a tick comes when one is due; the cache's owner calls this when it took or gave
+        room.
 
         With no tier there is nothing to come for by itself: it is looked at here, between two
         steps, as by a worker's loop.
@@ -214,13 +217,15 @@ class SimNode:
             self._at(due_s, self._tick)
 
     def die(self) -> None:
-        """The worker is gone with all it had in memory. Its drives keep what they have."""
+        """End this life with all that it had in memory. Its drives keep what they have."""
         self.is_alive = False
         self.store.lose_volatile()
 
     def check(self) -> None:
-        """Raise InvariantViolated unless the node's books and its tiers' agree. Room that is
-        reserved while no restore is under way is a transfer's."""
+        """Raise InvariantViolated unless the node's books and its tiers' agree.
+
+        Room that is reserved while no restore is under way is a transfer's.
+        """
         if len(self.state.restores) or not sum(self.state.cache.ingest.counts()):
             self.state.check()
         self.store.check()
@@ -270,7 +275,7 @@ class SimNode:
             self._copy(copies, now)
 
     def _take(self, operation_id: OperationId) -> bool:
-        """Whether somebody still waits for this operation; once."""
+        """Return whether somebody still waits for this operation, and count it as over."""
         if not self.is_alive or operation_id not in self._asked:
             return False
         self._asked.remove(operation_id)
@@ -306,7 +311,7 @@ class SimNode:
             self.handle(answer, now)
 
     def _read(self, fetch: Fetch, reading: PendingRead, now: float) -> None:
-        """In host memory: on to the device."""
+        """Send what has come to host memory on to the device."""
         if self.is_alive and fetch.operation_id in self._asked:
             done_s = self.pcie.back.take(reading.bytes, now)
             self._at(done_s, partial(self._landed, fetch, reading))
@@ -327,7 +332,7 @@ class SimNode:
     # -- copying -------------------------------------------------------------------------------
 
     def _copy(self, copies: Sequence[StoreCopy], now: float) -> None:
-        """All copies of one tick leave together and are answered together."""
+        """Send all copies of one tick together; they are answered together."""
         count = sum(len(copy.slots) * self._slot_bytes[copy.component] for copy in copies)
         done_s = self.pcie.out.take(count, now)
         self._at(done_s, partial(self._reserve, copies))

@@ -1,4 +1,4 @@
-"""The node of each simulated worker, and the tiers below it. Wiring only.
+"""This module makes the node of each simulated worker, and the tiers below it. Wiring only.
 
 Owns what outlives a worker's process: its disk, its links, and the remote tier that all share.
 """
@@ -27,7 +27,7 @@ BURST_S = 3600.0
 
 
 class NodeMaker:
-    """Nodes for the workers of one fleet."""
+    """The maker makes the nodes for the workers of one fleet."""
 
     def __init__(self, setup: SimSetup, pace: Pace, model: UnitModel) -> None:
         self.disks: dict[int, SimTier] = {}
@@ -47,8 +47,10 @@ class NodeMaker:
     def node(
         self, worker: SimWorker, cache: HeteroCache, *, kind: type[SimNode] = SimNode
     ) -> SimNode:
-        """The node of a worker's new life: an empty host cache, the disk as it was left; or none
-        of any, over a store that is always empty."""
+        """Make the node of a worker's new life: an empty host cache over the disk as it was left.
+
+        In a fleet without tiers the node stands over a store that is always empty.
+        """
         engine = worker.checkpoint
         store = SimStore(self._tiers(worker), nic=worker.nic)
         pcie = duplex(f"{worker.name} pcie", Medium(0.05, self._setup.links.pcie_gb_s * 1e6))
@@ -67,7 +69,7 @@ class NodeMaker:
         return node
 
     def tally(self, counters: FleetCounters) -> None:
-        """Add what was written to drives, and read from them."""
+        """Add to `counters` what was written to drives, and read from them."""
         for disk in self.disks.values():
             counters.ssd_read_bytes += disk.reads.moved_bytes
             if disk.segments is not None:

@@ -1,4 +1,5 @@
-"""An SSD's log: where records lie, what a removal leaves behind, what compaction writes again.
+"""The segments are an SSD's log: where records lie, what a removal leaves behind, what compaction
+writes again.
 
     append ── | seg 0: full, 20 % alive | seg 1: full | seg 2: open ── |
                `── a pass copies what is alive to the end, and drops it
@@ -16,7 +17,7 @@ from ownerserve.store.disk.reclaim import SPARSE_SHARE
 
 
 class SimSegment(msgspec.Struct, eq=False):
-    """One file: bytes appended so far, and the records in it that are alive."""
+    """A segment is one file: the bytes appended so far, and the records in it that are alive."""
 
     number: int
     size_bytes: int = 0
@@ -25,7 +26,7 @@ class SimSegment(msgspec.Struct, eq=False):
 
 
 class Segments:
-    """All segments of one drive. `written_bytes` counts compaction too."""
+    """The segments of one drive. `written_bytes` counts compaction too."""
 
     def __init__(self, segment_bytes: int = DEFAULT_SEGMENT_BYTES) -> None:
         self.appended_bytes = 0
@@ -41,11 +42,11 @@ class Segments:
 
     @property
     def occupied_bytes(self) -> int:
-        """What the files take, holes included."""
+        """The bytes that the files take, holes included."""
         return self._open.size_bytes + sum(s.size_bytes for s in self._full.values())
 
     def append(self, id_: bytes, count: int) -> None:
-        """A record was written."""
+        """Append a record of `count` bytes."""
         self.appended_bytes += count
         self._place(id_, count)
 
@@ -61,14 +62,15 @@ class Segments:
         self._where[id_] = last
 
     def remove(self, id_: bytes) -> None:
-        """A record is gone: a hole, or a whole file less."""
+        """Remove a record: a hole is left, or the whole file goes with its last one."""
         segment = self._where.pop(id_)
         segment.live_bytes -= segment.alive.pop(id_)
         if not segment.live_bytes:
             self._full.pop(segment.number, None)
 
     def compact(self) -> int:
-        """One pass over sparse segments, emptiest first; returns the bytes written again."""
+        """Copy what is alive out of sparse segments, emptiest first; return the bytes written
+        again."""
         sparse = [s for s in self._full.values() if s.live_bytes < SPARSE_SHARE * s.size_bytes]
         if len(sparse) < 2:  # one alone would only be moved
             return 0

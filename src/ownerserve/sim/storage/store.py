@@ -1,4 +1,4 @@
-"""The store under a simulated node: tiers behind one face, as store.tiered joins them.
+"""The store under a simulated node joins tiers behind one face, as store.tiered does.
 
     write   reserve ── room, or why not ── the home's pipe ── commit: readable, copies above it
     read    is all of it there? ── pipes of the tiers that have it ── in host memory
@@ -29,7 +29,7 @@ LOOKUP_S = 0.2e-3
 
 
 class Room(msgspec.Struct, frozen=True, gc=False):
-    """A record that has room at `level` and is not written yet."""
+    """A room is a record that has space at `level` and is not written yet."""
 
     level: int
     record: Listed
@@ -37,12 +37,12 @@ class Room(msgspec.Struct, frozen=True, gc=False):
 
 
 class AlreadyKept(msgspec.Struct, frozen=True):
-    """An equal id is there already: the first copy stays."""
+    """The store has an equal id already: the first copy stays."""
 
 
 class PendingRead(msgspec.Struct, frozen=True):
-    """Bytes on their way to host memory: there at `done_s`. `service_s` leaves out the queue;
-    `tier` is None where they come from several."""
+    """A pending read is bytes on their way to host memory: there at `done_s`. `service_s` leaves
+    out the queue; `tier` is None where they come from several."""
 
     done_s: float
     bytes: int
@@ -51,26 +51,28 @@ class PendingRead(msgspec.Struct, frozen=True):
 
 
 class Wear(msgspec.Struct, frozen=True):
-    """Bytes written to drives, compaction included, and those of the records alone."""
+    """The wear is the bytes written to drives, compaction included, and those of the records
+    alone."""
 
     written_bytes: int
     record_bytes: int
 
     @property
     def amplification(self) -> float:
-        """Bytes written for each byte of a record; 1 before the first."""
+        """The bytes written for each byte of a record; 1 before the first."""
         return self.written_bytes / self.record_bytes if self.record_bytes else 1.0
 
 
 class TierCopy(msgspec.Struct, frozen=True, gc=False):
-    """A copy to make, whole: what it is, and the level it goes to."""
+    """A tier copy is one to be made, whole: of which record, and to which level."""
 
     record: Listed
     level: int
 
 
 class SimStore:
-    """Tiers of one node, fastest first. A tier that several stores are given is shared by them."""
+    """The store has the tiers of one node, fastest first. A tier that several stores are given is
+    shared by them."""
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class SimStore:
     # -- the catalogue -------------------------------------------------------------------------
 
     def find(self, ids: Iterable[bytes]) -> dict[bytes, Tier]:
-        """Where each of `ids` is nearest; those that are nowhere are left out."""
+        """Return where each of `ids` is nearest; those that are nowhere are left out."""
         found: dict[bytes, Tier] = {}
         tiers = self.tiers
         for id_ in ids:
@@ -112,7 +114,8 @@ class SimStore:
         return found
 
     def inside(self, boundaries: Iterable[bytes]) -> tuple[Inside, ...]:
-        """Range records on disk that hold the first of `boundaries` that any of them holds."""
+        """Return the range records on disk that hold the first of `boundaries` that any of them
+        holds."""
         drives = [tier for tier in self.tiers if tier.segments is not None]
         for tier in drives:
             for digest in boundaries:
@@ -125,8 +128,8 @@ class SimStore:
     def read(
         self, wants: Sequence[Want], now_s: float, *, deadline_s: float = inf
     ) -> PendingRead | tuple[MissReason, bytes]:
-        """Begin to read all `wants`, each from the nearest tier; a miss when one is gone, or the
-        queues are so long that it would only begin after `deadline_s`."""
+        """Begin to read all `wants`, each from the nearest tier; return a miss when one is gone, or
+        the queues are so long that it would only begin after `deadline_s`."""
         sizes = [0] * len(self.tiers)
         found: list[tuple[int, Listed, Want]] = []
         for want in wants:
@@ -180,7 +183,8 @@ class SimStore:
     def reserve(
         self, meta: Meta, payload_bytes: int, *, cost_ms: float, now_s: float
     ) -> Room | AlreadyKept | RefusalReason:
-        """Room at the level whose write will be the answer."""
+        """Reserve room for a record at the level whose write will be the answer; return why not
+        where there is none."""
         outcome = RefusalReason.NO_SPACE
         for level in (self._plan.home, *self._plan.overflow):
             if self.tiers[level].get(meta.id) is not None:
@@ -206,7 +210,7 @@ class SimStore:
         return record
 
     def _evicted(self, level: int, victim: Listed) -> None:
-        """What leaves a level goes down if it is worth that and is not there anyway."""
+        """Send what leaves a level down, if it is worth that and is not there anyway."""
         if level < self._plan.home:
             self.counters["covered"] += 1  # written through: it was durable before it was here
         elif level + 1 < len(self.tiers) and self.placement.goes_down(victim):
@@ -215,7 +219,7 @@ class SimStore:
             self.counters["dropped"] += 1
 
     def write(self, rooms: Sequence[Room], now_s: float) -> float:
-        """Send what has room to its level; returns when all of it is there. Then `commit`."""
+        """Send what has room to its level; return when all of it is there. Then `commit` it."""
         sizes = Counter[int]()
         for room in rooms:
             sizes[room.level] += room.record.stored_bytes
@@ -229,7 +233,8 @@ class SimStore:
         return through((self._nic.out, tier.writes), count, now_s)
 
     def commit(self, rooms: Sequence[Room], now_s: float) -> None:
-        """What was sent is there: readable, and copies of it above, where they find room."""
+        """Make readable what was sent and is there, with copies of it above where they find
+        room."""
         plan = self._plan
         for room in rooms:
             meta, size = room.record.meta, room.record.payload_bytes
@@ -249,8 +254,11 @@ class SimStore:
     # -- moving --------------------------------------------------------------------------------
 
     def start_moves(self, now_s: float) -> tuple[float, tuple[TierCopy, ...]] | None:
-        """Send what waits to where it goes: it is there at the instant returned, then `moved`.
-        None: nothing waits."""
+        """Send what waits to where it goes.
+
+        Return the instant at which it is there, and the copies that `moved` is then called with;
+        None when nothing waits.
+        """
         if not self._moves:
             return None
         moves, self._moves = tuple(self._moves.values()), {}
@@ -261,7 +269,8 @@ class SimStore:
         return done_s, moves
 
     def moved(self, moves: Iterable[TierCopy], now_s: float) -> None:
-        """The copies are there: those that find room, and are not there by another way."""
+        """Take in the copies that are there: those that find room, and are not there by another
+        way."""
         for move in moves:
             if move.level and not self.placement.goes_down(move.record):
                 self.counters["low_utility"] += 1
@@ -284,7 +293,7 @@ class SimStore:
     # -- faults and books ----------------------------------------------------------------------
 
     def lose_volatile(self) -> None:
-        """The process died: host memory is gone, and what was under way; drives keep the rest."""
+        """Lose host memory and what was under way, as the process died; drives keep the rest."""
         for id_, level in self._open.items():
             self.tiers[level].forget_coming(id_)
         self._open.clear()
@@ -295,7 +304,7 @@ class SimStore:
 
     @property
     def wear(self) -> Wear:
-        """What its drives have been written."""
+        """What the store's drives have been written."""
         logs = [tier.segments for tier in self.tiers if tier.segments is not None]
         written, appended = (
             (log.written_bytes for log in logs),
@@ -304,7 +313,7 @@ class SimStore:
         return Wear(sum(written), sum(appended))
 
     def waiting_bytes(self, now_s: float) -> dict[Tier, int]:
-        """Bytes asked of each tier and not delivered: the planner's backlog."""
+        """Return the bytes asked of each tier and not delivered: the planner's backlog."""
         waiting = {tier.tier: tier.reads.waiting_bytes(now_s) for tier in self.tiers}
         return {tier: count for tier, count in waiting.items() if count}
 
@@ -315,7 +324,7 @@ class SimStore:
 
 
 def _bytes_of(want: Want, record: Listed) -> int:
-    """What of a record a want reads."""
+    """Return how many bytes of a record a want reads."""
     units = record.meta.units
     end = units if want.end_unit is None else want.end_unit
     return record.payload_bytes * (end - want.first_unit) // units

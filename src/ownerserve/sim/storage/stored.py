@@ -1,5 +1,6 @@
-"""What a worker's tiers hold: of a prompt, for transfers, which may send from host memory; of the
-records of a session, for what is told to others; and what went from them. Pure."""
+"""This module reads what a worker's tiers hold: of a prompt, for transfers, which may send from
+host memory; of the records of a session, for what is told to others; and what went from them.
+Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ from ownerserve.sim.storage.tier import SimTier
 
 
 def located(store: SimStore, ids: Sequence[bytes]) -> dict[Tier, frozenset[bytes]]:
-    """Which of `ids` each tier has. A remote one is not asked, as by a worker: what is written
-    through to it counts as there."""
+    """Return which of `ids` each tier has.
+
+    A remote tier is not asked, as by a worker: what is written through to it counts as there.
+    """
     found: dict[Tier, frozenset[bytes]] = {}
     for level, tier in enumerate(store.tiers):
         if tier.tier is not Tier.REMOTE:
@@ -25,7 +28,7 @@ def located(store: SimStore, ids: Sequence[bytes]) -> dict[Tier, frozenset[bytes
 
 
 class LostRecords:
-    """Records that went from a node's own tiers since they were last taken."""
+    """The lost records are those that went from a node's own tiers since they were last taken."""
 
     def __init__(self, store: SimStore) -> None:
         self._tiers = [tier for tier in store.tiers if tier.tier is not Tier.REMOTE]
@@ -33,7 +36,7 @@ class LostRecords:
             tier.lost = []
 
     def take(self) -> tuple[PrefixHash, ...]:
-        """Their prefix hashes, each once."""
+        """Return the prefix hashes of the lost records, each once, and forget them."""
         ends: dict[PrefixHash, None] = {}
         for tier in self._tiers:
             if tier.lost:
@@ -43,8 +46,8 @@ class LostRecords:
 
 
 def held_units(names: RecordNames, digests: Digests, store: SimStore) -> int:
-    """Units from the prompt's start on that are in host memory, up to the deepest boundary at
-    which nothing is lacking. `digests` are those of the prompt's blocks."""
+    """Return the units from the prompt's start on that are in host memory, up to the deepest
+    boundary at which nothing is lacking. `digests` are those of the prompt's blocks."""
     host = store.tiers[0]
     if host.tier is not Tier.HOST:
         return 0

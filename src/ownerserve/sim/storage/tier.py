@@ -1,4 +1,4 @@
-"""One simulated tier: which records it holds, and who must go for more. No bytes, no clock.
+"""A simulated tier knows which records it holds, and who must go for more. No bytes, no clock.
 
 What is kept and what goes is decided by the store's own classes (store.ledger, store.policy): this
 is their catalogue, with a pipe for reads and one for writes. Owns its records, and their room.
@@ -37,8 +37,9 @@ UPKEEP_S = 60.0
 
 
 class TierPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tier is made of. `tier` says which it is to the planner; `read` and `write` are the
-    medium's two directions; `budget` is (bytes a day, burst bytes) of what may be written."""
+    """A tier plan says what a tier is made of. `tier` says which it is to the planner; `read` and
+    `write` are the medium's two directions; `budget` is (bytes a day, burst bytes) of what may be
+    written."""
 
     tier: Tier
     limits: TierLimits
@@ -49,7 +50,8 @@ class TierPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimTier:
-    """Records of one tier. One that many nodes are given is shared: a remote store."""
+    """A tier holds its records and their room. One that many nodes are given is shared: a remote
+    store."""
 
     def __init__(self, plan: TierPlan, name: str = "") -> None:
         name = name or plan.tier.value
@@ -74,7 +76,7 @@ class SimTier:
 
     @property
     def is_volatile(self) -> bool:
-        """Whether a crash of its machine loses it."""
+        """Whether a crash of its machine loses what it holds."""
         return self.tier is Tier.HOST
 
     @property
@@ -86,7 +88,7 @@ class SimTier:
         return sum(len(held) for held in self._held.values())
 
     def get(self, id_: bytes) -> Listed | None:
-        """The record, if it is here and whole."""
+        """Return the record, if it is here and whole; else None."""
         found = self._held[ArtifactKind.RANGE].get(id_)
         return found if found is not None else self._held[ArtifactKind.POINT].get(id_)
 
@@ -95,7 +97,8 @@ class SimTier:
     def reserve(
         self, meta: Meta, payload_bytes: int, now_s: float
     ) -> tuple[Listed, Sequence[Listed]] | RefusalReason:
-        """Room for a record that is on its way, and what went for it; or why it may not come."""
+        """Reserve room for a record that is on its way; return it and what went for it, or why it
+        may not come."""
         if meta.id in self._coming:
             return self._refuse(RefusalReason.BUSY)
         self._upkeep(now_s)
@@ -121,7 +124,7 @@ class SimTier:
         return reason
 
     def commit(self, id_: bytes, cost_ms: float, now_s: float, *, reuse_count: int = 0) -> None:
-        """What was reserved is written: readable from now on."""
+        """Make readable what was reserved and is written."""
         coming = self._coming.pop(id_)
         self._coming_bytes -= coming.stored_bytes
         record = msgspec.structs.replace(
@@ -149,8 +152,8 @@ class SimTier:
             held.move_to_end(id_)
 
     def at_boundary(self, digest: bytes) -> list[tuple[Meta, int]]:
-        """Range records of several blocks that have this digest at the end of their first n
-        blocks, and n."""
+        """Return the range records of several blocks that have this digest at the end of their
+        first n blocks, each with its n."""
         found = []
         for id_ in self._ends.get(_key(digest), ()):
             meta = self._held[ArtifactKind.RANGE][id_].meta
@@ -165,7 +168,7 @@ class SimTier:
     # -- losing --------------------------------------------------------------------------------
 
     def remove(self, id_: bytes) -> None:
-        """A record goes; one that is not here is no error."""
+        """Remove a record; one that is not here is no error."""
         record = self.get(id_)
         if record is None:
             return
@@ -185,7 +188,8 @@ class SimTier:
             self._count(coming, -1)
 
     def lose_all(self) -> None:
-        """The machine's memory is gone. Not for a drive: that keeps what it has."""
+        """Forget everything, as the machine's memory is gone. A drive keeps what it has: never
+        called for one."""
         assert self.is_volatile
         for held in self._held.values():
             held.clear()
@@ -195,7 +199,7 @@ class SimTier:
         self._ends.clear()
 
     def _upkeep(self, now_s: float) -> None:
-        """TTLs and compaction, once in a while: a worker's thread does it by the clock."""
+        """Apply TTLs and compact, once in a while, as a worker's thread does by the clock."""
         if now_s - self._tidied_s < UPKEEP_S:
             return
         self._tidied_s = now_s
@@ -249,7 +253,7 @@ class SimTier:
         return found
 
     def _index(self, meta: Meta) -> None:
-        """By each boundary inside and at the end, as a drive's index has them."""
+        """Index a record by each boundary inside it and at its end, as a drive's index has them."""
         if self.segments is None or not meta.boundaries:
             return
         for key in _keys(meta):
@@ -270,7 +274,7 @@ class SimTier:
 
 
 def _key(digest: bytes) -> int:
-    """Eight bytes of it: a small key. What is found is compared whole."""
+    """Return eight bytes of a digest as a small key; what is found by it is compared whole."""
     return int.from_bytes(digest[:8], "little")
 
 

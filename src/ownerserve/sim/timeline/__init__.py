@@ -1,1 +1,2 @@
-"""Simulated time: the event queue, media as queues, and the turns that are played on it."""
+"""This package is simulated time: the event queue, media as queues, and the turns that are played
+on it."""

@@ -1,4 +1,4 @@
-"""Simulated time: what happens next, and when.
+"""The heap is simulated time: what happens next, and when.
 
 Owns `now`, which never goes back. Must never know what a call does. Calls at one instant run in
 the order in which they were asked for, so a run is the same every time (invariant 8).
@@ -19,7 +19,8 @@ Call = Callable[[float], None]
 
 
 class TimedCall(msgspec.Struct, eq=False):
-    """A call that waits for its instant; None once it has happened or was cancelled."""
+    """A timed call waits for its instant; its `call` is None once it has happened or was
+    cancelled."""
 
     when_s: float
     call: Call | None
@@ -30,7 +31,7 @@ class TimedCall(msgspec.Struct, eq=False):
 
 
 class Heap:
-    """Calls by their instant, in seconds from the run's start."""
+    """The heap holds calls by their instant, in seconds from the run's start."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -58,7 +59,8 @@ class Heap:
         self._far.sort(reverse=True)
 
     def next_s(self) -> float | None:
-        """The instant of the next call, if any waits (it may be a cancelled one's)."""
+        """Return the instant of the next call, which may be a cancelled one's; None when none
+        waits."""
         first = [queue[at][0] for queue, at in ((self._waiting, 0), (self._far, -1)) if queue]
         return min(first, default=None)
 
@@ -88,5 +90,6 @@ class Heap:
                 call(when_s)  # which may stop: last
 
     def stop(self) -> None:
-        """From within a call: nothing more happens before the next `run` or `run_some`."""
+        """Let nothing more happen before the next `run` or `run_some`; to be called from within a
+        call."""
         self._left = 0

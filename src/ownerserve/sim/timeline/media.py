@@ -1,4 +1,4 @@
-"""Media: links and drives as queues. What moves over one is paid for in order.
+"""Media are links and drives as queues: what moves over one is paid for in order.
 
     take(n, now)    waits for what was taken before | n / bandwidth | latency -> done
                     `--------- in the queue -------'`- it is busy -'
@@ -18,7 +18,7 @@ from ownerserve.plan.cost.prices import Medium
 
 
 class Pipe:
-    """One direction of one medium, first come, first served."""
+    """A pipe is one direction of one medium, first come, first served."""
 
     __slots__ = ("busy_s", "cut_until_s", "factor", "free_s", "medium", "moved_bytes", "name")
 
@@ -32,11 +32,11 @@ class Pipe:
         self.cut_until_s = 0.0
 
     def starts_s(self, now_s: float) -> float:
-        """When a transfer that is asked for now would begin."""
+        """Return when a transfer that is asked for now would begin, in seconds."""
         return max(now_s, self.free_s, self.cut_until_s)
 
     def service_s(self, count: int) -> float:
-        """What `count` bytes take once they have begun."""
+        """Return how many seconds `count` bytes take once they have begun."""
         if not count:
             return 0.0
         return self.factor * self.medium.ms(count) / 1e3
@@ -53,40 +53,43 @@ class Pipe:
         return self.free_s + self.factor * self.medium.latency_ms / 1e3
 
     def waiting_bytes(self, now_s: float) -> int:
-        """Bytes asked for and not yet moved."""
+        """Return the bytes asked for and not yet moved."""
         left_ms = 1e3 * max(0.0, self.free_s - now_s)
         return round(left_ms * self.medium.bytes_per_ms / self.factor)
 
     def slow(self, factor: float) -> None:
-        """From the next transfer on all takes `factor` times as long; 1 mends it."""
+        """Let everything take `factor` times as long from the next transfer on; 1 mends it. Raises
+        InvalidInput for a factor that is not above 0."""
         if factor <= 0.0:
             raise InvalidInput("slow", f"a factor of {factor:g}", "use more than 0; 1 is as new")
         self.factor = factor
 
     def cut(self, until_s: float) -> None:
-        """Nothing begins before `until_s`: what is asked for waits. What is under way arrives."""
+        """Let nothing begin before `until_s`: what is asked for waits, what is under way
+        arrives."""
         self.cut_until_s = max(self.cut_until_s, until_s)
 
 
 class Duplex(msgspec.Struct, frozen=True):
-    """Both directions of a link, seen from one end: PCIe from the device, a NIC from its host."""
+    """A duplex is both directions of a link, seen from one end: PCIe from the device, a NIC from
+    its host."""
 
     out: Pipe
     back: Pipe
 
 
 def duplex(name: str, medium: Medium) -> Duplex:
-    """A link that moves as much in both directions at once."""
+    """Make a link that moves as much in both directions at once."""
     return Duplex(Pipe(f"{name}/out", medium), Pipe(f"{name}/back", medium))
 
 
 def through(pipes: Iterable[Pipe], count: int, now_s: float) -> float:
-    """Move `count` bytes over several media at once, as a stream: the slowest says when it ends."""
+    """Move `count` bytes over several media at once, as a stream; return when the slowest ends."""
     return max((pipe.take(count, now_s) for pipe in pipes), default=now_s)
 
 
 def in_series(media: Iterable[Medium]) -> Medium:
-    """What one load over several media, one after the other, takes in all."""
+    """Return the medium that takes as long as one load over several media, one after the other."""
     hops = tuple(media)
     per_byte = sum(1.0 / hop.bytes_per_ms for hop in hops)
     return Medium(sum(hop.latency_ms for hop in hops), 1.0 / per_byte)

@@ -1,4 +1,5 @@
-"""One turn as the simulator's parts hand it to each other: plain data, no behaviour.
+"""This module defines one turn as the simulator's parts hand it to each other: plain data, no
+behaviour.
 
 Owns the units of the simulated world. A *unit* is one block of the trace (64 tokens for
 Claude-Code, 512 for Mooncake); a prompt is its packed unit ids, little-endian uint32. Ids are
@@ -18,12 +19,13 @@ _PADDING = bytes(32 - UNIT_BYTES)
 
 
 def prefix_name(units: bytes) -> PrefixHash:
-    """Packed units by their last one: ids are chained, so that names all before it."""
+    """Return the name of packed units, their last id: ids are chained, so that it names all before
+    it."""
     return PrefixHash(_PADDING + units[-UNIT_BYTES:])
 
 
 class SimTurn(msgspec.Struct, gc=False):
-    """One request, built when it is released.
+    """A turn is one request, built when it is released.
 
         unit            0 ... full-1   full      ... (prompt_tokens + output_tokens - 1) // U
         prompt          |───────────|──partial──|

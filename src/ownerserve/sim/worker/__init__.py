@@ -1,1 +1,1 @@
-"""One simulated worker, and transfers between two."""
+"""This package has one simulated worker, and transfers between two."""

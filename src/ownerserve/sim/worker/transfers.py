@@ -1,4 +1,5 @@
-"""State on its way from one worker's device to another's: a modelled fetch, send or migration.
+"""A transfer is state on its way from one worker's device to another's: a modelled fetch, send or
+migration.
 
 Owns what is under way. Room at the target is reserved first and is the pin (two-phase); nothing is
 matchable there before all of it has landed. W9's machines replace this model.
@@ -30,7 +31,7 @@ from ownerserve.sim.worker.worker import SimWorker
 
 
 class TransferOutcome(StrEnum):
-    """What came of a transfer."""
+    """An outcome says what came of a transfer."""
 
     LANDED = "landed"
     NOTHING_TO_BRING = "nothing_to_bring"
@@ -42,8 +43,11 @@ class TransferOutcome(StrEnum):
 
 
 class TransferResult(msgspec.Struct, frozen=True, gc=False):
-    """When it LANDED `units` of the prompt are at the target now; `bytes` crossed the network for
-    it, or were on their way when it was given up. It waited `waited_s` for room."""
+    """A result says how a transfer ended.
+
+    When it LANDED, `units` of the prompt are at the target now. `bytes` crossed the network for it,
+    or were on their way when it was given up. It waited `waited_s` for room.
+    """
 
     landing: TransferOutcome
     units: int = 0
@@ -64,10 +68,11 @@ class _Wish(msgspec.Struct, gc=False):
 
 
 class ChainedIds(HashedPrefix):
-    """Unit ids are chained over a run: the last one names all before it, and nothing is hashed."""
+    """This digester names tokens by their last unit id: ids are chained over a run, so that it
+    names all before it and nothing is hashed."""
 
     def digest_of(self, tokens: Packed) -> PrefixHash:
-        """The name of `tokens`."""
+        """Return the name of `tokens`."""
         return prefix_name(tokens)
 
 
@@ -75,7 +80,8 @@ _CHAINED = ChainedIds(1)
 
 
 class Transfers:
-    """Between all workers of a fleet."""
+    """The transfers between all workers of a fleet are made here; this class owns those under
+    way."""
 
     def __init__(self, heap: Heap, *, timeout_s: float) -> None:
         self.bytes = 0
@@ -97,7 +103,7 @@ class Transfers:
             self._try(wish, now)
 
     def room_at(self, target: SimWorker, now: float) -> None:
-        """Something ended there: those who wait for room are tried, in order."""
+        """Try those who wait for room at `target`, in order, as something ended there."""
         waiting = self._waiting.get(target.index)
         while waiting:
             wish = waiting.popleft()
@@ -182,11 +188,12 @@ def _who_died(wish: _Wish) -> TransferOutcome | None:
 
 
 def _held(worker: SimWorker, prompt: Packed) -> int:
-    """Units of a prompt that can be sent, or need not be: they are there."""
+    """Return the units of a prompt that the worker can send, or that need not be sent as they are
+    there."""
     on_device = _complete(worker.cache.match(prompt))
     return max(on_device, worker.machine.node.stored_units(prompt))
 
 
 def _complete(match: Match) -> int:
-    """The deepest boundary, in units, at which nothing is lacking."""
+    """Return the deepest boundary, in units, at which nothing is lacking."""
     return next((point.position for point in match.points if not point.lacks), 0)

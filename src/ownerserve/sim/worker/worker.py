@@ -1,4 +1,4 @@
-"""A modelled worker: an engine, its cache and its node on the heap.
+"""A modelled worker is an engine, its cache and its node on the heap.
 
 Owns one routing unit's life: what has arrived at it, the step in flight, its next life after a
 crash. Decides nothing: the cache, the node and the engine's own rules do.
@@ -28,49 +28,49 @@ from ownerserve.sim.timeline.media import Duplex
 
 
 class WorkerNode(Protocol):
-    """What brings a turn's state and keeps it when it goes: see sim.nodeport."""
+    """A worker's node brings a turn's state and keeps it when it goes: see sim.storage.nodeport."""
 
     inventory: Inventory
 
     def handle(self, event: Event, now: float) -> None: ...
 
     def look(self, now: float) -> None:
-        """The cache has taken or given room."""
+        """Note that the cache has taken or given room."""
 
     def resume(self, tokens: Packed) -> Resume | None:
-        """How the engine should begin a turn of `tokens`."""
+        """Return how the engine should begin a turn of `tokens`."""
 
     def checkpoints(self, start: int, prompt_end: int) -> frozenset[int]:
-        """Positions of a prefill at which state is to be kept."""
+        """Return the positions of a prefill at which state is to be kept."""
 
     def report(self, turn_id: TurnId) -> RestoreReport | None:
-        """What came of a turn's restore, once."""
+        """Return what came of a turn's restore, once."""
 
     def stored_units(self, prompt: Packed) -> int:
-        """How much of a prompt lies in host memory, ready to be sent."""
+        """Return how much of a prompt, in units, lies in host memory, ready to be sent."""
 
     def die(self) -> None:
-        """The process is gone, and what it had in memory."""
+        """End this life: the process is gone, and what it had in memory."""
 
     def check(self) -> None:
         """Raise InvariantViolated unless its own books and those of its tiers agree."""
 
 
 class Listener(Protocol):
-    """The one that is told what came of a turn. Never called from within `submit`."""
+    """A listener is told what came of a turn, never from within `submit`."""
 
     def began(self, sequence: SimSequence, now: float) -> None:
-        """The turn's first token is there."""
+        """Hear that the turn's first token is there."""
 
     def served(self, sequence: SimSequence, now: float) -> None:
-        """The turn is complete."""
+        """Hear that the turn is complete."""
 
     def lost(self, sequence: SimSequence, now: float) -> None:
-        """The turn can never run here, or the worker is not up."""
+        """Hear that the turn can never run here, or that the worker is not up."""
 
 
 class Machine:
-    """What one life of a worker is made of: state goes with it, links stay."""
+    """A machine is what one life of a worker is made of: state goes with it, links stay."""
 
     __slots__ = ("cache", "engine", "node")
 
@@ -81,7 +81,8 @@ class Machine:
 
 
 class SimWorker:
-    """See the module. `make` builds the machine of each life; it is told how a turn may start.
+    """A worker is one routing unit over all its lives. `make` builds the machine of each life; it
+    is told how a turn may start.
 
     `restoring` are turns whose state is being brought; `lives` the machines of all its lives, the
     present one last.
@@ -132,18 +133,18 @@ class SimWorker:
         return self.machine.cache
 
     def resident_units(self, prompt: Packed) -> int:
-        """How much of a prompt's full units lies on the device."""
+        """Return how many of a prompt's full units lie on the device."""
         return self.machine.cache.residents.blocks(prompt) * self._block_units
 
     def has_turn_of(self, session: SessionId) -> bool:
-        """Whether a turn of the session is here, if only in the queue."""
+        """Return whether a turn of the session is here, if only in the queue."""
         everyone = (*self.restoring.values(), *self.machine.engine.everyone())
         return any(sequence.turn.name == session for sequence in everyone)
 
     # -- events ---------------------------------------------------------------------------------
 
     def submit(self, sequence: SimSequence, now: float) -> None:
-        """A turn is here. One that the device can't ever hold is turned away at once."""
+        """Take in a turn. One that the device can't ever hold is turned away at once."""
         if not self.is_up or len(sequence.units) // TOKEN_BYTES > self._most_units:
             self.heap.at(now, partial(self._listener.lost, sequence))
             return
@@ -160,7 +161,7 @@ class SimWorker:
             sequence.pending_tokens = self._uncached(sequence)
 
     def started(self, turn_id: TurnId, now: float) -> None:
-        """The node has nothing more to bring: the turn may run."""
+        """Let the turn run: the node has nothing more to bring."""
         sequence = self.restoring.pop(turn_id, None)
         if sequence is None:
             return
@@ -170,21 +171,24 @@ class SimWorker:
         self._queue(sequence, now)
 
     def _queue(self, sequence: SimSequence, now: float) -> None:
-        """Into the engine's queue; an idle engine begins behind this instant's other calls."""
+        """Put the turn into the engine's queue; an idle engine begins behind this instant's other
+        calls."""
         sequence.pending_tokens = self._uncached(sequence)
         self.machine.engine.arrive(sequence)
         self._kick(now)
 
     def _kick(self, now: float) -> None:
-        """Something has changed: begin to step, or end a fold with the step under way."""
+        """Begin to step, or end a fold with the step under way, as something has changed."""
         if self._step is None and self.is_up:
             self._step = self.heap.at(now, self._start)
         else:
             self.settle(now)
 
     def settle(self, now: float) -> None:
-        """Room is about to be taken by others: a fold ends with the step that is under way, and
-        what its steps so far have filled is counted as taken."""
+        """End a fold with the step that is under way, as room is about to be taken by others.
+
+        What its steps so far have filled is counted as taken.
+        """
         if self._step is not None and self.machine.engine.folds:
             took_s = self.machine.engine.shorten(now - self._began_s, now)
             if took_s is not None:
@@ -192,12 +196,12 @@ class SimWorker:
                 self._step = self.heap.at(max(now, self._began_s + took_s), self._over)
 
     def look(self, now: float) -> None:
-        """Room may have come free while the engine was idle: its queue is tried again."""
+        """Try an idle engine's queue again, as room may have come free."""
         if self._step is None and self.machine.engine.waiting:
             self._kick(now)
 
     def later(self, when_s: float, call: Call) -> TimedCall:
-        """For the node: a call, after which the queue may go on."""
+        """Ask for a call on the node's behalf, after which the queue may go on."""
         return self.heap.at(when_s, partial(self._then_look, call))
 
     def _then_look(self, call: Call, now: float) -> None:
@@ -205,12 +209,14 @@ class SimWorker:
         self.look(now)
 
     def checkpoint(self, turns: Iterable[TurnId]) -> None:
-        """Room is short: these turns are kept at their next boundary."""
+        """Keep these turns at their next boundary, as room is short."""
         self.machine.engine.checkpoint(turns)
 
     def crash(self, now: float) -> None:
-        """The process dies: what it ran is lost, what its device and host memory held too. What
-        its disk holds stays for its next life, which begins with `rise`."""
+        """Let the process die: what it ran is lost, and what its device and host memory held.
+
+        What its disk holds stays for its next life, which begins with `rise`.
+        """
         if self._step is not None:
             self._step.cancel()
             self._step = None
@@ -226,7 +232,7 @@ class SimWorker:
             self._listener.lost(sequence, now)
 
     def rise(self) -> None:
-        """The next life has begun, with an empty device."""
+        """Begin the next life, with an empty device."""
         self.is_up = True
 
     # -- steps ----------------------------------------------------------------------------------
@@ -265,7 +271,7 @@ class SimWorker:
 
 
 def _ended(sequence: SimSequence) -> TurnEnded:
-    """What the node is told of a turn's end, in units."""
+    """Return what the node is told of a turn's end, in units."""
     unit, turn = sequence.unit_tokens, sequence.turn
     computed = turn.prompt_tokens + turn.output_tokens - 1
     return TurnEnded(
