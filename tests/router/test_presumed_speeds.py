@@ -56,6 +56,26 @@ def test_one_that_measures_itself_is_believed_and_others_follow_one_only(fleet: 
     assert step_ms(fleet, "three") == 40.0, "the other stands in for one that is down"
 
 
+def test_who_goes_or_becomes_another_model_gives_the_measure_no_more(fleet: Fleet) -> None:
+    """Nobody says anything new: what another of the same kind has measured counts at once."""
+    says(fleet, "one", SLOW, measured=True)
+    says(fleet, "two", replace(SLOW, step_ms=50.0), measured=True)
+    says(fleet, "three", ASSUMED, measured=False)
+    fleet.take_down(WorkerId("one"))
+    assert step_ms(fleet, "three") == 50.0
+    says(fleet, "one", replace(SLOW, step_ms=1.0), measured=True, digest="other")
+    assert step_ms(fleet, "three") == 50.0
+    says(fleet, "one", replace(SLOW, step_ms=70.0), measured=True)
+    fleet.take_down(WorkerId("two"))
+    assert step_ms(fleet, "three") == 70.0
+    says(fleet, "one", SLOW, measured=True, digest="other")
+    says(fleet, "two", replace(SLOW, step_ms=60.0), measured=True)
+    assert step_ms(fleet, "three") == 60.0, "one lives under another digest"
+    fleet.take_down(WorkerId("two"))
+    says(fleet, "late", ASSUMED, measured=False)
+    assert step_ms(fleet, "late") == 60.0, "nobody has measured it since"
+
+
 @pytest.mark.parametrize("digest", ["", "other"])
 def test_another_model_or_an_engine_that_states_none_lends_nothing(
     fleet: Fleet, digest: str

@@ -337,24 +337,30 @@ class PresumedSpeeds:
             step_ms_per_sequence=like.step_ms_per_sequence,
         )
 
-    def measured(self, worker: Worker) -> bool:
-        """Take in a worker's statement, and return whether it changes what others are presumed to
-        be.
+    def settle(self, digest: str, workers: Iterable[Worker]) -> bool:
+        """Take in that something of the workers of this digest changed, and return whether that
+        changes what others are presumed to be.
 
-        A worker that states no digest is like none. The first that measured itself gives the
-        measure until it is down.
+        The worker that gives the measure does so while it is up, of this digest and measured; then
+        the first such one of `workers` does. While there is none, what was measured last counts. A
+        worker that states no digest is like none.
         """
-        profile = worker.profile
-        digest = profile.spec_digest
-        if not profile.is_measured or not digest:
+        if not digest:
             return False
         known = self._by_digest.get(digest)
-        if known is not None:
-            giver, speed = known
-            if (giver is not worker and giver.up) or speed == profile.speed:
-                return False
-        self._by_digest[digest] = worker, profile.speed
-        return True
+        giver = None if known is None else known[0]
+        if giver is None or not _gives(giver, digest):
+            giver = next((worker for worker in workers if _gives(worker, digest)), None)
+        if giver is None:
+            return False
+        self._by_digest[digest] = giver, giver.profile.speed
+        return known is None or known[1] != giver.profile.speed
+
+
+def _gives(worker: Worker, digest: str) -> bool:
+    """Return whether a worker may give the measure for a digest."""
+    profile = worker.profile
+    return worker.up and profile.is_measured and profile.spec_digest == digest
 
 
 class Fleet:
@@ -426,12 +432,12 @@ class Fleet:
         if known.up and event.profile in (None, known.profile):
             return
         self._leave(known)
+        before = known.profile.spec_digest
         if event.profile is not None:
             known.become(event.profile, self._presumed.speed_of(event.profile))
         known.up = True
         self._join(known)
-        if event.profile is not None and self._presumed.measured(known):
-            self._price_unmeasured(event.profile)
+        self._settle({before, known.profile.spec_digest})
 
     def take_down(self, worker: WorkerId) -> list[Worker]:
         """Take the worker's units out, and return those that were up."""
@@ -439,6 +445,7 @@ class Fleet:
         for unit in units:
             unit.up = False
             self._leave(unit)
+        self._settle({unit.profile.spec_digest for unit in units})
         return units
 
     def check(self) -> None:
@@ -449,17 +456,21 @@ class Fleet:
         if self._all.everyone() != up:
             raise InvariantViolated("invariant 5: the candidates are not those that are up")
 
-    def _price_unmeasured(self, like: Profile) -> None:
-        """Price anew the workers of this kind that have not measured themselves."""
-        for worker in self._workers.values():
-            profile = worker.profile
-            if profile.is_measured or profile.spec_digest != like.spec_digest:
+    def _settle(self, digests: Iterable[str]) -> None:
+        """Price anew the workers of these digests that have not measured themselves, where they
+        are presumed to be otherwise now."""
+        for digest in digests:
+            if not self._presumed.settle(digest, self._workers.values()):
                 continue
-            if worker.up:
-                self._leave(worker)
-            worker.become(profile, self._presumed.speed_of(profile))
-            if worker.up:
-                self._join(worker)
+            for worker in self._workers.values():
+                profile = worker.profile
+                if profile.is_measured or profile.spec_digest != digest:
+                    continue
+                if worker.up:
+                    self._leave(worker)
+                worker.become(profile, self._presumed.speed_of(profile))
+                if worker.up:
+                    self._join(worker)
 
     def _join(self, worker: Worker) -> None:
         self._all.add(worker)

@@ -121,7 +121,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """The longest sequence it takes; 0: not said."""
     is_measured: bool = True
     """Whether its prefill and its steps were measured; else `speed` is assumed, and its like that
-    have measured theirs stand in for it (presumed.py)."""
+    have measured theirs stand in for it (fleet.PresumedSpeeds)."""
 
     @property
     def names(self) -> frozenset[str]:
