@@ -78,6 +78,29 @@ def test_later_turns_and_sub_agents_never_wait() -> None:
     room.check()
 
 
+def test_turns_and_sub_agents_that_wait_with_a_first_turn_enter_with_it() -> None:
+    """Clients send a session's first requests side by side: with the first one it is inside."""
+    room = seats()
+    assert room.ask(s("a"), 95_000, parent=None, now_s=0.0) == ENTER
+    asked = {"b": None, "late": None, "b/sub": s("b"), "b/sub/sub": s("b/sub")}
+    waiting = [room.ask(s(name), 85_000, parent=asked[name], now_s=0.0) for name in (*asked, "b")]
+    first, late, *others = [one.ticket for one in waiting if isinstance(one, Wait)]
+    room.over(s("a"))
+    assert room.due(1.0) == [first, *others]
+    assert late not in room.due(2.0)
+    room.check()
+
+
+def test_a_turn_waits_no_more_when_another_of_its_session_found_an_idle_worker() -> None:
+    room, _ = idle_seats(KNOWN)
+    assert room.ask(s("a"), 95_000, parent=None, now_s=0.0) == ENTER
+    long = room.ask(s("b"), 200_000, parent=None, now_s=0.0)
+    assert isinstance(long, Wait)
+    assert room.ask(s("b"), 1_000, parent=None, now_s=1.0) == ENTER
+    assert room.due(1.0) == [long.ticket]
+    room.check()
+
+
 def test_they_wait_in_order_and_a_small_one_does_not_overtake() -> None:
     room = seats()
     room.ask(s("a"), 80_000, parent=None, now_s=0.0)

@@ -3,7 +3,8 @@
 Above the memory of the fleet every policy thrashes: each turn finds its state evicted, computes it
 again (seconds instead of tenths) and evicts another's (seed 003's capacity cliff). So the *first*
 turn of a new session waits, in order, until the contexts of the sessions inside leave room for it.
-Later turns, sub-agents and forks of sessions inside are never held.
+Later turns, sub-agents and forks of sessions inside are never held; those that came while the first
+turn waited enter with it.
 
     ask -> Enter                       its session is inside, or there is room for one more
         `> Wait(ticket) -> due         room has come, or its patience is over: `ask` is not repeated
@@ -89,6 +90,7 @@ class _Inside(msgspec.Struct, gc=False):
 class _Waiting(msgspec.Struct, gc=False):
     ticket: Ticket
     session: SessionId
+    parent: SessionId | None
     prompt: int
     until_s: float
 
@@ -106,6 +108,8 @@ class SessionAdmission:
         self._promised: OrderedDict[SessionId, None] = OrderedDict()  # ever let in, not over
         self._held_tokens = self._context_tokens = 0
         self._waiting: deque[_Waiting] = deque()
+        self._may_follow = False
+        """Whether a session was let in since those who wait were asked whether they are its."""
         self._issued = 0
 
     @property
@@ -118,7 +122,7 @@ class SessionAdmission:
     ) -> Answer:
         """Decide whether a turn of `tokens` prompt tokens enters or waits; `parent` is the session
         whose sub-agent or fork this one is."""
-        if session in self._promised or parent in self._promised:
+        if self._is_promised(session, parent):
             self._enter(session, tokens, now_s=now_s, growth=0)
             return ENTER
         if not self._fleet.up:
@@ -130,7 +134,7 @@ class SessionAdmission:
         self._issued += 1
         ticket = Ticket(self._issued)
         until_s = now_s + self.settings.patience_s
-        self._waiting.append(_Waiting(ticket, session, tokens, until_s))
+        self._waiting.append(_Waiting(ticket, session, parent, tokens, until_s))
         return Wait(ticket)
 
     def ended(self, session: SessionId, tokens: int, now_s: float) -> None:
@@ -155,7 +159,8 @@ class SessionAdmission:
         self._waiting = deque(one for one in self._waiting if one.ticket != ticket)
 
     def due(self, now_s: float) -> list[Ticket]:
-        """Let in those whose turn it is, and return their tickets in the order of arrival."""
+        """Let in those whose turn it is, and return their tickets in the order of arrival; behind
+        them those of their sessions' other turns, sub-agents and forks."""
         if not self._waiting:
             return []
         self._expire(now_s)
@@ -177,7 +182,25 @@ class SessionAdmission:
             beside = self._beside_tokens()
             found.append(one.ticket)
         self._waiting.extendleft(reversed(passed))
+        return found + self._following(now_s)
+
+    def _following(self, now_s: float) -> list[Ticket]:
+        """Let in those whose session or parent was let in while they waited; return their
+        tickets."""
+        found: list[Ticket] = []
+        while self._may_follow:
+            self._may_follow = False
+            waiting, self._waiting = self._waiting, deque()
+            for one in waiting:
+                if self._is_promised(one.session, one.parent):
+                    self._enter(one.session, one.prompt, now_s=now_s, growth=0)
+                    found.append(one.ticket)
+                else:
+                    self._waiting.append(one)
         return found
+
+    def _is_promised(self, session: SessionId, parent: SessionId | None) -> bool:
+        return session in self._promised or parent in self._promised
 
     def next_due_s(self) -> float | None:
         """Return when time alone may let somebody in, as a seat goes cold or patience ends; None
@@ -194,6 +217,7 @@ class SessionAdmission:
         known = self._inside.get(session)
         if known is None:
             known = self._inside[session] = _Inside(0, 0, now_s, 0)
+        self._may_follow = self._may_follow or session not in self._promised
         self._promised[session] = None
         self._promised.move_to_end(session)
         if len(self._promised) > PROMISES_MAX:
